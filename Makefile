@@ -1,0 +1,59 @@
+# The only commands that anyone needs. `make serve` and `make test` make the environment first, where it is missing.
+# The repository's root must not be on sys.path: its folder `kernels` would hide a package of that name.
+export PYTHONSAFEPATH = 1
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+STAMP = $(VENV)/.installed
+ARGS ?=
+
+.PHONY: serve test check format docs demo bench clean
+
+serve: $(STAMP)
+	@exec $(BIN)/serve-llm demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/pytest $(ARGS)
+
+check: $(STAMP) .typing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	MYPYPATH=.typing $(BIN)/mypy -p serve_llm.server -p serve_llm.engine
+	cd .typing && PYTHONPATH=. ../$(BIN)/lint-imports --config ../.importlinter
+	$(BIN)/python tools/make_docs.py --check
+	$(BIN)/python tools/sizes.py
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(STAMP)
+	$(BIN)/python tools/make_docs.py
+
+demo: $(STAMP)
+	$(BIN)/python tools/train_demo.py
+
+bench: $(STAMP)
+	$(BIN)/python tests/bench/start.py
+	$(BIN)/python tests/bench/frontend.py
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+# mypy and import-linter cannot follow the editable mapping of import names to folders; a folder of links can be followed.
+.typing:
+	mkdir -p .typing/serve_llm
+	ln -sfn ../../serve_llm/__init__.py .typing/serve_llm/__init__.py
+	ln -sfn ../../serve_llm/llm.py .typing/serve_llm/llm.py
+	ln -sfn ../../serve_llm/py.typed .typing/serve_llm/py.typed
+	ln -sfn ../../serve_llm/demo .typing/serve_llm/demo
+	ln -sfn ../../server .typing/serve_llm/server
+	ln -sfn ../../engine .typing/serve_llm/engine
+	ln -sfn ../../kernels .typing/serve_llm/kernels
+
+clean:
+	rm -rf $(VENV) .typing build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,105 @@
+"""The engine process: `python -P -m serve_llm.engine --connect ipc://...`, started by the server, never by hand.
+
+Its standard input is a pipe whose other end the parent holds: when the parent is gone, however it went, so is this.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import zmq
+
+from serve_llm.engine import wire
+from serve_llm.engine.errors import EngineError, ServeError
+from serve_llm.engine.hub import read_config
+from serve_llm.engine.logs import configure
+from serve_llm.engine.types import ModelFacts
+
+logger = logging.getLogger("serve_llm.engine.__main__")  # also when run by -m
+
+
+class ZmqChannel:
+    """See `loop.Channel`: a PAIR socket to the one parent."""
+
+    def __init__(self, address: str) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket.set_hwm(0)  # nothing is dropped; what is open is bounded by the server's admission
+        self._socket.setsockopt(zmq.LINGER, 1000)  # ms, for the last message
+        self._socket.connect(address)
+
+    def receive(self, seconds: float | None) -> list[wire.ToEngine]:
+        messages: list[wire.ToEngine] = []
+        timeout = None if seconds is None else int(seconds * 1000)
+        while self._socket.poll(0 if messages else timeout):
+            messages.append(wire.decode_to_engine(self._socket.recv()))
+        return messages
+
+    def send(self, step: wire.FromEngine) -> None:
+        self._socket.send(wire.encode(step))
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(EngineError.exit_code)
+
+
+def serve(channel: ZmqChannel) -> None:
+    """Start what the parent asks for, say Ready, and run the loop until Shutdown."""
+    (start,) = channel.receive(None)[:1]
+    assert isinstance(start, wire.Start)
+    configure(start.options.log_level)
+    began = time.perf_counter()
+    # After the logger is set up, because these import torch: the longest part of a small model's start.
+    from serve_llm.engine import loop, startup
+
+    logger.info("Engine modules imported in %.2f s", time.perf_counter() - began)
+    raw = read_config(Path(start.directory))
+    config, spec, weights = startup.resolve_all(start.options, start.directory, raw)
+    executor = startup.build_executor(config, spec, weights)
+    engine = loop.Engine(config, executor)
+    layout = executor.layout
+    facts = ModelFacts(
+        architecture=spec.architecture,
+        max_model_len=config.max_model_len,
+        vocab_size=spec.vocab_size,
+        block_size=config.block_size,
+        num_kv_blocks=layout.num_blocks,
+        kv_cache_tokens=startup.cache_tokens(config, layout),
+        max_num_seqs=config.max_num_seqs,
+        dtype=config.dtype,
+        device=config.device,
+    )
+    channel.send(wire.Ready(facts))
+    logger.info("Engine ready after %.2f s", time.perf_counter() - began)
+    try:
+        loop.run(engine, channel)
+    finally:
+        executor.close()
+
+
+def main() -> int:
+    # The terminal sends Ctrl-C to the whole group; the parent decides when this process ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    channel = ZmqChannel(sys.argv[sys.argv.index("--connect") + 1])
+    try:
+        serve(channel)
+    except ServeError as error:
+        channel.send(wire.Failed(type(error).__name__, str(error)))
+        return error.exit_code
+    except Exception as error:
+        logger.exception("engine failed")
+        channel.send(wire.Failed("EngineError", f"the engine failed: {type(error).__name__}: {error}"))
+        return EngineError.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""The server's end of the wire to one engine process. Torch-free; asyncio.
+
+Holds who waits for which output: every request has a sink, a plain function that is called in the event loop for each
+Output until the final one. Knows nothing of text, HTTP or processes (`server.supervise` starts those).
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+
+import zmq
+import zmq.asyncio
+
+from serve_llm.engine import wire
+from serve_llm.engine.errors import BY_NAME, EngineDead, EngineError, ServeError
+from serve_llm.engine.options import Options
+from serve_llm.engine.types import FinishReason, ModelFacts, Output, Request, Stats
+
+Sink = Callable[[Output], None]
+
+
+class EngineClient:
+    """Make it inside a running event loop, in which all its methods are called."""
+
+    def __init__(self) -> None:
+        self._directory = tempfile.mkdtemp(prefix="serve-llm-")  # mode 700: only this user reaches the socket
+        self.address = f"ipc://{self._directory}/engine"
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)  # sends never block; what is open is bounded by admission
+        self._socket.linger = 0
+        self._socket.bind(self.address)
+        self._sinks: dict[int, Sink] = {}
+        self._ids = count(1)
+        self._facts: ModelFacts | None = None
+        self.stats = Stats()
+        self.on_step: Callable[[wire.Step], None] | None = None
+        self.failure: ServeError | None = None
+
+    @property
+    def ready(self) -> bool:
+        """A request submitted now would be computed."""
+        return self._facts is not None and self.failure is None
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What is true of the served model. Raises EngineError before the engine said so."""
+        if self._facts is None:
+            raise EngineError("the engine is still starting")
+        return self._facts
+
+    async def start(self, options: Options, directory: str) -> None:
+        """Tell a connected engine what to serve and wait until it is ready. Raises what it failed with."""
+        self._send(wire.Start(options, directory))
+        message = wire.decode_from_engine(await self._socket.recv())
+        if isinstance(message, wire.Failed):
+            self.failure = BY_NAME.get(message.kind, EngineError)(message.message)
+            raise self.failure
+        assert isinstance(message, wire.Ready)
+        self._facts = message.facts
+
+    async def run(self) -> None:
+        """Hand out what the engine sends, until it fails (raises what it failed with) or this is cancelled."""
+        while True:
+            message = wire.decode_from_engine(await self._socket.recv())
+            if isinstance(message, wire.Step):
+                self._deliver(message)
+            elif isinstance(message, wire.Failed):
+                raise BY_NAME.get(message.kind, EngineError)(message.message)
+
+    def _deliver(self, step: wire.Step) -> None:
+        self.stats = step.stats
+        if self.on_step is not None:
+            self.on_step(step)
+        for output in step.outputs:
+            final = output.finish_reason is not None
+            sink = self._sinks.pop(output.id, None) if final else self._sinks.get(output.id)
+            if sink is not None:
+                sink(output)
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        self.submit_many([(request, sink)])
+
+    def submit_many(self, pairs: Iterable[tuple[Request, Sink]]) -> None:
+        """Open requests, in one message. Raises EngineDead if the engine is gone."""
+        if self.failure is not None:
+            raise EngineDead(str(self.failure))
+        requests = []
+        for request, sink in pairs:
+            self._sinks[request.id] = sink
+            requests.append(request)
+        self._send(wire.Submit(requests))
+
+    def abort(self, ids: Sequence[int]) -> None:
+        """End requests; their sinks are not called again. Ids that have ended already are fine."""
+        open_ids = [request_id for request_id in ids if self._sinks.pop(request_id, None) is not None]
+        if open_ids and self.failure is None:
+            self._send(wire.Abort(open_ids))
+
+    def shut_down(self) -> None:
+        """Ask the engine process to end."""
+        self._send(wire.Shutdown())
+
+    def fail(self, error: ServeError) -> None:
+        """The engine is gone: every open request ends with this error, and no new one is taken."""
+        if self.failure is None:
+            self.failure = error
+        self.stats = Stats()
+        sinks, self._sinks = self._sinks, {}
+        for request_id, sink in sinks.items():
+            sink(Output(id=request_id, token_ids=[], finish_reason=FinishReason.ERROR, error=str(self.failure)))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _send(self, message: wire.ToEngine) -> None:
+        self._socket.send(wire.encode(message))

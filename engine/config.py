@@ -1,0 +1,75 @@
+"""What is true: `resolve` turns what the user said (`Options`) into a frozen `Config`, for one model on one device.
+
+Arithmetic only, torch-free: whoever calls it has read config.json and knows whether there is a GPU. What is measured
+later (how many blocks fit) is returned by whoever measured it and never written back here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serve_llm.engine.errors import ModelError, OptionError
+from serve_llm.engine.options import Options
+
+DEFAULT_BLOCK_SIZE = 16  # tokens
+DEFAULT_STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The engine's settings, all decided. Immutable."""
+
+    directory: str  # the local checkpoint
+    load_format: str  # "auto" | "dummy"
+    device: str  # "cpu" | "cuda"
+    dtype: str  # "bfloat16" | "float16" | "float32"
+    max_model_len: int  # tokens, prompt and output together
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int  # tokens
+    kv_cache_memory: int | None  # bytes; None: by gpu_memory_utilization, on a CPU a fixed share of the free memory
+    gpu_memory_utilization: float
+    enable_prefix_caching: bool
+    seed: int  # of dummy weights
+
+
+def resolve(options: Options, directory: str, *, device: str, checkpoint_dtype: str, model_max_len: int) -> Config:
+    """Decides everything that follows from the options, the model and the device.
+
+    device: "cpu" or "cuda", where options.device "auto" has been decided by the caller.
+    checkpoint_dtype: the weights' number type as config.json names it, such as "bfloat16".
+    model_max_len: the most tokens that the model's positions allow.
+    Raises OptionError when an option cannot work here, ModelError when the checkpoint's type is not served.
+    """
+    if options.max_model_len is not None and options.max_model_len > model_max_len:
+        raise OptionError(
+            f"--max-model-len: {options.max_model_len} is more than the {model_max_len} tokens that this model allows"
+        )
+    return Config(
+        directory=directory,
+        load_format=options.load_format,
+        device=device,
+        dtype=_dtype(options.dtype, checkpoint_dtype, device),
+        max_model_len=options.max_model_len or model_max_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens or DEFAULT_STEP_TOKENS[device],
+        block_size=options.block_size or DEFAULT_BLOCK_SIZE,
+        kv_cache_memory=options.kv_cache_memory,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        enable_prefix_caching=options.enable_prefix_caching,
+        seed=options.seed or 0,
+    )
+
+
+def _dtype(asked: str, checkpoint: str, device: str) -> str:
+    """The checkpoint's own type where the user leaves it open, except that float16 becomes bfloat16 on a CPU, which is
+    far slower in float16. float32 stays float32: its owner may want the precision."""
+    if asked == "float16" and device == "cpu":
+        raise OptionError(
+            "--dtype: float16 is not served on a CPU; use bfloat16 (as fast as it gets) or float32 (exact)"
+        )
+    if asked != "auto":
+        return asked
+    if checkpoint not in ("bfloat16", "float16", "float32"):
+        raise ModelError(f"the checkpoint's number type is {checkpoint}; choose one with --dtype bfloat16 or float32")
+    return "bfloat16" if checkpoint == "float16" and device == "cpu" else checkpoint

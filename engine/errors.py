@@ -1,0 +1,50 @@
+"""Our exception hierarchy:
+
+ServeError                  anything that we raise on purpose; the message is for the user
+  OptionError        (2)    an option, or a combination of them, that cannot work
+  ModelError         (3)    the checkpoint cannot be found, read, or served
+    UnsupportedModel
+  CapacityError      (4)    it does not fit: memory, devices
+  EngineError        (5)    the engine failed while starting or running
+    EngineDead              the engine process is gone; open requests end with this
+
+Numbers are the exit codes of the process. `server.errors` maps what a request can cause to HTTP statuses.
+"""
+
+from __future__ import annotations
+
+
+class ServeError(Exception):
+    """Raised on purpose; `str(error)` is one clear line for the user."""
+
+    exit_code = 1
+
+
+class OptionError(ServeError):
+    exit_code = 2
+
+
+class ModelError(ServeError):
+    exit_code = 3
+
+
+class UnsupportedModel(ModelError):
+    pass
+
+
+class CapacityError(ServeError):
+    exit_code = 4
+
+
+class EngineError(ServeError):
+    exit_code = 5
+
+
+class EngineDead(EngineError):
+    pass
+
+
+BY_NAME: dict[str, type[ServeError]] = {
+    kind.__name__: kind
+    for kind in (ServeError, OptionError, ModelError, UnsupportedModel, CapacityError, EngineError, EngineDead)
+}

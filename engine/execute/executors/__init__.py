@@ -1,0 +1,1 @@
+"""Ways to run the workers. One rank: in the engine's own process."""

@@ -1,0 +1,33 @@
+"""One rank inside the engine's process: a call, not a message."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from serve_llm.engine.config import Config
+from serve_llm.engine.execute.executor import StepResult
+from serve_llm.engine.execute.worker import Worker
+from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.weight_map import WeightMap
+from serve_llm.engine.schedule.batch import Batch
+
+
+class InProcessExecutor:
+    """See `Executor`. Each future is done when `execute` returns."""
+
+    depth = 1
+
+    def __init__(self, config: Config, spec: ModelSpec, weights: WeightMap) -> None:
+        self._worker = Worker(config, spec, weights)
+        self.layout = self._worker.layout
+
+    def execute(self, batch: Batch) -> Future[StepResult]:
+        future: Future[StepResult] = Future()
+        try:
+            future.set_result(self._worker.execute(batch))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def close(self) -> None:
+        """Nothing outlives the process."""

@@ -1,0 +1,97 @@
+"""How much KV cache there is, and how it is cut into blocks. The sums are torch-free.
+
+All KV groups draw equal-byte blocks from one pool: a block of `block_bytes` holds `block_size` tokens of the group with
+the most bytes per token, and a power of two times as many of a group with fewer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from serve_llm.engine.errors import CapacityError
+from serve_llm.engine.model.spec import KVGroup
+from serve_llm.engine.schedule.sequence import GroupLayout, most_blocks
+
+logger = logging.getLogger(__name__)
+
+CPU_SHARE = 0.4  # of the free memory, at most, unless --kv-cache-memory says otherwise
+CPU_CONCURRENCY = 16  # requests of full length for which the default CPU cache has room, memory permitting
+CPU_SMALLEST = 256 << 20  # bytes; a small model's default cache is at least this
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The KV cache of one rank: `num_blocks` blocks of `block_bytes`, and what each group puts into one."""
+
+    groups: tuple[GroupLayout, ...]
+    block_bytes: int
+    num_blocks: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    def blocks_per_request(self, num_tokens: int, max_chunk: int) -> int:
+        """Blocks that one request of so many tokens holds at most at a time."""
+        return sum(most_blocks(group, num_tokens, max_chunk) for group in self.groups)
+
+
+def bytes_per_token(group: KVGroup, element_bytes: int) -> int:
+    """Keys and values of one token in all layers of the group."""
+    return len(group.layers) * 2 * group.kv_heads * group.head_dim * element_bytes
+
+
+def plan_cache(groups: Sequence[KVGroup], element_bytes: int, block_size: int, num_bytes: int) -> CacheLayout:
+    """Cut `num_bytes` into blocks whose largest group holds `block_size` tokens (a power of two)."""
+    sizes = [bytes_per_token(group, element_bytes) for group in groups]
+    layouts = []
+    for group, size in zip(groups, sizes, strict=True):
+        times = 1 << ((max(sizes) // size).bit_length() - 1)
+        layouts.append(GroupLayout(block_size * times, group.window))
+    block_bytes = block_size * max(sizes)
+    return CacheLayout(tuple(layouts), block_bytes, num_bytes // block_bytes)
+
+
+def default_cpu_bytes(one_request: int) -> int:
+    """Size of the KV cache on a CPU when the user names none. `one_request`: bytes for one of full length."""
+    wanted = max(CPU_CONCURRENCY * one_request, CPU_SMALLEST)
+    return min(wanted, int(CPU_SHARE * free_memory()))
+
+
+def check_capacity(layout: CacheLayout, max_model_len: int, max_chunk: int, device: str) -> None:
+    """Log the capacity in the field's words. Raises CapacityError if not even one request of full length fits."""
+    needed = layout.blocks_per_request(max_model_len, max_chunk)
+    tokens = cache_tokens(layout, max_model_len, max_chunk)
+    if layout.num_blocks < needed:
+        raise CapacityError(
+            f"the KV cache has room for {tokens:,} tokens, but one request may need {max_model_len:,}: "
+            f"lower --max-model-len to at most {max(tokens, 1)}, or raise --kv-cache-memory from "
+            f"{layout.num_bytes:,} to at least {needed * layout.block_bytes:,} bytes"
+        )
+    logger.info("%s KV cache size: %s tokens", "CPU" if device == "cpu" else "GPU", f"{tokens:,}")
+    concurrency = layout.num_blocks / needed
+    logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{max_model_len:,}", concurrency)
+
+
+def cache_tokens(layout: CacheLayout, max_model_len: int, max_chunk: int) -> int:
+    """Tokens that fit, in requests of full length (with sliding windows a token may need less)."""
+    return layout.num_blocks * max_model_len // layout.blocks_per_request(max_model_len, max_chunk)
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: the machine's available memory, and the cgroup's rest if it is less."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            rest = int(Path("/sys/fs/cgroup", limit).read_text()) - int(Path("/sys/fs/cgroup", used).read_text())
+        except (OSError, ValueError):  # no such controller, or "max"
+            continue
+        free = min(free, max(rest, 0))
+    return free

@@ -1,0 +1,184 @@
+"""One rank: a model, its KV cache, its rows and the sampler. Runs a Batch to its sampled ids.
+
+Knows nothing of requests, queues or time; the scheduler's Batch says all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from serve_llm.engine.config import Config
+from serve_llm.engine.execute import memory
+from serve_llm.engine.execute.inputs import Rows
+from serve_llm.engine.execute.memory import CacheLayout
+from serve_llm.engine.model.decoder import Decoder
+from serve_llm.engine.model.inputs import StepInputs
+from serve_llm.engine.model.spec import KVGroup, ModelSpec
+from serve_llm.engine.model.weight_map import WeightMap
+from serve_llm.engine.sample.logprobs import prompt_logprobs
+from serve_llm.engine.sample.sampler import BrokenLogits, Sampler, SampleRow
+from serve_llm.engine.schedule.batch import Batch, Chunk, ChunkResult, NewRow
+from serve_llm.engine.types import Sampling, TokenLogprobs
+from serve_llm.engine.weights.place import load_model
+
+logger = logging.getLogger(__name__)
+
+LOGPROB_ROWS = 64  # prompt positions whose logits are held at a time: 64 x 152k x 4 bytes = 39 MB
+NOT_FINITE = "the model gave numbers that are not finite"
+
+
+class Worker:
+    """Loads at construction; afterwards `layout` says how much KV cache there is."""
+
+    def __init__(self, config: Config, spec: ModelSpec, weights: WeightMap) -> None:
+        self._config = config
+        self._device = torch.device(config.device)
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
+        self._groups = spec.kv_groups
+        self._decoder = self._load(spec, weights)
+        self.layout = self._plan()
+        memory.check_capacity(self.layout, config.max_model_len, config.max_num_batched_tokens, config.device)
+        self._caches = allocate_cache(self.layout, self._groups, self._dtype, self._device)
+        self._rows = Rows(self.layout.groups, config.max_num_seqs, config.max_model_len)
+        self._sampler = Sampler(spec.vocab_size, self._device)
+
+    def _load(self, spec: ModelSpec, weights: WeightMap) -> Decoder:
+        started = time.perf_counter()
+        config = self._config
+        with tqdm(desc="Loading weights", disable=None, leave=False) as bar:  # shown on a terminal only
+
+            def advance(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            decoder = load_model(
+                Path(config.directory),
+                spec,
+                weights,
+                dtype=self._dtype,
+                device=self._device,
+                load_format=config.load_format,
+                seed=config.seed,
+                progress=advance,
+            )
+        logger.info("Weights loaded and packed in %.2f s", time.perf_counter() - started)
+        return decoder
+
+    def _plan(self) -> CacheLayout:
+        config = self._config
+        element_bytes = self._dtype.itemsize
+        empty = memory.plan_cache(self._groups, element_bytes, config.block_size, 0)
+        one_request = empty.block_bytes * empty.blocks_per_request(config.max_model_len, config.max_num_batched_tokens)
+        num_bytes = config.kv_cache_memory
+        if num_bytes is None:
+            num_bytes = memory.default_cpu_bytes(one_request) if config.device == "cpu" else self._free_on_gpu(empty)
+        return memory.plan_cache(self._groups, element_bytes, config.block_size, num_bytes)
+
+    def _free_on_gpu(self, empty: CacheLayout) -> int:
+        """Bytes left for the cache on a GPU: its share, less what a step of the largest size was seen to take."""
+        config, device = self._config, self._device
+        small = CacheLayout(empty.groups, empty.block_bytes, empty.blocks_per_request(config.max_model_len, 1) + 1)
+        self._caches = allocate_cache(small, self._groups, self._dtype, device)
+        self._rows = Rows(small.groups, 1, config.max_model_len)
+        count = min(config.max_num_batched_tokens, config.max_model_len - 1)
+        table = [[0] * -(-count // group.block_size) for group in small.groups]
+        torch.cuda.reset_peak_memory_stats(device)
+        with torch.inference_mode():
+            new = NewRow(0, [0] * count, count, Sampling(max_tokens=1, seed=0), None)
+            self._rows.apply(Batch([new], [Chunk(0, 0, count, table, True)]))
+            hidden = self._forward(self._rows.build([Chunk(0, 0, count, table, True)], device))
+            self._decoder.logits(hidden[-1:].expand(min(config.max_num_seqs, count), -1))
+        peak = torch.cuda.max_memory_allocated(device) - small.num_bytes
+        self._caches = []
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        others = total - free - torch.cuda.memory_reserved(device)
+        return max(0, int(total * config.gpu_memory_utilization) - others - peak)
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> list[ChunkResult]:
+        """Compute a batch. One result per chunk, in order."""
+        self._rows.apply(batch)
+        inputs = self._rows.build(batch.chunks, self._device)
+        hidden = self._forward(inputs)  # (tokens, width)
+        results = [ChunkResult() for _ in batch.chunks]
+        self._add_prompt_logprobs(batch.chunks, inputs, hidden, results)
+        self._add_samples(batch.chunks, inputs, hidden, results)
+        return results
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        return self._decoder.forward(inputs, self._caches)
+
+    def _add_samples(
+        self, chunks: Sequence[Chunk], inputs: StepInputs, hidden: Tensor, results: list[ChunkResult]
+    ) -> None:
+        sampled = [index for index, chunk in enumerate(chunks) if chunk.sample]
+        rows = []
+        for index in sampled:
+            row = self._rows[chunks[index].row]
+            ids = self._rows.ids(chunks[index].row)
+            rows.append(SampleRow(row.sampling, ids[: row.num_prompt], ids[row.num_prompt :]))
+        while sampled:
+            last = torch.tensor([inputs.query_starts[index + 1] - 1 for index in sampled], device=self._device)
+            try:
+                found = self._sampler.sample(self._decoder.logits(hidden[last]), rows)
+                break
+            except BrokenLogits as error:  # their requests end; the others are sampled again without them
+                for place in sorted(error.rows, reverse=True):
+                    results[sampled.pop(place)].error = NOT_FINITE
+                    del rows[place]
+        for index, choice in zip(sampled, found if sampled else [], strict=True):
+            results[index].token_id, results[index].logprobs = choice.token_id, choice.logprobs
+            self._rows.append(chunks[index].row, choice.token_id)
+
+    def _add_prompt_logprobs(
+        self, chunks: Sequence[Chunk], inputs: StepInputs, hidden: Tensor, results: list[ChunkResult]
+    ) -> None:
+        for index, chunk in enumerate(chunks):
+            row = self._rows[chunk.row]
+            if row.prompt_logprobs is not None and chunk.start < row.num_prompt:
+                ids = self._rows.ids(chunk.row)[: row.num_prompt]
+                following = ids[chunk.start + 1 : chunk.start + chunk.count + 1]
+                first = inputs.query_starts[index]
+                found: list[TokenLogprobs] = []
+                for start in range(0, len(following), LOGPROB_ROWS):
+                    part = following[start : start + LOGPROB_ROWS]
+                    logits = self._decoder.logits(hidden[first + start : first + start + len(part)])
+                    try:
+                        found += prompt_logprobs(logits, part.tolist(), row.prompt_logprobs)
+                    except ValueError:
+                        results[index].error = NOT_FINITE
+                results[index].prompt_logprobs = found
+
+
+def allocate_cache(
+    layout: CacheLayout, groups: Sequence[KVGroup], dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """One strided view (blocks, 2, kv_heads, block_size, head_dim) per layer into one flat buffer of equal-byte blocks.
+
+    A small buffer on a CPU is touched at once, so that resident memory does not grow later; a large one page by page.
+    """
+    block_elements = layout.block_bytes // dtype.itemsize
+    flat = torch.zeros(layout.num_blocks * block_elements, dtype=dtype, device=device)
+    if device.type == "cpu" and layout.num_bytes <= memory.CPU_SMALLEST:
+        flat.fill_(0)
+    caches: dict[int, Tensor] = {}
+    for group, lie in zip(groups, layout.groups, strict=True):
+        shape = (layout.num_blocks, 2, group.kv_heads, lie.block_size, group.head_dim)
+        strides = (
+            block_elements,
+            *(group.head_dim * lie.block_size * n for n in (group.kv_heads, 1)),
+            group.head_dim,
+            1,
+        )
+        layer_elements = 2 * group.kv_heads * lie.block_size * group.head_dim
+        for place, layer in enumerate(group.layers):
+            caches[layer] = flat.as_strided(shape, strides, place * layer_elements)
+    return [caches[layer] for layer in sorted(caches)]

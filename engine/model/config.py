@@ -1,0 +1,141 @@
+"""Reading config.json as a closed world: every key is used, known to be harmless, or an error that names it.
+
+Knows no family. Values come as JSON gave them; what leaves is typed. A key that is null counts as absent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TypeVar
+
+from serve_llm.engine.errors import ModelError
+
+Choice = TypeVar("Choice", bound=str)
+
+HARMLESS = frozenset(
+    # what the file is and who wrote it
+    "architectures model_type transformers_version _name_or_path auto_map name_or_path unsloth_version unsloth_fixed "
+    "torch_dtype dtype transformers.js_config is_llama_config "
+    # labels and outputs of other heads
+    "id2label label2id num_labels _num_labels problem_type finetuning_task task_specific_params classifier_dropout "
+    "return_dict return_dict_in_generate output_attentions output_hidden_states output_scores "
+    # token ids: the tokenizer's and generation_config.json's matter
+    "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id "
+    "forced_eos_token_id tokenizer_class prefix "
+    # defaults for generation: generation_config.json's matter
+    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k "
+    "top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
+    "bad_words_ids num_return_sequences exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
+    "remove_invalid_values "
+    # training and execution, without effect on what the model computes at inference
+    "use_cache initializer_range attention_dropout chunk_size_feed_forward torchscript use_bfloat16 tf_legacy_loss "
+    "attn_implementation _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled "
+    "_experts_implementation gradient_checkpointing pretraining_tp is_decoder "
+    # only in encoder-decoder models, which `REFUSED` keeps out
+    "cross_attention_hidden_size tie_encoder_decoder".split()
+)
+REFUSED = {  # these mean another computation: served only when they are off
+    "quantization_config": "quantised checkpoints",
+    "is_encoder_decoder": "encoder-decoder models",
+    "add_cross_attention": "cross-attention layers",
+    "pruned_heads": "pruned heads",
+    "rope_interleaved": "interleaved rotary embedding",
+    "use_mrope": "multimodal rotary embedding",
+}
+
+
+class Config:
+    """config.json, taken key by key. `done()` at the end tells what nobody took."""
+
+    def __init__(self, values: Mapping[str, object], where: str = "config.json") -> None:
+        self._values = {key: value for key, value in values.items() if value is not None}
+        self._null = {key for key, value in values.items() if value is None}
+        self._where = where
+        self._taken: set[str] = set()
+        for key, meaning in REFUSED.items():
+            if self._values.get(key) not in (None, False, {}):
+                raise ModelError(f"{where}: {key} asks for {meaning}, which this program does not serve")
+
+    def is_null(self, key: str) -> bool:
+        """Whether the file says null, where that differs from saying nothing."""
+        self._taken.add(key)
+        return key in self._null
+
+    def _take(self, key: str) -> object:
+        self._taken.add(key)
+        return self._values.get(key)
+
+    def _wrong(self, key: str, expected: str, value: object) -> ModelError:
+        return ModelError(f"{self._where}: {key} must be {expected}, but it is {value!r}")
+
+    def _missing(self, key: str) -> ModelError:
+        return ModelError(f"{self._where}: {key} is missing")
+
+    def integer(self, key: str, default: int | None = None, *, lowest: int = 1) -> int:
+        """A whole number of at least `lowest`; without a default it must be there."""
+        value = self._take(key)
+        if value is None:
+            if default is None:
+                raise self._missing(key)
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+            raise self._wrong(key, f"an integer of at least {lowest}", value)
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0; without a default it must be there."""
+        value = self._take(key)
+        if value is None:
+            if default is None:
+                raise self._missing(key)
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self._wrong(key, "a number above 0", value)
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._take(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false", value)
+        return value
+
+    def choice(self, key: str, allowed: Mapping[str, Choice], default: str) -> Choice:
+        """The entry of `allowed` for the file's value."""
+        value = self._take(key)
+        if value is None:
+            value = default
+        if not isinstance(value, str) or value not in allowed:
+            raise ModelError(f"{self._where}: {key} {value!r} is not supported (supported: {', '.join(allowed)})")
+        return allowed[value]
+
+    def names(self, key: str) -> tuple[str, ...] | None:
+        """A list of strings, or None when it is absent."""
+        value = self._take(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._wrong(key, "a list of strings", value)
+        return tuple(value)
+
+    def inner(self, key: str) -> Config | None:
+        """The object under the key, to be taken and `done()` likewise; None when it is absent or empty."""
+        value = self._take(key)
+        if value is None or value == {}:
+            return None
+        if not isinstance(value, dict):
+            raise self._wrong(key, "an object", value)
+        return Config(value, f"{self._where}: {key}")
+
+    def ignore(self, *keys: str) -> None:
+        """Keys that this family knows to be without effect on inference."""
+        self._taken.update(keys)
+
+    def done(self) -> None:
+        """Raises ModelError that names what is set and that this program does not know how to honour."""
+        known = self._taken | HARMLESS | REFUSED.keys()
+        unknown = sorted(self._values.keys() - known)
+        if unknown:
+            raise ModelError(f"{self._where}: unknown keys, which may mean another computation: {', '.join(unknown)}")

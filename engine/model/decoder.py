@@ -1,0 +1,75 @@
+"""A decoder-only language model built from a spec: ids and cached keys and values in, hidden rows and logits out.
+
+Knows no family and no file: weights come by name through a `Builder`. Branches are taken while building, none in
+forward. Callers run it under torch.inference_mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from serve_llm.engine.model.build import Builder, RowWise
+from serve_llm.engine.model.embedding import entrance
+from serve_llm.engine.model.inputs import StepInputs
+from serve_llm.engine.model.layer import PLACEMENTS
+from serve_llm.engine.model.rope import AnglesOf, angles_of
+from serve_llm.engine.model.spec import ModelSpec, Rope
+
+
+class Decoder:
+    def __init__(self, spec: ModelSpec, build: Builder, device: torch.device) -> None:
+        outer = spec.embedding_width or spec.width
+        embedding = build.tensor("embedding.weight", spec.vocab_size, outer)
+        self._enter = entrance(spec, embedding, build)
+        self._layers = [
+            PLACEMENTS[layer.placement](layer, spec.width, build.within(f"layers.{index}"))
+            for index, layer in enumerate(spec.layers)
+        ]
+        self._leave = _leave(spec, outer, build)
+        head = embedding if spec.tied_head else build.tensor("head.weight", spec.vocab_size, outer)
+        self._head = build.kernels.pack(head, None)
+        group_of = {layer: index for index, group in enumerate(spec.kv_groups) for layer in group.layers}
+        self._group_of_layer = [group_of[layer] for layer in range(len(spec.layers))]
+        self._ropes, self._rope_of_layer = _ropes(spec, device)
+
+    def forward(self, inputs: StepInputs, caches: Sequence[Tensor]) -> Tensor:
+        """One step. caches: each layer's (blocks, 2, kv_heads, block_size, head_dim), written in place.
+
+        Returns hidden rows (tokens, width) of the model's dtype: what `logits` takes, any selection of them.
+        """
+        angles = [None, *(rope(inputs.positions) for rope in self._ropes)]  # once per step, whatever the layers
+        hidden = self._enter(inputs.ids, inputs.positions)
+        for layer, cache, group, rope in zip(
+            self._layers, caches, self._group_of_layer, self._rope_of_layer, strict=True
+        ):
+            hidden = layer.forward(hidden, inputs, inputs.groups[group], cache, angles[rope])
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: (rows, width) as from `forward` -> (rows, vocab_size) float32."""
+        for part in self._leave:
+            hidden = part(hidden)
+        return self._head(hidden).float()
+
+
+def _leave(spec: ModelSpec, outer: int, build: Builder) -> list[RowWise]:
+    """What stands between the last layer and the head."""
+    parts: list[RowWise] = []
+    if spec.final_norm is not None:
+        parts.append(build.norm("final_norm", spec.final_norm, spec.width))
+    if spec.embedding_width is not None:
+        parts.append(build.linear({"project_out": outer}, spec.width))
+    return parts
+
+
+def _ropes(spec: ModelSpec, device: torch.device) -> tuple[list[AnglesOf], list[int]]:
+    """The distinct ropes of the model, and each layer's place among [None, *ropes]."""
+    numbers: dict[tuple[Rope, int], int] = {}
+    of_layer = []
+    for layer in spec.layers:
+        rope = layer.mixer.rope
+        of_layer.append(0 if rope is None else numbers.setdefault((rope, layer.mixer.head_dim), len(numbers) + 1))
+    return [angles_of(rope, head_dim, device) for rope, head_dim in numbers], of_layer

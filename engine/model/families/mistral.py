@@ -1,0 +1,22 @@
+"""Mistral (MistralForCausalLM): Llama with one sliding window for all layers."""
+
+from __future__ import annotations
+
+from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.families.llama import read_decoder, weights
+from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.weight_map import WeightMap
+
+
+def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+    """Defaults of absent keys are transformers' own (MistralConfig): also the window, which null switches off."""
+    window = None if config.is_null("sliding_window") else config.integer("sliding_window", 4096)
+    spec = read_decoder(
+        config,
+        "MistralForCausalLM",
+        default_kv_heads=8,
+        default_max_position=131072,
+        windows=[window] * config.integer("num_hidden_layers"),
+    )
+    config.done()
+    return spec, weights(spec)

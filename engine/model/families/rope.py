@@ -1,0 +1,68 @@
+"""Rope in config.json, as transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters) writes it."""
+
+from __future__ import annotations
+
+import math
+
+from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.spec import DynamicScaling, LinearScaling, Llama3Scaling, Rope, YarnScaling
+
+KINDS = {kind: kind for kind in ("default", "linear", "dynamic", "llama3", "yarn")}
+DEFAULT_BASE = 10000.0
+
+
+def read_rope(config: Config, max_position: int) -> tuple[Rope, int]:
+    """The rope, and the longest context in tokens that it makes usable.
+
+    max_position: max_position_embeddings. Of linear and dynamic scaling it is the length before scaling (so say
+    transformers' docs), so the context is that times the factor; of yarn it may be either, so the context is the
+    larger of it and original_max_position_embeddings times the factor; of the others it is the context.
+    """
+    scaling = config.inner("rope_scaling") or config.inner("rope_parameters")
+    config.ignore("rope_scaling", "rope_parameters")
+    base = config.number("rope_theta", DEFAULT_BASE)
+    if scaling is None:
+        return Rope(base), max_position
+    base = scaling.number("rope_theta", base)
+    older = scaling.choice("type", KINDS, "default")
+    kind = scaling.choice("rope_type", KINDS, older)
+    rope, context = _scaled(kind, scaling, base, max_position)
+    scaling.done()
+    return rope, context
+
+
+def _scaled(kind: str, scaling: Config, base: float, max_position: int) -> tuple[Rope, int]:
+    if kind == "linear":
+        factor = scaling.number("factor")
+        return Rope(base, LinearScaling(factor)), int(max_position * factor)
+    if kind == "dynamic":
+        factor = scaling.number("factor")
+        return Rope(base, DynamicScaling(factor, max_position)), int(max_position * factor)
+    if kind == "llama3":
+        low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+        original = scaling.integer("original_max_position_embeddings", max_position)
+        return Rope(base, Llama3Scaling(scaling.number("factor"), low, high, original)), max_position
+    if kind == "yarn":
+        original = scaling.integer("original_max_position_embeddings", max_position)
+        factor = scaling.number("factor", max_position / original)
+        yarn = YarnScaling(
+            factor=factor,
+            attention_factor=_yarn_attention_factor(scaling, factor),
+            beta_fast=scaling.number("beta_fast", 32.0),
+            beta_slow=scaling.number("beta_slow", 1.0),
+            original_length=original,
+            truncate=scaling.flag("truncate", True),
+        )
+        return Rope(base, yarn), max(max_position, int(original * factor))
+    return Rope(base), max_position
+
+
+def _yarn_attention_factor(scaling: Config, factor: float) -> float:
+    """The temperature of arXiv:2309.00071, section 3.4, as a multiplier of cos and sin; or the ratio of two such."""
+
+    def magnitude(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    mscale, all_dims = scaling.number("mscale", 0.0), scaling.number("mscale_all_dim", 0.0)
+    computed = magnitude(mscale) / magnitude(all_dims) if mscale and all_dims else magnitude(1.0)
+    return scaling.number("attention_factor", computed)

@@ -1,0 +1,145 @@
+"""What a model is, as data: one frozen value per part, one entry per layer. A leaf: no torch, no config.json.
+
+Families (`families/*`) write these, the parts beside this file are built from them, `plan` and `execute.memory` count
+with them. A difference in a number is a field; in algorithm, another class; in wiring, a placement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class DynamicScaling:
+    """NTK-aware: a base that grows with the position, past `original_length`."""
+
+    factor: float
+    original_length: int
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Low frequencies divided by `factor`, high ones kept, a smooth passage between."""
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_length: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """arXiv:2309.00071: interpolation by parts, and cos and sin multiplied by `attention_factor`."""
+
+    factor: float
+    attention_factor: float
+    beta_fast: float
+    beta_slow: float
+    original_length: int
+    truncate: bool  # borders of the ramp rounded outwards to whole dimensions
+
+
+@dataclass(frozen=True)
+class Rope:
+    base: float
+    scaling: LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | None = None
+
+
+@dataclass(frozen=True)
+class Norm:
+    kind: Literal["rms", "layer"]
+    eps: float
+    affine: bool = True  # a layer norm with weight and bias; an rms norm always has its weight
+
+
+@dataclass(frozen=True)
+class Attention:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float  # of the scores
+    rope: Rope | None = None  # None: positions come from elsewhere
+    window: int | None = None  # tokens that a query sees, itself included; None: all before it
+    qkv_bias: bool = False
+    output_bias: bool = False
+    head_norm: Norm | None = None  # of every query and key head, before rope
+
+
+@dataclass(frozen=True)
+class Dense:
+    """down(activation(up(x))), or gated: down(activation(gate(x)) * up(x))."""
+
+    width: int
+    activation: Activation
+    gated: bool = False
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Layer:
+    mixer: Attention
+    ffn: Dense
+    norm: Norm  # of both halves
+    placement: Literal["pre", "post"] = "pre"  # x + f(norm(x)), or norm(x + f(x))
+
+
+@dataclass(frozen=True)
+class LearnedPositions:
+    count: int  # rows of the table
+    offset: int = 0  # row of position 0
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """Layers whose KV has the same shape and lifetime: they share one block table per sequence."""
+
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    architecture: str
+    vocab_size: int
+    width: int
+    max_position: int  # longest context in tokens that the model is made for, rope scaling included
+    layers: tuple[Layer, ...]
+    final_norm: Norm | None
+    tied_head: bool
+    positions: LearnedPositions | None = None
+    embedding_width: int | None = None  # None: width; else projections stand after the embedding and before the head
+
+    def with_max_length(self, max_model_len: int) -> ModelSpec:
+        """The same model where no sequence is longer than `max_model_len`: windows that never close are none.
+
+        Build the decoder and count KV groups from one and the same spec, this one.
+        """
+
+        def widened(layer: Layer) -> Layer:
+            if layer.mixer.window is None or layer.mixer.window < max_model_len:
+                return layer
+            return replace(layer, mixer=replace(layer.mixer, window=None))
+
+        return replace(self, layers=tuple(widened(layer) for layer in self.layers))
+
+    @cached_property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """In the order of each group's first layer. `StepInputs.groups` and the block tables have the same order."""
+        members: dict[tuple[int, int, int | None], list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            key = (layer.mixer.kv_heads, layer.mixer.head_dim, layer.mixer.window)
+            members.setdefault(key, []).append(index)
+        return tuple(KVGroup(tuple(layers), *key) for key, layers in members.items())

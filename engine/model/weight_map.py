@@ -1,0 +1,45 @@
+"""How a checkpoint's tensors fill a model's parameters, as data. No torch; `weights/place.py` carries it out.
+
+A parameter is one matrix or vector of the model before any fusing ("layers.3.attention.q.weight"), so that what is
+split over ranks, or fused into one product, never depends on how a checkpoint happened to store it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Transform = Literal["none", "transpose"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of the checkpoint and the parameters that it fills; `{layer}` stands for each layer's number.
+
+    More than one parameter: the tensor, once transformed, is cut along its first dimension in this order.
+    """
+
+    source: str
+    parameters: tuple[str, ...]
+    transform: Transform = "none"
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """One family's rows. Strict both ways: every source must be in the checkpoint, and nothing else but `ignored`."""
+
+    rows: tuple[Row, ...]  # all but the two below
+    embedding: str  # source of embedding.weight
+    head: str  # source of head.weight; a model with a tied head has one of the two, or both and equal
+    prefix: str  # of the base model's tensors; checkpoints of the bare base model lack it
+    ignored: tuple[str, ...] = ()  # regular expressions, matched whole: tensors known to be of no use
+
+    def expanded(self, num_layers: int) -> dict[str, Row]:
+        """Source name -> row, with the layers written out; without embedding and head."""
+        result: dict[str, Row] = {}
+        for row in self.rows:
+            for layer in range(num_layers) if "{layer}" in row.source else (0,):
+                source = row.source.format(layer=layer)
+                parameters = tuple(parameter.format(layer=layer) for parameter in row.parameters)
+                result[source] = Row(source, parameters, row.transform)
+        return result

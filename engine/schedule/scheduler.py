@@ -1,0 +1,336 @@
+"""Continuous batching: each step, so many tokens for each sequence. There is no prefill or decode mode.
+
+Running sequences go first, then waiting ones are admitted while the token budget, the rows and the blocks last. A
+running sequence that finds no block makes the last admitted one go back to waiting, to be recomputed. Pure: in go
+sequences and a budget, out comes a Batch; results are committed later, possibly several batches later.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Items
+
+from serve_llm.engine.schedule.batch import Batch, Chunk, ChunkResult, NewRow
+from serve_llm.engine.schedule.blocks import BlockKey, BlockPool
+from serve_llm.engine.schedule.policy import WaitingQueue
+from serve_llm.engine.schedule.sequence import RELEASED, GroupLayout, Sequence, most_blocks
+from serve_llm.engine.types import FinishReason, Output, Request, Stats
+
+
+class Scheduler:
+    """Owns all live sequences and all blocks. Not thread-safe: the loop calls it."""
+
+    def __init__(
+        self,
+        groups: Items[GroupLayout],
+        num_blocks: int,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_chunk: int,
+        prefix_caching: bool,
+    ) -> None:
+        """`max_chunk`: most tokens of one sequence in one step; bounds what a sliding window holds at a time."""
+        self._groups = tuple(groups)
+        self._pool = BlockPool(num_blocks)
+        self._max_model_len = max_model_len
+        self._max_chunk = max_chunk
+        self._prefix_caching = prefix_caching
+        self._hit_step = max(group.block_size for group in groups)  # block sizes are powers of two
+        self._sequences: dict[int, Sequence] = {}
+        self._waiting = WaitingQueue()
+        self._running: list[Sequence] = []  # in order of admission
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._pending: Counter[BlockKey] = Counter()  # prefix blocks that running sequences are about to compute
+        self._arrivals = 0
+        self._stats = Stats()
+
+    # requests in and out
+
+    def add(self, request: Request, now: float) -> Output | None:
+        """Take a request in. Returns its final output if nothing is left to compute."""
+        self._arrivals += 1
+        sequence = Sequence(request, self._groups, self._arrivals, now)
+        if sequence.num_output and (reason := self._finish_reason(sequence)) is not None:
+            return Output(id=request.id, token_ids=[], finish_reason=reason)
+        self._sequences[request.id] = sequence
+        self._waiting.add(sequence)
+        return None
+
+    def abort(self, request_id: int) -> None:
+        """End a request without output; unknown ids (already finished) are fine."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return
+        sequence.aborted = True
+        if sequence.row is None:
+            self._waiting.remove(sequence)
+        elif not sequence.in_flight:
+            self._leave(sequence)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or len(self._waiting))
+
+    def stats(self) -> Stats:
+        """Counters so far and gauges now; the caller fills what it knows (steps)."""
+        self._stats.num_running = len(self._running)
+        self._stats.num_waiting = len(self._waiting)
+        self._stats.kv_cache_usage = self._pool.usage
+        return self._stats
+
+    # a step
+
+    def schedule(self, budget: int, now: float) -> Batch:
+        """Choose what to compute next; at most `budget` tokens. Empty if nothing can be (all waits or is in flight)."""
+        new_rows: list[NewRow] = []
+        chunks: list[Chunk] = []
+        preemptions = self._stats.num_preemptions
+        for sequence in tuple(self._running):
+            if budget > 0 and sequence.row is not None and not sequence.in_flight:
+                count = min(len(sequence.ids) - sequence.num_computed, budget, self._max_chunk)
+                if self._make_room(sequence, count):
+                    chunks.append(self._chunk(sequence, count))
+                    budget -= count
+        if self._stats.num_preemptions == preemptions:
+            self._admit(budget, now, new_rows, chunks)
+        return Batch(new_rows, chunks)
+
+    def _admit(self, budget: int, now: float, new_rows: list[NewRow], chunks: list[Chunk]) -> None:
+        """Let waiting sequences in, in order; one that waits for another's prefix lets those behind it pass."""
+        for sequence in self._waiting:
+            if budget <= 0 or not self._free_rows:
+                return
+            hit = self._find_prefix(sequence)
+            if self._prefix_is_coming(sequence, hit):
+                continue
+            if not self._enter(sequence, hit, now):
+                return
+            new_rows.append(self._new_row(sequence))
+            count = min(len(sequence.ids) - sequence.num_computed, budget, self._max_chunk)
+            self._make_room(sequence, count)
+            chunks.append(self._chunk(sequence, count))
+            budget -= count
+
+    def commit(self, batch: Batch, results: Items[ChunkResult]) -> list[Output]:
+        """Book the result of a batch, in the order in which batches were scheduled. Returns what requests get."""
+        by_row = {sequence.row: sequence for sequence in self._running}
+        outputs = []
+        for chunk, result in zip(batch.chunks, results, strict=True):
+            sequence = by_row[chunk.row]
+            sequence.in_flight = False
+            if sequence.aborted:
+                self._leave(sequence)
+                continue
+            sequence.num_computed += chunk.count
+            self._remember_blocks(sequence, chunk)
+            self._release_behind_windows(sequence)
+            output = self._output(sequence, chunk, result)
+            if output is not None:
+                outputs.append(output)
+                if output.finish_reason is not None:
+                    del self._sequences[sequence.request.id]
+                    self._leave(sequence)
+        return outputs
+
+    def _output(self, sequence: Sequence, chunk: Chunk, result: ChunkResult) -> Output | None:
+        if result.error is not None:
+            return Output(id=sequence.request.id, token_ids=[], finish_reason=FinishReason.ERROR, error=result.error)
+        if result.prompt_logprobs is not None:
+            sequence.prompt_logprobs.extend(result.prompt_logprobs)
+        if result.token_id is not None:
+            sequence.ids.append(result.token_id)
+        elif sequence.num_computed < len(sequence.ids):
+            return None  # more of the prompt to come
+        reason = self._finish_reason(sequence)
+        output = Output(
+            id=sequence.request.id,
+            token_ids=[] if result.token_id is None else [result.token_id],
+            finish_reason=reason,
+            stop_id=result.token_id if reason is FinishReason.STOP else None,
+            logprobs=None if result.logprobs is None else [result.logprobs],
+        )
+        if not sequence.reported:
+            sequence.reported = True
+            output.cached_tokens, output.queued_seconds = sequence.cached_tokens, sequence.queued_seconds
+        if sequence.wants_prompt_logprobs:
+            sequence.prompt_logprobs_sent = True
+            output.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
+        return output
+
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        reason = sequence.finish_reason()
+        if reason is None and len(sequence.ids) >= self._max_model_len:
+            return FinishReason.LENGTH
+        return reason
+
+    def _chunk(self, sequence: Sequence, count: int) -> Chunk:
+        assert sequence.row is not None
+        new_blocks = []
+        for index, table in enumerate(sequence.tables):
+            added = table[sequence.num_sent_blocks[index] :]
+            new_blocks.append([max(block, 0) for block in added])  # a released entry is never looked at: any block does
+            sequence.num_sent_blocks[index] = len(table)
+        sequence.in_flight = True
+        last = sequence.num_computed + count == len(sequence.ids)
+        sample = last and sequence.sampling.max_tokens > 0
+        return Chunk(sequence.row, sequence.num_computed, count, new_blocks, sample)
+
+    # rows and blocks
+
+    def _new_row(self, sequence: Sequence) -> NewRow:
+        assert sequence.row is not None
+        prompt_logprobs = sequence.sampling.prompt_logprobs if sequence.wants_prompt_logprobs else None
+        return NewRow(sequence.row, list(sequence.ids), sequence.num_prompt, sequence.sampling, prompt_logprobs)
+
+    def _enter(self, sequence: Sequence, hit: int, now: float) -> bool:
+        """Give a waiting sequence a row and its cached prefix, if all that it has to compute now finds blocks."""
+        cached = [self._cached_blocks(sequence, index, hit) for index in range(len(self._groups))]
+        assert all(blocks is not None for blocks in cached)
+        revived = sum(block != RELEASED and self._pool.is_free(block) for blocks in cached for block in blocks or [])
+        if self._most_blocks(len(sequence.ids)) - self._held(cached) + revived > self._pool.num_free:
+            return False
+        for table, blocks in zip(sequence.tables, cached, strict=True):
+            for block in blocks or []:
+                if block != RELEASED:
+                    self._pool.acquire(block)
+            table.extend(blocks or [])
+        self._waiting.remove(sequence)
+        self._running.append(sequence)
+        sequence.row = self._free_rows.pop()
+        sequence.num_computed = hit
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens, sequence.queued_seconds = hit, now - sequence.arrived_at
+            self._stats.prefix_cache_queries += sequence.num_prompt
+            self._stats.prefix_cache_hits += hit
+        self._pending.update(self._pending_keys(sequence))
+        return True
+
+    def _held(self, tables: Items[list[int] | None]) -> int:
+        return sum(block != RELEASED for table in tables for block in table or [])
+
+    def _most_blocks(self, num_tokens: int) -> int:
+        """Blocks that a sequence of so many tokens holds at most at a time."""
+        return sum(most_blocks(group, num_tokens, self._max_chunk) for group in self._groups)
+
+    def _make_room(self, sequence: Sequence, count: int) -> bool:
+        """Append blocks for the next `count` tokens, preempting later sequences if need be."""
+        end = sequence.num_computed + count
+        missing = [max(0, -(-end // g.block_size) - len(t)) for g, t in zip(self._groups, sequence.tables, strict=True)]
+        while sum(missing) > self._pool.num_free:
+            victim = self._running[-1]
+            if victim.in_flight:
+                return False  # its result comes first; then there may be room
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        for table, number in zip(sequence.tables, missing, strict=True):
+            table.extend(self._pool.allocate() for _ in range(number))
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        sequence.num_computed = 0
+        sequence.num_sent_blocks = [0] * len(self._groups)
+        sequence.prompt_logprobs = []
+        self._waiting.add(sequence)
+        self._stats.num_preemptions += 1
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Give back the row and all blocks, the last ones first: the start of a prefix is worth most."""
+        assert sequence.row is not None
+        self._pending.subtract(self._pending_keys(sequence))
+        self._pending += Counter()  # drops what is zero
+        for table in sequence.tables:
+            for block in reversed(table):
+                if block != RELEASED:
+                    self._pool.release(block)
+            table.clear()
+        self._running.remove(sequence)
+        self._free_rows.append(sequence.row)
+        sequence.row = None
+
+    def _release_behind_windows(self, sequence: Sequence) -> None:
+        for group, table in zip(self._groups, sequence.tables, strict=True):
+            if group.window is None:
+                continue
+            index = (sequence.num_computed - group.window + 1) // group.block_size - 1
+            while index >= 0 and table[index] != RELEASED:
+                self._pool.release(table[index])
+                table[index] = RELEASED
+                index -= 1
+
+    # prefix cache
+
+    def _find_prefix(self, sequence: Sequence) -> int:
+        """Longest cached prefix in tokens; at least one token is left to compute, so that there is a next one."""
+        if not self._prefix_caching or sequence.wants_prompt_logprobs:
+            return 0
+        hit = (len(sequence.ids) - 1) // self._hit_step * self._hit_step
+        for index, group in enumerate(self._groups):
+            if group.window is None:
+                known = 0
+                for key in sequence.block_hashes(group.block_size, hit // group.block_size):
+                    if self._pool.find((index, key)) is None:
+                        break
+                    known += group.block_size
+                hit = known // self._hit_step * self._hit_step
+        while hit and any(self._cached_blocks(sequence, index, hit) is None for index in range(len(self._groups))):
+            hit -= self._hit_step
+        return hit
+
+    def _cached_blocks(self, sequence: Sequence, index: int, hit: int) -> list[int] | None:
+        """One group's table for the first `hit` tokens, from the cache; None if a block that is needed is not there."""
+        group = self._groups[index]
+        first = 0 if group.window is None else max(0, (hit - group.window + 1) // group.block_size)
+        hashes = sequence.block_hashes(group.block_size, hit // group.block_size)
+        table = [RELEASED] * min(first, len(hashes))
+        for key in hashes[first:]:
+            block = self._pool.find((index, key))
+            if block is None:
+                return None
+            table.append(block)
+        return table
+
+    def _prefix_is_coming(self, sequence: Sequence, hit: int) -> bool:
+        """True if a running sequence is about to compute the block after the hit: wait for it instead."""
+        if not self._prefix_caching or sequence.wants_prompt_logprobs:
+            return False
+        size = self._groups[0].block_size
+        index = hit // size
+        if (index + 1) * size > sequence.num_prompt:
+            return False
+        return self._pending[0, sequence.block_hashes(size, index + 1)[index]] > 0
+
+    def _pending_keys(self, sequence: Sequence) -> list[BlockKey]:
+        """Prompt blocks of group 0 that a running sequence has still to compute."""
+        if not self._prefix_caching:
+            return []
+        size = self._groups[0].block_size
+        hashes = sequence.block_hashes(size, sequence.num_prompt // size)
+        return [(0, key) for key in hashes[sequence.num_computed // size :]]
+
+    def _remember_blocks(self, sequence: Sequence, chunk: Chunk) -> None:
+        """Enter the blocks that this chunk filled into the prefix index."""
+        if not self._prefix_caching:
+            return
+        for index, (group, table) in enumerate(zip(self._groups, sequence.tables, strict=True)):
+            before, after = chunk.start // group.block_size, sequence.num_computed // group.block_size
+            hashes = sequence.block_hashes(group.block_size, after)
+            for number in range(before, after):
+                if table[number] != RELEASED:
+                    self._pool.remember(table[number], (index, hashes[number]))
+                if index == 0 and (number + 1) * group.block_size <= sequence.num_prompt:
+                    self._pending[0, hashes[number]] -= 1
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks, rows and queues are conserved (promise 4). Slow: for tests and idle."""
+        self._pool.check_integrity([b for s in self._running for t in s.tables for b in t if b != RELEASED])
+        rows = [sequence.row for sequence in self._running if sequence.row is not None]
+        assert len(rows) == len(self._running), "a running sequence has no row"
+        assert sorted([*self._free_rows, *rows]) == list(range(len(self._free_rows) + len(rows))), "a row is lost"
+        assert all(sequence.row is None and not any(sequence.tables) for sequence in self._waiting)
+        live = {s.request.id for s in [*self._running, *self._waiting] if not s.aborted}
+        assert live == set(self._sequences), "a sequence is lost"
+        expected = Counter(key for sequence in self._running for key in self._pending_keys(sequence))
+        assert +self._pending == expected, "pending prefixes differ from what is being computed"

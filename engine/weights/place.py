@@ -1,0 +1,136 @@
+"""From a checkpoint's tensors to a model in memory: one at a time is read, transformed, fused, packed and let go.
+
+Strict both ways, before the first weight is read: a tensor that nothing takes, or a parameter that nothing fills, is an
+error that names it. Knows no family: a WeightMap says which tensor goes where.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from serve_llm.engine.errors import ModelError
+from serve_llm.engine.model.build import Builder, Load
+from serve_llm.engine.model.decoder import Decoder
+from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.weight_map import Row, WeightMap
+from serve_llm.engine.weights.files import Checkpoint
+from serve_llm.kernels.table import choose
+
+Progress = Callable[[int, int], None]  # parameters placed so far, parameters in all
+
+
+def load_model(
+    directory: Path,
+    spec: ModelSpec,
+    weight_map: WeightMap,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: Progress = lambda done, total: None,
+) -> Decoder:
+    """Build the model of `spec` with weights of `dtype` on `device`.
+
+    load_format: "auto" reads the checkpoint in `directory`; "dummy" reads nothing and makes random weights from `seed`.
+    Raises ModelError when the checkpoint cannot be read or is not what spec and weight_map say.
+    """
+    load: Load
+    if load_format == "dummy":
+        load = dummy(seed, dtype, device)
+    else:
+        checkpoint = Checkpoint(directory)
+        spec, sources = assign(checkpoint, spec, weight_map, str(directory))
+        load = placement(checkpoint, sources, dtype, device)
+    total = sum(len(row.parameters) for row in weight_map.expanded(len(spec.layers)).values())
+    total += 1 if spec.tied_head else 2
+    done = 0
+
+    def counted(name: str, shape: tuple[int, ...]) -> Tensor:
+        nonlocal done
+        tensor = load(name, shape)
+        done += 1
+        progress(done, total)
+        return tensor
+
+    return Decoder(spec, Builder(counted, choose(device)), device)
+
+
+def assign(
+    checkpoint: Checkpoint, spec: ModelSpec, weight_map: WeightMap, where: str
+) -> tuple[ModelSpec, dict[str, tuple[str, Row]]]:
+    """Which tensor fills which parameter: parameter -> (the tensor's name in the checkpoint, its row).
+
+    The spec comes back untied if the checkpoint holds a head of its own with other values than the embedding, as
+    transformers does. Raises ModelError naming what is missing, or what nobody needs.
+    """
+    rows = weight_map.expanded(len(spec.layers))
+    embedding, head = weight_map.embedding, weight_map.head
+
+    def canonical(name: str) -> str:
+        return name if name == head or name.startswith(weight_map.prefix) else weight_map.prefix + name
+
+    stored = {canonical(name): name for name in checkpoint.names}
+    if spec.tied_head and embedding in stored and head in stored:
+        spec = replace(spec, tied_head=torch.equal(checkpoint.read(stored[embedding]), checkpoint.read(stored[head])))
+    if spec.tied_head and embedding not in stored and head in stored:
+        embedding = head  # a tied pair may be stored under either name
+    rows[embedding] = Row(embedding, ("embedding.weight",))
+    if not spec.tied_head:
+        rows[head] = Row(head, ("head.weight",))
+
+    if missing := sorted(rows.keys() - stored.keys()):
+        raise ModelError(f"{where}: the checkpoint lacks {_listed(missing)}")
+    used = {stored[source] for source in rows} | {stored.get(head)}
+    ignored = re.compile("|".join(weight_map.ignored) or r"(?!)")
+    if unused := sorted(name for name in checkpoint.names - used if not ignored.fullmatch(canonical(name))):
+        raise ModelError(f"{where}: nothing in a {spec.architecture} uses {_listed(unused)}")
+    return spec, {parameter: (stored[source], row) for source, row in rows.items() for parameter in row.parameters}
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def placement(
+    checkpoint: Checkpoint, sources: dict[str, tuple[str, Row]], dtype: torch.dtype, device: torch.device
+) -> Load:
+    """The function that reads parameters; what it returns may lie in the mapped file. It raises ModelError for a wrong
+    shape or for numbers that are not floating-point."""
+
+    def load(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in sources:
+            raise ModelError(f"no tensor of the checkpoint is known to fill {name}")
+        source, row = sources[name]
+        tensor = checkpoint.read(source)
+        expected = (shape[0] * len(row.parameters), *shape[1:])
+        if row.transform == "transpose":
+            expected = expected[::-1]
+        if tuple(tensor.shape) != expected:
+            raise ModelError(f"{source} has shape {list(tensor.shape)}, but config.json asks for {list(expected)}")
+        if not tensor.is_floating_point():
+            raise ModelError(f"{source} is stored as {tensor.dtype}: quantised checkpoints are not supported")
+        if row.transform == "transpose":
+            tensor = tensor.T
+        part = row.parameters.index(name)
+        return tensor[part * shape[0] : (part + 1) * shape[0]].to(device, dtype)
+
+    return load
+
+
+def dummy(seed: int, dtype: torch.dtype, device: torch.device) -> Load:
+    """Random weights for trying sizes and speeds: each depends on `seed` and its own name only. Norms are near 1."""
+
+    def load(name: str, shape: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
+        values = torch.randn(shape, generator=generator) * 0.02
+        return (values + 1.0 if name.endswith("norm.weight") else values).to(device, dtype)
+
+    return load

@@ -1,0 +1,25 @@
+"""Normalisation of rows. Knows tensors only. Rounded where transformers rounds, so that bf16 results agree with it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps), rounded to x's dtype, times weight (arXiv:1910.07467).
+
+    x: (..., width), any float dtype; computed in float32. weight: (width,). Returns the shape and dtype of x.
+    """
+    wide = x.float()
+    scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    return weight * (wide * scale).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias, rounded once (arXiv:1607.06450).
+
+    x: (rows, width). weight, bias: (width,) or None for 1 and 0. Returns the shape and dtype of x.
+    """
+    return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)

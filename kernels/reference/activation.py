@@ -1,0 +1,27 @@
+"""What `kernels.activation` must compute: torch's own functions in float64. For tests and for reading."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """Same contract as `kernels.activation.silu_and_mul`, rounded once."""
+    gate, up = gate_up.double().chunk(2, -1)
+    return (functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """Same contract as `kernels.activation.gelu`."""
+    return functional.gelu(x.double()).to(x.dtype)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Same contract as `kernels.activation.gelu_tanh`."""
+    return functional.gelu(x.double(), approximate="tanh").to(x.dtype)
+
+
+def relu(x: Tensor) -> Tensor:
+    """Same contract as `kernels.activation.relu`."""
+    return x.clamp(min=0)

@@ -1,0 +1,32 @@
+"""serve-llm: an OpenAI-compatible serving daemon for large language models, and the same engine as a library.
+
+    from serve_llm import LLM, SamplingParams
+
+    llm = LLM("demo")
+    outputs = llm.generate(["def main():\\n"], SamplingParams(temperature=0, max_tokens=32))
+    print(outputs[0].outputs[0].text)
+
+Names are loaded when they are first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from serve_llm.llm import LLM, CompletionOutput, Logprob, RequestOutput
+    from serve_llm.server.prompt.params import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "SamplingParams":
+        from serve_llm.server.prompt.params import SamplingParams
+
+        return SamplingParams
+    if name in __all__:
+        from serve_llm import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

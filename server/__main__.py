@@ -1,0 +1,155 @@
+"""`serve-llm`: options, then the socket, the engine, the app, and a clean end. Everything else is a call.
+
+The order makes the start short: the socket first, so that /health answers at once and a taken port fails early; the
+engine process next, because its imports take longest; the app and the tokenizer are built while the engine loads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from serve_llm.engine.errors import OptionError, ServeError
+from serve_llm.engine.options import Options, parse_args
+
+if TYPE_CHECKING:
+    from serve_llm.server.admission import Gate
+    from serve_llm.server.daemon import Doorway
+    from serve_llm.server.supervise import Supervisor
+
+logger = logging.getLogger("serve_llm.server.__main__")  # also when run by -m
+
+DRAIN_SECONDS = 30.0  # for open requests to finish after the first signal
+
+
+def main() -> int:
+    try:
+        options = parse_args(sys.argv[1:], os.environ)
+        return _run(options)
+    except ServeError as error:
+        sys.stderr.write(f"serve-llm: {error}\n")
+        return error.exit_code
+
+
+def _run(options: Options) -> int:
+    # Imported only now, so that --help and a mistyped option answer at once.
+    import uvloop
+
+    from serve_llm.engine.logs import configure
+
+    configure(options.log_level)
+    return uvloop.run(serve(options))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OptionError if the address cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        raise OptionError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port") from None
+    return listener
+
+
+async def serve(options: Options) -> int:
+    """Serve until a signal or the engine's end. Returns the exit code; raises what the start failed with."""
+    from serve_llm.server.daemon import Doorway, HttpServer
+
+    began = time.perf_counter()
+    listener = listen(options.host, options.port)
+    stopping = Signals()
+    door = Doorway()
+    http = HttpServer(door)
+    serving = asyncio.ensure_future(http.serve(sockets=[listener]))
+    try:
+        supervisor, gate = await _open(options, door, stopping)
+        if supervisor is None or gate is None:
+            return 0
+        try:
+            host, port = listener.getsockname()[:2]
+            seconds = time.perf_counter() - began
+            shown = f"[{host}]" if ":" in host else host
+            logger.info("Serving %s on http://%s:%d after %.1f s", options.model, shown, port, seconds)
+            return await _until_stopped(supervisor, gate, stopping)
+        finally:
+            await supervisor.stop()
+    finally:
+        http.should_exit = True
+        await serving
+
+
+async def _open(options: Options, door: Doorway, stopping: Signals) -> tuple[Supervisor | None, Gate | None]:
+    """Start the engine and put the app behind the door. (None, None) if a signal came first."""
+    from serve_llm.engine.hub import resolve_model
+    from serve_llm.server.supervise import Supervisor
+
+    directory = await asyncio.to_thread(
+        resolve_model, options.model, options.revision, options.download_dir, weights=options.load_format == "auto"
+    )
+    supervisor = Supervisor(options, str(directory))
+    try:
+        from serve_llm.server.app import create_app
+        from serve_llm.server.prompt.model import ServedModel
+
+        model = await asyncio.to_thread(ServedModel.load, directory, options)
+        starting = asyncio.ensure_future(supervisor.start())
+        await _first_of(starting, stopping.first)
+        if not starting.done():
+            starting.cancel()
+            await supervisor.stop()
+            return None, None
+        starting.result()
+        app, gate = create_app(supervisor.client, model, options)
+    except BaseException:
+        await supervisor.stop()
+        raise
+    door.app = app
+    return supervisor, gate
+
+
+async def _until_stopped(supervisor: Supervisor, gate: Gate, stopping: Signals) -> int:
+    watching = asyncio.ensure_future(supervisor.watch())
+    await _first_of(watching, stopping.first)
+    if watching.done():
+        raise watching.result()
+    gate.draining = True
+    logger.info("Stopping: %d open requests may finish; a second signal ends them", gate.num_open)
+    draining = asyncio.ensure_future(gate.drained())
+    await _first_of(draining, watching, stopping.second, seconds=DRAIN_SECONDS)
+    draining.cancel()
+    watching.cancel()
+    return 0
+
+
+async def _first_of(*futures: asyncio.Future[Any], seconds: float | None = None) -> None:
+    await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+
+
+class Signals:
+    """SIGINT and SIGTERM as two futures: drain, and end at once."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.first: asyncio.Future[None] = loop.create_future()
+        self.second: asyncio.Future[None] = loop.create_future()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._came)
+
+    def _came(self) -> None:
+        for future in (self.first, self.second):
+            if not future.done():
+                future.set_result(None)
+                return
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""The key check: with keys set, every route but the probes wants `Authorization: Bearer <one of them>`."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serve_llm.server.errors import Unauthorized, send_error
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+
+
+class KeyCheck:
+    """ASGI around the app. Without keys everything passes."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+        self.app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._digests or scope["path"] in OPEN_PATHS or self._allows(scope):
+            await self.app(scope, receive, send)
+            return
+        await send_error(Unauthorized("a valid API key is required: Authorization: Bearer <key>"), send)
+
+    def _allows(self, scope: Scope) -> bool:
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        kind, _, key = given.partition(b" ")
+        # All keys are compared, as digests of equal length, so that time tells nothing about any of them.
+        digest = _digest(key.strip())
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return kind.lower() == b"bearer" and any(matches)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

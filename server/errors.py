@@ -1,0 +1,121 @@
+"""What a request can be answered with instead of text, and the one table from error to HTTP status.
+
+ServeError (engine.errors)
+  RequestError               one request cannot be served; `param` names the field at fault, if one is
+    InvalidRequest     400   a value is missing, of the wrong type, out of range, or does not fit the model
+      ContextTooLong   400   prompt and generated text do not fit; code `context_length_exceeded`, as clients know it
+      Unsupported      400   OpenAI's API has it, this server does not; code `unsupported`, so that clients do not retry
+    Unauthorized       401   no key, or a wrong one
+    NotFound           404   no such route
+    ModelNotFound      404   no such model
+    WrongMethod        405
+    TooLarge           413   the body is longer than the server reads
+    Unavailable        503   starting, draining, or the engine is gone; retry later
+    GenerationFailed   500   the engine gave up on this request
+
+Every body has OpenAI's shape: {"error": {"message", "type", "param", "code"}}. Knows no HTTP library: the offline `LLM`
+raises the same errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from serve_llm.engine.errors import ServeError
+
+
+class RequestError(ServeError):
+    """`message` is one clear line for whoever sent the request."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequest(RequestError, ValueError):
+    pass
+
+
+class Unsupported(InvalidRequest):
+    pass
+
+
+class ContextTooLong(InvalidRequest):
+    pass
+
+
+class Unauthorized(RequestError):
+    pass
+
+
+class NotFound(RequestError):
+    pass
+
+
+class ModelNotFound(RequestError):
+    pass
+
+
+class WrongMethod(RequestError):
+    pass
+
+
+class TooLarge(RequestError):
+    pass
+
+
+class Unavailable(RequestError):
+    pass
+
+
+class GenerationFailed(RequestError):
+    pass
+
+
+class Answer(NamedTuple):
+    status: int
+    type: str
+    code: str | None
+    headers: dict[str, str]
+
+
+ANSWERS: dict[type[ServeError], Answer] = {
+    Unsupported: Answer(400, "invalid_request_error", "unsupported", {}),
+    ContextTooLong: Answer(400, "invalid_request_error", "context_length_exceeded", {}),
+    InvalidRequest: Answer(400, "invalid_request_error", None, {}),
+    Unauthorized: Answer(401, "invalid_request_error", "invalid_api_key", {"www-authenticate": "Bearer"}),
+    ModelNotFound: Answer(404, "invalid_request_error", "model_not_found", {}),
+    NotFound: Answer(404, "invalid_request_error", "not_found", {}),
+    WrongMethod: Answer(405, "invalid_request_error", "method_not_allowed", {}),
+    TooLarge: Answer(413, "invalid_request_error", "body_too_large", {}),
+    Unavailable: Answer(503, "server_error", "unavailable", {"retry-after": "1"}),
+    GenerationFailed: Answer(500, "server_error", "generation_failed", {}),
+    ServeError: Answer(500, "server_error", None, {}),
+}
+
+
+def answer_for(error: ServeError) -> Answer:
+    """The table's row of the nearest class that has one."""
+    return next(ANSWERS[kind] for kind in type(error).__mro__ if kind in ANSWERS)
+
+
+def error_body(error: ServeError) -> bytes:
+    """The JSON object that a client gets, as one line."""
+    answer = answer_for(error)
+    param = error.param if isinstance(error, RequestError) else None
+    return msgspec.json.encode(
+        {"error": {"message": str(error), "type": answer.type, "param": param, "code": answer.code}}
+    )
+
+
+async def send_error(error: ServeError, send: Callable[[MutableMapping[str, Any]], Awaitable[None]]) -> None:
+    """The whole answer on plain ASGI, for what stands in front of the app."""
+    answer = answer_for(error)
+    headers = {"content-type": "application/json", **answer.headers}
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": answer.status, "headers": encoded})
+    await send({"type": "http.response.body", "body": error_body(error)})

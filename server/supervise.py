@@ -1,0 +1,88 @@
+"""Engine processes: start one, connect to it, watch it, stop it. Used by the daemon and by the offline `LLM` alike."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import subprocess
+import sys
+import threading
+
+from serve_llm.engine.client import EngineClient
+from serve_llm.engine.errors import EngineDead, ServeError
+from serve_llm.engine.options import Options
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 5.0  # for an engine that was asked to end, before it is killed
+
+
+class Supervisor:
+    """One engine process and the client that talks to it. Make it inside the event loop that uses the client."""
+
+    def __init__(self, options: Options, directory: str) -> None:
+        """`directory`: the local checkpoint. The process starts at once, so that its imports overlap the caller's."""
+        self._options = options
+        self._directory = directory
+        self.client = EngineClient()
+        command = [sys.executable, "-P", "-m", "serve_llm.engine", "--connect", self.client.address]
+        # The pipe is the leash: it closes when this process ends, in whatever way, and the engine then ends itself.
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Not a pool's thread: the interpreter would wait for it at exit, and so for ever for an engine nobody stopped.
+        threading.Thread(target=self._await_end, args=(asyncio.get_running_loop(),), daemon=True).start()
+        self._running: asyncio.Future[None] | None = None
+
+    def _await_end(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(self._ended.set_result, None)
+
+    async def start(self) -> None:
+        """Wait until the engine is ready. Raises the ServeError that it failed with, or EngineDead."""
+        starting = asyncio.ensure_future(self.client.start(self._options, self._directory))
+        await asyncio.wait([starting, self._ended], return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():  # it died; a last message may still be on its way
+            await asyncio.wait([starting], timeout=0.5)
+        if not starting.done():
+            starting.cancel()
+            raise self._death("while starting")
+        starting.result()
+        self._running = asyncio.ensure_future(self.client.run())
+
+    async def watch(self) -> ServeError:
+        """Returns the first cause when the engine is gone; every open request has ended with it by then."""
+        assert self._running is not None, "start() comes first"
+        await asyncio.wait([self._running, self._ended], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([self._running], timeout=0.5)  # it may have said why before it died
+        error = self._running.exception() if self._running.done() else None
+        failure = error if isinstance(error, ServeError) else self._death("while serving")
+        self.client.fail(failure)
+        return failure
+
+    def _death(self, phase: str) -> EngineDead:
+        code = self._process.poll()
+        how = f"exit code {code}" if code is None or code >= 0 else f"signal {signal.Signals(-code).name}"
+        hint = "; the system may be out of memory" if code == -signal.SIGKILL else ""
+        return EngineDead(f"the engine process {self._process.pid} died {phase} by {how}{hint}")
+
+    async def stop(self) -> None:
+        """End the engine process: ask, then kill; one that is still starting has nothing to lose. Idempotent."""
+        if not self._ended.done() and self.client.ready:
+            self.client.shut_down()
+            await asyncio.wait([self._ended], timeout=STOP_SECONDS)
+            if not self._ended.done():
+                logger.warning("engine process %d did not stop within %.0f s: killed", self._process.pid, STOP_SECONDS)
+        if not self._ended.done():
+            self._process.kill()
+        await self._ended
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        if self._running is not None:
+            self._running.cancel()
+            with contextlib.suppress(asyncio.CancelledError, ServeError):
+                await self._running
+        self.client.fail(EngineDead("the engine was stopped"))
+        self.client.close()

@@ -1,0 +1,180 @@
+"""What a streamed token costs the front end in CPU time: the real app under uvicorn, with an engine by script.
+
+Run: python tests/bench/frontend.py [--streams 64] [--tokens 400] [--steps-per-second 100]
+
+The server is a process of its own; its engine sends one message per step, decoded as from the wire, with one token for
+each stream, paced so that every token gets its own event. The clients read in this process and are not counted. Prints
+a table, then one JSON line. The idle figures are with the same streams open but nothing generated, and with none open
+(uvicorn itself ticks ten times a second).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+import uvicorn
+import uvloop
+
+from serve_llm.engine import wire
+from serve_llm.engine.hub import resolve_model
+from serve_llm.engine.options import Options
+from serve_llm.engine.types import FinishReason, ModelFacts, Output, Request, Stats
+from serve_llm.server.app import create_app
+from serve_llm.server.prompt.model import ServedModel
+
+IDLE_SECONDS = 2.0
+TEXT = "def main():\n    stack = Stack()\n    for number in range(10):\n        stack.push(number)\n"
+
+
+class PacedEngine:
+    """Steps at a fixed rate once all streams are open."""
+
+    facts = ModelFacts(
+        architecture="Scripted",
+        max_model_len=2**20,
+        vocab_size=4096,
+        block_size=16,
+        num_kv_blocks=1,
+        kv_cache_tokens=16,
+        max_num_seqs=256,
+        dtype="bfloat16",
+        device="cpu",
+    )
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ready = True
+        self.stats = Stats()
+        self.on_step: Callable[[wire.Step], None] | None = None
+        self.sinks: dict[int, Callable[[Output], None]] = {}
+        self._ids = ids
+        self._last_id = 0
+
+    def next_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
+    def submit_many(self, pairs: Iterable[tuple[Request, Callable[[Output], None]]]) -> None:
+        self.sinks |= {request.id: sink for request, sink in pairs}
+
+    def abort(self, ids: Sequence[int]) -> None:
+        for request_id in ids:
+            self.sinks.pop(request_id, None)
+
+    def message(self, number: int, last: bool) -> bytes:
+        reason = FinishReason.LENGTH if last else None
+        token_ids = [self._ids[number % len(self._ids)]]
+        return wire.encode(wire.Step([Output(one, token_ids, reason) for one in self.sinks], Stats(num_steps=number)))
+
+    def deliver(self, message: bytes) -> None:
+        step = wire.decode_from_engine(message)
+        assert isinstance(step, wire.Step) and self.on_step is not None
+        self.on_step(step)
+        for output in step.outputs:
+            self.sinks[output.id](output)
+
+
+def cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+async def idle_cpu_seconds() -> float:
+    before = cpu_seconds()
+    await asyncio.sleep(IDLE_SECONDS)
+    return cpu_seconds() - before
+
+
+async def serve(listener: socket.socket, num_streams: int, num_tokens: int, rate: float) -> None:
+    """In the child: serve, step, and print what it cost."""
+    options = Options.from_kwargs("demo")
+    model = ServedModel.load(resolve_model("demo"), options)
+    engine = PacedEngine(model.tokenizer.encode(TEXT, add_special_tokens=False))
+    app, gate = create_app(engine, model, options)
+    config = uvicorn.Config(app, http="httptools", ws="none", lifespan="off", log_level="error", access_log=False)
+    server = uvicorn.Server(config)
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    await asyncio.sleep(0.5)
+    idle_without = await idle_cpu_seconds()
+    print("ready", flush=True)
+    while len(engine.sinks) < num_streams:
+        await asyncio.sleep(0.01)
+    messages = [engine.message(number, number == num_tokens - 1) for number in range(num_tokens)]
+    await asyncio.sleep(0.5)  # what opening the streams left to do
+    idle = await idle_cpu_seconds()
+    loop = asyncio.get_running_loop()
+    before, began = cpu_seconds(), loop.time()
+    for number, message in enumerate(messages):
+        await asyncio.sleep(max(0.0, began + number / rate - loop.time()))
+        engine.deliver(message)
+    await gate.drained()
+    spent, seconds = cpu_seconds() - before, loop.time() - began
+    found = {"cpu_seconds": spent, "seconds": seconds, "idle_cpu_seconds": idle, "idle_without": idle_without}
+    print(json.dumps(found), flush=True)
+    server.should_exit = True
+    await serving
+
+
+async def read_stream(port: int, num_tokens: int) -> int:
+    """One client. Returns the number of events with text."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = json.dumps({"prompt": "x", "max_tokens": num_tokens, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    received = b"".join([chunk async for chunk in _chunks(reader)])
+    writer.close()
+    return received.count(b'data: {"id"')
+
+
+async def _chunks(reader: asyncio.StreamReader):
+    while chunk := await reader.read(65536):
+        yield chunk
+
+
+async def measure(num_streams: int, num_tokens: int, rate: float) -> dict[str, float]:
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+        port = listener.getsockname()[1]
+        arguments = ["--listen", str(listener.fileno()), "--streams", str(num_streams)]
+        arguments += ["--tokens", str(num_tokens), "--steps-per-second", str(rate)]
+        command = [sys.executable, __file__, *arguments]
+        child = subprocess.Popen(command, pass_fds=[listener.fileno()], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    counts = await asyncio.gather(*(read_stream(port, num_tokens) for _ in range(num_streams)))
+    output, _ = child.communicate()
+    found: dict[str, float] = json.loads(output)
+    total = num_streams * num_tokens
+    return {
+        "streams": num_streams,
+        "tokens": total,
+        "events": sum(counts),
+        "us_per_token": round(found["cpu_seconds"] / total * 1e6, 2),
+        "tokens_per_second": round(total / found["seconds"]),
+        "idle_cpu_ms_per_second": round(found["idle_cpu_seconds"] / IDLE_SECONDS * 1e3, 3),
+        "idle_cpu_ms_per_second_without_streams": round(found["idle_without"] / IDLE_SECONDS * 1e3, 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--steps-per-second", type=float, default=100)
+    parser.add_argument("--listen", type=int, help=argparse.SUPPRESS)  # the child's inherited socket
+    given = parser.parse_args()
+    if given.listen is not None:
+        uvloop.run(serve(socket.socket(fileno=given.listen), given.streams, given.tokens, given.steps_per_second))
+        return
+    result = asyncio.run(measure(given.streams, given.tokens, given.steps_per_second))
+    for name, value in result.items():
+        print(f"{name:40} {value:>12}")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

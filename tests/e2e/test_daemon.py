@@ -1,0 +1,162 @@
+"""The daemon's life: start, what goes wrong at start, drain, and the end of its engine."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from serve_llm.engine.hub import resolve_model
+from support.daemon import SERVE_LLM, Daemon
+
+LONG = {"model": "demo", "prompt": "import", "max_tokens": 40, "ignore_eos": True, "stream": True}
+
+
+@contextlib.contextmanager
+def post(url: str, body: dict[str, object]) -> Iterator[http.client.HTTPResponse]:
+    """Send a request; enters when the first byte of the answer is there."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        with connection.getresponse() as answer:
+            yield answer
+
+
+def events(answer: http.client.HTTPResponse) -> list[str]:
+    return [line[6:] for line in answer.read().decode().splitlines() if line.startswith("data: ")]
+
+
+def test_start_up_log_says_what_fits_and_where() -> None:
+    with Daemon("demo", "--max-model-len", "512", "--kv-cache-memory", "64MiB") as daemon:
+        daemon.wait_until_serving()
+        log = "\n".join(daemon.log)
+        line = r"INFO \d\d-\d\d \d\d:\d\d:\d\d \[\w+\.py:\d+\] "
+        assert re.search(line + r"CPU KV cache size: [\d,]+ tokens", log)
+        assert re.search(line + r"Maximum concurrency for 512 tokens per request: \d+\.\d\dx", log)
+        assert re.search(line + r"Weights loaded and packed in [\d.]+ s", log)
+        assert status(daemon.url + "/ready") == 200
+
+
+def status(url: str) -> int:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return int(answer.status)
+
+
+def test_a_signal_drains_and_the_exit_is_clean() -> None:
+    with Daemon("demo") as daemon, post(daemon.wait_until_serving(), LONG) as answer:
+        first = answer.readline()
+        daemon.signal(signal.SIGTERM)
+        rest = events(answer)
+        assert first.startswith(b"data: ") and rest[-1] == "[DONE]"
+        assert json.loads(rest[-2])["choices"][0]["finish_reason"] == "length"
+        assert daemon.wait() == 0
+        assert any("Stopping: 1 open requests" in entry for entry in daemon.log)
+        assert not any("Traceback" in entry for entry in daemon.log)
+
+
+def test_while_draining_new_requests_are_refused() -> None:
+    with Daemon("demo") as daemon, post(url := daemon.wait_until_serving(), LONG | {"max_tokens": 2000}) as answer:
+        answer.readline()
+        daemon.signal(signal.SIGINT)
+        while not any("Stopping" in entry for entry in daemon.log):
+            answer.readline()
+        for path in ("/ready", "/v1/completions"):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(url + path, data=None if path == "/ready" else b'{"prompt": "x"}', timeout=10)
+            with refused.value as answered:
+                assert answered.code == 503 and int(answered.headers["Retry-After"]) > 0
+                assert json.loads(answered.read())["error"]["message"]
+        daemon.signal(signal.SIGINT)  # the second one does not wait
+        assert daemon.wait(5) == 0
+
+
+def test_the_engines_death_ends_streams_with_an_error_and_the_daemon_with_the_cause() -> None:
+    with Daemon("demo") as daemon, post(daemon.wait_until_serving(), LONG | {"max_tokens": 2000}) as answer:
+        answer.readline()
+        os.kill(daemon.engine_pid(), signal.SIGKILL)
+        rest = events(answer)
+        assert "SIGKILL" in json.loads(rest[-2])["error"]["message"] and rest[-1] == "[DONE]"
+        assert daemon.wait() == 5
+        assert re.search(r"^serve-llm: the engine process \d+ died while serving by signal SIGKILL", daemon.log[-1])
+
+
+def test_a_signal_while_starting_ends_engine_and_daemon() -> None:
+    with Daemon("demo") as daemon:
+        process = psutil.Process(daemon.process.pid)
+        while not (children := process.children()):
+            assert daemon.process.poll() is None
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0
+        assert not psutil.pid_exists(children[0].pid)
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """The demo checkpoint under another name, to be damaged."""
+    source = resolve_model("demo")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    return tmp_path
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    """Exit code and last line of a daemon that cannot start."""
+    done = subprocess.run([SERVE_LLM, *arguments, "--port", "0"], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr.splitlines()[-1]
+
+
+def test_first_causes_at_start(broken: Path) -> None:
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    code, line = run(str(broken))
+    assert (code, line[:58]) == (3, "serve-llm: architecture MambaForCausalLM is not supported;") and "Qwen3" in line
+    (broken / "config.json").write_text(json.dumps(config | {"wormholes": 7}))
+    assert run(str(broken)) == (
+        3,
+        "serve-llm: config.json: unknown keys, which may mean another computation: wormholes",
+    )
+    (broken / "config.json").write_text(json.dumps(config))
+    weights = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    code, line = run(str(broken))
+    assert code == 3 and "model.safetensors" in line
+    assert run(str(broken), "--max-model-len", "1M")[0] == 2
+    code, line = run("demo", "--kv-cache-memory", "1MiB")
+    assert code == 4 and "--max-model-len to at most" in line
+    code, line = run("/does/not/exist")
+    assert code == 3 and "/does/not/exist" in line
+
+
+def test_a_taken_port_is_named_at_once() -> None:
+    with Daemon("demo", "--load-format", "dummy") as daemon:
+        port = daemon.wait_until_serving().rpartition(":")[2]
+        done = subprocess.run([SERVE_LLM, "demo", "--port", port], capture_output=True, text=True, timeout=30)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"serve-llm: cannot listen on 127.0.0.1 port {port}: Address already in use")
+
+
+def test_health_answers_while_the_engine_loads() -> None:
+    with Daemon("demo") as daemon:
+
+        def connections() -> list[int]:
+            return [c.laddr.port for c in psutil.Process(daemon.process.pid).net_connections() if c.status == "LISTEN"]
+
+        ports: list[int] = []
+        while not ports and daemon.process.poll() is None:
+            ports = connections()
+        url = f"http://127.0.0.1:{ports[0]}"
+        assert status(url + "/health") == 200
+        daemon.wait_until_serving()
+        assert status(url + "/ready") == 200

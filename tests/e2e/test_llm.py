@@ -1,0 +1,98 @@
+"""The offline class, as the README shows it, against a real engine process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from serve_llm import LLM, RequestOutput, SamplingParams
+from serve_llm.engine.errors import OptionError
+from serve_llm.server.errors import InvalidRequest
+
+PROMPTS = ["class Stack:\n    def __init__(self):\n", "def main():\n", "import os\n"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", max_model_len="1k", kv_cache_memory="64MiB") as llm:
+        yield llm
+
+
+def test_outputs_have_the_shape_that_users_know(llm: LLM) -> None:
+    outputs = llm.generate(
+        PROMPTS, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    )
+    assert [output.prompt for output in outputs] == PROMPTS
+    for output in outputs:
+        assert isinstance(output, RequestOutput) and output.finished
+        (choice,) = output.outputs
+        assert choice.text and choice.finish_reason == "length" and len(choice.token_ids) == 12
+        assert choice.logprobs is not None and len(choice.logprobs) == 12
+        assert all(token_id in found for token_id, found in zip(choice.token_ids, choice.logprobs, strict=True))
+        assert choice.cumulative_logprob == pytest.approx(
+            sum(found[i].logprob for i, found in zip(choice.token_ids, choice.logprobs, strict=True))
+        )
+        assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
+        assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+
+
+def test_prompts_in_every_form_give_the_same(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8)
+    (text,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
+    ids = text.prompt_token_ids
+    for prompts in (ids, [ids], {"prompt": PROMPTS[0]}, {"prompt_token_ids": ids}):
+        (output,) = llm.generate(prompts, params, use_tqdm=False)
+        assert output.outputs[0].token_ids == text.outputs[0].token_ids
+
+
+def test_params_for_each_prompt_and_seeds(llm: LLM) -> None:
+    params = [SamplingParams(seed=seed, max_tokens=10, n=2) for seed in (1, 1, 2)]
+    first, second, third = llm.generate([PROMPTS[0]] * 3, params, use_tqdm=False)
+    choices = [[choice.token_ids for choice in output.outputs] for output in (first, second, third)]
+    assert choices[0] == choices[1] != choices[2]
+    assert choices[0][0] != choices[0][1]
+    with pytest.raises(InvalidRequest, match="2 sampling_params for 3 prompts"):
+        llm.generate(PROMPTS, params[:2])
+
+
+def test_chat_and_defaults(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Write a function that adds two numbers."}]
+    one = llm.chat(messages, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    two = llm.chat([messages, messages], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    assert [output.outputs[0].text for output in two] == [one[0].outputs[0].text] * 2
+    assert llm.generate("x", use_tqdm=False)[0].outputs[0].finish_reason in ("length", "stop")
+
+
+def test_stop_strings_end_the_text(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)[0].outputs[0].text
+    stop = whole[5:9]
+    params = SamplingParams(temperature=0, max_tokens=30, stop=stop)
+    choice = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
+    assert choice.text == whole[: whole.index(stop)]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+
+
+def test_mistakes_are_named_and_cost_nothing(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        llm.generate("x", SamplingParams(max_tokens=5000))
+    with pytest.raises(InvalidRequest, match="temperature"):
+        SamplingParams(temperature=-1)
+    with pytest.raises(OptionError, match="max_model_length; did you mean max_model_len"):
+        LLM("demo", max_model_length=5)
+    assert llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)[0].finished
+
+
+def test_a_script_of_four_lines_needs_no_main_guard_and_leaves_nothing(tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from serve_llm import LLM, SamplingParams\n"
+        "llm = LLM('demo', kv_cache_memory='32MiB')\n"
+        "outputs = llm.generate(['def main():'], SamplingParams(temperature=0, max_tokens=4))\n"
+        "print(repr(outputs[0].outputs[0].text))\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("'") and "Processed prompts: 100%" in done.stderr

@@ -1,0 +1,101 @@
+"""Rounds of 64 streams of which a random half is cut at a random moment: nothing stays held, nothing grows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.daemon import Daemon
+
+STREAMS = 64
+
+
+async def one_stream(url: str, rng: random.Random) -> None:
+    """Send a request; read it to its end, or leave after some bytes (possibly before the first)."""
+    host, port = url.removeprefix("http://").split(":")
+    stay = rng.random() < 0.5
+    body = json.dumps(
+        {
+            "model": "demo",
+            "prompt": [rng.randrange(300, 4000) for _ in range(rng.randrange(1, 100))],
+            "max_tokens": rng.randrange(1, 60),
+            "stream": rng.random() < 0.8,
+            "n": rng.choice([1, 1, 2]),
+            "temperature": 1.0,
+        }
+    ).encode()
+    leave_after = rng.choice([0, 0, 1, 400, 3000])
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    writer.write(head.encode() + body)
+    await writer.drain()
+    received = b""
+    while stay or len(received) < leave_after:
+        data = await reader.read(65536)
+        received += data
+        if not data:
+            break
+    if stay:
+        assert b" 200 OK" in received.split(b"\r\n")[0]
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+async def one_round(url: str, rng: random.Random) -> None:
+    await asyncio.gather(*(one_stream(url, random.Random(rng.random())) for _ in range(STREAMS)))
+
+
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def idle(daemon: Daemon) -> bool:
+    metrics = daemon.metrics()
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    return all(metrics[f"serve_llm_{name}"] == 0 for name in names)
+
+
+def held(daemon: Daemon) -> tuple[int, int]:
+    """(resident bytes, open descriptors) of the daemon and its engine."""
+    processes = [psutil.Process(daemon.process.pid), psutil.Process(daemon.engine_pid())]
+    return sum(p.memory_info().rss for p in processes), sum(p.num_fds() for p in processes)
+
+
+async def soak(daemon: Daemon, rounds: int, settled: int) -> None:
+    rng = random.Random(5)
+    before = (0, 0)
+    for number in range(1, rounds + 1):
+        await one_round(daemon.url, rng)
+        await until(lambda: idle(daemon))
+        if number == settled:
+            before = held(daemon)
+    after = held(daemon)
+    assert after[0] <= 1.03 * before[0], f"resident memory grew from {before[0]:,} to {after[0]:,} bytes"
+    assert after[1] <= 1.03 * before[1], f"open descriptors grew from {before[1]} to {after[1]}"
+
+
+@pytest.mark.slow
+def test_twenty_rounds_leave_nothing_behind() -> None:
+    with Daemon("demo") as daemon:
+        daemon.wait_until_serving()
+        asyncio.run(soak(daemon, rounds=20, settled=5))
+        assert not [line for line in daemon.log if line.startswith(("WARNING", "ERROR")) or "Traceback" in line]
+
+
+def test_every_child_ends_with_the_daemon_however_it_ends() -> None:
+    with Daemon("demo") as daemon:
+        daemon.wait_until_serving()
+        engine = psutil.Process(daemon.engine_pid())
+        daemon.process.kill()
+        engine.wait(10)
+        assert not Path(f"/proc/{engine.pid}").exists()

@@ -1,0 +1,81 @@
+"""The whole engine against transformers: every family, float32, random checkpoints with awkward sizes.
+
+The same prompts, from one token to several blocks, in every way that the engine may compute them: all at once, in
+chunks, with the prefix cache hit and missed, and with preemption forced. Tokens must be equal, logprobs within 1e-3.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from serve_llm.engine.types import FinishReason
+from support.engine import generate, greedy, make_engine
+from support.reference import reference_greedy
+from support.tiny import make_checkpoint
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "opt")
+NEW_TOKENS = 12
+TOLERANCE = 1e-3
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    rng = random.Random(7)
+    shared = [rng.randrange(vocab_size) for _ in range(40)]
+    lengths = (1, 2, 7, 8, 9, 16, 17, 33)
+    return [[rng.randrange(vocab_size) for _ in range(n)] for n in lengths] + [[*shared, n] for n in range(3)]
+
+
+@lru_cache(maxsize=1)  # one family at a time
+def case(family: str, root: Path) -> tuple[Path, list[list[int]], list[tuple[list[int], list[float]]]]:
+    directory = root / family
+    vocab_size = make_checkpoint(directory, family)
+    chosen = prompts(vocab_size)
+    return directory, chosen, [reference_greedy(directory, prompt, NEW_TOKENS) for prompt in chosen]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def check(engine, chosen, expected, first_id: int = 0) -> dict:
+    requests = [greedy(first_id + n, prompt, NEW_TOKENS, logprobs=1) for n, prompt in enumerate(chosen)]
+    results = generate(engine, requests)
+    for number, (ids, logprobs) in enumerate(expected):
+        result = results[first_id + number]
+        assert result.token_ids == ids
+        assert result.finish_reason is FinishReason.LENGTH
+        for ours, theirs in zip(result.logprobs, logprobs, strict=True):
+            assert abs(ours.logprob - theirs) < TOLERANCE
+    return results
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+class TestFamily:
+    def test_all_at_once_then_from_the_prefix_cache(self, family: str, root: Path) -> None:
+        directory, chosen, expected = case(family, root)
+        engine = make_engine(directory, block_size=8)
+        first = check(engine, chosen, expected)
+        again = check(engine, chosen, expected, first_id=100)
+        assert all(first[n].cached_tokens == 0 for n in range(9))
+        step = max(group.block_size for group in engine.layout.groups)  # a hit ends at a border of every group's blocks
+        assert all(again[100 + n].cached_tokens == (len(p) - 1) // step * step for n, p in enumerate(chosen))
+
+    def test_in_small_chunks_without_prefix_cache(self, family: str, root: Path) -> None:
+        directory, chosen, expected = case(family, root)
+        engine = make_engine(directory, block_size=8, max_num_batched_tokens=5, enable_prefix_caching=False)
+        results = check(engine, chosen, expected)
+        assert all(result.cached_tokens == 0 for result in results.values())
+
+    def test_with_preemption(self, family: str, root: Path) -> None:
+        directory, chosen, expected = case(family, root)
+        roomy = make_engine(directory, block_size=8, max_model_len=64)
+        block_bytes = roomy.layout.block_bytes
+        blocks = roomy.layout.blocks_per_request(64, 2048) + 3
+        engine = make_engine(directory, block_size=8, max_model_len=64, kv_cache_memory=blocks * block_bytes)
+        check(engine, chosen, expected)
+        assert engine.scheduler.stats().num_preemptions > 0

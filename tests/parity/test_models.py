@@ -1,0 +1,153 @@
+"""Every family's decoder against transformers, without the engine: logprobs, greedy tokens, kinds of checkpoint."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from serve_llm.engine.model.build import Builder
+from serve_llm.engine.model.decoder import Decoder
+from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.weights.files import Checkpoint
+from serve_llm.engine.weights.place import assign, placement
+from serve_llm.kernels.reference import activation, attention, linear, norm, rope
+from serve_llm.kernels.table import Kernels
+from support.forward import CPU, Harness, load
+from support.reference import reference_greedy, reference_logprobs
+from support.tiny import FAMILIES, make_checkpoint
+
+REFERENCE = Kernels(
+    write_cache=attention.write_cache,
+    paged_attention=attention.paged_attention,
+    rms_norm=norm.rms_norm,
+    layer_norm=norm.layer_norm,
+    apply_rope=rope.apply_rope,
+    activations={name: getattr(activation, name) for name in ("silu_and_mul", "gelu", "gelu_tanh", "relu")},
+    pack=linear.pack,
+)
+TOLERANCE = 1e-4  # of a logprob, float32
+LENGTHS = (1, 2, 15, 16, 17, 40, 131, 150)  # blocks are of 16, windows of 21 and 37, key tiles of 128 tokens
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES},
+    "llama-linear": ("llama", {"rope": "linear"}),
+    "llama-llama3": ("llama", {"rope": "llama3"}),
+    "llama-yarn": ("llama", {"rope": "yarn"}),
+    "llama-dynamic": ("llama", {"rope": "dynamic"}),
+    "llama-biases-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-one-kv-head": ("llama", {"num_key_value_heads": 1, "num_attention_heads": 5, "hidden_size": 65}),
+    "llama-no-groups": ("llama", {"num_key_value_heads": 6, "num_hidden_layers": 1, "head_dim": 10}),
+    "mistral-no-window": ("mistral", {"sliding_window": None}),
+    "mistral-window-1": ("mistral", {"sliding_window": 1}),
+    "qwen2-full": ("qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}),
+    "qwen2-all-sliding": ("qwen2", {"max_window_layers": 0}),
+    "qwen3-mixed-biases": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 30,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gpt2-untied-inverse": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}),
+    "gpt2-gelu-unscaled": ("gpt2", {"activation_function": "gelu", "scale_attn_weights": False, "n_inner": None}),
+    "opt-post-narrow": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 33}),
+    "opt-bare": ("opt", {"enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu"}),
+    "opt-no-final-norm": ("opt", {"_remove_final_layer_norm": True, "tie_word_embeddings": False, "std": 0.15}),
+}
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(vocab_size) for _ in range(length)] for length in LENGTHS]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_float32(variant: str, tmp_path: Path) -> None:
+    family, overrides = VARIANTS[variant]
+    chosen = prompts(make_checkpoint(tmp_path, family, **overrides))
+    spec, decoder = load(tmp_path)
+    whole = Harness(spec, decoder, torch.float32).logprobs(chosen)
+    chunked = Harness(spec, decoder, torch.float32, block_size=8, seed=1).logprobs(chosen, max_chunk=37)
+    for prompt, ours, again in zip(chosen, whole, chunked, strict=True):
+        theirs = reference_logprobs(tmp_path, prompt)
+        assert (ours - theirs).abs().max() < TOLERANCE
+        assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+        assert torch.equal(ours, again)  # promise 3, to the last bit
+    assert whole[-1].max(-1).values.exp().mean() > 0.05  # against 1/331: not a flat distribution, where all would agree
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_greedy_decode(variant: str, tmp_path: Path) -> None:
+    chosen = prompts(make_checkpoint(tmp_path, variant, seed=3))
+    spec, decoder = load(tmp_path)
+    ours = Harness(spec, decoder, torch.float32).greedy(chosen, 8)
+    assert ours == [reference_greedy(tmp_path, prompt, 8)[0] for prompt in chosen]
+
+
+def test_dynamic_rope_beyond_its_length(tmp_path: Path) -> None:
+    """Generation across the trained length, where transformers changes the base with every token."""
+    make_checkpoint(tmp_path, "llama", rope="dynamic", max_position_embeddings=64)
+    spec, decoder = load(tmp_path)
+    assert spec.max_position == 128
+    prompt = [n * 37 % 331 for n in range(60)]
+    (ours,) = Harness(spec, decoder, torch.float32).greedy([prompt], 50)
+    assert ours == reference_greedy(tmp_path, prompt, 50)[0]
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_bfloat16(variant: str, tmp_path: Path) -> None:
+    """The logprobs of float32's greedy tokens differ by less than 0.05 on average, about as transformers'."""
+    chosen = prompts(make_checkpoint(tmp_path, variant, std=0.1))
+    spec, decoder = load(tmp_path, torch.bfloat16)
+    ours = torch.cat(Harness(spec, decoder, torch.bfloat16).logprobs(chosen, max_chunk=50))
+    exact = torch.cat([reference_logprobs(tmp_path, prompt) for prompt in chosen])
+    theirs = torch.cat([reference_logprobs(tmp_path, prompt, "bfloat16") for prompt in chosen])
+    likeliest = exact.argmax(-1, keepdim=True)
+    error = (ours - exact).gather(1, likeliest).abs().mean()
+    their_error = (theirs - exact).gather(1, likeliest).abs().mean()
+    assert error < 0.05
+    assert error < 1.5 * their_error
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reference_kernels_run_the_whole_model(family: str, tmp_path: Path) -> None:
+    chosen = prompts(make_checkpoint(tmp_path, family))[:6]
+    spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))
+    checkpoint = Checkpoint(tmp_path)
+    sources = assign(checkpoint, spec, weight_map, str(tmp_path))[1]
+    load_parameter = placement(checkpoint, sources, torch.float32, CPU)
+    plain = Decoder(spec, Builder(load_parameter, REFERENCE), CPU)
+    for prompt, ours in zip(chosen, Harness(spec, plain, torch.float32).logprobs(chosen, max_chunk=9), strict=True):
+        assert (ours - reference_logprobs(tmp_path, prompt)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16"])
+def test_half_precision_files_in_float32(stored: str, tmp_path: Path) -> None:
+    chosen = prompts(make_checkpoint(tmp_path, "llama", dtype=stored))
+    spec, decoder = load(tmp_path)
+    for prompt, ours in zip(chosen, Harness(spec, decoder, torch.float32).logprobs(chosen), strict=True):
+        assert (ours - reference_logprobs(tmp_path, prompt)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_old_config_and_shards(family: str, tmp_path: Path) -> None:
+    """What transformers 4 wrote, in several files, is the same model."""
+    new, old = tmp_path / "new", tmp_path / "old"
+    rope = {} if family in ("gpt2", "opt") else {"rope": "yarn"}
+    chosen = prompts(make_checkpoint(new, family, **rope))
+    make_checkpoint(old, family, old_config=True, max_shard_size="50KB", **rope)
+    assert len(list(old.glob("*.safetensors"))) > 2
+    spec, decoder = load(new)
+    old_spec, old_decoder = load(old)
+    assert old_spec == spec
+    ours = Harness(spec, decoder, torch.float32).logprobs(chosen)
+    theirs = Harness(old_spec, old_decoder, torch.float32).logprobs(chosen)
+    assert all(torch.equal(left, right) for left, right in zip(ours, theirs, strict=True))

@@ -1,0 +1,85 @@
+"""A real `serve-llm` process on a free port, its log, and what /metrics says."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+
+START_SECONDS = 60.0
+SERVE_LLM = str(Path(sys.executable).with_name("serve-llm"))
+
+
+class Daemon:
+    """Started at once; `wait_until_serving` gives the URL. A context manager that ends the process."""
+
+    def __init__(self, *arguments: str, environ: dict[str, str] | None = None) -> None:
+        command = [SERVE_LLM, *arguments, "--port", "0"]
+        inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=inherited | (environ or {}), start_new_session=True
+        )
+        self.log: list[str] = []
+        self.url = ""
+        self._serving = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line.rstrip("\n"))
+            if found := re.search(r"Serving .* on (http://\S+)", line):
+                self.url = found[1]
+                self._serving.set()
+        self._serving.set()  # it ended
+
+    def wait_until_serving(self) -> str:
+        assert self._serving.wait(START_SECONDS), "not serving in time:\n" + "\n".join(self.log)
+        assert self.url, "the daemon ended:\n" + "\n".join(self.log)
+        return self.url
+
+    def wait(self, seconds: float = 30.0) -> int:
+        """The exit code, once it has ended by itself."""
+        code = self.process.wait(seconds)
+        self._reader.join(seconds)
+        return code
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def engine_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        (pid,) = (int(child) for child in children if "serve_llm.engine" in Path(f"/proc/{child}/cmdline").read_text())
+        return pid
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of /metrics by its name, labels dropped and values added up."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        samples: dict[str, float] = {}
+        for line in lines:
+            if not line.startswith("#"):
+                name, value = line.split("{")[0].split(" ")[0], float(line.rpartition(" ")[2])
+                samples[name] = samples.get(name, 0.0) + value
+        return samples
+
+    def __enter__(self) -> Daemon:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.signal(signal.SIGTERM)
+            try:
+                self.process.wait(15)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._reader.join(5)
+        assert self.process.stderr is not None
+        self.process.stderr.close()

@@ -1,0 +1,68 @@
+"""A real engine inside the test's process: no sockets, integrity checked after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from serve_llm.engine import startup
+from serve_llm.engine.hub import read_config
+from serve_llm.engine.loop import Engine
+from serve_llm.engine.options import Options
+from serve_llm.engine.types import FinishReason, Output, Request, Sampling, TokenLogprobs
+from serve_llm.engine.wire import Abort, Submit
+
+
+def make_engine(directory: Path, **options: object) -> Engine:
+    """The engine that `serve-llm directory` with these options would start. A small cache unless one is named."""
+    chosen = Options.from_kwargs(str(directory), **({"kv_cache_memory": "64MiB", "max_num_seqs": 64} | options))
+    config, spec, weights = startup.resolve_all(chosen, str(directory), read_config(directory))
+    return Engine(config, startup.build_executor(config, spec, weights))
+
+
+class Result:
+    """All outputs of one request, folded."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        self.cached_tokens: int | None = None
+        self.finish_reason: FinishReason | None = None
+
+    def add(self, output: Output) -> None:
+        assert self.finish_reason is None, "output after the final one"
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or []
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+        if output.cached_tokens is not None:
+            self.cached_tokens = output.cached_tokens
+        self.finish_reason = output.finish_reason
+
+
+def generate(engine: Engine, requests: Sequence[Request], arrivals: Sequence[int] = ()) -> dict[int, Result]:
+    """Run requests to their end. `arrivals`: the step before which each one comes (default: all before the first)."""
+    waiting = sorted(zip(arrivals or [0] * len(requests), requests, strict=True), key=lambda pair: pair[0])
+    results = {request.id: Result() for request in requests}
+    step = 0
+    while waiting or engine.has_work:
+        arrived = [request for start, request in waiting if start <= step]
+        waiting = waiting[len(arrived) :]
+        engine.take([Submit(arrived)])
+        for output in engine.step().outputs:
+            results[output.id].add(output)
+        engine.scheduler.check_integrity()
+        step += 1
+    stats = engine.scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+    return results
+
+
+def greedy(number: int, prompt_ids: Sequence[int], max_tokens: int, **sampling: object) -> Request:
+    """A request for the likeliest tokens."""
+    chosen = {"temperature": 0.0, "seed": 0, "max_tokens": max_tokens} | sampling
+    return Request(id=number, prompt_ids=list(prompt_ids), sampling=Sampling(**chosen))
+
+
+def abort(engine: Engine, ids: Sequence[int]) -> None:
+    engine.take([Abort(list(ids))])

@@ -1,0 +1,168 @@
+"""An engine by script: the shape of `engine.client.EngineClient`, without processes, sockets or sleeps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from serve_llm.engine.errors import EngineDead
+from serve_llm.engine.types import FinishReason, ModelFacts, Output, Request, Stats, TokenLogprobs
+from serve_llm.engine.wire import Step
+
+Sink = Callable[[Output], None]
+Script = Callable[[Request], Sequence[int]]
+
+
+def facts(**changed: object) -> ModelFacts:
+    """Plausible facts for the demo model's tokenizer."""
+    usual: dict[str, object] = {
+        "architecture": "ScriptedForCausalLM",
+        "max_model_len": 2048,
+        "vocab_size": 4096,
+        "block_size": 16,
+        "num_kv_blocks": 256,
+        "kv_cache_tokens": 4096,
+        "max_num_seqs": 64,
+        "dtype": "float32",
+        "device": "cpu",
+    }
+    return ModelFacts(**(usual | changed))
+
+
+@dataclass
+class Open:
+    """A request that has not ended."""
+
+    request: Request
+    sink: Sink
+    ids: Sequence[int]
+    num_given: int = 0
+
+
+class ScriptedEngine:
+    """Each request gets the ids of `script(request)`, over and over, until a stop id or max_tokens.
+
+    `automatic`: steps follow each other from the event loop while requests are open; else the test calls `step`.
+    `tokens_per_step`: how many tokens a step brings each request.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        automatic: bool = True,
+        model_facts: ModelFacts | None = None,
+        tokens_per_step: int = 1,
+        cached_tokens: int = 0,
+    ) -> None:
+        self.script = script
+        self.automatic = automatic
+        self.facts = model_facts or facts()
+        self.tokens_per_step = tokens_per_step
+        self.cached_tokens = cached_tokens
+        self.ready = True
+        self.stats = Stats()
+        self.on_step: Callable[[Step], None] | None = None
+        self.open: dict[int, Open] = {}
+        self.submitted: list[Request] = []
+        self.aborted: list[int] = []
+        self.changed = asyncio.Event()  # set at each submit and abort, for tests that wait for one
+        self._last_id = 0
+        self._stepping = False
+
+    def next_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        self.submit_many([(request, sink)])
+
+    def submit_many(self, pairs: Iterable[tuple[Request, Sink]]) -> None:
+        if not self.ready:
+            raise EngineDead("the engine is gone")
+        for request, sink in pairs:
+            assert request.id not in self.open, "an id was used twice"
+            self.submitted.append(request)
+            self.open[request.id] = Open(request, sink, self.script(request))
+        self._count()
+        self._go_on()
+
+    def abort(self, ids: Sequence[int]) -> None:
+        for request_id in ids:
+            if self.open.pop(request_id, None) is not None:
+                self.aborted.append(request_id)
+        self._count()
+
+    def fail(self, message: str) -> None:
+        """The engine dies: every open request ends with an error."""
+        self.ready = False
+        ended, self.open = self.open, {}
+        for request_id, entry in ended.items():
+            entry.sink(Output(id=request_id, token_ids=[], finish_reason=FinishReason.ERROR, error=message))
+        self._count()
+
+    def step(self) -> None:
+        """One engine step: its tokens for every open request, in one message."""
+        outputs = [self._output(entry) for entry in self.open.values()]
+        sinks = {output.id: self.open[output.id].sink for output in outputs}
+        for output in outputs:
+            if output.finish_reason is not None:
+                del self.open[output.id]
+        self._count()
+        self.stats.num_steps += 1
+        self.stats.step_tokens = sum(len(output.token_ids) for output in outputs)
+        if self.on_step is not None:
+            self.on_step(Step(outputs, self.stats))
+        for output in outputs:
+            # What an earlier sink of this step aborted gets nothing more; what ended in this step still gets its end.
+            if output.id in self.open or output.finish_reason is not None:
+                sinks[output.id](output)
+
+    def _output(self, entry: Open) -> Output:
+        request, sampling = entry.request, entry.request.sampling
+        first = entry.num_given == 0
+        output = Output(id=request.id, token_ids=[])
+        if first:
+            output.cached_tokens, output.queued_seconds = self.cached_tokens, 0.001
+            if sampling.prompt_logprobs is not None:
+                ids = request.prompt_ids[1:]
+                output.prompt_logprobs = [logprobs_of(one, sampling.prompt_logprobs) for one in ids]
+        while len(output.token_ids) < self.tokens_per_step and entry.num_given < sampling.max_tokens:
+            token_id = entry.ids[entry.num_given % len(entry.ids)]
+            entry.num_given += 1
+            output.token_ids.append(token_id)
+            if token_id in sampling.stop_token_ids and entry.num_given > sampling.min_tokens:
+                output.finish_reason, output.stop_id = FinishReason.STOP, token_id
+                break
+        if output.finish_reason is None and entry.num_given >= sampling.max_tokens:
+            output.finish_reason = FinishReason.LENGTH
+        if sampling.logprobs is not None:
+            output.logprobs = [logprobs_of(one, sampling.logprobs) for one in output.token_ids]
+        return output
+
+    def _count(self) -> None:
+        self.stats.num_running = len(self.open)
+        self.stats.kv_cache_usage = len(self.open) / self.facts.num_kv_blocks
+        self.changed.set()
+
+    def _go_on(self) -> None:
+        if self.automatic and not self._stepping and self.open:
+            self._stepping = True
+            asyncio.get_running_loop().call_soon(self._step_by_itself)
+
+    def _step_by_itself(self) -> None:
+        self._stepping = False
+        self.step()
+        self._go_on()
+
+
+def logprobs_of(token_id: int, count: int) -> TokenLogprobs:
+    """Made up, but a function of the token: it is the likeliest if its id is even, else the second."""
+    rank = 1 + token_id % 2
+    logprob = -0.25 * rank
+    others = [other for other in range(10, 10 + count + 1) if other != token_id]
+    ranked = [
+        (token_id, logprob) if place + 1 == rank else (others.pop(), -0.25 * (place + 1)) for place in range(count)
+    ]
+    return TokenLogprobs(logprob, rank, [one for one, _ in ranked], [value for _, value in ranked])

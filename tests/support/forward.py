@@ -1,0 +1,99 @@
+"""Drives a Decoder without an engine: paged caches with shuffled blocks, several sequences in a batch, any chunks."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from serve_llm.engine.model.decoder import Decoder
+from serve_llm.engine.model.inputs import GroupInputs, StepInputs
+from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.weights.place import load_model
+
+CPU = torch.device("cpu")
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelSpec, Decoder]:
+    """The checkpoint in `directory` as the engine would load it."""
+    spec, weight_map = read_model(json.loads((directory / "config.json").read_text()))
+    return spec, load_model(directory, spec, weight_map, dtype=dtype, device=CPU)
+
+
+class Harness:
+    """Sequences in the KV cache of one decoder. Blocks outside a window are given back at once and filled with NaN."""
+
+    def __init__(self, spec: ModelSpec, decoder: Decoder, dtype: torch.dtype, block_size: int = 16, seed: int = 0):
+        self.spec, self.decoder, self.block_size = spec, decoder, block_size
+        self.rng = random.Random(seed)
+        num_blocks = 600
+        self.caches = [
+            torch.full((num_blocks, 2, layer.mixer.kv_heads, block_size, layer.mixer.head_dim), torch.nan, dtype=dtype)
+            for layer in spec.layers
+        ]
+        self.free = [self.rng.sample(range(1, num_blocks), num_blocks - 1) for _ in spec.kv_groups]
+        self.tables: dict[int, list[list[int]]] = {}  # sequence -> group -> blocks
+        self.lengths: dict[int, int] = {}
+
+    @torch.inference_mode()
+    def step(self, chunks: dict[int, Sequence[int]]) -> dict[int, Tensor]:
+        """Compute each sequence's next ids, all in one batch: sequence -> logprobs (ids, vocab_size) float32."""
+        starts = {sequence: self.lengths.get(sequence, 0) for sequence in chunks}
+        self.lengths |= {sequence: starts[sequence] + len(ids) for sequence, ids in chunks.items()}
+        positions = {sequence: torch.arange(starts[sequence], self.lengths[sequence]) for sequence in chunks}
+        query_starts = [0]
+        for ids in chunks.values():
+            query_starts.append(query_starts[-1] + len(ids))
+        inputs = StepInputs(
+            ids=torch.tensor([token_id for ids in chunks.values() for token_id in ids]),
+            positions=torch.cat(list(positions.values())),
+            query_starts=query_starts,
+            context_lens=[self.lengths[sequence] for sequence in chunks],
+            groups=tuple(self._group(number, positions) for number in range(len(self.spec.kv_groups))),
+        )
+        logprobs = self.decoder.logits(self.decoder.forward(inputs, self.caches)).log_softmax(-1)
+        return dict(zip(chunks, logprobs.split([len(ids) for ids in chunks.values()]), strict=True))
+
+    def _group(self, number: int, positions: dict[int, Tensor]) -> GroupInputs:
+        group = self.spec.kv_groups[number]
+        slots, rows = [], []
+        for sequence, where in positions.items():
+            table = self.tables.setdefault(sequence, [[] for _ in self.spec.kv_groups])[number]
+            while len(table) * self.block_size <= int(where[-1]):
+                table.append(self.free[number].pop())
+            if group.window is not None:
+                for index in range(max(0, int(where[0]) - group.window + 1) // self.block_size):
+                    if table[index]:
+                        for layer in group.layers:
+                            self.caches[layer][table[index]] = torch.nan
+                        self.free[number].insert(0, table[index])
+                        table[index] = 0
+            blocks = torch.tensor(table)
+            slots.append(blocks[where // self.block_size] * self.block_size + where % self.block_size)
+            rows.append(blocks.int())
+        return GroupInputs(torch.cat(slots), torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
+
+    def logprobs(self, prompts: Sequence[Sequence[int]], max_chunk: int | None = None) -> list[Tensor]:
+        """Logprobs after each id of each prompt, side by side; in random chunks of up to `max_chunk` ids."""
+        found: dict[int, list[Tensor]] = {number: [] for number in range(len(prompts))}
+        rest = {number: list(prompt) for number, prompt in enumerate(prompts)}
+        while rest:
+            counts = {n: len(ids) if max_chunk is None else self.rng.randint(1, max_chunk) for n, ids in rest.items()}
+            for number, rows in self.step({n: ids[: counts[n]] for n, ids in rest.items()}).items():
+                found[number].append(rows)
+            rest = {n: ids[counts[n] :] for n, ids in rest.items() if len(ids) > counts[n]}
+        return [torch.cat(parts) for parts in found.values()]
+
+    def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+        """The likeliest continuation of each prompt, all decoded in one batch."""
+        last = [int(rows[-1].argmax()) for rows in self.logprobs(prompts)]
+        ids = [[token_id] for token_id in last]
+        for _ in range(num_tokens - 1):
+            for number, rows in self.step({n: found[-1:] for n, found in enumerate(ids)}).items():
+                ids[number].append(int(rows[-1].argmax()))
+        return ids

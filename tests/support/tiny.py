@@ -1,0 +1,137 @@
+"""Random tiny checkpoints of every family, written by transformers, with awkward sizes; and a tiny tokenizer."""
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+ROPE_SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+}
+
+_LLAMA_LIKE: dict[str, Any] = {
+    "vocab_size": 331,
+    "hidden_size": 60,
+    "intermediate_size": 97,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 14,
+    "max_position_embeddings": 256,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA_LIKE,
+    "mistral": {**_LLAMA_LIKE, "sliding_window": 37},
+    "qwen2": {**_LLAMA_LIKE, "use_sliding_window": True, "sliding_window": 21, "max_window_layers": 2},
+    "qwen3": {**_LLAMA_LIKE, "tie_word_embeddings": True},
+    "gpt2": {"vocab_size": 331, "n_embd": 57, "n_inner": 97, "n_layer": 3, "n_head": 3, "n_positions": 256},
+    "opt": {
+        "vocab_size": 331,
+        "hidden_size": 57,
+        "ffn_dim": 97,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "max_position_embeddings": 256,
+        "word_embed_proj_dim": 57,
+    },
+}
+FAMILIES = tuple(SIZES)
+
+
+def make_checkpoint(
+    directory: Path,
+    family: str,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    old_config: bool = False,
+    max_shard_size: str = "5GB",
+    std: float = 0.3,
+    **overrides: Any,
+) -> int:
+    """Write config.json and safetensors of a random model to `directory` (created). Returns the vocabulary's size.
+
+    overrides: keys of transformers' config class. `rope="yarn"` and the like stand for ROPE_SCALINGS.
+    dtype: of the file. old_config: config.json as transformers 4 wrote it. max_shard_size: "20KB" gives several files.
+    std: of the weights; the default makes the likeliest token stand out.
+    """
+    sizes = {**SIZES[family], **overrides}
+    if rope := sizes.pop("rope", None):
+        sizes["rope_parameters"] = {"rope_theta": 10000.0, **ROPE_SCALINGS[rope]}
+    ids = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
+    config = AutoConfig.for_model(family, **{**ids, **sizes})
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_norm = "norm" in name or "ln_" in name
+            parameter.copy_(noise * 0.2 + 1.0 if is_norm and name.endswith("weight") else noise * std)
+    model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
+    if old_config:
+        _write_old_config(directory / "config.json")
+    return int(config.vocab_size)
+
+
+def _write_old_config(path: Path) -> None:
+    config = json.loads(path.read_text())
+    if "dtype" in config:
+        config["torch_dtype"] = config.pop("dtype")
+    if rope := config.pop("rope_parameters", None):
+        config["rope_theta"] = rope.pop("rope_theta")
+        config["rope_scaling"] = None if rope["rope_type"] == "default" else {**rope, "type": rope.pop("rope_type")}
+    path.write_text(json.dumps(config, indent=2))
+
+
+TEXT = """The quick brown fox jumps over the lazy dog, and then the dog looks at the fox for a while. After that they
+both walk along the river to the old house on the hill, where another thousand words are written on every single wall.
+Nobody has ever read all of them; some say that the last one, when it is spoken, stands for all the others."""
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2; 0 ends a sequence
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer(directory: Path, vocab_size: int) -> None:
+    """Write tokenizer.json and tokenizer_config.json: byte-level BPE of exactly `vocab_size` (259 to 400) tokens.
+
+    The special tokens come first, then all bytes, then merges that a few lines of English give. Any text round-trips.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([string.printable, TEXT], trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ValueError(f"no tokenizer of {vocab_size} tokens comes from this text")
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SPECIAL_TOKENS[0],
+        "chat_template": CHAT_TEMPLATE,
+        "model_max_length": 256,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))

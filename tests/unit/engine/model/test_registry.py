@@ -1,0 +1,190 @@
+"""config.json as a closed world: what is read, what is refused, and how clearly."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_llm.engine.errors import ModelError, UnsupportedModel
+from serve_llm.engine.model.registry import FAMILIES as ARCHITECTURES
+from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.model.spec import KVGroup, LinearScaling, ModelSpec, YarnScaling
+from support.tiny import FAMILIES, SIZES, make_checkpoint
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 331,
+    "hidden_size": 60,
+    "intermediate_size": 97,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+}
+QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 3}
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 3}
+
+
+def spec_of(config: dict[str, Any]) -> ModelSpec:
+    return read_model(config)[0]
+
+
+def windows(config: dict[str, Any]) -> list[int | None]:
+    return [layer.mixer.window for layer in spec_of(config).layers]
+
+
+def test_unsupported_architecture_is_one_line_that_lists_the_supported_ones() -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        read_model({**LLAMA, "architectures": ["MambaForCausalLM"]})
+    message = str(caught.value)
+    assert "\n" not in message and "MambaForCausalLM" in message
+    assert all(name in message for name in ARCHITECTURES)
+
+
+@pytest.mark.parametrize("architectures", [None, [], "LlamaForCausalLM", [3]])
+def test_no_architecture(architectures: object) -> None:
+    with pytest.raises(UnsupportedModel, match="names no architecture"):
+        read_model({**LLAMA, "architectures": architectures})
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    spec = spec_of(LLAMA)
+    mixer = spec.layers[0].mixer
+    assert (mixer.kv_heads, mixer.head_dim, mixer.window, mixer.qkv_bias) == (6, 10, None, False)
+    assert (spec.max_position, spec.tied_head, spec.layers[0].norm.eps) == (2048, False, 1e-6)
+    assert mixer.rope is not None and mixer.rope.base == 10000.0 and mixer.rope.scaling is None
+    assert spec_of({**MISTRAL, "num_key_value_heads": None}).layers[0].mixer.kv_heads == 6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_that_transformers_writes_is_known(family: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family)
+    config = json.loads((tmp_path / "config.json").read_text())
+    spec = spec_of(config)
+    assert spec.vocab_size == SIZES[family]["vocab_size"]
+    for unknown in ("attention_multiplier", "layer_scale"):
+        with pytest.raises(ModelError, match=rf"config.json: unknown keys.*: {unknown}$"):
+            read_model({**config, unknown: 2.0})
+    assert spec_of({**config, "layer_scale": None}) == spec  # null is absent
+    assert spec_of({**config, "do_sample": True, "torch_dtype": "float16", "_name_or_path": "x"}) == spec
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config asks for quantised"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder asks for encoder-decoder"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"num_key_value_heads": 4}, "6 attention heads cannot share 4"),
+        ({"head_dim": 7}, "even head size"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "60"}, "hidden_size must be an integer of at least 1, but it is '60'"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be an integer"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps must be a number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number"),
+        ({"attention_bias": 1}, "attention_bias must be true or false"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),
+        ({"rope_scaling": {"type": "mrope"}}, "type 'mrope' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
+        ({"rope_scaling": 2.0}, "rope_scaling must be an object"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "unknown keys.*partial_rotary"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "unknown keys.*full_attention"),
+    ],
+)
+def test_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=f"config.json:.*{message}"):
+        read_model({**LLAMA, **change})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "message"),
+    [
+        ("Qwen2ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types must name"),
+        ("Qwen2ForCausalLM", {"layer_types": ["linear_attention"] * 3}, "layer_types must name"),
+        ("Qwen3ForCausalLM", {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window does not"),
+        ("Qwen3ForCausalLM", {"layer_types": "full_attention"}, "layer_types must be a list"),
+        ("Qwen2ForCausalLM", {"use_mrope": True}, "use_mrope asks for multimodal"),
+    ],
+)
+def test_refused_of_qwen(architecture: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_model({**QWEN2, "architectures": [architecture], **change})
+
+
+def test_gpt2_and_opt_refuse_what_they_cannot_do() -> None:
+    gpt2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 331, "n_embd": 57, "n_layer": 1, "n_head": 3}
+    with pytest.raises(ModelError, match="add_cross_attention asks for cross-attention"):
+        read_model({**gpt2, "add_cross_attention": True})
+    with pytest.raises(ModelError, match="n_embd 57 is not a multiple of n_head 4"):
+        read_model({**gpt2, "n_head": 4})
+    with pytest.raises(ModelError, match="activation_function 'silu' is not supported"):
+        read_model({**gpt2, "activation_function": "silu"})
+    opt = {**LLAMA, "architectures": ["OPTForCausalLM"], "ffn_dim": 97}
+    with pytest.raises(ModelError, match=r"unknown keys.*intermediate_size"):
+        read_model(opt)
+
+
+def test_windows() -> None:
+    assert windows(MISTRAL) == [4096] * 3
+    assert windows({**MISTRAL, "sliding_window": 9}) == [9] * 3
+    assert windows({**MISTRAL, "sliding_window": None}) == [None] * 3
+    sliding = {**QWEN2, "use_sliding_window": True, "sliding_window": 9}
+    assert windows({**sliding, "use_sliding_window": False, "max_window_layers": 0}) == [None] * 3
+    assert windows({**sliding, "max_window_layers": 2}) == [None, None, 9]
+    assert windows({**sliding, "max_window_layers": 0}) == [9] * 3
+    assert windows({**sliding, "sliding_window": None, "max_window_layers": 0}) == [None] * 3
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert windows({**sliding, "layer_types": kinds}) == [9, None, 9]
+
+
+def test_kv_groups() -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    spec = spec_of({**QWEN2, "use_sliding_window": True, "sliding_window": 9, "layer_types": kinds})
+    assert spec.kv_groups == (KVGroup((0, 2), 3, 10, 9), KVGroup((1,), 3, 10, None))
+    assert spec.with_max_length(10).kv_groups == spec.kv_groups
+    assert spec.with_max_length(9).kv_groups == (KVGroup((0, 1, 2), 3, 10, None),)
+
+
+@pytest.mark.parametrize(
+    ("rope", "context"),
+    [
+        ({}, 2048),
+        ({"rope_theta": 5e5, "rope_scaling": None}, 2048),
+        ({"rope_scaling": {"type": "linear", "factor": 2.5}}, 5120),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, 4096),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}}, 4096),
+        ({"rope_scaling": {"type": "yarn", "rope_type": "yarn", "original_max_position_embeddings": 512}}, 2048),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}}, 2048),
+    ],
+)
+def test_context_length(rope: dict[str, Any], context: int) -> None:
+    assert spec_of({**LLAMA, **rope}).max_position == context
+
+
+def test_old_and_new_form_of_rope_are_the_same() -> None:
+    old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    new = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}}
+    spec = spec_of({**LLAMA, **old})
+    assert spec == spec_of({**LLAMA, **new})
+    rope = spec.layers[0].mixer.rope
+    assert rope is not None and rope.base == 5e5 and rope.scaling == LinearScaling(2.0)
+
+
+def test_yarn_temperature() -> None:
+    def factor(**keys: object) -> float:
+        rope = spec_of({**LLAMA, "rope_scaling": {"type": "yarn", "factor": 4.0, **keys}}).layers[0].mixer.rope
+        assert rope is not None and isinstance(rope.scaling, YarnScaling)
+        return rope.scaling.attention_factor
+
+    assert factor() == pytest.approx(1.1386294)
+    assert factor(mscale=0.7, mscale_all_dim=0.7) == 1.0
+    assert factor(mscale=1.0, mscale_all_dim=0.5) == pytest.approx(1.1386294 / 1.0693147)
+    assert factor(attention_factor=1.5) == 1.5
+
+
+def test_importing_it_needs_no_torch() -> None:
+    code = "import sys, serve_llm.engine.model.registry; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)

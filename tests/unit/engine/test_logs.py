@@ -1,0 +1,55 @@
+"""One form of log line, whoever writes it, and each line once."""
+
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from serve_llm.engine.logs import configure
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_they_were() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in (None, "serve_llm", "uvicorn", "uvicorn.error", "uvicorn.access")]
+    before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+def test_form(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("info")
+    logging.getLogger("serve_llm.engine.memory").info("GPU KV cache size: %s tokens", "643,232")
+    captured = capsys.readouterr()
+    pattern = r"INFO \d\d-\d\d \d\d:\d\d:\d\d \[test_logs\.py:\d+\] GPU KV cache size: 643,232 tokens\n"
+    assert re.fullmatch(pattern, captured.err) and captured.out == ""
+
+
+def test_levels(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("warning")
+    logging.getLogger("serve_llm.server").info("hidden")
+    logging.getLogger("serve_llm.server").warning("shown")
+    configure("debug")
+    logging.getLogger("serve_llm.server").debug("shown")
+    logging.getLogger("httpx").info("hidden")
+    logging.getLogger("httpx").warning("shown")
+    text = capsys.readouterr().err
+    assert text.count("shown") == 3 and "hidden" not in text
+    configure("error")
+    logging.getLogger("httpx").warning("hidden")
+    assert capsys.readouterr().err == ""
+
+
+def test_uvicorn_writes_each_line_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
+        logger = logging.getLogger(name)
+        logger.addHandler(logging.StreamHandler())
+        logger.propagate = False
+    configure("info")
+    configure("info")
+    logging.getLogger("uvicorn.error").info("started")
+    logging.getLogger("uvicorn.access").info("GET /")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("] ")[1] for line in lines] == ["started", "GET /"]

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from serve_llm.engine.errors import CapacityError
+from serve_llm.engine.execute import memory
+from serve_llm.engine.model.spec import KVGroup
+
+
+def test_groups_share_equal_byte_blocks() -> None:
+    groups = (
+        KVGroup(layers=tuple(range(21)), kv_heads=2, head_dim=64, window=None),
+        KVGroup(layers=(21, 22, 23), kv_heads=2, head_dim=64, window=128),
+    )
+    layout = memory.plan_cache(groups, element_bytes=2, block_size=16, num_bytes=10_000_000)
+    assert layout.block_bytes == 21 * 2 * 2 * 64 * 2 * 16
+    assert [group.block_size for group in layout.groups] == [16, 64]  # 3 layers: room for 7 times as many, so 4 times
+    assert layout.num_blocks == 10_000_000 // layout.block_bytes
+    assert layout.blocks_per_request(1024, max_chunk=64) == 64 + 4
+
+
+def test_the_two_lines_say_what_fits(caplog: pytest.LogCaptureFixture) -> None:
+    groups = (KVGroup(layers=(0,), kv_heads=1, head_dim=8, window=None),)
+    layout = memory.plan_cache(groups, element_bytes=4, block_size=16, num_bytes=64 * 1000 * 16)
+    with caplog.at_level(logging.INFO):
+        memory.check_capacity(layout, max_model_len=1600, max_chunk=64, device="cpu")
+    assert [record.getMessage() for record in caplog.records] == [
+        "CPU KV cache size: 16,000 tokens",
+        "Maximum concurrency for 1,600 tokens per request: 10.00x",
+    ]
+
+
+def test_too_small_a_cache_says_what_to_change() -> None:
+    groups = (KVGroup(layers=(0,), kv_heads=1, head_dim=8, window=None),)
+    layout = memory.plan_cache(groups, element_bytes=4, block_size=16, num_bytes=64 * 16 * 3)
+    with pytest.raises(
+        CapacityError, match=r"room for 4\d tokens, but one request may need 100: .* at least 7,168 bytes"
+    ):
+        memory.check_capacity(layout, max_model_len=100, max_chunk=64, device="cpu")
+
+
+def test_default_cpu_cache_is_bounded_by_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda: 10 << 30)
+    assert memory.default_cpu_bytes(1000) == memory.CPU_SMALLEST
+    assert memory.default_cpu_bytes(100 << 20) == 16 * (100 << 20)
+    assert memory.default_cpu_bytes(1 << 30) == int(0.4 * (10 << 30))
+
+
+def test_free_memory_is_read_from_this_machine() -> None:
+    assert 1 << 20 < memory.free_memory() < 1 << 50

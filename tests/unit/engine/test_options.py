@@ -1,0 +1,215 @@
+"""Options from every source: command line, file, environment, keywords; and the errors that name what is wrong."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from serve_llm.engine.errors import OptionError
+from serve_llm.engine.options import Options, fields, option_name, parse_args
+
+# For each option: what a user types, the value that it becomes. Must name every option (tested below).
+TYPED: dict[str, tuple[list[str], object]] = {
+    "model": (["org/model"], "org/model"),
+    "host": (["--host", "0.0.0.0"], "0.0.0.0"),
+    "port": (["--port", "0"], 0),
+    "dtype": (["--dtype", "Float32"], "float32"),
+    "max_model_len": (["--max-model-len", "32k"], 32_000),
+    "max_num_seqs": (["--max-num-seqs=1"], 1),
+    "max_num_batched_tokens": (["--max-num-batched-tokens", "2K"], 2048),
+    "gpu_memory_utilization": (["--gpu-memory-utilization", "0.5"], 0.5),
+    "kv_cache_memory": (["--kv-cache-memory", "8GiB"], 8 * 2**30),
+    "block_size": (["--block-size", "64"], 64),
+    "enable_prefix_caching": (["--no-prefix-caching"], False),
+    "seed": (["--seed", str(2**64 - 1)], 2**64 - 1),
+    "served_model_name": (["--served-model-name", "a", "b"], ("a", "b")),
+    "tokenizer": (["--tokenizer", "t"], "t"),
+    "chat_template": (["--chat-template", "c.jinja"], "c.jinja"),
+    "revision": (["--revision", "main"], "main"),
+    "download_dir": (["--download-dir", "/models"], "/models"),
+    "load_format": (["--load-format", "dummy"], "dummy"),
+    "generation_config": (["--generation-config", "none"], "none"),
+    "api_key": (["--api-key", "one", "--api-key", "two,three"], ("one", "two,three")),
+    "log_level": (["--log-level", "WARNING"], "warning"),
+    "device": (["--device", "cpu"], "cpu"),
+    "metrics_prefix": (["--metrics-prefix", "vllm:"], "vllm:"),
+}
+
+
+def test_every_option_is_tried_below() -> None:
+    assert set(TYPED) == {option.name for option in fields()}
+    assert len(TYPED) <= 60  # the budget of the design
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_command_line(name: str) -> None:
+    argv, value = TYPED[name]
+    options = parse_args(argv if name == "model" else ["demo", *argv], {})
+    assert getattr(options, name) == value
+    default = msgspec.to_builtins(Options(model="demo"))
+    changed = {key for key, other in msgspec.to_builtins(options).items() if other != default[key]}
+    assert changed == {name}
+
+
+def test_defaults_are_what_the_parsers_accept() -> None:
+    for option in fields():
+        if option.default is not None and option.default != () and option.name != "model":
+            assert option.metadata["parse"](option.default) == option.default
+
+
+def test_crosses_the_wire() -> None:
+    options = parse_args(["demo", "--api-key", "k", "--served-model-name", "a", "b"], {})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(options), type=Options) == options
+
+
+def test_secrets_stay_out_of_logs() -> None:
+    assert "hunter2" not in repr(parse_args(["demo", "--api-key", "hunter2"], {}))
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_precedence(tmp_path: Path) -> None:
+    file = write(tmp_path / "o.yaml", "port: 2\nseed: 2\nserved_model_name: [two, zwei]\n")
+    environ = {"SERVE_LLM_PORT": "1", "SERVE_LLM_SEED": "1", "SERVE_LLM_HOST": "one", "OTHER": "x"}
+    options = parse_args(["demo", "--config", file, "--port", "3"], environ)
+    assert (options.port, options.seed, options.host) == (3, 2, "one")
+    assert options.served_model_name == ("two", "zwei")
+
+
+def test_file_takes_names_with_either_dash_and_plain_values(tmp_path: Path) -> None:
+    text = (
+        "model: demo\nmax-model-len: 32k\nmax_num_seqs: 7\nno-prefix-caching: true\nseed:\ngpu-memory-utilization: 1\n"
+    )
+    options = parse_args(["--config", write(tmp_path / "o.yaml", text)], {})
+    assert options == Options(
+        model="demo", max_model_len=32_000, max_num_seqs=7, enable_prefix_caching=False, gpu_memory_utilization=1.0
+    )
+
+
+def test_command_line_switches_back_on_what_the_environment_switched_off() -> None:
+    assert not parse_args(["demo"], {"SERVE_LLM_NO_PREFIX_CACHING": "1"}).enable_prefix_caching
+    assert parse_args(["demo", "--prefix-caching"], {"SERVE_LLM_PREFIX_CACHING": "off"}).enable_prefix_caching
+
+
+def test_environment_lists_have_commas() -> None:
+    assert parse_args(["demo"], {"SERVE_LLM_API_KEY": "one,two"}).api_key == ("one", "two")
+
+
+def test_environment_of_a_kubernetes_service_is_ignored() -> None:
+    environ = {
+        "SERVE_LLM_SERVICE_HOST": "10.0.0.1",
+        "SERVE_LLM_SERVICE_PORT": "8000",
+        "SERVE_LLM_SERVICE_PORT_HTTP": "8000",
+        "SERVE_LLM_PORT": "tcp://10.0.0.1:8000",
+        "SERVE_LLM_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        "SERVE_LLM_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "SERVE_LLM_PORT_8000_TCP_PORT": "8000",
+        "SERVE_LLM_PORT_8000_TCP_PROTO": "tcp",
+    }
+    assert parse_args(["demo"], environ) == Options(model="demo")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], ["no model", "demo"]),
+        (["demo", "extra"], ["unexpected argument 'extra'"]),
+        (["demo", "--max-modle-len", "8"], ["--max-modle-len", "--max-model-len"]),
+        (["demo", "--max-model", "8"], ["--max-model", "--max-model-len"]),  # no abbreviations
+        (["demo", "--confg=x"], ["--confg", "--config"]),
+        (["demo", "--zzzzzzz"], ["--zzzzzzz", "--help"]),
+        (["demo", "--port"], ["--port", "expected"]),
+        (["demo", "--port", "65536"], ["--port", "0 to 65535", "65536"]),
+        (["demo", "--port", "eighty"], ["--port", "eighty"]),
+        (["demo", "--dtype", "bf16"], ["--dtype", "bf16", "auto, bfloat16, float16, float32"]),
+        (["demo", "--max-model-len", "0"], ["--max-model-len", "at least 1"]),
+        (["demo", "--max-num-seqs", "-1"], ["--max-num-seqs", "-1"]),
+        (["demo", "--max-num-batched-tokens", "8GiB"], ["--max-num-batched-tokens", "8GiB"]),
+        (["demo", "--kv-cache-memory", "lots"], ["--kv-cache-memory", "lots", "GiB"]),
+        (["demo", "--gpu-memory-utilization", "1.1"], ["--gpu-memory-utilization", "at most 1", "1.1"]),
+        (["demo", "--gpu-memory-utilization", "nan"], ["--gpu-memory-utilization"]),
+        (["demo", "--block-size", "24"], ["--block-size", "24", "16, 32"]),
+        (["demo", "--seed", str(2**64)], ["--seed"]),
+        (["demo", "--api-key", ""], ["--api-key"]),
+        (["demo", "--metrics-prefix", "a-b"], ["--metrics-prefix", "a-b"]),
+        (["demo", "--config", "/nonexistent.yaml"], ["--config", "/nonexistent.yaml", "No such file"]),
+    ],
+)
+def test_bad_command_line(argv: list[str], words: list[str]) -> None:
+    with pytest.raises(OptionError) as caught:
+        parse_args(argv, {})
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot: 1", ["prot", "o.yaml", "port"]),
+        ("config: x", ["config"]),  # a file does not name another
+        ("port: [1]", ["port in", "o.yaml"]),
+        ("port: true", ["port in"]),
+        ("revision: 123", ["revision in", "quote"]),
+        ("- port", ["o.yaml", "expected lines"]),
+        ("port: {", ["o.yaml", "not YAML"]),
+        ("enable-prefix-caching: maybe", ["enable-prefix-caching in", "true or false"]),
+    ],
+)
+def test_bad_file(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(OptionError) as caught:
+        parse_args(["demo", "--config", write(tmp_path / "o.yaml", text)], {})
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+
+
+def test_empty_file_says_nothing(tmp_path: Path) -> None:
+    assert parse_args(["demo", "--config", write(tmp_path / "o.yaml", "# later\n")], {}) == Options(model="demo")
+
+
+@pytest.mark.parametrize("name", ["SERVE_LLM_PROT", "SERVE_LLM_CONFIG", "SERVE_LLM_"])
+def test_unknown_environment_variable(name: str) -> None:
+    with pytest.raises(OptionError, match=name):
+        parse_args(["demo"], {name: "1"})
+
+
+def test_nearest_name_is_spelled_as_in_the_environment() -> None:
+    with pytest.raises(OptionError, match=r"did you mean SERVE_LLM_MAX_MODEL_LEN\?"):
+        parse_args(["demo"], {"SERVE_LLM_MAX_MODLE_LEN": "1"})
+
+
+def test_secret_value_is_not_repeated_in_the_error() -> None:
+    with pytest.raises(OptionError) as caught:
+        Options.from_kwargs("demo", api_key=["good", 12345])
+    assert "api_key" in str(caught.value) and "12345" not in str(caught.value)
+
+
+def test_keywords() -> None:
+    options = Options.from_kwargs("demo", max_model_len="32k", kv_cache_memory="1GiB", seed=None, api_key="a")
+    assert options == Options(model="demo", max_model_len=32_000, kv_cache_memory=2**30, api_key=("a",))
+    assert not Options.from_kwargs("demo", enable_prefix_caching=False).enable_prefix_caching
+    with pytest.raises(OptionError, match=r"unknown option max_modle_len; did you mean max_model_len\?"):
+        Options.from_kwargs("demo", max_modle_len=8)
+    with pytest.raises(OptionError, match="max_num_seqs: must be at least 1, not 0"):
+        Options.from_kwargs("demo", max_num_seqs=0)
+
+
+def test_help_names_every_option_and_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_args(["--help"], {})
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for option in fields():
+        assert ("model" if option.name == "model" else f"--{option_name(option)}") in text
+        assert str(option.metadata["help"]).split("(")[0].split("--")[0].strip() in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_args(["--version"], {})
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith("serve-llm ")

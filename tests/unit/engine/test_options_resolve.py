@@ -1,0 +1,83 @@
+"""What options come to mean for one model on one device."""
+
+import dataclasses
+
+import pytest
+
+from serve_llm.engine.config import Config, resolve
+from serve_llm.engine.errors import ModelError, OptionError
+from serve_llm.engine.options import Options
+
+
+def decide(
+    device: str = "cpu", checkpoint_dtype: str = "bfloat16", model_max_len: int = 4096, **options: object
+) -> Config:
+    said = Options.from_kwargs("demo", **options)
+    return resolve(said, "/models/demo", device=device, checkpoint_dtype=checkpoint_dtype, model_max_len=model_max_len)
+
+
+def test_defaults() -> None:
+    assert decide() == Config(
+        directory="/models/demo",
+        load_format="auto",
+        device="cpu",
+        dtype="bfloat16",
+        max_model_len=4096,
+        max_num_seqs=256,
+        max_num_batched_tokens=2048,
+        block_size=16,
+        kv_cache_memory=None,
+        gpu_memory_utilization=0.9,
+        enable_prefix_caching=True,
+        seed=0,
+    )
+    assert decide("cuda").max_num_batched_tokens == 8192
+
+
+def test_what_the_user_says_wins() -> None:
+    said = {
+        "max_model_len": 4096,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 5,
+        "block_size": 128,
+        "kv_cache_memory": 1024,
+        "gpu_memory_utilization": 0.5,
+        "enable_prefix_caching": False,
+        "seed": 7,
+        "load_format": "dummy",
+    }
+    config = dataclasses.asdict(decide(**said))
+    assert {name: config[name] for name in said} == said
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "checkpoint", "dtype"),
+    [
+        ("cpu", "auto", "bfloat16", "bfloat16"),
+        ("cpu", "auto", "float16", "bfloat16"),
+        ("cpu", "auto", "float32", "float32"),
+        ("cuda", "auto", "bfloat16", "bfloat16"),
+        ("cuda", "auto", "float16", "float16"),
+        ("cuda", "auto", "float32", "float32"),
+        ("cuda", "float16", "float32", "float16"),
+        ("cpu", "float32", "bfloat16", "float32"),
+        ("cpu", "bfloat16", "float8_e4m3fn", "bfloat16"),
+    ],
+)
+def test_dtype(device: str, asked: str, checkpoint: str, dtype: str) -> None:
+    assert decide(device, checkpoint, dtype=asked).dtype == dtype
+
+
+def test_float16_on_a_cpu_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"--dtype.*float16.*CPU.*bfloat16"):
+        decide("cpu", dtype="float16")
+
+
+def test_unknown_checkpoint_type() -> None:
+    with pytest.raises(ModelError, match=r"float64.*--dtype"):
+        decide(checkpoint_dtype="float64")
+
+
+def test_longer_than_the_model() -> None:
+    with pytest.raises(OptionError, match=r"--max-model-len: 4097 .* 4096"):
+        decide(max_model_len=4097)

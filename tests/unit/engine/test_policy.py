@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from serve_llm.engine.schedule.policy import TokenBudget
+
+
+def test_budget_follows_measured_speed_within_its_limit() -> None:
+    budget = TokenBudget(2048, 0.15)
+    for _ in range(50):
+        budget.observe(budget.next(), budget.next() / 4000)  # 4,000 tokens/s
+    assert 550 <= budget.next() <= 600
+    for _ in range(50):
+        budget.observe(1000, 1000 / 1_000_000)
+    assert budget.next() == 2048
+
+
+def test_small_steps_do_not_count_and_slow_machines_still_advance() -> None:
+    budget = TokenBudget(2048, 0.15)
+    before = budget.next()
+    budget.observe(1, 10.0)
+    assert budget.next() == before
+    for _ in range(50):
+        budget.observe(64, 10.0)
+    assert budget.next() == TokenBudget.SMALLEST
+
+
+def test_the_users_limit_is_kept_and_no_target_means_the_limit() -> None:
+    assert TokenBudget(5, 0.15).next() == 5
+    tiny = TokenBudget(5, 0.15)
+    tiny.observe(5, 100.0)
+    assert tiny.next() == 5
+    fixed = TokenBudget(8192, None)
+    fixed.observe(8192, 1e-3)
+    assert fixed.next() == 8192

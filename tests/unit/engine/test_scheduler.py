@@ -1,0 +1,231 @@
+"""The scheduler under random loads: conservation after every step, every request ends once, and ids come out right.
+
+The workers are played by a function of the ids: a token depends on everything before it, so that a sequence computed
+from a wrong prefix, a stale block or a stale id would end differently.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_llm.engine.schedule.batch import Batch, ChunkResult
+from serve_llm.engine.schedule.scheduler import Scheduler
+from serve_llm.engine.schedule.sequence import GroupLayout
+from serve_llm.engine.types import FinishReason, Output, Request, Sampling
+
+FULL = (GroupLayout(4, None),)
+MIXED = (GroupLayout(4, None), GroupLayout(8, 6))
+
+
+def token_after(ids: list[int]) -> int:
+    return zlib.crc32(array("q", ids).tobytes()) % 50
+
+
+class FakeWorkers:
+    """Rows, tables and block contents, as workers keep them. A block remembers which prefix was written into it."""
+
+    def __init__(self, groups: tuple[GroupLayout, ...]) -> None:
+        self.groups = groups
+        self.ids: dict[int, list[int]] = {}
+        self.tables: dict[int, list[list[int]]] = {}
+        self.slots: dict[tuple[int, int, int], tuple[int, ...]] = {}  # (group, block, offset) -> the ids up to there
+
+    def execute(self, batch: Batch) -> list[ChunkResult]:
+        for new in batch.new_rows:
+            self.ids[new.row] = list(new.ids)
+            self.tables[new.row] = [[] for _ in self.groups]
+        results = []
+        for chunk in batch.chunks:
+            ids, end = self.ids[chunk.row], chunk.start + chunk.count
+            for index, (group, blocks) in enumerate(zip(self.groups, chunk.new_blocks, strict=True)):
+                table = self.tables[chunk.row][index]
+                table.extend(blocks)
+                for position in range(chunk.start, end):
+                    block, offset = table[position // group.block_size], position % group.block_size
+                    self.slots[index, block, offset] = tuple(ids[: position + 1])
+                oldest = 0 if group.window is None else max(0, chunk.start - group.window + 1)
+                for position in range(oldest, end):
+                    block, offset = table[position // group.block_size], position % group.block_size
+                    assert self.slots[index, block, offset] == tuple(ids[: position + 1]), "another prefix's keys"
+            result = ChunkResult()
+            if chunk.sample:
+                assert end == len(ids)
+                result.token_id = token_after(ids)
+                ids.append(result.token_id)
+            results.append(result)
+        return results
+
+
+def expected_output(request: Request, max_model_len: int) -> tuple[list[int], FinishReason]:
+    ids = list(request.prompt_ids)
+    while True:
+        output = ids[len(request.prompt_ids) :]
+        if output and output[-1] in request.sampling.stop_token_ids:
+            return output, FinishReason.STOP
+        if len(output) >= request.sampling.max_tokens or len(ids) >= max_model_len:
+            return output, FinishReason.LENGTH
+        ids.append(token_after(ids))
+
+
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
+requests = st.tuples(
+    prompts, st.integers(0, 20), st.integers(-1, 1), st.sampled_from(["", "a"]), st.integers(0, 12), st.booleans()
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(requests, min_size=1, max_size=12),
+    st.sampled_from([FULL, MIXED]),
+    st.integers(1, 40),  # token budget
+    st.integers(1, 4),  # rows
+    st.integers(1, 3),  # batches under way
+    st.integers(0, 20),  # blocks beyond the smallest pool
+    st.booleans(),  # prefix caching
+)
+def test_random_loads(specs, groups, budget, rows, depth, spare, caching) -> None:
+    max_model_len, max_chunk = 40, budget
+    smallest = 10 + (5 + spare if len(groups) == 2 else 0)
+    scheduler = Scheduler(
+        groups,
+        smallest + spare,
+        max_num_seqs=rows,
+        max_model_len=max_model_len,
+        max_chunk=max_chunk,
+        prefix_caching=caching,
+    )
+    arrivals: dict[int, list[tuple[Request, bool]]] = {}
+    wanted: dict[int, Request] = {}
+    for number, (prompt, max_tokens, priority, salt, step, abort) in enumerate(specs):
+        sampling = Sampling(max_tokens=max_tokens, seed=0, stop_token_ids=(7,))
+        request = Request(id=number, prompt_ids=prompt, sampling=sampling, priority=priority, cache_salt=salt)
+        arrivals.setdefault(step, []).append((request, abort))
+        if not abort:
+            wanted[number] = request
+    got = drive(scheduler, FakeWorkers(groups), arrivals, budget, depth)
+    for number, request in wanted.items():
+        output, reason = expected_output(request, max_model_len)
+        assert [i for o in got[number] for i in o.token_ids] == output
+        assert [o.finish_reason for o in got[number] if o.finish_reason] == [reason]
+    stats = scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+
+
+def drive(scheduler, workers, arrivals, budget, depth) -> dict[int, list[Output]]:
+    got: dict[int, list[Output]] = {}
+    under_way: list[tuple[Batch, list[ChunkResult]]] = []
+    doomed: list[int] = []
+    step = 0
+    while arrivals or scheduler.has_work:
+        for request, abort in arrivals.pop(step, []):
+            assert scheduler.add(request, float(step)) is None
+            got[request.id] = []
+            if abort:
+                doomed.append(request.id)
+        while len(under_way) < depth:
+            batch = scheduler.schedule(budget, float(step))
+            assert batch.num_tokens <= budget
+            scheduler.check_integrity()
+            if not batch.chunks:
+                break
+            under_way.append((batch, workers.execute(batch)))
+        if doomed and step % 3 == 0:
+            scheduler.abort(doomed.pop())
+            scheduler.check_integrity()
+        if under_way:
+            for output in scheduler.commit(*under_way.pop(0)):
+                got[output.id].append(output)
+            scheduler.check_integrity()
+        step += 1
+        assert step < 10_000, "no progress"
+    return got
+
+
+def run_one(scheduler: Scheduler, request: Request, workers: FakeWorkers | None = None) -> list[Output]:
+    return drive(scheduler, workers or FakeWorkers(FULL), {0: [(request, False)]}, 64, 1)[request.id]
+
+
+def make(num_blocks: int = 100, groups=FULL, **options) -> Scheduler:
+    return Scheduler(
+        groups,
+        num_blocks,
+        **({"max_num_seqs": 8, "max_model_len": 64, "max_chunk": 64, "prefix_caching": True} | options),
+    )
+
+
+def test_second_request_finds_the_first_ones_prefix_but_recomputes_its_last_token() -> None:
+    scheduler, workers = make(), FakeWorkers(FULL)
+    request = Request(id=1, prompt_ids=list(range(8)), sampling=Sampling(max_tokens=1, seed=0))
+    assert run_one(scheduler, request, workers)[0].cached_tokens == 0
+    again = Request(id=2, prompt_ids=list(range(8)), sampling=Sampling(max_tokens=1, seed=0))
+    assert run_one(scheduler, again, workers)[0].cached_tokens == 4  # the second block's last token gives the next one
+    salted = Request(id=3, prompt_ids=list(range(8)), cache_salt="x", sampling=Sampling(max_tokens=1, seed=0))
+    assert run_one(scheduler, salted, workers)[0].cached_tokens == 0
+    assert scheduler.stats().prefix_cache_queries == 24
+    assert scheduler.stats().prefix_cache_hits == 4
+
+
+def test_a_prefix_that_is_being_computed_is_waited_for() -> None:
+    scheduler, workers = make(), FakeWorkers(FULL)
+    for number in range(3):
+        scheduler.add(Request(id=number, prompt_ids=[*range(12), number], sampling=Sampling(max_tokens=1, seed=0)), 0.0)
+    first = scheduler.schedule(64, 0.0)
+    assert [(chunk.start, chunk.count) for chunk in first.chunks] == [(0, 13)]
+    scheduler.commit(first, workers.execute(first))
+    second = scheduler.schedule(64, 1.0)
+    assert [(chunk.start, chunk.count) for chunk in second.chunks] == [(12, 1), (12, 1)]
+
+
+def test_a_request_that_was_cut_goes_on_from_its_ids() -> None:
+    whole = run_one(make(), Request(id=1, prompt_ids=[1, 2, 3], sampling=Sampling(max_tokens=9, seed=0)))
+    ids = [i for output in whole for i in output.token_ids]
+    for cut in range(len(ids)):
+        request = Request(id=1, prompt_ids=[1, 2, 3], output_ids=ids[:cut], sampling=Sampling(max_tokens=9, seed=0))
+        rest = [i for output in run_one(make(), request) for i in output.token_ids]
+        assert ids[:cut] + rest == ids
+
+
+def test_a_request_with_nothing_left_ends_at_once() -> None:
+    request = Request(id=1, prompt_ids=[1], output_ids=[5, 7], sampling=Sampling(max_tokens=2, seed=0))
+    output = make().add(request, 0.0)
+    assert output is not None and output.finish_reason is FinishReason.LENGTH
+
+
+def test_max_tokens_zero_computes_the_prompt_only() -> None:
+    outputs = run_one(make(), Request(id=1, prompt_ids=[1, 2, 3], sampling=Sampling(max_tokens=0, seed=0)))
+    assert [(o.token_ids, o.finish_reason) for o in outputs] == [([], FinishReason.LENGTH)]
+
+
+def test_full_pool_preempts_the_last_and_both_finish() -> None:
+    scheduler = make(num_blocks=10, max_model_len=40)
+    sampling = Sampling(max_tokens=25, seed=0)
+    arrivals = {0: [(Request(id=n, prompt_ids=[n] * 5, sampling=sampling), False) for n in range(2)]}
+    got = drive(scheduler, FakeWorkers(FULL), arrivals, 64, 1)
+    assert scheduler.stats().num_preemptions > 0
+    for number in range(2):
+        request = Request(id=number, prompt_ids=[number] * 5, sampling=sampling)
+        assert [i for o in got[number] for i in o.token_ids] == expected_output(request, 40)[0]
+
+
+def test_window_gives_blocks_back() -> None:
+    scheduler = make(num_blocks=8, groups=(GroupLayout(4, 6),), max_model_len=1000, max_chunk=8)
+    request = Request(id=1, prompt_ids=[1] * 30, sampling=Sampling(max_tokens=200, seed=0))
+    outputs = drive(scheduler, FakeWorkers((GroupLayout(4, 6),)), {0: [(request, False)]}, 8, 1)[1]
+    assert len(outputs) == 200  # 230 tokens through 32 tokens' worth of blocks
+
+
+def test_priority_goes_first() -> None:
+    scheduler = make(max_num_seqs=1)
+    for number, priority in ((1, 5), (2, 0), (3, 0)):
+        scheduler.add(
+            Request(id=number, prompt_ids=[number], priority=priority, sampling=Sampling(max_tokens=1, seed=0)), 0.0
+        )
+    order, workers = [], FakeWorkers(FULL)
+    while scheduler.has_work:
+        batch = scheduler.schedule(64, 0.0)
+        order += [output.id for output in scheduler.commit(batch, workers.execute(batch))]
+    assert order == [2, 3, 1]

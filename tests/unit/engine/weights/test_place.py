@@ -1,0 +1,193 @@
+"""Placing a checkpoint's tensors: strict both ways, names and shapes in the errors, tied heads, dummy weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from serve_llm.engine.errors import ModelError
+from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.weights.place import load_model
+from support.forward import CPU, Harness, load
+from support.reference import reference_logprobs
+from support.tiny import FAMILIES, make_checkpoint
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+Tensors = dict[str, Tensor]
+BASE_PREFIX = {"gpt2": "transformer."}  # of all others: "model."
+EXTRAS = {"gpt2": "transformer.h.0.attn.masked_bias", "opt": None}  # of all others: inverse frequencies
+
+
+def rewrite(directory: Path, change: Callable[[Tensors], Tensors]) -> None:
+    path = directory / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    save_file({name: tensor.contiguous() for name, tensor in change(tensors).items()}, path)
+
+
+def logprobs(directory: Path) -> Tensor:
+    spec, decoder = load(directory)
+    return Harness(spec, decoder, torch.float32).logprobs([PROMPT])[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_missing_tensor_is_named(family: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 1})
+    whole = load_file(tmp_path / "model.safetensors")
+    for missing in whole:
+        save_file({name: tensor for name, tensor in whole.items() if name != missing}, tmp_path / "model.safetensors")
+        with pytest.raises(ModelError, match="lacks") as caught:
+            load(tmp_path)
+        assert str(caught.value) == f"{tmp_path}: the checkpoint lacks {missing}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unused_tensors_are_named(family: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family)
+    rewrite(tmp_path, lambda tensors: {**tensors, "model.layers.3.extra.weight": torch.zeros(2), "a": torch.zeros(1)})
+    with pytest.raises(ModelError, match=r"uses a, model\.layers\.3\.extra\.weight$"):
+        load(tmp_path)
+
+
+def test_a_tensor_under_two_names_is_unused_once(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    rewrite(tmp_path, lambda tensors: {**tensors, "norm.weight": tensors["model.norm.weight"] + 1})
+    with pytest.raises(ModelError, match=r"uses (model\.)?norm\.weight$"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_wrong_shapes_are_named(family: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family)
+    whole = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in whole if name.endswith(("mlp.down_proj.weight", "mlp.c_fc.weight", "fc1.weight")))
+    save_file({**whole, name: whole[name][:-1].contiguous()}, tmp_path / "model.safetensors")
+    right, wrong = list(whole[name].shape), [whole[name].shape[0] - 1, whole[name].shape[1]]
+    with pytest.raises(ModelError) as caught:
+        load(tmp_path)
+    assert str(caught.value) == f"{name} has shape {wrong}, but config.json asks for {right}"
+
+
+def test_integers_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    rewrite(tmp_path, lambda tensors: {n: t.to(torch.int8) if "q_proj" in n else t for n, t in tensors.items()})
+    with pytest.raises(ModelError, match=r"q_proj\.weight is stored as torch\.int8"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_without_prefix_and_useless_tensors(family: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family)
+    expected = logprobs(tmp_path)
+    prefix = BASE_PREFIX.get(family, "model.")
+    extra = EXTRAS.get(family, "model.layers.0.self_attn.rotary_emb.inv_freq")
+    if extra is not None:
+        rewrite(tmp_path, lambda tensors: {**tensors, extra: torch.zeros(3)})
+        assert torch.equal(logprobs(tmp_path), expected)
+    rewrite(tmp_path, lambda tensors: {name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
+    assert any(name.startswith(("layers.", "h.", "decoder.")) for name in load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(logprobs(tmp_path), expected)
+
+
+class TestTiedHead:
+    EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+    @pytest.fixture
+    def directory(self, tmp_path: Path) -> Path:
+        make_checkpoint(tmp_path, "qwen3")
+        assert self.HEAD not in load_file(tmp_path / "model.safetensors")
+        return tmp_path
+
+    def test_stored_twice(self, directory: Path) -> None:
+        expected = logprobs(directory)
+        rewrite(directory, lambda tensors: {**tensors, self.HEAD: tensors[self.EMBEDDING].clone()})
+        assert torch.equal(logprobs(directory), expected)
+
+    def test_stored_as_the_head(self, directory: Path) -> None:
+        expected = logprobs(directory)
+
+        def renamed(tensors: Tensors) -> Tensors:
+            tensors[self.HEAD] = tensors.pop(self.EMBEDDING)
+            return tensors
+
+        rewrite(directory, renamed)
+        assert torch.equal(logprobs(directory), expected)
+
+    def test_stored_with_other_values_is_not_tied(self, directory: Path) -> None:
+        expected = logprobs(directory)
+        rewrite(directory, lambda tensors: {**tensors, self.HEAD: tensors[self.EMBEDDING] * 0.7})
+        ours = logprobs(directory)
+        assert (ours - expected).abs().max() > 0.1
+        assert (ours - reference_logprobs(directory, PROMPT)).abs().max() < 1e-4
+
+
+class TestFiles:
+    def test_none(self, tmp_path: Path) -> None:
+        make_checkpoint(tmp_path, "llama")
+        (tmp_path / "model.safetensors").unlink()
+        with pytest.raises(ModelError, match=r"holds neither model\.safetensors nor model\.safetensors\.index\.json"):
+            load(tmp_path)
+
+    def test_cut_off(self, tmp_path: Path) -> None:
+        make_checkpoint(tmp_path, "llama")
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-100])
+        with pytest.raises(ModelError, match=r"model\.safetensors cannot be read"):
+            load(tmp_path)
+
+    def test_shard_missing_or_not_as_the_index_says(self, tmp_path: Path) -> None:
+        make_checkpoint(tmp_path, "llama", max_shard_size="50KB")
+        index = tmp_path / "model.safetensors.index.json"
+        content = json.loads(index.read_text())
+        content["weight_map"].pop("model.norm.weight")
+        index.write_text(json.dumps(content))
+        with pytest.raises(ModelError, match=r"do not name the same tensors: model\.norm\.weight"):
+            load(tmp_path)
+        next(tmp_path.glob("*-00002-of-*.safetensors")).unlink()
+        with pytest.raises(ModelError, match=r"00002-of-.*cannot be read"):
+            load(tmp_path)
+        index.write_text("{}")
+        with pytest.raises(ModelError, match="is not an index"):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_progress_counts_every_parameter(family: str, load_format: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family)
+    spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))
+    seen: list[tuple[int, int]] = []
+
+    def progress(done: int, total: int) -> None:
+        seen.append((done, total))
+
+    load_model(
+        tmp_path,
+        spec,
+        weight_map,
+        dtype=torch.float32,
+        device=CPU,
+        load_format=load_format,
+        progress=progress,
+    )
+    assert seen == [(n + 1, len(seen)) for n in range(len(seen))]
+
+
+def test_dummy_weights_depend_on_seed_only(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))
+
+    def dummy(seed: int) -> Tensor:
+        nowhere = tmp_path / "nowhere"
+        decoder = load_model(nowhere, spec, weight_map, dtype=torch.float32, device=CPU, load_format="dummy", seed=seed)
+        return Harness(spec, decoder, torch.float32).logprobs([PROMPT])[0]
+
+    first = dummy(1)
+    assert first.isfinite().all()
+    assert torch.equal(dummy(1), first)
+    assert not torch.equal(dummy(2), first)

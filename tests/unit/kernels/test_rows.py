@@ -1,0 +1,154 @@
+"""Kernels that work on rows: equal to their definitions, and a row's bits do not depend on the rows around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_llm.kernels import activation, linear, norm, rope
+from serve_llm.kernels.reference import activation as activation_definition
+from serve_llm.kernels.reference import linear as linear_definition
+from serve_llm.kernels.reference import norm as norm_definition
+from serve_llm.kernels.reference import rope as rope_definition
+
+DTYPES = [torch.float32, torch.bfloat16]
+MAX_ROWS = 300
+SHAPES = [(97, 53), (896, 4864), (1000, 2048), (130, 33), (331, 60), (84, 19), (7, 1), (1, 7)]  # outputs, inputs
+ROWS = [*range(1, 18), 31, 32, 33, 64, 65, 128, 255, 256]
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_rows_alone(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Rows computed in groups of any size, at any place, have the bits of rows computed all at once."""
+    whole = function(x)
+    for count in ROWS:
+        first = 7 * count % (len(x) - count + 1)
+        part = function(x[first : first + count].clone())
+        assert torch.equal(part, whole[first : first + count]), f"{count} rows"
+
+
+def assert_equal(ours: Tensor, definition: Tensor) -> None:
+    assert ours.dtype == definition.dtype and ours.shape == definition.shape
+    bf16 = ours.dtype == torch.bfloat16
+    torch.testing.assert_close(ours, definition, atol=2e-2 if bf16 else 1e-5, rtol=2e-2 if bf16 else 1e-5)
+
+
+class TestLinear:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_rows_alone(self, shape: tuple[int, int], dtype: torch.dtype, threads: int) -> None:
+        layer = linear.pack(random(*shape, dtype=dtype), random(shape[0], dtype=dtype))
+        assert_rows_alone(layer, random(MAX_ROWS, shape[1], dtype=dtype, seed=1))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_rows_alone_without_onednn(
+        self, shape: tuple[int, int], dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(linear, "_onednn_works", lambda dtype: False)
+        layer = linear.pack(random(*shape, dtype=dtype), random(shape[0], dtype=dtype))
+        assert_rows_alone(layer, random(MAX_ROWS, shape[1], dtype=dtype, seed=1))
+
+    @pytest.mark.parametrize("with_bias", [True, False])
+    @pytest.mark.parametrize("onednn", [True, False])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_equals_the_definition(
+        self, dtype: torch.dtype, onednn: bool, with_bias: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if not onednn:
+            monkeypatch.setattr(linear, "_onednn_works", lambda dtype: False)
+        weight, bias = random(97, 53, dtype=dtype), random(97, dtype=dtype) if with_bias else None
+        x = random(5, 53, dtype=dtype, seed=1)
+        assert_equal(linear.pack(weight, bias)(x), linear_definition.pack(weight, bias)(x))
+
+    def test_no_rows(self) -> None:
+        assert linear.pack(random(97, 53), random(97))(torch.empty(0, 53)).shape == (0, 97)
+
+    def test_weight_in_any_layout(self) -> None:
+        weight, x = random(53, 97).T, random(3, 53)
+        assert_equal(linear.pack(weight)(x), linear_definition.pack(weight)(x))
+
+
+class TestNorm:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("width", [14, 97, 896])
+    def test_rms_norm(self, width: int, dtype: torch.dtype, threads: int) -> None:
+        weight = random(width, dtype=dtype, seed=1) + 1
+        x = random(MAX_ROWS, width, dtype=dtype) * 3
+        assert_equal(norm.rms_norm(x, weight, 1e-6), norm_definition.rms_norm(x, weight, 1e-6))
+        assert_rows_alone(lambda rows: norm.rms_norm(rows, weight, 1e-6), x)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_rms_norm_of_heads(self, dtype: torch.dtype) -> None:
+        weight, x = random(14, dtype=dtype), random(MAX_ROWS, 3, 14, dtype=dtype)
+        assert_equal(norm.rms_norm(x, weight, 1e-6), norm_definition.rms_norm(x, weight, 1e-6))
+        assert_rows_alone(lambda rows: norm.rms_norm(rows, weight, 1e-6), x)
+
+    @pytest.mark.parametrize("affine", [True, False])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("width", [57, 768])
+    def test_layer_norm(self, width: int, dtype: torch.dtype, affine: bool, threads: int) -> None:
+        weight = random(width, dtype=dtype, seed=1) + 1 if affine else None
+        bias = random(width, dtype=dtype, seed=2) if affine else None
+        x = random(MAX_ROWS, width, dtype=dtype) * 3 + 1
+        assert_equal(norm.layer_norm(x, weight, bias, 1e-5), norm_definition.layer_norm(x, weight, bias, 1e-5))
+        assert_rows_alone(lambda rows: norm.layer_norm(rows, weight, bias, 1e-5), x)
+
+
+class TestRope:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("head_dim", [2, 14, 64])
+    def test_apply_rope(self, head_dim: int, dtype: torch.dtype, threads: int) -> None:
+        query = random(MAX_ROWS, 6, head_dim, dtype=dtype)
+        key = random(MAX_ROWS, 3, head_dim, dtype=dtype, seed=1)
+        angle = random(MAX_ROWS, head_dim // 2, seed=2) * 3
+        ours = rope.apply_rope(query, key, angle.cos(), angle.sin())
+        theirs = rope_definition.apply_rope(query, key, angle.cos(), angle.sin())
+        for left, right in zip(ours, theirs, strict=True):
+            assert_equal(left, right)
+
+        def both(rows: Tensor) -> Tensor:
+            q, k, a = rows.split([6, 3, 1], 1)
+            angles = a[:, 0, : head_dim // 2].float()
+            return torch.cat(rope.apply_rope(q, k, angles.cos(), angles.sin()), 1)
+
+        padded = torch.nn.functional.pad(angle, (0, head_dim - head_dim // 2)).to(dtype)
+        assert_rows_alone(both, torch.cat((query, key, padded[:, None]), 1))
+
+
+class TestActivation:
+    @pytest.mark.parametrize("name", ["silu_and_mul", "gelu", "gelu_tanh", "relu"])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("width", [2, 194, 2048])
+    def test_activation(self, name: str, width: int, dtype: torch.dtype, threads: int) -> None:
+        x = random(MAX_ROWS, width, dtype=dtype) * 4
+        function = getattr(activation, name)
+        assert_equal(function(x), getattr(activation_definition, name)(x))
+        assert_rows_alone(function, x)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_far_out(self, dtype: torch.dtype) -> None:
+        x = torch.tensor([[-1000.0, -100.0, 0.0, 100.0, 1000.0]], dtype=dtype)
+        for function in (activation.gelu, activation.gelu_tanh, activation.relu):
+            assert function(x).tolist() == x.clamp(min=0).tolist()
+        assert activation.silu_and_mul(torch.cat((x, torch.ones_like(x)), -1)).tolist() == x.clamp(min=0).tolist()
+
+
+def test_few_sizes_of_rows_reach_onednn() -> None:
+    sizes = {linear._few_sizes(rows) for rows in range(1, 2049)}
+    assert len(sizes) <= 40  # each costs memory for good
+    assert all(rows <= linear._few_sizes(rows) <= max(1.25 * rows, rows + 1) for rows in range(1, 2049))

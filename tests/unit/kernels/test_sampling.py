@@ -1,0 +1,215 @@
+"""The draw and the log-probabilities: fast version, torch definition and a plain float64 sort must all agree."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_llm.kernels import sampling
+from serve_llm.kernels.reference import sampling as reference
+from serve_llm.kernels.sampling import Draw, choose, logprobs
+
+BOTH = pytest.mark.parametrize("kernel", [sampling, reference], ids=["fast", "reference"])
+GREEDY = Draw(0.0, 0, 1.0, 0.0, 0.0)
+VOCABS = [1, 2, 7, 63, 1025, 5003]
+
+
+def distribution(logits: torch.Tensor, draw: Draw) -> npt.NDArray[np.float64]:
+    """Probability of each id, by sorting everything in float64."""
+    values = logits.numpy().astype(np.float64) / draw.temperature
+    weights = np.exp(values - values.max())
+    keep = weights >= draw.min_p
+    if draw.top_k:
+        keep &= values >= np.sort(values)[::-1][min(draw.top_k, len(values)) - 1]
+    weights = np.where(keep, weights, 0.0)
+    if draw.top_p < 1.0:
+        falling = np.sort(values)[::-1]
+        sums = np.concatenate(([0.0], np.cumsum(weights[np.argsort(-values, kind="stable")])))
+        heavier = sums[np.searchsorted(-falling, -values, side="left")]  # mass of strictly larger values
+        weights[heavier >= draw.top_p * weights.sum()] = 0.0
+    return weights / weights.sum()
+
+
+def expected(probabilities: npt.NDArray[np.float64], noise: float) -> tuple[int, bool]:
+    """The id that the noise falls on, and whether it falls too close to a border to be sure."""
+    borders = np.cumsum(probabilities)
+    return int(np.searchsorted(borders, noise, side="right")), bool(np.abs(borders - noise).min() < 1e-6)
+
+
+draws = st.builds(
+    Draw,
+    temperature=st.floats(0.05, 4.0),
+    top_k=st.sampled_from([0, 1, 2, 50, 4000]),
+    top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.9999)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.001, 1.0)),
+    noise=st.floats(0.0, 1.0, exclude_max=True),
+)
+
+
+@BOTH
+@settings(deadline=None)
+@given(seed=st.integers(0, 10**6), vocab=st.sampled_from(VOCABS), scale=st.sampled_from([0.3, 3.0, 20.0]), draw=draws)
+def test_every_filter(kernel: object, seed: int, vocab: int, scale: float, draw: Draw) -> None:
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * scale
+    token_id, unsure = expected(distribution(logits, draw), draw.noise)
+    if not unsure:
+        assert kernel.choose(logits.unsqueeze(0), [draw]) == [token_id]
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 10**6), vocab=st.sampled_from(VOCABS), draw=draws, distinct=st.integers(1, 9))
+def test_equal_logits_stay_or_go_together(seed: int, vocab: int, draw: Draw, distinct: int) -> None:
+    logits = torch.randint(0, distinct, (1, vocab), generator=torch.Generator().manual_seed(seed)).float()
+    token_id, unsure = expected(distribution(logits[0], draw), draw.noise)
+    if not unsure:
+        assert choose(logits, [draw]) == reference.choose(logits, [draw]) == [token_id]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("draw", "kept"),
+    [
+        (Draw(1.0, 0, 1.0, 0.0, 0.0), {0, 1, 2, 3, 4, 5}),
+        (Draw(1.0, 2, 1.0, 0.0, 0.0), {1, 3, 4}),  # 3 and 4 tie for the second place
+        (Draw(1.0, 3, 1.0, 0.0, 0.0), {1, 3, 4}),
+        (Draw(1.0, 0, 0.499, 0.0, 0.0), {1}),
+        (Draw(1.0, 0, 0.501, 0.0, 0.0), {1, 3, 4}),
+        (Draw(1.0, 0, 0.874, 0.0, 0.0), {1, 3, 4}),
+        (Draw(1.0, 0, 0.876, 0.0, 0.0), {0, 1, 2, 3, 4, 5}),
+        (Draw(1.0, 3, 0.57, 0.0, 0.0), {1}),  # top_p counts in what top_k left: id 1 has 4/7 of that
+        (Draw(1.0, 3, 0.58, 0.0, 0.0), {1, 3, 4}),
+        (Draw(1.0, 0, 1.0, 0.25, 0.0), {1, 3, 4}),
+        (Draw(0.5, 0, 1.0, 0.25, 0.0), {1}),  # temperature comes before min_p: 1/16 of the likeliest
+        (Draw(1.0, 0, 1e-9, 0.0, 0.0), {1}),
+        (Draw(1.0, 0, 1.0, 1.0, 0.0), {1}),
+    ],
+)
+def test_what_is_kept(kernel: object, draw: Draw, kept: set[int]) -> None:
+    probabilities = [1 / 24, 1 / 2, 1 / 24, 3 / 16, 3 / 16, 1 / 24]
+    logits = torch.tensor([probabilities]).log().repeat(400, 1)
+    grid = [draw._replace(noise=(i + 0.5) / 400) for i in range(400)]
+    assert set(kernel.choose(logits, grid)) == kept
+
+
+@BOTH
+def test_inverse_of_the_cumulative_distribution_in_id_order(kernel: object) -> None:
+    logits = torch.tensor([[0.25, 0.0, 0.5, 0.25, 0.0]]).log()
+    for noise, token_id in [(0.0, 0), (0.2499, 0), (0.2501, 2), (0.7499, 2), (0.7501, 3), (1 - 2**-53, 3)]:
+        assert kernel.choose(logits, [Draw(1.0, 0, 1.0, 0.0, noise)]) == [token_id]
+
+
+def test_borders_between_blocks_of_the_sum() -> None:
+    logits = torch.zeros(1, 2048).expand(2048, -1)
+    assert choose(logits, [Draw(1.0, 0, 1.0, 0.0, i / 2048) for i in range(2048)]) == list(range(2048))
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 2.0])
+@pytest.mark.parametrize("top_p", [0.01, 0.2, 0.5, 0.8, 0.95, 0.999])
+def test_wide_nucleus(scale: float, top_p: float) -> None:
+    """Thousands of tokens are needed, so the search by halves goes several rounds, up and down."""
+    logits = torch.randn(30_011, generator=torch.Generator().manual_seed(1)) * scale
+    for noise in (0.03, 0.5, 0.97):
+        draw = Draw(1.0, 0, top_p, 0.0, noise)
+        token_id, _ = expected(distribution(logits, draw), noise)
+        (found,) = choose(logits.unsqueeze(0), [draw])
+        assert abs(found - token_id) <= 1  # one place of 30,000: the borders are that close to each other
+
+
+@BOTH
+def test_noise_near_one_never_draws_an_impossible_token(kernel: object) -> None:
+    logits = torch.randn(1, 5003, generator=torch.Generator().manual_seed(0))
+    logits[0, 4990:] = -math.inf
+    logits[0, :3] = -math.inf
+    for noise in (0.0, 5e-324, 1 - 2**-53):
+        (token_id,) = kernel.choose(logits, [Draw(1.0, 0, 1.0, 0.0, noise)])
+        assert 3 <= token_id < 4990
+
+
+@BOTH
+def test_greedy_takes_the_lowest_of_equals(kernel: object) -> None:
+    logits = torch.zeros(3, 5003)
+    logits[1, [17, 4000]] = 1.0
+    logits[2] = -math.inf
+    logits[2, 9] = -5.0
+    assert kernel.choose(logits, [GREEDY] * 3) == [0, 17, 9]
+    assert kernel.choose(logits, [GREEDY, GREEDY, Draw(1.0, 0, 1.0, 0.0, 0.5)]) == [0, 17, 9]
+
+
+@BOTH
+@pytest.mark.parametrize("draw", [GREEDY, Draw(1.0, 5, 0.9, 0.1, 0.5)])
+def test_rows_that_are_not_finite(kernel: object, draw: Draw) -> None:
+    logits = torch.zeros(5, 100)
+    logits[1, 50] = math.nan
+    logits[2, 50] = math.inf
+    logits[3] = -math.inf
+    chosen = kernel.choose(logits, [draw] * 5)
+    assert chosen[1:4] == [-1, -1, -1] and chosen[0] >= 0 and chosen[4] == chosen[0]
+
+
+@BOTH
+@pytest.mark.parametrize("temperature", [1e-5, 1e5])
+def test_extreme_temperatures_do_not_overflow(kernel: object, temperature: float) -> None:
+    logits = torch.tensor([[-3e38, 0.0, 3e38, 1e30]])
+    assert kernel.choose(logits, [Draw(temperature, 0, 0.9, 0.0, 0.99)]) == [2]
+
+
+def test_frequencies_follow_the_distribution() -> None:
+    """Chi-square over 20,000 evenly spread draws of 50 tokens in scrambled order."""
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3)) * 2
+    draw = Draw(1.3, 0, 0.97, 0.01, 0.0)
+    noise = np.random.default_rng(5).random(20_000)
+    chosen = choose(logits.expand(20_000, -1), [draw._replace(noise=float(u)) for u in noise])
+    probabilities = distribution(logits[0], draw)
+    counts = np.bincount(chosen, minlength=50)
+    possible = probabilities > 0
+    assert counts[~possible].sum() == 0
+    wanted = probabilities[possible] * 20_000
+    assert possible.sum() == 33 and ((counts[possible] - wanted) ** 2 / wanted).sum() < 62.5  # 99.9 % at 32 degrees
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    """In any place of any batch, also where a row begins at an odd address."""
+    generator = torch.Generator().manual_seed(11)
+    pick = np.random.default_rng(11)
+    row = torch.randn(4999, generator=generator) * 2
+    styles = [Draw(1.0, 0, 1.0, 0.0, 0.7), Draw(1.3, 0, 0.9, 0.0, 0.31), Draw(0.8, 40, 0.95, 0.01, 0.99), GREEDY]
+    alone = [choose(row.unsqueeze(0), [style])[0] for style in styles]
+    probability = logprobs(row.unsqueeze(0), [42], 5)[0]
+    for _ in range(50):
+        batch = torch.randn(int(pick.integers(1, 9)), 4999, generator=generator) * 3
+        place = int(pick.integers(len(batch)))
+        batch[place] = row
+        others = [styles[i] for i in pick.integers(len(styles), size=len(batch))]
+        for style, token_id in zip(styles, alone, strict=True):
+            others[place] = style
+            assert choose(batch, others)[place] == token_id
+        assert logprobs(batch, [42] * len(batch), 5)[place] == probability
+
+
+@BOTH
+@settings(deadline=None)
+@given(seed=st.integers(0, 10**6), vocab=st.sampled_from(VOCABS), k=st.integers(0, 25), distinct=st.booleans())
+def test_logprobs(kernel: object, seed: int, vocab: int, k: int, distinct: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(2, vocab, generator=generator) * 5
+    if not distinct:
+        logits = logits.round()
+    ids = torch.randint(0, vocab, (2,), generator=generator).tolist()
+    found = kernel.logprobs(logits, ids, k)
+    wanted = logits.double().log_softmax(1)
+    for row, token_id, answer in zip(range(2), ids, found, strict=True):
+        likeliest = sorted(range(vocab), key=lambda i: (-float(logits[row, i]), i))[:k]
+        assert answer.logprob == pytest.approx(float(wanted[row, token_id]), abs=1e-5)
+        assert answer.rank == 1 + int((logits[row] > logits[row, token_id]).sum())
+        assert answer.top_ids == likeliest
+        assert answer.top_logprobs == pytest.approx([float(wanted[row, i]) for i in likeliest], abs=1e-5)
+
+
+@BOTH
+def test_logprobs_of_broken_logits(kernel: object) -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        kernel.logprobs(torch.tensor([[0.0, math.nan]]), [0], 1)

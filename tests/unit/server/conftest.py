@@ -1,0 +1,39 @@
+"""The app on a scripted engine, with the demo model's tokenizer and template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from serve_llm.engine.hub import resolve_model
+from serve_llm.engine.options import Options
+from serve_llm.server.app import create_app
+from serve_llm.server.prompt.model import ServedModel
+from support.fakes import Script, ScriptedEngine
+from support.serving import TEXT, Served
+
+
+@pytest.fixture(scope="session")
+def model() -> ServedModel:
+    return ServedModel.load(resolve_model("demo"), Options.from_kwargs("demo"))
+
+
+@pytest.fixture
+def serve(model: ServedModel) -> Callable[..., Served]:
+    """serve(text=..., engine options..., options={...}): the app on an engine that generates this text."""
+
+    def make(
+        text: str = TEXT, *, script: Script | None = None, options: dict[str, object] | None = None, **engine: object
+    ) -> Served:
+        ids = model.tokenizer.encode(text, add_special_tokens=False)
+        scripted = ScriptedEngine(script or (lambda request: ids), **engine)
+        app, gate = create_app(scripted, model, Options.from_kwargs("demo", **(options or {})))
+        return Served(app, gate, scripted, model)
+
+    return make
+
+
+@pytest.fixture
+def served(serve: Callable[..., Served]) -> Served:
+    return serve()

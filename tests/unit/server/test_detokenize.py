@@ -1,0 +1,110 @@
+"""Incremental decoding against decoding at once, for each kind of tokenizer."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as RustTokenizer
+
+from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.prompt.tokenizer import Tokenizer
+from serve_llm.server.reply.detokenize import DetokenizerFactory, WindowDetokenizer
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+PROMPT = 40  # some visible token, so that no first space is stripped
+
+
+def sentencepiece(strip: bool) -> Tokenizer:
+    """As Llama 2's: characters, bytes for the others, a mark for spaces."""
+    tokens = ["<unk>", "<s>", *BYTES, *"\u2581abcdefgh\u00e9", "\u2581a", "\u2581ab"]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    merges = [("\u2581", "a"), ("\u2581a", "b")]
+    rust = RustTokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    rust.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    rust.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
+    rust.add_special_tokens([AddedToken("<s>", special=True)])
+    return Tokenizer(rust, {"bos_token": "<s>"})
+
+
+def metaspace() -> Tokenizer:
+    vocabulary = [("<unk>", 0.0), *((token, -1.0) for token in ["\u2581", "a", "b", "\u2581a", "\u2581b", "\u00e9"])]
+    rust = RustTokenizer(models.Unigram(vocabulary, 0, False))
+    rust.pre_tokenizer = pre_tokenizers.Metaspace()
+    rust.decoder = decoders.Metaspace()
+    return Tokenizer(rust, {})
+
+
+def wordpiece() -> Tokenizer:
+    tokens = ["[UNK]", "[SEP]", "un", "##able", "able", ",", "."]
+    rust = RustTokenizer(models.WordPiece({token: number for number, token in enumerate(tokens)}, unk_token="[UNK]"))
+    rust.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    rust.decoder = decoders.WordPiece()
+    rust.add_special_tokens([AddedToken("[SEP]", special=True)])
+    return Tokenizer(rust, {})
+
+
+def stream(tokenizer: Tokenizer, prompt: list[int], ids: list[int], skip: bool = True) -> str:
+    detokenizer = DetokenizerFactory(tokenizer).make(prompt, skip)
+    return "".join([detokenizer.push(token_id) for token_id in ids]) + detokenizer.flush()
+
+
+@given(text=st.text(max_size=40))
+def test_byte_level_text_comes_back(model: ServedModel, text: str) -> None:
+    ids = model.tokenizer.encode(text, add_special_tokens=False)
+    assert stream(model.tokenizer, [PROMPT], ids) == text == model.tokenizer.decode(ids)
+
+
+@given(ids=st.lists(st.integers(0, 4200), max_size=30), skip=st.booleans())
+def test_any_ids_give_what_the_library_gives(model: ServedModel, ids: list[int], skip: bool) -> None:
+    """Broken characters, special tokens and ids outside the vocabulary included."""
+    assert stream(model.tokenizer, [PROMPT], ids, skip) == model.tokenizer.decode(ids, skip)
+
+
+@given(text=st.text("abcdefgh \u00e9\u65e5\U0001f600", max_size=30), strip=st.booleans())
+def test_sentencepiece_text_comes_back(text: str, strip: bool) -> None:
+    tokenizer = sentencepiece(strip)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert stream(tokenizer, [], ids) == tokenizer.decode(ids)
+
+
+def test_a_first_space_is_kept_after_a_prompt_and_stripped_without_one() -> None:
+    tokenizer = sentencepiece(strip=True)
+    ids = tokenizer.encode("ab ab", add_special_tokens=False)
+    assert stream(tokenizer, ids, ids) == " ab ab"
+    assert stream(tokenizer, [1], ids) == "ab ab"  # <s> is no text
+    assert stream(tokenizer, [1], ids, skip=False) == " ab ab"
+
+
+def test_a_character_that_the_prompt_begins_is_completed(model: ServedModel) -> None:
+    ids = model.tokenizer.encode("\U0001f600", add_special_tokens=False)
+    assert len(ids) > 1, "the test needs a character of several tokens"
+    assert stream(model.tokenizer, ids[:1], ids[1:]) == "\U0001f600"
+
+
+def test_text_is_given_out_as_soon_as_a_character_is_complete(model: ServedModel) -> None:
+    ids = model.tokenizer.encode("\U0001f600", add_special_tokens=False)
+    detokenizer = DetokenizerFactory(model.tokenizer).make([PROMPT], True)
+    assert [detokenizer.push(token_id) for token_id in ids] == [""] * (len(ids) - 1) + ["\U0001f600"]
+
+
+@given(ids=st.lists(st.integers(0, 6), max_size=12))
+def test_metaspace(ids: list[int]) -> None:
+    tokenizer = metaspace()
+    assert tokenizer.decoding is not None
+    assert stream(tokenizer, [2], ids) == tokenizer.decode([2, *ids])[1:]
+
+
+@given(ids=st.lists(st.integers(0, 6), min_size=1, max_size=12))
+def test_other_tokenizers_decode_in_a_window(ids: list[int]) -> None:
+    tokenizer = wordpiece()
+    assert isinstance(DetokenizerFactory(tokenizer).make([], True), WindowDetokenizer)
+    whole = tokenizer.decode([4, *ids], skip_special_tokens=False)
+    assert "able" + stream(tokenizer, [4], ids, skip=False) == whole
+
+
+@pytest.mark.parametrize("tokenizer", [sentencepiece(True), metaspace(), wordpiece()])
+def test_unknown_ids_are_no_text(tokenizer: Tokenizer) -> None:
+    assert stream(tokenizer, [], [9999]) == ""

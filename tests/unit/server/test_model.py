@@ -1,0 +1,124 @@
+"""What the server reads of a checkpoint: tokenizer, named tokens, end ids, defaults; and the conversion of old ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, processors
+
+from serve_llm.engine.errors import ModelError
+from serve_llm.engine.hub import resolve_model
+from serve_llm.engine.options import Options
+from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.prompt.tokenizer import load_tokenizer
+
+DEMO = resolve_model("demo")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(DEMO / name, tmp_path)
+    return tmp_path
+
+
+def change(path: Path, **values: object) -> None:
+    content = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(content | values))
+
+
+def load(directory: Path, **options: object) -> ServedModel:
+    return ServedModel.load(directory, Options.from_kwargs(str(directory), **options))
+
+
+def test_end_ids_come_from_the_best_source(checkpoint: Path) -> None:
+    change(checkpoint / "config.json", eos_token_id=7)
+    assert load(checkpoint).eos_ids == (7,)
+    change(checkpoint / "generation_config.json", eos_token_id=[3, 4])
+    assert load(checkpoint).eos_ids == (3, 4)
+    change(checkpoint / "generation_config.json", eos_token_id=None)
+    change(checkpoint / "config.json", eos_token_id=None)
+    assert load(checkpoint).eos_ids == (load(checkpoint).tokenizer.eos_id,)
+    change(checkpoint / "tokenizer_config.json", eos_token=None)
+    assert load(checkpoint).eos_ids == ()
+
+
+def test_sampling_defaults_are_the_models_unless_turned_off(checkpoint: Path) -> None:
+    change(checkpoint / "generation_config.json", temperature=0.6, top_k=20.0, top_p=None, max_length=99)
+    found = load(checkpoint).defaults
+    assert found == {"temperature": 0.6, "top_k": 20} and isinstance(found["top_k"], int)
+    assert load(checkpoint, generation_config="none").defaults == {}
+    change(checkpoint / "generation_config.json", temperature="hot")
+    with pytest.raises(ModelError, match="temperature"):
+        load(checkpoint)
+
+
+def test_names(checkpoint: Path) -> None:
+    assert load(checkpoint).names == (str(checkpoint),)
+    assert load(checkpoint, served_model_name=("a", "b")).names == ("a", "b")
+
+
+def test_a_tokenizer_may_come_from_elsewhere(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    bare = tmp_path_factory.mktemp("bare")
+    (bare / "config.json").write_text("{}")
+    model = load(bare, tokenizer=str(checkpoint))
+    assert model.template is not None and model.tokenizer.encode("x", add_special_tokens=False)
+
+
+def test_named_tokens_may_be_objects(checkpoint: Path) -> None:
+    change(checkpoint / "tokenizer_config.json", bos_token={"content": "<b>", "lstrip": False}, pad_token=None)
+    named = load(checkpoint).tokenizer.named_tokens
+    assert named["bos_token"] == "<b>" and "pad_token" not in named
+
+
+def test_truncation_and_padding_of_the_file_are_ignored_and_its_post_processor_is_not(checkpoint: Path) -> None:
+    rust = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    rust.enable_truncation(3)
+    rust.enable_padding(length=8)
+    rust.post_processor = processors.TemplateProcessing("<|end|> $A", None, [("<|end|>", 1)])
+    rust.save(str(checkpoint / "tokenizer.json"))
+    tokenizer = load_tokenizer(checkpoint)
+    plain = tokenizer.encode("one two three four five", add_special_tokens=False)
+    assert len(plain) > 3 and tokenizer.decode(plain) == "one two three four five"
+    assert tokenizer.encode("one two three four five", add_special_tokens=True) == [1, *plain]
+
+
+def test_a_broken_or_missing_tokenizer_is_one_clear_line(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        load_tokenizer(checkpoint)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        load_tokenizer(empty)
+
+
+def test_vocabulary_and_merges_are_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GPT-2's: no tokenizer.json, only vocab.json and merges.txt."""
+    source, cache = tmp_path / "model", tmp_path / "cache"
+    source.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    letters = ["a", "b", "c", "\u0120", "ab", "\u0120ab", "<|endoftext|>"]
+    (source / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(letters)}))
+    (source / "merges.txt").write_text("#version: 0.2\na b\n\u0120 ab\n")
+    (source / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    (source / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    tokenizer = load_tokenizer(source)
+    assert tokenizer.encode("ab abc", add_special_tokens=False) == [4, 5, 2]
+    assert tokenizer.decode([4, 5, 2]) == "ab abc"
+    (target,) = (cache / "serve-llm" / "tokenizers").iterdir()
+    made = (target / "tokenizer.json").stat().st_mtime_ns
+    load_tokenizer(source)
+    assert (target / "tokenizer.json").stat().st_mtime_ns == made
+
+
+def test_a_failed_conversion_says_why_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "vocab.json").write_text("{")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ModelError, match="cannot be converted"):
+        load_tokenizer(tmp_path)
+    assert list((tmp_path / "cache" / "serve-llm" / "tokenizers").iterdir()) == []

@@ -1,0 +1,83 @@
+"""Ranges of the text-level parameters."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve_llm.server.errors import InvalidRequest
+from serve_llm.server.prompt.params import SamplingParams
+
+GOOD = [
+    {"temperature": 0},
+    {"temperature": 2},
+    {"top_p": 1},
+    {"top_k": -1},
+    {"top_k": 0},
+    {"top_k": 10**9},
+    {"min_p": 0},
+    {"min_p": 1},
+    {"presence_penalty": -2},
+    {"frequency_penalty": 2},
+    {"repetition_penalty": 0.01},
+    {"n": 128},
+    {"seed": -(2**63)},
+    {"seed": 2**64 - 1},
+    {"max_tokens": 0},
+    {"max_tokens": None, "min_tokens": 100},
+    {"logprobs": 0},
+    {"logprobs": 20},
+    {"prompt_logprobs": 20},
+    {"stop": []},
+    {"stop": "x"},
+    {"stop": ["x"] * 16},
+    {"logit_bias": {5: -100}},
+    {"truncate_prompt_tokens": -1},
+    {"allowed_token_ids": [1]},
+]
+BAD = [
+    ("temperature", {"temperature": -0.1}),
+    ("temperature", {"temperature": 2.1}),
+    ("temperature", {"temperature": float("nan")}),
+    ("temperature", {"temperature": float("inf")}),
+    ("top_p", {"top_p": 0}),
+    ("top_p", {"top_p": 1.1}),
+    ("top_k", {"top_k": -2}),
+    ("min_p", {"min_p": 1.5}),
+    ("presence_penalty", {"presence_penalty": 2.5}),
+    ("frequency_penalty", {"frequency_penalty": -2.5}),
+    ("repetition_penalty", {"repetition_penalty": 0}),
+    ("n", {"n": 0}),
+    ("n", {"n": 129}),
+    ("seed", {"seed": 2**64}),
+    ("seed", {"seed": -(2**63) - 1}),
+    ("max_tokens", {"max_tokens": -1}),
+    ("min_tokens", {"min_tokens": -1}),
+    ("min_tokens", {"min_tokens": 17}),
+    ("logprobs", {"logprobs": 21}),
+    ("logprobs", {"logprobs": -1}),
+    ("prompt_logprobs", {"prompt_logprobs": 21}),
+    ("stop", {"stop": ["x"] * 17}),
+    ("stop", {"stop": ""}),
+    ("stop", {"stop": ["x", "y" * 1025]}),
+    ("bad_words", {"bad_words": [""]}),
+    ("bad_words", {"bad_words": ["x"] * 257}),
+    ("logit_bias", {"logit_bias": {5: 101}}),
+    ("logit_bias", {"logit_bias": {5: float("nan")}}),
+    ("truncate_prompt_tokens", {"truncate_prompt_tokens": 0}),
+    ("truncate_prompt_tokens", {"truncate_prompt_tokens": -2}),
+    ("allowed_token_ids", {"allowed_token_ids": []}),
+]
+
+
+@pytest.mark.parametrize("given", GOOD, ids=str)
+def test_allowed(given: dict[str, object]) -> None:
+    SamplingParams(**given)
+
+
+@pytest.mark.parametrize(("param", "given"), BAD, ids=str)
+def test_refused_by_name(param: str, given: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**given)
+    assert caught.value.param == param
+    assert param in caught.value.message
+    assert isinstance(caught.value, ValueError)

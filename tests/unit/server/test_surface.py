@@ -1,0 +1,202 @@
+"""What all routes share: keys, ids, errors' shape, documentation; and the routes that generate nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from serve_llm.server.errors import ANSWERS, ServeError, Unavailable, answer_for, error_body
+from support.asgi import Call
+from support.fakes import facts
+from support.serving import TEXT, Served
+
+Serve = Callable[..., Served]
+KEYS = {"options": {"api_key": ("first", "second")}}
+
+
+def routes(served: Served) -> list[tuple[str, str]]:
+    """(method, path) of everything that the app answers, documentation included."""
+    paths = served.get("/openapi.json", {"authorization": "Bearer first"}).json()["paths"]
+    documented = [(method.upper(), path) for path, methods in paths.items() for method in methods]
+    return [*documented, ("GET", "/docs"), ("GET", "/docs/oauth2-redirect"), ("GET", "/openapi.json")]
+
+
+def test_every_route_but_the_probes_needs_a_key(serve: Serve) -> None:
+    served = serve(**KEYS)
+    found = routes(served)
+    assert len(found) == 13 and {"/v1/completions", "/metrics", "/health"} <= {path for _, path in found}
+    for method, path in [*found, ("GET", "/nowhere"), ("GET", "/health/"), ("GET", "//health")]:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "first"}, {"x-api-key": "first"}):
+            reply = served.get(path, headers) if method == "GET" else served.post(path, {}, headers)
+            if path in ("/health", "/ready"):
+                assert reply.status in (200, 405)
+            else:
+                assert reply.status == 401, (method, path, headers)
+                assert reply.json()["error"]["code"] == "invalid_api_key"
+                assert reply.headers["www-authenticate"] == "Bearer" and reply.headers["x-request-id"]
+        for key in ("first", "second"):
+            headers = {"authorization": f"bearer {key}"}
+            reply = served.get(path, headers) if method == "GET" else served.post(path, {}, headers)
+            assert reply.status != 401
+
+
+def test_without_keys_everything_is_open(served: Served) -> None:
+    assert served.get("/v1/models").status == 200
+
+
+@pytest.mark.parametrize("given", ["", "a b", "x" * 129, "\u00e9"])
+def test_a_request_id_that_does_not_fit_is_replaced(served: Served, given: str) -> None:
+    first, second = (served.get("/health", {"x-request-id": given}).headers["x-request-id"] for _ in range(2))
+    assert first != second and given not in (first, second) and len(first) == 32
+
+
+def test_a_request_id_comes_back_with_every_answer(served: Served) -> None:
+    mine = {"x-request-id": "mine-1"}
+    for reply in (served.get("/nowhere", mine), served.post("/v1/completions", b"{", mine), served.get("/docs", mine)):
+        assert reply.headers["x-request-id"] == "mine-1"
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/nowhere", 404), ("GET", "/v1/completions", 405)])
+def test_the_routers_refusals_have_the_errors_shape(served: Served, method: str, path: str, status: int) -> None:
+    reply = served.get(path)
+    assert reply.status == status and set(reply.json()["error"]) == {"message", "type", "param", "code"}
+    assert path in reply.json()["error"]["message"]
+    assert status != 405 or reply.headers["allow"] == "POST"
+
+
+def test_a_bug_of_ours_is_no_traceback_for_the_client(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("secret detail")
+
+    monkeypatch.setattr(served.engine, "next_id", broken)
+
+    async def call() -> Call:
+        call = Call(served.app, "POST", "/v1/completions", {"prompt": "x"}, {"x-request-id": "mine"})
+        with pytest.raises(ZeroDivisionError):  # raised again for the server's log
+            await call.finished
+        return call
+
+    made = asyncio.run(call())
+    assert made.sent[0]["status"] == 500
+    assert (b"x-request-id", b"mine") in made.sent[0]["headers"]
+    assert b"secret" not in made.sent[1]["body"] and b"internal error" in made.sent[1]["body"]
+
+
+def test_models(serve: Serve) -> None:
+    served = serve(model_facts=facts(max_model_len=77))
+    found = served.get("/v1/models").json()["data"]
+    assert [(card["id"], card["root"], card["max_model_len"]) for card in found] == [("demo", "demo", 77)]
+    assert served.get("/v1/models/demo").json() == found[0]
+    missing = served.get("/v1/models/org/name")
+    assert (missing.status, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_probes_tell_life_from_readiness(served: Served) -> None:
+    assert served.get("/health").status == served.get("/ready").status == 200
+    served.engine.ready = False
+    assert served.get("/health").status == 200
+    reply = served.get("/ready")
+    assert reply.status == 503 and reply.headers["retry-after"]
+    reply = served.complete()
+    assert reply.status == 503 and reply.headers["retry-after"] and reply.json()["error"]["code"] == "unavailable"
+    assert served.get("/v1/models").status == 200
+
+
+def test_draining_refuses_new_requests(served: Served) -> None:
+    served.gate.draining = True
+    for reply in (served.complete(), served.chat(), served.get("/ready"), served.post("/tokenize", {"prompt": "x"})):
+        assert reply.status == 503 and reply.headers["retry-after"]
+    assert served.get("/health").status == 200
+
+
+def test_version(served: Served) -> None:
+    assert served.get("/version").json()["version"].count(".") >= 1
+
+
+def test_tokenize_and_detokenize(served: Served) -> None:
+    found = served.post("/tokenize", {"prompt": TEXT, "return_token_strs": True}).json()
+    assert found["tokens"] == served.ids(TEXT) and found["count"] == len(found["tokens"])
+    assert found["max_model_len"] == 2048 and len(found["token_strs"]) == found["count"]
+    assert served.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": TEXT}
+    chat = served.post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]}).json()
+    assert "token_strs" not in chat
+    served.chat(max_tokens=1)
+    assert chat["tokens"] == served.engine.submitted[-1].prompt_ids
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": []}, "prompt"),
+        ("/tokenize", {"prompt": 3}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompt": "x", "model": "y"}, "model"),
+        ("/detokenize", {"tokens": [99999]}, "tokens"),
+        ("/detokenize", {"tokens": ["x"]}, "tokens[0]"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)
+def test_bad_bodies_of_the_tokenizer_routes(served: Served, path: str, body: object, param: str) -> None:
+    reply = served.post(path, body)
+    assert reply.status in (400, 404) and reply.json()["error"]["param"] == param
+
+
+def test_the_documentation_describes_the_real_bodies(served: Served) -> None:
+    found = served.get("/openapi.json").json()
+    schemas = found["components"]["schemas"]
+    body = found["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body == {"$ref": "#/components/schemas/CompletionRequest"}
+    temperature = schemas["CompletionRequest"]["properties"]["temperature"]
+    assert (temperature["minimum"], temperature["maximum"]) == (0, 2)
+    assert schemas["CompletionRequest"]["additionalProperties"] is False
+    answers = found["paths"]["/v1/chat/completions"]["post"]["responses"]
+    assert answers["200"]["content"]["text/event-stream"]["schema"] == {"$ref": "#/components/schemas/ChatEvent"}
+    assert set(answers) == {"200", "400", "404", "503"}
+    referred = set(_references(found))
+    assert referred and referred <= {f"#/components/schemas/{name}" for name in schemas}
+    assert served.get("/docs").status == 200
+
+
+def _references(node: object) -> list[str]:
+    if isinstance(node, dict):
+        own = [node["$ref"]] if isinstance(node.get("$ref"), str) else []
+        return own + [found for value in node.values() for found in _references(value)]
+    return [found for value in node for found in _references(value)] if isinstance(node, list) else []
+
+
+def test_every_error_has_an_answer() -> None:
+    pending, kinds = [ServeError], []
+    while pending:
+        kind = pending.pop()
+        kinds.append(kind)
+        pending += kind.__subclasses__()
+    assert len(kinds) > 15
+    for kind in kinds:
+        assert answer_for(kind("x")).status >= 400
+    assert ANSWERS[Unavailable].headers == {"retry-after": "1"}
+    assert error_body(Unavailable("gone")) == (
+        b'{"error":{"message":"gone","type":"server_error","param":null,"code":"unavailable"}}'
+    )
+
+
+def test_the_log_has_the_request_but_no_text(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "serve_llm")
+    served.complete(prompt="a secret prompt")
+    assert any("/v1/completions" in record.getMessage() for record in caplog.records)
+    assert "secret" not in caplog.text
+    assert all(record.levelno == logging.DEBUG for record in caplog.records)
+
+
+def test_the_server_process_imports_no_torch() -> None:
+    program = (
+        "import sys, serve_llm.server.app, serve_llm.server.prompt.model\n"
+        "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

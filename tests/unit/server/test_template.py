@@ -1,0 +1,114 @@
+"""Chat templates under the conventions of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from serve_llm.engine.errors import ModelError, OptionError
+from serve_llm.server.errors import InvalidRequest
+from serve_llm.server.prompt.template import ChatTemplate, load_template
+
+PLAIN = (
+    "{{ bos_token }}{% for message in messages %}\n"
+    "[{{ message.role }}] {{ message.content }}\n"
+    "{% endfor %}\n"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, "}]
+
+
+def render(source: str, messages: list[dict[str, object]] = TALK, **options: object) -> str:
+    return ChatTemplate(source, {"bos_token": "<s>"}).render(messages, **options)
+
+
+def test_blocks_are_trimmed_and_named_tokens_known() -> None:
+    assert render(PLAIN) == "<s>[user] Hi\n[assistant] Hello, \n[assistant]"
+    assert render("  {% if true %}x{% endif %}") == "x"
+
+
+def test_continuing_ends_within_the_final_message() -> None:
+    assert render(PLAIN, continue_final_message=True) == "<s>[user] Hi\n[assistant] Hello, "
+
+
+def test_continuing_a_trimmed_message_has_no_space_that_the_template_drops() -> None:
+    trimming = "{% for message in messages %}<{{ message.content | trim }}>{% endfor %}"
+    assert render(trimming, continue_final_message=True) == "<Hi><Hello,"
+
+
+def test_continuing_what_the_template_leaves_out_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="leaves out"):
+        render("{{ messages[0].content }}", continue_final_message=True)
+
+
+def test_json_is_not_escaped_for_html() -> None:
+    value = "<\u00e9>&'"
+    assert render("{{ messages[0].content | tojson }}", [{"role": "user", "content": value}]) == f'"{value}"'
+    assert render("{{ messages[0] | tojson(indent=1) }}", [{"role": "user"}]) == '{\n "role": "user"\n}'
+
+
+def test_extensions_of_transformers() -> None:
+    source = (
+        "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+        "{% generation %}x{% endgeneration %}"
+    )
+    assert render(source) == "01x"
+    assert len(render("{{ strftime_now('%Y-%m-%d') }}")) == 10
+
+
+def test_variables_of_the_request_reach_the_template_but_not_its_messages() -> None:
+    assert render("{{ thinking }}{{ messages | length }}", kwargs={"thinking": "no", "messages": []}) == "no2"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "failed on these messages"),
+        ("{{ messages[9].content.x }}", "refused"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{% set x = messages.append(1) %}", "unsafe"),
+    ],
+)
+def test_what_a_template_refuses_is_the_users_error(source: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        render(source)
+    assert caught.value.param == "messages"
+
+
+def test_a_broken_template_is_the_models_error() -> None:
+    with pytest.raises(ModelError, match="not valid Jinja"):
+        ChatTemplate("{% if %}", {})
+
+
+def write(directory: Path, name: str, content: object) -> None:
+    (directory / name).write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def test_sources_of_a_checkpoint_in_order(tmp_path: Path) -> None:
+    def found() -> str | None:
+        template = load_template(None, tmp_path, {})
+        return None if template is None else template.render([])
+
+    assert found() is None
+    write(tmp_path, "tokenizer_config.json", {"chat_template": "config"})
+    assert found() == "config"
+    several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
+    write(tmp_path, "tokenizer_config.json", {"chat_template": several})
+    assert found() == "default"
+    write(tmp_path, "chat_template.json", {"chat_template": "json"})
+    assert found() == "json"
+    write(tmp_path, "chat_template.jinja", "jinja")
+    assert found() == "jinja"
+
+
+def test_a_chosen_template_is_a_file_or_itself(tmp_path: Path) -> None:
+    write(tmp_path, "chat_template.jinja", "the checkpoint's")
+    write(tmp_path, "mine.jinja", "mine")
+    for chosen, text in ((str(tmp_path / "mine.jinja"), "mine"), ("{{ 'inline' }}", "inline")):
+        template = load_template(chosen, tmp_path, {})
+        assert template is not None and template.render([]) == text
+    with pytest.raises(OptionError, match="--chat-template"):
+        load_template(str(tmp_path / "absent.jinja"), tmp_path, {})

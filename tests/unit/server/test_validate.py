@@ -1,0 +1,134 @@
+"""Text-level requests against a model: lengths, vocabulary, and the id-level `Sampling` that comes out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from serve_llm.server.errors import InvalidRequest
+from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.prompt.params import SamplingParams
+from serve_llm.server.prompt.validate import TextRequest, check_text, prepare
+from support.fakes import facts
+
+FACTS = facts(max_model_len=32, vocab_size=4096)
+
+
+def prepared(model: ServedModel, num_prompt: int = 4, default: int | None = None, **params: object) -> TextRequest:
+    return prepare([[40] * num_prompt], SamplingParams(**params), model, FACTS, default_max_tokens=default)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "params", "param", "numbers"),
+    [
+        (33, {}, "prompt", ["33", "32"]),
+        (32, {}, "prompt", ["32"]),
+        (33, {"max_tokens": 0}, "prompt", ["33", "32"]),
+        (20, {"max_tokens": 13}, "max_tokens", ["20", "13", "32"]),
+        (20, {"max_tokens": None, "min_tokens": 13}, "min_tokens", ["13", "12", "20", "32"]),
+        (0, {}, "prompt", []),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(
+    model: ServedModel, num_prompt: int, params: dict[str, object], param: str, numbers: list[str]
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        prepared(model, num_prompt, **params)
+    assert caught.value.param == param
+    assert all(number in caught.value.message for number in numbers)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "default", "params", "max_tokens"),
+    [
+        (32, None, {"max_tokens": 0}, 0),
+        (20, None, {"max_tokens": 12}, 12),
+        (20, None, {"max_tokens": None}, 12),
+        (4, 16, {"max_tokens": None}, 16),
+        (20, 16, {"max_tokens": None}, 12),
+        (4, 16, {"max_tokens": None, "min_tokens": 20}, 20),
+    ],
+)
+def test_how_many_tokens_may_follow(
+    model: ServedModel, num_prompt: int, default: int | None, params: dict[str, object], max_tokens: int
+) -> None:
+    assert prepared(model, num_prompt, default, **params).samplings[0].max_tokens == max_tokens
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [({"truncate_prompt_tokens": 3}, [7, 8, 9]), ({"truncate_prompt_tokens": 99}, list(range(10)))]
+)
+def test_truncation_keeps_the_last_tokens(model: ServedModel, given: dict[str, int], kept: list[int]) -> None:
+    assert prepare([list(range(10))], SamplingParams(**given), model, FACTS).prompts == [kept]
+
+
+def test_truncation_to_what_fits_leaves_room_for_the_answer(model: ServedModel) -> None:
+    found = prepare([list(range(50))], SamplingParams(truncate_prompt_tokens=-1, max_tokens=10), model, FACTS)
+    assert found.prompts == [list(range(28, 50))]
+
+
+@pytest.mark.parametrize(
+    ("param", "params", "prompt"),
+    [
+        ("prompt", {}, [4096]),
+        ("prompt", {}, [-1]),
+        ("stop_token_ids", {"stop_token_ids": [4096]}, [1]),
+        ("allowed_token_ids", {"allowed_token_ids": [1, -1]}, [1]),
+        ("logit_bias", {"logit_bias": {5000: 1.0}}, [1]),
+        ("stop_token_ids", {"stop_token_ids": [1] * 5000}, [1]),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused(
+    model: ServedModel, param: str, params: dict[str, object], prompt: list[int]
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        prepare([prompt], SamplingParams(**params), model, FACTS)
+    assert caught.value.param == param
+
+
+def test_too_many_tokens_in_one_request_are_refused(model: ServedModel) -> None:
+    with pytest.raises(InvalidRequest, match="in one request"):
+        prepare([[40] * 40_000], SamplingParams(n=128), model, facts(max_model_len=50_000))
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(model: ServedModel) -> None:
+    text = "x" * (model.tokenizer.longest_token * 33)
+    with pytest.raises(InvalidRequest, match=r"at least 33 tokens.*32"):
+        check_text(text, model, FACTS, truncated=False, param="prompt")
+    check_text(text, model, FACTS, truncated=True, param="prompt")
+    check_text("x" * 32, model, FACTS, truncated=False, param="prompt")
+
+
+def test_eos_ids_stop_unless_ignored(model: ServedModel) -> None:
+    assert prepared(model, stop_token_ids=[9, 1]).samplings[0].stop_token_ids == (9, 1, 0)  # the demo's are 0 and 1
+    assert prepared(model, stop_token_ids=[9], ignore_eos=True).samplings[0].stop_token_ids == (9,)
+    outside = replace(model, eos_ids=(0, 99999))
+    assert prepared(outside).samplings[0].stop_token_ids == (0,)
+
+
+def test_values_that_the_engine_takes_for_off_or_greedy(model: ServedModel) -> None:
+    sampling = prepared(model, top_k=-1, temperature=1e-9, seed=-1).samplings[0]
+    assert (sampling.top_k, sampling.temperature, sampling.seed) == (0, 0.0, 2**64 - 1)
+    assert prepared(model, top_k=10**9).samplings[0].top_k == 4096
+
+
+def test_bad_words_are_forbidden_with_and_without_a_space(model: ServedModel) -> None:
+    found = prepared(model, bad_words=["self"]).samplings[0].bad_words_ids
+    assert {model.tokenizer.decode(list(ids)) for ids in found} == {"self", " self"}
+
+
+def test_echo_with_logprobs_asks_for_the_prompts(model: ServedModel) -> None:
+    params = SamplingParams(logprobs=3, prompt_logprobs=1)
+    request = prepare([[40, 41]], params, model, FACTS, echo=[None])
+    assert request.samplings[0].prompt_logprobs == 3
+    assert request.echoes == [model.tokenizer.decode([40, 41])]
+    assert prepare([[40]], SamplingParams(logprobs=3), model, FACTS).samplings[0].prompt_logprobs is None
+
+
+def test_echo_is_the_text_that_came_unless_it_was_cut(model: ServedModel) -> None:
+    ids = model.tokenizer.encode("<|user|>ab cd", add_special_tokens=False)
+    whole = prepare([ids], SamplingParams(), model, FACTS, echo=["<|user|>ab cd"])
+    assert whole.echoes == ["<|user|>ab cd"]
+    cut = prepare([ids], SamplingParams(truncate_prompt_tokens=1), model, FACTS, echo=["<|user|>ab cd"])
+    assert cut.echoes == [model.tokenizer.decode(ids[-1:])]
