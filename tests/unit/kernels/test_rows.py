@@ -148,7 +148,13 @@ class TestActivation:
         assert activation.silu_and_mul(torch.cat((x, torch.ones_like(x)), -1)).tolist() == x.clamp(min=0).tolist()
 
 
-def test_few_sizes_of_rows_reach_onednn() -> None:
-    sizes = {linear._few_sizes(rows) for rows in range(1, 2049)}
-    assert len(sizes) <= 40  # each costs memory for good
-    assert all(rows <= linear._few_sizes(rows) <= max(1.25 * rows, rows + 1) for rows in range(1, 2049))
+def test_few_sizes_of_rows_reach_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = linear.pack(torch.eye(32))
+    reached: set[int] = set()
+    whole = linear._with_rows
+    monkeypatch.setattr(linear, "_with_rows", lambda x, rows: (reached.add(rows), whole(x, rows))[1])
+    for rows in range(1, 1200):
+        x = torch.arange(rows * 32, dtype=torch.float32).view(rows, 32)
+        assert torch.equal(packed(x), x)
+    assert len(reached) <= 15
+    assert all(rows <= linear._few_sizes(rows) <= max(1.5 * rows, 2) for rows in range(1, linear.MOST_ROWS + 1))
