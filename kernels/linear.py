@@ -51,7 +51,7 @@ class _OneDNN:
         rows = x.shape[0]
         if rows <= MOST_ROWS:
             return self._piece(x)
-        return torch.cat([self._piece(piece) for piece in x.split(MOST_ROWS)])
+        return torch.cat([self._piece(x[start : start + MOST_ROWS]) for start in range(0, rows, MOST_ROWS)])
 
     def _piece(self, x: Tensor) -> Tensor:
         rows = x.shape[0]

@@ -138,8 +138,8 @@ class ModelSpec:
     @cached_property
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """In the order of each group's first layer. `StepInputs.groups` and the block tables have the same order."""
-        members: dict[tuple[int, int, int | None], list[int]] = {}
+        members: dict[tuple[int, int, int, int | None], list[int]] = {}
         for index, layer in enumerate(self.layers):
-            key = (layer.mixer.kv_heads, layer.mixer.head_dim, layer.mixer.window)
-            members.setdefault(key, []).append(index)
-        return tuple(KVGroup(tuple(layers), *key) for key, layers in members.items())
+            mixer = layer.mixer  # the number of query heads decides which KV heads a rank holds
+            members.setdefault((mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.window), []).append(index)
+        return tuple(KVGroup(tuple(layers), *key[1:]) for key, layers in members.items())

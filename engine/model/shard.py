@@ -1,0 +1,81 @@
+"""Which part of a model one rank holds: `ModelSpec` cut by a `Grid`. Torch-free arithmetic; `plan` counts with it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from serve_llm.engine.model.spec import Attention, Dense, KVGroup, Layer, ModelSpec
+from serve_llm.engine.parallel.layout import Grid, HeadShare, head_shares, shares, stage_layers
+
+UNIT = 16  # feed-forward columns and vocabulary rows are shared out in such units where they divide
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part. With the default grid it is the whole model."""
+
+    grid: Grid
+    rank: int
+    layers: range  # of the whole model's
+    weights: tuple[float, ...] | None = None  # --tensor-parallel-split
+
+    @property
+    def place(self) -> int:
+        return self.grid.place(self.rank)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether ids enter here: this stage holds the embedding."""
+        return self.grid.stage(self.rank) == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether hidden rows become logits here: this stage holds the final norm and the head."""
+        return self.grid.stage(self.rank) == self.grid.pipeline - 1
+
+    def attention(self, mixer: Attention) -> HeadShare:
+        return head_shares(mixer.heads, mixer.kv_heads, self.grid.tensor, self.weights)[self.place]
+
+    def ffn(self, ffn: Dense) -> range:
+        """Columns of the feed-forward's inner dimension."""
+        return shares(ffn.width, self.grid.tensor, self.weights, UNIT)[self.place]
+
+    def vocabulary(self, vocab_size: int) -> range:
+        """Rows of the embedding and of the head."""
+        return shares(vocab_size, self.grid.tensor, self.weights, UNIT)[self.place]
+
+    def kv_groups(self, spec: ModelSpec) -> tuple[KVGroup, ...]:
+        """The model's KV groups, all of them in their order, each with the layers and KV heads of this rank."""
+        found = []
+        for group in spec.kv_groups:
+            own = self.attention(spec.layers[group.layers[0]].mixer)
+            layers = tuple(layer for layer in group.layers if layer in self.layers)
+            found.append(replace(group, layers=layers, kv_heads=len(own.kv_heads)))
+        return tuple(found)
+
+
+def shard_of(
+    spec: ModelSpec,
+    grid: Grid,
+    rank: int,
+    weights: tuple[float, ...] | None = None,
+    layers: Sequence[int] | None = None,
+) -> Shard:
+    """The part of `rank`. layers: how many each stage gets (--pipeline-parallel-layers), by default as costs say."""
+    if layers is not None:
+        starts = [sum(layers[:stage]) for stage in range(len(layers) + 1)]
+        stages = tuple(range(a, b) for a, b in itertools.pairwise(starts))
+    else:
+        costs = [layer_cost(layer, spec.width) for layer in spec.layers]
+        outer = spec.embedding_width or spec.width
+        stages = stage_layers(costs, grid.pipeline, first=spec.width, last=spec.vocab_size * outer)
+    return Shard(grid, rank, stages[grid.stage(rank)], weights)
+
+
+def layer_cost(layer: Layer, width: int) -> float:
+    """Weights read per token, which is what a step's time follows; an embedding reads one row, a head all of it."""
+    mixer, ffn = layer.mixer, layer.ffn
+    attention = width * mixer.head_dim * 2 * (mixer.heads + mixer.kv_heads)
+    return attention + width * ffn.width * (3 if ffn.gated else 2)
