@@ -5,6 +5,7 @@ Its standard input is a pipe whose other end the parent holds: when the parent i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -17,6 +18,9 @@ import zmq
 
 from serve_llm.engine import wire
 from serve_llm.engine.errors import EngineError, ServeError
+from serve_llm.engine.execute.choose import choose, look_around
+from serve_llm.engine.execute.executors.mp import start_ranks
+from serve_llm.engine.execute.roster import Roster
 from serve_llm.engine.hub import read_config
 from serve_llm.engine.logs import configure
 from serve_llm.engine.types import ModelFacts
@@ -55,14 +59,25 @@ def serve(channel: ZmqChannel) -> None:
     (start,) = channel.receive(None)[:1]
     assert isinstance(start, wire.Start)
     configure(start.options.log_level)
+    with contextlib.ExitStack() as stack:
+        roster = None
+        if choose(facts := look_around(start.options)).backend == "mp":
+            roster = start_ranks(facts.num_ranks)
+            stack.callback(roster.close)
+        _serve(channel, start, roster)
+
+
+def _serve(channel: ZmqChannel, start: wire.Start, roster: Roster | None) -> None:
+    """roster: ranks that start at the same time as this process."""
     began = time.perf_counter()
-    # After the logger is set up, because these import torch: the longest part of a small model's start.
+    # After the logger is set up and ranks are started, because these import torch: the longest part of a small model's
+    # start.
     from serve_llm.engine import loop, startup
 
     logger.info("Engine modules imported in %.2f s", time.perf_counter() - began)
     raw = read_config(Path(start.directory))
     config, spec, weights = startup.resolve_all(start.options, start.directory, raw)
-    executor = startup.build_executor(config, spec, weights)
+    executor = startup.build_executor(config, spec, weights, raw, roster)
     engine = loop.Engine(config, executor)
     layout = executor.layout
     facts = ModelFacts(

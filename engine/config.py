@@ -31,20 +31,36 @@ class Config:
     gpu_memory_utilization: float
     enable_prefix_caching: bool
     seed: int  # of dummy weights
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    tensor_parallel_split: tuple[float, ...] | None = None  # one share per rank of a tensor-parallel group; None: even
+    pipeline_parallel_layers: tuple[int, ...] | None = None  # one number per stage; None: by cost
+    executor_backend: str = "inprocess"  # "inprocess" | "mp" | "ray"
 
 
-def resolve(options: Options, directory: str, *, device: str, checkpoint_dtype: str, model_max_len: int) -> Config:
+def resolve(
+    options: Options,
+    directory: str,
+    *,
+    device: str,
+    checkpoint_dtype: str,
+    model_max_len: int,
+    num_layers: int,
+    executor_backend: str,
+) -> Config:
     """Decides everything that follows from the options, the model and the device.
 
     device: "cpu" or "cuda", where options.device "auto" has been decided by the caller.
     checkpoint_dtype: the weights' number type as config.json names it, such as "bfloat16".
-    model_max_len: the most tokens that the model's positions allow.
+    model_max_len: the most tokens that the model's positions allow. num_layers: of the model.
+    executor_backend: "inprocess", "mp" or "ray", as `execute.choose` found.
     Raises OptionError when an option cannot work here, ModelError when the checkpoint's type is not served.
     """
     if options.max_model_len is not None and options.max_model_len > model_max_len:
         raise OptionError(
             f"--max-model-len: {options.max_model_len} is more than the {model_max_len} tokens that this model allows"
         )
+    _check_split(options, num_layers)
     return Config(
         directory=directory,
         load_format=options.load_format,
@@ -58,7 +74,30 @@ def resolve(options: Options, directory: str, *, device: str, checkpoint_dtype: 
         gpu_memory_utilization=options.gpu_memory_utilization,
         enable_prefix_caching=options.enable_prefix_caching,
         seed=options.seed or 0,
+        tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
+        tensor_parallel_split=options.tensor_parallel_split,
+        pipeline_parallel_layers=options.pipeline_parallel_layers,
+        executor_backend=executor_backend,
     )
+
+
+def _check_split(options: Options, num_layers: int) -> None:
+    """Raises OptionError where the shares of ranks and stages do not fit together or to the model."""
+    tensor, stages = options.tensor_parallel_size, options.pipeline_parallel_size
+    split, layers = options.tensor_parallel_split, options.pipeline_parallel_layers
+    if split is not None and len(split) != tensor:
+        raise OptionError(f"--tensor-parallel-split: {len(split)} shares, but --tensor-parallel-size is {tensor}")
+    if stages > num_layers:
+        raise OptionError(f"--pipeline-parallel-size: {stages} stages, but the model has only {num_layers} layers")
+    if layers is not None and len(layers) != stages:
+        raise OptionError(
+            f"--pipeline-parallel-layers: {len(layers)} numbers, but --pipeline-parallel-size is {stages}"
+        )
+    if layers is not None and sum(layers) != num_layers:
+        raise OptionError(
+            f"--pipeline-parallel-layers: {sum(layers)} layers in all, but the model has {num_layers} layers"
+        )
 
 
 def _dtype(asked: str, checkpoint: str, device: str) -> str:

@@ -6,6 +6,8 @@ ServeError                  anything that we raise on purpose; the message is fo
     UnsupportedModel
   CapacityError      (4)    it does not fit: memory, devices
   EngineError        (5)    the engine failed while starting or running
+    RankFailed              a rank failed, died or fell silent; the message names it
+    PeerLost                a rank heard no more of another one: a consequence, never the first cause
     EngineDead              the engine process is gone; open requests end with this
 
 Numbers are the exit codes of the process. `server.errors` maps what a request can cause to HTTP statuses.
@@ -40,11 +42,22 @@ class EngineError(ServeError):
     exit_code = 5
 
 
+class RankFailed(EngineError):
+    pass
+
+
+class PeerLost(EngineError):
+    pass
+
+
 class EngineDead(EngineError):
     pass
 
 
 BY_NAME: dict[str, type[ServeError]] = {
     kind.__name__: kind
-    for kind in (ServeError, OptionError, ModelError, UnsupportedModel, CapacityError, EngineError, EngineDead)
+    for kind in (
+        *(ServeError, OptionError, ModelError, UnsupportedModel, CapacityError),
+        *(EngineError, RankFailed, PeerLost, EngineDead),
+    )
 }

@@ -12,14 +12,15 @@ import sys
 _UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 
 
-def configure(level: str) -> None:
+def configure(level: str, who: str = "") -> None:
     """Sends all logging of this process to stderr, our own and uvicorn's from `level` ("debug", "info", "warning",
     "error") up, other libraries' from warning up: their progress is noise to whoever runs a server.
 
+    who: stands in front of every message, where several processes of one kind write.
     uvicorn must be started with log_config=None, else it puts its own handlers back.
     """
     handler = logging.StreamHandler(sys.stderr)
-    line = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
+    line = f"%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] {who and who + ': '}%(message)s"
     handler.setFormatter(logging.Formatter(line, datefmt="%m-%d %H:%M:%S"))
     number = logging.getLevelNamesMapping()[level.upper()]
     root = logging.getLogger()

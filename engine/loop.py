@@ -20,7 +20,7 @@ from serve_llm.engine.wire import Abort, Shutdown, Step, Submit, ToEngine
 logger = logging.getLogger(__name__)
 
 CPU_STEP_SECONDS = 0.15  # aim on a CPU: streams that run do not wait longer for a prompt
-IDLE_SECONDS = 1.0  # without work for so long: time to check that nothing was lost
+IDLE_SECONDS = 0.25  # without work for so long: time to check that nothing was lost and that all workers live
 
 
 class Channel(Protocol):
@@ -52,6 +52,10 @@ class Engine:
         self._num_steps = 0
         self._finished: list[Output] = []
 
+    def check(self) -> None:
+        """Between steps: raises what a worker has failed with."""
+        self._executor.check()
+
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._finished)
@@ -72,7 +76,7 @@ class Engine:
         """Start as many batches as may be under way, then commit the oldest."""
         while len(self._under_way) < self._executor.depth:
             now = self._clock()
-            batch = self.scheduler.schedule(self._budget.next(), now)
+            batch = self.scheduler.schedule(self._budget.next(), now, self._executor.depth)
             if not batch.chunks:
                 break
             self._under_way.append((batch, now, self._executor.execute(batch)))
@@ -94,9 +98,11 @@ def run(engine: Engine, channel: Channel) -> None:
     """Serve until told to shut down. An exception of a worker ends it."""
     checked = True
     while True:
-        messages = channel.receive(0 if engine.has_work else None if checked else IDLE_SECONDS)
+        messages = channel.receive(0 if engine.has_work else IDLE_SECONDS)
         if not messages and not engine.has_work:
-            engine.scheduler.check_integrity()
+            engine.check()
+            if not checked:
+                engine.scheduler.check_integrity()
             checked = True
             continue
         checked = False

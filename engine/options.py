@@ -38,13 +38,14 @@ def _option(
     *,
     shown: str = "",
     flag: str = "",
+    short: str = "",
     repeat: bool = False,
     secret: bool = False,
 ) -> T:
     """A field of `Options`. `shown`: the value's name in --help. `flag`: the option's name where it is not the field's.
-    `repeat`: several values after one flag. `secret`: never shown."""
-    metadata = {"parse": parse, "help": help, "shown": shown, "flag": flag, "repeat": repeat, "secret": secret}
-    return field(default=default, metadata=metadata, repr=not secret)
+    `short`: a second name on the command line. `repeat`: several values after one flag. `secret`: never shown."""
+    metadata = {"parse": parse, "help": help, "shown": shown, "flag": flag, "short": short}
+    return field(default=default, metadata=metadata | {"repeat": repeat, "secret": secret}, repr=not secret)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +144,34 @@ class Options:
     device: str = _option(
         "auto", values.choice("auto", "cpu", "cuda"), "auto: a GPU if there is one, else the CPU", shown="auto|cpu|cuda"
     )
+    tensor_parallel_size: int = _option(
+        1,
+        values.positive(values.parse_count),
+        "ranks that share out every layer; any number, it need not divide the model's heads",
+        short="tp",
+    )
+    pipeline_parallel_size: int = _option(
+        1, values.positive(values.parse_count), "stages, each of which has some of the layers", short="pp"
+    )
+    tensor_parallel_split: tuple[float, ...] | None = _option(
+        None,
+        values.positive_numbers,
+        "shares of the ranks of a tensor-parallel group, such as 3,1 for devices of unequal size (default: even)",
+        shown="SHARE,SHARE,...",
+    )
+    pipeline_parallel_layers: tuple[int, ...] | None = _option(
+        None,
+        values.positive_counts,
+        "layers of each stage, such as 9,8,7 (default: such that the dearest stage is as cheap as can be)",
+        shown="LAYERS,LAYERS,...",
+    )
+    distributed_executor_backend: str | None = _option(
+        None,
+        values.choice("inprocess", "mp", "ray"),
+        "what runs the ranks: the engine's own process (one rank), processes of this host, or Ray "
+        "(default: inprocess for one rank, else mp if this host has enough devices, else ray)",
+        shown="inprocess|mp|ray",
+    )
     metrics_prefix: str = _option(
         "serve_llm_", values.metric_prefix, "beginning of every metric's name; `vllm:` serves dashboards made for vLLM"
     )
@@ -221,7 +250,8 @@ def make_parser() -> argparse.ArgumentParser:
         elif isinstance(option.default, tuple):
             parser.add_argument(flag, action="append", metavar=shown, help=text)
         else:
-            parser.add_argument(flag, metavar=shown, help=text)
+            names = [flag, *(f"-{short}" for short in (option.metadata["short"],) if short)]
+            parser.add_argument(*names, dest=option.name, metavar=shown, help=text)
     return parser
 
 

@@ -9,13 +9,18 @@ import torch
 from serve_llm.engine.config import Config, resolve
 from serve_llm.engine.errors import OptionError
 from serve_llm.engine.execute import memory
+from serve_llm.engine.execute.choose import choose, look_around
 from serve_llm.engine.execute.executor import Executor
 from serve_llm.engine.execute.executors.inprocess import InProcessExecutor
+from serve_llm.engine.execute.executors.mp import MpExecutor, start_ranks
 from serve_llm.engine.execute.memory import CacheLayout
+from serve_llm.engine.execute.roster import Roster
 from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.model.shard import describe_split
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.options import Options
+from serve_llm.engine.parallel.layout import Grid
 
 logger = logging.getLogger(__name__)
 
@@ -23,12 +28,17 @@ logger = logging.getLogger(__name__)
 def resolve_all(options: Options, directory: str, raw: dict[str, object]) -> tuple[Config, ModelSpec, WeightMap]:
     """Decide everything that can be decided before a weight is read."""
     spec, weights = read_model(raw)
+    choice = choose(look_around(options))
+    if choice.backend == "ray":
+        raise OptionError(f"--distributed-executor-backend: ray, because {choice.reason}, is not served yet; use mp")
     config = resolve(
         options,
         directory,
         device=_device(options.device),
         checkpoint_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
         model_max_len=spec.max_position,
+        num_layers=len(spec.layers),
+        executor_backend=choice.backend,
     )
     logger.info(
         "Loading %s (%s) from %s as %s on %s, up to %d tokens per request",
@@ -39,6 +49,8 @@ def resolve_all(options: Options, directory: str, raw: dict[str, object]) -> tup
         config.device,
         config.max_model_len,
     )
+    if choice.backend != "inprocess":
+        logger.info("Executor %s, because %s", choice.backend, choice.reason)
     return config, spec.with_max_length(config.max_model_len), weights
 
 
@@ -50,9 +62,27 @@ def _device(asked: str) -> str:
     return asked
 
 
-def build_executor(config: Config, spec: ModelSpec, weights: WeightMap) -> Executor:
-    """Load the model on all ranks (there is one) and plan the KV cache."""
-    return InProcessExecutor(config, spec, weights)
+def build_executor(
+    config: Config, spec: ModelSpec, weights: WeightMap, raw: dict[str, object], roster: Roster | None = None
+) -> Executor:
+    """Load the model on all ranks and allocate the KV cache. Raises CapacityError if that is too small.
+
+    raw: config.json. roster: ranks that have been started for this; they end with the executor.
+    """
+    grid = Grid(config.tensor_parallel_size, config.pipeline_parallel_size)
+    for line in describe_split(spec, grid, config.tensor_parallel_split, config.pipeline_parallel_layers):
+        logger.info("%s", line)
+    executor: Executor
+    if config.executor_backend == "inprocess":
+        executor = InProcessExecutor(config, spec, weights)
+    else:
+        executor = MpExecutor(config, spec, raw, roster or start_ranks(grid.size))
+    try:
+        memory.check_capacity(executor.layout, config.max_model_len, config.max_num_batched_tokens, config.device)
+    except BaseException:
+        executor.close()
+        raise
+    return executor
 
 
 def cache_tokens(config: Config, layout: CacheLayout) -> int:

@@ -6,6 +6,7 @@ Knows no option by name; standard library only.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
@@ -64,6 +65,30 @@ def whole(low: int, high: int) -> Parse:
         return int(str(value))
 
     return checked
+
+
+def positive_numbers(value: object) -> tuple[float, ...]:
+    """Several numbers above 0: a list, or text with commas."""
+    try:
+        numbers = tuple(float(item) for item in _items(value))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(0 < number < math.inf for number in numbers):
+        raise ValueError("expected numbers above 0 with commas between them, such as 3,1")
+    return numbers
+
+
+def positive_counts(value: object) -> tuple[int, ...]:
+    """Several whole numbers of at least 1: a list, or text with commas."""
+    numbers = [int(item) for item in _items(value) if re.fullmatch(r"[0-9]+", item)]
+    if not numbers or len(numbers) < len(_items(value)) or min(numbers) < 1:
+        raise ValueError("expected whole numbers of at least 1 with commas between them, such as 9,8,7")
+    return tuple(numbers)
+
+
+def _items(value: object) -> list[str]:
+    items = value if isinstance(value, list | tuple) else str(value).split(",")
+    return [str(item).strip() for item in items]
 
 
 def block_size(value: object) -> int:

@@ -32,8 +32,11 @@ class Linear(Protocol):
 def pack(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """The layer x @ weight.T + bias. weight: (outputs, inputs); bias: (outputs,) or None; both on their final device.
 
-    The caller lets go of `weight` afterwards: the result may hold a copy in another layout.
+    The caller lets go of `weight` afterwards: the result may hold a copy in another layout. Outputs or inputs may be
+    none at all; without inputs the result is the bias, or zeros.
     """
+    if weight.numel() == 0:
+        return _Functional(weight, bias, row_multiple=1)
     if weight.device.type != "cpu":
         return _Functional(weight, bias, row_multiple=1)
     if _onednn_works(weight.dtype):

@@ -18,12 +18,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from serve_llm.kernels.reference import sampling as reference
 from serve_llm.kernels.reference.sampling import Draw, Logprobs
 
-__all__ = ["Draw", "Logprobs", "choose", "logprobs"]
+__all__ = ["Draw", "Logprobs", "choose", "largest", "likeliest", "logprobs"]
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.intp]
@@ -55,6 +56,30 @@ def logprobs(logits: Tensor, ids: Sequence[int], k: int) -> list[Logprobs]:
         return reference.logprobs(logits, ids, k)
     with np.errstate(over="ignore"):
         return [_logprobs(row, token_id, k) for row, token_id in zip(logits.numpy(), ids, strict=True)]
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """(rows,) int64: each row's largest logit, of equal ones the first; the first NaN if there is one."""
+    if logits.device.type != "cpu":
+        return reference.likeliest(logits)
+    return torch.from_numpy(logits.numpy().argmax(1))
+
+
+def largest(logits: Tensor, k: int) -> list[Tensor]:
+    """For each row the ids, ascending, of all logits from the k-th largest up (more than k where some equal it).
+
+    Where a row's maximum is NaN or infinity: that id alone. k: 1 to the number of columns.
+    """
+    if logits.device.type != "cpu":
+        return reference.largest(logits, k)
+    return [torch.from_numpy(_largest(row, k)) for row in logits.numpy()]
+
+
+def _largest(logits: Floats, k: int) -> Ids:
+    best = logits.argmax()
+    if not math.isfinite(logits[best]):
+        return np.array([best])
+    return np.flatnonzero(logits >= _kth_largest(logits, k))
 
 
 def _choose(logits: Floats, draw: Draw) -> int:

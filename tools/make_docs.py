@@ -31,7 +31,8 @@ def _spelling(option: dataclasses.Field[object]) -> str:
         return "`MODEL`"
     if isinstance(option.default, bool):
         return f"`--{name}`, `--no-{name}`"
-    return f"`--{name}`"
+    short = option.metadata["short"]
+    return f"`--{name}`" + (f", `-{short}`" if short else "")
 
 
 def _default(option: dataclasses.Field[object]) -> str:

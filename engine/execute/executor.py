@@ -21,5 +21,8 @@ class Executor(Protocol):
     def execute(self, batch: Batch) -> Future[StepResult]:
         """Start a step; the future holds one ChunkResult per chunk, or the worker's exception."""
 
+    def check(self) -> None:
+        """Raises what a worker has failed with since, also between steps."""
+
     def close(self) -> None:
         """End the workers. Idempotent."""

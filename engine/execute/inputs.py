@@ -1,7 +1,7 @@
 """The permanent rows of one worker, and a step's input tensors built from them.
 
-A row mirrors a live request: its ids, sampling and block tables. Only `apply` and `append` change it, before and after
-a step; the tensors of a step are fresh copies, so nothing that a step reads is edited.
+A row mirrors a live request: its ids, sampling and block tables. Only `apply` changes it, before a step; the
+tensors of a step are fresh copies, so nothing that a step reads is edited.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Rows:
         return ids
 
     def apply(self, batch: Batch) -> None:
-        """Fill new rows and append new blocks."""
+        """Fill new rows, append new ids and blocks."""
         for new in batch.new_rows:
             self._rows[new.row] = Row(new.sampling, new.num_prompt, new.prompt_logprobs)
             self._ids[new.row, : len(new.ids)] = new.ids
@@ -57,17 +57,15 @@ class Rows:
             for counts in self._num_blocks:
                 counts[new.row] = 0
         for chunk in batch.chunks:
+            if chunk.new_ids:
+                start = self._num_ids[chunk.row]
+                self._ids[chunk.row, start : start + len(chunk.new_ids)] = chunk.new_ids
+                self._num_ids[chunk.row] = start + len(chunk.new_ids)
             for table, counts, blocks in zip(self._tables, self._num_blocks, chunk.new_blocks, strict=True):
                 if blocks:
                     start = counts[chunk.row]
                     table[chunk.row, start : start + len(blocks)] = blocks
                     counts[chunk.row] = start + len(blocks)
-
-    def append(self, row: int, token_id: int) -> None:
-        """A sampled id; the last one that the context has room for is not kept, since it is never computed."""
-        if self._num_ids[row] < self._ids.shape[1]:
-            self._ids[row, self._num_ids[row]] = token_id
-        self._num_ids[row] += 1
 
     def build(self, chunks: Sequence[Chunk], device: torch.device) -> StepInputs:
         """Input tensors for the chunks, in their order."""

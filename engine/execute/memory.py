@@ -1,7 +1,8 @@
 """How much KV cache there is, and how it is cut into blocks. The sums are torch-free.
 
-All KV groups draw equal-byte blocks from one pool: a block of `block_bytes` holds `block_size` tokens of the group with
-the most bytes per token, and a power of two times as many of a group with fewer.
+All KV groups draw equal-byte blocks from one pool: a block holds `block_size` tokens of the group with the most bytes
+per token, and a power of two times as many of a group with fewer. Ranks agree on the tokens in a block and on the
+number of blocks; a block's bytes differ with the KV heads and layers that a rank holds.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ CPU_SMALLEST = 256 << 20  # bytes; a small model's default cache is at least thi
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The KV cache of one rank: `num_blocks` blocks of `block_bytes`, and what each group puts into one."""
+    """The KV cache of one rank: `num_blocks` blocks of `block_bytes`, and what each group puts into one.
+
+    Of several ranks' layouts the one with the largest `block_bytes` is what limits them all."""
 
     groups: tuple[GroupLayout, ...]
     block_bytes: int
@@ -44,21 +47,30 @@ def bytes_per_token(group: KVGroup, element_bytes: int) -> int:
     return len(group.layers) * 2 * group.kv_heads * group.head_dim * element_bytes
 
 
-def plan_cache(groups: Sequence[KVGroup], element_bytes: int, block_size: int, num_bytes: int) -> CacheLayout:
-    """Cut `num_bytes` into blocks whose largest group holds `block_size` tokens (a power of two)."""
-    sizes = [bytes_per_token(group, element_bytes) for group in groups]
+def plan_cache(
+    whole: Sequence[KVGroup], own: Sequence[KVGroup], element_bytes: int, block_size: int, num_bytes: int
+) -> CacheLayout:
+    """Cut `num_bytes` of one rank into blocks.
+
+    whole: the model's groups, which alone decide how many tokens of each lie in a block, so that all ranks agree: the
+    largest group has `block_size` (a power of two). own: the same groups with the layers and KV heads of this rank; a
+    block has the bytes that the neediest of them takes. A rank without any KV has blocks of one element.
+    """
+    sizes = [bytes_per_token(group, element_bytes) for group in whole]
     layouts = []
-    for group, size in zip(groups, sizes, strict=True):
+    for group, size in zip(whole, sizes, strict=True):
         times = 1 << ((max(sizes) // size).bit_length() - 1)
         layouts.append(GroupLayout(block_size * times, group.window))
-    block_bytes = block_size * max(sizes)
+    needs = [lie.block_size * bytes_per_token(group, element_bytes) for lie, group in zip(layouts, own, strict=True)]
+    block_bytes = max(*needs, element_bytes)
     return CacheLayout(tuple(layouts), block_bytes, num_bytes // block_bytes)
 
 
-def default_cpu_bytes(one_request: int) -> int:
-    """Size of the KV cache on a CPU when the user names none. `one_request`: bytes for one of full length."""
-    wanted = max(CPU_CONCURRENCY * one_request, CPU_SMALLEST)
-    return min(wanted, int(CPU_SHARE * free_memory()))
+def default_cpu_bytes(one_request: int, local_ranks: int) -> int:
+    """Size of one rank's KV cache on a CPU when the user names none. `one_request`: its bytes for one of full length.
+    local_ranks: that share the machine's memory."""
+    wanted = max(CPU_CONCURRENCY * one_request, CPU_SMALLEST // local_ranks)
+    return min(wanted, int(CPU_SHARE * free_memory()) // local_ranks)
 
 
 def check_capacity(layout: CacheLayout, max_model_len: int, max_chunk: int, device: str) -> None:

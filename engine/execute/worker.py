@@ -1,4 +1,4 @@
-"""One rank: a model, its KV cache, its rows and the sampler. Runs a Batch to its sampled ids.
+"""One rank: its shard of a model, its KV cache, its rows and the sampler. Runs a Batch to its sampled ids.
 
 Knows nothing of requests, queues or time; the scheduler's Batch says all.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,10 +21,14 @@ from serve_llm.engine.execute.inputs import Rows
 from serve_llm.engine.execute.memory import CacheLayout
 from serve_llm.engine.model.decoder import Decoder
 from serve_llm.engine.model.inputs import StepInputs
+from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import KVGroup, ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
+from serve_llm.engine.parallel.comm import Neighbours
 from serve_llm.engine.sample.logprobs import prompt_logprobs
-from serve_llm.engine.sample.sampler import BrokenLogits, Sampler, SampleRow
+from serve_llm.engine.sample.sampler import Sampler, SampleRow
+from serve_llm.engine.sample.split import SplitSampler
+from serve_llm.engine.sample.vocabulary import Vocabulary
 from serve_llm.engine.schedule.batch import Batch, Chunk, ChunkResult, NewRow
 from serve_llm.engine.types import Sampling, TokenLogprobs
 from serve_llm.engine.weights.place import load_model
@@ -35,19 +40,31 @@ NOT_FINITE = "the model gave numbers that are not finite"
 
 
 class Worker:
-    """Loads at construction; afterwards `layout` says how much KV cache there is."""
+    """Loads its shard at construction; then `num_blocks` KV blocks have room here, and `allocate` makes as many as all
+    ranks agreed on."""
 
-    def __init__(self, config: Config, spec: ModelSpec, weights: WeightMap) -> None:
+    def __init__(
+        self, config: Config, spec: ModelSpec, weights: WeightMap, shard: Shard, neighbours: Neighbours
+    ) -> None:
         self._config = config
         self._device = torch.device(config.device)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
-        self._groups = spec.kv_groups
+        self._whole_groups, self._groups = spec.kv_groups, shard.kv_groups(spec)
+        self._shard, self._neighbours = shard, neighbours
         self._decoder = self._load(spec, weights)
-        self.layout = self._plan()
-        memory.check_capacity(self.layout, config.max_model_len, config.max_num_batched_tokens, config.device)
-        self._caches = allocate_cache(self.layout, self._groups, self._dtype, self._device)
-        self._rows = Rows(self.layout.groups, config.max_num_seqs, config.max_model_len)
-        self._sampler = Sampler(spec.vocab_size, self._device)
+        self._layout = self._plan()
+        self.num_blocks = self._layout.num_blocks
+        self._vocabulary = Vocabulary(shard.vocabularies(spec.vocab_size), neighbours.tensor)
+        self._sampler: Sampler | SplitSampler = Sampler(spec.vocab_size, self._device)
+        if neighbours.tensor.size > 1:
+            self._sampler = SplitSampler(self._sampler, self._vocabulary, neighbours.tensor)
+
+    def allocate(self, num_blocks: int) -> CacheLayout:
+        """Make the KV cache, of the smallest `num_blocks` of all ranks, and the rows."""
+        self._layout = replace(self._layout, num_blocks=num_blocks)
+        self._caches = allocate_cache(self._layout, self._groups, self._dtype, self._device)
+        self._rows = Rows(self._layout.groups, self._config.max_num_seqs, self._config.max_model_len)
+        return self._layout
 
     def _load(self, spec: ModelSpec, weights: WeightMap) -> Decoder:
         started = time.perf_counter()
@@ -62,6 +79,8 @@ class Worker:
                 Path(config.directory),
                 spec,
                 weights,
+                shard=self._shard,
+                neighbours=self._neighbours,
                 dtype=self._dtype,
                 device=self._device,
                 load_format=config.load_format,
@@ -73,13 +92,19 @@ class Worker:
 
     def _plan(self) -> CacheLayout:
         config = self._config
-        element_bytes = self._dtype.itemsize
-        empty = memory.plan_cache(self._groups, element_bytes, config.block_size, 0)
+
+        def planned(num_bytes: int) -> CacheLayout:
+            return memory.plan_cache(
+                self._whole_groups, self._groups, self._dtype.itemsize, config.block_size, num_bytes
+            )
+
+        empty = planned(0)
         one_request = empty.block_bytes * empty.blocks_per_request(config.max_model_len, config.max_num_batched_tokens)
-        num_bytes = config.kv_cache_memory
-        if num_bytes is None:
-            num_bytes = memory.default_cpu_bytes(one_request) if config.device == "cpu" else self._free_on_gpu(empty)
-        return memory.plan_cache(self._groups, element_bytes, config.block_size, num_bytes)
+        if config.kv_cache_memory is not None:
+            return planned(config.kv_cache_memory)
+        if config.device == "cpu":
+            return planned(memory.default_cpu_bytes(one_request, self._neighbours.local_ranks))
+        return planned(self._free_on_gpu(empty))
 
     def _free_on_gpu(self, empty: CacheLayout) -> int:
         """Bytes left for the cache on a GPU: its share, less what a step of the largest size was seen to take."""
@@ -92,9 +117,11 @@ class Worker:
         torch.cuda.reset_peak_memory_stats(device)
         with torch.inference_mode():
             new = NewRow(0, [0] * count, count, Sampling(max_tokens=1, seed=0), None)
-            self._rows.apply(Batch([new], [Chunk(0, 0, count, table, True)]))
-            hidden = self._forward(self._rows.build([Chunk(0, 0, count, table, True)], device))
-            self._decoder.logits(hidden[-1:].expand(min(config.max_num_seqs, count), -1))
+            chunk = Chunk(0, 0, count, table, True, [])
+            self._rows.apply(Batch([new], [chunk]))
+            hidden = self._decoder.forward(self._rows.build([chunk], device), self._caches)
+            if self._shard.is_last:
+                self._vocabulary.whole(self._decoder.logits(hidden[-1:].expand(min(config.max_num_seqs, count), -1)))
         peak = torch.cuda.max_memory_allocated(device) - small.num_bytes
         self._caches = []
         torch.cuda.empty_cache()
@@ -104,39 +131,35 @@ class Worker:
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[ChunkResult]:
-        """Compute a batch. One result per chunk, in order."""
+        """Compute a batch. On the rank that samples one result per chunk, in order; on others none."""
         self._rows.apply(batch)
         inputs = self._rows.build(batch.chunks, self._device)
-        hidden = self._forward(inputs)  # (tokens, width)
+        hidden = self._decoder.forward(inputs, self._caches)  # (tokens, width)
+        if not self._shard.is_last:
+            return []
         results = [ChunkResult() for _ in batch.chunks]
         self._add_prompt_logprobs(batch.chunks, inputs, hidden, results)
         self._add_samples(batch.chunks, inputs, hidden, results)
-        return results
-
-    def _forward(self, inputs: StepInputs) -> Tensor:
-        return self._decoder.forward(inputs, self._caches)
+        return results if self._shard.is_output else []
 
     def _add_samples(
         self, chunks: Sequence[Chunk], inputs: StepInputs, hidden: Tensor, results: list[ChunkResult]
     ) -> None:
         sampled = [index for index, chunk in enumerate(chunks) if chunk.sample]
+        if not sampled:
+            return
         rows = []
         for index in sampled:
             row = self._rows[chunks[index].row]
             ids = self._rows.ids(chunks[index].row)
             rows.append(SampleRow(row.sampling, ids[: row.num_prompt], ids[row.num_prompt :]))
-        while sampled:
-            last = torch.tensor([inputs.query_starts[index + 1] - 1 for index in sampled], device=self._device)
-            try:
-                found = self._sampler.sample(self._decoder.logits(hidden[last]), rows)
-                break
-            except BrokenLogits as error:  # their requests end; the others are sampled again without them
-                for place in sorted(error.rows, reverse=True):
-                    results[sampled.pop(place)].error = NOT_FINITE
-                    del rows[place]
-        for index, choice in zip(sampled, found if sampled else [], strict=True):
-            results[index].token_id, results[index].logprobs = choice.token_id, choice.logprobs
-            self._rows.append(chunks[index].row, choice.token_id)
+        last = torch.tensor([inputs.query_starts[index + 1] - 1 for index in sampled], device=self._device)
+        choices = self._sampler.sample(self._decoder.logits(hidden[last]), rows)
+        for index, choice in zip(sampled, choices, strict=True):
+            if choice is None:
+                results[index].error = NOT_FINITE
+            else:
+                results[index].token_id, results[index].logprobs = choice.token_id, choice.logprobs
 
     def _add_prompt_logprobs(
         self, chunks: Sequence[Chunk], inputs: StepInputs, hidden: Tensor, results: list[ChunkResult]
@@ -151,10 +174,12 @@ class Worker:
                 for start in range(0, len(following), LOGPROB_ROWS):
                     part = following[start : start + LOGPROB_ROWS]
                     logits = self._decoder.logits(hidden[first + start : first + start + len(part)])
-                    try:
-                        found += prompt_logprobs(logits, part.tolist(), row.prompt_logprobs)
-                    except ValueError:
-                        results[index].error = NOT_FINITE
+                    whole = self._vocabulary.whole(logits)
+                    if self._shard.is_output:
+                        try:
+                            found += prompt_logprobs(whole, part.tolist(), row.prompt_logprobs)
+                        except ValueError:
+                            results[index].error = NOT_FINITE
                 results[index].prompt_logprobs = found
 
 

@@ -1,30 +1,47 @@
-"""The attention part of a layer: projections, optional norms of heads, rope, cache, scores. Weights by `Builder`."""
+"""The attention part of a layer: projections, optional norms of heads, rope, cache, scores. Weights by `Builder`.
+
+A rank computes its own query heads over the KV heads that they read; the output projection sums over the ranks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
+from torch.nn import functional
 
 from serve_llm.engine.model import spec
 from serve_llm.engine.model.build import Builder, RowWise
 from serve_llm.engine.model.inputs import GroupInputs, StepInputs
+from serve_llm.engine.parallel.layout import HeadShare
 
 Angles = tuple[Tensor, Tensor]  # cos, sin: (tokens, head_dim / 2) float32
+Attend = Callable[..., Tensor]  # `kernels.attention.paged_attention`
 
 
 class Attention:
     def __init__(self, mixer: spec.Attention, width: int, build: Builder) -> None:
+        own = build.shard.attention(mixer)
         self.kernels = build.kernels
-        self.heads, self.kv_heads, self.head_dim = mixer.heads, mixer.kv_heads, mixer.head_dim
+        self.heads, self.kv_heads, self.head_dim = len(own.heads), len(own.kv_heads), mixer.head_dim
         self.scale, self.window = mixer.scale, mixer.window
-        self.widths = [mixer.heads * mixer.head_dim, *[mixer.kv_heads * mixer.head_dim] * 2]
-        self.qkv = build.linear(dict(zip("qkv", self.widths, strict=True)), width, bias=mixer.qkv_bias)
-        self.output = build.linear({"output": width}, self.widths[0], bias=mixer.output_bias)
+        self.widths = [self.heads * self.head_dim, *[self.kv_heads * self.head_dim] * 2]
+        queries, keys = _elements(own.heads, self.head_dim), _elements(own.kv_heads, self.head_dim)
+        whole_queries, whole_keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
+        self.qkv = build.columns(
+            {"q": whole_queries, "k": whole_keys, "v": whole_keys},
+            width,
+            {"q": queries, "k": keys, "v": keys},
+            bias=mixer.qkv_bias,
+        )
+        self.output = build.rows("output", width, whole_queries, queries, bias=mixer.output_bias)
         self.norms: tuple[RowWise, RowWise] | None = None
         if mixer.head_norm is not None:
             self.norms = (
                 build.norm("q_norm", mixer.head_norm, mixer.head_dim),
                 build.norm("k_norm", mixer.head_norm, mixer.head_dim),
             )
+        self.attend = _attend(own, mixer.heads // mixer.kv_heads, build.kernels.paged_attention)
 
     def forward(
         self, hidden: Tensor, inputs: StepInputs, group: GroupInputs, cache: Tensor, angles: Angles | None
@@ -39,7 +56,7 @@ class Attention:
         if angles is not None:
             query, key = self.kernels.apply_rope(query, key, *angles)
         self.kernels.write_cache(key, value, cache, group.slots)
-        mixed = self.kernels.paged_attention(
+        mixed = self.attend(
             query,
             cache,
             group.block_table,
@@ -49,3 +66,44 @@ class Attention:
             window=self.window,
         )
         return self.output(mixed.flatten(1))
+
+
+class HeadlessAttention(Attention):
+    """On a rank without a head (more ranks than heads): it takes part in the sum and has nothing to add but a bias."""
+
+    def forward(
+        self, hidden: Tensor, inputs: StepInputs, group: GroupInputs, cache: Tensor, angles: Angles | None
+    ) -> Tensor:
+        """hidden: (tokens, width) -> (tokens, width)."""
+        return self.output(hidden[:, :0])
+
+
+def attention(mixer: spec.Attention, width: int, build: Builder) -> Attention:
+    """The attention of this rank."""
+    kind = Attention if build.shard.attention(mixer).heads else HeadlessAttention
+    return kind(mixer, width, build)
+
+
+def _elements(heads: range, head_dim: int) -> range:
+    return range(heads.start * head_dim, heads.stop * head_dim)
+
+
+def _attend(own: HeadShare, group: int, attend: Attend) -> Attend:
+    """`attend` for a rank whose KV heads are read by different numbers of its query heads.
+
+    The kernel wants as many query heads for each KV head. Only the first and the last KV head can have fewer than the
+    others, so zeros in front of the query heads and behind them make all equal:
+
+        group 7, heads 10 .. 18 of KV heads 1, 2:   0 10 11 12 13 | 14 15 16 17 18
+    """
+    counts = [0] * len(own.kv_heads)
+    for head in own.heads:
+        counts[head // group - own.kv_heads.start] += 1
+    if len(set(counts)) <= 1:
+        return attend
+    front, behind, heads = max(counts) - counts[0], max(counts) - counts[-1], len(own.heads)
+
+    def padded(query: Tensor, *args: object, **kwargs: object) -> Tensor:
+        return attend(functional.pad(query, (0, 0, front, behind)), *args, **kwargs)[:, front : front + heads]
+
+    return padded

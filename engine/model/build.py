@@ -1,42 +1,92 @@
-"""What the parts of a model are built with: their weights by name, and the kernels."""
+"""What the parts of a model are built with: their weights by name, this rank's share of them, and the kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import Norm
+from serve_llm.engine.parallel.comm import Neighbours
 from serve_llm.kernels.linear import Linear
 from serve_llm.kernels.table import Kernels
 
-Load = Callable[[str, tuple[int, ...]], Tensor]  # parameter name, shape -> tensor of the model's dtype on its device
 RowWise = Callable[[Tensor], Tensor]  # (rows, width) -> (rows, other width)
+
+
+class Part(NamedTuple):
+    """Consecutive entries of a parameter's rows (dimension 0) or columns (1); may be none."""
+
+    dimension: int
+    own: range
+
+
+class Load(Protocol):
+    """Reads parameters."""
+
+    def __call__(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+        """The parameter of this name, or only a part of it, of the model's dtype on its device.
+
+        shape: of the whole parameter, (outputs, inputs) or (outputs,). What is returned is not to be kept: it may be
+        part of a mapped file.
+        """
 
 
 @dataclass(frozen=True)
 class Builder:
-    load: Load  # what it returns is not to be kept: it may be part of a mapped file
+    load: Load
     kernels: Kernels
+    shard: Shard
+    neighbours: Neighbours
     prefix: str = ""
 
     def within(self, name: str) -> Builder:
         """A builder whose names start with this builder's prefix and `name`."""
         return replace(self, prefix=f"{self.prefix}{name}.")
 
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        """A parameter that is used as it is."""
-        return self.load(self.prefix + name, shape).clone(memory_format=torch.contiguous_format)
+    def tensor(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
+        """A parameter that is used as it is. shape: of the whole."""
+        return self.load(self.prefix + name, shape, part).clone(memory_format=torch.contiguous_format)
 
-    def linear(self, outputs: dict[str, int], inputs: int, *, bias: bool = False) -> Linear:
-        """One product for several parameters over the same input: their outputs stand side by side, in this order."""
+    def linear(self, name: str, outputs: int, inputs: int) -> Linear:
+        """A product that every rank computes in whole."""
+        return self.columns({name: outputs}, inputs, {name: range(outputs)})
+
+    def columns(
+        self, outputs: Mapping[str, int], inputs: int, own: Mapping[str, range], *, bias: bool = False
+    ) -> Linear:
+        """Column-parallel (Megatron-LM, arXiv:1909.08053): of each parameter's outputs those in `own`.
+
+        One product for several parameters over the same input: their outputs stand side by side, in this order.
+        """
 
         def joined(kind: str, *shape: int) -> Tensor:
-            return torch.cat([self.load(f"{self.prefix}{name}.{kind}", (n, *shape)) for name, n in outputs.items()])
+            parts = [
+                self.load(f"{self.prefix}{name}.{kind}", (count, *shape), Part(0, own[name]))
+                for name, count in outputs.items()
+            ]
+            return torch.cat(parts)
 
         return self.kernels.pack(joined("weight", inputs), joined("bias") if bias else None)
+
+    def rows(self, name: str, outputs: int, inputs: int, own: range, *, bias: bool = False) -> RowWise:
+        """Row-parallel: takes the inputs in `own` only, (rows, len(own)), and sums what all ranks of the stage have.
+
+        The bias belongs to the first rank's share, so that one rank alone computes what it would without a group.
+        """
+        weight = self.tensor(f"{name}.weight", outputs, inputs, part=Part(1, own))
+        is_first = self.shard.place == 0
+        all_or_none = Part(0, range(outputs if is_first else 0))
+        added = self.tensor(f"{name}.bias", outputs, part=all_or_none) if bias else None
+        product = self.kernels.pack(weight, added if is_first else None)
+        group = self.neighbours.tensor
+        if group.size == 1:
+            return product
+        return lambda x: group.all_reduce(product(x))
 
     def norm(self, name: str, spec: Norm, width: int) -> RowWise:
         eps, kernels = spec.eps, self.kernels

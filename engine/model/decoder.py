@@ -1,4 +1,5 @@
-"""A decoder-only language model built from a spec: ids and cached keys and values in, hidden rows and logits out.
+"""A decoder-only language model, or one rank's shard of it, built from a spec: ids and cached keys and values in,
+hidden rows and logits out.
 
 Knows no family and no file: weights come by name through a `Builder`. Branches are taken while building, none in
 forward. Callers run it under torch.inference_mode.
@@ -11,32 +12,46 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from serve_llm.engine.model.build import Builder, RowWise
-from serve_llm.engine.model.embedding import entrance
+from serve_llm.engine.model.build import Builder, Part, RowWise
+from serve_llm.engine.model.embedding import Entrance, entrance, received
 from serve_llm.engine.model.inputs import StepInputs
 from serve_llm.engine.model.layer import PLACEMENTS
 from serve_llm.engine.model.rope import AnglesOf, angles_of
-from serve_llm.engine.model.spec import ModelSpec, Rope
+from serve_llm.engine.model.spec import Layer, ModelSpec, Rope
 
 
 class Decoder:
+    """The layers of one rank. The first stage also embeds, the last one also has the head; hidden rows pass from stage
+    to stage inside `forward`."""
+
     def __init__(self, spec: ModelSpec, build: Builder, device: torch.device) -> None:
+        shard, neighbours = build.shard, build.neighbours
         outer = spec.embedding_width or spec.width
-        embedding = build.tensor("embedding.weight", spec.vocab_size, outer)
-        self._enter = entrance(spec, embedding, build)
+        own = Part(0, shard.vocabulary(spec.vocab_size))
+        self._enter: Entrance
+        if neighbours.previous is None:
+            embedding = build.tensor("embedding.weight", spec.vocab_size, outer, part=own)
+            self._enter = entrance(spec, embedding, build)
+        else:
+            self._enter = received(spec.width, neighbours.previous)
         self._layers = [
-            PLACEMENTS[layer.placement](layer, spec.width, build.within(f"layers.{index}"))
-            for index, layer in enumerate(spec.layers)
+            PLACEMENTS[spec.layers[index].placement](spec.layers[index], spec.width, build.within(f"layers.{index}"))
+            for index in shard.layers
         ]
-        self._leave = _leave(spec, outer, build)
-        head = embedding if spec.tied_head else build.tensor("head.weight", spec.vocab_size, outer)
-        self._head = build.kernels.pack(head, None)
+        self._send = None if neighbours.next is None else neighbours.next.send
+        self._leave: list[RowWise] = []
+        if neighbours.next is None:
+            self._leave = _leave(spec, outer, build)
+            if not (spec.tied_head and shard.is_first):  # else the embedding is the head
+                name = "embedding.weight" if spec.tied_head else "head.weight"
+                embedding = build.tensor(name, spec.vocab_size, outer, part=own)
+            self._leave.append(build.kernels.pack(embedding, None))
         group_of = {layer: index for index, group in enumerate(spec.kv_groups) for layer in group.layers}
-        self._group_of_layer = [group_of[layer] for layer in range(len(spec.layers))]
-        self._ropes, self._rope_of_layer = _ropes(spec, device)
+        self._group_of_layer = [group_of[layer] for layer in shard.layers]
+        self._ropes, self._rope_of_layer = _ropes([spec.layers[index] for index in shard.layers], device)
 
     def forward(self, inputs: StepInputs, caches: Sequence[Tensor]) -> Tensor:
-        """One step. caches: each layer's (blocks, 2, kv_heads, block_size, head_dim), written in place.
+        """One step. caches: each own layer's (blocks, 2, kv_heads, block_size, head_dim), written in place.
 
         Returns hidden rows (tokens, width) of the model's dtype: what `logits` takes, any selection of them.
         """
@@ -46,13 +61,15 @@ class Decoder:
             self._layers, caches, self._group_of_layer, self._rope_of_layer, strict=True
         ):
             hidden = layer.forward(hidden, inputs, inputs.groups[group], cache, angles[rope])
+        if self._send is not None:
+            self._send(hidden)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: (rows, width) as from `forward` -> (rows, vocab_size) float32."""
+        """On the last stage. hidden: (rows, width) as from `forward` -> (rows, own part of the vocabulary) float32."""
         for part in self._leave:
             hidden = part(hidden)
-        return self._head(hidden).float()
+        return hidden.float()
 
 
 def _leave(spec: ModelSpec, outer: int, build: Builder) -> list[RowWise]:
@@ -61,15 +78,15 @@ def _leave(spec: ModelSpec, outer: int, build: Builder) -> list[RowWise]:
     if spec.final_norm is not None:
         parts.append(build.norm("final_norm", spec.final_norm, spec.width))
     if spec.embedding_width is not None:
-        parts.append(build.linear({"project_out": outer}, spec.width))
+        parts.append(build.linear("project_out", outer, spec.width))
     return parts
 
 
-def _ropes(spec: ModelSpec, device: torch.device) -> tuple[list[AnglesOf], list[int]]:
-    """The distinct ropes of the model, and each layer's place among [None, *ropes]."""
+def _ropes(layers: Sequence[Layer], device: torch.device) -> tuple[list[AnglesOf], list[int]]:
+    """The distinct ropes of the layers, and each layer's place among [None, *ropes]."""
     numbers: dict[tuple[Rope, int], int] = {}
     of_layer = []
-    for layer in spec.layers:
+    for layer in layers:
         rope = layer.mixer.rope
         of_layer.append(0 if rope is None else numbers.setdefault((rope, layer.mixer.head_dim), len(numbers) + 1))
     return [angles_of(rope, head_dim, device) for rope, head_dim in numbers], of_layer

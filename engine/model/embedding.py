@@ -1,4 +1,4 @@
-"""The entrance of a model: from ids and positions to hidden rows. Weights by `Builder`."""
+"""The entrance of a stage: from ids and positions, or from the stage before, to hidden rows. Weights by `Builder`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch.nn import functional
 
 from serve_llm.engine.model.build import Builder
 from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.parallel.comm import Group, Link
 
 Entrance = Callable[[Tensor, Tensor], Tensor]  # ids, positions: (tokens,) int64 -> (tokens, width)
 
 
 def entrance(spec: ModelSpec, table: Tensor, build: Builder) -> Entrance:
-    """The embedding by `table` (vocab_size, embedding width), then a projection and learned positions if there are."""
+    """Of the first stage: the embedding, then a projection and learned positions if there are.
 
-    def embed(ids: Tensor, positions: Tensor) -> Tensor:
-        return functional.embedding(ids, table)
-
-    enter: Entrance = embed
+    table: (own rows of the vocabulary, embedding width).
+    """
+    enter = _embedding(table, build.shard.vocabulary(spec.vocab_size), build.neighbours.tensor)
     if spec.embedding_width is not None:
         enter = _projected(enter, spec.width, spec.embedding_width, build)
     if spec.positions is not None:
@@ -27,8 +27,28 @@ def entrance(spec: ModelSpec, table: Tensor, build: Builder) -> Entrance:
     return enter
 
 
+def received(width: int, previous: Link) -> Entrance:
+    """Of a later stage: hidden rows as the stage before sends them."""
+    return lambda ids, positions: previous.receive((len(ids), width))
+
+
+def _embedding(table: Tensor, own: range, group: Group) -> Entrance:
+    if group.size == 1:
+        return lambda ids, positions: functional.embedding(ids, table)
+    if not own:
+        table = table.new_zeros(1, table.shape[1])  # a lookup needs a row, if only to be masked
+
+    def embed(ids: Tensor, positions: Tensor) -> Tensor:
+        """Each id's row from the rank that has it, and zeros from all others."""
+        foreign = (ids < own.start) | (ids >= own.stop)
+        rows = functional.embedding((ids - own.start).masked_fill_(foreign, 0), table)
+        return group.all_reduce(rows.masked_fill_(foreign.unsqueeze(1), 0.0))
+
+    return embed
+
+
 def _projected(embed: Entrance, width: int, embedding_width: int, build: Builder) -> Entrance:
-    project = build.linear({"project_in": width}, embedding_width)
+    project = build.linear("project_in", width, embedding_width)
     return lambda ids, positions: project(embed(ids, positions))
 
 

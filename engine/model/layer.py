@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from serve_llm.engine.model import spec
-from serve_llm.engine.model.attention import Angles, Attention
+from serve_llm.engine.model.attention import Angles, attention
 from serve_llm.engine.model.build import Builder
 from serve_llm.engine.model.ffn import dense
 from serve_llm.engine.model.inputs import GroupInputs, StepInputs
@@ -15,7 +15,7 @@ class PreNormLayer:
     """x + f(norm(x)), twice."""
 
     def __init__(self, layer: spec.Layer, width: int, build: Builder) -> None:
-        self.mixer = Attention(layer.mixer, width, build.within("attention"))
+        self.mixer = attention(layer.mixer, width, build.within("attention"))
         self.mixer_norm = build.norm("attention_norm", layer.norm, width)
         self.ffn = dense(layer.ffn, width, build.within("ffn"))
         self.ffn_norm = build.norm("ffn_norm", layer.norm, width)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from serve_llm.engine.model.spec import Attention, Dense, KVGroup, Layer, ModelSpec
@@ -35,6 +35,18 @@ class Shard:
         """Whether hidden rows become logits here: this stage holds the final norm and the head."""
         return self.grid.stage(self.rank) == self.grid.pipeline - 1
 
+    @property
+    def is_output(self) -> bool:
+        """Whether this rank samples."""
+        return self.rank == self.grid.output_rank
+
+    def holds(self, parameter: str) -> bool:
+        """Whether a part of this parameter is here; not asked of embedding.weight and head.weight."""
+        kind, _, rest = parameter.partition(".")
+        if kind == "layers":
+            return int(rest.partition(".")[0]) in self.layers
+        return self.is_first if kind in ("positions", "project_in") else self.is_last
+
     def attention(self, mixer: Attention) -> HeadShare:
         return head_shares(mixer.heads, mixer.kv_heads, self.grid.tensor, self.weights)[self.place]
 
@@ -44,7 +56,11 @@ class Shard:
 
     def vocabulary(self, vocab_size: int) -> range:
         """Rows of the embedding and of the head."""
-        return shares(vocab_size, self.grid.tensor, self.weights, UNIT)[self.place]
+        return self.vocabularies(vocab_size)[self.place]
+
+    def vocabularies(self, vocab_size: int) -> tuple[range, ...]:
+        """The same of every place of the tensor-parallel group."""
+        return shares(vocab_size, self.grid.tensor, self.weights, UNIT)
 
     def kv_groups(self, spec: ModelSpec) -> tuple[KVGroup, ...]:
         """The model's KV groups, all of them in their order, each with the layers and KV heads of this rank."""
@@ -79,3 +95,31 @@ def layer_cost(layer: Layer, width: int) -> float:
     mixer, ffn = layer.mixer, layer.ffn
     attention = width * mixer.head_dim * 2 * (mixer.heads + mixer.kv_heads)
     return attention + width * ffn.width * (3 if ffn.gated else 2)
+
+
+def describe_split(
+    spec: ModelSpec, grid: Grid, weights: tuple[float, ...] | None = None, layers: Sequence[int] | None = None
+) -> list[str]:
+    """For the start-up log: how much each rank and each stage gets. Nothing if there is one rank. Arguments as
+    `shard_of` takes them."""
+    shards = [shard_of(spec, grid, rank, weights, layers) for rank in range(grid.size)]
+    places, lines = shards[: grid.tensor], []
+
+    def say(what: str, own: Iterable[range]) -> str:
+        return f"{what} {'+'.join(str(len(part)) for part in own)}"
+
+    if grid.tensor > 1:
+        parts = []
+        for mixer in {(layer.mixer.heads, layer.mixer.kv_heads): layer.mixer for layer in spec.layers}.values():
+            heads = [shard.attention(mixer) for shard in places]
+            parts.append(say("query heads", (one.heads for one in heads)))
+            parts.append(say(f"KV heads (of {mixer.kv_heads})", (one.kv_heads for one in heads)))
+        for ffn in {layer.ffn.width: layer.ffn for layer in spec.layers}.values():
+            parts.append(say("feed-forward columns", (shard.ffn(ffn) for shard in places)))
+        parts.append(say("vocabulary rows", places[0].vocabularies(spec.vocab_size)))
+        lines.append(f"Tensor parallel, {grid.tensor} ranks: {', '.join(parts)}")
+    if grid.pipeline > 1:
+        lines.append(
+            f"Pipeline parallel, {grid.pipeline} stages: {say('layers', (s.layers for s in shards[:: grid.tensor]))}"
+        )
+    return lines

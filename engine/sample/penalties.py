@@ -39,6 +39,19 @@ def adjust(scores: Tensor, sampling: Sampling, prompt_ids: Ids, output_ids: Ids)
         scores[torch.from_numpy(seen).to(scores.device)] -= torch.from_numpy(penalties).to(scores)
 
 
+def is_adjusted(sampling: Sampling, num_output: int) -> bool:
+    """Whether `adjust` may change the logits of the token after `num_output` others."""
+    return bool(
+        sampling.logit_bias
+        or sampling.allowed_token_ids
+        or sampling.bad_words_ids
+        or num_output < sampling.min_tokens
+        or sampling.repetition_penalty != 1.0
+        or sampling.frequency_penalty
+        or sampling.presence_penalty
+    )
+
+
 def _mask(scores: Tensor, sampling: Sampling, prompt_ids: Ids, output_ids: Ids) -> None:
     """allowed_token_ids, bad_words_ids and min_tokens. Where they leave nothing, the bans give way: an allowed id that
     ends the request early or completes a bad word is better than none."""

@@ -36,14 +36,6 @@ class Sampled:
     logprobs: TokenLogprobs | None  # if sampling.logprobs asks for them
 
 
-class BrokenLogits(ValueError):
-    """The model gave NaN or infinity, or made every allowed token impossible. `rows`: where; other rows are sound."""
-
-    def __init__(self, rows: Sequence[int]) -> None:
-        self.rows = tuple(rows)
-        super().__init__(f"the model's logits are not finite (rows {', '.join(map(str, rows))} of the batch)")
-
-
 class Sampler:
     """One per worker."""
 
@@ -51,25 +43,38 @@ class Sampler:
         self._vocab_size = vocab_size
         self._choose = choose if device.type == "cpu" else reference.choose
 
-    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
-        """The next token of each row. logits: (rows, vocab or more) float32, changed in place; columns past the
-        vocabulary are padding of the head and never drawn. Raises BrokenLogits."""
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled | None]:
+        """The next token of each row; None where the model gave NaN or infinity, or left no allowed token possible.
+
+        logits: (rows, vocab or more) float32, changed in place; columns past the vocabulary are padding of the head and
+        never drawn.
+        """
         logits = logits[:, : self._vocab_size]
         raw = [logits[i].clone() if row.sampling.logprobs is not None else None for i, row in enumerate(rows)]
         for scores, row in zip(logits, rows, strict=True):
             adjust(scores, row.sampling, row.prompt_ids, row.output_ids)
-        chosen = self._choose(logits, [_draw_of(row) for row in rows])
-        if broken := [i for i, token_id in enumerate(chosen) if token_id < 0]:
-            raise BrokenLogits(broken)
+        chosen = self.draw(logits, rows)
         return [
-            Sampled(token_id, None if scores is None else token_logprobs(scores, token_id, row.sampling.logprobs or 0))
+            None if token_id < 0 else Sampled(token_id, _logprobs(scores, token_id, row.sampling))
             for token_id, scores, row in zip(chosen, raw, rows, strict=True)
         ]
+
+    def draw(self, scores: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+        """One column of each row of adjusted logits (rows, columns) float32; -1 where they are not finite."""
+        return self._choose(scores, [_draw_of(row) for row in rows])
+
+
+def is_greedy(sampling: Sampling) -> bool:
+    return sampling.temperature < GREEDY_BELOW
+
+
+def _logprobs(scores: Tensor | None, token_id: int, sampling: Sampling) -> TokenLogprobs | None:
+    return None if scores is None else token_logprobs(scores, token_id, sampling.logprobs or 0)
 
 
 def _draw_of(row: SampleRow) -> Draw:
     sampling = row.sampling
-    if sampling.temperature < GREEDY_BELOW:
+    if is_greedy(sampling):
         return Draw(0.0, 0, 1.0, 0.0, 0.0)
     noise = uniform(sampling.seed, sampling.choice, len(row.output_ids))
     return Draw(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, noise)

@@ -1,8 +1,8 @@
 """What one engine step computes: the message from the scheduler to every worker, and the answer. A leaf.
 
 A live request owns one row from its admission until it ends or is preempted. The first batch that holds a row carries a
-NewRow with everything about it; later ones only say how far to compute and which blocks were added. Workers append the
-ids that they sample to the row themselves, so nothing has to travel back to compute the next step.
+NewRow with everything about it; later ones only say how far to compute, and which ids and blocks were added. Sampled
+ids reach all workers this way, also the one that sampled them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     count: int
     new_blocks: list[list[int]]  # per KV group: block ids appended to the row's table
     sample: bool  # the last position is the row's last known token: sample the next one
+    new_ids: list[int]  # appended to the row's ids: sampled since its last chunk
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):

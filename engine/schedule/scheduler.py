@@ -81,25 +81,32 @@ class Scheduler:
 
     # a step
 
-    def schedule(self, budget: int, now: float) -> Batch:
-        """Choose what to compute next; at most `budget` tokens. Empty if nothing can be (all waits or is in flight)."""
+    def schedule(self, budget: int, now: float, depth: int = 1) -> Batch:
+        """Choose what to compute next; at most `budget` tokens. Empty if nothing can be (all waits or is in flight).
+
+        depth: batches that are to be under way at a time. A sequence is in at most one of them, and no batch takes more
+        than its share of the sequences, so that there is work for the others.
+        """
         new_rows: list[NewRow] = []
         chunks: list[Chunk] = []
         preemptions = self._stats.num_preemptions
+        share = -(-len(self._running) // depth)
+        admissible = -(-(len(self._running) + len(self._waiting)) // depth)
         for sequence in tuple(self._running):
-            if budget > 0 and sequence.row is not None and not sequence.in_flight:
+            if budget > 0 and len(chunks) < share and sequence.row is not None and not sequence.in_flight:
                 count = min(len(sequence.ids) - sequence.num_computed, budget, self._max_chunk)
                 if self._make_room(sequence, count):
                     chunks.append(self._chunk(sequence, count))
                     budget -= count
         if self._stats.num_preemptions == preemptions:
-            self._admit(budget, now, new_rows, chunks)
+            self._admit(budget, now, admissible, new_rows, chunks)
         return Batch(new_rows, chunks)
 
-    def _admit(self, budget: int, now: float, new_rows: list[NewRow], chunks: list[Chunk]) -> None:
-        """Let waiting sequences in, in order; one that waits for another's prefix lets those behind it pass."""
+    def _admit(self, budget: int, now: float, share: int, new_rows: list[NewRow], chunks: list[Chunk]) -> None:
+        """Let waiting sequences in, in order, until the batch has `share` chunks; one that waits for another's prefix
+        lets those behind it pass."""
         for sequence in self._waiting:
-            if budget <= 0 or not self._free_rows:
+            if budget <= 0 or len(chunks) >= share or not self._free_rows:
                 return
             hit = self._find_prefix(sequence)
             if self._prefix_is_coming(sequence, hit):
@@ -171,15 +178,18 @@ class Scheduler:
             added = table[sequence.num_sent_blocks[index] :]
             new_blocks.append([max(block, 0) for block in added])  # a released entry is never looked at: any block does
             sequence.num_sent_blocks[index] = len(table)
+        new_ids = sequence.ids[sequence.num_sent_ids :]
+        sequence.num_sent_ids = len(sequence.ids)
         sequence.in_flight = True
         last = sequence.num_computed + count == len(sequence.ids)
         sample = last and sequence.sampling.max_tokens > 0
-        return Chunk(sequence.row, sequence.num_computed, count, new_blocks, sample)
+        return Chunk(sequence.row, sequence.num_computed, count, new_blocks, sample, new_ids)
 
     # rows and blocks
 
     def _new_row(self, sequence: Sequence) -> NewRow:
         assert sequence.row is not None
+        sequence.num_sent_ids = len(sequence.ids)
         prompt_logprobs = sequence.sampling.prompt_logprobs if sequence.wants_prompt_logprobs else None
         return NewRow(sequence.row, list(sequence.ids), sequence.num_prompt, sequence.sampling, prompt_logprobs)
 

@@ -48,6 +48,7 @@ class Sequence:
         self.groups = groups
         self.tables: list[list[int]] = [[] for _ in groups]
         self.num_sent_blocks = [0] * len(groups)  # of each table, known to the workers
+        self.num_sent_ids = 0  # known to the workers
         self._hashes: dict[int, list[bytes]] = {group.block_size: [] for group in groups}
         self._root = prefix.root(request.cache_salt)
 

@@ -18,11 +18,18 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
+class _Slice(Protocol):
+    """A tensor of a file, not read yet."""
+
+    def get_shape(self) -> list[int]: ...
+    def __getitem__(self, ranges: tuple[slice, ...]) -> Tensor: ...
+
+
 class _File(Protocol):
     """The part of safetensors.safe_open that is used here."""
 
     def keys(self) -> list[str]: ...
-    def get_tensor(self, name: str) -> Tensor: ...
+    def get_slice(self, name: str) -> _Slice: ...
 
 
 class Checkpoint:
@@ -48,9 +55,15 @@ class Checkpoint:
     def names(self) -> frozenset[str]:
         return frozenset(self._file_of)
 
-    def read(self, name: str) -> Tensor:
-        """The tensor as stored, on the CPU; its memory is the mapped file: do not write to it."""
-        return self._file_of[name].get_tensor(name)
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def read(self, name: str, part: tuple[range, ...] | None = None) -> Tensor:
+        """The tensor as stored, or of each dimension only a range; on the CPU. Its memory is the mapped file, of which
+        only what is used is read: do not write to it."""
+        if part is None:
+            part = tuple(range(size) for size in self.shape(name))
+        return self._file_of[name].get_slice(name)[tuple(slice(own.start, own.stop) for own in part)]
 
 
 def _open(path: Path) -> _File:

@@ -1,4 +1,5 @@
-"""From a checkpoint's tensors to a model in memory: one at a time is read, transformed, fused, packed and let go.
+"""From a checkpoint's tensors to a model in memory: of one at a time this rank's part is read, transformed, fused,
+packed and let go.
 
 Strict both ways, before the first weight is read: a tensor that nothing takes, or a parameter that nothing fills, is an
 error that names it. Knows no family: a WeightMap says which tensor goes where.
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor
 
 from serve_llm.engine.errors import ModelError
-from serve_llm.engine.model.build import Builder, Load
+from serve_llm.engine.model.build import Builder, Load, Part
 from serve_llm.engine.model.decoder import Decoder
+from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import Row, WeightMap
+from serve_llm.engine.parallel.comm import Neighbours
 from serve_llm.engine.weights.files import Checkpoint
 from serve_llm.kernels.table import choose
 
@@ -31,13 +34,15 @@ def load_model(
     spec: ModelSpec,
     weight_map: WeightMap,
     *,
+    shard: Shard,
+    neighbours: Neighbours,
     dtype: torch.dtype,
     device: torch.device,
     load_format: str = "auto",
     seed: int = 0,
     progress: Progress = lambda done, total: None,
 ) -> Decoder:
-    """Build the model of `spec` with weights of `dtype` on `device`.
+    """Build the shard's part of the model of `spec`, with weights of `dtype` on `device`.
 
     load_format: "auto" reads the checkpoint in `directory`; "dummy" reads nothing and makes random weights from `seed`.
     Raises ModelError when the checkpoint cannot be read or is not what spec and weight_map say.
@@ -49,18 +54,19 @@ def load_model(
         checkpoint = Checkpoint(directory)
         spec, sources = assign(checkpoint, spec, weight_map, str(directory))
         load = placement(checkpoint, sources, dtype, device)
-    total = sum(len(row.parameters) for row in weight_map.expanded(len(spec.layers)).values())
-    total += 1 if spec.tied_head else 2
+    expanded = weight_map.expanded(len(spec.layers)).values()
+    total = sum(shard.holds(parameter) for row in expanded for parameter in row.parameters)
+    total += shard.is_first + shard.is_last - (spec.tied_head and shard.is_first and shard.is_last)
     done = 0
 
-    def counted(name: str, shape: tuple[int, ...]) -> Tensor:
+    def counted(name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         nonlocal done
-        tensor = load(name, shape)
+        tensor = load(name, shape, part)
         done += 1
         progress(done, total)
         return tensor
 
-    return Decoder(spec, Builder(counted, choose(device)), device)
+    return Decoder(spec, Builder(counted, choose(device), shard, neighbours), device)
 
 
 def assign(
@@ -105,32 +111,40 @@ def placement(
     """The function that reads parameters; what it returns may lie in the mapped file. It raises ModelError for a wrong
     shape or for numbers that are not floating-point."""
 
-    def load(name: str, shape: tuple[int, ...]) -> Tensor:
+    def load(name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         if name not in sources:
             raise ModelError(f"no tensor of the checkpoint is known to fill {name}")
         source, row = sources[name]
-        tensor = checkpoint.read(source)
-        expected = (shape[0] * len(row.parameters), *shape[1:])
+        first = row.parameters.index(name) * shape[0]
+        own = [range(first, first + shape[0]), *(range(size) for size in shape[1:])]
+        if part is not None:
+            before = first if part.dimension == 0 else 0
+            own[part.dimension] = range(before + part.own.start, before + part.own.stop)
+        expected = [shape[0] * len(row.parameters), *shape[1:]]
         if row.transform == "transpose":
-            expected = expected[::-1]
-        if tuple(tensor.shape) != expected:
-            raise ModelError(f"{source} has shape {list(tensor.shape)}, but config.json asks for {list(expected)}")
+            expected.reverse()
+            own.reverse()
+        if checkpoint.shape(source) != tuple(expected):
+            raise ModelError(
+                f"{source} has shape {list(checkpoint.shape(source))}, but config.json asks for {expected}"
+            )
+        tensor = checkpoint.read(source, tuple(own))
         if not tensor.is_floating_point():
             raise ModelError(f"{source} is stored as {tensor.dtype}: quantised checkpoints are not supported")
-        if row.transform == "transpose":
-            tensor = tensor.T
-        part = row.parameters.index(name)
-        return tensor[part * shape[0] : (part + 1) * shape[0]].to(device, dtype)
+        return (tensor.T if row.transform == "transpose" else tensor).to(device, dtype)
 
     return load
 
 
 def dummy(seed: int, dtype: torch.dtype, device: torch.device) -> Load:
-    """Random weights for trying sizes and speeds: each depends on `seed` and its own name only. Norms are near 1."""
+    """Random weights for trying sizes and speeds: each depends on `seed` and its own name only, whatever part of it is
+    wanted. Norms are near 1."""
 
-    def load(name: str, shape: tuple[int, ...]) -> Tensor:
+    def load(name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
         values = torch.randn(shape, generator=generator) * 0.02
+        if part is not None:
+            values = values.narrow(part.dimension, part.own.start, len(part.own))
         return (values + 1.0 if name.endswith("norm.weight") else values).to(device, dtype)
 
     return load

@@ -56,6 +56,21 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     return torch.where(highest.isfinite(), torch.where(sampled, drawn, best), -1).flatten().tolist()
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """Same contract as `kernels.sampling.likeliest`."""
+    return logits.argmax(1)
+
+
+def largest(logits: Tensor, k: int) -> list[Tensor]:
+    """Same contract as `kernels.sampling.largest`."""
+    found = []
+    for row in logits:
+        highest, best = row.max(0)
+        kept = row >= row.topk(k).values[-1]
+        found.append(kept.nonzero().flatten() if highest.isfinite() else best.unsqueeze(0))
+    return found
+
+
 def logprobs(logits: Tensor, ids: Sequence[int], k: int) -> list[Logprobs]:
     """Same contract as `kernels.sampling.logprobs`."""
     if not logits.amax(1).isfinite().all():

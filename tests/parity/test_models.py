@@ -13,6 +13,9 @@ import torch
 from serve_llm.engine.model.build import Builder
 from serve_llm.engine.model.decoder import Decoder
 from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.model.shard import shard_of
+from serve_llm.engine.parallel.comm import Neighbours
+from serve_llm.engine.parallel.layout import Grid
 from serve_llm.engine.weights.files import Checkpoint
 from serve_llm.engine.weights.place import assign, placement
 from serve_llm.kernels.reference import activation, attention, linear, norm, rope
@@ -124,7 +127,7 @@ def test_reference_kernels_run_the_whole_model(family: str, tmp_path: Path) -> N
     checkpoint = Checkpoint(tmp_path)
     sources = assign(checkpoint, spec, weight_map, str(tmp_path))[1]
     load_parameter = placement(checkpoint, sources, torch.float32, CPU)
-    plain = Decoder(spec, Builder(load_parameter, REFERENCE), CPU)
+    plain = Decoder(spec, Builder(load_parameter, REFERENCE, shard_of(spec, Grid(), 0), Neighbours()), CPU)
     for prompt, ours in zip(chosen, Harness(spec, plain, torch.float32).logprobs(chosen, max_chunk=9), strict=True):
         assert (ours - reference_logprobs(tmp_path, prompt)).abs().max() < TOLERANCE
 

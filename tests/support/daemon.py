@@ -11,6 +11,8 @@ import threading
 import urllib.request
 from pathlib import Path
 
+import psutil
+
 START_SECONDS = 60.0
 SERVE_LLM = str(Path(sys.executable).with_name("serve-llm"))
 
@@ -57,6 +59,15 @@ class Daemon:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         (pid,) = (int(child) for child in children if "serve_llm.engine" in Path(f"/proc/{child}/cmdline").read_text())
         return pid
+
+    def rank_pids(self) -> dict[int, int]:
+        """Rank -> its process."""
+        found = {}
+        for process in psutil.Process(self.engine_pid()).children():
+            command = process.cmdline()
+            if "serve_llm.engine.execute.rank" in command:
+                found[int(command[command.index("--rank") + 1])] = process.pid
+        return found
 
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics by its name, labels dropped and values added up."""

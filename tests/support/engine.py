@@ -9,15 +9,31 @@ from serve_llm.engine import startup
 from serve_llm.engine.hub import read_config
 from serve_llm.engine.loop import Engine
 from serve_llm.engine.options import Options
+from serve_llm.engine.parallel.layout import Grid
 from serve_llm.engine.types import FinishReason, Output, Request, Sampling, TokenLogprobs
 from serve_llm.engine.wire import Abort, Submit
+from support.ranks import Ranks, ThreadExecutor
 
 
-def make_engine(directory: Path, **options: object) -> Engine:
-    """The engine that `serve-llm directory` with these options would start. A small cache unless one is named."""
+def make_engine(
+    directory: Path,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    split: tuple[float, ...] | None = None,
+    layers: Sequence[int] | None = None,
+    **options: object,
+) -> Engine:
+    """The engine that `serve-llm directory` with these options would start. A small cache unless one is named.
+
+    tensor, pipeline, split, layers: ranks as threads of this process (`support.ranks`).
+    """
     chosen = Options.from_kwargs(str(directory), **({"kv_cache_memory": "64MiB", "max_num_seqs": 64} | options))
-    config, spec, weights = startup.resolve_all(chosen, str(directory), read_config(directory))
-    return Engine(config, startup.build_executor(config, spec, weights))
+    raw = read_config(directory)
+    config, spec, weights = startup.resolve_all(chosen, str(directory), raw)
+    if tensor == pipeline == 1:
+        return Engine(config, startup.build_executor(config, spec, weights, raw))
+    return Engine(config, ThreadExecutor(config, spec, weights, Ranks(spec, Grid(tensor, pipeline), split, layers)))
 
 
 class Result:

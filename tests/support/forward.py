@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,11 @@ from torch import Tensor
 from serve_llm.engine.model.decoder import Decoder
 from serve_llm.engine.model.inputs import GroupInputs, StepInputs
 from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.model.shard import shard_of
 from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.weight_map import WeightMap
+from serve_llm.engine.parallel.comm import Neighbours
+from serve_llm.engine.parallel.layout import Grid
 from serve_llm.engine.weights.place import load_model
 
 CPU = torch.device("cpu")
@@ -22,7 +27,15 @@ CPU = torch.device("cpu")
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelSpec, Decoder]:
     """The checkpoint in `directory` as the engine would load it."""
     spec, weight_map = read_model(json.loads((directory / "config.json").read_text()))
-    return spec, load_model(directory, spec, weight_map, dtype=dtype, device=CPU)
+    return spec, load_whole(directory, spec, weight_map, dtype=dtype)
+
+
+def load_whole(
+    directory: Path, spec: ModelSpec, weight_map: WeightMap, dtype: torch.dtype = torch.float32, **how: Any
+) -> Decoder:
+    """`load_model` for the only rank there is."""
+    whole = shard_of(spec, Grid(), 0)
+    return load_model(directory, spec, weight_map, shard=whole, neighbours=Neighbours(), dtype=dtype, device=CPU, **how)
 
 
 class Harness:

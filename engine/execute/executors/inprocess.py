@@ -7,8 +7,11 @@ from concurrent.futures import Future
 from serve_llm.engine.config import Config
 from serve_llm.engine.execute.executor import StepResult
 from serve_llm.engine.execute.worker import Worker
+from serve_llm.engine.model.shard import shard_of
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
+from serve_llm.engine.parallel.comm import Neighbours
+from serve_llm.engine.parallel.layout import Grid
 from serve_llm.engine.schedule.batch import Batch
 
 
@@ -18,8 +21,8 @@ class InProcessExecutor:
     depth = 1
 
     def __init__(self, config: Config, spec: ModelSpec, weights: WeightMap) -> None:
-        self._worker = Worker(config, spec, weights)
-        self.layout = self._worker.layout
+        self._worker = Worker(config, spec, weights, shard_of(spec, Grid(), 0), Neighbours())
+        self.layout = self._worker.allocate(self._worker.num_blocks)
 
     def execute(self, batch: Batch) -> Future[StepResult]:
         future: Future[StepResult] = Future()
@@ -28,6 +31,9 @@ class InProcessExecutor:
         except Exception as error:
             future.set_exception(error)
         return future
+
+    def check(self) -> None:
+        """Nothing happens between steps."""
 
     def close(self) -> None:
         """Nothing outlives the process."""

@@ -40,6 +40,9 @@ class CountingExecutor:
         self.fail_at = fail_at
         self.steps = 0
 
+    def check(self) -> None:
+        pass
+
     def execute(self, batch):
         self.steps += 1
         future: Future = Future()

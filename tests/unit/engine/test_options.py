@@ -32,6 +32,11 @@ TYPED: dict[str, tuple[list[str], object]] = {
     "api_key": (["--api-key", "one", "--api-key", "two,three"], ("one", "two,three")),
     "log_level": (["--log-level", "WARNING"], "warning"),
     "device": (["--device", "cpu"], "cpu"),
+    "tensor_parallel_size": (["-tp", "3"], 3),
+    "pipeline_parallel_size": (["--pipeline-parallel-size", "2"], 2),
+    "tensor_parallel_split": (["--tensor-parallel-split", "3,1"], (3.0, 1.0)),
+    "pipeline_parallel_layers": (["--pipeline-parallel-layers", "9,8,7"], (9, 8, 7)),
+    "distributed_executor_backend": (["--distributed-executor-backend", "MP"], "mp"),
     "metrics_prefix": (["--metrics-prefix", "vllm:"], "vllm:"),
 }
 
@@ -92,6 +97,20 @@ def test_file_takes_names_with_either_dash_and_plain_values(tmp_path: Path) -> N
 def test_command_line_switches_back_on_what_the_environment_switched_off() -> None:
     assert not parse_args(["demo"], {"SERVE_LLM_NO_PREFIX_CACHING": "1"}).enable_prefix_caching
     assert parse_args(["demo", "--prefix-caching"], {"SERVE_LLM_PREFIX_CACHING": "off"}).enable_prefix_caching
+
+
+def test_short_names_are_for_the_command_line() -> None:
+    assert parse_args(["demo", "-tp", "2", "-pp=3"], {}) == parse_args(
+        ["demo", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "3"], {}
+    )
+    with pytest.raises(OptionError, match="unknown option tp"):
+        Options.from_kwargs("demo", tp=2)
+
+
+def test_shares_are_lists_or_text_with_commas() -> None:
+    for split, layers in (("3, 1.5", "9,8"), ([3, 1.5], [9, 8]), ((3.0, 1.5), ("9", "8"))):
+        options = Options.from_kwargs("demo", tensor_parallel_split=split, pipeline_parallel_layers=layers)
+        assert (options.tensor_parallel_split, options.pipeline_parallel_layers) == ((3.0, 1.5), (9, 8))
 
 
 def test_environment_lists_have_commas() -> None:

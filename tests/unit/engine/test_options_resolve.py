@@ -13,7 +13,15 @@ def decide(
     device: str = "cpu", checkpoint_dtype: str = "bfloat16", model_max_len: int = 4096, **options: object
 ) -> Config:
     said = Options.from_kwargs("demo", **options)
-    return resolve(said, "/models/demo", device=device, checkpoint_dtype=checkpoint_dtype, model_max_len=model_max_len)
+    return resolve(
+        said,
+        "/models/demo",
+        device=device,
+        checkpoint_dtype=checkpoint_dtype,
+        model_max_len=model_max_len,
+        num_layers=24,
+        executor_backend="mp" if said.tensor_parallel_size > 1 else "inprocess",
+    )
 
 
 def test_defaults() -> None:
@@ -30,6 +38,11 @@ def test_defaults() -> None:
         gpu_memory_utilization=0.9,
         enable_prefix_caching=True,
         seed=0,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        tensor_parallel_split=None,
+        pipeline_parallel_layers=None,
+        executor_backend="inprocess",
     )
     assert decide("cuda").max_num_batched_tokens == 8192
 
@@ -45,6 +58,10 @@ def test_what_the_user_says_wins() -> None:
         "enable_prefix_caching": False,
         "seed": 7,
         "load_format": "dummy",
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 3,
+        "tensor_parallel_split": (3.0, 1.0),
+        "pipeline_parallel_layers": (9, 8, 7),
     }
     config = dataclasses.asdict(decide(**said))
     assert {name: config[name] for name in said} == said
@@ -81,3 +98,18 @@ def test_unknown_checkpoint_type() -> None:
 def test_longer_than_the_model() -> None:
     with pytest.raises(OptionError, match=r"--max-model-len: 4097 .* 4096"):
         decide(max_model_len=4097)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 3, "tensor_parallel_split": "3,1"}, "--tensor-parallel-split: 2 shares, .* 3"),
+        ({"tensor_parallel_split": "3,1"}, "--tensor-parallel-split: 2 shares, but --tensor-parallel-size is 1"),
+        ({"pipeline_parallel_size": 25}, "--pipeline-parallel-size: 25 stages, but the model has only 24 layers"),
+        ({"pipeline_parallel_size": 2, "pipeline_parallel_layers": "9,8,7"}, "--pipeline-parallel-layers: 3 numbers"),
+        ({"pipeline_parallel_size": 3, "pipeline_parallel_layers": "9,8,8"}, "25 layers in all, .* 24 layers"),
+    ],
+)
+def test_shares_that_do_not_fit(options: dict[str, object], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        decide(**options)

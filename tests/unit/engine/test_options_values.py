@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_llm.engine.values import parse_bytes, parse_count
+from serve_llm.engine.values import parse_bytes, parse_count, positive_counts, positive_numbers
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,21 @@ def test_bytes(text: object, number: int) -> None:
 def test_bad_bytes(text: object) -> None:
     with pytest.raises(ValueError, match="expected bytes"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize("value", ["", "3,,1", "0,1", "-1", "a,b", "nan", "inf", [], [True], None])
+def test_bad_lists_of_numbers(value: object) -> None:
+    with pytest.raises(ValueError, match="expected numbers above 0"):
+        positive_numbers(value)
+    with pytest.raises(ValueError, match="expected whole numbers"):
+        positive_counts(value)
+
+
+@pytest.mark.parametrize("value", ["1.5", "2,1.0", [0.5]])
+def test_counts_are_whole(value: object) -> None:
+    assert positive_numbers(value)
+    with pytest.raises(ValueError, match="expected whole numbers"):
+        positive_counts(value)
 
 
 @settings(deadline=None)

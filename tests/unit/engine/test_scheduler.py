@@ -41,6 +41,7 @@ class FakeWorkers:
         results = []
         for chunk in batch.chunks:
             ids, end = self.ids[chunk.row], chunk.start + chunk.count
+            ids.extend(chunk.new_ids)
             for index, (group, blocks) in enumerate(zip(self.groups, chunk.new_blocks, strict=True)):
                 table = self.tables[chunk.row][index]
                 table.extend(blocks)
@@ -55,7 +56,6 @@ class FakeWorkers:
             if chunk.sample:
                 assert end == len(ids)
                 result.token_id = token_after(ids)
-                ids.append(result.token_id)
             results.append(result)
         return results
 
@@ -127,8 +127,12 @@ def drive(scheduler, workers, arrivals, budget, depth) -> dict[int, list[Output]
             if abort:
                 doomed.append(request.id)
         while len(under_way) < depth:
-            batch = scheduler.schedule(budget, float(step))
+            running = scheduler.stats().num_running
+            batch = scheduler.schedule(budget, float(step), depth)
             assert batch.num_tokens <= budget
+            rows = {chunk.row for chunk in batch.chunks}
+            assert not rows & {chunk.row for other, _ in under_way for chunk in other.chunks}, "in two batches"
+            assert len(rows - {new.row for new in batch.new_rows}) <= -(-running // depth), "more than its share"
             scheduler.check_integrity()
             if not batch.chunks:
                 break
@@ -229,3 +233,30 @@ def test_priority_goes_first() -> None:
         batch = scheduler.schedule(64, 0.0)
         order += [output.id for output in scheduler.commit(batch, workers.execute(batch))]
     assert order == [2, 3, 1]
+
+
+def test_batches_under_way_share_the_sequences() -> None:
+    scheduler, workers = make(max_num_seqs=7), FakeWorkers(FULL)
+    for number in range(7):
+        scheduler.add(Request(id=number, prompt_ids=[number] * 3, sampling=Sampling(max_tokens=30, seed=0)), 0.0)
+    under_way: list[tuple[Batch, list[ChunkResult]]] = []
+    for step in range(25):
+        while len(under_way) < 3:
+            batch = scheduler.schedule(64, 0.0, 3)
+            assert 1 <= len(batch.chunks) <= 3, f"a stage has nothing to do in step {step}"
+            under_way.append((batch, workers.execute(batch)))
+        assert sum(len(batch.chunks) for batch, _ in under_way) == 7  # everybody is under way
+        scheduler.commit(*under_way.pop(0))
+
+
+def test_sampled_ids_reach_the_workers_with_the_next_chunk() -> None:
+    scheduler, workers = make(), FakeWorkers(FULL)
+    scheduler.add(Request(id=0, prompt_ids=[1, 2, 3], sampling=Sampling(max_tokens=4, seed=0)), 0.0)
+    sampled: list[int | None] = []
+    while scheduler.has_work:
+        batch = scheduler.schedule(64, 0.0)
+        assert batch.chunks[0].new_ids == sampled[-1:]
+        results = workers.execute(batch)
+        sampled.append(results[0].token_id)
+        scheduler.commit(batch, results)
+    assert workers.ids[0] == [1, 2, 3, *sampled[:-1]]

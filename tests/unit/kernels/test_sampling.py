@@ -213,3 +213,24 @@ def test_logprobs(kernel: object, seed: int, vocab: int, k: int, distinct: bool)
 def test_logprobs_of_broken_logits(kernel: object) -> None:
     with pytest.raises(ValueError, match="not finite"):
         kernel.logprobs(torch.tensor([[0.0, math.nan]]), [0], 1)
+
+
+@BOTH
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_likeliest_and_largest(kernel: object, vocab: int) -> None:
+    logits = (torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab)) * 4).round() / 2  # many are equal
+    assert kernel.likeliest(logits).tolist() == [row.tolist().index(row.max()) for row in logits]
+    for k in {1, min(3, vocab), vocab}:
+        for row, found in zip(logits, kernel.largest(logits, k), strict=True):
+            floor = sorted(row.tolist())[-k]
+            assert found.tolist() == [token_id for token_id, value in enumerate(row.tolist()) if value >= floor]
+
+
+@BOTH
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_likeliest_and_largest_of_broken_rows(kernel: object, value: float) -> None:
+    logits = torch.tensor([[1.0, 5.0, value, 2.0], [4.0, 3.0, 2.0, 4.0]])
+    assert kernel.likeliest(logits).tolist() == [2, 0]
+    assert [found.tolist() for found in kernel.largest(logits, 2)] == [[2], [0, 3]]
+    nothing = torch.full((1, 3), -math.inf)
+    assert len(kernel.largest(nothing, 2)[0]) == 1

@@ -8,7 +8,7 @@ import torch
 
 from serve_llm.engine.sample.logprobs import prompt_logprobs
 from serve_llm.engine.sample.noise import uniform
-from serve_llm.engine.sample.sampler import BrokenLogits, Sampled, Sampler, SampleRow
+from serve_llm.engine.sample.sampler import Sampled, Sampler, SampleRow
 from serve_llm.engine.types import Sampling
 
 VOCAB = 1003
@@ -23,7 +23,7 @@ STYLES: list[dict[str, object]] = [
 ]
 
 
-def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[Sampled]:
+def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[Sampled | None]:
     return Sampler(VOCAB, CPU).sample(logits.clone(), rows)
 
 
@@ -120,17 +120,17 @@ def test_columns_past_the_vocabulary_are_never_drawn() -> None:
     assert found[0].logprobs is not None and found[0].logprobs.rank == 1
 
 
-def test_broken_rows_are_named() -> None:
+def test_broken_rows_are_none_and_others_as_without_them() -> None:
     logits = random_logits(4, 5)
     logits[1, 7] = math.nan
     logits[3] = -math.inf
-    with pytest.raises(BrokenLogits, match=r"not finite \(rows 1, 3 ") as caught:
-        sample(logits, [row(temperature=0.0), row(temperature=0.0), row(), row(logprobs=1)])
-    assert caught.value.rows == (1, 3)
+    rows = [row(temperature=0.0), row(temperature=0.0), row(), row(logprobs=1)]
+    found = sample(logits, rows)
+    assert [choice is None for choice in found] == [False, True, False, True]
+    assert [found[0], found[2]] == sample(logits[[0, 2]], [rows[0], rows[2]])
 
 
 def test_allowed_tokens_that_the_model_excludes() -> None:
     logits = random_logits(1, 6)
     logits[0, 5] = -math.inf
-    with pytest.raises(BrokenLogits):
-        sample(logits, [row(allowed_token_ids=(5,))])
+    assert sample(logits, [row(allowed_token_ids=(5,))]) == [None]

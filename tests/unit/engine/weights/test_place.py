@@ -12,9 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from serve_llm.engine.errors import ModelError
+from serve_llm.engine.model.build import Part
 from serve_llm.engine.model.registry import read_model
-from serve_llm.engine.weights.place import load_model
-from support.forward import CPU, Harness, load
+from serve_llm.engine.parallel.layout import Grid
+from serve_llm.engine.weights.files import Checkpoint
+from serve_llm.engine.weights.place import assign, dummy, load_model, placement
+from support.forward import CPU, Harness, load, load_whole
+from support.ranks import Ranks
 from support.reference import reference_logprobs
 from support.tiny import FAMILIES, make_checkpoint
 
@@ -44,6 +48,17 @@ def test_each_missing_tensor_is_named(family: str, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="lacks") as caught:
             load(tmp_path)
         assert str(caught.value) == f"{tmp_path}: the checkpoint lacks {missing}"
+
+
+@pytest.mark.parametrize("missing", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"])
+def test_every_rank_names_what_is_missing(missing: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    rewrite(tmp_path, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != missing})
+    spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))
+    ranks = Ranks(spec, Grid(2, 2))
+    for shard, neighbours in zip(ranks.shards, ranks.neighbours, strict=True):
+        with pytest.raises(ModelError, match=f"lacks {missing}"):
+            load_model(tmp_path, spec, weight_map, shard=shard, neighbours=neighbours, dtype=torch.float32, device=CPU)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -156,26 +171,66 @@ class TestFiles:
             load(tmp_path)
 
 
-@pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_progress_counts_every_parameter(family: str, load_format: str, tmp_path: Path) -> None:
+def test_parts_are_the_parts_of_the_whole(family: str, tmp_path: Path) -> None:
+    """Whatever way a checkpoint stores a parameter: transposed, fused with others, or plain."""
     make_checkpoint(tmp_path, family)
     spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))
-    seen: list[tuple[int, int]] = []
+    checkpoint = Checkpoint(tmp_path)
+    sources = assign(checkpoint, spec, weight_map, "here")[1]
+    ways = (placement(checkpoint, sources, torch.float32, CPU), dummy(3, torch.float32, CPU))
+    width, ffn = spec.width, spec.layers[0].ffn.width
+    heads = spec.layers[0].mixer.heads * spec.layers[0].mixer.head_dim
+    for name, shape in {
+        "embedding.weight": (spec.vocab_size, width),
+        "layers.1.attention.q.weight": (heads, width),
+        "layers.2.attention.output.weight": (width, heads),
+        "layers.0.ffn.up.weight": (ffn, width),
+        "layers.0.ffn.down.weight": (width, ffn),
+        "layers.0.attention_norm.weight": (width,),
+    }.items():
+        for load_parameter in ways:
+            whole = load_parameter(name, shape)
+            assert tuple(whole.shape) == shape
+            for dimension in range(len(shape)):
+                for own in (range(0), range(5, 19), range(shape[dimension] - 1, shape[dimension])):
+                    part = load_parameter(name, shape, Part(dimension, own))
+                    assert torch.equal(part, whole.narrow(dimension, own.start, len(own)))
 
-    def progress(done: int, total: int) -> None:
-        seen.append((done, total))
 
-    load_model(
-        tmp_path,
-        spec,
-        weight_map,
-        dtype=torch.float32,
-        device=CPU,
-        load_format=load_format,
-        progress=progress,
+def test_parts_of_a_fused_tensor_do_not_touch_its_neighbours(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "gpt2")
+    fused = load_file(tmp_path / "model.safetensors")["transformer.h.1.attn.c_attn.weight"]  # (inputs, q k v)
+    spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))
+    checkpoint = Checkpoint(tmp_path)
+    sources = assign(checkpoint, spec, weight_map, "here")[1]
+    found = placement(checkpoint, sources, torch.float32, CPU)(
+        "layers.1.attention.k.weight", (57, 57), Part(0, range(19, 38))
     )
-    assert seen == [(n + 1, len(seen)) for n in range(len(seen))]
+    assert torch.equal(found, fused.T[57 + 19 : 57 + 38])
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("grid", [Grid(), Grid(8), Grid(2, 3)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_progress_counts_every_parameter(family: str, grid: Grid, load_format: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family)
+    spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))
+    ranks = Ranks(spec, grid)
+    for shard, neighbours in zip(ranks.shards, ranks.neighbours, strict=True):
+        seen: list[tuple[int, int]] = []
+        load_model(
+            tmp_path,
+            spec,
+            weight_map,
+            shard=shard,
+            neighbours=neighbours,
+            dtype=torch.float32,
+            device=CPU,
+            load_format=load_format,
+            progress=lambda done, total, seen=seen: seen.append((done, total)),
+        )
+        assert seen == [(n + 1, len(seen)) for n in range(len(seen))]
 
 
 def test_dummy_weights_depend_on_seed_only(tmp_path: Path) -> None:
@@ -184,7 +239,7 @@ def test_dummy_weights_depend_on_seed_only(tmp_path: Path) -> None:
 
     def dummy(seed: int) -> Tensor:
         nowhere = tmp_path / "nowhere"
-        decoder = load_model(nowhere, spec, weight_map, dtype=torch.float32, device=CPU, load_format="dummy", seed=seed)
+        decoder = load_whole(nowhere, spec, weight_map, load_format="dummy", seed=seed)
         return Harness(spec, decoder, torch.float32).logprobs([PROMPT])[0]
 
     first = dummy(1)

@@ -1,0 +1,68 @@
+"""Which executor runs the ranks, and why: a rule over a few facts. No torch, so that ranks can be started first."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from serve_llm.engine.errors import OptionError
+from serve_llm.engine.options import Options
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the choice depends on."""
+
+    asked: str | None  # --distributed-executor-backend
+    num_ranks: int
+    in_placement_group: bool  # of Ray
+    num_gpus: int | None  # that this host has for us; None: ranks run on the CPU, which takes any number
+
+
+@dataclass(frozen=True)
+class Choice:
+    backend: str  # "inprocess" | "mp" | "ray"
+    reason: str
+
+
+def choose(facts: Facts) -> Choice:
+    """Raises OptionError for an executor that cannot run so many ranks."""
+    ranks, gpus = facts.num_ranks, facts.num_gpus
+    if facts.asked == "inprocess" and ranks > 1:
+        raise OptionError(f"--distributed-executor-backend: inprocess runs one rank, not {ranks}; use mp or ray")
+    if facts.asked == "mp" and gpus is not None and gpus < ranks:
+        raise OptionError(f"--distributed-executor-backend: mp needs {ranks} GPUs on this host, which has {gpus}")
+    if facts.asked is not None:
+        return Choice(facts.asked, "it was asked for")
+    if facts.in_placement_group:
+        return Choice("ray", "this runs inside a Ray placement group")
+    if ranks == 1:
+        return Choice("inprocess", "there is one rank")
+    if gpus is None:
+        return Choice("mp", f"{ranks} ranks fit on a CPU host")
+    if gpus >= ranks:
+        return Choice("mp", f"this host has {gpus} GPUs for {ranks} ranks")
+    return Choice("ray", f"{ranks} ranks need more than the {gpus} GPUs of this host")
+
+
+def look_around(options: Options, in_placement_group: bool = False) -> Facts:
+    """The facts, for what the user asked for on this host."""
+    gpus = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) if options.device != "cpu" else 0
+    return Facts(
+        asked=options.distributed_executor_backend,
+        num_ranks=options.tensor_parallel_size * options.pipeline_parallel_size,
+        in_placement_group=in_placement_group,
+        num_gpus=gpus if gpus or options.device == "cuda" else None,
+    )
+
+
+def visible_gpus(visible: str | None, devices: Path = Path("/dev")) -> int:
+    """NVIDIA GPUs that this process may use. visible: CUDA_VISIBLE_DEVICES, whose list ends at a wrong entry."""
+    count = sum(1 for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+    if visible is None:
+        return count
+    names = [name.strip() for name in visible.split(",")]
+    wrong = next((place for place, name in enumerate(names) if not name or name.startswith("-")), len(names))
+    return min(count, wrong)

@@ -1,0 +1,59 @@
+"""Starts ranks as processes of this host and sees how they fare. No torch: so that they import theirs meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+END_SECONDS = 2.0  # for a rank whose leash is gone, before it is killed
+
+
+class LocalRanks:
+    """See `roster.Launched`."""
+
+    def __init__(self, ranks: Sequence[int], address: str) -> None:
+        """Each connects to `address` (ZeroMQ) and ends with this process: its standard input is the leash."""
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._host = socket.gethostname()
+        for rank in ranks:
+            command = [sys.executable, "-P", "-m", "serve_llm.engine.execute.rank"]
+            command += ["--connect", address, "--rank", str(rank)]
+            # one progress bar is enough
+            environ = os.environ | ({"TQDM_DISABLE": "1"} if rank != ranks[0] else {})
+            self._processes[rank] = subprocess.Popen(command, stdin=subprocess.PIPE, env=environ)
+
+    def ended(self) -> Mapping[int, str]:
+        codes = {rank: process.poll() for rank, process in self._processes.items()}
+        return {rank: _how(code) for rank, code in codes.items() if code is not None}
+
+    def where(self, rank: int) -> str:
+        return f"host {self._host}, pid {self._processes[rank].pid}"
+
+    def state(self, rank: int) -> str:
+        try:
+            letter = Path(f"/proc/{self._processes[rank].pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return ""
+        return {"T": "stopped", "t": "stopped", "R": "running", "D": "running"}.get(letter, "waiting")
+
+    def end(self) -> None:
+        for process in self._processes.values():
+            if process.stdin is not None:
+                process.stdin.close()
+        deadline = time.monotonic() + END_SECONDS
+        for process in self._processes.values():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _how(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"

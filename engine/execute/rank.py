@@ -1,0 +1,170 @@
+"""The program of one rank: `python -P -m serve_llm.engine.execute.rank --connect ADDRESS --rank K`, never by hand.
+
+It speaks `control` to the executor that it connects to, builds its worker, and computes steps until it is told to end.
+Its standard input is a pipe whose other end its starter holds: when that is gone, however it went, so is this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, TypeVar
+
+import zmq
+
+from serve_llm.engine.errors import BY_NAME, EngineError, ServeError
+from serve_llm.engine.execute import control
+from serve_llm.engine.execute.steps import RingSource, StepSource
+from serve_llm.engine.execute.threads import threads_per_rank, usable_cores
+from serve_llm.engine.logs import configure
+from serve_llm.engine.parallel.layout import Grid
+from serve_llm.engine.parallel.ring import Ring
+from serve_llm.engine.parallel.shm import SPIN_SECONDS, Closed, Handle
+
+if TYPE_CHECKING:
+    from serve_llm.engine.execute.worker import Worker
+    from serve_llm.engine.parallel.comm import Neighbours
+
+logger = logging.getLogger("serve_llm.engine.execute.rank")  # also when run by -m
+
+T = TypeVar("T", control.Begin, control.Allocate)
+
+
+class Control:
+    """This rank's end of the control channel; knows which phase it is in."""
+
+    def __init__(self, address: str, rank: int) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 2000)  # ms, for the last message
+        self._socket.connect(address)
+        self._phase = control.PHASES[None]
+        self.say(control.hello(rank))
+
+    def say(self, message: control.FromRank) -> None:
+        self._phase = control.PHASES.get(type(message), self._phase)
+        self._socket.send(control.encode(message))
+
+    def hear(self, kind: type[T]) -> T:
+        """The next message, which the protocol says is of this kind. Waits as long as the leash holds."""
+        message = control.decode_to_rank(self._socket.recv())
+        assert isinstance(message, kind), f"expected {kind.__name__}, not {message}"
+        return message
+
+    def fail(self, error: Exception) -> None:
+        """Says what happened, under the nearest class that the other side knows."""
+        known = next((base.__name__ for base in type(error).__mro__ if base.__name__ in BY_NAME), None)
+        self.say(control.Failed(self._phase, known or type(error).__name__, str(error)))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def run(link: Control, rank: int) -> None:
+    """From Begin to the end of the last step."""
+    # What takes longest to import is needed in any case, so it is imported before there is word from the executor.
+    import torch
+
+    from serve_llm.engine.execute.worker import Worker
+    from serve_llm.engine.model.registry import read_model
+    from serve_llm.engine.model.shard import shard_of
+
+    begin = link.hear(control.Begin)
+    config = begin.config
+    configure(begin.log_level, f"rank {rank}")
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads_per_rank(usable_cores(), begin.local_ranks))
+    if config.device == "cuda":
+        torch.cuda.set_device(begin.device_index)
+    grid = Grid(config.tensor_parallel_size, config.pipeline_parallel_size)
+    neighbours = neighbours_of(grid, rank, begin)
+    source = open_steps(begin)
+    link.say(control.Joined())
+    spec, weights = read_model(json.loads(begin.model))
+    spec = spec.with_max_length(config.max_model_len)
+    shard = shard_of(spec, grid, rank, config.tensor_parallel_split, config.pipeline_parallel_layers)
+    worker = Worker(config, spec, weights, shard, neighbours)
+    link.say(control.Loaded(worker.num_blocks))
+    layout = worker.allocate(link.hear(control.Allocate).num_blocks)
+    link.say(control.Ready(layout))
+    compute(worker, source, answers=rank == grid.output_rank)
+
+
+def open_ring(begin: control.Begin, handle: Handle) -> Ring:
+    """Where ranks outnumber cores, one that looks instead of sleeping keeps another one from its work."""
+    return Ring.open(handle, SPIN_SECONDS if begin.local_ranks <= usable_cores() else 0.0)
+
+
+def open_steps(begin: control.Begin) -> StepSource:
+    """This rank's end of the step channel."""
+    rings = begin.rings
+    answers = open_ring(begin, rings.answers) if rings.answers is not None else None
+    return RingSource(open_ring(begin, rings.steps), rings.reader, answers)
+
+
+def neighbours_of(grid: Grid, rank: int, begin: control.Begin) -> Neighbours:
+    """Groups and links of this rank. All are on this host, so memory is what they share."""
+    import torch
+
+    from serve_llm.engine.parallel.comm import Alone, Neighbours
+    from serve_llm.engine.parallel.shm_group import ShmGroup, ShmLink
+
+    config, rings = begin.config, begin.rings
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    device = torch.device(config.device)
+
+    def link(handle: Handle | None) -> ShmLink | None:
+        return None if handle is None else ShmLink(open_ring(begin, handle), dtype, device)
+
+    group = ShmGroup([open_ring(begin, handle) for handle in rings.tensor], grid.place(rank)) if rings.tensor else None
+    return Neighbours(group or Alone(), link(rings.previous), link(rings.next), begin.local_ranks)
+
+
+def compute(worker: Worker, source: StepSource, answers: bool) -> None:
+    """Steps, until the channel is closed."""
+    import msgspec
+
+    from serve_llm.engine.schedule.batch import Batch
+
+    decode = msgspec.msgpack.Decoder(Batch).decode
+    encode = msgspec.msgpack.Encoder().encode
+    while True:
+        results = worker.execute(decode(source.receive()))
+        if answers:
+            source.answer(encode(results))
+
+
+def _end_with_starter() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(EngineError.exit_code)
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all; the server decides
+    threading.Thread(target=_end_with_starter, daemon=True).start()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--connect", required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    arguments = parser.parse_args()
+    link = Control(arguments.connect, arguments.rank)
+    try:
+        run(link, arguments.rank)
+    except Closed:
+        return 0
+    except Exception as error:
+        if not isinstance(error, ServeError):
+            logger.exception("rank %d failed", arguments.rank)
+        link.fail(error)
+        return EngineError.exit_code
+    finally:
+        link.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

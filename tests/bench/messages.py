@@ -1,0 +1,106 @@
+"""What ranks of one host cost each other: a step's message and its answer, and sums of tensors.
+
+Run: python tests/bench/messages.py [--ranks 2] [--count 2000]. Prints a table of microseconds, then one JSON line.
+Needs as many free cores as ranks: on a busy machine the figures say how busy it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from serve_llm.engine.execute.steps import RingSource, RingSteps
+from serve_llm.engine.parallel.ring import Ring
+from serve_llm.engine.parallel.shm import Closed, Handle
+from serve_llm.engine.parallel.shm_group import ShmGroup
+
+STEP_BYTES, ANSWER_BYTES = 2000, 200  # about what 32 running sequences need
+SHAPES = ((1, 896), (256, 896))
+WARM_UP = 50
+
+
+def microseconds(count: int, work: Callable[[], object]) -> list[float]:
+    found = []
+    for _ in range(WARM_UP + count):
+        began = time.perf_counter()
+        work()
+        found.append((time.perf_counter() - began) * 1e6)
+    return found[WARM_UP:]
+
+
+def rank_main(rank: int, count: int, rings: list[Ring]) -> None:
+    """One rank, in a process of its own: sums as the others do, then answers steps until they end."""
+    torch.set_num_threads(1)
+    steps, answers, *tensor = rings
+    group = ShmGroup(tensor, rank)
+    source = RingSource(steps, rank, answers if rank == 0 else None)
+    found = {}
+    for shape in SHAPES:
+        x = torch.randn(shape).bfloat16()
+        found[f"all_reduce {list(shape)} bf16"] = microseconds(count, lambda x=x: group.all_reduce(x))
+    if rank == 0:
+        print(json.dumps(found), flush=True)
+    try:
+        while True:
+            source.receive()
+            if rank == 0:
+                source.answer(bytes(ANSWER_BYTES))
+    except Closed:
+        return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--rings", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        handles = msgspec.json.decode(arguments.rings, type=list[Handle])
+        rank_main(arguments.rank, arguments.count, [Ring.open(handle) for handle in handles])
+        return
+    size = arguments.ranks
+    rings = [
+        Ring.create(size, 1 << 20),
+        Ring.create(1, 1 << 20),
+        *(Ring.create(size - 1, 1 << 20) for _ in range(size)),
+    ]
+    handles = msgspec.json.encode([ring.memory.handle for ring in rings]).decode()
+    command = [sys.executable, __file__, "--count", str(arguments.count), "--rings", handles, "--rank"]
+    processes = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(size)]
+    assert processes[0].stdout is not None
+    found = json.loads(processes[0].stdout.readline())
+    channel = RingSteps(rings[0], rings[1])
+
+    def step() -> None:
+        channel.send(bytes(STEP_BYTES))
+        channel.receive()
+
+    found = {f"step to {size} ranks and answer": microseconds(arguments.count, step)} | found
+    channel.close()
+    for process in processes:
+        process.wait()
+    report(found)
+
+
+def report(found: dict[str, list[float]]) -> None:
+    summary = {}
+    for name, values in found.items():
+        p50, p90 = statistics.median(values), statistics.quantiles(values, n=10)[-1]
+        print(f"{name:32} p50 {p50:8.1f} us   p90 {p90:8.1f} us")
+        summary[name] = {"p50_us": round(p50, 1), "p90_us": round(p90, 1)}
+    print(json.dumps(summary | {"cores": os.cpu_count()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Ranks as processes of this host: the tokens of one rank, and what happens when something dies.
+
+Nothing here waits for less than a minute, and nothing looks at processes or files but its own: the machine may be busy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from serve_llm import LLM, SamplingParams
+from serve_llm.engine import startup
+from serve_llm.engine.errors import EngineError, ModelError, OptionError, RankFailed
+from serve_llm.engine.execute import steps
+from serve_llm.engine.execute.executors import mp
+from serve_llm.engine.execute.roster import Roster
+from serve_llm.engine.hub import read_config, resolve_model
+from serve_llm.engine.options import Options
+from serve_llm.engine.schedule.batch import Batch, Chunk, NewRow
+from serve_llm.engine.types import Sampling
+from support.daemon import SERVE_LLM, Daemon
+from support.engine import generate, greedy, make_engine
+from support.tiny import make_checkpoint, make_tokenizer
+
+LIMIT = 120.0  # seconds; more than anything here takes on a busy machine
+PROMPTS = ["class Stack:\n    def __init__(self):\n", "def main():\n", "import os\n", "x"]
+SMALL = ("--dtype", "float32", "--max-model-len", "256", "--kv-cache-memory", "16MiB")
+WHO = r"rank \d \(host \S+, pid \d+\)"
+
+
+def complete(url: str, model: str) -> list[str]:
+    """Greedy continuations of all prompts, at once."""
+    body = {"model": model, "prompt": PROMPTS, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=LIMIT) as answer:
+        return [choice["text"] for choice in json.load(answer)["choices"]]
+
+
+def serve_and_complete(model: str, *options: str) -> list[str]:
+    with Daemon(model, *SMALL, *options) as daemon:
+        return complete(daemon.wait_until_serving(), model)
+
+
+def gone(pids: Sequence[int]) -> bool:
+    """Whether these processes end."""
+    left = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left.append(psutil.Process(pid))
+    _, alive = psutil.wait_procs(left, LIMIT)
+    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_two_by_two_ranks_serve_the_tokens_of_one() -> None:
+    expected = serve_and_complete("demo")
+    with Daemon("demo", *SMALL, "-tp", "2", "-pp", "2") as daemon:
+        assert complete(daemon.wait_until_serving(), "demo") == expected
+        ranks = daemon.rank_pids()
+        assert sorted(ranks) == [0, 1, 2, 3]
+        log = "\n".join(daemon.log)
+    assert gone(list(ranks.values()))
+    for line in (
+        r"Executor mp, because 4 ranks fit on a CPU host",
+        r"Tensor parallel, 2 ranks: query heads 2\+2",
+        r"Pipeline parallel, 2 stages: layers \d\+\d",
+        r"4 ranks up in [\d.]+ s",
+        r"Weights loaded and packed by 4 ranks in [\d.]+ s",
+        r"CPU KV cache size: [\d,]+ tokens",
+    ):
+        assert len(re.findall(line, log)) == 1, line
+
+
+def test_a_tiny_llama_over_http(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path, make_checkpoint(tmp_path, "llama"))
+    expected = serve_and_complete(str(tmp_path))
+    assert serve_and_complete(str(tmp_path), "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2") == expected
+
+
+def test_gpt2_on_three_ranks(tmp_path: Path) -> None:
+    vocab_size = make_checkpoint(tmp_path, "gpt2")
+    requests = [greedy(number, [(7 * number + i) % vocab_size for i in range(5 + 9 * number)], 20) for number in (1, 2)]
+    one = generate(make_engine(tmp_path), requests)
+    engine = make_engine(tmp_path, tensor_parallel_size=3)
+    with contextlib.closing(engine._executor):
+        three = generate(engine, requests)
+    assert {number: result.token_ids for number, result in three.items()} == {
+        number: result.token_ids for number, result in one.items()
+    }
+
+
+def test_the_offline_class_takes_the_same_options() -> None:
+    params = SamplingParams(temperature=0, max_tokens=8)
+    options = {"dtype": "float32", "kv_cache_memory": "16MiB", "max_model_len": 256}
+    found = []
+    for more in ({}, {"tensor_parallel_size": 2, "tensor_parallel_split": (3, 1)}):
+        with LLM("demo", **options, **more) as llm:
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+
+
+@contextlib.contextmanager
+def stream(url: str) -> Iterator[http.client.HTTPResponse]:
+    """A long completion; enters when its first event is there."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=LIMIT)
+    body = {"model": "demo", "prompt": "import", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        with connection.getresponse() as answer:
+            assert answer.readline().startswith(b"data: ")
+            yield answer
+
+
+def test_a_killed_rank_is_named_in_the_stream_and_by_the_daemon_and_nothing_is_left() -> None:
+    with Daemon("demo", "-tp", "2", "-pp", "2") as daemon:
+        url = daemon.wait_until_serving()
+        engine, ranks = daemon.engine_pid(), daemon.rank_pids()
+        with stream(url) as answer:
+            os.kill(ranks[3], signal.SIGKILL)
+            rest = [line[6:] for line in answer.read().decode().splitlines() if line.startswith("data: ")]
+        named = rf"rank 3 \(host \S+, pid {ranks[3]}\) died in a step by signal SIGKILL"
+        assert re.search(named, json.loads(rest[-2])["error"]["message"]) and rest[-1] == "[DONE]"
+        assert daemon.wait(LIMIT) == EngineError.exit_code
+        assert re.search(rf"^serve-llm: {named}", daemon.log[-1])
+        assert gone([engine, *ranks.values()])
+        assert not any("Traceback" in line for line in daemon.log)
+
+
+def test_a_death_is_noticed_without_any_request() -> None:
+    with Daemon("demo", *SMALL, "-tp", "2") as daemon:
+        daemon.wait_until_serving()
+        ranks = daemon.rank_pids()
+        os.kill(ranks[0], signal.SIGTERM)
+        assert daemon.wait(LIMIT) == EngineError.exit_code
+        assert f"pid {ranks[0]}) died in a step by signal SIGTERM" in daemon.log[-1]
+        assert gone(list(ranks.values()))
+
+
+@pytest.mark.parametrize("victim", ["engine", "daemon"])
+def test_no_rank_outlives_the_process_that_started_it(victim: str) -> None:
+    with Daemon("demo", *SMALL, "-tp", "2") as daemon:
+        daemon.wait_until_serving()
+        engine, ranks = daemon.engine_pid(), list(daemon.rank_pids().values())
+        os.kill(engine if victim == "engine" else daemon.process.pid, signal.SIGKILL)
+        assert gone([engine, *ranks])
+        daemon.wait(LIMIT)
+
+
+def build(options: dict[str, object], roster: Roster | None = None) -> mp.MpExecutor:
+    """An executor of the demo model in this process."""
+    directory = resolve_model("demo", None, None, weights=True)
+    small = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory": "16MiB"}
+    chosen = Options.from_kwargs("demo", **(small | options))
+    raw = read_config(directory)
+    config, spec, weights = startup.resolve_all(chosen, str(directory), raw)
+    executor = startup.build_executor(config, spec, weights, raw, roster)
+    assert isinstance(executor, mp.MpExecutor)
+    return executor
+
+
+def pids_of(executor: mp.MpExecutor) -> list[int]:
+    launched = executor._roster._launched
+    return [int(launched.where(rank).rpartition(" ")[2]) for rank in range(executor._roster.size)]
+
+
+ONE_PROMPT = Batch([NewRow(0, [5, 6, 7], 3, Sampling(max_tokens=1, seed=0), None)], [Chunk(0, 0, 3, [[0]], True, [])])
+NO_SUCH_ROW = Batch([], [Chunk(5, 0, 1, [[0]], True, [])])
+
+
+def test_a_ranks_exception_names_it_and_stays_the_answer() -> None:
+    executor = build({"tensor_parallel_size": 2})
+    pids = pids_of(executor)
+    first, second = executor.execute(NO_SUCH_ROW), executor.execute(NO_SUCH_ROW)
+    for step in (first, second, executor.execute(NO_SUCH_ROW)):
+        with pytest.raises(RankFailed, match=rf"^{WHO} failed in a step: \w+"):
+            step.result()
+    with pytest.raises(RankFailed, match="failed in a step"):
+        executor.check()
+    executor.close()
+    executor.close()
+    assert gone(pids)
+
+
+def test_a_silent_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = build({"tensor_parallel_size": 2})
+    with contextlib.closing(executor):
+        pids = pids_of(executor)
+        os.kill(pids[1], signal.SIGSTOP)
+        while psutil.Process(pids[1]).status() != psutil.STATUS_STOPPED:
+            pass
+        monkeypatch.setattr(steps, "STEP_SECONDS", 0.5)  # a rank that is stopped is silent at any limit
+        with pytest.raises(RankFailed, match=rf"^rank 1 \(host \S+, pid {pids[1]}\), stopped: no answer in a step"):
+            executor.execute(ONE_PROMPT).result()  # rank 0 waits for the sum
+    assert gone(pids)
+
+
+def test_a_death_while_starting_ends_the_others() -> None:
+    roster = mp.start_ranks(2)
+    launched = roster._launched
+    pids = [int(launched.where(rank).rpartition(" ")[2]) for rank in range(2)]
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(RankFailed, match=rf"^rank 0 \(host \S+, pid {pids[0]}\) died while \w+.* by signal SIGKILL"):
+        build({"tensor_parallel_size": 2}, roster)
+    assert gone(pids)
+
+
+def test_a_checkpoint_that_cannot_be_loaded_keeps_its_exit_code(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path, make_checkpoint(tmp_path, "llama"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    code, line = run(str(tmp_path), "-tp", "2")
+    assert code == ModelError.exit_code
+    assert re.match(rf"serve-llm: {WHO} failed while loading weights: .* lacks", line)
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    """Exit code and last line of a daemon that does not come up."""
+    done = subprocess.run([SERVE_LLM, *arguments, "--port", "0"], capture_output=True, text=True, timeout=LIMIT)
+    return done.returncode, done.stderr.splitlines()[-1]
+
+
+def test_options_that_do_not_go_together() -> None:
+    code, line = run("demo", "-tp", "2", "--distributed-executor-backend", "inprocess")
+    assert code == OptionError.exit_code
+    assert line == "serve-llm: --distributed-executor-backend: inprocess runs one rank, not 2; use mp or ray"
+    code, line = run("demo", "-pp", "7")
+    assert code == OptionError.exit_code
+    assert line == "serve-llm: --pipeline-parallel-size: 7 stages, but the model has only 6 layers"
+
+
+def test_one_rank_may_be_a_process_too() -> None:
+    executor = build({"distributed_executor_backend": "mp"})
+    with contextlib.closing(executor):
+        assert len(pids_of(executor)) == 1 and executor.depth == 1

@@ -1,0 +1,200 @@
+"""Tensor- and pipeline-parallel ranks as threads of the test's process, over groups and links in memory.
+
+They check what a group asks of its callers: the same call, shape and dtype on every rank. A rank that fails makes all
+others fail at their next wait, and nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from queue import Queue
+from typing import TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from serve_llm.engine.config import Config
+from serve_llm.engine.execute.worker import Worker
+from serve_llm.engine.model.shard import Shard, shard_of
+from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.weight_map import WeightMap
+from serve_llm.engine.parallel.comm import Alone, Neighbours
+from serve_llm.engine.parallel.layout import Grid
+from serve_llm.engine.schedule.batch import Batch, ChunkResult
+
+Result = TypeVar("Result")
+TIMEOUT = 60.0  # seconds; nothing takes nearly as long unless a rank is missing
+END = None  # in an inbox: no more batches
+
+
+class Meeting:
+    """Where the ranks of one group exchange tensors."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.calls: list[str] = []  # of rank 0
+        self._barrier = threading.Barrier(size, timeout=TIMEOUT)
+        self._slots: list[tuple[str, Tensor]] = [("", torch.empty(0))] * size
+
+    def exchange(self, rank: int, call: str, x: Tensor) -> list[Tensor]:
+        """What each rank brought, in rank order; copies."""
+        assert x.is_contiguous() or call == "all_gather", "all_reduce takes a contiguous tensor"
+        self._slots[rank] = (f"{call} {list(x.shape)} {x.dtype}", x.clone())
+        self._barrier.wait()
+        calls = [name for name, _ in self._slots]
+        assert len(set(calls)) == 1, f"ranks make different calls: {calls}"
+        if rank == 0:
+            self.calls.append(calls[0])
+        found = [tensor.clone() for _, tensor in self._slots]
+        self._barrier.wait()
+        return found
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+
+class MemoryGroup:
+    """See `Group`: rank `rank` of a meeting."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting, self.rank, self.size = meeting, rank, meeting.size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        found = self._meeting.exchange(self.rank, "all_reduce", x)
+        x.fill_(torch.nan)  # callers have to take what is returned
+        total = found[0].float()
+        for tensor in found[1:]:
+            total += tensor.float()
+        return total.to(x.dtype)
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        return self._meeting.exchange(self.rank, "all_gather", x)
+
+
+class MemoryLink:
+    """See `Link`."""
+
+    def __init__(self) -> None:
+        self._queue: Queue[Tensor | None] = Queue()
+
+    def send(self, x: Tensor) -> None:
+        self._queue.put(x.clone())
+
+    def receive(self, shape: tuple[int, ...]) -> Tensor:
+        x = self._queue.get(timeout=TIMEOUT)
+        assert x is not None, "another rank failed"
+        assert tuple(x.shape) == shape, f"{tuple(x.shape)} was sent where {shape} is expected"
+        return x
+
+    def abort(self) -> None:
+        self._queue.put(None)
+
+
+class Ranks:
+    """The shards and neighbours of all ranks of a grid."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        grid: Grid,
+        split: tuple[float, ...] | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        self.grid = grid
+        self.shards = [shard_of(spec, grid, rank, split, layers) for rank in range(grid.size)]
+        self.meetings = [Meeting(grid.tensor) for _ in range(grid.pipeline)]
+        self._links = [[MemoryLink() for _ in range(grid.tensor)] for _ in range(grid.pipeline - 1)]
+        self.neighbours = [self._neighbours(rank) for rank in range(grid.size)]
+
+    def _neighbours(self, rank: int) -> Neighbours:
+        stage, place = self.grid.stage(rank), self.grid.place(rank)
+        return Neighbours(
+            Alone() if self.grid.tensor == 1 else MemoryGroup(self.meetings[stage], place),
+            previous=self._links[stage - 1][place] if stage > 0 else None,
+            next=self._links[stage][place] if stage < self.grid.pipeline - 1 else None,
+            local_ranks=self.grid.size,
+        )
+
+    def abort(self) -> None:
+        for meeting in self.meetings:
+            meeting.abort()
+        for links in self._links:
+            for link in links:
+                link.abort()
+
+
+def run_together(size: int, work: Callable[[int], Result], abort: Callable[[], None]) -> list[Result]:
+    """`work(rank)` on all ranks at once; raises what the first one that failed raised, after `abort()` has freed those
+    that wait for it."""
+    results: dict[int, Result] = {}
+    errors: list[BaseException] = []
+
+    def body(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except BaseException as error:
+            errors.append(error)
+            abort()
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(size)]
+
+
+class ThreadExecutor:
+    """See `Executor`: one thread per rank. Batches travel as bytes, as they do between processes."""
+
+    def __init__(self, config: Config, spec: ModelSpec, weights: WeightMap, ranks: Ranks) -> None:
+        self.depth = ranks.grid.pipeline
+        self.ranks = ranks
+        self.workers = run_together(
+            ranks.grid.size,
+            lambda rank: Worker(config, spec, weights, ranks.shards[rank], ranks.neighbours[rank]),
+            ranks.abort,
+        )
+        num_blocks = min(worker.num_blocks for worker in self.workers)
+        self.layout = max((worker.allocate(num_blocks) for worker in self.workers), key=lambda lie: lie.block_bytes)
+        self._inboxes: list[Queue[tuple[bytes, Future[list[ChunkResult]]] | None]] = [Queue() for _ in self.workers]
+        for shard, worker, inbox in zip(ranks.shards, self.workers, self._inboxes, strict=True):
+            threading.Thread(target=_serve, args=(shard, worker, inbox, ranks), daemon=True).start()
+        self.close = weakref.finalize(self, _end, self._inboxes)
+
+    def check(self) -> None:
+        """A failure shows in the next step."""
+
+    def execute(self, batch: Batch) -> Future[list[ChunkResult]]:
+        future: Future[list[ChunkResult]] = Future()
+        message = msgspec.msgpack.encode(batch)
+        for inbox in self._inboxes:
+            inbox.put((message, future))
+        return future
+
+
+def _serve(shard: Shard, worker: Worker, inbox: Queue, ranks: Ranks) -> None:
+    while (item := inbox.get()) is not END:
+        message, future = item
+        try:
+            results = worker.execute(msgspec.msgpack.decode(message, type=Batch))
+            assert shard.is_output or results == []
+            if shard.is_output:
+                future.set_result(results)
+        except BaseException as error:
+            with contextlib.suppress(InvalidStateError):  # another rank was the first to fail
+                future.set_exception(error)
+            ranks.abort()
+            return
+
+
+def _end(inboxes: list[Queue]) -> None:
+    for inbox in inboxes:
+        inbox.put(END)

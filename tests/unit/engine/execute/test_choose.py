@@ -1,0 +1,54 @@
+"""The rule that chooses an executor, and the facts that it looks at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from serve_llm.engine.errors import OptionError
+from serve_llm.engine.execute.choose import Facts, choose, look_around, visible_gpus
+from serve_llm.engine.options import Options
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_ranks", "in_placement_group", "num_gpus", "backend", "reason"),
+    [
+        ("ray", 1, False, None, "ray", "asked"),
+        ("mp", 1, True, None, "mp", "asked"),
+        ("mp", 4, False, 4, "mp", "asked"),
+        ("inprocess", 1, True, 8, "inprocess", "asked"),
+        (None, 1, True, 1, "ray", "placement group"),
+        (None, 4, True, None, "ray", "placement group"),
+        (None, 1, False, None, "inprocess", "one rank"),
+        (None, 1, False, 0, "inprocess", "one rank"),
+        (None, 64, False, None, "mp", "64 ranks fit on a CPU host"),
+        (None, 4, False, 4, "mp", "4 GPUs for 4 ranks"),
+        (None, 4, False, 2, "ray", "4 ranks need more than the 2 GPUs"),
+    ],
+)
+def test_rule(
+    asked: str | None, num_ranks: int, in_placement_group: bool, num_gpus: int | None, backend: str, reason: str
+) -> None:
+    choice = choose(Facts(asked, num_ranks, in_placement_group, num_gpus))
+    assert choice.backend == backend and reason in choice.reason
+
+
+def test_executors_that_cannot_run_so_many() -> None:
+    with pytest.raises(OptionError, match="--distributed-executor-backend: inprocess runs one rank, not 2"):
+        choose(Facts("inprocess", 2, False, None))
+    with pytest.raises(OptionError, match="mp needs 4 GPUs on this host, which has 2"):
+        choose(Facts("mp", 4, False, 2))
+
+
+def test_facts_of_a_cpu_host() -> None:
+    options = Options.from_kwargs("demo", tensor_parallel_size=3, pipeline_parallel_size=2, device="cpu")
+    assert look_around(options) == Facts(None, 6, False, None)
+    assert look_around(options, in_placement_group=True).in_placement_group
+
+
+def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    for visible, count in ((None, 3), ("0,2", 2), ("1", 1), ("", 0), ("-1", 0), ("0,-1,2", 1), ("0,1,2,3,4", 3)):
+        assert visible_gpus(visible, tmp_path) == count, visible

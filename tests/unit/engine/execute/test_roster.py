@@ -1,0 +1,190 @@
+"""The roster against ranks by script: real sockets that speak `control`, and processes that are made up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from serve_llm.engine.errors import EngineError, ModelError, RankFailed, ServeError
+from serve_llm.engine.execute import control
+from serve_llm.engine.execute.control import Allocate, Failed, Joined, Loaded
+from serve_llm.engine.execute.roster import Roster
+
+LIMIT = 60.0
+
+
+class Ranks:
+    """See `roster.Launched`: two ranks whose ends the test decides."""
+
+    def __init__(self, address: str) -> None:
+        self.gone: dict[int, str] = {}
+        self.states = {0: "waiting", 1: "waiting"}
+        self.sockets = [zmq.Context.instance().socket(zmq.DEALER) for _ in range(2)]
+        for socket in self.sockets:
+            socket.linger = 0
+            socket.connect(address)
+        self.ends = 0
+        self.address = address
+
+    def say(self, rank: int, message: control.FromRank) -> None:
+        self.sockets[rank].send(control.encode(message))
+
+    def hear(self, rank: int) -> control.ToRank:
+        return control.decode_to_rank(self.sockets[rank].recv())
+
+    def ended(self) -> dict[int, str]:
+        return dict(self.gone)
+
+    def where(self, rank: int) -> str:
+        return f"host h, pid {100 + rank}"
+
+    def state(self, rank: int) -> str:
+        return self.states[rank]
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    made: list[Ranks] = []
+
+    def launch(address: str) -> Ranks:
+        made.append(Ranks(address))
+        return made[0]
+
+    roster = Roster(2, launch)
+    made[0].roster = roster
+    yield made[0]
+    roster.close()
+    for socket in made[0].sockets:
+        socket.close()
+
+
+def hello(ranks: Ranks, *, through: tuple[control.FromRank, ...] = ()) -> Roster:
+    """Both ranks have said Hello, and what is in `through`."""
+    for rank in range(2):
+        ranks.say(rank, control.hello(rank))
+        for message in through:
+            ranks.say(rank, message)
+    ranks.roster.gather(control.Hello, LIMIT)
+    return ranks.roster
+
+
+def test_one_message_from_each_in_rank_order_also_when_some_are_ahead(ranks: Ranks) -> None:
+    ranks.say(1, control.hello(1))
+    ranks.say(1, Joined())
+    ranks.say(1, Loaded(11))  # before rank 0 has said anything
+    ranks.say(0, control.hello(0))
+    roster: Roster = ranks.roster
+    assert [said.rank for said in roster.gather(control.Hello, LIMIT)] == [0, 1]
+    ranks.say(0, Joined())
+    ranks.say(0, Loaded(10))
+    assert roster.gather(Joined, LIMIT) == [Joined(), Joined()]
+    assert [said.num_blocks for said in roster.gather(Loaded, LIMIT)] == [10, 11]
+    for rank in range(2):
+        roster.send(rank, Allocate(10 + rank))
+        assert ranks.hear(rank) == Allocate(10 + rank)
+
+
+def test_once_all_are_connected_the_socket_has_no_name(ranks: Ranks) -> None:
+    path = Path(ranks.address.removeprefix("ipc://"))
+    assert path.exists()
+    hello(ranks)
+    assert not path.exists() and not path.parent.exists()
+    ranks.say(0, Joined())
+    ranks.say(1, Joined())
+    ranks.roster.gather(Joined, LIMIT)
+
+
+def test_who_has_not_arrived_is_named(ranks: Ranks) -> None:
+    ranks.say(1, control.hello(1))
+    with pytest.raises(EngineError, match=r"after 0 s still starting: rank 0 \(host h, pid 100\)$"):
+        ranks.roster.gather(control.Hello, 0.3)
+    ranks.say(0, control.hello(0))
+    ranks.say(0, Joined())
+    ranks.roster.gather(control.Hello, LIMIT)
+    with pytest.raises(EngineError, match=r"still joining the others: rank 1 \(host h, pid 101\)$"):
+        ranks.roster.gather(Joined, 0.3)
+
+
+def test_our_own_errors_keep_their_class_and_name_the_rank(ranks: Ranks) -> None:
+    roster = hello(ranks, through=(Joined(),))
+    ranks.say(1, Failed("while loading weights", "ModelError", "the checkpoint lacks x"))
+    with pytest.raises(ModelError) as raised:
+        roster.gather(Loaded, LIMIT)
+    assert str(raised.value) == "rank 1 (host h, pid 101) failed while loading weights: the checkpoint lacks x"
+    assert raised.value.exit_code == ModelError.exit_code
+
+
+def watched(ranks: Ranks) -> tuple[Roster, threading.Event]:
+    roster = hello(ranks, through=(Joined(), Loaded(1), control.Ready(LAYOUT)))
+    roster.gather(control.Ready, LIMIT)
+    noticed = threading.Event()
+    roster.watch(noticed.set)
+    return roster, noticed
+
+
+LAYOUT = control.CacheLayout((), 1, 1)
+
+
+def cause(ranks: Ranks, roster: Roster, noticed: threading.Event) -> ServeError:
+    assert noticed.wait(LIMIT)
+    assert roster.failure is roster.cause()
+    return roster.cause()
+
+
+def test_a_death_is_named_with_its_phase(ranks: Ranks) -> None:
+    roster, noticed = watched(ranks)
+    ranks.gone[1] = "signal SIGSEGV"
+    error = cause(ranks, roster, noticed)
+    assert type(error) is RankFailed and str(error) == "rank 1 (host h, pid 101) died in a step by signal SIGSEGV"
+
+
+def test_a_killed_rank_hints_at_memory(ranks: Ranks) -> None:
+    roster, noticed = watched(ranks)
+    ranks.gone[0] = "signal SIGKILL"
+    assert "by signal SIGKILL; the system may be out of memory" in str(cause(ranks, roster, noticed))
+
+
+def test_consequences_that_come_first_are_not_the_cause(ranks: Ranks) -> None:
+    roster, noticed = watched(ranks)
+    ranks.say(0, Failed("in a step", "PeerLost", "heard nothing from the next stage"))
+    ranks.say(1, Failed("in a step", "AssertionError", "row 5 is empty"))
+    ranks.gone[0] = "exit code 5"
+    error = cause(ranks, roster, noticed)
+    assert str(error) == "rank 1 (host h, pid 101) failed in a step: AssertionError: row 5 is empty"
+
+
+def test_last_words_count_more_than_the_exit_code(ranks: Ranks) -> None:
+    roster, noticed = watched(ranks)
+    ranks.say(1, Failed("in a step", "MemoryError", ""))
+    ranks.gone[1] = "exit code 5"
+    assert "failed in a step: MemoryError" in str(cause(ranks, roster, noticed))
+
+
+@pytest.mark.parametrize(
+    ("states", "named"),
+    [
+        ({0: "waiting", 1: "stopped"}, "rank 1 (host h, pid 101), stopped"),
+        ({0: "running", 1: "waiting"}, "rank 0 (host h, pid 100), running"),
+        ({0: "waiting", 1: "waiting"}, "rank 0 (host h, pid 100); rank 1 (host h, pid 101), waiting"),
+        ({0: "", 1: ""}, "rank 0 (host h, pid 100); rank 1 (host h, pid 101)"),
+    ],
+)
+def test_silence_names_whom_the_others_wait_for(ranks: Ranks, states: dict[int, str], named: str) -> None:
+    roster, _ = watched(ranks)
+    ranks.states = states
+    assert str(roster.silence(300)) == f"{named}: no answer in a step for 300 s"
+
+
+def test_ends_while_closing_are_no_failures(ranks: Ranks) -> None:
+    roster, noticed = watched(ranks)
+    ranks.end = lambda: ranks.gone.update({0: "exit code 0", 1: "exit code 0"})
+    roster.close()
+    roster.close()
+    assert roster.failure is None and not noticed.is_set()

@@ -1,0 +1,133 @@
+"""What each rank of a grid asks of the loader: everything once, and no rank much more than its part."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_llm.engine.model.build import Builder, Part
+from serve_llm.engine.model.decoder import Decoder
+from serve_llm.engine.model.shard import describe_split, shard_of
+from serve_llm.engine.model.spec import Attention, Dense, Layer, LearnedPositions, ModelSpec, Norm
+from serve_llm.engine.parallel.layout import Grid
+from serve_llm.kernels.table import PORTABLE
+from support.ranks import Ranks
+
+RMS = Norm("rms", 1e-6)
+
+
+def model(heads: int, kv_heads: int, head_dim: int, width: int, ffn: int, vocab: int, layers: int) -> ModelSpec:
+    mixer = Attention(heads, kv_heads, head_dim, 1.0, qkv_bias=True, output_bias=True)
+    layer = Layer(mixer, Dense(ffn, "silu", gated=True, bias=True), RMS)
+    return ModelSpec("X", vocab, width, 4096, (layer,) * layers, RMS, tied_head=False)
+
+
+MODELS = {
+    "qwen2.5-7b": model(28, 4, 128, 3584, 18944, 152064, 28),
+    "qwen2.5-0.5b": model(14, 2, 64, 896, 4864, 151936, 24),
+    "llama-70b": model(64, 8, 128, 8192, 28672, 128256, 80),
+    "llama-13b": model(40, 40, 128, 5120, 13824, 32000, 40),
+    "smollm2": model(9, 3, 64, 576, 1536, 49152, 30),
+    "awkward": model(6, 3, 14, 60, 97, 331, 3),
+}
+
+
+def asked(spec: ModelSpec, grid: Grid, **how: object) -> list[dict[str, tuple[tuple[int, ...], Part | None]]]:
+    """For each rank what it asks of the loader: name -> shape of the whole, and the part."""
+    found = []
+    ranks = Ranks(spec, grid, **how)
+    for shard, neighbours in zip(ranks.shards, ranks.neighbours, strict=True):
+        calls: dict[str, tuple[tuple[int, ...], Part | None]] = {}
+
+        def load(name: str, shape: tuple[int, ...], part: Part | None = None, calls=calls) -> Tensor:
+            assert name not in calls, f"{name} is read twice"
+            calls[name] = shape, part
+            return torch.empty(size(shape, part), device="meta")
+
+        Decoder(spec, Builder(load, PORTABLE, shard, neighbours), torch.device("cpu"))
+        found.append(calls)
+    return found
+
+
+def size(shape: tuple[int, ...], part: Part | None) -> list[int]:
+    return [len(part.own) if part and part.dimension == number else whole for number, whole in enumerate(shape)]
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 3, 4, 5, 6, 8, 16])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_rank_has_much_more_than_its_part(name: str, tensor: int) -> None:
+    spec = replace(MODELS[name], layers=MODELS[name].layers[:2])
+    mixer = spec.layers[0].mixer
+    whole = Counter[str]()
+    for parameter, (shape, _) in asked(spec, Grid())[0].items():
+        whole[parameter] = prod(shape)
+    head = 2 * mixer.head_dim * (spec.width + 1)  # numbers in q and output for a query head, in k and v for a KV head
+    for calls in asked(spec, Grid(tensor)):
+        own = {parameter: prod(size(shape, part)) for parameter, (shape, part) in calls.items()}
+        assert own.keys() == whole.keys()
+
+        def excess(*names: str, own=own) -> float:
+            return sum(own[each] - whole[each] / tensor for each in names if "norm" not in each)
+
+        for layer in range(2):
+            in_layer = [each for each in whole if each.startswith(f"layers.{layer}.attention.")]
+            assert excess(*in_layer) <= 2 * head + spec.width  # one query head and one KV head
+            in_layer = [each for each in whole if each.startswith(f"layers.{layer}.ffn.")]
+            assert excess(*in_layer) <= 16 * (3 * spec.width + 2) + spec.width
+        assert excess("embedding.weight") <= 16 * spec.width
+        assert excess("head.weight") <= 16 * spec.width
+
+
+@pytest.mark.parametrize("grid", [Grid(2), Grid(3), Grid(7), Grid(12), Grid(2, 2), Grid(1, 3), Grid(5, 3)])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_all_parts_together_are_the_model(name: str, split: bool, grid: Grid) -> None:
+    spec = replace(MODELS[name], layers=MODELS[name].layers[:3], positions=LearnedPositions(7), embedding_width=24)
+    weights = tuple(1.0 + place % 3 for place in range(grid.tensor)) if split else None
+    calls = asked(spec, grid, split=weights)
+    for parameter, (shape, _) in asked(spec, Grid())[0].items():
+        holders = [found[parameter] for found in calls if parameter in found]
+        assert len(holders) == grid.tensor, f"{parameter} belongs to one stage"
+        assert {whole for whole, _ in holders} == {shape}
+        parts = [part for _, part in holders if part is not None]
+        if not parts:
+            continue  # whole on every rank
+        held = [index for part in parts for index in part.own]
+        once = not parameter.endswith(("attention.k.weight", "attention.k.bias", "attention.v.weight", "v.bias"))
+        if "project" in parameter:
+            assert held == [*range(shape[0])] * grid.tensor
+        elif once:
+            assert held == [*range(shape[parts[0].dimension])]
+        else:  # a KV head is held wherever one of its query heads is
+            assert set(held) == {*range(shape[0])}
+
+
+def test_a_tied_embedding_is_read_again_by_the_last_stage() -> None:
+    spec = replace(MODELS["awkward"], tied_head=True)
+    names = [set(found) for found in asked(spec, Grid(2, 2))]
+    assert all("embedding.weight" in found and "head.weight" not in found for found in names)
+    assert ["final_norm.weight" in found for found in names] == [False, False, True, True]
+    assert "embedding.weight" not in asked(spec, Grid(1, 3))[1]
+
+
+def test_layers_as_chosen_and_by_cost() -> None:
+    spec = MODELS["qwen2.5-0.5b"]
+    chosen = [shard_of(spec, Grid(1, 3), rank, layers=(9, 8, 7)).layers for rank in range(3)]
+    assert chosen == [range(9), range(9, 17), range(17, 24)]
+    by_cost = [shard_of(spec, Grid(1, 2), rank).layers for rank in range(2)]
+    assert len(by_cost[0]) > len(by_cost[1]) > 0  # the head costs as much as several layers
+
+
+def test_the_log_says_who_gets_how_much() -> None:
+    spec = MODELS["qwen2.5-7b"]
+    assert describe_split(spec, Grid()) == []
+    assert describe_split(spec, Grid(3, 2), layers=(15, 13)) == [
+        "Tensor parallel, 3 ranks: query heads 10+9+9, KV heads (of 4) 2+2+2, feed-forward columns 6320+6320+6304, "
+        "vocabulary rows 50688+50688+50688",
+        "Pipeline parallel, 2 stages: layers 15+13",
+    ]

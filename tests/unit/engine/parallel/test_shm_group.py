@@ -1,0 +1,117 @@
+"""Sums, gathers and links through shared memory, between threads and between processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_llm.engine.parallel.ring import Ring
+from serve_llm.engine.parallel.shm import Closed
+from serve_llm.engine.parallel.shm_group import ShmGroup, ShmLink
+
+T = TypeVar("T")
+LIMIT = 120.0
+
+
+def on_all(size: int, capacity: int, work: Callable[[ShmGroup], T]) -> list[T]:
+    """What `work` returns on each rank; ranks are threads, each with its own view of the rings."""
+    rings = [Ring.create(size - 1, capacity) for _ in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        groups = [ShmGroup(rings, rank) for rank in range(size)]
+        return [future.result(LIMIT) for future in [pool.submit(work, group) for group in groups]]
+
+
+def values(rank: int, rows: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(rows, 96, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("capacity", [64, 1000, 1 << 20])  # 64: far smaller than a row
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_reduce_adds_in_rank_order_and_rounds_once(size: int, capacity: int, dtype: torch.dtype) -> None:
+    inputs = [values(rank, 5, dtype) for rank in range(size)]
+    expected = inputs[0].float()
+    for x in inputs[1:]:
+        expected = expected + x.float()
+    for _ in range(2):
+        for found in on_all(size, capacity, lambda group: group.all_reduce(inputs[group.rank].clone())):
+            assert found.dtype == dtype and torch.equal(found, expected.to(dtype))
+
+
+def test_a_rows_sum_does_not_depend_on_the_others() -> None:
+    whole = on_all(3, 4096, lambda group: group.all_reduce(values(group.rank, 33, torch.bfloat16)))
+    row = on_all(3, 4096, lambda group: group.all_reduce(values(group.rank, 33, torch.bfloat16)[7:8].contiguous()))
+    for rank in range(3):
+        assert torch.equal(whole[0], whole[rank]) and torch.equal(whole[rank][7:8], row[rank])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_all_gather_gives_everyone_their_own_copies(dtype: torch.dtype) -> None:
+    def work(group: ShmGroup) -> tuple[Tensor, list[Tensor]]:
+        x = torch.full((2, 3), group.rank, dtype=dtype)
+        parts = group.all_gather(x)
+        x.fill_(9)
+        return x, parts
+
+    for _, parts in on_all(3, 256, work):
+        assert [part.tolist() for part in parts] == [[[rank] * 3] * 2 for rank in range(3)]
+
+
+def test_an_empty_tensor_has_an_empty_sum() -> None:
+    assert [found.shape for found in on_all(2, 64, lambda group: group.all_reduce(torch.empty(0, 4)))] == [(0, 4)] * 2
+
+
+def test_links_are_deep_and_in_order() -> None:
+    ring = Ring.create(1, 1 << 16)
+    link = ShmLink(ring, torch.bfloat16, torch.device("cpu"))
+    sent = [values(number, 1 + number, torch.bfloat16) for number in range(4)]
+    for x in sent:
+        copy = x.clone()
+        link.send(copy)  # nobody receives yet
+        copy.zero_()
+    for x in sent:
+        assert torch.equal(link.receive(tuple(x.shape)), x)
+
+
+def test_closing_ends_an_exchange() -> None:
+    rings = [Ring.create(1, 64) for _ in range(2)]
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(ShmGroup(rings, 0).all_reduce, torch.ones(3))
+        for ring in rings:
+            ring.close()
+        with pytest.raises(Closed):
+            found.result(LIMIT)
+
+
+RANK = """
+import sys, torch
+from serve_llm.engine.parallel.ring import Ring
+from serve_llm.engine.parallel.shm import Handle
+from serve_llm.engine.parallel.shm_group import ShmGroup
+pid, rank, *places = sys.argv[1:]
+rings = [Ring.open(Handle(int(pid), *map(int, place.split(":")))) for place in places]
+group = ShmGroup(rings, int(rank))
+total = torch.zeros(700)
+for number in range(50):
+    total = group.all_reduce(torch.full((700,), float(rank) + number))
+print(total.unique().tolist(), [part.tolist() for part in group.all_gather(torch.tensor([int(rank)]))])
+"""
+
+
+def test_processes() -> None:
+    rings = [Ring.create(2, 512) for _ in range(3)]
+    places = [f"{ring.memory.handle.fd}:{ring.memory.handle.size}" for ring in rings]
+    command = [sys.executable, "-P", "-c", RANK, str(os.getpid())]
+    processes = [
+        subprocess.Popen([*command, str(rank), *places], stdout=subprocess.PIPE, text=True) for rank in range(3)
+    ]
+    for process in processes:
+        assert process.communicate(timeout=LIMIT)[0] == f"[{3 + 3 * 49}.0] [[0], [1], [2]]\n"
