@@ -37,6 +37,7 @@ demo: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python tests/bench/start.py
 	$(BIN)/python tests/bench/frontend.py
+	$(BIN)/python tests/bench/routing.py
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -17,6 +17,7 @@ from pathlib import Path
 import zmq
 
 from serve_llm.engine import wire
+from serve_llm.engine.devices import claim_gpus
 from serve_llm.engine.errors import EngineError, ServeError
 from serve_llm.engine.execute.choose import choose, look_around
 from serve_llm.engine.execute.executors.mp import start_ranks
@@ -58,10 +59,14 @@ def serve(channel: ZmqChannel) -> None:
     """Start what the parent asks for, say Ready, and run the loop until Shutdown."""
     (start,) = channel.receive(None)[:1]
     assert isinstance(start, wire.Start)
-    configure(start.options.log_level)
+    options = start.options
+    configure(options.log_level, f"engine {start.engine}" if options.data_parallel_size > 1 else "")
+    if options.device != "cpu":
+        per_engine = options.tensor_parallel_size * options.pipeline_parallel_size
+        claim_gpus(os.environ, start.engine, options.data_parallel_size, per_engine)
     with contextlib.ExitStack() as stack:
         roster = None
-        if choose(facts := look_around(start.options)).backend == "mp":
+        if choose(facts := look_around(options)).backend == "mp":
             roster = start_ranks(facts.num_ranks)
             stack.callback(roster.close)
         _serve(channel, start, roster)

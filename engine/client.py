@@ -52,9 +52,10 @@ class EngineClient:
             raise EngineError("the engine is still starting")
         return self._facts
 
-    async def start(self, options: Options, directory: str) -> None:
-        """Tell a connected engine what to serve and wait until it is ready. Raises what it failed with."""
-        self._send(wire.Start(options, directory))
+    async def start(self, options: Options, directory: str, engine: int = 0) -> None:
+        """Tell a connected engine what to serve, and which of several it is, and wait until it is ready. Raises what it
+        failed with."""
+        self._send(wire.Start(options, directory, engine))
         message = wire.decode_from_engine(await self._socket.recv())
         if isinstance(message, wire.Failed):
             self.failure = BY_NAME.get(message.kind, EngineError)(message.message)

@@ -36,6 +36,7 @@ class Config:
     tensor_parallel_split: tuple[float, ...] | None = None  # one share per rank of a tensor-parallel group; None: even
     pipeline_parallel_layers: tuple[int, ...] | None = None  # one number per stage; None: by cost
     executor_backend: str = "inprocess"  # "inprocess" | "mp" | "ray"
+    data_parallel_size: int = 1  # engines that share this host's memory and cores
 
 
 def resolve(
@@ -79,6 +80,7 @@ def resolve(
         tensor_parallel_split=options.tensor_parallel_split,
         pipeline_parallel_layers=options.pipeline_parallel_layers,
         executor_backend=executor_backend,
+        data_parallel_size=options.data_parallel_size,
     )
 
 

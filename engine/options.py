@@ -86,7 +86,7 @@ class Options:
     kv_cache_memory: int | None = _option(
         None,
         values.positive(values.parse_bytes),
-        "size of the KV cache, such as 8GiB (default: a fixed share of the free memory on a CPU, what "
+        "size of each engine's KV cache, such as 8GiB (default: a fixed share of the free memory on a CPU, what "
         "--gpu-memory-utilization leaves on a GPU)",
         shown="BYTES",
     )
@@ -171,6 +171,12 @@ class Options:
         "what runs the ranks: the engine's own process (one rank), processes of this host, or Ray "
         "(default: inprocess for one rank, else mp if this host has enough devices, else ray)",
         shown="inprocess|mp|ray",
+    )
+    data_parallel_size: int = _option(
+        1,
+        values.whole(1, 1024),
+        "engines behind one front end, each with the whole model, a share of the machine and a KV cache of its own",
+        short="dp",
     )
     metrics_prefix: str = _option(
         "serve_llm_", values.metric_prefix, "beginning of every metric's name; `vllm:` serves dashboards made for vLLM"

@@ -15,6 +15,7 @@ from serve_llm.engine.types import ModelFacts, Output, Request, Stats
 class Start(msgspec.Struct, tag=True, frozen=True):
     options: Options
     directory: str  # the local checkpoint directory that `options.model` was resolved to
+    engine: int = 0  # index among the options.data_parallel_size engines
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):

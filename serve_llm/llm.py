@@ -92,9 +92,10 @@ class LLM:
         except BaseException:
             self.close()
             raise
-        meter = Meter()
-        self._supervisor.client.on_step = Statistics(meter, self._supervisor.client).count_step
-        self._generator = Generator(self._supervisor.client, self._model, meter, chosen.seed)
+        self._replicas = self._supervisor.replicas
+        meters = [Meter() for _ in self._replicas.engines]
+        self._replicas.on_step = Statistics(meters, self._replicas.engines).count_step
+        self._generator = Generator(self._replicas, self._model, meters, chosen.seed)
         self._num_requests = 0
 
     def generate(
@@ -166,7 +167,7 @@ class LLM:
     def _complete(
         self, prompts: list[str | list[int]], params: Sequence[SamplingParams], use_tqdm: bool, special: bool
     ) -> list[RequestOutput]:
-        facts, model = self._supervisor.client.facts, self._model
+        facts, model = self._replicas.facts, self._model
         requests = []
         for prompt, chosen in zip(prompts, params, strict=True):
             if isinstance(prompt, str):

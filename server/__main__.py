@@ -108,7 +108,7 @@ async def _open(options: Options, door: Doorway, stopping: Signals) -> tuple[Sup
             await supervisor.stop()
             return None, None
         starting.result()
-        app, gate = create_app(supervisor.client, model, options)
+        app, gate = create_app(supervisor.replicas, model, options)
     except BaseException:
         await supervisor.stop()
         raise

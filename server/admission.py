@@ -7,14 +7,14 @@ from types import TracebackType
 from typing import Self
 
 from serve_llm.server.errors import Unavailable
-from serve_llm.server.generate import Engine
+from serve_llm.server.replicas import Replicas
 
 
 class Gate:
     """Around each open request: `with gate: ...`. Set `draining` and await `drained()` to end in order."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
         self._empty = asyncio.Event()
         self._empty.set()
         self.draining = False
@@ -24,7 +24,7 @@ class Gate:
         """Raises Unavailable while the engine is not ready or the server is draining."""
         if self.draining:
             raise Unavailable("the server is shutting down")
-        if not self._engine.ready:
+        if not self._replicas.ready:
             raise Unavailable("the model is not ready")
 
     def __enter__(self) -> Self:

@@ -16,10 +16,11 @@ from serve_llm.engine.options import Options
 from serve_llm.server.admission import Gate
 from serve_llm.server.auth import KeyCheck
 from serve_llm.server.errors import NotFound, RequestError, WrongMethod, answer_for, error_body
-from serve_llm.server.generate import Engine, Generator
+from serve_llm.server.generate import Generator
 from serve_llm.server.logs import RequestIds
 from serve_llm.server.metrics import Exposition, Meter
 from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.replicas import Replicas
 from serve_llm.server.routes import chat, completions, models, status, tokenize
 from serve_llm.server.routes.document import document
 from serve_llm.server.routes.service import VERSION, Service
@@ -38,17 +39,17 @@ _BODIES: list[type[BaseModel]] = [
 ]
 
 
-def create_app(engine: Engine, model: ServedModel, options: Options) -> tuple[ASGIApp, Gate]:
-    """The app that serves one model on one engine (started already), and the gate that drains it."""
-    meter = Meter()
-    engine.on_step = Statistics(meter, engine).count_step
-    gate = Gate(engine)
+def create_app(replicas: Replicas, model: ServedModel, options: Options) -> tuple[ASGIApp, Gate]:
+    """The app that serves one model on engines that are started already, and the gate that drains it."""
+    meters = [Meter() for _ in replicas.engines]
+    replicas.on_step = Statistics(meters, replicas.engines).count_step
+    gate = Gate(replicas)
     service = Service(
-        engine=engine,
+        replicas=replicas,
         model=model,
         gate=gate,
-        generator=Generator(engine, model, meter, options.seed),
-        exposition=Exposition(meter, engine, model.names[0], options.metrics_prefix),
+        generator=Generator(replicas, model, meters, options.seed),
+        exposition=Exposition(meters, replicas.engines, model.names[0], options.metrics_prefix),
     )
     app = FastAPI(title="serve-llm", version=VERSION, redoc_url=None, redirect_slashes=False)
     for routes in (completions, chat, models, tokenize, status):

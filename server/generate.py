@@ -10,19 +10,19 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import msgspec
 
 from serve_llm.engine.errors import EngineError
-from serve_llm.engine.types import FinishReason, ModelFacts, Output, Request, Stats
-from serve_llm.engine.wire import Step
+from serve_llm.engine.types import FinishReason, Output, Request
 from serve_llm.server.errors import GenerationFailed, RequestError, Unavailable
 from serve_llm.server.metrics import Meter
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.validate import TextRequest
+from serve_llm.server.replicas import Replicas
 from serve_llm.server.reply.accumulate import Accumulator
 from serve_llm.server.reply.delta import Delta, TokenCounts
 from serve_llm.server.reply.detokenize import DetokenizerFactory
@@ -30,38 +30,22 @@ from serve_llm.server.reply.detokenize import DetokenizerFactory
 logger = logging.getLogger(__name__)
 
 
-class Engine(Protocol):
-    """What of `engine.client.EngineClient` the server uses."""
-
-    stats: Stats
-    on_step: Callable[[Step], None] | None
-
-    @property
-    def ready(self) -> bool: ...
-
-    @property
-    def facts(self) -> ModelFacts: ...
-
-    def next_id(self) -> int: ...
-
-    def submit_many(self, pairs: Iterable[tuple[Request, Callable[[Output], None]]]) -> None: ...
-
-    def abort(self, ids: Sequence[int]) -> None: ...
-
-
 class Generator:
-    """Opens generations on one engine. `seed` makes the seeds of requests without one the same in every run."""
+    """Opens generations. `seed` makes the seeds of requests without one the same in every run."""
 
-    def __init__(self, engine: Engine, model: ServedModel, meter: Meter, seed: int | None = None) -> None:
-        self.engine = engine
+    def __init__(
+        self, replicas: Replicas, model: ServedModel, meters: Sequence[Meter], seed: int | None = None
+    ) -> None:
+        """`meters`: one for each engine."""
+        self.replicas = replicas
         self.model = model
-        self.meter = meter
+        self.meters = meters
         self.detokenizers = DetokenizerFactory(model.tokenizer)
         self._random = secrets.SystemRandom() if seed is None else random.Random(seed)
 
     def open(self, request: TextRequest, arrival: float | None = None) -> Generation:
         """A generation, not submitted yet. `arrival`: when the request came, in the meter's time; now, if None."""
-        return Generation(self, request, self.meter.clock() if arrival is None else arrival)
+        return Generation(self, request, Meter.clock() if arrival is None else arrival)
 
     def draw_seed(self) -> int:
         return self._random.getrandbits(64)
@@ -75,8 +59,8 @@ class Generation:
     """
 
     def __init__(self, generator: Generator, request: TextRequest, arrival: float) -> None:
-        self._engine = generator.engine
-        self._meter = generator.meter
+        self._replicas = generator.replicas
+        self._meters = generator.meters
         self._waiter: asyncio.Future[None] | None = None
         self._waits_for_end = False
         self._news: list[Choice] = []
@@ -96,9 +80,11 @@ class Generation:
 
     def __enter__(self) -> Self:
         try:
-            self._engine.submit_many([(choice.engine_request, choice.receive) for choice in self.choices])
+            placed = self._replicas.submit_many([(choice.engine_request, choice.receive) for choice in self.choices])
         except EngineError as error:
             raise Unavailable(str(error)) from None
+        for choice, index in zip(self.choices, placed, strict=True):
+            choice.meter = self._meters[index]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -151,7 +137,7 @@ class Generation:
         request_id = choice.engine_request.id
         del self._open[request_id]
         if aborts:
-            self._engine.abort([request_id])
+            self._replicas.abort([request_id])
         if not self._open:
             self._wake()
 
@@ -164,7 +150,7 @@ class Generation:
     def _end_open(self, reason: FinishReason) -> None:
         ended, self._open = self._open, {}
         if ended:
-            self._engine.abort(list(ended))
+            self._replicas.abort(list(ended))
         for choice in ended.values():
             choice.end(reason)
         self._wake()
@@ -183,7 +169,7 @@ class Choice:
     ) -> None:
         request = generation.request
         self._generation = generation
-        self._meter = generator.meter
+        self.meter = generator.meters[0]  # of its engine, from submission on
         self._is_first = choice == 0  # of its prompt: the one that the prompt's tokens are counted for
         self._arrival = arrival
         self._last_token: float | None = None  # when it came, in the meter's time
@@ -198,7 +184,7 @@ class Choice:
             None if request.echoes is None else request.echoes[prompt],
         )
         self.engine_request = Request(
-            id=generator.engine.next_id(),
+            id=generator.replicas.next_id(),
             prompt_ids=request.prompts[prompt],
             sampling=msgspec.structs.replace(request.samplings[prompt], seed=seed, choice=choice),
             priority=request.priority,
@@ -206,7 +192,7 @@ class Choice:
         )
 
     def receive(self, output: Output) -> None:
-        """Called by the engine's client for each output."""
+        """Called by its engine's client for each output."""
         if output.finish_reason is FinishReason.ERROR:
             self._generation.fail(GenerationFailed(output.error or "the engine failed"))
             return
@@ -218,12 +204,12 @@ class Choice:
             return
         if self._last_token is None:
             self._begin(output)
-        self._last_token = self._meter.count_tokens(num_tokens, self._last_token)
+        self._last_token = self.meter.count_tokens(num_tokens, self._last_token)
         if not self._has_news:
             self._has_news = True
             self._generation.has_news(self)
         if self.accumulator.finish_reason is not None:
-            self._meter.count_finished(self.accumulator.finish_reason, self.accumulator.num_tokens, self._arrival)
+            self.meter.count_finished(self.accumulator.finish_reason, self.accumulator.num_tokens, self._arrival)
             self._generation.has_ended(self, aborts=output.finish_reason is None)
 
     def take(self) -> Delta:
@@ -232,10 +218,10 @@ class Choice:
 
     def end(self, reason: FinishReason) -> None:
         """Closed before its text ended."""
-        self._meter.count_finished(reason, self.accumulator.num_tokens, self._arrival)
+        self.meter.count_finished(reason, self.accumulator.num_tokens, self._arrival)
 
     def _begin(self, output: Output) -> None:
         self.cached_tokens = output.cached_tokens or 0
         if self._is_first:
-            self._meter.count_prompt(len(self.engine_request.prompt_ids))
-        self._meter.count_first(self._arrival, output.queued_seconds)
+            self.meter.count_prompt(len(self.engine_request.prompt_ids))
+        self.meter.count_first(self._arrival, output.queued_seconds)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -99,7 +99,7 @@ class Meter:
 
 
 class Measured(Protocol):
-    """What of the engine's client is shown."""
+    """What of an engine's client is shown."""
 
     stats: Stats
 
@@ -111,11 +111,11 @@ class Measured(Protocol):
 
 
 class Exposition:
-    """Prometheus' text form of a meter and of the engine's newest state."""
+    """Prometheus' text form of the meters and of the engines' newest states, one of each per engine."""
 
-    def __init__(self, meter: Meter, engine: Measured, model_name: str, prefix: str) -> None:
+    def __init__(self, meters: Sequence[Meter], engines: Sequence[Measured], model_name: str, prefix: str) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Families(meter, engine, model_name, prefix))
+        self._registry.register(_Families(meters, engines, model_name, prefix))
         ProcessCollector(registry=self._registry)  # resident memory, descriptors, CPU time of this process
 
     def text(self) -> bytes:
@@ -123,65 +123,87 @@ class Exposition:
 
 
 class _Families(Collector):
-    def __init__(self, meter: Meter, engine: Measured, model_name: str, prefix: str) -> None:
-        self._meter = meter
-        self._engine = engine
-        self._labels = {"model_name": model_name, "engine": "0"}
+    """Every family has one sample, or one set of them, for each engine."""
+
+    def __init__(self, meters: Sequence[Meter], engines: Sequence[Measured], model_name: str, prefix: str) -> None:
+        self._engines = list(zip(engines, meters, strict=True))
+        self._model_name = model_name
         self._prefix = prefix
 
     def collect(self) -> Iterator[Metric]:
-        meter, stats = self._meter, self._engine.stats
-        yield self._gauge("num_requests_running", "Requests being computed.", stats.num_running)
-        yield self._gauge("num_requests_waiting", "Requests waiting in the engine.", stats.num_waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", stats.kv_cache_usage)
-        yield self._counter("prompt_tokens", "Prompt tokens computed or found.", meter.prompt_tokens)
-        yield self._counter("generation_tokens", "Generated tokens delivered.", meter.generation_tokens)
-        yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_queries)
-        yield self._counter("prefix_cache_hits", "Prompt tokens found.", stats.prefix_cache_hits)
-        yield self._counter("num_preemptions", "Requests put back to waiting.", stats.num_preemptions)
+        for name, text, gauge in _GAUGES:
+            yield self._family(GaugeMetricFamily, name, text, gauge)
+        for name, text, counter in _COUNTERS:
+            yield self._family(CounterMetricFamily, name, text, counter)
         yield self._finished()
-        for name, text, histogram in (
-            ("time_to_first_token_seconds", "From arrival to the first token.", meter.time_to_first_token),
-            ("inter_token_latency_seconds", "From one token to the next.", meter.inter_token_latency),
-            ("e2e_request_latency_seconds", "From arrival to the end.", meter.request_latency),
-            ("request_queue_time_seconds", "From the engine's receipt to first scheduling.", meter.queue_time),
-            ("request_prompt_tokens", "Prompt tokens of a request.", meter.request_prompt_tokens),
-            ("request_generation_tokens", "Generated tokens of a choice.", meter.request_generation_tokens),
-            ("iteration_tokens_total", "Tokens computed in a step.", meter.step_tokens),
-        ):
+        for name, text, histogram in _HISTOGRAMS:
             yield self._histogram(name, text, histogram)
-        if self._engine.ready:
-            yield self._cache_config(self._engine.facts)
+        if any(engine.ready for engine, _ in self._engines):
+            yield self._cache_config()
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(self._prefix + name, text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        value: Callable[[Stats, Meter], float],
+    ) -> Metric:
+        family = kind(self._prefix + name, text, labels=_LABELS)
+        for labels, engine, meter in self._samples():
+            family.add_metric(labels, value(engine.stats, meter))
         return family
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(self._prefix + name, text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
+    def _samples(self) -> Iterator[tuple[list[str], Measured, Meter]]:
+        for index, (engine, meter) in enumerate(self._engines):
+            yield [self._model_name, str(index)], engine, meter
 
-    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
-        family = HistogramMetricFamily(self._prefix + name, text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
+    def _histogram(self, name: str, text: str, histogram: Callable[[Meter], Histogram]) -> Metric:
+        family = HistogramMetricFamily(self._prefix + name, text, labels=_LABELS)
+        for labels, _, meter in self._samples():
+            family.add_metric(labels, histogram(meter).buckets(), histogram(meter).sum)
         return family
 
     def _finished(self) -> Metric:
-        name, labels = self._prefix + "request_success", [*self._labels, "finished_reason"]
-        family = CounterMetricFamily(name, "Ended choices by reason.", labels=labels)
-        for reason, count in self._meter.finished.items():
-            family.add_metric([*self._labels.values(), reason.value], count)
+        labels = [*_LABELS, "finished_reason"]
+        family = CounterMetricFamily(self._prefix + "request_success", "Ended choices by reason.", labels=labels)
+        for values, _, meter in self._samples():
+            for reason, count in meter.finished.items():
+                family.add_metric([*values, reason.value], count)
         return family
 
-    def _cache_config(self, facts: ModelFacts) -> Metric:
-        shown = {
-            "block_size": facts.block_size,
-            "num_gpu_blocks": facts.num_kv_blocks,  # under vLLM's name, on any device
-            "kv_cache_tokens": facts.kv_cache_tokens,
+    def _cache_config(self) -> Metric:
+        shown: dict[str, Callable[[ModelFacts], int]] = {
+            "block_size": lambda facts: facts.block_size,
+            "num_gpu_blocks": lambda facts: facts.num_kv_blocks,  # under vLLM's name, on any device
+            "kv_cache_tokens": lambda facts: facts.kv_cache_tokens,
         }
         name = self._prefix + "cache_config_info"
-        family = GaugeMetricFamily(name, "The KV cache, as labels.", labels=[*self._labels, *shown])
-        family.add_metric([*self._labels.values(), *map(str, shown.values())], 1)
+        family = GaugeMetricFamily(name, "The KV cache, as labels.", labels=[*_LABELS, *shown])
+        for labels, engine, _ in self._samples():
+            if engine.ready:
+                family.add_metric([*labels, *(str(value(engine.facts)) for value in shown.values())], 1)
         return family
+
+
+_LABELS = ("model_name", "engine")
+_GAUGES: tuple[tuple[str, str, Callable[[Stats, Meter], float]], ...] = (
+    ("num_requests_running", "Requests being computed.", lambda stats, _: stats.num_running),
+    ("num_requests_waiting", "Requests waiting in the engine.", lambda stats, _: stats.num_waiting),
+    ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", lambda stats, _: stats.kv_cache_usage),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[Stats, Meter], float]], ...] = (
+    ("prompt_tokens", "Prompt tokens computed or found.", lambda _, meter: meter.prompt_tokens),
+    ("generation_tokens", "Generated tokens delivered.", lambda _, meter: meter.generation_tokens),
+    ("prefix_cache_queries", "Prompt tokens looked up.", lambda stats, _: stats.prefix_cache_queries),
+    ("prefix_cache_hits", "Prompt tokens found.", lambda stats, _: stats.prefix_cache_hits),
+    ("num_preemptions", "Requests put back to waiting.", lambda stats, _: stats.num_preemptions),
+)
+_HISTOGRAMS: tuple[tuple[str, str, Callable[[Meter], Histogram]], ...] = (
+    ("time_to_first_token_seconds", "From arrival to the first token.", lambda meter: meter.time_to_first_token),
+    ("inter_token_latency_seconds", "From one token to the next.", lambda meter: meter.inter_token_latency),
+    ("e2e_request_latency_seconds", "From arrival to the end.", lambda meter: meter.request_latency),
+    ("request_queue_time_seconds", "From the engine's receipt to first scheduling.", lambda meter: meter.queue_time),
+    ("request_prompt_tokens", "Prompt tokens of a request.", lambda meter: meter.request_prompt_tokens),
+    ("request_generation_tokens", "Generated tokens of a choice.", lambda meter: meter.request_generation_tokens),
+    ("iteration_tokens_total", "Tokens computed in a step.", lambda meter: meter.step_tokens),
+)

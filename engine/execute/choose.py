@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
-from pathlib import Path
 
+from serve_llm.engine.devices import VISIBLE, gpu_names
 from serve_llm.engine.errors import OptionError
 from serve_llm.engine.options import Options
 
@@ -49,20 +48,10 @@ def choose(facts: Facts) -> Choice:
 
 def look_around(options: Options, in_placement_group: bool = False) -> Facts:
     """The facts, for what the user asked for on this host."""
-    gpus = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) if options.device != "cpu" else 0
+    gpus = len(gpu_names(os.environ.get(VISIBLE))) if options.device != "cpu" else 0
     return Facts(
         asked=options.distributed_executor_backend,
         num_ranks=options.tensor_parallel_size * options.pipeline_parallel_size,
         in_placement_group=in_placement_group,
         num_gpus=gpus if gpus or options.device == "cuda" else None,
     )
-
-
-def visible_gpus(visible: str | None, devices: Path = Path("/dev")) -> int:
-    """NVIDIA GPUs that this process may use. visible: CUDA_VISIBLE_DEVICES, whose list ends at a wrong entry."""
-    count = sum(1 for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
-    if visible is None:
-        return count
-    names = [name.strip() for name in visible.split(",")]
-    wrong = next((place for place, name in enumerate(names) if not name or name.startswith("-")), len(names))
-    return min(count, wrong)

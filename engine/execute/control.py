@@ -59,7 +59,7 @@ class Rings(msgspec.Struct, frozen=True):
 class Begin(msgspec.Struct, tag=True, frozen=True):
     config: Config
     model: str  # config.json, from which every rank makes spec and weight map
-    local_ranks: int  # that share this host's cores and memory
+    local_ranks: int  # that share this host's cores and memory, those of other engines included
     device_index: int  # among this host's GPUs
     log_level: str
     rings: Rings

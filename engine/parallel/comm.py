@@ -60,4 +60,4 @@ class Neighbours:
     tensor: Group = Alone()
     previous: Link | None = None  # None: the first stage
     next: Link | None = None  # None: the last stage
-    local_ranks: int = 1  # that share this host's memory
+    local_ranks: int = 1  # that share this host's cores and memory, those of other engines included

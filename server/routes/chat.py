@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from serve_llm.server.errors import ContextTooLong
+from serve_llm.server.metrics import Meter
 from serve_llm.server.prompt.params import SamplingParams
 from serve_llm.server.prompt.validate import TextRequest, check_text, prepare
 from serve_llm.server.reply.shape import ChatShape
@@ -29,7 +30,7 @@ def router(service: Service) -> APIRouter:
 
 async def answer(service: Service, request: Request) -> Response:
     """Everything up to the generation, which starts when the response is sent. Raises RequestError."""
-    arrival = service.generator.meter.clock()
+    arrival = Meter.clock()
     service.gate.check()
     body = parse_body(ChatRequest, await read_body(request))
     head = service.head("chatcmpl", body.model)
@@ -43,7 +44,7 @@ async def answer(service: Service, request: Request) -> Response:
 
 
 def _prepare(service: Service, body: ChatRequest, params: SamplingParams) -> TextRequest:
-    model, facts = service.model, service.engine.facts
+    model, facts = service.model, service.replicas.facts
     text = body.render(model.template, body.messages)
     check_text(text, model, facts, params.truncate_prompt_tokens is not None, "messages")
     # The template writes the special tokens itself.

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from serve_llm.server.errors import InvalidRequest
+from serve_llm.server.metrics import Meter
 from serve_llm.server.prompt.params import SamplingParams
 from serve_llm.server.prompt.validate import TextRequest, check_text, prepare
 from serve_llm.server.reply.shape import CompletionShape
@@ -32,7 +33,7 @@ def router(service: Service) -> APIRouter:
 
 async def answer(service: Service, request: Request) -> Response:
     """Everything up to the generation, which starts when the response is sent. Raises RequestError."""
-    arrival = service.generator.meter.clock()
+    arrival = Meter.clock()
     service.gate.check()
     body = parse_body(CompletionRequest, await read_body(request))
     head = service.head("cmpl", body.model)
@@ -52,7 +53,7 @@ async def answer(service: Service, request: Request) -> Response:
 def _prepare(
     service: Service, body: CompletionRequest, prompts: list[str | list[int]], params: SamplingParams
 ) -> TextRequest:
-    model, facts = service.model, service.engine.facts
+    model, facts = service.model, service.replicas.facts
     all_ids = []
     for prompt in prompts:
         if isinstance(prompt, str):

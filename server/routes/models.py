@@ -17,7 +17,7 @@ def router(service: Service) -> APIRouter:
             id=name,
             created=service.started,
             root=service.model.root,
-            max_model_len=service.engine.facts.max_model_len,
+            max_model_len=service.replicas.facts.max_model_len,
         )
 
     @routes.get("/v1/models", **described(None, ModelList))

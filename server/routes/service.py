@@ -10,9 +10,10 @@ from importlib.metadata import version
 
 from serve_llm.server.admission import Gate
 from serve_llm.server.errors import ModelNotFound
-from serve_llm.server.generate import Engine, Generator
+from serve_llm.server.generate import Generator
 from serve_llm.server.metrics import Exposition
 from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.replicas import Replicas
 from serve_llm.server.reply.shape import Head
 
 VERSION = version("serve-llm")
@@ -20,7 +21,7 @@ VERSION = version("serve-llm")
 
 @dataclass(frozen=True)
 class Service:
-    engine: Engine
+    replicas: Replicas
     model: ServedModel
     gate: Gate
     generator: Generator
@@ -48,5 +49,5 @@ class Service:
 
     def _fingerprint(self) -> str:
         """Equal for equal code, model and number type: what a repeated request with a seed depends on."""
-        source = f"{VERSION}|{self.model.directory.name}|{self.model.names[0]}|{self.engine.facts.dtype}"
+        source = f"{VERSION}|{self.model.directory.name}|{self.model.names[0]}|{self.replicas.facts.dtype}"
         return "fp_" + hashlib.sha256(source.encode()).hexdigest()[:12]

@@ -26,7 +26,7 @@ def router(service: Service) -> APIRouter:
         body.check()
         size = num_characters(body.messages or []) + len(body.prompt or "")
         ids = await off_loop(size, lambda: _encode(service, body))
-        reply = TokenizeReply(count=len(ids), max_model_len=service.engine.facts.max_model_len, tokens=ids)
+        reply = TokenizeReply(count=len(ids), max_model_len=service.replicas.facts.max_model_len, tokens=ids)
         if body.return_token_strs:
             reply.token_strs = [tokenizer.token_text(token_id) for token_id in ids]
         return reply
@@ -37,7 +37,7 @@ def router(service: Service) -> APIRouter:
         service.gate.check()
         body = parse_body(DetokenizeRequest, await read_body(request))
         service.check_model(body.model)
-        vocab_size = service.engine.facts.vocab_size
+        vocab_size = service.replicas.facts.vocab_size
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < vocab_size:
             raise InvalidRequest(f"tokens must be ids from 0 to {vocab_size - 1}", "tokens")
         text = await off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))

@@ -28,6 +28,7 @@ from serve_llm.engine.options import Options
 from serve_llm.engine.types import FinishReason, ModelFacts, Output, Request, Stats
 from serve_llm.server.app import create_app
 from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.replicas import Replicas
 
 IDLE_SECONDS = 2.0
 TEXT = "def main():\n    stack = Stack()\n    for number in range(10):\n        stack.push(number)\n"
@@ -96,7 +97,7 @@ async def serve(listener: socket.socket, num_streams: int, num_tokens: int, rate
     options = Options.from_kwargs("demo")
     model = ServedModel.load(resolve_model("demo"), options)
     engine = PacedEngine(model.tokenizer.encode(TEXT, add_special_tokens=False))
-    app, gate = create_app(engine, model, options)
+    app, gate = create_app(Replicas([engine]), model, options)
     config = uvicorn.Config(app, http="httptools", ws="none", lifespan="off", log_level="error", access_log=False)
     server = uvicorn.Server(config)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))

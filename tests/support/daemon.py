@@ -55,9 +55,13 @@ class Daemon:
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def engine_pid(self) -> int:
+    def engine_pids(self) -> list[int]:
+        """Of the engine processes, in the order of their indexes."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        (pid,) = (int(child) for child in children if "serve_llm.engine" in Path(f"/proc/{child}/cmdline").read_text())
+        return [int(child) for child in children if "serve_llm.engine" in Path(f"/proc/{child}/cmdline").read_text()]
+
+    def engine_pid(self) -> int:
+        (pid,) = self.engine_pids()
         return pid
 
     def rank_pids(self) -> dict[int, int]:
@@ -69,13 +73,13 @@ class Daemon:
                 found[int(command[command.index("--rank") + 1])] = process.pid
         return found
 
-    def metrics(self) -> dict[str, float]:
-        """Every sample of /metrics by its name, labels dropped and values added up."""
+    def metrics(self, engine: int | None = None) -> dict[str, float]:
+        """Samples of /metrics, of one engine if it is named, by their names; labels dropped and values added up."""
         with urllib.request.urlopen(self.url + "/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
         samples: dict[str, float] = {}
         for line in lines:
-            if not line.startswith("#"):
+            if not line.startswith("#") and (engine is None or f'engine="{engine}"' in line):
                 name, value = line.split("{")[0].split(" ")[0], float(line.rpartition(" ")[2])
                 samples[name] = samples.get(name, 0.0) + value
         return samples

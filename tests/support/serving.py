@@ -18,8 +18,12 @@ TEXT = "def main():\n    print('h\u00e9llo w\u00f6rld \u65e5\u672c\u8a9e \U0001f
 class Served:
     app: ASGIApp
     gate: Gate
-    engine: ScriptedEngine
+    engines: list[ScriptedEngine]
     model: ServedModel
+
+    @property
+    def engine(self) -> ScriptedEngine:
+        return self.engines[0]
 
     def get(self, path: str, headers: dict[str, str] | None = None) -> Reply:
         return fetch(self.app, "GET", path, None, headers)

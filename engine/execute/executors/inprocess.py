@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future
+
+import torch
 
 from serve_llm.engine.config import Config
 from serve_llm.engine.execute.executor import StepResult
+from serve_llm.engine.execute.threads import threads_per_rank, usable_cores
 from serve_llm.engine.execute.worker import Worker
 from serve_llm.engine.model.shard import shard_of
 from serve_llm.engine.model.spec import ModelSpec
@@ -21,7 +25,10 @@ class InProcessExecutor:
     depth = 1
 
     def __init__(self, config: Config, spec: ModelSpec, weights: WeightMap) -> None:
-        self._worker = Worker(config, spec, weights, shard_of(spec, Grid(), 0), Neighbours())
+        others = Neighbours(local_ranks=config.data_parallel_size)
+        if others.local_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(threads_per_rank(usable_cores(), others.local_ranks))
+        self._worker = Worker(config, spec, weights, shard_of(spec, Grid(), 0), others)
         self.layout = self._worker.allocate(self._worker.num_blocks)
 
     def execute(self, batch: Batch) -> Future[StepResult]:

@@ -79,11 +79,12 @@ class MpExecutor:
         count = f"{size} rank{'s' if size > 1 else ''}"
         check_versions(roster.gather(control.Hello, START_SECONDS))
         level = logging.getLevelName(max(logger.getEffectiveLevel(), logging.DEBUG)).lower()
+        local_ranks = size * config.data_parallel_size
         for rank in range(size):
             # What all ranks would say is said once, here.
             level_there = "warning" if level == "info" else level
             rings = self._wiring.rings(rank)
-            roster.send(rank, control.Begin(config, model, size, rank, level_there, rings))
+            roster.send(rank, control.Begin(config, model, local_ranks, rank, level_there, rings))
         roster.gather(control.Joined, START_SECONDS)
         logger.info("%s up in %.2f s", count, time.perf_counter() - roster.began)
         began = time.perf_counter()

@@ -27,6 +27,12 @@ def test_form(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(pattern, captured.err) and captured.out == ""
 
 
+def test_one_of_several_processes_says_which(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("info", "engine 1")
+    logging.getLogger("serve_llm.engine.memory").info("%d%% used", 3)
+    assert capsys.readouterr().err.endswith("] engine 1: 3% used\n")
+
+
 def test_levels(capsys: pytest.CaptureFixture[str]) -> None:
     configure("warning")
     logging.getLogger("serve_llm.server").info("hidden")

@@ -37,6 +37,7 @@ TYPED: dict[str, tuple[list[str], object]] = {
     "tensor_parallel_split": (["--tensor-parallel-split", "3,1"], (3.0, 1.0)),
     "pipeline_parallel_layers": (["--pipeline-parallel-layers", "9,8,7"], (9, 8, 7)),
     "distributed_executor_backend": (["--distributed-executor-backend", "MP"], "mp"),
+    "data_parallel_size": (["-dp", "2"], 2),
     "metrics_prefix": (["--metrics-prefix", "vllm:"], "vllm:"),
 }
 

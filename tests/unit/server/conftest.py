@@ -10,6 +10,7 @@ from serve_llm.engine.hub import resolve_model
 from serve_llm.engine.options import Options
 from serve_llm.server.app import create_app
 from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.replicas import Replicas
 from support.fakes import Script, ScriptedEngine
 from support.serving import TEXT, Served
 
@@ -21,14 +22,19 @@ def model() -> ServedModel:
 
 @pytest.fixture
 def serve(model: ServedModel) -> Callable[..., Served]:
-    """serve(text=..., engine options..., options={...}): the app on an engine that generates this text."""
+    """serve(text=..., engine options..., options={...}): the app on engines that generate this text."""
 
     def make(
-        text: str = TEXT, *, script: Script | None = None, options: dict[str, object] | None = None, **engine: object
+        text: str = TEXT,
+        *,
+        script: Script | None = None,
+        options: dict[str, object] | None = None,
+        num_engines: int = 1,
+        **engine: object,
     ) -> Served:
         ids = model.tokenizer.encode(text, add_special_tokens=False)
-        scripted = ScriptedEngine(script or (lambda request: ids), **engine)
-        app, gate = create_app(scripted, model, Options.from_kwargs("demo", **(options or {})))
+        scripted = [ScriptedEngine(script or (lambda request: ids), **engine) for _ in range(num_engines)]
+        app, gate = create_app(Replicas(scripted), model, Options.from_kwargs("demo", **(options or {})))
         return Served(app, gate, scripted, model)
 
     return make

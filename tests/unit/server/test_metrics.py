@@ -79,6 +79,29 @@ def test_the_engines_state_is_shown_as_it_is_now(served: Served) -> None:
     assert "cache_config_info" not in served.get("/metrics").content.decode()
 
 
+def test_every_engine_has_its_own_samples_and_their_sum_is_what_was_delivered(serve: Serve) -> None:
+    served = serve(num_engines=2)
+    usages = [served.complete(prompt=["a", "b", "c"], n=2, max_tokens=5).json()["usage"] for _ in range(3)]
+    served.engines[0].stats = Stats(1, 0, 0.5, 70, 7)
+    served.engines[1].stats = Stats(2, 4, 0.25, 100, 40)
+    samples: dict[str, list[float]] = {}
+    for family in text_string_to_metric_families(served.get("/metrics").content.decode()):
+        for sample in family.samples:
+            if family.name.startswith("serve_llm_") and sample.labels.get("le", "+Inf") == "+Inf":
+                name = sample.name.removeprefix("serve_llm_") + sample.labels.get("finished_reason", "")
+                samples.setdefault(name, []).append(sample.value)
+                assert sample.labels["engine"] == str(len(samples[name]) - 1)
+    assert all(len(values) == 2 for values in samples.values())
+    assert samples["num_requests_running"] == [1, 2] and samples["num_requests_waiting"] == [0, 4]
+    assert samples["kv_cache_usage_perc"] == [0.5, 0.25] and samples["prefix_cache_hits_total"] == [7, 40]
+    for name, key in (("prompt_tokens", "prompt_tokens"), ("generation_tokens", "completion_tokens")):
+        assert sum(samples[f"{name}_total"]) == sum(usage[key] for usage in usages)
+        assert samples[f"{name}_total"] == samples[f"request_{name}_sum"] and all(samples[f"{name}_total"])
+    for engine, count in zip(served.engines, samples["request_success_totallength"], strict=True):
+        assert count == len(engine.submitted) > 0
+    assert sum(samples["time_to_first_token_seconds_count"]) == 18
+
+
 @given(st.lists(st.floats(0, 100), max_size=20))
 def test_histogram(values: list[float]) -> None:
     histogram = Histogram((1, 10, 50))

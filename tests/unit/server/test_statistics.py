@@ -26,13 +26,13 @@ def test_a_line_per_interval_while_there_are_steps_and_none_after(
         now = [100.0]
         monkeypatch.setattr(Meter, "clock", staticmethod(lambda: now[0]))
         meter, engine = Meter(), Engine()
-        log = Statistics(meter, engine)
+        log = Statistics([meter], [engine])
         assert timers == []  # nothing runs while there is no traffic
 
-        log.count_step(Step([], engine.stats))
+        log.count_step(0, Step([], engine.stats))
         meter.count_prompt(300)
         engine.stats = Stats(2, 1, 0.25, 300, 150, 0, 1, 300)
-        log.count_step(Step([], engine.stats))
+        log.count_step(0, Step([], engine.stats))
         meter.count_tokens(50, None)
         (seconds, tick) = timers.pop()
         assert seconds == 10.0
@@ -46,7 +46,7 @@ def test_a_line_per_interval_while_there_are_steps_and_none_after(
         now[0] += 10
         tick()  # an interval without steps: no line, no further timer
         assert len(caplog.records) == 1 and timers == []
-        log.count_step(Step([], engine.stats))
+        log.count_step(0, Step([], engine.stats))
         assert len(timers) == 1
 
     assert statistics.INTERVAL_SECONDS == 10.0

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from serve_llm.engine.errors import OptionError
-from serve_llm.engine.execute.choose import Facts, choose, look_around, visible_gpus
+from serve_llm.engine.execute.choose import Facts, choose, look_around
 from serve_llm.engine.options import Options
 
 
@@ -45,10 +43,3 @@ def test_facts_of_a_cpu_host() -> None:
     options = Options.from_kwargs("demo", tensor_parallel_size=3, pipeline_parallel_size=2, device="cpu")
     assert look_around(options) == Facts(None, 6, False, None)
     assert look_around(options, in_placement_group=True).in_placement_group
-
-
-def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
-    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm", "null"):
-        (tmp_path / name).touch()
-    for visible, count in ((None, 3), ("0,2", 2), ("1", 1), ("", 0), ("-1", 0), ("0,-1,2", 1), ("0,1,2,3,4", 3)):
-        assert visible_gpus(visible, tmp_path) == count, visible

@@ -1,0 +1,133 @@
+"""What several ranks on one host bring: decode speed of TP=2 and PP=2 against one rank, and how busy each rank is.
+
+Run on a quiet machine: python tests/bench/parallel.py [--streams 1 8] [--rounds 3] [--tokens 64]. A 0.5B-shaped bf16
+model with random weights. One rank computes with all cores, two ranks with one thread each; the engines are all up at
+the same time and take turns, so that a slow moment of the machine meets all. Prints a table, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from serve_llm.engine import startup
+from serve_llm.engine.loop import Engine
+from serve_llm.engine.options import Options
+from serve_llm.engine.types import Request, Sampling
+from serve_llm.engine.wire import Submit
+
+PROMPT_TOKENS = 128
+SHAPE = {  # that of Qwen2 0.5B
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "dtype": "bfloat16",
+}
+GRIDS = {"one rank": (1, 1), "TP=2": (2, 1), "PP=2": (1, 2)}
+
+
+def start(directory: Path, tensor: int, pipeline: int) -> Engine:
+    options = Options.from_kwargs(
+        str(directory),
+        load_format="dummy",
+        kv_cache_memory="512MiB",
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        enable_prefix_caching=False,
+        log_level="warning",
+    )
+    config, spec, weights = startup.resolve_all(options, str(directory), dict(SHAPE))
+    return Engine(config, startup.build_executor(config, spec, weights, dict(SHAPE)))
+
+
+def rank_processes() -> dict[int, psutil.Process]:
+    """All ranks started so far by their process ids; an engine of one rank computes in this process."""
+    return {child.pid: child for child in psutil.Process().children()}
+
+
+def cpu_seconds(processes: list[psutil.Process]) -> list[float]:
+    return [sum(process.cpu_times()[:2]) for process in processes]
+
+
+def decode(engine: Engine, streams: int, tokens: int, processes: list[psutil.Process]) -> tuple[float, list[float]]:
+    """(output tokens per second, each process's CPU seconds per second) from the last stream's first token on."""
+    requests = [
+        Request(id=number, prompt_ids=[300 + number] * PROMPT_TOKENS, sampling=Sampling(0.0, seed=0, max_tokens=tokens))
+        for number in range(streams)
+    ]
+    engine.take([Submit(requests)])
+    begun: set[int] = set()
+    while len(begun) < streams:
+        begun |= {output.id for output in engine.step().outputs if output.token_ids}
+    before, began, count = cpu_seconds(processes), time.perf_counter(), 0
+    while engine.has_work:
+        outputs = engine.step().outputs
+        count += sum(len(output.token_ids) for output in outputs)
+        if any(output.finish_reason for output in outputs):
+            break  # from here on fewer streams run
+    took = time.perf_counter() - began
+    busy = [(b - a) / took for a, b in zip(before, cpu_seconds(processes), strict=True)]
+    while engine.has_work:
+        engine.step()
+    return count / took, busy
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=64)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        engines, processes = {}, {}
+        for name, grid in GRIDS.items():
+            known = rank_processes()
+            engines[name] = start(Path(directory), *grid)
+            processes[name] = [process for pid, process in rank_processes().items() if pid not in known]
+        results = {}
+        for streams in arguments.streams:
+            speeds: dict[str, list[float]] = {name: [] for name in GRIDS}
+            busy: dict[str, list[list[float]]] = {name: [] for name in GRIDS}
+            for engine in engines.values():
+                decode(engine, streams, 8, [])  # warm
+            for _ in range(arguments.rounds):
+                for name, engine in engines.items():
+                    speed, shares = decode(engine, streams, arguments.tokens, processes[name])
+                    speeds[name].append(speed)
+                    busy[name].append(shares)
+            for name in GRIDS:
+                ratios = [a / b for a, b in zip(speeds[name], speeds["one rank"], strict=True)]
+                shares = [round(statistics.median(column), 2) for column in zip(*busy[name], strict=True)]
+                results[f"{name}, {streams} streams"] = {
+                    "tokens_per_second": round(statistics.median(speeds[name]), 1),
+                    "ratio": round(statistics.median(ratios), 3),
+                    "ratios": [round(ratio, 3) for ratio in ratios],
+                    "busy": shares,
+                }
+                sys.stdout.write(
+                    f"{name:9} {streams:3} streams {statistics.median(speeds[name]):8.1f} tokens/s   "
+                    f"{statistics.median(ratios):.2f} x one rank ({min(ratios):.2f}-{max(ratios):.2f})   "
+                    f"ranks busy {', '.join(f'{share:.0%}' for share in shares) or '-'}\n"
+                )
+        sys.stdout.write(json.dumps(results) + "\n")
+
+
+if __name__ == "__main__":
+    main()

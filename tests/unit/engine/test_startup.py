@@ -1,0 +1,28 @@
+"""What an engine takes of its host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from serve_llm.engine.execute.executors import inprocess
+from serve_llm.engine.hub import resolve_model
+from support.engine import make_engine
+
+
+@pytest.mark.parametrize(("num_engines", "threads"), [(1, None), (2, 4), (3, 2), (100, 1)])
+def test_engines_of_one_host_share_its_threads(
+    monkeypatch: pytest.MonkeyPatch, num_engines: int, threads: int | None
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(inprocess, "usable_cores", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    directory = Path(resolve_model("demo"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    make_engine(directory, data_parallel_size=num_engines)
+    assert found == [], "the user has said how many"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    make_engine(directory, data_parallel_size=num_engines)
+    assert found == ([] if threads is None else [threads])

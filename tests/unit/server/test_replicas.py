@@ -1,0 +1,146 @@
+"""Several engines as one: who gets which request, whom an abort reaches, and what one engine's death means."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from serve_llm.engine.errors import EngineDead
+from serve_llm.engine.types import Output, Request, Sampling
+from serve_llm.server.replicas import Replicas
+from support.asgi import Call
+from support.fakes import ScriptedEngine, facts
+from support.serving import Served
+
+Serve = Callable[..., Served]
+
+
+def engines(number: int, **changed: object) -> list[ScriptedEngine]:
+    return [ScriptedEngine(lambda request: [5], automatic=False, **changed) for _ in range(number)]
+
+
+def request(number: int, prompt_ids: list[int], choice: int = 0, max_tokens: int = 2) -> Request:
+    return Request(id=number, prompt_ids=prompt_ids, sampling=Sampling(max_tokens=max_tokens, seed=0, choice=choice))
+
+
+def nowhere(output: Output) -> None:
+    """A sink."""
+
+
+def test_choices_of_a_prompt_stay_together_and_prompts_are_spread() -> None:
+    async def run() -> None:
+        both = engines(2)
+        replicas = Replicas(both)
+        prompts = [[1] * 40, [2] * 40, [1] * 40, [3]]
+        requests = [request(4 * k + choice, prompt, choice) for k, prompt in enumerate(prompts) for choice in range(4)]
+        placed = replicas.submit_many([(one, nowhere) for one in requests])
+        assert [placed[4 * k] for k in range(4)] == [0, 1, 0, 1]
+        assert all(len({*placed[4 * k : 4 * k + 4]}) == 1 for k in range(4))
+        assert [[one.id for one in engine.submitted] for engine in both] == [
+            [one.id for one, index in zip(requests, placed, strict=True) if index == which] for which in (0, 1)
+        ]
+
+    asyncio.run(run())
+
+
+def test_ids_are_unique_over_all_engines() -> None:
+    async def run() -> None:
+        replicas = Replicas(engines(3))
+        assert len({replicas.next_id() for _ in range(100)}) == 100
+
+    asyncio.run(run())
+
+
+def test_aborts_reach_the_engine_that_has_the_request() -> None:
+    async def run() -> None:
+        both = engines(2)
+        replicas = Replicas(both)
+        placed = replicas.submit_many([(request(number, [number]), nowhere) for number in range(6)])
+        replicas.abort([1, 2, 5, 77])
+        assert [sorted(engine.aborted) for engine in both] == [
+            [number for number in (1, 2, 5) if placed[number] == which] for which in (0, 1)
+        ]
+        replicas.abort([1])
+        assert sum(len(engine.aborted) for engine in both) == 3, "it had ended already"
+
+    asyncio.run(run())
+
+
+def test_load_follows_outputs_and_ends() -> None:
+    async def run() -> None:
+        both = engines(2)
+        replicas = Replicas(both)
+        seen: list[tuple[int, int]] = []
+        replicas.on_step = lambda index, step: seen.append((index, len(step.outputs)))
+        assert replicas.submit_many([(request(0, [1] * 5000, max_tokens=3), nowhere)]) == [0]
+        assert replicas.submit_many([(request(n, [n], max_tokens=1), nowhere) for n in (1, 2, 3)]) == [1, 1, 1]
+        both[0].step()  # its prompt is computed; one open request against three
+        assert replicas.submit_many([(request(4, [9]), nowhere)]) == [0]
+        both[1].step()  # all its requests end
+        assert replicas.submit_many([(request(5, [8]), nowhere)]) == [1]
+        assert seen == [(0, 1), (1, 3)]
+
+    asyncio.run(run())
+
+
+def test_without_prefix_caching_equal_prompts_are_spread() -> None:
+    async def run() -> None:
+        replicas = Replicas(engines(2), prefix_caching=False)
+        pairs = [(request(number, [1] * 2000), nowhere) for number in range(4)]
+        assert replicas.submit_many(pairs) == [0, 1, 0, 1]
+
+    asyncio.run(run())
+
+
+def test_ready_only_when_all_are_and_facts_hold_for_all() -> None:
+    async def run() -> None:
+        both = engines(2)
+        both[1].facts = facts(num_kv_blocks=100, kv_cache_tokens=1600)
+        replicas = Replicas(both)
+        assert replicas.ready and replicas.facts.kv_cache_tokens == 1600
+        both[1].ready = False
+        assert not replicas.ready
+
+    asyncio.run(run())
+
+
+def test_a_dead_engine_leaves_nothing_open_on_the_others() -> None:
+    async def run() -> None:
+        both = engines(2)
+        replicas = Replicas(both)
+        both[1].ready = False
+        with pytest.raises(EngineDead):
+            replicas.submit_many([(request(number, [number]), nowhere) for number in range(4)])
+        assert both[0].open == {} and len(both[0].aborted) == 2
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_frees_its_choices_on_every_engine(serve: Serve) -> None:
+    async def run() -> None:
+        served = serve(num_engines=2, automatic=False)
+        body = {"prompt": ["one", "two", "three"], "n": 2, "max_tokens": 50, "stream": True}
+        call = Call(served.app, "POST", "/v1/completions", body)
+        while sum(len(engine.open) for engine in served.engines) < 6:
+            await served.engine.changed.wait()
+        assert sorted(len(engine.open) for engine in served.engines) == [2, 4]
+        for engine in served.engines:
+            engine.step()
+        call.leave()
+        await call.finished
+        assert all(engine.open == {} for engine in served.engines)
+        assert sum(len(engine.aborted) for engine in served.engines) == 6
+
+    asyncio.run(run())
+
+
+def test_texts_come_back_in_order_whoever_computed_them(serve: Serve, served: Served) -> None:
+    prompts = ["one", "two", "three", "four"]
+    by_prompt = {tuple(served.ids(prompt)): served.ids(prompt.upper()) for prompt in prompts}
+    several = serve(num_engines=3, script=lambda request: by_prompt[tuple(request.prompt_ids)])
+    reply = several.complete(prompt=prompts, max_tokens=9).json()
+    for prompt, choice in zip(prompts, reply["choices"], strict=True):
+        assert choice["text"].startswith(prompt.upper())
+    assert all(engine.submitted for engine in several.engines)
