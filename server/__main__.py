@@ -20,7 +20,7 @@ from serve_llm.engine.options import Options, parse_args
 
 if TYPE_CHECKING:
     from serve_llm.server.admission import Gate
-    from serve_llm.server.daemon import Doorway
+    from serve_llm.server.assemble import Assembly
     from serve_llm.server.supervise import Supervisor
 
 logger = logging.getLogger("serve_llm.server.__main__")  # also when run by -m
@@ -71,49 +71,34 @@ async def serve(options: Options) -> int:
     http = HttpServer(door)
     serving = asyncio.ensure_future(http.serve(sockets=[listener]))
     try:
-        supervisor, gate = await _open(options, door, stopping)
-        if supervisor is None or gate is None:
+        opened = await _open(options, stopping)
+        if opened is None:
             return 0
+        door.app = opened.app
         try:
             host, port = listener.getsockname()[:2]
             seconds = time.perf_counter() - began
             shown = f"[{host}]" if ":" in host else host
             logger.info("Serving %s on http://%s:%d after %.1f s", options.model, shown, port, seconds)
-            return await _until_stopped(supervisor, gate, stopping)
+            return await _until_stopped(opened.supervisor, opened.gate, stopping)
         finally:
-            await supervisor.stop()
+            await opened.supervisor.stop()
     finally:
         http.should_exit = True
         await serving
 
 
-async def _open(options: Options, door: Doorway, stopping: Signals) -> tuple[Supervisor | None, Gate | None]:
-    """Start the engine and put the app behind the door. (None, None) if a signal came first."""
-    from serve_llm.engine.hub import resolve_model
-    from serve_llm.server.supervise import Supervisor
+async def _open(options: Options, stopping: Signals) -> Assembly | None:
+    """The engine and the app; None if a signal came first."""
+    from serve_llm.server.assemble import assemble
 
-    directory = await asyncio.to_thread(
-        resolve_model, options.model, options.revision, options.download_dir, weights=options.load_format == "auto"
-    )
-    supervisor = Supervisor(options, str(directory))
-    try:
-        from serve_llm.server.app import create_app
-        from serve_llm.server.prompt.model import ServedModel
-
-        model = await asyncio.to_thread(ServedModel.load, directory, options)
-        starting = asyncio.ensure_future(supervisor.start())
-        await _first_of(starting, stopping.first)
-        if not starting.done():
-            starting.cancel()
-            await supervisor.stop()
-            return None, None
-        starting.result()
-        app, gate = create_app(supervisor.replicas, model, options)
-    except BaseException:
-        await supervisor.stop()
-        raise
-    door.app = app
-    return supervisor, gate
+    assembling = asyncio.ensure_future(assemble(options))
+    await _first_of(assembling, stopping.first)
+    if assembling.done():
+        return assembling.result()
+    assembling.cancel()
+    await asyncio.wait([assembling])
+    return None
 
 
 async def _until_stopped(supervisor: Supervisor, gate: Gate, stopping: Signals) -> int:

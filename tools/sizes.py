@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("serve_llm", "server", "engine", "kernels", "tools", "tests")
+FOLDERS = ("serve_llm", "server", "engine", "kernels", "examples", "tools", "tests")
 MAX_FILE, MAX_FUNCTION = 400, 60
 EXEMPT: frozenset[str] = frozenset()  # paths from the root
 

@@ -1,0 +1,165 @@
+"""Prometheus' rules and Grafana's dashboard speak of metrics that exist, in expressions that can be read."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from support.manifests import ROOT
+from support.monitoring import DEPLOY, alert_rules, dashboard, expressions, metric_names
+
+EXPRESSIONS = expressions()
+SUFFIXES = ("_bucket", "_sum", "_count", "_total")
+HERE = Path(__file__).parent
+
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+
+
+def literals(path: Path) -> set[str]:
+    """Every string in a Python file."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def documented() -> set[str]:
+    return set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE))
+
+
+KNOWN = literals(ROOT / "server" / "metrics.py")
+
+
+def is_served(name: str) -> bool:
+    return name in KNOWN or any(name.removesuffix(suffix) in KNOWN for suffix in SUFFIXES if name.endswith(suffix))
+
+
+@pytest.mark.parametrize("where", EXPRESSIONS)
+def test_an_expression(where: str) -> None:
+    text = EXPRESSIONS[where]
+    names = metric_names(text)
+    assert names or re.search(r"\b(up|process_\w+)\{", text), "about nothing"
+    assert [name for name in sorted(names) if not is_served(name)] == []
+    assert is_balanced(text)
+
+
+def is_balanced(text: str) -> bool:
+    """Brackets, outside of strings."""
+    open_ones = []
+    for sign in re.sub(r'"[^"]*"', "", text):
+        if sign in "([{":
+            open_ones.append(sign)
+        elif sign in ")]}" and (not open_ones or open_ones.pop() + sign not in ("()", "[]", "{}")):
+            return False
+    return not open_ones and text.count('"') % 2 == 0
+
+
+def test_faults_are_found() -> None:
+    assert metric_names("rate(serve_llm_nonsense_total[5m])") == {"nonsense_total"} and not is_served("nonsense_total")
+    assert is_served("time_to_first_token_seconds_bucket") and not is_served("time_to_first_token_seconds_p95")
+    assert is_balanced('sum(rate(a{b="("}[5m]))')
+    assert not any(map(is_balanced, ["sum(a", "a)", "a{b]", 'a{b="}']))
+
+
+def test_the_documents_name_metrics_that_exist() -> None:
+    """And each metric that docs/metrics.md lists is on the dashboard."""
+    assert len(documented()) > 10
+    assert [name for name in sorted(documented()) if not is_served(name)] == []
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    modules = {
+        f"{page.name}: {name}" for page in pages for name in metric_names(page.read_text()) if not is_served(name)
+    }
+    assert modules == set()
+    shown = set().union(*(metric_names(text) for text in EXPRESSIONS.values()))
+    families = {re.sub("_(bucket|sum|count)$", "", name) for name in shown}
+    assert documented() - families == set()
+
+
+def test_the_dashboard() -> None:
+    shown = dashboard()
+    ids = [panel["id"] for panel in shown["panels"]]
+    assert len(ids) == len(set(ids))
+    places = [panel["gridPos"] for panel in shown["panels"]]
+    assert all(place["x"] + place["w"] <= 24 for place in places)
+    for one in places:
+        assert not any(overlap(one, other) for other in places if other is not one)
+    assert all(panel["description"] for panel in shown["panels"] if panel["type"] != "row")
+
+
+def overlap(one: dict[str, int], other: dict[str, int]) -> bool:
+    return all(one[at] < other[at] + other[size] and other[at] < one[at] + one[size] for at, size in ("xw", "yh"))
+
+
+def test_the_alerts() -> None:
+    rules = alert_rules()
+    assert len({rule["alert"] for rule in rules}) == len(rules)
+    for rule in rules:
+        assert rule["labels"]["severity"] in ("critical", "warning") and rule["for"]
+        assert rule["annotations"]["summary"] and rule["annotations"]["description"]
+
+
+def test_compose_puts_the_files_where_they_are_looked_for() -> None:
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    prometheus = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())
+    services = compose["services"]
+    mounted = {}
+    for service in services.values():
+        for volume in service.get("volumes", []):
+            source, target = volume.split(":")[:2]
+            if source.startswith("."):
+                assert (DEPLOY / source).exists(), volume
+                mounted[target] = source
+    assert mounted["/etc/prometheus/prometheus.yml"] == "./prometheus.yaml"
+    assert [f"/etc/prometheus/{name}" in mounted for name in prometheus["rule_files"]] == [True]
+    (job,) = prometheus["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["serve-llm:8000"]}] and "serve-llm" in services
+    (secret,) = services["prometheus"]["secrets"]
+    assert secret["target"] == job["authorization"]["credentials_file"]
+    assert compose["secrets"][secret["source"]] == {"environment": "SERVE_LLM_API_KEY"}
+    assert all("=" not in name for name in services["serve-llm"]["environment"]), "a key belongs into no file here"
+    assert services["serve-llm"]["build"]["target"] in (ROOT / "Dockerfile").read_text()
+    assert all(re.search(r":v?\d+\.\d+\.\d+$", one["image"]) for one in services.values() if "image" in one)
+    assert job["job_name"] in EXPRESSIONS["alert ServeLlmDown"]
+
+
+def test_grafana_finds_the_dashboard() -> None:
+    provisioning = DEPLOY / "grafana" / "provisioning"
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "serve-llm.yaml").read_text())["providers"]
+    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())["datasources"]
+    volumes = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["grafana"]["volumes"]
+    assert any(volume.split(":")[1].startswith(provider["options"]["path"] + "/") for volume in volumes)
+    variable = dashboard()["templating"]["list"][0]
+    assert (variable["type"], variable["current"]["value"]) == ("datasource", source["uid"])
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", "rules", str(DEPLOY / "alerts.yaml")],
+        ["check", "config", "--syntax-only", str(DEPLOY / "prometheus.yaml")],
+        ["test", "rules", str(HERE / "alerts_test.yaml")],
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+def test_promtool(arguments: list[str]) -> None:
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_promtool_reads_every_expression_of_the_dashboard(tmp_path: Path) -> None:
+    """As rules, with Grafana's variables filled in."""
+    rules = []
+    for where, text in EXPRESSIONS.items():
+        if where.startswith("panel"):
+            filled = text.replace("$__rate_interval", "1m").replace("$model_name", ".*").replace("$instance", ".*")
+            rules.append({"record": f"panel_{len(rules)}", "expr": filled})
+    path = tmp_path / "panels.yaml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
+    done = subprocess.run(["promtool", "check", "rules", str(path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and f"{len(rules)} rules found" in done.stdout, done.stdout + done.stderr
