@@ -38,6 +38,8 @@ bench: $(STAMP)
 	$(BIN)/python tests/bench/start.py
 	$(BIN)/python tests/bench/frontend.py
 	$(BIN)/python tests/bench/routing.py
+	$(BIN)/python tests/bench/messages.py
+	$(BIN)/python tests/bench/parallel.py
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

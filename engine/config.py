@@ -6,12 +6,14 @@ later (how many blocks fit) is returned by whoever measured it and never written
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from serve_llm.engine.errors import ModelError, OptionError
 from serve_llm.engine.options import Options
 
 DEFAULT_BLOCK_SIZE = 16  # tokens
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 DEFAULT_STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
@@ -37,6 +39,11 @@ class Config:
     pipeline_parallel_layers: tuple[int, ...] | None = None  # one number per stage; None: by cost
     executor_backend: str = "inprocess"  # "inprocess" | "mp" | "ray"
     data_parallel_size: int = 1  # engines that share this host's memory and cores
+
+    @property
+    def element_bytes(self) -> int:
+        """Of one weight, or one number of the KV cache."""
+        return ELEMENT_BYTES[self.dtype]
 
 
 def resolve(
@@ -82,6 +89,11 @@ def resolve(
         executor_backend=executor_backend,
         data_parallel_size=options.data_parallel_size,
     )
+
+
+def checkpoint_dtype(raw: Mapping[str, object]) -> str:
+    """The weights' number type as config.json (`raw`) names it."""
+    return str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
 def _check_split(options: Options, num_layers: int) -> None:

@@ -42,6 +42,13 @@ def resolve_model(
     return directory
 
 
+def find_config(model: str, revision: str | None = None, download_dir: str | None = None) -> dict[str, object]:
+    """The model's config.json, of which nothing else is downloaded. Raises ModelError like `resolve_model`."""
+    if model == "demo" or _local(model) is not None:
+        return read_config(resolve_model(model, weights=False))
+    return read_config(_download(model, revision, download_dir, ("config.json",)))
+
+
 def resolve_tokenizer(tokenizer: str, download_dir: str | None = None) -> Path:
     """The directory of a tokenizer given apart from the model: local, "demo", or a Hugging Face id.
     Raises ModelError like `resolve_model`."""

@@ -15,37 +15,26 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 import msgspec
 
 from serve_llm.engine import values
 from serve_llm.engine.errors import OptionError
+from serve_llm.engine.fields import Fields, help_text, option_name
+from serve_llm.engine.fields import option as _option
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
+Kind = TypeVar("Kind", bound="DataclassInstance")
 
 ENVIRONMENT_PREFIX = "SERVE_LLM_"
 
 # Kubernetes sets these for a Service whose name begins with serve-llm; they are addresses, not options.
 _KUBERNETES_NAME = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_\d+_(TCP|UDP|SCTP)(_|$)")
 _KUBERNETES_VALUE = re.compile(r"(tcp|udp|sctp)://")
-
-
-def _option(
-    default: T,
-    parse: values.Parse,
-    help: str,
-    *,
-    shown: str = "",
-    flag: str = "",
-    short: str = "",
-    repeat: bool = False,
-    secret: bool = False,
-) -> T:
-    """A field of `Options`. `shown`: the value's name in --help. `flag`: the option's name where it is not the field's.
-    `short`: a second name on the command line. `repeat`: several values after one flag. `secret`: never shown."""
-    metadata = {"parse": parse, "help": help, "shown": shown, "flag": flag, "short": short}
-    return field(default=default, metadata=metadata | {"repeat": repeat, "secret": secret}, repr=not secret)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +178,7 @@ class Options:
         given: Given = {"model": (model, "model")}
         for name, value in options.items():
             given |= _named(name, value, name)
-        return _build(given)
+        return build(cls, given)
 
 
 Given = dict[str, tuple[object, str]]
@@ -201,41 +190,59 @@ def fields() -> tuple[dataclasses.Field[object], ...]:
     return dataclasses.fields(Options)
 
 
-def option_name(option: dataclasses.Field[object]) -> str:
-    """The option's name, without dashes in front: `max-model-len`."""
-    return (option.metadata.get("flag") or option.name).replace("_", "-")
-
-
 def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     """Options from the command line (without the program's name), which beats the --config file, which beats the
     environment (SERVE_LLM_<OPTION>), which beats the defaults.
 
     Raises OptionError (one line that names the option), SystemExit after --help and --version."""
-    found, unknown = make_parser().parse_known_args(list(argv))
+    return merge(read_command_line(make_parser(), fields(), argv), environ)
+
+
+def read_command_line(parser: argparse.ArgumentParser, options: Fields, argv: Sequence[str]) -> dict[str, object]:
+    """What was given, by field name. Raises OptionError for what is not among the options."""
+    found, unknown = parser.parse_known_args(list(argv))
     given = cast(dict[str, object], vars(found))
     if unknown:
         flag = unknown[0].partition("=")[0]
         if not flag.startswith("-"):
             raise OptionError(f"unexpected argument {flag!r}: one model is served, given first")
-        raise OptionError(f"unknown option {flag}{_nearest(flag, '--')}")
+        raise OptionError(f"unknown option {flag}{_nearest(flag, '--', options, parser.prog)}")
     if given.pop("version", False):
         from importlib.metadata import version  # costs more than all other imports here
 
         sys.stdout.write(f"serve-llm {version('serve-llm')}\n")
         raise SystemExit(0)
+    return given
+
+
+def merge(given: dict[str, object], environ: Mapping[str, str]) -> Options:
+    """Options from a command line's, by field name, with the file that its `config` names, and the environment."""
     file = given.pop("config", None)
     merged = _from_environment(environ)
     if file is not None:
         merged |= _from_file(Path(str(file)))
-    merged |= {name: (value, "model" if name == "model" else _flag_of(name)) for name, value in given.items()}
-    return _build(merged)
+    merged |= by_flag(Options, given)
+    return build(Options, merged)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command line's shape; values stay text, `_build` parses them like those of the other sources."""
+def by_flag(kind: type[Kind], given: Mapping[str, object]) -> Given:
+    """Values with the names under which a command line gave them."""
+    flags = {option.name: f"--{option_name(option)}" for option in dataclasses.fields(kind)} | {"model": "model"}
+    return {name: (value, flags[name]) for name, value in given.items()}
+
+
+def make_parser(
+    program: str = "serve-llm",
+    description: str = "Serve a language model behind the OpenAI API. Other commands: `serve-llm plan MODEL` says "
+    "whether a model fits, and how to spread it over GPUs and machines, before anything is loaded; `serve-llm check "
+    "[MODEL]` finds out whether this host, or several together, can serve.",
+    options: Fields | None = None,
+) -> argparse.ArgumentParser:
+    """The shape of a command line with these options (default: all of the daemon's); values stay text, `build` parses
+    them like those of the other sources."""
     parser = _Parser(
-        prog="serve-llm",
-        description="Serve a language model behind the OpenAI API.",
+        prog=program,
+        description=description,
         epilog=f"Each option can also be set by {ENVIRONMENT_PREFIX}<OPTION>, for example "
         f"{ENVIRONMENT_PREFIX}MAX_MODEL_LEN=32k, or in the --config file; the command line beats the file, and the "
         "file beats the environment.",
@@ -244,7 +251,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="show the version and leave")
     parser.add_argument("--config", metavar="FILE.yaml", help="file with options by name, such as `max-model-len: 32k`")
-    for option in fields():
+    for option in fields() if options is None else options:
         text = help_text(option).replace("%", "%%")
         flag, shown = f"--{option_name(option)}", option.metadata.get("shown") or option.name.upper()
         if option.name == "model":
@@ -259,15 +266,6 @@ def make_parser() -> argparse.ArgumentParser:
             names = [flag, *(f"-{short}" for short in (option.metadata["short"],) if short)]
             parser.add_argument(*names, dest=option.name, metavar=shown, help=text)
     return parser
-
-
-def help_text(option: dataclasses.Field[object]) -> str:
-    """The option's help with its default, where the text does not say it in words."""
-    text = str(option.metadata["help"])
-    if option.default in (dataclasses.MISSING, None, ()):
-        return text
-    shown = {True: "on", False: "off"}.get(option.default) if isinstance(option.default, bool) else option.default
-    return f"{text} (default: {shown})"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -318,21 +316,18 @@ def _named(name: str, value: object, where: str, prefix: str = "") -> Given:
     raise OptionError(f"unknown option {where}{_nearest(plain, prefix)}")
 
 
-def _nearest(name: str, prefix: str) -> str:
+def _nearest(name: str, prefix: str, options: Fields | None = None, program: str = "serve-llm") -> str:
     """'; did you mean ...?' in the spelling of the place where the unknown name stood."""
-    names = {option_name(option) for option in fields()}
-    names |= {f"no-{option_name(option)}" for option in fields() if isinstance(option.default, bool)}
+    options = fields() if options is None else options
+    names = {option_name(option) for option in options}
+    names |= {f"no-{option_name(option)}" for option in options if isinstance(option.default, bool)}
     if prefix == "--":
         names = (names | {"config", "version", "help"}) - {"model"}
     close = difflib.get_close_matches(name.strip("-").replace("_", "-").lower(), sorted(names), n=1)
     if not close:
-        return "; see serve-llm --help"
+        return f"; see {program} --help"
     spelled = close[0] if prefix == "--" else close[0].replace("-", "_")
     return f"; did you mean {prefix}{spelled.upper() if prefix == ENVIRONMENT_PREFIX else spelled}?"
-
-
-def _flag_of(name: str) -> str:
-    return next(f"--{option_name(option)}" for option in fields() if option.name == name)
 
 
 def _parsed(parse: Callable[[object], T], value: object, where: str, secret: bool = False) -> T:
@@ -342,12 +337,13 @@ def _parsed(parse: Callable[[object], T], value: object, where: str, secret: boo
         raise OptionError(f"{where}: {error}{'' if secret else f', not {value!r}'}") from None
 
 
-def _build(given: Given) -> Options:
-    if "model" not in given:
+def build(kind: type[Kind], given: Given) -> Kind:
+    """The options of one kind, each value checked. Raises OptionError."""
+    if kind is Options and "model" not in given:
         raise OptionError("no model: give a checkpoint directory, a Hugging Face id, or `demo` for the bundled model")
     checked: dict[str, object] = {}
-    for option in fields():
+    for option in dataclasses.fields(kind):
         if option.name in given:
             value, where = given[option.name]
             checked[option.name] = _parsed(option.metadata["parse"], value, where, option.metadata.get("secret", False))
-    return msgspec.convert(checked, Options)
+    return msgspec.convert(checked, kind)

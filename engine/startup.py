@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from serve_llm.engine.config import Config, resolve
+from serve_llm.engine.config import Config, checkpoint_dtype, resolve
 from serve_llm.engine.errors import OptionError
 from serve_llm.engine.execute import memory
 from serve_llm.engine.execute.choose import choose, look_around
@@ -21,6 +21,7 @@ from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.options import Options
 from serve_llm.engine.parallel.layout import Grid
+from serve_llm.engine.plan import describe_memory
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +31,12 @@ def resolve_all(options: Options, directory: str, raw: dict[str, object]) -> tup
     spec, weights = read_model(raw)
     choice = choose(look_around(options))
     if choice.backend == "ray":
-        raise OptionError(f"--distributed-executor-backend: ray, because {choice.reason}, is not served yet; use mp")
+        raise OptionError(f"--distributed-executor-backend: ray is not served yet (chosen because {choice.reason})")
     config = resolve(
         options,
         directory,
         device=_device(options.device),
-        checkpoint_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
+        checkpoint_dtype=checkpoint_dtype(raw),
         model_max_len=spec.max_position,
         num_layers=len(spec.layers),
         executor_backend=choice.backend,
@@ -78,6 +79,7 @@ def build_executor(
     else:
         executor = MpExecutor(config, spec, raw, roster or start_ranks(grid.size))
     try:
+        logger.info("%s", describe_memory(spec, config, executor.layout.num_blocks))
         memory.check_capacity(executor.layout, config.max_model_len, config.max_num_batched_tokens, config.device)
     except BaseException:
         executor.close()

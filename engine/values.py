@@ -149,3 +149,13 @@ def choice(*allowed: str) -> Parse:
         return str(value).lower()
 
     return checked
+
+
+def parse_address(value: object) -> tuple[str, int]:
+    """(host, port) of "host:port" or "[IPv6]:port". Raises ValueError."""
+    host, _, port = str(value).rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
+    whole = host and port.isdecimal() and 0 < int(port) < 65536
+    if not whole or (":" in host and not str(value).startswith("[")):
+        raise ValueError("expected host:port, such as 10.0.0.1:29500 or [fd00::1]:29500")
+    return host, int(port)

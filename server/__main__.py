@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from serve_llm.engine.errors import OptionError, ServeError
@@ -30,11 +31,30 @@ DRAIN_SECONDS = 30.0  # for open requests to finish after the first signal
 
 def main() -> int:
     try:
-        options = parse_args(sys.argv[1:], os.environ)
-        return _run(options)
+        if sys.argv[1:2] and (command := COMMANDS.get(sys.argv[1])):
+            return command(sys.argv[2:])
+        return _run(parse_args(sys.argv[1:], os.environ))
     except ServeError as error:
         sys.stderr.write(f"serve-llm: {error}\n")
         return error.exit_code
+
+
+def _plan(argv: Sequence[str]) -> int:
+    from serve_llm.server import plan
+
+    return plan.main(argv, os.environ)
+
+
+def _check(argv: Sequence[str]) -> int:
+    # Another program: the server knows the engine by its messages only.
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "serve_llm.engine.check", *argv])
+
+
+# First argument -> what takes the others.
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "check": _check,
+    "plan": _plan,
+}
 
 
 def _run(options: Options) -> int:

@@ -7,11 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-END_SECONDS = 2.0  # for a rank whose leash is gone, before it is killed
 
 
 class LocalRanks:
@@ -43,16 +40,12 @@ class LocalRanks:
         return {"T": "stopped", "t": "stopped", "R": "running", "D": "running"}.get(letter, "waiting")
 
     def end(self) -> None:
+        for process in self._processes.values():  # a rank has nothing to lose
+            process.kill()
         for process in self._processes.values():
+            process.wait()
             if process.stdin is not None:
                 process.stdin.close()
-        deadline = time.monotonic() + END_SECONDS
-        for process in self._processes.values():
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
 def _how(code: int) -> str:

@@ -66,11 +66,11 @@ def plan_cache(
     return CacheLayout(tuple(layouts), block_bytes, num_bytes // block_bytes)
 
 
-def default_cpu_bytes(one_request: int, local_ranks: int) -> int:
+def default_cpu_bytes(one_request: int, local_ranks: int, free: int) -> int:
     """Size of one rank's KV cache on a CPU when the user names none. `one_request`: its bytes for one of full length.
-    local_ranks: that share the machine's memory."""
+    local_ranks: that share the machine's memory. free: bytes of it, once all weights are loaded."""
     wanted = max(CPU_CONCURRENCY * one_request, CPU_SMALLEST // local_ranks)
-    return min(wanted, int(CPU_SHARE * free_memory()) // local_ranks)
+    return min(wanted, int(CPU_SHARE * free) // local_ranks)
 
 
 def check_capacity(layout: CacheLayout, max_model_len: int, max_chunk: int, device: str) -> None:
@@ -83,9 +83,22 @@ def check_capacity(layout: CacheLayout, max_model_len: int, max_chunk: int, devi
             f"lower --max-model-len to at most {max(tokens, 1)}, or raise --kv-cache-memory from "
             f"{layout.num_bytes:,} to at least {needed * layout.block_bytes:,} bytes"
         )
-    logger.info("%s KV cache size: %s tokens", "CPU" if device == "cpu" else "GPU", f"{tokens:,}")
-    concurrency = layout.num_blocks / needed
-    logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{max_model_len:,}", concurrency)
+    for line in capacity_lines(tokens, layout.num_blocks / needed, max_model_len, device):
+        logger.info(line)
+
+
+def capacity_lines(tokens: int, concurrency: float, max_model_len: int, device: str) -> tuple[str, str]:
+    """The capacity in the field's words."""
+    return (
+        f"{'CPU' if device == 'cpu' else 'GPU'} KV cache size: {tokens:,} tokens",
+        f"Maximum concurrency for {max_model_len:,} tokens per request: {concurrency:.2f}x",
+    )
+
+
+def size_text(num_bytes: int) -> str:
+    """Bytes for people: 13.01 MiB, 1.50 GiB."""
+    mebibytes = num_bytes / 2**20
+    return f"{mebibytes:.2f} MiB" if abs(mebibytes) < 1024 else f"{mebibytes / 1024:,.2f} GiB"
 
 
 def cache_tokens(layout: CacheLayout, max_model_len: int, max_chunk: int) -> int:

@@ -24,7 +24,7 @@ from serve_llm.engine.execute.threads import threads_per_rank, usable_cores
 from serve_llm.engine.logs import configure
 from serve_llm.engine.parallel.layout import Grid
 from serve_llm.engine.parallel.ring import Ring
-from serve_llm.engine.parallel.shm import SPIN_SECONDS, Closed, Handle
+from serve_llm.engine.parallel.shm import Closed, Handle
 
 if TYPE_CHECKING:
     from serve_llm.engine.execute.worker import Worker
@@ -94,16 +94,11 @@ def run(link: Control, rank: int) -> None:
     compute(worker, source, answers=rank == grid.output_rank)
 
 
-def open_ring(begin: control.Begin, handle: Handle) -> Ring:
-    """Where ranks outnumber cores, one that looks instead of sleeping keeps another one from its work."""
-    return Ring.open(handle, SPIN_SECONDS if begin.local_ranks <= usable_cores() else 0.0)
-
-
 def open_steps(begin: control.Begin) -> StepSource:
     """This rank's end of the step channel."""
     rings = begin.rings
-    answers = open_ring(begin, rings.answers) if rings.answers is not None else None
-    return RingSource(open_ring(begin, rings.steps), rings.reader, answers)
+    answers = Ring.open(rings.answers) if rings.answers is not None else None
+    return RingSource(Ring.open(rings.steps), rings.reader, answers)
 
 
 def neighbours_of(grid: Grid, rank: int, begin: control.Begin) -> Neighbours:
@@ -118,9 +113,9 @@ def neighbours_of(grid: Grid, rank: int, begin: control.Begin) -> Neighbours:
     device = torch.device(config.device)
 
     def link(handle: Handle | None) -> ShmLink | None:
-        return None if handle is None else ShmLink(open_ring(begin, handle), dtype, device)
+        return None if handle is None else ShmLink(Ring.open(handle), dtype, device)
 
-    group = ShmGroup([open_ring(begin, handle) for handle in rings.tensor], grid.place(rank)) if rings.tensor else None
+    group = ShmGroup([Ring.open(handle) for handle in rings.tensor], grid.place(rank)) if rings.tensor else None
     return Neighbours(group or Alone(), link(rings.previous), link(rings.next), begin.local_ranks)
 
 

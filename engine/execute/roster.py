@@ -154,9 +154,12 @@ class Roster:
                 self._failures[rank] = RankFailed(text)
 
     def _take(self, identity: bytes, message: control.FromRank) -> None:
-        if isinstance(message, control.Hello):
+        if isinstance(message, control.Hello) and message.rank in self._said:
             self._identities[message.rank] = identity
-        rank = next(rank for rank, known in self._identities.items() if known == identity)
+        rank = next((rank for rank, known in self._identities.items() if known == identity), None)
+        if rank is None:
+            logger.warning("ignored a message from a process that is no rank")
+            return
         if isinstance(message, control.Failed):
             kind = BY_NAME.get(message.kind, RankFailed)
             what = message.message if message.kind in BY_NAME else f"{message.kind}: {message.message}"

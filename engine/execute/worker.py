@@ -103,7 +103,7 @@ class Worker:
         if config.kv_cache_memory is not None:
             return planned(config.kv_cache_memory)
         if config.device == "cpu":
-            return planned(memory.default_cpu_bytes(one_request, self._neighbours.local_ranks))
+            return planned(memory.default_cpu_bytes(one_request, self._neighbours.local_ranks, memory.free_memory()))
         return planned(self._free_on_gpu(empty))
 
     def _free_on_gpu(self, empty: CacheLayout) -> int:

@@ -80,14 +80,17 @@ def shard_of(
     layers: Sequence[int] | None = None,
 ) -> Shard:
     """The part of `rank`. layers: how many each stage gets (--pipeline-parallel-layers), by default as costs say."""
+    return Shard(grid, rank, layers_of(spec, grid, layers)[grid.stage(rank)], weights)
+
+
+def layers_of(spec: ModelSpec, grid: Grid, layers: Sequence[int] | None = None) -> tuple[range, ...]:
+    """The layers of each stage. layers: as `shard_of` takes it."""
     if layers is not None:
         starts = [sum(layers[:stage]) for stage in range(len(layers) + 1)]
-        stages = tuple(range(a, b) for a, b in itertools.pairwise(starts))
-    else:
-        costs = [layer_cost(layer, spec.width) for layer in spec.layers]
-        outer = spec.embedding_width or spec.width
-        stages = stage_layers(costs, grid.pipeline, first=spec.width, last=spec.vocab_size * outer)
-    return Shard(grid, rank, stages[grid.stage(rank)], weights)
+        return tuple(range(a, b) for a, b in itertools.pairwise(starts))
+    costs = [layer_cost(layer, spec.width) for layer in spec.layers]
+    outer = spec.embedding_width or spec.width
+    return stage_layers(costs, grid.pipeline, first=spec.width, last=spec.vocab_size * outer)
 
 
 def layer_cost(layer: Layer, width: int) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from serve_llm.engine.parallel.shm import LINE, SPIN_SECONDS, Handle, Memory
+from serve_llm.engine.parallel.shm import LINE, Handle, Memory
 
 _CAPACITY, _READERS = 1, 2  # words of the first line
 _MASK = 2**32 - 1
@@ -41,8 +41,8 @@ class Ring:
         return cls(memory)
 
     @classmethod
-    def open(cls, handle: Handle, spin_seconds: float = SPIN_SECONDS) -> Ring:
-        return cls(Memory.open(handle, spin_seconds))
+    def open(cls, handle: Handle) -> Ring:
+        return cls(Memory.open(handle))
 
     def writer(self) -> Writer:
         return Writer(self)
@@ -160,6 +160,7 @@ class Reader:
             if not available:
                 ring.memory.wait(_line(0), self._read, self._line + 1, _deadline(seconds))
                 continue
+            ring.memory.fence()
             size = min(len(target) - done, available)
             place = self._read % capacity
             first = min(size, capacity - place)

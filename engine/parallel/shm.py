@@ -1,8 +1,9 @@
 """Anonymous shared memory of one host's processes, and waiting for a word of it to change.
 
 It has no name: whoever knows the creator's process and file number opens it, and it is gone with the last process that
-has it, however that ends. Waits look for a moment and then sleep (futex(2)), because ranks may outnumber cores.
-Knows nothing of what lies in the memory but its first word: whether it is closed. No torch.
+has it, however that ends. Ranks may outnumber cores, so waits look for a moment, offering their core to others between
+two looks, and then sleep (futex(2)). Knows nothing of what lies in the memory but its first word: whether it is closed.
+No torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from serve_llm.engine.errors import EngineError, PeerLost
 CLOSED = 0  # index of the word that ends all waits
 LINE = 16  # words (of 4 bytes) in a cache line; words that different processes write lie in different lines
 
-SPIN_SECONDS = 50e-6  # a look costs 0.1 us, going to sleep and being woken 30 us or more
+SPIN_SECONDS = 50e-6  # a look costs 0.5 us, going to sleep and being woken 30 us or more
 FIRST_NAP, LONGEST_NAP = 0.001, 0.1  # seconds; a wake-up that was missed, or a closing, is noticed after so long
 
 _IN_ORDER = platform.machine() == "x86_64"  # whether this processor keeps the order of writes
@@ -50,13 +51,12 @@ class _Timespec(ctypes.Structure):
 class Memory:
     """Zeros at first. `words`: as unsigned 32-bit numbers; `bytes`: the same memory as bytes."""
 
-    def __init__(self, handle: Handle, fd: int, spin_seconds: float = SPIN_SECONDS) -> None:
+    def __init__(self, handle: Handle, fd: int) -> None:
         """Takes fd over. Use `create` or `open`."""
         if _FUTEX is None:
             raise EngineError(f"several ranks on one host are not supported on {platform.machine()} machines")
         self.handle = handle
         self._fd = fd
-        self._spin_seconds = spin_seconds
         self._map = mmap.mmap(fd, handle.size)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.bytes = memoryview(self._map)
@@ -70,13 +70,13 @@ class Memory:
         return cls(Handle(os.getpid(), fd, size), fd)
 
     @classmethod
-    def open(cls, handle: Handle, spin_seconds: float = SPIN_SECONDS) -> Memory:
+    def open(cls, handle: Handle) -> Memory:
         """A memory that another process of this host and user made. Raises EngineError if that process is gone."""
         try:
             fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise EngineError(f"cannot open the shared memory of process {handle.pid}: {error.strerror}") from None
-        return cls(handle, fd, spin_seconds)
+        return cls(handle, fd)
 
     def __del__(self) -> None:
         if hasattr(self, "_fd"):
@@ -97,9 +97,9 @@ class Memory:
         deadline: on time.monotonic's scale. Raises TimeoutError when it is past, Closed when the memory is closed.
         """
         words = self.words
-        spin_until = time.perf_counter() + self._spin_seconds
+        spin_until = time.perf_counter() + SPIN_SECONDS
         while words[index] == seen and time.perf_counter() < spin_until:
-            pass
+            os.sched_yield()
         nap = FIRST_NAP
         while words[index] == seen:
             if words[CLOSED]:
@@ -111,7 +111,6 @@ class Memory:
             _syscall(_FUTEX, self._address + 4 * index, _WAIT, seen, ctypes.addressof(limit), None, None)
             words[asleep] = 0
             nap = min(2 * nap, LONGEST_NAP)
-        self.fence()
 
     def wake(self, index: int) -> None:
         """Wake whoever sleeps until this word changes."""

@@ -6,52 +6,80 @@ a ring goes in pieces. Sums are made by every rank for itself, in rank order, so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from serve_llm.engine.errors import PeerLost
-from serve_llm.engine.parallel.ring import Reader, Ring
+from serve_llm.engine.parallel.ring import Ring
 
 PEER_SECONDS = 900.0  # silence of a peer in the middle of a step; the executor's limit is shorter and names the rank
+SUM_BYTES = 1 << 16  # added at a time: so little stays in a core's cache
 
 
 class ShmGroup:
     """See `comm.Group`."""
 
     def __init__(self, rings: Sequence[Ring], rank: int) -> None:
-        """rings: one per rank of the group, with as many readers as there are other ranks."""
+        """rings: one per rank of the group, of at least 16 bytes, with as many readers as there are other ranks."""
         self.rank = rank
         self.size = len(rings)
         self._writer = rings[rank].writer()
-        self._readers: list[Reader | None] = [
-            None if other == rank else ring.reader(rank - (rank > other)) for other, ring in enumerate(rings)
-        ]
+        self._readers = {other: ring.reader(rank - (rank > other)) for other, ring in enumerate(rings) if other != rank}
         # Half a ring, so that the next piece can be written while others still read this one.
-        self._piece = max(rings[rank].capacity // 2, 1)
+        self._piece = rings[rank].capacity // 2
+        # Kept, because the system clears the pages of fresh memory, which takes longer than a sum.
+        self._part = torch.empty(SUM_BYTES, dtype=torch.uint8)
+        self._part_bytes = _bytes(self._part)
+        self._total = torch.empty(SUM_BYTES, dtype=torch.float32)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        parts = self.all_gather(x)
-        total = parts[0].float()
-        for part in parts[1:]:
-            total += part
-        return total.to(x.dtype)
+        own = x.cpu().view(-1)
+        data = _bytes(own)
+        for piece in _pieces(0, len(data), self._piece):
+            self._write(data[piece])
+            for part in _pieces(piece.start, piece.stop, SUM_BYTES):
+                self._add(own[part.start // own.itemsize : part.stop // own.itemsize])
+        return own.view(x.shape).to(x.device)
+
+    def _add(self, own: Tensor) -> None:
+        """The next numbers of all ranks: `own`, which becomes their sum, and as many of each other one's."""
+        total, size = self._total[: len(own)], own.nbytes
+        for other in range(self.size):
+            part = own
+            if other != self.rank:
+                self._read(other, self._part_bytes[:size])
+                part = self._part[:size].view(own.dtype)
+            total = total.copy_(part) if other == 0 else total.add_(part)
+        own.copy_(total)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         own = x.contiguous().cpu()
         parts = [own.clone() if other == self.rank else torch.empty_like(own) for other in range(self.size)]
         views = [_bytes(part) for part in parts]
-        for start in range(0, len(views[self.rank]), self._piece):
-            piece = slice(start, start + self._piece)
-            try:
-                self._writer.write(views[self.rank][piece], PEER_SECONDS)
-                for reader, view in zip(self._readers, views, strict=True):
-                    if reader is not None:
-                        reader.read_into(view[piece], PEER_SECONDS)
-            except TimeoutError:
-                raise _silent("another rank of its tensor-parallel group") from None
+        for piece in _pieces(0, own.nbytes, self._piece):
+            self._write(views[self.rank][piece])
+            for other in self._readers:
+                self._read(other, views[other][piece])
         return [part.to(x.device) for part in parts]
+
+    def _write(self, data: memoryview) -> None:
+        try:
+            self._writer.write(data, PEER_SECONDS)
+        except TimeoutError:
+            raise _silent("another rank of its tensor-parallel group") from None
+
+    def _read(self, other: int, target: memoryview) -> None:
+        try:
+            self._readers[other].read_into(target, PEER_SECONDS)
+        except TimeoutError:
+            raise _silent(f"rank {other} of its tensor-parallel group") from None
+
+
+def _pieces(start: int, stop: int, size: int) -> Iterator[slice]:
+    for begin in range(start, stop, size):
+        yield slice(begin, min(begin + size, stop))
 
 
 class ShmLink:

@@ -25,6 +25,7 @@ from serve_llm.engine.parallel.shm_group import ShmGroup
 
 STEP_BYTES, ANSWER_BYTES = 2000, 200  # about what 32 running sequences need
 SHAPES = ((1, 896), (256, 896))
+RING_BYTES = 1 << 20
 WARM_UP = 50
 
 
@@ -40,9 +41,10 @@ def microseconds(count: int, work: Callable[[], object]) -> list[float]:
 def rank_main(rank: int, count: int, rings: list[Ring]) -> None:
     """One rank, in a process of its own: sums as the others do, then answers steps until they end."""
     torch.set_num_threads(1)
-    steps, answers, *tensor = rings
+    size = len(rings) // 2
+    steps, answers, tensor = rings[0], rings[1 : 1 + size], rings[1 + size :]
     group = ShmGroup(tensor, rank)
-    source = RingSource(steps, rank, answers if rank == 0 else None)
+    source = RingSource(steps, rank, answers[rank])
     found = {}
     for shape in SHAPES:
         x = torch.randn(shape).bfloat16()
@@ -52,8 +54,7 @@ def rank_main(rank: int, count: int, rings: list[Ring]) -> None:
     try:
         while True:
             source.receive()
-            if rank == 0:
-                source.answer(bytes(ANSWER_BYTES))
+            source.answer(bytes(ANSWER_BYTES))
     except Closed:
         return
 
@@ -70,23 +71,24 @@ def main() -> None:
         rank_main(arguments.rank, arguments.count, [Ring.open(handle) for handle in handles])
         return
     size = arguments.ranks
-    rings = [
-        Ring.create(size, 1 << 20),
-        Ring.create(1, 1 << 20),
-        *(Ring.create(size - 1, 1 << 20) for _ in range(size)),
-    ]
+    # Every rank answers here, because the answer of a real step needs all of them.
+    rings = [Ring.create(size, RING_BYTES), *(Ring.create(1, RING_BYTES) for _ in range(size))]
+    rings += [Ring.create(size - 1, RING_BYTES) for _ in range(size)]
     handles = msgspec.json.encode([ring.memory.handle for ring in rings]).decode()
     command = [sys.executable, __file__, "--count", str(arguments.count), "--rings", handles, "--rank"]
     processes = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(size)]
     assert processes[0].stdout is not None
     found = json.loads(processes[0].stdout.readline())
     channel = RingSteps(rings[0], rings[1])
+    others = [ring.reader(0) for ring in rings[2 : 1 + size]]
 
     def step() -> None:
         channel.send(bytes(STEP_BYTES))
         channel.receive()
+        for other in others:
+            other.receive()
 
-    found = {f"step to {size} ranks and answer": microseconds(arguments.count, step)} | found
+    found = {f"step to {size} ranks and answers": microseconds(arguments.count, step)} | found
     channel.close()
     for process in processes:
         process.wait()

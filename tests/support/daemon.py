@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-START_SECONDS = 60.0
+START_SECONDS = 300.0  # several ranks import torch on a machine that may be busy
 SERVE_LLM = str(Path(sys.executable).with_name("serve-llm"))
 
 

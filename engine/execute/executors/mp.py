@@ -27,7 +27,6 @@ from serve_llm.engine.schedule.batch import Batch, ChunkResult
 
 START_SECONDS = 300.0  # for a process to start and import torch, on a busy machine
 LOAD_SECONDS = 3600.0  # for weights, which may come over a slow network
-NUMBER_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ class MpExecutor:
         self._grid = Grid(config.tensor_parallel_size, config.pipeline_parallel_size)
         self.depth = self._grid.pipeline
         self._roster = roster
-        step_bytes = config.max_num_batched_tokens * spec.width * NUMBER_BYTES[config.dtype]
+        step_bytes = config.max_num_batched_tokens * spec.width * config.element_bytes
         self._wiring = HostWiring(self._grid, range(self._grid.size), step_bytes)
         self._steps = self._wiring.channel()
         self._under_way: deque[Answer] = deque()

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import errors
 
 from serve_llm.engine.errors import ModelError
-from serve_llm.engine.hub import read_config, read_json, resolve_model, resolve_tokenizer
+from serve_llm.engine.hub import find_config, read_config, read_json, resolve_model, resolve_tokenizer
 
 Download = Callable[..., str]
 
@@ -143,3 +143,18 @@ def test_broken_json(tmp_path: Path, content: bytes, words: str) -> None:
 def test_missing_json(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"cannot read .*x.json: No such file"):
         read_json(tmp_path / "x.json")
+
+
+def test_of_a_config_nothing_else_is_downloaded(tmp_path: Path, on_the_hub: Callable[[Download], None]) -> None:
+    patterns: list[object] = []
+
+    def download(name: str, **arguments: object) -> str:
+        patterns.append(arguments["allow_patterns"])
+        (tmp_path / "config.json").write_text('{"architectures": ["X"]}')
+        return str(tmp_path)
+
+    on_the_hub(download)
+    assert find_config("org/model") == {"architectures": ["X"]}
+    assert patterns == [["config.json"]]
+    assert find_config(str(tmp_path)) == find_config("org/model")
+    assert find_config("demo") == read_config(resolve_model("demo"))

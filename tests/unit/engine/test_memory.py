@@ -68,13 +68,18 @@ def test_too_small_a_cache_says_what_to_change() -> None:
         memory.check_capacity(layout, max_model_len=100, max_chunk=64, device="cpu")
 
 
-def test_default_cpu_cache_is_bounded_by_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_memory", lambda: 10 << 30)
-    assert memory.default_cpu_bytes(1000, 1) == memory.CPU_SMALLEST
-    assert memory.default_cpu_bytes(100 << 20, 1) == 16 * (100 << 20)
-    assert memory.default_cpu_bytes(1 << 30, 1) == int(0.4 * (10 << 30))
-    assert memory.default_cpu_bytes(1 << 30, 4) == int(0.4 * (10 << 30)) // 4
-    assert memory.default_cpu_bytes(1000, 4) == memory.CPU_SMALLEST // 4
+def test_default_cpu_cache_is_bounded_by_free_memory() -> None:
+    free = 10 << 30
+    assert memory.default_cpu_bytes(1000, 1, free) == memory.CPU_SMALLEST
+    assert memory.default_cpu_bytes(100 << 20, 1, free) == 16 * (100 << 20)
+    assert memory.default_cpu_bytes(1 << 30, 1, free) == int(0.4 * free)
+    assert memory.default_cpu_bytes(1 << 30, 4, free) == int(0.4 * free) // 4
+    assert memory.default_cpu_bytes(1000, 4, free) == memory.CPU_SMALLEST // 4
+
+
+def test_sizes_for_people() -> None:
+    assert memory.size_text(13639680) == "13.01 MiB"
+    assert memory.size_text(1536 << 30) == "1,536.00 GiB"
 
 
 def test_free_memory_is_read_from_this_machine() -> None:

@@ -188,3 +188,9 @@ def test_ends_while_closing_are_no_failures(ranks: Ranks) -> None:
     roster.close()
     roster.close()
     assert roster.failure is None and not noticed.is_set()
+
+
+def test_a_process_that_is_no_rank_is_ignored(ranks: Ranks) -> None:
+    ranks.say(0, Joined())  # before its Hello
+    ranks.say(1, control.hello(7))
+    hello(ranks, through=(Joined(),)).gather(Joined, LIMIT)

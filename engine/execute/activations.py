@@ -1,0 +1,175 @@
+"""How much memory one step of the largest size takes besides weights and KV cache: an estimate. Torch-free.
+
+It follows the parts of a step in their order (`model/*`, `kernels/*`), adds up what lives at the same time in each, and
+takes the largest. Small vectors (ids, positions, one number per row) and NumPy's arrays of the host are left out.
+A test compares it with what torch's profiler sees a real step allocate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serve_llm.engine.config import Config
+from serve_llm.engine.model.shard import Shard
+from serve_llm.engine.model.spec import Attention, Dense, Layer, ModelSpec, Norm
+from serve_llm.engine.parallel.layout import HeadShare
+from serve_llm.engine.schedule.sequence import GroupLayout
+
+FLOAT = 4  # bytes of float32, in which norms, rope, activations and scores are computed
+PIECE = 256  # rows of one oneDNN product, as in kernels.linear
+KEY_TILE = 128  # tokens of keys that attention visits at a time, as in kernels.attention
+
+
+@dataclass(frozen=True)
+class Step:
+    """The largest step: `tokens` in all, `singles` of them each alone in its sequence, `sampled` rows of logits."""
+
+    tokens: int
+    singles: int
+    sampled: int
+    context: int  # tokens of the longest sequence
+    element: int  # bytes of the model's dtype
+    on_cpu: bool
+
+    @classmethod
+    def largest(cls, config: Config, element: int) -> Step:
+        """On a CPU, as few prompts as can be take the tokens that decoding rows leave; on a GPU, what `Worker` runs."""
+        if config.device == "cuda":
+            tokens = min(config.max_num_batched_tokens, config.max_model_len - 1)
+            return cls(tokens, 0, min(config.max_num_seqs, tokens), config.max_model_len, element, on_cpu=False)
+        tokens = min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
+        sequences = min(config.max_num_seqs, tokens)
+        prompts = -(-(tokens - sequences) // max(config.max_model_len - 1, 1))
+        return cls(tokens, sequences - prompts, sequences, config.max_model_len, element, on_cpu=True)
+
+    def wide(self, elements: int) -> int:
+        """Bytes of a float32 copy; none where the model computes in float32 anyway."""
+        return elements * FLOAT if self.element != FLOAT else 0
+
+    def linear(self, rows: int, inputs: int, outputs: int) -> tuple[int, int]:
+        """A product's peak and what is left of it. On a CPU it is computed in pieces of padded rows."""
+        if not self.on_cpu:
+            return rows * outputs * self.element, rows * outputs * self.element
+        rest = rows % PIECE
+        padded = _few_sizes(rest) if rest else 0
+        input_copy = padded * inputs * self.element if padded != rest else 0
+        pieces = (rows - rest + padded) * outputs * self.element
+        if rows <= PIECE:
+            return pieces + input_copy, pieces
+        joined = rows * outputs * self.element
+        return pieces + max(input_copy, joined), joined
+
+
+def _few_sizes(rows: int) -> int:
+    """As in kernels.linear."""
+    power = 1 << max(rows - 1, 1).bit_length()
+    return power * 3 // 4 if 4 <= power and rows <= power * 3 // 4 else power
+
+
+def peak_bytes(spec: ModelSpec, shard: Shard, groups: tuple[GroupLayout, ...], config: Config, element: int) -> int:
+    """Of the rank that `shard` belongs to. groups: of the cache; element: bytes of the model's dtype."""
+    step = Step.largest(config, element)
+    kinds = {
+        (spec.layers[index], group) for group, of in zip(groups, spec.kv_groups, strict=True) for index in of.layers
+    }
+    ropes = {(layer.mixer.rope, layer.mixer.head_dim) for layer, _ in kinds if layer.mixer.rope is not None}
+    angles = sum(step.tokens * head_dim * FLOAT for _, head_dim in ropes)
+    layers = max(angles + _layer(step, layer, group, spec.width, shard) for layer, group in kinds)
+    return max(layers, _logits(step, spec, shard)) if shard.is_last else layers
+
+
+def _layer(step: Step, layer: Layer, group: GroupLayout, width: int, shard: Shard) -> int:
+    rows = step.tokens * width * step.element
+    norm = _norm(step, layer.norm, step.tokens * width)
+    first, last = layer.mixer, layer.ffn
+    pre = layer.placement == "pre"
+    attention = max(norm, (rows if pre else 0) + _attention(step, first, group, width, shard))
+    ffn = rows + max(norm, (rows if pre else 0) + _ffn(step, last, width, len(shard.ffn(last))))
+    return rows + max(attention, ffn)
+
+
+def _norm(step: Step, norm: Norm, elements: int) -> int:
+    """Peak of a norm, its result of `elements` included."""
+    if norm.kind == "layer":
+        return elements * step.element
+    return step.wide(elements) + elements * FLOAT + elements * step.element
+
+
+def _ffn(step: Step, ffn: Dense, width: int, columns: int) -> int:
+    peak, up = step.linear(step.tokens, width, columns * (2 if ffn.gated else 1))
+    elements = step.tokens * columns
+    floats = {"silu": 2, "gelu": 3, "gelu_tanh": 4, "relu": 0}[ffn.activation]  # float32 copies alive at once
+    active = elements * step.element
+    inner = step.wide(elements) + floats * elements * FLOAT if floats else active
+    down, _ = step.linear(step.tokens, columns, width)
+    return max(peak, up + inner, active + down)
+
+
+def _attention(step: Step, mixer: Attention, group: GroupLayout, width: int, shard: Shard) -> int:
+    own = shard.attention(mixer)
+    heads, kv_heads = len(own.heads), len(own.kv_heads)
+    queries, keys = step.tokens * heads * mixer.head_dim, step.tokens * kv_heads * mixer.head_dim
+    qkv_peak, qkv = step.linear(step.tokens, width, (heads + 2 * kv_heads) * mixer.head_dim)
+    peak = qkv_peak
+    turned = 0  # queries and keys apart from qkv
+    if mixer.head_norm is not None:
+        turned = (queries + keys) * step.element
+        peak = max(peak, qkv + _norm(step, mixer.head_norm, queries))
+    if mixer.rope is not None:
+        peak = max(peak, qkv + turned + step.wide(queries) + 2 * queries * FLOAT)
+        turned = (queries + keys) * step.element
+    shared = _queries_per_kv_head(own, mixer.heads // mixer.kv_heads)
+    even = step.tokens * shared * kv_heads * mixer.head_dim  # with padding where KV heads have different numbers
+    live = qkv + turned + even * step.element * (1 if even == queries else 2)
+    tiles = [_tile_attention(step, group, 1, min(step.tokens - step.singles, 64), shared, kv_heads, mixer.head_dim)]
+    if step.singles:
+        tiles.append(_tile_attention(step, group, step.singles, 1, shared, kv_heads, mixer.head_dim))
+    summed, _ = step.linear(step.tokens, heads * mixer.head_dim, width)
+    return max(peak, live + max(*tiles, summed))
+
+
+def _queries_per_kv_head(own: HeadShare, group: int) -> int:
+    """The most query heads of this rank that read the same KV head."""
+    first = min(group - own.before, len(own.heads))
+    return group if len(own.kv_heads) > 2 else max(first, len(own.heads) - first)
+
+
+def _tile_attention(
+    step: Step, group: GroupLayout, spans: int, rows: int, shared: int, kv_heads: int, head_dim: int
+) -> int:
+    """Of `spans` sequences with so many queries each, over keys tile by tile. shared: query heads of one KV head."""
+    length = max(KEY_TILE, group.block_size)
+    heads = shared * kv_heads
+    padded_rows, padded_dim = -(-rows * shared // 16) * 16, -(-head_dim // 16) * 16
+    matrices = spans * kv_heads
+    folded = matrices * padded_rows * padded_dim * FLOAT
+    tile = 2 * matrices * length * padded_dim * FLOAT
+    scores = matrices * padded_rows * length * FLOAT
+    gathered = 2 * matrices * length * head_dim * step.element
+    table = spans * -(-step.context // group.block_size) * 4
+    query = spans * rows * heads * head_dim * step.element
+    again = step.context > length  # a second tile meets what the first one left
+    inside = max(
+        gathered + (scores + folded if again else 0),
+        2 * scores + folded if again else scores,
+        scores + 3 * folded,
+        scores + 2 * folded + spans * rows * heads * head_dim * (FLOAT + step.element),
+    )
+    return query + 2 * folded + tile + table + inside
+
+
+def _logits(step: Step, spec: ModelSpec, shard: Shard) -> int:
+    """The head, over the rows that are sampled; hidden rows of all tokens are still there.
+
+    In a tensor-parallel group every rank gathers whole rows, where requests need them: the default ones do.
+    """
+    rows, outer = step.sampled * spec.width, spec.embedding_width or spec.width
+    vocabulary = len(shard.vocabulary(spec.vocab_size))
+    live = step.tokens * spec.width * step.element + rows * step.element
+    normed = 0 if spec.final_norm is None else rows * step.element
+    peak, logits = step.linear(step.sampled, outer, vocabulary)
+    peak = normed + max(peak, logits + step.wide(step.sampled * vocabulary))
+    if shard.grid.tensor > 1:
+        own, whole = step.sampled * vocabulary * FLOAT, step.sampled * spec.vocab_size * FLOAT
+        peak = max(peak, (2 if step.on_cpu else 1) * own + 2 * whole)
+    return live + peak

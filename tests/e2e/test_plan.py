@@ -1,0 +1,122 @@
+"""`serve-llm plan` as a command: quick, without torch, true to its page in docs/ and to what a daemon then says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from support import published
+from support.daemon import SERVE_LLM, Daemon
+
+PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+EXAMPLES = re.findall(r"```console\n\$ (serve-llm plan .*)\n([^`]*)```", PAGE)
+WITHOUT_TORCH = """
+import sys
+from serve_llm.server.__main__ import main
+sys.argv = ["serve-llm", "plan", "demo", "--device", "cpu", "--memory", "16GiB", "-tp", "2"]
+code = main()
+heavy = {"torch", "numpy", "transformers", "safetensors", "huggingface_hub", "fastapi", "uvloop"} & sys.modules.keys()
+sys.exit(f"imported {heavy}" if heavy else code)
+"""
+
+
+def run(*arguments: str, directory: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [SERVE_LLM, "plan", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=directory)
+
+
+def test_it_takes_neither_torch_nor_a_second() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert "CPU KV cache size" in done.stdout
+    assert after.ru_utime - before.ru_utime < 1.0  # of the processor: what a busy machine does not change
+
+
+@pytest.mark.parametrize(("command", "output"), EXAMPLES)
+def test_the_page_shows_what_happens(command: str, output: str, tmp_path: Path) -> None:
+    for name, config in (("70B", published.LLAMA_70B), ("405B", published.LLAMA_405B)):
+        directory = tmp_path / "meta-llama" / f"Llama-3.1-{name}-Instruct"
+        directory.mkdir(parents=True)
+        (directory / "config.json").write_text(json.dumps(config))
+    done = run(*command.split()[2:], directory=tmp_path)
+    assert (done.stdout + done.stderr).split("\n") == output.split("\n")
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) == 2 and all("KV cache" in output for _, output in EXAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["demo", "--gpu", "h900"], 2, "--gpu: expected one of .*h200.*, not 'h900'"),
+        (["demo", "--port", "1"], 2, "unknown option --port; see serve-llm plan --help"),
+        (["demo", "--gpus-per-nod", "1"], 2, "did you mean --gpus-per-node"),
+        (["demo", "--memory", "much"], 2, "--memory: expected bytes"),
+        (["demo", "-tp", "2", "--tensor-parallel-split", "1,2,3"], 2, "--tensor-parallel-split: 3 shares"),
+        (["/does/not/exist"], 3, "no directory /does/not/exist"),
+        (
+            ["demo", "--memory", "650MiB"],
+            4,
+            r"it does not fit: with --tensor-parallel-size 1 --pipeline-parallel-size 6 a GPU is short of [\d.]+ MiB; "
+            "take devices with more memory",
+        ),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], code: int, message: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == code
+    (line,) = done.stderr.splitlines()
+    assert re.search(f"^serve-llm: .*{message}", line)
+
+
+def test_help_names_the_command_and_its_options() -> None:
+    top = subprocess.run([SERVE_LLM, "--help"], capture_output=True, text=True, timeout=60).stdout
+    assert "serve-llm plan" in " ".join(top.split())
+    own = run("--help").stdout
+    assert all(flag in own for flag in ("--gpu ", "--nodes", "--no-nvlink", "--json", "-tp", "--max-model-len"))
+    assert "--port" not in own
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--max-model-len", "512", "--kv-cache-memory", "32MiB", "--block-size", "32"],
+        ["-tp", "2", "--kv-cache-memory", "32MiB"],
+        ["-tp", "3", "-pp", "2", "--max-model-len", "512", "--dtype", "float32"],
+    ],
+    ids=" ".join,
+)
+def test_a_daemon_says_the_same(options: list[str]) -> None:
+    planned = json.loads(run("demo", "--device", "cpu", "--json", *options).stdout)
+    text = run("demo", "--device", "cpu", *options).stdout.splitlines()
+    with Daemon("demo", "--device", "cpu", *options) as daemon:
+        url = daemon.wait_until_serving()
+        log = [line.partition("] ")[2] for line in daemon.log]
+        with urllib.request.urlopen(url + "/metrics", timeout=60) as answer:
+            metrics = answer.read().decode()
+    said = [line for line in log if "KV cache size" in line or "Maximum concurrency" in line]
+    assert len(said) == 2 and all(line in text for line in said)
+    (weights,) = (line for line in log if line.startswith("Weights: "))
+    held = [rank["weight_bytes"] / 2**20 for rank in planned["ranks"]]
+    caches = [rank["kv_cache_bytes"] / 2**20 for rank in planned["ranks"]]
+    assert weights == f"Weights: {sum_of(held)}, KV cache: {sum_of(caches)}"
+    (labels,) = re.findall(r"cache_config_info\{(.*)\}", metrics)
+    assert f'kv_cache_tokens="{planned["kv_cache_tokens"]}"' in labels
+    assert f'num_gpu_blocks="{planned["num_kv_blocks"]}"' in labels
+    assert planned["fits"] and os.path.basename(planned["model"]) == "demo"
+
+
+def sum_of(mebibytes: list[float]) -> str:
+    return " + ".join(f"{size:.2f} MiB" for size in mebibytes)

@@ -1,0 +1,130 @@
+"""What `plan` says of a rank is what it then holds: weights and KV cache exactly, with a step's peak within 3 %."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_llm.engine import startup
+from serve_llm.engine.execute.activations import Step
+from serve_llm.engine.execute.worker import Worker
+from serve_llm.engine.hub import read_config, resolve_model
+from serve_llm.engine.machines import Machines
+from serve_llm.engine.model.shard import shard_of
+from serve_llm.engine.options import Options
+from serve_llm.engine.parallel.comm import Alone, Neighbours
+from serve_llm.engine.parallel.layout import Grid
+from serve_llm.engine.plan import make_plan
+from serve_llm.engine.schedule.batch import Batch, Chunk, NewRow
+from serve_llm.engine.schedule.sequence import GroupLayout
+from serve_llm.engine.types import Sampling
+from support import resident
+from support.tiny import FAMILIES, make_checkpoint
+
+pytestmark = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="weights are packed in another layout here"
+)
+CACHE = 8 << 20  # bytes: about as much as weights and step, so that neither hides behind it
+# a sequence so long ends in its second tile of keys, and the windows of 21 and 37 tokens reach into both
+SIZES = {"max_model_len": 140, "kv_cache_memory": CACHE, "device": "cpu"}
+
+
+def largest_batch(step: Step, groups: tuple[GroupLayout, ...], num_blocks: int) -> Batch:
+    """As `Step.largest` counts it; the blocks' numbers do not matter to memory."""
+    rows, chunks, left = [], [], step.tokens - step.singles
+    for row in range(step.sampled):
+        length = step.context if row < step.singles else min(left, step.context)
+        left -= 0 if row < step.singles else length
+        start = length - 1 if row < step.singles else 0
+        table = [[index % num_blocks for index in range(-(-length // group.block_size))] for group in groups]
+        rows.append(NewRow(row, [1] * length, length, Sampling(max_tokens=1, seed=0), None))
+        chunks.append(Chunk(row, start, length - start, table, True, []))
+    assert left == 0
+    return Batch(rows, chunks)
+
+
+@dataclass(frozen=True)
+class LoneGroup:
+    """One rank without the others: allocates what a group over shared memory does, and sends nothing."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        return [x.clone() for _ in range(self.size)]
+
+
+@dataclass(frozen=True)
+class LoneLink:
+    dtype: torch.dtype
+
+    def send(self, x: Tensor) -> None:
+        pass
+
+    def receive(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype)
+
+
+ONE = Grid()
+
+
+def compare(directory: Path, grid: Grid = ONE, **more: Any) -> None:
+    sizes = {"tensor_parallel_size": grid.tensor, "pipeline_parallel_size": grid.pipeline}
+    options = Options.from_kwargs(str(directory), **(SIZES | sizes | more))
+    raw = read_config(directory)
+    planned = make_plan(options, Machines(), raw).chosen
+    config, spec, weights = startup.resolve_all(options, str(directory), raw)
+    link = LoneLink(getattr(torch, config.dtype))
+    workers = []
+    for rank in range(grid.size):
+        stage, place = grid.stage(rank), grid.place(rank)
+        neighbours = Neighbours(
+            Alone() if grid.tensor == 1 else LoneGroup(place, grid.tensor),
+            previous=link if stage > 0 else None,
+            next=link if stage < grid.pipeline - 1 else None,
+        )
+        workers.append(Worker(config, spec, weights, shard_of(spec, grid, rank), neighbours))
+    num_blocks = min(worker.num_blocks for worker in workers)
+    step = Step.largest(config, config.element_bytes)
+    batch = largest_batch(step, planned.layout.groups, num_blocks)
+    for worker, expected in zip(workers, planned.ranks, strict=True):
+        worker.allocate(num_blocks)
+        assert resident.weight_bytes(worker._decoder) == expected.weights
+        assert worker._caches[0].untyped_storage().nbytes() == expected.kv_cache
+        worker.execute(batch)  # what is made once for good is not of the step
+        total = expected.weights + expected.kv_cache + resident.peak_bytes(functools.partial(worker.execute, batch))
+        assert abs(expected.total - total) <= 0.03 * total
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_rank(family: str, dtype: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family)
+    compare(tmp_path, dtype=dtype, max_num_seqs=64)
+    compare(tmp_path, dtype=dtype, max_num_seqs=5, max_num_batched_tokens=700)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_ranks(family: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family)
+    for grid in (Grid(2, 1), Grid(3, 1), Grid(1, 2), Grid(2, 2)):
+        compare(tmp_path, grid, max_num_seqs=32, max_num_batched_tokens=600)
+
+
+def test_more_ranks_than_heads(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    compare(tmp_path, Grid(8, 1), max_num_seqs=32)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 16, 256])
+def test_the_demo_model(max_num_seqs: int) -> None:
+    compare(resolve_model("demo"), max_num_seqs=max_num_seqs, max_model_len=512)

@@ -1,0 +1,46 @@
+"""What really lies in memory: the bytes of a decoder's tensors, and the most that torch allocates during a call."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+
+def weight_bytes(decoder: object) -> int:
+    """Of all tensors that hang on a decoder, each storage counted once; without the frequencies of its ropes."""
+    sizes: dict[int, int] = {}
+    seen: set[int] = set()
+    todo = [decoder]
+    while todo:
+        item = todo.pop()
+        if id(item) in seen or isinstance(item, ModuleType | type):
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            if item.layout is torch._mkldnn:
+                sizes[id(item)] = torch.ops.mkldnn._nbytes(item)
+            else:
+                sizes[item.untyped_storage()._cdata] = item.untyped_storage().nbytes()
+        elif isinstance(item, FunctionType):  # not its globals
+            todo += [cell.cell_contents for cell in item.__closure__ or ()]
+        else:
+            todo += [value for value in gc.get_referents(item) if value is not getattr(item, "_ropes", None)]
+    return sum(sizes.values())
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most bytes that torch's CPU allocator gives out during a call and has not got back."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        call()
+    assert seen.profiler is not None and seen.profiler.kineto_results is not None
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak

@@ -1,0 +1,104 @@
+"""The bytes that `count` gives are those that the loader is asked for, and those that then lie in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_llm.engine.hub import read_config
+from serve_llm.engine.model.build import Builder, Part
+from serve_llm.engine.model.count import weight_bytes
+from serve_llm.engine.model.decoder import Decoder
+from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.model.shard import shard_of
+from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.parallel.layout import Grid
+from serve_llm.kernels.table import choose
+from support import published, resident
+from support.ranks import Ranks
+from support.tiny import make_checkpoint
+
+GRIDS = [(tensor, pipeline) for tensor in (1, 2, 3) for pipeline in (1, 2)] + [(8, 1)]
+VARIANTS = {
+    "llama": {},
+    "llama-biases-tied": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "llama-one-kv-head": {"num_key_value_heads": 1, "num_attention_heads": 5, "hidden_size": 65},
+    "mistral": {},
+    "qwen2": {},
+    "qwen2-tied": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "qwen3-biases": {"attention_bias": True, "tie_word_embeddings": False},
+    "gpt2": {},
+    "gpt2-untied": {"tie_word_embeddings": False},
+    "opt": {},
+    "opt-narrow-post": {"do_layer_norm_before": False, "word_embed_proj_dim": 24},
+    "opt-bare": {"enable_bias": False, "layer_norm_elementwise_affine": False},
+}
+
+
+def build(spec: ModelSpec, grid: Grid, rank: int, device: str, dtype: torch.dtype) -> tuple[Decoder, int]:
+    """The rank's decoder with empty tensors, and the bytes that it asked the loader for."""
+    asked = 0
+
+    def load(name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+        nonlocal asked
+        own = list(shape)
+        if part is not None:
+            own[part.dimension] = len(part.own)
+        tensor = torch.zeros(own, dtype=dtype, device=device)
+        asked += tensor.nbytes
+        return tensor
+
+    ranks = Ranks(spec, grid)
+    builder = Builder(load, choose(torch.device(device)), ranks.shards[rank], ranks.neighbours[rank])
+    return Decoder(spec, builder, torch.device("cpu")), asked
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tiny_models(variant: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, variant.split("-")[0], **VARIANTS[variant])
+    spec, _ = read_model(read_config(tmp_path))
+    for tensor, pipeline in GRIDS:
+        grid = Grid(tensor, pipeline)
+        for rank in range(grid.size):
+            shard = shard_of(spec, grid, rank)
+            for dtype in (torch.bfloat16, torch.float32):
+                decoder, asked = build(spec, grid, rank, "cpu", dtype)
+                expected = weight_bytes(spec, shard, dtype.itemsize, "cpu")
+                assert expected.loaded == asked
+                if torch.backends.cpu.get_cpu_capability() == "AVX512":
+                    assert expected.held == resident.weight_bytes(decoder)
+            decoder, asked = build(spec, grid, rank, "meta", torch.bfloat16)
+            expected = weight_bytes(spec, shard, 2, "cuda")
+            assert (expected.loaded, expected.held) == (asked, resident.weight_bytes(decoder))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "pipeline"),
+    [
+        ("LLAMA_1B", 1, 1),
+        ("LLAMA_8B", 1, 1),
+        ("LLAMA_8B", 3, 2),
+        ("LLAMA_70B", 4, 1),
+        ("LLAMA_70B", 2, 4),
+        ("LLAMA_405B", 8, 2),
+        ("LLAMA2_13B", 6, 1),
+        ("MISTRAL_7B", 2, 1),
+        ("QWEN2_7B", 8, 1),
+        ("QWEN2_HALF_B", 4, 1),
+        ("QWEN3_32B", 5, 1),
+        ("GPT2_XL", 2, 2),
+        ("OPT_30B", 3, 1),
+    ],
+)
+def test_large_models(name: str, tensor: int, pipeline: int) -> None:
+    """With tensors that have a shape only: what the loader would ask for on every rank, and hold on a GPU."""
+    spec, _ = read_model(getattr(published, name))
+    grid = Grid(tensor, pipeline)
+    for rank in range(grid.size):
+        decoder, asked = build(spec, grid, rank, "meta", torch.bfloat16)
+        expected = weight_bytes(spec, shard_of(spec, grid, rank), 2, "cuda")
+        assert (expected.loaded, expected.held) == (asked, resident.weight_bytes(decoder))

@@ -1,0 +1,146 @@
+"""What fits where, and what is suggested, for well-known shapes."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve_llm.engine.errors import ModelError, OptionError
+from serve_llm.engine.execute import memory
+from serve_llm.engine.machines import Machines
+from serve_llm.engine.options import Options
+from serve_llm.engine.plan import Plan, make_plan
+from support import published
+
+GIB = 2**30
+
+
+def plan(raw: dict[str, object], machines: dict[str, object], **options: object) -> Plan:
+    return make_plan(Options.from_kwargs("model", **options), Machines(**machines), raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "machines", "options", "sizes", "reason"),
+    [
+        (published.LLAMA_8B, {"gpu": "h200"}, {}, (1, 1), "it fits one GPU"),
+        (published.LLAMA_70B, {"gpu": "h100"}, {}, (4, 1), "within a node"),
+        (published.LLAMA_70B, {"gpu": "h100"}, {"max_model_len": "8k"}, (2, 1), "within a node"),
+        (published.LLAMA_70B, {"gpu": "h200"}, {"max_model_len": "32k"}, (2, 1), "within a node"),
+        (published.LLAMA_70B, {"memory": 16 * GIB, "nodes": 2}, {"max_model_len": "8k"}, (8, 2), "over nodes"),
+        (published.LLAMA_405B, {"gpu": "h100", "nodes": 2}, {}, (8, 2), "pipeline parallel over nodes"),
+        (published.LLAMA_405B, {"gpu": "h100", "nodes": 4}, {}, (8, 2), "pipeline parallel over nodes"),
+        (published.LLAMA_8B, {"gpu": "l4"}, {}, (1, 2), "no NVLink"),
+        (published.LLAMA_70B, {"gpu": "l40s"}, {"max_model_len": "8k"}, (1, 4), "no NVLink"),
+        (published.LLAMA_70B, {"gpu": "h100", "nvlink": False}, {}, (1, 3), "no NVLink"),
+        (published.QWEN2_7B, {"gpu": "h100"}, {}, (1, 1), "it fits one GPU"),
+        (published.QWEN2_7B, {"gpu": "t4"}, {}, (1, 2), "no NVLink"),
+        (published.QWEN2_7B, {"memory": 5 * GIB}, {"max_num_batched_tokens": 2048}, (7, 1), "within a node"),
+        (published.GPT2_XL, {"memory": 6 * GIB, "gpus_per_node": 4}, {}, (1, 2), "25 heads do not divide by 4"),
+        (published.QWEN2_7B, {"memory": 12 * GIB, "nodes": 3}, {"device": "cpu"}, (1, 2), "over machines"),
+    ],
+)
+def test_suggestions(
+    raw: dict[str, object], machines: dict[str, object], options: dict[str, object], sizes: tuple[int, int], reason: str
+) -> None:
+    found = plan(raw, machines, **options)
+    assert found.suggested is not None and found.chosen == found.suggested
+    grid = found.suggested.grid
+    assert (grid.tensor, grid.pipeline) == sizes and reason in found.reason
+    assert all(0 < rank.total <= rank.room for rank in found.suggested.ranks)
+    assert found.suggested.concurrency >= 1 and found.suggested.cache_tokens >= found.config.max_model_len
+
+
+def test_a_smaller_grid_than_the_suggested_one_does_not_fit() -> None:
+    stated = plan(published.LLAMA_70B, {"gpu": "h100"}, tensor_parallel_size=2).chosen
+    assert not stated.fits and stated.lacking > 0
+    odd = plan(published.LLAMA_70B, {"gpu": "h100"}, tensor_parallel_size=3)  # the engine takes it; guidance does not
+    assert odd.chosen.fits and odd.suggested is not None and odd.suggested.grid.tensor == 4
+
+
+def test_what_a_rank_holds_by_hand() -> None:
+    """Llama 8B on 2 x 2: 16 layers a stage, half of every matrix; the norms whole."""
+    found = plan(published.LLAMA_8B, {"gpu": "h100"}, tensor_parallel_size=2, pipeline_parallel_size=2).chosen
+    width, head_dim, ffn, vocabulary = 4096, 128, 14336, 128256
+    attention = (16 + 2 * 4) * head_dim * width + width * 16 * head_dim
+    layer = attention + 3 * (ffn // 2) * width + 2 * width
+    ends = vocabulary // 2 * width
+    layers = [len(rank.layers) for rank in found.ranks]
+    assert layers in ([17, 17, 15, 15], [16, 16, 16, 16])
+    assert [rank.weights for rank in found.ranks] == [
+        2 * (layers[0] * layer + ends),
+        2 * (layers[1] * layer + ends),
+        2 * (layers[2] * layer + ends + width),
+        2 * (layers[3] * layer + ends + width),
+    ]
+    per_token = 2 * 4 * head_dim * 2  # keys and values of 4 KV heads in one layer
+    tokens = found.layout.num_blocks * 16
+    assert [rank.kv_cache for rank in found.ranks] == [count * per_token * tokens for count in layers]
+    assert found.cache_tokens <= tokens
+    assert max(rank.total for rank in found.ranks) <= found.ranks[0].room == int(79.10 * GIB * 0.9 // 1) - (600 << 20)
+
+
+def test_unequal_shares_are_counted_as_they_are_stated() -> None:
+    machines = {"gpu": "h100"}
+    even = plan(published.LLAMA_8B, machines, tensor_parallel_size=2).chosen.ranks
+    uneven = plan(published.LLAMA_8B, machines, tensor_parallel_size=2, tensor_parallel_split="3,1").chosen.ranks
+    assert [rank.heads for rank in uneven] == [24, 8] and [rank.kv_heads for rank in uneven] == [6, 2]
+    norms = 2 * 65 * 4096  # bytes, whole on both ranks
+    assert uneven[0].weights - norms == pytest.approx(1.5 * (even[0].weights - norms), rel=0.001)
+    staged = plan(
+        published.LLAMA_8B,
+        machines,
+        pipeline_parallel_size=2,
+        pipeline_parallel_layers=[20, 12],
+        kv_cache_memory="8GiB",
+    ).chosen
+    assert [len(rank.layers) for rank in staged.ranks] == [20, 12]
+    assert 0 <= 8 * GIB - staged.ranks[0].kv_cache < staged.layout.block_bytes
+    assert staged.ranks[1].kv_cache * 20 == staged.ranks[0].kv_cache * 12
+
+
+def test_the_cpu_cache_is_that_of_the_daemon() -> None:
+    found = plan(published.QWEN2_HALF_B, {"memory": 64 * GIB}, device="cpu", max_model_len=2048).chosen
+    one_request = 24 * 2 * 2 * 64 * 2 * 2048
+    expected = memory.default_cpu_bytes(one_request, 1, 64 * GIB)
+    assert found.ranks[0].kv_cache == expected // found.layout.block_bytes * found.layout.block_bytes
+    shared = plan(published.QWEN2_HALF_B, {"memory": 64 * GIB}, device="cpu", tensor_parallel_size=2).chosen
+    assert [rank.room for rank in shared.ranks] == [32 * GIB] * 2
+
+
+def test_where_nothing_fits() -> None:
+    found = plan(published.LLAMA_405B, {"gpu": "h100"})
+    assert found.suggested is None and not found.chosen.fits and found.nodes_needed == 2
+    assert (found.chosen.grid.tensor, found.chosen.grid.pipeline) == (8, 1)
+    enough = plan(published.LLAMA_405B, {"gpu": "h100", "nodes": found.nodes_needed})
+    assert enough.suggested is not None
+    hopeless = plan(published.LLAMA_405B, {"memory": GIB})
+    assert hopeless.suggested is None and hopeless.nodes_needed is None
+
+
+def test_a_short_context_fits_where_a_long_one_does_not() -> None:
+    machines: dict[str, object] = {"memory": 24 * GIB, "gpus_per_node": 1}
+    long = plan(published.LLAMA_8B, machines)
+    assert long.suggested is None and 0 < long.chosen.cache_tokens < 131072
+    short = plan(published.LLAMA_8B, machines, max_model_len=long.chosen.cache_tokens)
+    assert short.chosen.fits
+
+
+@pytest.mark.parametrize(
+    ("machines", "options", "message"),
+    [
+        ({"gpu": "h100", "memory": GIB}, {}, "--gpu and --memory"),
+        ({"gpu": "h100"}, {"device": "cpu"}, "exclude each other"),
+        ({}, {"device": "cuda"}, "say which GPU"),
+        ({"gpus_per_node": 4}, {}, "--gpus-per-node: say which GPUs"),
+        ({"gpu": "h100"}, {"tensor_parallel_size": 9}, "needs 9 GPUs, but there are 8"),
+        ({"gpu": "h100", "nodes": 8}, {"pipeline_parallel_size": 33}, "33 stages"),
+        ({"gpu": "h100"}, {"max_model_len": "1M"}, "--max-model-len"),
+    ],
+)
+def test_what_cannot_be(machines: dict[str, object], options: dict[str, object], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        plan(published.LLAMA_8B, machines, **options)
+
+
+def test_an_unknown_architecture_is_named() -> None:
+    with pytest.raises(ModelError, match="MambaForCausalLM"):
+        plan({"architectures": ["MambaForCausalLM"]}, {"gpu": "h100"})
