@@ -21,6 +21,7 @@ from serve_llm.engine.devices import claim_gpus
 from serve_llm.engine.errors import EngineError, ServeError
 from serve_llm.engine.execute.choose import choose, look_around
 from serve_llm.engine.execute.executors.mp import start_ranks
+from serve_llm.engine.execute.nodes import start_on_nodes
 from serve_llm.engine.execute.roster import Roster
 from serve_llm.engine.hub import read_config
 from serve_llm.engine.logs import configure
@@ -67,8 +68,8 @@ def serve(channel: ZmqChannel) -> None:
     with contextlib.ExitStack() as stack:
         roster = None
         if choose(facts := look_around(options)).backend == "mp":
-            roster = start_ranks(facts.num_ranks)
-            stack.callback(roster.close)
+            roster = start_on_nodes(options) if facts.num_nodes > 1 else start_ranks(facts.num_ranks)
+            stack.push(lambda kind, error, trace, ranks=roster: ranks.close(error))
         _serve(channel, start, roster)
 
 

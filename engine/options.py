@@ -1,27 +1,23 @@
 """What the user said: every option once, with its type, default, meaning and parser.
 
-The command line, `--help`, the environment, the YAML file, `LLM(...)`'s keywords and docs/options.md all come from the
-fields of `Options`. What the options mean for a given model and machine is `config.resolve`'s business. Torch-free and
-quick to import, so that `--help` answers at once; may be imported by anyone.
+The command line, `--help`, the environment and the YAML file (`arguments` reads these), `LLM(...)`'s keywords and
+docs/options.md all come from the fields of `Options`. What the options mean for a given model and machine is
+`config.resolve`'s business. Torch-free and quick to import, so that `--help` answers at once; anyone may import it.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
-import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from serve_llm.engine import values
 from serve_llm.engine.errors import OptionError
-from serve_llm.engine.fields import Fields, help_text, option_name
+from serve_llm.engine.fields import Fields, option_name
 from serve_llm.engine.fields import option as _option
 
 if TYPE_CHECKING:
@@ -32,16 +28,12 @@ Kind = TypeVar("Kind", bound="DataclassInstance")
 
 ENVIRONMENT_PREFIX = "SERVE_LLM_"
 
-# Kubernetes sets these for a Service whose name begins with serve-llm; they are addresses, not options.
-_KUBERNETES_NAME = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_\d+_(TCP|UDP|SCTP)(_|$)")
-_KUBERNETES_VALUE = re.compile(r"(tcp|udp|sctp)://")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What the user said. Immutable, made of plain values, fit for the wire (msgspec).
 
-    Build it with `from_kwargs` or `parse_args`, which check each value; nothing checks it after that.
+    Build it with `from_kwargs` or `arguments.parse_args`, which check each value; nothing checks it after that.
     """
 
     model: str = field(
@@ -167,6 +159,33 @@ class Options:
         "engines behind one front end, each with the whole model, a share of the machine and a KV cache of its own",
         short="dp",
     )
+    nnodes: int = _option(
+        1,
+        values.positive(values.parse_count),
+        "hosts that share out the ranks of one engine without Ray; the same command with another --node-rank on each",
+    )
+    node_rank: int = _option(
+        0,
+        values.whole(0, 65535),
+        "number of this host; 0 serves HTTP, the others need only this, --nnodes and --master-addr",
+    )
+    master_addr: str | None = _option(
+        None, values.address, "where node 0 listens for the other hosts; the same on all", shown="HOST:PORT"
+    )
+    host_ip: str | None = _option(
+        None,
+        values.text,
+        "address by which other hosts reach this one (default: that of the interface towards --master-addr)",
+        shown="IP",
+    )
+    cluster_secret: str | None = _option(
+        None,
+        values.text,
+        "text that lets a host take part and encrypts what engine and hosts say to each other; the same on all hosts, "
+        "better in the environment than on the command line",
+        shown="TEXT",
+        secret=True,
+    )
     metrics_prefix: str = _option(
         "serve_llm_", values.metric_prefix, "beginning of every metric's name; `vllm:` serves dashboards made for vLLM"
     )
@@ -177,7 +196,7 @@ class Options:
         Raises OptionError for an unknown name or a value that is not allowed."""
         given: Given = {"model": (model, "model")}
         for name, value in options.items():
-            given |= _named(name, value, name)
+            given |= named(name, value, name)
         return build(cls, given)
 
 
@@ -190,120 +209,7 @@ def fields() -> tuple[dataclasses.Field[object], ...]:
     return dataclasses.fields(Options)
 
 
-def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
-    """Options from the command line (without the program's name), which beats the --config file, which beats the
-    environment (SERVE_LLM_<OPTION>), which beats the defaults.
-
-    Raises OptionError (one line that names the option), SystemExit after --help and --version."""
-    return merge(read_command_line(make_parser(), fields(), argv), environ)
-
-
-def read_command_line(parser: argparse.ArgumentParser, options: Fields, argv: Sequence[str]) -> dict[str, object]:
-    """What was given, by field name. Raises OptionError for what is not among the options."""
-    found, unknown = parser.parse_known_args(list(argv))
-    given = cast(dict[str, object], vars(found))
-    if unknown:
-        flag = unknown[0].partition("=")[0]
-        if not flag.startswith("-"):
-            raise OptionError(f"unexpected argument {flag!r}: one model is served, given first")
-        raise OptionError(f"unknown option {flag}{_nearest(flag, '--', options, parser.prog)}")
-    if given.pop("version", False):
-        from importlib.metadata import version  # costs more than all other imports here
-
-        sys.stdout.write(f"serve-llm {version('serve-llm')}\n")
-        raise SystemExit(0)
-    return given
-
-
-def merge(given: dict[str, object], environ: Mapping[str, str]) -> Options:
-    """Options from a command line's, by field name, with the file that its `config` names, and the environment."""
-    file = given.pop("config", None)
-    merged = _from_environment(environ)
-    if file is not None:
-        merged |= _from_file(Path(str(file)))
-    merged |= by_flag(Options, given)
-    return build(Options, merged)
-
-
-def by_flag(kind: type[Kind], given: Mapping[str, object]) -> Given:
-    """Values with the names under which a command line gave them."""
-    flags = {option.name: f"--{option_name(option)}" for option in dataclasses.fields(kind)} | {"model": "model"}
-    return {name: (value, flags[name]) for name, value in given.items()}
-
-
-def make_parser(
-    program: str = "serve-llm",
-    description: str = "Serve a language model behind the OpenAI API. Other commands: `serve-llm plan MODEL` says "
-    "whether a model fits, and how to spread it over GPUs and machines, before anything is loaded; `serve-llm check "
-    "[MODEL]` finds out whether this host, or several together, can serve.",
-    options: Fields | None = None,
-) -> argparse.ArgumentParser:
-    """The shape of a command line with these options (default: all of the daemon's); values stay text, `build` parses
-    them like those of the other sources."""
-    parser = _Parser(
-        prog=program,
-        description=description,
-        epilog=f"Each option can also be set by {ENVIRONMENT_PREFIX}<OPTION>, for example "
-        f"{ENVIRONMENT_PREFIX}MAX_MODEL_LEN=32k, or in the --config file; the command line beats the file, and the "
-        "file beats the environment.",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="store_true", help="show the version and leave")
-    parser.add_argument("--config", metavar="FILE.yaml", help="file with options by name, such as `max-model-len: 32k`")
-    for option in fields() if options is None else options:
-        text = help_text(option).replace("%", "%%")
-        flag, shown = f"--{option_name(option)}", option.metadata.get("shown") or option.name.upper()
-        if option.name == "model":
-            parser.add_argument("model", nargs="?", help=text)
-        elif isinstance(option.default, bool):
-            parser.add_argument(flag, dest=option.name, action=argparse.BooleanOptionalAction, help=text)
-        elif option.metadata["repeat"]:
-            parser.add_argument(flag, action="extend", nargs="+", metavar=shown, help=text)
-        elif isinstance(option.default, tuple):
-            parser.add_argument(flag, action="append", metavar=shown, help=text)
-        else:
-            names = [flag, *(f"-{short}" for short in (option.metadata["short"],) if short)]
-            parser.add_argument(*names, dest=option.name, metavar=shown, help=text)
-    return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise OptionError(message.removeprefix("argument "))
-
-
-def _from_environment(environ: Mapping[str, str]) -> Given:
-    given: Given = {}
-    for name, value in environ.items():
-        if not name.startswith(ENVIRONMENT_PREFIX):
-            continue
-        if _KUBERNETES_NAME.search(name) or _KUBERNETES_VALUE.match(value):
-            continue
-        given |= _named(name.removeprefix(ENVIRONMENT_PREFIX).lower(), value, name, ENVIRONMENT_PREFIX)
-    return given
-
-
-def _from_file(path: Path) -> Given:
-    import yaml  # only who has a file pays for it
-
-    try:
-        content = cast(object, yaml.safe_load(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise OptionError(f"--config {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise OptionError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise OptionError(f"--config {path}: expected lines such as `max-model-len: 32k`")
-    given: Given = {}
-    for name, value in content.items():
-        given |= _named(str(name), value, f"{name} in {path}")
-    return given
-
-
-def _named(name: str, value: object, where: str, prefix: str = "") -> Given:
+def named(name: str, value: object, where: str, prefix: str = "") -> Given:
     """One option by the name that a file, the environment or a keyword gives it: the field's, the flag's, or no_ and a
     yes-or-no flag's. A value of None says nothing."""
     plain = name.replace("-", "_")
@@ -313,10 +219,10 @@ def _named(name: str, value: object, where: str, prefix: str = "") -> Given:
             return {} if value is None else {option.name: (value, where)}
         if isinstance(option.default, bool) and plain == f"no_{flag}":
             return {} if value is None else {option.name: (not _parsed(values.boolean, value, where), where)}
-    raise OptionError(f"unknown option {where}{_nearest(plain, prefix)}")
+    raise OptionError(f"unknown option {where}{nearest(plain, prefix)}")
 
 
-def _nearest(name: str, prefix: str, options: Fields | None = None, program: str = "serve-llm") -> str:
+def nearest(name: str, prefix: str, options: Fields | None = None, program: str = "serve-llm") -> str:
     """'; did you mean ...?' in the spelling of the place where the unknown name stood."""
     options = fields() if options is None else options
     names = {option_name(option) for option in options}
@@ -339,11 +245,38 @@ def _parsed(parse: Callable[[object], T], value: object, where: str, secret: boo
 
 def build(kind: type[Kind], given: Given) -> Kind:
     """The options of one kind, each value checked. Raises OptionError."""
-    if kind is Options and "model" not in given:
-        raise OptionError("no model: give a checkpoint directory, a Hugging Face id, or `demo` for the bundled model")
     checked: dict[str, object] = {}
     for option in dataclasses.fields(kind):
         if option.name in given:
             value, where = given[option.name]
             checked[option.name] = _parsed(option.metadata["parse"], value, where, option.metadata.get("secret", False))
-    return msgspec.convert(checked, kind)
+    if kind is Options and "model" not in checked:
+        if not checked.get("node_rank"):
+            raise OptionError(
+                "no model: give a checkpoint directory, a Hugging Face id, or `demo` for the bundled model"
+            )
+        checked["model"] = ""  # node 0 says which
+    options = msgspec.convert(checked, kind)
+    if isinstance(options, Options):
+        _check_nodes(options)
+    return options
+
+
+def _check_nodes(options: Options) -> None:
+    """Raises OptionError where the options for several hosts do not fit together."""
+    if options.node_rank >= options.nnodes:
+        raise OptionError(
+            f"--node-rank: {options.node_rank} is none of 0 to {options.nnodes - 1} (--nnodes {options.nnodes})"
+        )
+    if options.nnodes == 1:
+        return
+    if options.master_addr is None:
+        raise OptionError(f"--nnodes: {options.nnodes} hosts need --master-addr HOST:PORT, the same on all of them")
+    if options.data_parallel_size > 1:
+        raise OptionError("--data-parallel-size: several engines over several hosts need Ray; leave out --nnodes")
+    num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
+    if options.node_rank == 0 and num_ranks < options.nnodes:
+        raise OptionError(
+            f"--nnodes: {options.nnodes} hosts for {num_ranks} rank{'s' if num_ranks > 1 else ''} "
+            "(--tensor-parallel-size times --pipeline-parallel-size), so some would have none"
+        )

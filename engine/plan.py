@@ -8,10 +8,12 @@ where a file turns out to hold a head of its own beside a tied embedding, it tak
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from serve_llm.engine.config import Config, checkpoint_dtype, resolve
+from serve_llm.engine.devices import VISIBLE, gpu_names
 from serve_llm.engine.errors import OptionError
 from serve_llm.engine.execute import activations, memory
 from serve_llm.engine.execute.memory import CacheLayout, capacity_lines, size_text
@@ -99,7 +101,9 @@ class _Planner:
     def spread(self, grid: Grid, weights: tuple[float, ...] | None, layers: tuple[int, ...] | None) -> GridPlan:
         """What every rank of the grid holds."""
         config, element = self.config, self.config.element_bytes
-        local = -(-grid.size // self.machinery.nodes) if config.device == "cpu" else 1  # ranks that share `memory`
+        local = 1  # ranks that share `memory`
+        if config.device == "cpu":
+            local = -(-grid.size * config.data_parallel_size // self.machinery.nodes)
         stages = layers_of(self.spec, grid, layers)
         shards = [Shard(grid, rank, stages[grid.stage(rank)], weights) for rank in range(grid.size)]
         empty = [_empty_cache(self.spec, config, shard) for shard in shards]
@@ -170,6 +174,11 @@ class _Planner:
         for size in range(2, min(self.machinery.per_node * self.machinery.nodes, len(self.spec.layers)) + 1):
             yield Grid(1, size), why
 
+    def has_devices(self, grid: Grid) -> bool:
+        """Whether the ranks of all data-parallel engines find a place. A CPU takes any number."""
+        there = self.machinery.per_node * self.machinery.nodes
+        return self.config.device == "cpu" or grid.size * self.config.data_parallel_size <= there
+
     def suggest(self) -> tuple[GridPlan | None, GridPlan, str]:
         """The first candidate that fits, the last one looked at, and the reason."""
         whole = self.spread(Grid(), None, None)
@@ -180,7 +189,7 @@ class _Planner:
         last = Grid()
         for last, why in self.candidates():
             each = step if last.tensor == 1 else 0  # whatever the layers of a stage, its step takes as much
-            if least <= (alone.room - each) * last.size:  # else the ranks together lack room, however it is cut
+            if self.has_devices(last) and least <= (alone.room - each) * last.size:  # else it lacks room anyhow
                 found = self.spread(last, None, None)
                 if found.fits:
                     return found, found, why
@@ -220,9 +229,11 @@ def _stated(planner: _Planner, options: Options) -> GridPlan | None:
     grid = Grid(options.tensor_parallel_size, options.pipeline_parallel_size)
     if grid.size == 1:
         return None
-    there = planner.machinery.per_node * planner.machinery.nodes
-    if planner.config.device == "cuda" and grid.size > there:
-        raise OptionError(f"tensor-parallel x pipeline-parallel size needs {grid.size} GPUs, but there are {there}")
+    if not planner.has_devices(grid):
+        raise OptionError(
+            f"tensor-parallel x pipeline-parallel x data-parallel size needs {grid.size * options.data_parallel_size} "
+            f"GPUs, but there are {planner.machinery.per_node * planner.machinery.nodes}"
+        )
     return planner.spread(grid, options.tensor_parallel_split, options.pipeline_parallel_layers)
 
 
@@ -244,7 +255,9 @@ def _empty_cache(spec: ModelSpec, config: Config, shard: Shard) -> CacheLayout:
 
 def _nodes_needed(planner: _Planner) -> int | None:
     found, _, _ = replace(planner, machinery=replace(planner.machinery, nodes=MOST_NODES)).suggest()
-    return None if found is None else -(-found.grid.size // planner.machinery.per_node)
+    if found is None:
+        return None
+    return -(-found.grid.size * planner.config.data_parallel_size // planner.machinery.per_node)
 
 
 def _device(options: Options, machines: Machines) -> str:
@@ -259,4 +272,6 @@ def _device(options: Options, machines: Machines) -> str:
         raise OptionError("--gpu and --device cpu exclude each other; give --memory for a machine without GPUs")
     if machines.gpus_per_node:
         raise OptionError("--gpus-per-node: say which GPUs by --gpu or --memory")
+    if options.device == "auto" and gpu_names(os.environ.get(VISIBLE)):
+        raise OptionError("this machine has GPUs, which a daemon would use: name them by --gpu, or give --device cpu")
     return "cpu"

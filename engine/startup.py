@@ -82,7 +82,8 @@ def build_executor(
         logger.info("%s", describe_memory(spec, config, executor.layout.num_blocks))
         memory.check_capacity(executor.layout, config.max_model_len, config.max_num_batched_tokens, config.device)
     except BaseException:
-        executor.close()
+        if roster is None:  # else whoever started the ranks ends them, and tells them why
+            executor.close()
         raise
     return executor
 

@@ -125,6 +125,22 @@ def text(value: object) -> str:
     return value
 
 
+def parse_address(value: object) -> tuple[str, int]:
+    """(host, port) of "host:port" or "[IPv6]:port". Raises ValueError."""
+    host, _, port = str(value).rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
+    whole = host and port.isdecimal() and 0 < int(port) < 65536
+    if not whole or (":" in host and not str(value).startswith("[")):
+        raise ValueError("expected host:port, such as 10.0.0.1:29500 or [fd00::1]:29500")
+    return host, int(port)
+
+
+def address(value: object) -> str:
+    """What `parse_address` reads."""
+    parse_address(value)
+    return str(value)
+
+
 def metric_prefix(value: object) -> str:
     """What a Prometheus metric name may begin with."""
     if not isinstance(value, str) or not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_:]*", value):
@@ -149,13 +165,3 @@ def choice(*allowed: str) -> Parse:
         return str(value).lower()
 
     return checked
-
-
-def parse_address(value: object) -> tuple[str, int]:
-    """(host, port) of "host:port" or "[IPv6]:port". Raises ValueError."""
-    host, _, port = str(value).rpartition(":")
-    host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
-    whole = host and port.isdecimal() and 0 < int(port) < 65536
-    if not whole or (":" in host and not str(value).startswith("[")):
-        raise ValueError("expected host:port, such as 10.0.0.1:29500 or [fd00::1]:29500")
-    return host, int(port)

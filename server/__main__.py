@@ -14,10 +14,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from serve_llm.engine.arguments import parse_args
 from serve_llm.engine.errors import OptionError, ServeError
-from serve_llm.engine.options import Options, parse_args
+from serve_llm.engine.options import Options
 
 if TYPE_CHECKING:
     from serve_llm.server.admission import Gate
@@ -33,7 +34,10 @@ def main() -> int:
     try:
         if sys.argv[1:2] and (command := COMMANDS.get(sys.argv[1])):
             return command(sys.argv[2:])
-        return _run(parse_args(sys.argv[1:], os.environ))
+        options = parse_args(sys.argv[1:], os.environ)
+        if options.node_rank:  # it serves no HTTP, and needs nothing of the server
+            _become("serve_llm.engine.execute.follower", sys.argv[1:])
+        return _run(options)
     except ServeError as error:
         sys.stderr.write(f"serve-llm: {error}\n")
         return error.exit_code
@@ -45,9 +49,13 @@ def _plan(argv: Sequence[str]) -> int:
     return plan.main(argv, os.environ)
 
 
+def _become(program: str, argv: Sequence[str]) -> NoReturn:
+    """Another program, which may import what the server must not."""
+    os.execv(sys.executable, [sys.executable, "-P", "-m", program, *argv])
+
+
 def _check(argv: Sequence[str]) -> int:
-    # Another program: the server knows the engine by its messages only.
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "serve_llm.engine.check", *argv])
+    _become("serve_llm.engine.check", argv)
 
 
 # First argument -> what takes the others.

@@ -8,11 +8,12 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 
+from serve_llm.engine.arguments import by_flag, make_parser, merge
+from serve_llm.engine.arguments import read_command_line as read_flags
 from serve_llm.engine.errors import CapacityError
 from serve_llm.engine.hub import find_config
 from serve_llm.engine.machines import Machines
-from serve_llm.engine.options import Options, build, by_flag, fields, make_parser, merge
-from serve_llm.engine.options import read_command_line as read_flags
+from serve_llm.engine.options import Options, build, fields
 from serve_llm.engine.plan import GridPlan, Plan, RankPlan, capacity_lines, make_plan, size_text
 
 DAEMON_OPTIONS = (
@@ -25,6 +26,7 @@ DAEMON_OPTIONS = (
     "pipeline_parallel_size",
     "tensor_parallel_split",
     "pipeline_parallel_layers",
+    "data_parallel_size",
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
@@ -72,6 +74,8 @@ def as_text(plan: Plan, options: Options) -> str:
         *_table(plan.chosen),
         "",
     ]
+    if config.data_parallel_size > 1:
+        lines.append(f"Each of the {config.data_parallel_size} data-parallel engines:")
     if plan.chosen.fits:
         lines += capacity_lines(plan.chosen.cache_tokens, plan.chosen.concurrency, config.max_model_len, config.device)
         lines.append(f"Fits: {_sizes(plan.chosen)}")
@@ -142,6 +146,7 @@ def as_data(plan: Plan, options: Options) -> dict[str, object]:
         "dtype": config.dtype,
         "device": config.device,
         "max_model_len": config.max_model_len,
+        "data_parallel_size": config.data_parallel_size,
         "memory_bytes": plan.machinery.memory,
         "fits": grid.fits,
         "lacking_bytes": grid.lacking,

@@ -9,7 +9,8 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from serve_llm.engine.options import ENVIRONMENT_PREFIX, fields, option_name
+from serve_llm.engine.fields import option_name
+from serve_llm.engine.options import ENVIRONMENT_PREFIX, fields
 
 PAGE = Path(__file__).parent.parent / "docs" / "options.md"
 BEGIN, END = "<!-- options: begin (make docs) -->", "<!-- options: end -->"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from serve_llm.engine.devices import VISIBLE, gpu_names
 from serve_llm.engine.errors import OptionError
 from serve_llm.engine.options import Options
+from serve_llm.engine.parallel.layout import shares
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Facts:
     num_ranks: int
     in_placement_group: bool  # of Ray
     num_gpus: int | None  # that this host has for us; None: ranks run on the CPU, which takes any number
+    num_nodes: int = 1  # --nnodes
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Choice:
 
 def choose(facts: Facts) -> Choice:
     """Raises OptionError for an executor that cannot run so many ranks."""
+    if facts.num_nodes > 1:
+        return _choose_for_nodes(facts)
     ranks, gpus = facts.num_ranks, facts.num_gpus
     if facts.asked == "inprocess" and ranks > 1:
         raise OptionError(f"--distributed-executor-backend: inprocess runs one rank, not {ranks}; use mp or ray")
@@ -46,6 +50,17 @@ def choose(facts: Facts) -> Choice:
     return Choice("ray", f"{ranks} ranks need more than the {gpus} GPUs of this host")
 
 
+def _choose_for_nodes(facts: Facts) -> Choice:
+    ranks_here = len(shares(facts.num_ranks, facts.num_nodes)[0])
+    if facts.asked == "ray":
+        raise OptionError("--nnodes: Ray places ranks by itself; leave --nnodes away, or ray")
+    if facts.asked == "inprocess":
+        raise OptionError(f"--distributed-executor-backend: inprocess runs on one host, not {facts.num_nodes}; use mp")
+    if facts.num_gpus is not None and facts.num_gpus < ranks_here:
+        raise OptionError(f"--nnodes: {ranks_here} ranks on this host need as many GPUs; it has {facts.num_gpus}")
+    return Choice("mp", f"--nnodes spreads {facts.num_ranks} ranks over {facts.num_nodes} hosts")
+
+
 def look_around(options: Options, in_placement_group: bool = False) -> Facts:
     """The facts, for what the user asked for on this host."""
     gpus = len(gpu_names(os.environ.get(VISIBLE))) if options.device != "cpu" else 0
@@ -54,4 +69,5 @@ def look_around(options: Options, in_placement_group: bool = False) -> Facts:
         num_ranks=options.tensor_parallel_size * options.pipeline_parallel_size,
         in_placement_group=in_placement_group,
         num_gpus=gpus if gpus or options.device == "cuda" else None,
+        num_nodes=options.nnodes,
     )

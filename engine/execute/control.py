@@ -1,21 +1,21 @@
 """What an executor and its ranks say to each other besides steps: msgspec structs in msgpack, one ZeroMQ frame each.
 
 A rank says Hello, is told to Begin, says Joined when it reaches its neighbours and Loaded when it has its weights; told
-to Allocate, it says Ready. After that only steps follow, by another way, or Failed, which may come at any time.
+to Allocate, it says Ready. Where there are several hosts, one rank of each is told to Wire first and answers Wired.
+After that only steps follow, by another way, or Failed, which may come at any time.
 """
 
 from __future__ import annotations
 
 import os
-import platform
 import socket
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 
 from serve_llm.engine.config import Config
 from serve_llm.engine.execute.memory import CacheLayout
+from serve_llm.engine.parallel.hosts import Fingerprint, fingerprint, host_id
 from serve_llm.engine.parallel.shm import Handle
 
 
@@ -23,8 +23,15 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     rank: int
     host: str  # its name, for people
     host_id: str  # equal where memory can be shared
+    address: str  # of the host, for ranks on others; "" if there are none
     pid: int
-    versions: dict[str, str]
+    fingerprint: Fingerprint
+
+
+class Alive(msgspec.Struct, tag=True, frozen=True):
+    """Says so by the connection that it came from: when that is lost, so is the rank."""
+
+    rank: int
 
 
 class Joined(msgspec.Struct, tag=True, frozen=True):
@@ -46,14 +53,48 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Rings(msgspec.Struct, frozen=True):
-    """The shared memory that one rank uses, by rings."""
+    """The shared memory through which one rank reaches its neighbours on the same host."""
+
+    tensor: list[Handle]  # of the ranks of its tensor-parallel group on this host, in order; empty if it is alone
+    previous: Handle | None  # from the stage before
+    next: Handle | None  # to the next stage
+
+
+class RingEnds(msgspec.Struct, tag=True, frozen=True):
+    """How a rank on the engine's host gets steps."""
 
     steps: Handle
     reader: int  # which reader of `steps` this rank is
     answers: Handle | None  # the one rank that samples writes here
-    tensor: list[Handle]  # of all ranks of its tensor-parallel group, in order; empty for a group of one
-    previous: Handle | None  # from the stage before
-    next: Handle | None  # to the next stage
+
+
+class StepsUrl(msgspec.Struct, tag=True, frozen=True):
+    """How a rank on another host gets steps, and answers."""
+
+    url: str
+
+
+class Wired(msgspec.Struct, tag=True, frozen=True):
+    rings: dict[int, Rings]  # by rank
+    store_port: int  # 0: it hosts none
+
+
+class Span(msgspec.Struct, frozen=True):
+    """What ranks need to reach others on other hosts."""
+
+    host_ids: list[str]  # of all ranks, in order
+    store: str  # address of the key-value store where they meet
+    store_port: int
+
+
+class Wire(msgspec.Struct, tag=True, frozen=True):
+    """Make the rings between these ranks, which run on this host; host the store for all."""
+
+    tensor: int
+    pipeline: int
+    ranks: list[int]
+    step_bytes: int
+    host_store: bool
 
 
 class Begin(msgspec.Struct, tag=True, frozen=True):
@@ -62,19 +103,22 @@ class Begin(msgspec.Struct, tag=True, frozen=True):
     local_ranks: int  # that share this host's cores and memory, those of other engines included
     device_index: int  # among this host's GPUs
     log_level: str
+    steps: RingEnds | StepsUrl
     rings: Rings
+    span: Span | None  # None: all ranks are on one host
 
 
 class Allocate(msgspec.Struct, tag=True, frozen=True):
     num_blocks: int  # the same on all ranks
 
 
-FromRank = Hello | Joined | Loaded | Ready | Failed
-ToRank = Begin | Allocate
+FromRank = Hello | Alive | Wired | Joined | Loaded | Ready | Failed
+ToRank = Wire | Begin | Allocate
 
 PHASES: dict[type | None, str] = {  # what a rank does after having sent this
     None: "while starting",
     Hello: "while joining the others",
+    Wired: "while joining the others",
     Joined: "while loading weights",
     Loaded: "while allocating the KV cache",
     Ready: "in a step",
@@ -85,16 +129,7 @@ decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
 
 
-def versions() -> dict[str, str]:
-    """What must be the same on all hosts."""
-    return {"serve-llm": version("serve-llm"), "torch": version("torch"), "Python": platform.python_version()}
-
-
-def host_id() -> str:
-    """The same for two processes exactly if they run under one kernel and see each other in /proc."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-
-
-def hello(rank: int) -> Hello:
-    """This process as that rank."""
-    return Hello(rank, socket.gethostname(), host_id(), os.getpid(), versions())
+def hello(rank: int, address: str = "", directory: str | None = None) -> Hello:
+    """This process as that rank. directory: the checkpoint on this host, where it is compared with others'."""
+    model = Path(directory) if directory else None
+    return Hello(rank, socket.gethostname(), host_id(), address, os.getpid(), fingerprint(model))

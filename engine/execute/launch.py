@@ -10,19 +10,29 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+SECRET_VARIABLE = "SERVE_LLM_CLUSTER_SECRET"  # command lines can be read by all users of a host
+
 
 class LocalRanks:
     """See `roster.Launched`."""
 
-    def __init__(self, ranks: Sequence[int], address: str) -> None:
-        """Each connects to `address` (ZeroMQ) and ends with this process: its standard input is the leash."""
+    def __init__(
+        self, ranks: Sequence[int], url: str, *, secret: str = "", address: str = "", directory: str | None = None
+    ) -> None:
+        """Each connects to `url` (ZeroMQ) and ends with this process: its standard input is the leash.
+
+        secret: of the engine's endpoint. address: this host's, for ranks on others. directory: the checkpoint, if it
+        may lie elsewhere than on the engine's host.
+        """
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._host = socket.gethostname()
         for rank in ranks:
             command = [sys.executable, "-P", "-m", "serve_llm.engine.execute.rank"]
-            command += ["--connect", address, "--rank", str(rank)]
+            command += ["--connect", url, "--rank", str(rank)]
+            command += ["--address", address] if address else []
+            command += ["--directory", directory] if directory is not None else []
             # one progress bar is enough
-            environ = os.environ | ({"TQDM_DISABLE": "1"} if rank != ranks[0] else {})
+            environ = os.environ | ({"TQDM_DISABLE": "1"} if rank != ranks[0] else {}) | {SECRET_VARIABLE: secret}
             self._processes[rank] = subprocess.Popen(command, stdin=subprocess.PIPE, env=environ)
 
     def ended(self) -> Mapping[int, str]:
@@ -39,7 +49,10 @@ class LocalRanks:
             return ""
         return {"T": "stopped", "t": "stopped", "R": "running", "D": "running"}.get(letter, "waiting")
 
-    def end(self) -> None:
+    def pid(self, rank: int) -> int:
+        return self._processes[rank].pid
+
+    def end(self, cause: str = "") -> None:
         for process in self._processes.values():  # a rank has nothing to lose
             process.kill()
         for process in self._processes.values():

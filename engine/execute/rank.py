@@ -13,22 +13,24 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import zmq
 
 from serve_llm.engine.errors import BY_NAME, EngineError, ServeError
 from serve_llm.engine.execute import control
-from serve_llm.engine.execute.steps import RingSource, StepSource
+from serve_llm.engine.execute.launch import SECRET_VARIABLE
+from serve_llm.engine.execute.steps import RingSource, SocketSource, StepSource
 from serve_llm.engine.execute.threads import threads_per_rank, usable_cores
 from serve_llm.engine.logs import configure
+from serve_llm.engine.parallel.encrypted import BEAT_SECONDS, Line, dealer
 from serve_llm.engine.parallel.layout import Grid
 from serve_llm.engine.parallel.ring import Ring
-from serve_llm.engine.parallel.shm import Closed, Handle
+from serve_llm.engine.parallel.shm import Closed
 
 if TYPE_CHECKING:
     from serve_llm.engine.execute.worker import Worker
-    from serve_llm.engine.parallel.comm import Neighbours
 
 logger = logging.getLogger("serve_llm.engine.execute.rank")  # also when run by -m
 
@@ -38,12 +40,14 @@ T = TypeVar("T", control.Begin, control.Allocate)
 class Control:
     """This rank's end of the control channel; knows which phase it is in."""
 
-    def __init__(self, address: str, rank: int) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    def __init__(self, url: str, rank: int, secret: str = "", address: str = "", directory: str | None = None) -> None:
+        """secret, address, directory: for an engine that may be on another host; see `control.hello`."""
+        self.secret, self.address = secret, address
+        self._socket = dealer(zmq.Context.instance(), url, secret)
         self._socket.setsockopt(zmq.LINGER, 2000)  # ms, for the last message
-        self._socket.connect(address)
+        self._socket.connect(url)
         self._phase = control.PHASES[None]
-        self.say(control.hello(rank))
+        self.say(control.hello(rank, address, directory))
 
     def say(self, message: control.FromRank) -> None:
         self._phase = control.PHASES.get(type(message), self._phase)
@@ -55,6 +59,19 @@ class Control:
         assert isinstance(message, kind), f"expected {kind.__name__}, not {message}"
         return message
 
+    def wire(self) -> tuple[control.Begin, object]:
+        """Make what the executor asks for, until it says Begin; and what must be kept as long as this rank runs."""
+        kept = None
+        message = control.decode_to_rank(self._socket.recv())
+        if isinstance(message, control.Wire):
+            from serve_llm.engine.execute.neighbours import make
+
+            wired, kept = make(message, self.address)
+            self.say(wired)
+            return self.hear(control.Begin), kept
+        assert isinstance(message, control.Begin)
+        return message, kept
+
     def fail(self, error: Exception) -> None:
         """Says what happened, under the nearest class that the other side knows."""
         known = next((base.__name__ for base in type(error).__mro__ if base.__name__ in BY_NAME), None)
@@ -64,25 +81,26 @@ class Control:
         self._socket.close()
 
 
-def run(link: Control, rank: int) -> None:
-    """From Begin to the end of the last step."""
+def run(link: Control, rank: int, directory: str | None = None) -> None:
+    """From Begin to the end of the last step. directory: of the checkpoint, if not the engine's."""
     # What takes longest to import is needed in any case, so it is imported before there is word from the executor.
     import torch
 
+    from serve_llm.engine.execute.neighbours import neighbours_of
     from serve_llm.engine.execute.worker import Worker
     from serve_llm.engine.model.registry import read_model
     from serve_llm.engine.model.shard import shard_of
 
-    begin = link.hear(control.Begin)
-    config = begin.config
+    begin, kept = link.wire()
+    config = begin.config if directory is None else replace(begin.config, directory=directory)
     configure(begin.log_level, f"rank {rank}")
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_per_rank(usable_cores(), begin.local_ranks))
     if config.device == "cuda":
         torch.cuda.set_device(begin.device_index)
     grid = Grid(config.tensor_parallel_size, config.pipeline_parallel_size)
-    neighbours = neighbours_of(grid, rank, begin)
-    source = open_steps(begin)
+    neighbours = neighbours_of(grid, rank, begin, link.address)
+    source = open_steps(link, rank, begin.steps)
     link.say(control.Joined())
     spec, weights = read_model(json.loads(begin.model))
     spec = spec.with_max_length(config.max_model_len)
@@ -92,31 +110,15 @@ def run(link: Control, rank: int) -> None:
     layout = worker.allocate(link.hear(control.Allocate).num_blocks)
     link.say(control.Ready(layout))
     compute(worker, source, answers=rank == grid.output_rank)
+    del kept  # rings and store: until now
 
 
-def open_steps(begin: control.Begin) -> StepSource:
+def open_steps(link: Control, rank: int, steps: control.RingEnds | control.StepsUrl) -> StepSource:
     """This rank's end of the step channel."""
-    rings = begin.rings
-    answers = Ring.open(rings.answers) if rings.answers is not None else None
-    return RingSource(Ring.open(rings.steps), rings.reader, answers)
-
-
-def neighbours_of(grid: Grid, rank: int, begin: control.Begin) -> Neighbours:
-    """Groups and links of this rank. All are on this host, so memory is what they share."""
-    import torch
-
-    from serve_llm.engine.parallel.comm import Alone, Neighbours
-    from serve_llm.engine.parallel.shm_group import ShmGroup, ShmLink
-
-    config, rings = begin.config, begin.rings
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    device = torch.device(config.device)
-
-    def link(handle: Handle | None) -> ShmLink | None:
-        return None if handle is None else ShmLink(Ring.open(handle), dtype, device)
-
-    group = ShmGroup([Ring.open(handle) for handle in rings.tensor], grid.place(rank)) if rings.tensor else None
-    return Neighbours(group or Alone(), link(rings.previous), link(rings.next), begin.local_ranks)
+    if isinstance(steps, control.StepsUrl):
+        return SocketSource(steps.url, link.secret, rank)
+    answers = Ring.open(steps.answers) if steps.answers is not None else None
+    return RingSource(Ring.open(steps.steps), steps.reader, answers)
 
 
 def compute(worker: Worker, source: StepSource, answers: bool) -> None:
@@ -133,6 +135,19 @@ def compute(worker: Worker, source: StepSource, answers: bool) -> None:
             source.answer(encode(results))
 
 
+def end_with_engine(url: str, secret: str, rank: int) -> None:
+    """For a rank that nobody on its host watches over, in a thread: tells the engine that it lives, and ends the
+    process when the engine is gone or out of reach."""
+    line = Line(url, secret)
+    line.send(control.encode(control.Alive(rank)))
+    try:
+        while True:
+            line.receive(BEAT_SECONDS)
+    except ServeError as error:
+        logger.error("rank %d ends: %s", rank, error)
+        os._exit(EngineError.exit_code)
+
+
 def _end_with_starter() -> None:
     while os.read(0, 4096):
         pass
@@ -145,15 +160,18 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--connect", required=True)
     parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--address", default="", help="of this host, for ranks on others")
+    parser.add_argument("--directory", help="of the checkpoint on this host")
     arguments = parser.parse_args()
-    link = Control(arguments.connect, arguments.rank)
+    rank, directory = arguments.rank, arguments.directory
+    link = Control(arguments.connect, rank, os.environ.get(SECRET_VARIABLE, ""), arguments.address, directory)
     try:
-        run(link, arguments.rank)
+        run(link, rank, directory)
     except Closed:
         return 0
     except Exception as error:
         if not isinstance(error, ServeError):
-            logger.exception("rank %d failed", arguments.rank)
+            logger.exception("rank %d failed", rank)
         link.fail(error)
         return EngineError.exit_code
     finally:

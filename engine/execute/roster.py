@@ -11,27 +11,31 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol, TypeVar
 
 import zmq
 
 from serve_llm.engine.errors import BY_NAME, EngineError, PeerLost, RankFailed, ServeError
 from serve_llm.engine.execute import control
+from serve_llm.engine.parallel.encrypted import BEAT_SECONDS, LOST_SECONDS, PING, Endpoint, send
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1  # between two looks at whether a rank's process still runs
 SETTLE_SECONDS = 0.3  # after the first sign of a failure, for the cause to arrive behind its consequences
+START_SECONDS = 300.0  # for a process to start and import torch, on a busy machine
+LOSS_SECONDS = LOST_SECONDS + 2 * BEAT_SECONDS  # until the loss of another host is known
 
-T = TypeVar("T", control.Hello, control.Joined, control.Loaded, control.Ready)
+T = TypeVar("T", control.Hello, control.Wired, control.Joined, control.Loaded, control.Ready)
 
 
 class Launched(Protocol):
     """Ranks, as whoever started them sees them."""
 
-    def ended(self) -> Mapping[int, str]:
-        """How each rank that is gone ended, such as "signal SIGKILL". Quick; called again and again."""
+    def ended(self) -> Mapping[int, str | ServeError]:
+        """How each rank that is gone ended, such as "signal SIGKILL", or the error that says all. Quick; called again
+        and again."""
 
     def where(self, rank: int) -> str:
         """Such as "host abc, pid 123"."""
@@ -39,54 +43,70 @@ class Launched(Protocol):
     def state(self, rank: int) -> str:
         """What a silent rank's process does: "stopped", "running", "waiting", or "" if that cannot be seen."""
 
-    def end(self) -> None:
-        """End all ranks that still run, and wait for that. Idempotent."""
+    def end(self, cause: str = "") -> None:
+        """End all ranks that still run, and wait for that. cause: why, unless all is in order. Idempotent."""
 
 
 class Roster:
     """All ranks of one executor. Starts them at once; use `gather` in one thread, then `watch`."""
 
-    def __init__(self, size: int, launch: Callable[[str], Launched]) -> None:
-        """launch: starts the ranks, which will connect to the given address."""
+    def __init__(
+        self,
+        size: int,
+        launch: Callable[[str], Launched],
+        endpoint: Endpoint | None = None,
+        start_seconds: float = START_SECONDS,
+    ) -> None:
+        """launch: starts the ranks, which will connect to the given URL. endpoint: where they come from several hosts;
+        closed with this. start_seconds: limit for a rank to come up."""
         self.size = size
         self.began = time.perf_counter()
+        self.endpoint = endpoint
+        self.start_seconds = start_seconds
         self._directory = tempfile.mkdtemp(prefix="serve-llm-ranks-")  # mode 700: only this user reaches the socket
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        address = f"ipc://{self._directory}/control"
-        self._socket.bind(address)
+        self._socket: zmq.Socket[bytes]
+        if endpoint is None:
+            self._socket, url = zmq.Context.instance().socket(zmq.ROUTER), f"ipc://{self._directory}/control"
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.bind(url)
+        else:
+            self._socket, url = endpoint.listen()
         self._identities: dict[int, bytes] = {}
+        self._alive: dict[int, bytes] = {}  # connections that tell whether their rank is there
+        self._next_beat = 0.0
         self._said: dict[int, dict[type, control.FromRank]] = {rank: {} for rank in range(size)}
         self._failures: dict[int, ServeError] = {}  # in the order in which they were noticed
         self.failure: ServeError | None = None
         self._failed = threading.Event()
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
-        self._launched = launch(address)
+        self._launched = launch(url)
 
     def send(self, rank: int, message: control.ToRank) -> None:
         """Only to a rank that has said Hello."""
         self._socket.send_multipart([self._identities[rank], control.encode(message)])
 
-    def gather(self, kind: type[T], seconds: float) -> list[T]:
-        """Wait until every rank has said this; in rank order.
+    def gather(self, kind: type[T], seconds: float, ranks: Iterable[int] | None = None) -> list[T]:
+        """Wait until every rank, or every one of `ranks`, has said this; in their order.
 
         Raises the first cause as soon as a rank fails, and EngineError naming those that have not said it in time.
         """
         deadline = time.monotonic() + seconds
+        wanted = list(range(self.size) if ranks is None else ranks)
         found: dict[int, T] = {}
-        while len(found) < self.size:
+        while len(found) < len(wanted):
             self._look(POLL_SECONDS)
             if self._failures:
-                raise self._settle()
-            messages = ((rank, said.get(kind)) for rank, said in self._said.items())
+                self.failure = self._settle()
+                raise self.failure
+            messages = ((rank, self._said[rank].get(kind)) for rank in wanted)
             found = {rank: message for rank, message in messages if isinstance(message, kind)}
-            if len(found) < self.size and time.monotonic() > deadline:
-                late = [self._who(rank) for rank in range(self.size) if rank not in found]
+            if len(found) < len(wanted) and time.monotonic() > deadline:
+                late = [self._who(rank) for rank in wanted if rank not in found]
                 raise EngineError(f"after {seconds:.0f} s still {self._phase(kind)}: {'; '.join(late)}")
         if kind is control.Hello:  # all are connected, so the socket needs no name any more: nothing is left of it
             shutil.rmtree(self._directory, ignore_errors=True)
-        return [found[rank] for rank in range(self.size)]
+        return [found[rank] for rank in wanted]
 
     def _phase(self, awaited: type[T]) -> str:
         """What ranks do that have not said `awaited` yet."""
@@ -102,7 +122,8 @@ class Roster:
                 if self._failures and not self._closing.is_set():
                     self.fail(self._settle())
                     on_failure()
-            self._socket.close()  # by the thread that used it last
+            if self.endpoint is None:
+                self._socket.close()  # by the thread that used it last
 
         self._watcher = threading.Thread(target=run, name="watch ranks", daemon=True)
         self._watcher.start()
@@ -116,7 +137,7 @@ class Roster:
 
     def cause(self) -> ServeError:
         """Why ranks have gone, known a moment after that was noticed in another way."""
-        self._failed.wait(5)
+        self._failed.wait(LOSS_SECONDS + 5)
         return self.failure or EngineError("the ranks have ended")
 
     def silence(self, seconds: float) -> RankFailed:
@@ -130,13 +151,15 @@ class Roster:
         what = f", {culprit}" if culprit else ""
         return RankFailed(f"{named}{what}: no answer {self._doing(silent[0])} for {seconds:.0f} s")
 
-    def close(self) -> None:
-        """End all ranks. Idempotent."""
+    def close(self, cause: BaseException | None = None) -> None:
+        """End all ranks. cause: why, if not for a failure of theirs nor in order. Idempotent."""
         self._closing.set()
-        self._launched.end()
+        self._launched.end(str(self.failure or cause or ""))
         if self._watcher is not None:
             self._watcher.join()
         self._socket.close()
+        if self.endpoint is not None:
+            self.endpoint.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _look(self, seconds: float) -> None:
@@ -147,15 +170,30 @@ class Roster:
             identity, frame = self._socket.recv_multipart()
             self._take(identity, control.decode_from_rank(frame))
             timeout = 0
-        for rank, how in ended.items():
-            if rank not in self._failures:
+        for rank, how in (self._unreachable() | dict(ended)).items():
+            if isinstance(how, ServeError):
+                self._failures.setdefault(rank, how)
+            elif rank not in self._failures:
                 hint = "; the system may be out of memory" if "SIGKILL" in how else ""
                 text = f"{self._who(rank)} died {self._doing(rank)} by {how}{hint}"
                 self._failures[rank] = RankFailed(text)
 
+    def _unreachable(self) -> dict[int, str | ServeError]:
+        """Ranks whose connection is gone, among those that said Alive: asked once a second."""
+        if time.monotonic() < self._next_beat:
+            return {}
+        self._next_beat = time.monotonic() + BEAT_SECONDS
+        lost = [rank for rank, peer in self._alive.items() if not send(self._socket, peer, PING)]
+        return dict.fromkeys(
+            lost, f"loss of its host: no sign of life for {LOST_SECONDS:.0f} s, or its process is gone"
+        )
+
     def _take(self, identity: bytes, message: control.FromRank) -> None:
         if isinstance(message, control.Hello) and message.rank in self._said:
             self._identities[message.rank] = identity
+        if isinstance(message, control.Alive):
+            self._alive[message.rank] = identity
+            return
         rank = next((rank for rank, known in self._identities.items() if known == identity), None)
         if rank is None:
             logger.warning("ignored a message from a process that is no rank")
@@ -169,12 +207,18 @@ class Roster:
 
     def _settle(self) -> ServeError:
         """The first cause among the failures: consequences may overtake it on their way here."""
-        deadline = time.monotonic() + SETTLE_SECONDS
-        while (left := deadline - time.monotonic()) > 0 and len(self._failures) < self.size:
-            self._look(min(left, POLL_SECONDS))
-            time.sleep(0 if self._closing.is_set() else 0.01)
-        causes = [error for error in self._failures.values() if not isinstance(error, PeerLost)]
-        return (causes or list(self._failures.values()))[0]
+        began = time.monotonic()
+        while len(self._failures) < self.size and not self._closing.is_set():
+            # That a peer is lost is never the first cause; that a host is lost is known only after a while.
+            limit = SETTLE_SECONDS if self._causes() or self.endpoint is None else LOSS_SECONDS
+            if time.monotonic() > began + limit:
+                break
+            self._look(POLL_SECONDS)
+            time.sleep(0.01)
+        return (self._causes() or list(self._failures.values()))[0]
+
+    def _causes(self) -> list[ServeError]:
+        return [error for error in self._failures.values() if not isinstance(error, PeerLost)]
 
     def _doing(self, rank: int) -> str:
         return control.PHASES[next(reversed(self._said[rank]), None)]

@@ -1,15 +1,25 @@
-"""How a step's message reaches all ranks and the answer comes back. One channel per host; this one is shared memory.
+"""How a step's message reaches all ranks and the answer comes back: through shared memory on the engine's host, over
+encrypted ZeroMQ to ranks on others.
 
 Bytes only: what they mean is the executor's and the rank program's business.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
-from serve_llm.engine.parallel.ring import Ring
+import zmq
 
+from serve_llm.engine.errors import EngineError
+from serve_llm.engine.parallel.encrypted import Endpoint, dealer, send
+from serve_llm.engine.parallel.ring import Ring
+from serve_llm.engine.parallel.shm import Closed, Handle
+
+POLL_SECONDS = 0.1  # between two looks at whether the channel has been closed
 STEP_SECONDS = 300.0  # without an answer for so long, a step has failed; a large prompt on a CPU takes many seconds
 
 
@@ -23,7 +33,7 @@ class StepChannel(Protocol):
         """The next answer. Raises TimeoutError after STEP_SECONDS, Closed after `close`."""
 
     def close(self) -> None:
-        """End all waits, here and in the ranks, which then end themselves."""
+        """End all waits, here and in the ranks on this host, which then end themselves. In any thread."""
 
 
 class StepSource(Protocol):
@@ -43,6 +53,12 @@ class RingSteps:
         self._steps = steps.writer()
         self._answers = answers.reader(0)
         self._arrived: deque[bytes] = deque()
+
+    @property
+    def handles(self) -> tuple[Handle, Handle]:
+        """Of steps and answers."""
+        steps, answers = self._rings
+        return steps.memory.handle, answers.memory.handle
 
     def send(self, message: bytes) -> None:
         self._steps.send(message, STEP_SECONDS, self._take_answers)
@@ -73,3 +89,81 @@ class RingSource:
     def answer(self, message: bytes) -> None:
         assert self._answers is not None, "only the rank that samples has answers"
         self._answers.send(message)
+
+
+class SocketSteps:
+    """The engine's end for ranks on other hosts: one connection each, all on one socket of the engine's thread."""
+
+    def __init__(self, endpoint: Endpoint, ranks: Sequence[int]) -> None:
+        self._socket, self.url = endpoint.listen()
+        self._ranks = ranks
+        self._peers: dict[int, bytes] = {}
+        self._closed = threading.Event()
+
+    def connect(self, seconds: float) -> None:
+        """Wait until all ranks are connected. Raises EngineError naming those that are not."""
+        deadline = time.monotonic() + seconds
+        while missing := [rank for rank in self._ranks if rank not in self._peers]:
+            try:
+                peer, said = self._receive(deadline)
+            except TimeoutError:
+                raise EngineError(f"ranks {missing} did not open their step channel in {seconds:.0f} s") from None
+            self._peers[int(said)] = peer
+
+    def send(self, message: bytes) -> None:
+        """Raises Closed after `close`, and when a rank's connection is gone."""
+        if self._closed.is_set() or not all(send(self._socket, peer, message) for peer in self._peers.values()):
+            raise Closed("the connection to a rank was closed")
+
+    def receive(self) -> bytes:
+        return self._receive(time.monotonic() + STEP_SECONDS)[1]
+
+    def _receive(self, deadline: float) -> tuple[bytes, bytes]:
+        while not self._closed.is_set():
+            if self._socket.poll(int(POLL_SECONDS * 1000)):
+                peer, message = self._socket.recv_multipart()
+                return peer, message
+            if time.monotonic() > deadline:
+                raise TimeoutError
+        raise Closed("the step channel was closed")
+
+    def close(self) -> None:
+        """The socket itself closes with its endpoint."""
+        self._closed.set()
+
+
+class SpanningSteps:
+    """See `StepChannel`: ranks on this host by rings, ranks on others by the socket."""
+
+    def __init__(self, local: RingSteps | None, remote: SocketSteps, answers_here: bool) -> None:
+        """local: None if no rank runs on this host."""
+        self._local, self._remote = local, remote
+        self._answers: RingSteps | SocketSteps = local if local is not None and answers_here else remote
+
+    def send(self, message: bytes) -> None:
+        self._remote.send(message)  # first: the network takes longest
+        if self._local is not None:
+            self._local.send(message)
+
+    def receive(self) -> bytes:
+        return self._answers.receive()
+
+    def close(self) -> None:
+        self._remote.close()
+        if self._local is not None:
+            self._local.close()
+
+
+class SocketSource:
+    """See `StepSource`: a rank on another host than the engine. Whoever started the rank ends it when that is gone."""
+
+    def __init__(self, url: str, secret: str, rank: int) -> None:
+        self._socket = dealer(zmq.Context.instance(), url, secret)
+        self._socket.connect(url)
+        self._socket.send(str(rank).encode())
+
+    def receive(self) -> bytes:
+        return self._socket.recv()
+
+    def answer(self, message: bytes) -> None:
+        self._socket.send(message)

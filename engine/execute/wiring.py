@@ -1,13 +1,14 @@
-"""The shared memory of the ranks on one host: a ring for steps, one for answers, one per rank of a tensor-parallel
-group, one per link between stages. Made by one process of that host, opened by the ranks from the handles in `Rings`.
+"""The shared memory of the ranks on one host: one ring per rank of a tensor-parallel group, one per link between
+stages; and what a step needs to reach every rank. Rings are made by one process of their host, and opened by the ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from serve_llm.engine.execute.control import Rings
-from serve_llm.engine.execute.steps import RingSteps
+from serve_llm.engine.execute.control import RingEnds, Rings, Span, StepsUrl, Wire, Wired
+from serve_llm.engine.execute.steps import RingSteps, SocketSteps, SpanningSteps, StepChannel
+from serve_llm.engine.parallel.encrypted import Endpoint
 from serve_llm.engine.parallel.layout import Grid
 from serve_llm.engine.parallel.ring import Ring
 
@@ -22,31 +23,25 @@ class HostWiring:
     def __init__(self, grid: Grid, ranks: Sequence[int], step_bytes: int) -> None:
         """step_bytes: what the largest step sends from stage to stage; a link holds as many steps as are under way."""
         self._grid = grid
-        self._readers = {rank: index for index, rank in enumerate(ranks)}
-        self.steps = Ring.create(len(ranks), MESSAGE_BYTES)
-        self.answers = Ring.create(1, MESSAGE_BYTES)
+        self._ranks = ranks
         self._group: dict[int, Ring] = {}
         self._from: dict[int, Ring] = {}
         link_bytes = min(max(step_bytes * grid.pipeline, LEAST_LINK), MOST_LINK)
         for rank in ranks:
-            if grid.tensor > 1 and all(peer in self._readers for peer in grid.tensor_group(rank)):
-                self._group[rank] = Ring.create(grid.tensor - 1, GROUP_BYTES)
-            if rank + grid.tensor in self._readers:
+            if (others := len(self._peers(rank)) - 1) > 0:
+                self._group[rank] = Ring.create(others, GROUP_BYTES)
+            if rank + grid.tensor in ranks:
                 self._from[rank] = Ring.create(1, link_bytes)
 
-    def channel(self) -> RingSteps:
-        """The engine's end of steps and answers."""
-        return RingSteps(self.steps, self.answers)
+    def _peers(self, rank: int) -> list[int]:
+        """The ranks of its tensor-parallel group on this host, itself included."""
+        return [peer for peer in self._grid.tensor_group(rank) if peer in self._ranks]
 
     def rings(self, rank: int) -> Rings:
         """What this rank opens."""
-        grid = self._grid
-        previous, following = self._from.get(rank - grid.tensor), self._from.get(rank)
+        previous, following = self._from.get(rank - self._grid.tensor), self._from.get(rank)
         return Rings(
-            steps=self.steps.memory.handle,
-            reader=self._readers[rank],
-            answers=self.answers.memory.handle if rank == grid.output_rank else None,
-            tensor=[self._group[peer].memory.handle for peer in grid.tensor_group(rank)] if rank in self._group else [],
+            tensor=[self._group[peer].memory.handle for peer in self._peers(rank)] if rank in self._group else [],
             previous=previous.memory.handle if previous is not None else None,
             next=following.memory.handle if following is not None else None,
         )
@@ -57,4 +52,95 @@ class HostWiring:
             ring.close()
 
     def _all(self) -> Iterator[Ring]:
-        yield from (self.steps, self.answers, *self._group.values(), *self._from.values())
+        yield from (*self._group.values(), *self._from.values())
+
+
+class Wiring:
+    """The engine's part: its step channel, its own host's rings, and what every rank is told of how to reach others.
+
+    requests()   what has to be made elsewhere, by which ranks
+    take(wired)  their answers
+    steps, rings, span   parts of each rank's Begin
+    """
+
+    def __init__(
+        self, grid: Grid, host_ids: Sequence[str], here: str, step_bytes: int, endpoint: Endpoint | None
+    ) -> None:
+        """host_ids: of all ranks. here: the engine's. endpoint: where ranks on other hosts connect to."""
+        self._grid, self._host_ids, self._step_bytes = grid, list(host_ids), step_bytes
+        self._local = [rank for rank, host in enumerate(host_ids) if host == here]
+        self._remote = [rank for rank, host in enumerate(host_ids) if host != here]
+        self._host = HostWiring(grid, self._local, step_bytes)
+        self._rings = {rank: self._host.rings(rank) for rank in self._local}
+        self._span: Span | None = None
+        self._step_rings: RingSteps | None = None
+        self._step_socket: SocketSteps | None = None
+        if self._local:
+            self._step_rings = RingSteps(Ring.create(len(self._local), MESSAGE_BYTES), Ring.create(1, MESSAGE_BYTES))
+        if self._remote:
+            assert endpoint is not None, "ranks on other hosts need an address to connect to"
+            self._step_socket = SocketSteps(endpoint, self._remote)
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether ranks exchange tensors across hosts."""
+        return len(set(self._host_ids)) > 1
+
+    @property
+    def tensor_groups_that_span(self) -> list[range]:
+        groups = [self._grid.tensor_group(self._grid.rank(stage, 0)) for stage in range(self._grid.pipeline)]
+        return [group for group in groups if len({self._host_ids[rank] for rank in group}) > 1]
+
+    def channel(self) -> StepChannel:
+        if self._step_socket is None:
+            assert self._step_rings is not None, "there is at least one rank"
+            return self._step_rings
+        return SpanningSteps(self._step_rings, self._step_socket, self._grid.output_rank in self._local)
+
+    def connect(self, seconds: float) -> None:
+        """Wait for the step connections of ranks on other hosts. Raises EngineError."""
+        if self._step_socket is not None:
+            self._step_socket.connect(seconds)
+
+    def requests(self) -> dict[int, Wire]:
+        """By rank: the first one of each other host makes its rings, rank 0 the store where all meet."""
+        found = {}
+        for host in dict.fromkeys(self._host_ids):
+            ranks = [rank for rank, own in enumerate(self._host_ids) if own == host]
+            store = ranks[0] == 0 and self.spans_hosts
+            if store or ranks[0] in self._remote:
+                made = ranks if ranks[0] in self._remote else []
+                found[ranks[0]] = Wire(self._grid.tensor, self._grid.pipeline, made, self._step_bytes, store)
+        return found
+
+    def take(self, wired: Mapping[int, Wired], addresses: Sequence[str]) -> None:
+        """addresses: of all ranks' hosts."""
+        for said in wired.values():
+            self._rings |= said.rings
+        if 0 in wired and self.spans_hosts:
+            self._span = Span(self._host_ids, addresses[0], wired[0].store_port)
+
+    def steps(self, rank: int) -> RingEnds | StepsUrl:
+        if self._step_socket is not None and rank in self._remote:
+            return StepsUrl(self._step_socket.url)
+        assert self._step_rings is not None, "the rank is on this host"
+        steps, answers = self._step_rings.handles
+        return RingEnds(steps, self._local.index(rank), answers if rank == self._grid.output_rank else None)
+
+    def rings(self, rank: int) -> Rings:
+        return self._rings[rank]
+
+    @property
+    def span(self) -> Span | None:
+        return self._span
+
+    def local_ranks(self, rank: int) -> list[int]:
+        """All ranks on this rank's host."""
+        return [other for other, host in enumerate(self._host_ids) if host == self._host_ids[rank]]
+
+    def close(self) -> None:
+        """End all waits of the engine and of the ranks on its host. May be called by any thread."""
+        self._host.close()
+        for channel in (self._step_rings, self._step_socket):
+            if channel is not None:
+                channel.close()

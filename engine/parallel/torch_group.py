@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # where mypy finds what torch.distributed exports
 
-from serve_llm.engine.errors import EngineError, OptionError
+from serve_llm.engine.errors import EngineError, OptionError, PeerLost
 from serve_llm.engine.parallel.comm import Group
 
 SENDS_IN_FLIGHT = 2  # per link: one on its way while the next is computed
@@ -159,11 +159,11 @@ class TorchGroup:
 
     @contextmanager
     def _failing(self, doing: str) -> Iterator[None]:
-        """torch's errors (RuntimeError with the line of a C++ file) in words that name the group."""
+        """torch's errors (RuntimeError with the line of a C++ file) as PeerLost, in words that name the group."""
         try:
             yield
         except RuntimeError as error:
-            raise EngineError(
+            raise PeerLost(  # who is lost, and why, is seen by whoever started the ranks
                 f"{self.name}: {doing} failed on rank {self.rank} of {self.size} (limit {self._seconds:g} s): {error}"
             ) from error
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from serve_llm.engine.options import Options, fields, parse_args
+from serve_llm.engine.arguments import parse_args
+from serve_llm.engine.options import Options, fields
 from support.daemon import SERVE_LLM, Daemon
 from support.manifests import documents
 

@@ -94,6 +94,7 @@ def test_help_names_the_command_and_its_options() -> None:
         [],
         ["--max-model-len", "512", "--kv-cache-memory", "32MiB", "--block-size", "32"],
         ["-tp", "2", "--kv-cache-memory", "32MiB"],
+        ["-dp", "2", "--max-model-len", "512"],
         ["-tp", "3", "-pp", "2", "--max-model-len", "512", "--dtype", "float32"],
     ],
     ids=" ".join,
@@ -103,7 +104,7 @@ def test_a_daemon_says_the_same(options: list[str]) -> None:
     text = run("demo", "--device", "cpu", *options).stdout.splitlines()
     with Daemon("demo", "--device", "cpu", *options) as daemon:
         url = daemon.wait_until_serving()
-        log = [line.partition("] ")[2] for line in daemon.log]
+        log = {re.sub(r"^.*?\] (engine \d: )?", "", line) for line in daemon.log}  # several engines say the same
         with urllib.request.urlopen(url + "/metrics", timeout=60) as answer:
             metrics = answer.read().decode()
     said = [line for line in log if "KV cache size" in line or "Maximum concurrency" in line]
@@ -112,10 +113,21 @@ def test_a_daemon_says_the_same(options: list[str]) -> None:
     held = [rank["weight_bytes"] / 2**20 for rank in planned["ranks"]]
     caches = [rank["kv_cache_bytes"] / 2**20 for rank in planned["ranks"]]
     assert weights == f"Weights: {sum_of(held)}, KV cache: {sum_of(caches)}"
-    (labels,) = re.findall(r"cache_config_info\{(.*)\}", metrics)
-    assert f'kv_cache_tokens="{planned["kv_cache_tokens"]}"' in labels
-    assert f'num_gpu_blocks="{planned["num_kv_blocks"]}"' in labels
+    engines = re.findall(r"cache_config_info\{(.*)\}", metrics)
+    assert len(engines) == planned["data_parallel_size"]
+    for labels in engines:
+        assert f'kv_cache_tokens="{planned["kv_cache_tokens"]}"' in labels
+        assert f'num_gpu_blocks="{planned["num_kv_blocks"]}"' in labels
     assert planned["fits"] and os.path.basename(planned["model"]) == "demo"
+
+
+def test_plan_and_daemon_refuse_the_same_for_the_same_reason() -> None:
+    done = run("demo", "--device", "cpu", "--kv-cache-memory", "1MiB")
+    assert done.returncode == 4
+    (advice,) = re.findall(r"lower (--max-model-len to at most \d+)", done.stderr)
+    with Daemon("demo", "--device", "cpu", "--kv-cache-memory", "1MiB") as daemon:
+        assert daemon.wait(120.0) == 4
+        assert advice in daemon.log[-1]
 
 
 def sum_of(mebibytes: list[float]) -> str:

@@ -8,10 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from pathlib import Path
 
 import psutil
+
+from support.namespaces import Machine
 
 START_SECONDS = 300.0  # several ranks import torch on a machine that may be busy
 SERVE_LLM = str(Path(sys.executable).with_name("serve-llm"))
@@ -20,12 +23,24 @@ SERVE_LLM = str(Path(sys.executable).with_name("serve-llm"))
 class Daemon:
     """Started at once; `wait_until_serving` gives the URL. A context manager that ends the process."""
 
-    def __init__(self, *arguments: str, environ: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        environ: dict[str, str] | None = None,
+        folder: Path | None = None,
+        machine: Machine | None = None,
+    ) -> None:
+        """folder: where it starts. machine: on which one, if not here."""
         command = [SERVE_LLM, *arguments, "--port", "0"]
         inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env=inherited | (environ or {}), start_new_session=True
-        )
+        env = inherited | (environ or {})
+        self._machine = machine
+        if machine is not None:
+            self.process = machine.popen(*command, env=env, stderr=subprocess.PIPE)
+        else:
+            self.process = subprocess.Popen(
+                command, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True, cwd=folder
+            )
         self.log: list[str] = []
         self.url = ""
         self._serving = threading.Event()
@@ -46,6 +61,17 @@ class Daemon:
         assert self.url, "the daemon ended:\n" + "\n".join(self.log)
         return self.url
 
+    def wait_until_logged(self, pattern: str) -> re.Match[str]:
+        """The first line of the log in which the pattern is found, once it is there."""
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            ended = not self._reader.is_alive()
+            found = next((match for line in list(self.log) if (match := re.search(pattern, line))), None)
+            if found is not None:
+                return found
+            assert not ended and time.monotonic() < deadline, f"no {pattern!r} in:\n" + "\n".join(self.log)
+            time.sleep(0.05)
+
     def wait(self, seconds: float = 30.0) -> int:
         """The exit code, once it has ended by itself."""
         code = self.process.wait(seconds)
@@ -53,7 +79,10 @@ class Daemon:
         return code
 
     def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+        if self._machine is not None:
+            self._machine.signal(self.process, number)
+        else:
+            self.process.send_signal(number)
 
     def engine_pids(self) -> list[int]:
         """Of the engine processes, in the order of their indexes."""
@@ -64,10 +93,10 @@ class Daemon:
         (pid,) = self.engine_pids()
         return pid
 
-    def rank_pids(self) -> dict[int, int]:
-        """Rank -> its process."""
+    def rank_pids(self, starter: int | None = None) -> dict[int, int]:
+        """Rank -> its process. starter: of the ranks, if not the engine."""
         found = {}
-        for process in psutil.Process(self.engine_pid()).children():
+        for process in psutil.Process(starter or self.engine_pid()).children():
             command = process.cmdline()
             if "serve_llm.engine.execute.rank" in command:
                 found[int(command[command.index("--rank") + 1])] = process.pid

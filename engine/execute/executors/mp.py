@@ -1,4 +1,6 @@
-"""Ranks as processes of this host: steps, tensors and answers go through shared memory. No torch."""
+"""Ranks as processes, of this host or of several: steps, tensors and answers go through shared memory on the engine's
+host, and over the network to ranks on others. No torch.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
+from pathlib import Path
 
 import msgspec
 
@@ -17,15 +20,15 @@ from serve_llm.engine.execute import control
 from serve_llm.engine.execute.executor import StepResult
 from serve_llm.engine.execute.launch import LocalRanks
 from serve_llm.engine.execute.memory import CacheLayout
-from serve_llm.engine.execute.roster import Roster
+from serve_llm.engine.execute.roster import START_SECONDS, Roster
 from serve_llm.engine.execute.steps import STEP_SECONDS
-from serve_llm.engine.execute.wiring import HostWiring
+from serve_llm.engine.execute.wiring import Wiring
 from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.parallel.hosts import difference, fingerprint, host_id
 from serve_llm.engine.parallel.layout import Grid
 from serve_llm.engine.parallel.shm import Closed
 from serve_llm.engine.schedule.batch import Batch, ChunkResult
 
-START_SECONDS = 300.0  # for a process to start and import torch, on a busy machine
 LOAD_SECONDS = 3600.0  # for weights, which may come over a slow network
 
 logger = logging.getLogger(__name__)
@@ -60,31 +63,46 @@ class MpExecutor:
         self._grid = Grid(config.tensor_parallel_size, config.pipeline_parallel_size)
         self.depth = self._grid.pipeline
         self._roster = roster
-        step_bytes = config.max_num_batched_tokens * spec.width * config.element_bytes
-        self._wiring = HostWiring(self._grid, range(self._grid.size), step_bytes)
-        self._steps = self._wiring.channel()
         self._under_way: deque[Answer] = deque()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(list[ChunkResult]).decode
+        self._wiring: Wiring | None = None
+        step_bytes = config.max_num_batched_tokens * spec.width * config.element_bytes
         try:
-            self.layout = self._start(config, json.dumps(model))
-        except BaseException:
-            self.close()
+            hellos = roster.gather(control.Hello, roster.start_seconds)
+            check_hosts(hellos, config.directory)
+            self._wiring = Wiring(
+                self._grid, [hello.host_id for hello in hellos], host_id(), step_bytes, roster.endpoint
+            )
+            self._steps = self._wiring.channel()
+            self.layout = self._start(config, json.dumps(model), self._wiring, hellos)
+        except BaseException as error:
+            self._close_wiring()
+            roster.close(error)
             raise
         roster.watch(self._wiring.close)
 
-    def _start(self, config: Config, model: str) -> CacheLayout:
+    def _start(self, config: Config, model: str, wiring: Wiring, hellos: list[control.Hello]) -> CacheLayout:
         roster, size = self._roster, self._grid.size
         count = f"{size} rank{'s' if size > 1 else ''}"
-        check_versions(roster.gather(control.Hello, START_SECONDS))
+        for rank, request in (requests := wiring.requests()).items():
+            roster.send(rank, request)
+        wired = roster.gather(control.Wired, START_SECONDS, requests)
+        wiring.take(dict(zip(requests, wired, strict=True)), [hello.address for hello in hellos])
+        warn_of_spans(wiring.tensor_groups_that_span, hellos)
         level = logging.getLevelName(max(logger.getEffectiveLevel(), logging.DEBUG)).lower()
-        local_ranks = size * config.data_parallel_size
+        # What all ranks would say is said once, here.
+        level_there = "warning" if level == "info" else level
+        engines = config.data_parallel_size
         for rank in range(size):
-            # What all ranks would say is said once, here.
-            level_there = "warning" if level == "info" else level
-            rings = self._wiring.rings(rank)
-            roster.send(rank, control.Begin(config, model, local_ranks, rank, level_there, rings))
+            here = wiring.local_ranks(rank)
+            steps, rings = wiring.steps(rank), wiring.rings(rank)
+            begin = control.Begin(
+                config, model, len(here) * engines, here.index(rank), level_there, steps, rings, wiring.span
+            )
+            roster.send(rank, begin)
         roster.gather(control.Joined, START_SECONDS)
+        wiring.connect(START_SECONDS)
         logger.info("%s up in %.2f s", count, time.perf_counter() - roster.began)
         began = time.perf_counter()
         loaded = roster.gather(control.Loaded, LOAD_SECONDS)
@@ -116,25 +134,41 @@ class MpExecutor:
     def _cause(self, error: Exception) -> Exception:
         if isinstance(error, TimeoutError):
             self._roster.fail(self._roster.silence(STEP_SECONDS))
-            self._wiring.close()
+            self._close_wiring()
         return self._roster.cause()
 
     def check(self) -> None:
         if self._roster.failure is not None:
             raise self._roster.failure
 
+    def _close_wiring(self) -> None:
+        if self._wiring is not None:
+            self._wiring.close()
+
     def close(self) -> None:
-        self._wiring.close()
+        self._close_wiring()
         self._roster.close()
 
 
-def check_versions(hellos: list[control.Hello]) -> None:
-    """Raises EngineError that names what differs from here."""
-    here = control.versions()
-    for hello in hellos:
-        for what, version in here.items():
-            if hello.versions.get(what) != version:
-                raise EngineError(
-                    f"rank {hello.rank} (host {hello.host}) has {what} {hello.versions.get(what)}, but the engine has "
-                    f"{version}: install the same on all hosts"
-                )
+def check_hosts(hellos: list[control.Hello], directory: str) -> None:
+    """Raises EngineError in one line that names the hosts which differ from this one, and in what."""
+    others = {hello.host_id: hello for hello in hellos if hello.host_id != host_id()}
+    if not others:
+        return
+    prints = [fingerprint(Path(directory)), *(hello.fingerprint for hello in others.values())]
+    names = ["the engine's host", *(f"the host {hello.host} ({hello.address})" for hello in others.values())]
+    if found := difference(prints, names):
+        raise EngineError(f"all hosts must have the same versions and the same model files: {found}")
+
+
+def warn_of_spans(groups: list[range], hellos: list[control.Hello]) -> None:
+    """Says what it costs that ranks which meet in every layer are on several hosts."""
+    for group in groups:
+        addresses = ", ".join(dict.fromkeys(hellos[rank].address for rank in group))
+        logger.warning(
+            "Tensor parallelism of ranks %d to %d crosses hosts (%s): each layer waits for the network twice per step; "
+            "with tensor parallelism inside hosts and --pipeline-parallel-size across them it waits once per stage",
+            group[0],
+            group[-1],
+            addresses,
+        )

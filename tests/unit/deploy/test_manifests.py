@@ -14,7 +14,8 @@ import jsonschema
 import pytest
 import yaml
 
-from serve_llm.engine.options import Options, parse_args
+from serve_llm.engine.arguments import parse_args
+from serve_llm.engine.options import Options
 from serve_llm.server.__main__ import DRAIN_SECONDS
 from serve_llm.server.supervise import STOP_SECONDS
 from support.manifests import CRDS, ROOT, clusters, crd_schema, manifests, pods

@@ -5,10 +5,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from serve_llm.engine.arguments import parse_args
 from serve_llm.engine.errors import OptionError
-from serve_llm.engine.options import Options, fields, option_name, parse_args
+from serve_llm.engine.fields import option_name
+from serve_llm.engine.options import Options, fields
 
 # For each option: what a user types, the value that it becomes. Must name every option (tested below).
+NODES = ("--master-addr", "10.0.0.1:29500", "-tp", "2")
+NEEDS = {name: {"nnodes", "master_addr", "tensor_parallel_size"} for name in ("nnodes", "node_rank")}
+
 TYPED: dict[str, tuple[list[str], object]] = {
     "model": (["org/model"], "org/model"),
     "host": (["--host", "0.0.0.0"], "0.0.0.0"),
@@ -38,6 +43,11 @@ TYPED: dict[str, tuple[list[str], object]] = {
     "pipeline_parallel_layers": (["--pipeline-parallel-layers", "9,8,7"], (9, 8, 7)),
     "distributed_executor_backend": (["--distributed-executor-backend", "MP"], "mp"),
     "data_parallel_size": (["-dp", "2"], 2),
+    "nnodes": (["--nnodes", "2", *NODES], 2),
+    "node_rank": (["--node-rank", "1", "--nnodes", "2", *NODES], 1),
+    "master_addr": (["--master-addr", "[fd00::1]:29500"], "[fd00::1]:29500"),
+    "host_ip": (["--host-ip", "10.0.0.1"], "10.0.0.1"),
+    "cluster_secret": (["--cluster-secret", "s"], "s"),
     "metrics_prefix": (["--metrics-prefix", "vllm:"], "vllm:"),
 }
 
@@ -54,7 +64,7 @@ def test_command_line(name: str) -> None:
     assert getattr(options, name) == value
     default = msgspec.to_builtins(Options(model="demo"))
     changed = {key for key, other in msgspec.to_builtins(options).items() if other != default[key]}
-    assert changed == {name}
+    assert changed == {name} | NEEDS.get(name, set())
 
 
 def test_defaults_are_what_the_parsers_accept() -> None:
@@ -69,7 +79,36 @@ def test_crosses_the_wire() -> None:
 
 
 def test_secrets_stay_out_of_logs() -> None:
-    assert "hunter2" not in repr(parse_args(["demo", "--api-key", "hunter2"], {}))
+    assert "hunter2" not in repr(parse_args(["demo", "--api-key", "hunter2", "--cluster-secret", "hunter2"], {}))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["demo", "--node-rank", "1"], "--node-rank: 1 is none of 0 to 0 (--nnodes 1)"),
+        (["--nnodes", "2", "--node-rank", "2", *NODES], "--node-rank: 2 is none of 0 to 1 (--nnodes 2)"),
+        (
+            ["demo", "--nnodes", "2", "-tp", "2"],
+            "--nnodes: 2 hosts need --master-addr HOST:PORT, the same on all of them",
+        ),
+        (["demo", "--nnodes", "2", "--master-addr", "h:1"], "--nnodes: 2 hosts for 1 rank (--tensor-parallel-size"),
+        (["demo", "--nnodes", "5", *NODES, "-pp", "2"], "--nnodes: 5 hosts for 4 ranks (--tensor-parallel-size"),
+        (["demo", "--master-addr", "10.0.0.1"], "--master-addr: expected host:port, such as 10.0.0.1:29500 or"),
+        (["demo", "--master-addr", "fd00::1:29500"], "--master-addr: expected host:port"),
+        (["demo", "--master-addr", "h:0"], "--master-addr: expected host:port"),
+        (["--nnodes", "2", *NODES], "no model: give"),
+    ],
+)
+def test_options_for_several_hosts_that_do_not_go_together(argv: list[str], message: str) -> None:
+    with pytest.raises(OptionError) as raised:
+        parse_args(argv, {})
+    assert str(raised.value).startswith(message)
+
+
+def test_only_node_0_need_know_the_model() -> None:
+    follower = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "h:1"]
+    assert parse_args(follower, {}).model == ""
+    assert parse_args(["demo", *follower], {}).model == "demo"
 
 
 def write(path: Path, text: str) -> str:

@@ -6,7 +6,8 @@ from types import ModuleType
 
 import pytest
 
-from serve_llm.engine.options import fields, option_name
+from serve_llm.engine.fields import option_name
+from serve_llm.engine.options import fields
 
 ROOT = Path(__file__).parents[3]
 

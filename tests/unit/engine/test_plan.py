@@ -106,6 +106,16 @@ def test_the_cpu_cache_is_that_of_the_daemon() -> None:
     assert [rank.room for rank in shared.ranks] == [32 * GIB] * 2
 
 
+def test_data_parallel_engines_share_the_machines() -> None:
+    alone = plan(published.QWEN2_HALF_B, {"memory": 64 * GIB}, device="cpu").chosen.ranks[0]
+    shared = plan(published.QWEN2_HALF_B, {"memory": 64 * GIB}, device="cpu", data_parallel_size=2).chosen.ranks[0]
+    assert (shared.weights, shared.room) == (alone.weights, alone.room // 2)
+    needs_four = plan(published.LLAMA_70B, {"gpu": "h100"}, data_parallel_size=2)
+    assert needs_four.suggested is not None and needs_four.suggested.grid.tensor == 4
+    three = plan(published.LLAMA_70B, {"gpu": "h100"}, data_parallel_size=3)
+    assert three.suggested is None and three.nodes_needed == 2
+
+
 def test_where_nothing_fits() -> None:
     found = plan(published.LLAMA_405B, {"gpu": "h100"})
     assert found.suggested is None and not found.chosen.fits and found.nodes_needed == 2
@@ -131,14 +141,23 @@ def test_a_short_context_fits_where_a_long_one_does_not() -> None:
         ({"gpu": "h100"}, {"device": "cpu"}, "exclude each other"),
         ({}, {"device": "cuda"}, "say which GPU"),
         ({"gpus_per_node": 4}, {}, "--gpus-per-node: say which GPUs"),
-        ({"gpu": "h100"}, {"tensor_parallel_size": 9}, "needs 9 GPUs, but there are 8"),
+        ({"gpu": "h100"}, {"tensor_parallel_size": 9}, "size needs 9 GPUs, but there are 8"),
         ({"gpu": "h100", "nodes": 8}, {"pipeline_parallel_size": 33}, "33 stages"),
+        ({"gpu": "h100"}, {"tensor_parallel_size": 4, "data_parallel_size": 3}, "size needs 12 GPUs, but there are 8"),
         ({"gpu": "h100"}, {"max_model_len": "1M"}, "--max-model-len"),
     ],
 )
 def test_what_cannot_be(machines: dict[str, object], options: dict[str, object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         plan(published.LLAMA_8B, machines, **options)
+
+
+def test_a_machine_with_gpus_is_not_planned_as_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_llm.engine.plan.gpu_names", lambda visible: ["0", "1"])
+    with pytest.raises(OptionError, match="name them by --gpu, or give --device cpu"):
+        plan(published.QWEN2_HALF_B, {})
+    assert plan(published.QWEN2_HALF_B, {"memory": 64 * GIB}, device="cpu").config.device == "cpu"
+    assert plan(published.QWEN2_HALF_B, {"gpu": "h100"}).config.device == "cuda"
 
 
 def test_an_unknown_architecture_is_named() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,11 +13,27 @@ import pytest
 from serve_llm.engine.config import Config
 from serve_llm.engine.errors import EngineError
 from serve_llm.engine.execute import control
-from serve_llm.engine.execute.control import Allocate, Begin, Failed, Hello, Joined, Loaded, Ready, Rings
-from serve_llm.engine.execute.executors.mp import check_versions
+from serve_llm.engine.execute.control import (
+    Alive,
+    Allocate,
+    Begin,
+    Failed,
+    Joined,
+    Loaded,
+    Ready,
+    RingEnds,
+    Rings,
+    Span,
+    StepsUrl,
+    Wire,
+    Wired,
+)
+from serve_llm.engine.execute.executors.mp import check_hosts
 from serve_llm.engine.execute.memory import CacheLayout
+from serve_llm.engine.parallel.hosts import fingerprint
 from serve_llm.engine.parallel.shm import Handle
 from serve_llm.engine.schedule.sequence import GroupLayout
+from support.tiny import make_checkpoint
 
 CONFIG = Config(
     directory="/models/demo",
@@ -40,10 +58,17 @@ CONFIG = Config(
 
 def test_every_message_survives_the_wire() -> None:
     handle = Handle(1, 2, 3)
-    rings = Rings(handle, 0, None, [handle, handle], None, handle)
-    to_rank = [Begin(CONFIG, '{"a": Infinity}', 4, 1, "info", rings), Allocate(7)]
+    rings = Rings([handle, handle], None, handle)
+    span = Span(["a", "b"], "10.0.0.1", 5)
+    to_rank = [
+        Wire(2, 2, [2, 3], 100, True),
+        Begin(CONFIG, '{"a": Infinity}', 4, 1, "info", RingEnds(handle, 0, None), rings, None),
+        Begin(CONFIG, "{}", 4, 1, "info", StepsUrl("tcp://10.0.0.1:6"), rings, span),
+        Allocate(7),
+    ]
     layout = CacheLayout((GroupLayout(8, None), GroupLayout(16, 37)), 4096, 7)
-    from_rank = [control.hello(3), Joined(), Loaded(9), Ready(layout), Failed("in a step", "ModelError", "x")]
+    from_rank = [control.hello(3), Alive(3), Wired({2: rings}, 4711), Joined(), Loaded(9), Ready(layout)]
+    from_rank += [Failed("in a step", "ModelError", "x")]
     assert [control.decode_to_rank(control.encode(message)) for message in to_rank] == to_rank
     assert [control.decode_from_rank(control.encode(message)) for message in from_rank] == from_rank
 
@@ -56,19 +81,33 @@ def test_a_message_of_another_kind_is_refused() -> None:
 def test_hello_says_who_and_where() -> None:
     hello = control.hello(3)
     assert (hello.rank, hello.pid, hello.host_id) == (3, os.getpid(), control.host_id())
-    assert hello.versions.keys() == {"serve-llm", "torch", "Python"} and all(hello.versions.values())
+    assert hello.fingerprint == fingerprint(None) and hello.address == ""
 
 
-def test_ranks_of_other_versions_are_named() -> None:
-    hello = control.hello(0)
-    check_versions([hello])
-    other = Hello(1, "there", "x", 5, hello.versions | {"torch": "2.0.0"})
-    with pytest.raises(EngineError, match=r"rank 1 \(host there\) has torch 2\.0\.0, but the engine has"):
-        check_versions([hello, other])
+def test_hosts_that_differ_are_named(tmp_path: Path) -> None:
+    for name in ("here", "there"):
+        make_checkpoint(tmp_path / name, "llama")
+    here = str(tmp_path / "here")
+    hello = control.hello(0, "10.0.0.1")
+    check_hosts([hello], here)  # the engine's own host is not compared
+    other = msgspec.structs.replace(control.hello(1, "10.0.0.2", here), host="there", host_id="x")
+    check_hosts([hello, other], here)
+    old = msgspec.structs.replace(other, fingerprint=msgspec.structs.replace(other.fingerprint, torch="2.0.0"))
+    with pytest.raises(
+        EngineError, match=r"the host there \(10\.0\.0\.2\) has torch 2\.0\.0, the engine's host has \d"
+    ):
+        check_hosts([hello, old], here)
+    changed = json.loads((tmp_path / "there/config.json").read_text()) | {"rope_theta": 1.0}
+    (tmp_path / "there/config.json").write_text(json.dumps(changed))
+    prints = control.hello(1, "10.0.0.2", str(tmp_path / "there")).fingerprint
+    with pytest.raises(
+        EngineError, match=r"the host there \(10\.0\.0\.2\) has config\.json \w+, the engine's host has"
+    ):
+        check_hosts([hello, msgspec.structs.replace(other, fingerprint=prints)], here)
 
 
 def test_a_config_is_the_same_on_the_other_side() -> None:
-    rings = Rings(Handle(1, 2, 3), 0, None, [], None, None)
-    begin = Begin(replace(CONFIG, kv_cache_memory=2**40), "{}", 1, 0, "info", rings)
+    steps = RingEnds(Handle(1, 2, 3), 0, None)
+    begin = Begin(replace(CONFIG, kv_cache_memory=2**40), "{}", 1, 0, "info", steps, Rings([], None, None), None)
     decoded = control.decode_to_rank(control.encode(begin))
     assert isinstance(decoded, Begin) and decoded.config == begin.config

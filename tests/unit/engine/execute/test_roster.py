@@ -11,8 +11,10 @@ import zmq
 
 from serve_llm.engine.errors import EngineError, ModelError, RankFailed, ServeError
 from serve_llm.engine.execute import control
+from serve_llm.engine.execute import roster as roster_module
 from serve_llm.engine.execute.control import Allocate, Failed, Joined, Loaded
 from serve_llm.engine.execute.roster import Roster
+from serve_llm.engine.parallel.encrypted import Endpoint, Line
 
 LIMIT = 60.0
 
@@ -45,7 +47,7 @@ class Ranks:
     def state(self, rank: int) -> str:
         return self.states[rank]
 
-    def end(self) -> None:
+    def end(self, cause: str = "") -> None:
         self.ends += 1
 
 
@@ -184,7 +186,7 @@ def test_silence_names_whom_the_others_wait_for(ranks: Ranks, states: dict[int, 
 
 def test_ends_while_closing_are_no_failures(ranks: Ranks) -> None:
     roster, noticed = watched(ranks)
-    ranks.end = lambda: ranks.gone.update({0: "exit code 0", 1: "exit code 0"})
+    ranks.end = lambda cause="": ranks.gone.update({0: "exit code 0", 1: "exit code 0"})
     roster.close()
     roster.close()
     assert roster.failure is None and not noticed.is_set()
@@ -194,3 +196,62 @@ def test_a_process_that_is_no_rank_is_ignored(ranks: Ranks) -> None:
     ranks.say(0, Joined())  # before its Hello
     ranks.say(1, control.hello(7))
     hello(ranks, through=(Joined(),)).gather(Joined, LIMIT)
+
+
+def test_an_error_that_says_all_is_the_failure(ranks: Ranks) -> None:
+    ranks.gone = {0: ModelError("node 1: there is no directory m"), 1: ModelError("node 1: there is no directory m")}
+    with pytest.raises(ModelError, match=r"^node 1: there is no directory m$"):
+        ranks.roster.gather(control.Hello, LIMIT)
+    assert ranks.roster.failure is not None
+
+
+def on_other_hosts() -> tuple[Roster, Ranks]:
+    """A roster that is reached over TCP."""
+    ranks = Ranks("inproc://unused")
+
+    def launch(url: str) -> Ranks:
+        ranks.address = url
+        return ranks
+
+    return Roster(2, launch, Endpoint("127.0.0.1", "secret")), ranks
+
+
+def test_a_rank_whose_connection_is_lost_is_named() -> None:
+    """One that said Alive: on another host, where nobody else watches over it."""
+    roster, made = on_other_hosts()
+    lines = [Line(made.address, "secret") for _ in range(2)]
+    try:
+        for rank, line in enumerate(lines):
+            line.send(control.encode(control.hello(rank)))
+            line.send(control.encode(control.Alive(rank)))
+        roster.gather(control.Hello, LIMIT)
+        noticed = threading.Event()
+        roster.watch(noticed.set)
+        lines[1].close()
+        assert noticed.wait(LIMIT)
+        assert str(roster.cause()).startswith(
+            "rank 1 (host h, pid 101) died while joining the others by loss of its host"
+        )
+    finally:
+        roster.close()
+        lines[0].close()
+        for socket in made.sockets:
+            socket.close()
+
+
+def test_that_peers_are_lost_is_the_cause_only_if_nothing_else_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roster_module, "LOSS_SECONDS", 60.0)
+    roster, made = on_other_hosts()
+    line = Line(made.address, "secret")
+    try:
+        line.send(control.encode(control.hello(0)))
+        line.send(control.encode(Failed("in a step", "PeerLost", "connection reset")))
+        late = threading.Timer(2 * roster_module.SETTLE_SECONDS, lambda: made.gone.update({1: "loss of its node"}))
+        late.start()
+        with pytest.raises(RankFailed, match=r"rank 1 \(.*\) died while starting by loss of its node"):
+            roster.gather(control.Hello, LIMIT)
+    finally:
+        roster.close()
+        line.close()
+        for socket in made.sockets:
+            socket.close()

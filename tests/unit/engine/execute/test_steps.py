@@ -1,15 +1,15 @@
-"""The step channel over rings, and the wiring of a host."""
+"""The step channel: over rings, over sockets, and both together."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from serve_llm.engine.execute.control import Rings, encode
-from serve_llm.engine.execute.steps import RingSource, RingSteps
-from serve_llm.engine.execute.wiring import HostWiring
-from serve_llm.engine.parallel.layout import Grid
+from serve_llm.engine.errors import EngineError
+from serve_llm.engine.execute.steps import RingSource, RingSteps, SocketSource, SocketSteps, SpanningSteps
+from serve_llm.engine.parallel.encrypted import Endpoint
 from serve_llm.engine.parallel.ring import Ring
 from serve_llm.engine.parallel.shm import Closed
 
@@ -56,30 +56,77 @@ def test_large_steps_and_large_answers_do_not_wait_for_each_other() -> None:
         assert rank.result(LIMIT) == messages
 
 
-def test_wiring_of_two_stages_of_two() -> None:
-    wiring = HostWiring(Grid(2, 2), range(4), step_bytes=1000)
-    rings = [wiring.rings(rank) for rank in range(4)]
-    assert [one.reader for one in rings] == [0, 1, 2, 3]
-    assert len({one.steps for one in rings}) == 1
-    assert [one.answers is not None for one in rings] == [False, False, True, False]
-    assert rings[0].tensor == rings[1].tensor != rings[2].tensor == rings[3].tensor
-    assert [one.previous for one in rings] == [None, None, rings[0].next, rings[1].next]
-    assert rings[2].next is rings[3].next is None and rings[0].next != rings[1].next
-    assert len(encode(rings)) < 1000
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    made = Endpoint("127.0.0.1", "secret")
+    yield made
+    made.close()
 
 
-def test_one_rank_alone_needs_steps_only() -> None:
-    wiring = HostWiring(Grid(), range(1), step_bytes=1)
-    handles = wiring.steps.memory.handle, wiring.answers.memory.handle
-    assert wiring.rings(0) == Rings(handles[0], 0, handles[1], [], None, None)
+def serve_remote(url: str, rank: int, answers: bool, count: int) -> list[bytes]:
+    """A rank on another host, which its starter would end; here, after so many steps."""
+    source = SocketSource(url, "secret", rank)
+    taken = []
+    for _ in range(count):
+        taken.append(source.receive())
+        if answers:
+            source.answer(taken[-1][::-1])
+    source._socket.close()
+    return taken
 
 
-def test_closing_the_wiring_closes_every_ring() -> None:
-    wiring = HostWiring(Grid(2, 2), range(4), step_bytes=1)
-    handles = {wiring.rings(rank).next or wiring.rings(rank).previous for rank in range(4)}
-    handles |= {handle for rank in range(4) for handle in wiring.rings(rank).tensor}
-    handles |= {wiring.steps.memory.handle, wiring.answers.memory.handle}
-    assert len(handles) == 2 + 4 + 2
-    assert not any(Ring.open(handle).memory.closed for handle in handles)
-    wiring.close()
-    assert all(Ring.open(handle).memory.closed for handle in handles)
+@pytest.mark.parametrize("answers_here", [True, False])
+def test_ranks_on_other_hosts_get_the_same_steps_in_order(endpoint: Endpoint, answers_here: bool) -> None:
+    steps, answers = Ring.create(1, 256), Ring.create(1, 256)
+    remote = SocketSteps(endpoint, [1, 2])
+    channel = SpanningSteps(RingSteps(steps, answers), remote, answers_here)
+    messages = [b"a", b"", b"bc" * 1000, bytes(5_000_000), b"d"]
+    with ThreadPoolExecutor(3) as pool:
+        here = pool.submit(serve, RingSource(steps, 0, answers), answers_here)
+        there = [
+            pool.submit(serve_remote, remote.url, rank, rank == 2 and not answers_here, len(messages))
+            for rank in (1, 2)
+        ]
+        remote.connect(LIMIT)
+        for message in messages:
+            channel.send(message)
+        assert [channel.receive() for _ in messages] == [message[::-1] for message in messages]
+        assert [rank.result(LIMIT) for rank in there] == [messages, messages]
+        channel.close()
+        assert here.result(LIMIT) == messages
+    with pytest.raises(Closed):
+        channel.send(b"too late")
+    with pytest.raises(Closed):
+        channel.receive()
+
+
+def test_no_rank_need_be_on_the_engines_host(endpoint: Endpoint) -> None:
+    remote = SocketSteps(endpoint, [0])
+    channel = SpanningSteps(None, remote, False)
+    with ThreadPoolExecutor(1) as pool:
+        rank = pool.submit(serve_remote, remote.url, 0, True, 1)
+        remote.connect(LIMIT)
+        channel.send(b"abc")
+        assert channel.receive() == b"cba" and rank.result(LIMIT) == [b"abc"]
+
+
+def test_a_closed_channel_ends_the_wait_of_another_thread(endpoint: Endpoint) -> None:
+    channel = SpanningSteps(None, SocketSteps(endpoint, []), False)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(channel.receive)
+        channel.close()
+        with pytest.raises(Closed):
+            waiting.result(LIMIT)
+
+
+def test_ranks_that_open_no_channel_are_named(endpoint: Endpoint) -> None:
+    remote = SocketSteps(endpoint, [3, 5])
+    source = SocketSource(remote.url, "secret", 5)
+    with pytest.raises(EngineError, match=r"ranks \[3\] did not open"):
+        while True:  # until that of rank 5 has arrived
+            try:
+                remote.connect(0.2)
+            except EngineError as error:
+                if "[3, 5]" not in str(error):
+                    raise
+    source._socket.close()

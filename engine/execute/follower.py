@@ -1,0 +1,164 @@
+"""A node other than 0: `python -P -m serve_llm.engine.execute.follower ...`, what `serve-llm --node-rank K` becomes.
+
+Asks node 0 which ranks to run and of which model, finds the model on this host, runs the ranks as processes of its own,
+and reports how they fare. Serves nothing itself, and computes nothing. Ends with node 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from types import FrameType
+
+from serve_llm.engine import values
+from serve_llm.engine.arguments import parse_args
+from serve_llm.engine.devices import VISIBLE, gpu_names
+from serve_llm.engine.errors import BY_NAME, EngineError, OptionError, PeerLost, ServeError
+from serve_llm.engine.execute import membership
+from serve_llm.engine.execute.launch import LocalRanks
+from serve_llm.engine.execute.nodes import OPEN
+from serve_llm.engine.hub import resolve_model
+from serve_llm.engine.logs import configure
+from serve_llm.engine.options import Options
+from serve_llm.engine.parallel import hosts
+from serve_llm.engine.parallel.encrypted import BEAT_SECONDS, Line, url_of
+
+logger = logging.getLogger("serve_llm.engine.execute.follower")  # also when run by -m
+
+MASTER_SECONDS = 3600.0  # for node 0 to be started, and to download the model
+DRAIN_SECONDS = 35.0  # after the first signal, for node 0 to finish its requests: it got one too
+POLL_SECONDS = 0.05
+
+
+class Stopped(BaseException):
+    """By a signal, while nothing is lost by it."""
+
+
+class Follower:
+    """This node, from Join to End."""
+
+    def __init__(self, options: Options) -> None:
+        assert options.master_addr is not None
+        self._options = options
+        self._master = options.master_addr
+        name, port = values.parse_address(self._master)
+        self._address = hosts.own_address(name, options.host_ip)
+        self._secret = options.cluster_secret or ""
+        self._line = Line(url_of(name, port), self._secret)
+        self._ranks: LocalRanks | None = None
+        self._numbers: list[int] = []  # of the ranks
+        self._leave_at: float | None = None  # monotonic
+
+    def run(self) -> int:
+        """The exit code. Raises ServeError."""
+        try:
+            order = self._join()
+            self._start(order)
+            return self._watch()
+        except PeerLost as error:
+            raise EngineError(f"node 0 is lost: {error}") from None
+        except ServeError as error:
+            self._line.send(membership.encode(membership.Failed(_known(error), str(error))))
+            raise
+        finally:
+            if self._ranks is not None:
+                self._ranks.end()
+            self._line.close()
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """The first signal leaves node 0 time to finish, if it serves; the second ends this node at once."""
+        if self._ranks is None or self._leave_at is not None:
+            raise Stopped
+        logger.info("Going on until node 0 ends, at most %.0f s; a second signal ends this node now", DRAIN_SECONDS)
+        self._leave_at = time.monotonic() + DRAIN_SECONDS
+
+    def _join(self) -> membership.Run:
+        options = self._options
+        if options.cluster_secret is None:
+            logger.warning(OPEN, self._master)
+        logger.info("Waits for node 0 of %d nodes at %s", options.nnodes, self._master)
+        join = membership.Join(options.node_rank, options.nnodes, socket.gethostname(), self._address)
+        self._line.send(membership.encode(join))
+        message = self._receive(MASTER_SECONDS)
+        if message is None:
+            what = "says nothing" if self._line.connected else "cannot be reached: is it running, and its port open?"
+            raise EngineError(f"after {MASTER_SECONDS:.0f} s node 0 at {self._master} still {what}")
+        if isinstance(message, membership.End):
+            raise PeerLost(message.cause or "it is ending")
+        assert isinstance(message, membership.Run)
+        return message
+
+    def _receive(self, seconds: float) -> membership.ToNode | None:
+        frame = self._line.receive(seconds)
+        message = membership.decode_to_node(frame) if frame is not None else None
+        if isinstance(message, membership.Refused):
+            raise OptionError(f"node 0 refuses this node: {message.reason}")
+        return message
+
+    def _start(self, order: membership.Run) -> None:
+        options = order.options
+        membership.check_same(self._options, options)
+        num_gpus = len(gpu_names(os.environ.get(VISIBLE)))
+        if order.on_gpus and num_gpus < len(order.ranks):
+            raise OptionError(f"{len(order.ranks)} ranks on this host need as many GPUs; it has {num_gpus}")
+        where = self._options.download_dir or options.download_dir
+        directory = resolve_model(options.model, options.revision, where, weights=options.load_format == "auto")
+        hosts.fingerprint(directory)  # says which file is broken, before processes are started for it
+        logger.info("Runs rank %s of %s", " and ".join(map(str, order.ranks)), options.model)
+        self._numbers = order.ranks
+        self._ranks = LocalRanks(
+            order.ranks, order.url, secret=self._secret, address=self._address, directory=str(directory)
+        )
+
+    def _watch(self) -> int:
+        """Until node 0 says End."""
+        told: dict[int, str] | None = None
+        next_beat = 0.0
+        while True:
+            message = self._receive(POLL_SECONDS)
+            if isinstance(message, membership.End):
+                if message.cause:
+                    logger.error("Node 0 ends: %s", message.cause)
+                return EngineError.exit_code if message.cause else 0
+            report = self._report()
+            ended = {rank: seen.ended for rank, seen in report.ranks.items()}
+            if ended != told or time.monotonic() >= next_beat:
+                told, next_beat = ended, time.monotonic() + BEAT_SECONDS
+                self._line.send(membership.encode(report))
+            if self._leave_at is not None and time.monotonic() > self._leave_at:
+                raise Stopped
+
+    def _report(self) -> membership.Report:
+        assert self._ranks is not None
+        ended = self._ranks.ended()
+        ranks = {rank: (self._ranks.pid(rank), self._ranks.state(rank)) for rank in self._numbers}
+        return membership.Report(
+            {rank: membership.Seen(pid, state, ended.get(rank, "")) for rank, (pid, state) in ranks.items()}
+        )
+
+
+def _known(error: ServeError) -> str:
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in BY_NAME)
+
+
+def main() -> int:
+    try:
+        options = parse_args(sys.argv[1:], os.environ)
+        configure(options.log_level, f"node {options.node_rank}")
+        follower = Follower(options)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, follower.stop)
+        return follower.run()
+    except Stopped:
+        return 0
+    except ServeError as error:
+        sys.stderr.write(f"serve-llm: {error}\n")
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""Groups and links of one rank, built from what its executor told it, and what it makes for others: shared memory
+inside a host, torch.distributed between hosts.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from serve_llm.engine.execute.control import Begin, Wire, Wired
+from serve_llm.engine.execute.wiring import HostWiring
+from serve_llm.engine.parallel.comm import Alone, Group, Link, Neighbours
+from serve_llm.engine.parallel.hosts import interface_of
+from serve_llm.engine.parallel.layout import Grid
+from serve_llm.engine.parallel.ring import Ring
+from serve_llm.engine.parallel.shm import Handle
+from serve_llm.engine.parallel.shm_group import PEER_SECONDS, ShmGroup, ShmLink
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+def make(request: Wire, address: str) -> tuple[Wired, object]:
+    """What the rank is asked for, and an object that keeps it in being. address: of this host."""
+    store = None
+    if request.host_store:
+        from serve_llm.engine.parallel.torch_group import host_store
+
+        store = host_store(address)
+    wiring = HostWiring(Grid(request.tensor, request.pipeline), request.ranks, request.step_bytes)
+    rings = {rank: wiring.rings(rank) for rank in request.ranks}
+    return Wired(rings, store.port if store is not None else 0), (wiring, store)
+
+
+def neighbours_of(grid: Grid, rank: int, begin: Begin, address: str) -> Neighbours:
+    """address: this host's, for ranks on others. Waits for them; raises EngineError."""
+    builder = _Builder(grid, rank, begin, address)
+    return Neighbours(builder.group(), builder.previous(), builder.next(), begin.local_ranks)
+
+
+class _Builder:
+    def __init__(self, grid: Grid, rank: int, begin: Begin, address: str) -> None:
+        self._grid, self._rank, self._begin, self._address = grid, rank, begin, address
+        self._dtype: torch.dtype = getattr(torch, begin.config.dtype)
+        self._device = torch.device(begin.config.device)
+        self._backend = "nccl" if begin.config.device == "cuda" else "gloo"
+        self._store: Store | None = None
+        if begin.span is not None:
+            from serve_llm.engine.parallel.torch_group import join_store
+
+            self._store = join_store(begin.span.store, begin.span.store_port, PEER_SECONDS)
+            if self._backend == "nccl":  # gloo is told the address itself
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(address)}")
+
+    def group(self) -> Group:
+        """On one host by shared memory; on several, first there and then between them."""
+        rings, span = self._begin.rings, self._begin.span
+        peers = self._grid.tensor_group(self._rank)
+        hosts = [span.host_ids[peer] for peer in peers] if span is not None else []
+        place = self._grid.place(self._rank)
+        if len(set(hosts)) <= 1:
+            return ShmGroup([Ring.open(ring) for ring in rings.tensor], place) if rings.tensor else Alone()
+        from serve_llm.engine.parallel.torch_group import TorchGroup, spanning_group
+
+        assert self._store is not None
+        name = f"tensor-parallel group of stage {self._grid.stage(self._rank)}"
+        if self._backend == "nccl":
+            return TorchGroup(self._store, name, place, len(peers), self._address, PEER_SECONDS, "nccl")
+        local: Group = Alone()
+        if rings.tensor:
+            opened = [Ring.open(ring) for ring in rings.tensor]
+            local = ShmGroup(opened, hosts[:place].count(hosts[place]))
+        return spanning_group(self._store, name, place, hosts, local, self._address, PEER_SECONDS)
+
+    def previous(self) -> Link | None:
+        return self._link(self._rank - self._grid.tensor, self._begin.rings.previous)
+
+    def next(self) -> Link | None:
+        return self._link(self._rank + self._grid.tensor, self._begin.rings.next)
+
+    def _link(self, other: int, handle: Handle | None) -> Link | None:
+        if handle is not None:
+            return ShmLink(Ring.open(handle), self._dtype, self._device)
+        if not 0 <= other < self._grid.size:
+            return None
+        from serve_llm.engine.parallel.torch_group import TorchGroup
+
+        assert self._store is not None, "without shared memory the other rank is on another host"
+        first, second = sorted((self._rank, other))
+        place, name = int(self._rank == second), f"link from rank {first} to rank {second}"
+        pair = TorchGroup(self._store, name, place, 2, self._address, PEER_SECONDS, self._backend)
+        return pair.link(1 - place, self._dtype, self._device)

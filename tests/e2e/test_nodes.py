@@ -1,0 +1,341 @@
+"""Several hosts without Ray: node 0 and a follower.
+
+The first half runs them as plain processes of this machine that believe to be on two hosts (tests/support/fakehost), so
+nothing but the network connects them; the second half on machines in network namespaces. Limits are generous.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from serve_llm.engine.errors import CapacityError, EngineError, ModelError, OptionError
+from support.daemon import Daemon
+from support.namespaces import Machines
+from support.tiny import make_checkpoint, make_tokenizer
+
+LIMIT = 120.0  # seconds; more than anything here takes on a busy machine
+PROMPTS = ["class Stack:\n    def __init__(self):\n", "def main():\n", "import os\n", "x"]
+SMALL = ("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory", "32MiB", "--device", "cpu")
+FAKE_HOSTS = str(Path(__file__).parent.parent / "support" / "fakehost")
+PORT = 29600
+
+COMPLETE = """
+import json, sys, urllib.request
+url, body = sys.argv[1:]
+request = urllib.request.Request(url + "/v1/completions", body.encode(), {"Content-Type": "application/json"})
+sys.stdout.write(json.dumps([c["text"] for c in json.load(urllib.request.urlopen(request, timeout=120))["choices"]]))
+"""
+
+STREAM = """
+import json, sys, urllib.request
+url, body = sys.argv[1:]
+body = json.dumps(json.loads(body) | {"stream": True}).encode()
+request = urllib.request.Request(url + "/v1/completions", body, {"Content-Type": "application/json"})
+for line in urllib.request.urlopen(request, timeout=120):
+    print(line.decode().strip(), flush=True)
+"""
+
+
+def body(model: str = "demo", **more: object) -> str:
+    return json.dumps(
+        {"model": model, "prompt": PROMPTS, "max_tokens": 24, "temperature": 0, "ignore_eos": True} | more
+    )
+
+
+def complete(url: str, model: str = "demo") -> list[str]:
+    """Greedy continuations of all prompts, at once."""
+    request = urllib.request.Request(
+        url + "/v1/completions", body(model).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=LIMIT) as answer:
+        return [choice["text"] for choice in json.load(answer)["choices"]]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    with Daemon("demo", *SMALL) as daemon:
+        return complete(daemon.wait_until_serving())
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+class Hosts:
+    """Nodes that are processes of this machine, each on a host that it believes to be its own."""
+
+    def __init__(self, secret: str | None = "s3cret") -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self.secret = secret
+
+    def node(
+        self, number: int, *arguments: str, nnodes: int = 2, secret: str | None = None, folder: Path | None = None
+    ) -> Daemon:
+        path = os.pathsep.join(filter(None, [FAKE_HOSTS, os.environ.get("PYTHONPATH")]))
+        environ = {"TEST_HOST": str(number), "PYTHONPATH": path}
+        if secret := secret or self.secret:
+            environ["SERVE_LLM_CLUSTER_SECRET"] = secret
+        rank = ("--node-rank", str(number)) if number else ()
+        network = ("--nnodes", str(nnodes), *rank, "--master-addr", self.address)
+        return Daemon(*arguments, *network, environ=environ, folder=folder)
+
+
+def ends(*pids: int) -> bool:
+    """Whether all of these processes end."""
+    left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(left, LIMIT)
+    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[tuple[Daemon, Daemon]]:
+    """Node 0 and node 1 on two hosts, once they serve."""
+    hosts = Hosts()
+    with hosts.node(1) as follower, hosts.node(0, "demo", *SMALL, *options) as master:
+        master.wait_until_serving()
+        yield master, follower
+
+
+@contextmanager
+def request_under_way(url: str) -> Iterator[list[str]]:
+    """A long completion; enters when its first event is there. The lines of its answer, once it has ended."""
+    lines: list[str] = []
+    begun = threading.Event()
+
+    def run() -> None:
+        long = body(prompt="import", max_tokens=1000, stream=True)
+        request = urllib.request.Request(url + "/v1/completions", long.encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=LIMIT) as answer:
+            for line in answer:
+                lines.append(line.decode().strip())
+                begun.set()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert begun.wait(LIMIT)
+    yield lines
+    thread.join(LIMIT)
+
+
+def test_a_stage_on_each_host_follower_first_and_an_end_in_order(expected: list[str]) -> None:
+    hosts = Hosts()
+    with hosts.node(1) as follower:
+        follower.wait_until_logged(r"Waits for node 0 of 2 nodes at 127\.0\.0\.1:\d+")
+        with hosts.node(0, "demo", *SMALL, "-tp", "2", "-pp", "2") as master:
+            assert complete(master.wait_until_serving()) == expected
+            here, there = master.rank_pids(), follower.rank_pids(follower.process.pid)
+            assert (sorted(here), sorted(there)) == ([0, 1], [2, 3])
+            master.signal(signal.SIGTERM)
+            assert master.wait(LIMIT) == 0
+        assert follower.wait(LIMIT) == 0
+        assert ends(*here.values(), *there.values())
+        log = "\n".join(master.log + follower.log)
+    for line in (
+        r"Waiting for node 1 at 127\.0\.0\.1:\d+",
+        r"Joined: node 1, host \S+ at 127\.0\.0\.1, for rank 2 and 3",
+        r"Executor mp, because --nnodes spreads 4 ranks over 2 hosts",
+        r"4 ranks up in",
+        r"node 1: Runs rank 2 and 3 of demo",
+    ):
+        assert len(re.findall(line, log)) == 1, line
+    assert "Traceback" not in log and "crosses hosts" not in log and "--cluster-secret" not in log
+
+
+def test_a_tensor_group_over_hosts_follower_last_and_who_is_refused(expected: list[str]) -> None:
+    hosts = Hosts()
+    with ExitStack() as stack:
+        master = stack.enter_context(hosts.node(0, "demo", *SMALL, "-tp", "4"))
+        master.wait_until_logged("Waiting for node 1")
+        refused = {
+            r"refuses the connection: --cluster-secret \(SERVE_LLM_CLUSTER_SECRET\)": hosts.node(1, secret="other"),
+            r"node 0 refuses this node: node 0 has --nnodes 2, node 2 has --nnodes 3": hosts.node(2, nnodes=3),
+        }
+        for why, node in refused.items():
+            with node:
+                assert node.wait(LIMIT) == OptionError.exit_code
+                assert re.search(why, node.log[-1]) and node.log[-1].startswith("serve-llm: ")
+        follower = stack.enter_context(hosts.node(1, "demo", *SMALL, "-tp", "4"))  # the same words may be said here
+        url = master.wait_until_serving()
+        with hosts.node(1) as second:
+            assert second.wait(LIMIT) == OptionError.exit_code
+            assert re.search(r"refuses this node: --node-rank 1 is taken by node 1, host \S+ at", second.log[-1])
+        assert complete(url) == expected
+        assert sum("Tensor parallelism of ranks 0 to 3 crosses hosts (127.0.0.1)" in line for line in master.log) == 1
+        master.signal(signal.SIGTERM)
+        assert (master.wait(LIMIT), follower.wait(LIMIT)) == (0, 0)
+
+
+def test_three_hosts_for_four_ranks_in_groups_that_span(expected: list[str]) -> None:
+    """Ranks 0 and 1 | 2 | 3: the second stage is on two hosts, the first on one; and without a secret."""
+    hosts = Hosts(secret=None)
+    with hosts.node(2, nnodes=3), hosts.node(1, nnodes=3) as follower:
+        with hosts.node(0, "demo", *SMALL, "-tp", "2", "-pp", "2", nnodes=3) as master:
+            assert complete(master.wait_until_serving()) == expected
+    for node in (master, follower):
+        assert any("--cluster-secret is not set: whoever reaches" in line for line in node.log)
+    assert any("Tensor parallelism of ranks 2 to 3 crosses hosts" in line for line in master.log)
+
+
+def test_a_rank_that_dies_on_the_other_host_is_named() -> None:
+    with serving("-tp", "2") as (master, follower):
+        (victim,) = follower.rank_pids(follower.process.pid).values()
+        with request_under_way(master.url) as lines:
+            os.kill(victim, signal.SIGKILL)
+        named = rf"rank 1 \(node 1, host \S+ at 127\.0\.0\.1, pid {victim}\) died in a step by signal SIGKILL"
+        assert any(re.search(named, line) for line in lines) and lines[-2] == "data: [DONE]"
+        assert master.wait(LIMIT) == EngineError.exit_code and re.search(rf"^serve-llm: {named}", master.log[-1])
+        assert follower.wait(LIMIT) == EngineError.exit_code and re.search(rf"Node 0 ends: {named}", follower.log[-1])
+
+
+def test_a_follower_that_dies_is_named_and_leaves_nothing() -> None:
+    with serving("-pp", "2") as (master, follower):
+        ranks = [*follower.rank_pids(follower.process.pid).values(), *master.rank_pids().values()]
+        with request_under_way(master.url):
+            os.kill(follower.process.pid, signal.SIGKILL)
+        named = r"rank 1 \(node 1, host \S+ at 127\.0\.0\.1, pid \d+\) died in a step by loss of its node"
+        assert master.wait(LIMIT) == EngineError.exit_code and re.search(rf"^serve-llm: {named}", master.log[-1])
+        assert ends(*ranks)
+
+
+@pytest.mark.parametrize("victim", ["engine", "daemon"])
+def test_no_follower_outlives_node_0(victim: str) -> None:
+    with serving("-pp", "2") as (master, follower):
+        engine = master.engine_pid()
+        ranks = [*follower.rank_pids(follower.process.pid).values(), *master.rank_pids().values()]
+        os.kill(engine if victim == "engine" else master.process.pid, signal.SIGKILL)
+        assert follower.wait(LIMIT) == EngineError.exit_code
+        assert re.search(r"^serve-llm: node 0 is lost: the connection to 127\.0\.0\.1:\d+ is lost$", follower.log[-1])
+        assert ends(engine, *ranks)
+        master.wait(LIMIT)
+
+
+def test_signals_of_a_follower() -> None:
+    """Before node 0 is there, one is enough; when it serves, the first leaves it time, the second does not."""
+    with Hosts().node(1) as alone:
+        alone.wait_until_logged("Waits for node 0")
+        alone.signal(signal.SIGTERM)
+        assert alone.wait(LIMIT) == 0
+    with serving("-pp", "2") as (master, follower):
+        follower.signal(signal.SIGTERM)
+        follower.wait_until_logged("Going on until node 0 ends")
+        assert complete(master.url)
+        follower.signal(signal.SIGTERM)
+        assert follower.wait(LIMIT) == 0
+        assert master.wait(LIMIT) == EngineError.exit_code and "loss of its node" in master.log[-1]
+
+
+def two_models(folder: Path) -> tuple[Path, Path]:
+    """Folders on two hosts, where ./model is not the same: the second was trained on."""
+    for name in ("first", "second"):
+        make_tokenizer(folder / name / "model", make_checkpoint(folder / name / "model", "llama"))
+    weights = folder / "second/model/model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data.replace(b"norm.weight", b"morn.weight", 1))
+    return folder / "first", folder / "second"
+
+
+def test_other_model_files_on_the_follower_are_named(tmp_path: Path) -> None:
+    first, second = two_models(tmp_path)
+    hosts = Hosts()
+    with hosts.node(1, folder=second) as follower, hosts.node(0, "./model", "-pp", "2", folder=first) as master:
+        assert master.wait(LIMIT) == EngineError.exit_code
+        assert re.search(
+            r"^serve-llm: all hosts must have the same versions and the same model files: the host \S+ "
+            r"\(127\.0\.0\.1\) has model weights \w+, the engine's host has \w+$",
+            master.log[-1],
+        )
+        assert follower.wait(LIMIT) == EngineError.exit_code and "has model weights" in follower.log[-1]
+
+
+def test_no_model_on_the_follower(tmp_path: Path) -> None:
+    first, _ = two_models(tmp_path)
+    hosts = Hosts()
+    with hosts.node(1, folder=tmp_path) as node, hosts.node(0, "./model", "-pp", "2", folder=first) as master:
+        assert master.wait(LIMIT) == ModelError.exit_code
+        named = r"node 1, host \S+ at 127\.0\.0\.1: there is no directory model"
+        assert re.search(rf"^serve-llm: {named}", master.log[-1])
+        assert node.wait(LIMIT) == ModelError.exit_code
+        assert node.log[-1] == "serve-llm: there is no directory model"
+
+
+def test_other_words_on_the_follower() -> None:
+    hosts = Hosts()
+    with hosts.node(1, "-tp", "4") as follower, hosts.node(0, "demo", *SMALL, "-pp", "2") as master:
+        assert follower.wait(LIMIT) == OptionError.exit_code
+        words = "node 1 was started with --tensor-parallel-size 4, node 0 with 1"
+        assert follower.log[-1] == f"serve-llm: {words}"
+        assert master.wait(LIMIT) == OptionError.exit_code and words in master.log[-1]
+
+
+def test_a_follower_learns_why_node_0_cannot_start() -> None:
+    hosts = Hosts()
+    with hosts.node(1) as follower, hosts.node(0, "demo", "--kv-cache-memory", "64KiB", "-pp", "2") as master:
+        assert master.wait(LIMIT) == CapacityError.exit_code
+        cause = master.log[-1].removeprefix("serve-llm: ")
+        assert follower.wait(LIMIT) == EngineError.exit_code and follower.log[-1].endswith(f"Node 0 ends: {cause}")
+
+
+def test_a_master_address_of_another_host() -> None:
+    with Daemon("demo", *SMALL, "-tp", "2", "--nnodes", "2", "--master-addr", "192.0.2.1:29500") as master:
+        assert master.wait(LIMIT) == OptionError.exit_code
+        assert re.search(r"serve-llm: (--master-addr 192\.0\.2\.1 is 192|no way from this host)", master.log[-1])
+
+
+def on_machines(machines: Machines, stack: ExitStack, *options: str) -> tuple[Daemon, Daemon, str]:
+    """Node 0 and 1 on the first two machines, once they serve, and the URL."""
+    network = ("--nnodes", "2", "--master-addr", f"{machines[0].address}:{PORT}")
+    environ = {"SERVE_LLM_CLUSTER_SECRET": "s3cret"}
+    master = Daemon("demo", *SMALL, *options, *network, "--host", "0.0.0.0", environ=environ, machine=machines[0])
+    stack.enter_context(master)
+    follower = stack.enter_context(Daemon(*network, "--node-rank", "1", environ=environ, machine=machines[1]))
+    url = master.wait_until_serving().replace("0.0.0.0", machines[0].address)
+    return master, follower, url
+
+
+def test_two_machines_serve_a_third_and_a_power_cut_is_named(expected: list[str]) -> None:
+    with Machines(3) as machines, ExitStack() as stack:
+        master, _, url = on_machines(machines, stack, "-tp", "2", "-pp", "2")
+        run = machines[2].run(sys.executable, "-c", COMPLETE, url, body(), seconds=LIMIT)
+        assert json.loads(run.stdout) == expected, run.stderr
+        client = machines[2].popen(sys.executable, "-c", STREAM, url, body(max_tokens=1000), stdout=subprocess.PIPE)
+        assert client.stdout is not None and client.stdout.readline().startswith("data: ")
+        machines[1].power_off()
+        began = time.monotonic()
+        assert master.wait(LIMIT) == EngineError.exit_code
+        assert time.monotonic() - began < 15  # 4 s of silence, and at most a few more on a busy machine
+        assert re.search(
+            r"^serve-llm: rank 2 \(node 1, host host1 at 10\.77\.0\.2, pid \d+\) died in a step by loss of its node",
+            master.log[-1],
+        )
+        rest, _ = client.communicate(timeout=LIMIT)
+        assert "died in a step by loss of its node" in rest and rest.rstrip().endswith("data: [DONE]")
+
+
+def test_a_tensor_group_over_machines_and_a_cut_cable(expected: list[str]) -> None:
+    with Machines(3) as machines, ExitStack() as stack:
+        master, follower, url = on_machines(machines, stack, "-tp", "4")
+        run = machines[2].run(sys.executable, "-c", COMPLETE, url, body(), seconds=LIMIT)
+        assert json.loads(run.stdout) == expected, run.stderr
+        assert any("crosses hosts (10.77.0.1, 10.77.0.2)" in line for line in master.log)
+        machines[1].unplug()
+        assert follower.wait(LIMIT) == EngineError.exit_code and "node 0 is lost" in follower.log[-1]
+        assert master.wait(LIMIT) == EngineError.exit_code
+        assert re.search(
+            r"rank 2 \(node 1, host host1 at 10\.77\.0\.2.* died in a step by loss of its node", master.log[-1]
+        )
