@@ -19,10 +19,9 @@ import zmq
 from serve_llm.engine import wire
 from serve_llm.engine.devices import claim_gpus
 from serve_llm.engine.errors import EngineError, ServeError
-from serve_llm.engine.execute.choose import choose, look_around
-from serve_llm.engine.execute.executors.mp import start_ranks
-from serve_llm.engine.execute.nodes import start_on_nodes
+from serve_llm.engine.execute.choose import Choice
 from serve_llm.engine.execute.roster import Roster
+from serve_llm.engine.execute.start import start_ranks
 from serve_llm.engine.hub import read_config
 from serve_llm.engine.logs import configure
 from serve_llm.engine.types import ModelFacts
@@ -62,18 +61,18 @@ def serve(channel: ZmqChannel) -> None:
     assert isinstance(start, wire.Start)
     options = start.options
     configure(options.log_level, f"engine {start.engine}" if options.data_parallel_size > 1 else "")
-    if options.device != "cpu":
+    on_ray = options.distributed_executor_backend == "ray" or (start.ray and start.ray.placement_group)
+    if options.device != "cpu" and not on_ray:  # Ray gives each rank its own
         per_engine = options.tensor_parallel_size * options.pipeline_parallel_size
         claim_gpus(os.environ, start.engine, options.data_parallel_size, per_engine)
     with contextlib.ExitStack() as stack:
-        roster = None
-        if choose(facts := look_around(options)).backend == "mp":
-            roster = start_on_nodes(options) if facts.num_nodes > 1 else start_ranks(facts.num_ranks)
-            stack.push(lambda kind, error, trace, ranks=roster: ranks.close(error))
-        _serve(channel, start, roster)
+        choice, roster = start_ranks(options, start.ray)
+        if roster is not None:
+            stack.push(lambda kind, error, trace: roster.close(error))
+        _serve(channel, start, choice, roster)
 
 
-def _serve(channel: ZmqChannel, start: wire.Start, roster: Roster | None) -> None:
+def _serve(channel: ZmqChannel, start: wire.Start, choice: Choice, roster: Roster | None) -> None:
     """roster: ranks that start at the same time as this process."""
     began = time.perf_counter()
     # After the logger is set up and ranks are started, because these import torch: the longest part of a small model's
@@ -82,7 +81,7 @@ def _serve(channel: ZmqChannel, start: wire.Start, roster: Roster | None) -> Non
 
     logger.info("Engine modules imported in %.2f s", time.perf_counter() - began)
     raw = read_config(Path(start.directory))
-    config, spec, weights = startup.resolve_all(start.options, start.directory, raw)
+    config, spec, weights = startup.resolve_all(start.options, start.directory, raw, choice)
     executor = startup.build_executor(config, spec, weights, raw, roster)
     engine = loop.Engine(config, executor)
     layout = executor.layout

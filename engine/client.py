@@ -7,6 +7,7 @@ Output until the final one. Knows nothing of text, HTTP or processes (`server.su
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
@@ -55,7 +56,7 @@ class EngineClient:
     async def start(self, options: Options, directory: str, engine: int = 0) -> None:
         """Tell a connected engine what to serve, and which of several it is, and wait until it is ready. Raises what it
         failed with."""
-        self._send(wire.Start(options, directory, engine))
+        self._send(wire.Start(options, directory, engine, _ray_cluster()))
         message = wire.decode_from_engine(await self._socket.recv())
         if isinstance(message, wire.Failed):
             self.failure = BY_NAME.get(message.kind, EngineError)(message.message)
@@ -124,3 +125,12 @@ class EngineClient:
 
     def _send(self, message: wire.ToEngine) -> None:
         self._socket.send(wire.encode(message))
+
+
+def _ray_cluster() -> wire.RayCluster | None:
+    """What this process, such as an actor of Ray Serve or Ray Data, is part of. Whoever is has imported Ray."""
+    ray = sys.modules.get("ray")
+    if ray is None or not hasattr(ray, "is_initialized") or not ray.is_initialized():
+        return None  # asking on would start a Ray
+    group = ray.util.get_current_placement_group()
+    return wire.RayCluster(ray.get_runtime_context().gcs_address, group.id.hex() if group is not None else None)

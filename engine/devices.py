@@ -28,7 +28,7 @@ def claim_gpus(
     if len(names) < num_engines * per_engine:
         raise OptionError(
             f"--data-parallel-size: {num_engines} engines need {num_engines * per_engine} GPUs, but {len(names)} can "
-            "be seen; use fewer engines, or --device cpu"
+            "be seen; use fewer engines, --distributed-executor-backend ray, or --device cpu"
         )
     environ[VISIBLE] = ",".join(names[engine * per_engine : (engine + 1) * per_engine])
 

@@ -175,7 +175,8 @@ class Options:
     host_ip: str | None = _option(
         None,
         values.text,
-        "address by which other hosts reach this one (default: that of the interface towards --master-addr)",
+        "address by which other hosts reach this one (default: that of the interface towards --master-addr; with Ray, "
+        "the node's)",
         shown="IP",
     )
     cluster_secret: str | None = _option(

@@ -9,7 +9,7 @@ import torch
 from serve_llm.engine.config import Config, checkpoint_dtype, resolve
 from serve_llm.engine.errors import OptionError
 from serve_llm.engine.execute import memory
-from serve_llm.engine.execute.choose import choose, look_around
+from serve_llm.engine.execute.choose import Choice, choose, look_around
 from serve_llm.engine.execute.executor import Executor
 from serve_llm.engine.execute.executors.inprocess import InProcessExecutor
 from serve_llm.engine.execute.executors.mp import MpExecutor, start_ranks
@@ -26,16 +26,16 @@ from serve_llm.engine.plan import describe_memory
 logger = logging.getLogger(__name__)
 
 
-def resolve_all(options: Options, directory: str, raw: dict[str, object]) -> tuple[Config, ModelSpec, WeightMap]:
-    """Decide everything that can be decided before a weight is read."""
+def resolve_all(
+    options: Options, directory: str, raw: dict[str, object], choice: Choice | None = None
+) -> tuple[Config, ModelSpec, WeightMap]:
+    """Decide everything that can be decided before a weight is read. choice: of the executor, if made already."""
     spec, weights = read_model(raw)
-    choice = choose(look_around(options))
-    if choice.backend == "ray":
-        raise OptionError(f"--distributed-executor-backend: ray is not served yet (chosen because {choice.reason})")
+    choice = choice or choose(look_around(options))
     config = resolve(
         options,
         directory,
-        device=_device(options.device),
+        device=choice.device or _device(options.device),
         checkpoint_dtype=checkpoint_dtype(raw),
         model_max_len=spec.max_position,
         num_layers=len(spec.layers),
@@ -77,6 +77,7 @@ def build_executor(
     if config.executor_backend == "inprocess":
         executor = InProcessExecutor(config, spec, weights)
     else:
+        assert roster is not None or config.executor_backend == "mp", "the engine process starts ranks on Ray"
         executor = MpExecutor(config, spec, raw, roster or start_ranks(grid.size))
     try:
         logger.info("%s", describe_memory(spec, config, executor.layout.num_blocks))

@@ -12,10 +12,18 @@ from serve_llm.engine.options import Options
 from serve_llm.engine.types import ModelFacts, Output, Request, Stats
 
 
+class RayCluster(msgspec.Struct, frozen=True):
+    """The Ray cluster that the server's process is connected to. An engine, another process, cannot see it."""
+
+    address: str  # host:port
+    placement_group: str | None  # id in hex, of the one that the server runs in
+
+
 class Start(msgspec.Struct, tag=True, frozen=True):
     options: Options
     directory: str  # the local checkpoint directory that `options.model` was resolved to
     engine: int = 0  # index among the options.data_parallel_size engines
+    ray: RayCluster | None = None
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):

@@ -26,6 +26,7 @@ class Facts:
 class Choice:
     backend: str  # "inprocess" | "mp" | "ray"
     reason: str
+    device: str | None = None  # "cpu" | "cuda", where others than this host decide on it
 
 
 def choose(facts: Facts) -> Choice:

@@ -30,6 +30,7 @@ from serve_llm.engine.parallel.encrypted import BEAT_SECONDS, Line, url_of
 logger = logging.getLogger("serve_llm.engine.execute.follower")  # also when run by -m
 
 MASTER_SECONDS = 3600.0  # for node 0 to be started, and to download the model
+NAME_SECONDS = 300.0  # for the name of its host to become known, as where it is a pod that starts
 DRAIN_SECONDS = 35.0  # after the first signal, for node 0 to finish its requests: it got one too
 POLL_SECONDS = 0.05
 
@@ -45,16 +46,18 @@ class Follower:
         assert options.master_addr is not None
         self._options = options
         self._master = options.master_addr
-        name, port = values.parse_address(self._master)
-        self._address = hosts.own_address(name, options.host_ip)
         self._secret = options.cluster_secret or ""
-        self._line = Line(url_of(name, port), self._secret)
         self._ranks: LocalRanks | None = None
         self._numbers: list[int] = []  # of the ranks
         self._leave_at: float | None = None  # monotonic
 
     def run(self) -> int:
         """The exit code. Raises ServeError."""
+        name, port = values.parse_address(self._master)
+        numeric = _resolve(name)
+        self._address = hosts.own_address(name, self._options.host_ip)
+        # The name itself where that can be: it is looked up again if node 0 gets another address before it starts.
+        self._line = Line(url_of(numeric if ":" in numeric else name, port), self._secret)
         try:
             order = self._join()
             self._start(order)
@@ -139,6 +142,23 @@ class Follower:
         return membership.Report(
             {rank: membership.Seen(pid, state, ended.get(rank, "")) for rank, (pid, state) in ranks.items()}
         )
+
+
+def _resolve(name: str) -> str:
+    """An address of node 0, whose name may become known only when it starts. Raises OptionError."""
+    deadline = time.monotonic() + NAME_SECONDS
+    logged = False
+    while True:
+        try:
+            return str(socket.getaddrinfo(name, 1, type=socket.SOCK_STREAM)[0][4][0])
+        except OSError as error:
+            if time.monotonic() > deadline:
+                here = f"on {socket.gethostname()} for {NAME_SECONDS:.0f} s"
+                raise OptionError(f"--master-addr {name}: {error.strerror} {here}; give an IP") from None
+            if not logged:
+                logger.info("Waits until the name %s is known here: %s", name, error.strerror)
+            logged = True
+            time.sleep(1.0)
 
 
 def _known(error: ServeError) -> str:

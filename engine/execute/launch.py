@@ -43,11 +43,7 @@ class LocalRanks:
         return f"host {self._host}, pid {self._processes[rank].pid}"
 
     def state(self, rank: int) -> str:
-        try:
-            letter = Path(f"/proc/{self._processes[rank].pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return ""
-        return {"T": "stopped", "t": "stopped", "R": "running", "D": "running"}.get(letter, "waiting")
+        return process_state(self._processes[rank].pid)
 
     def pid(self, rank: int) -> int:
         return self._processes[rank].pid
@@ -59,6 +55,15 @@ class LocalRanks:
             process.wait()
             if process.stdin is not None:
                 process.stdin.close()
+
+
+def process_state(pid: int) -> str:
+    """What a process of this host does; see `roster.Launched`."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+    return {"T": "stopped", "t": "stopped", "R": "running", "D": "running"}.get(letter, "waiting")
 
 
 def _how(code: int) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import zmq
 
-from serve_llm.engine.errors import BY_NAME, EngineError, ServeError
+from serve_llm.engine.errors import BY_NAME, EngineError, OptionError, ServeError
 from serve_llm.engine.execute import control
 from serve_llm.engine.execute.launch import SECRET_VARIABLE
 from serve_llm.engine.execute.steps import RingSource, SocketSource, StepSource
@@ -43,8 +43,8 @@ class Control:
     def __init__(self, url: str, rank: int, secret: str = "", address: str = "", directory: str | None = None) -> None:
         """secret, address, directory: for an engine that may be on another host; see `control.hello`."""
         self.secret, self.address = secret, address
-        self._socket = dealer(zmq.Context.instance(), url, secret)
-        self._socket.setsockopt(zmq.LINGER, 2000)  # ms, for the last message
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = dealer(self._context, url, secret)
         self._socket.connect(url)
         self._phase = control.PHASES[None]
         self.say(control.hello(rank, address, directory))
@@ -78,7 +78,8 @@ class Control:
         self.say(control.Failed(self._phase, known or type(error).__name__, str(error)))
 
     def close(self) -> None:
-        self._socket.close()
+        """Returns when the last message has gone out, or after two seconds: torch's threads may abort the exit."""
+        self._context.destroy(linger=2000)
 
 
 def run(link: Control, rank: int, directory: str | None = None) -> None:
@@ -97,7 +98,9 @@ def run(link: Control, rank: int, directory: str | None = None) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_per_rank(usable_cores(), begin.local_ranks))
     if config.device == "cuda":
-        torch.cuda.set_device(begin.device_index)
+        if not torch.cuda.is_available():
+            raise OptionError("torch finds no GPU on this host: is it built for CUDA, and the driver there?")
+        torch.cuda.set_device(begin.device_index % torch.cuda.device_count())  # under Ray a rank sees its own only
     grid = Grid(config.tensor_parallel_size, config.pipeline_parallel_size)
     neighbours = neighbours_of(grid, rank, begin, link.address)
     source = open_steps(link, rank, begin.steps)
@@ -163,8 +166,13 @@ def main() -> int:
     parser.add_argument("--address", default="", help="of this host, for ranks on others")
     parser.add_argument("--directory", help="of the checkpoint on this host")
     arguments = parser.parse_args()
-    rank, directory = arguments.rank, arguments.directory
-    link = Control(arguments.connect, rank, os.environ.get(SECRET_VARIABLE, ""), arguments.address, directory)
+    secret = os.environ.get(SECRET_VARIABLE, "")
+    link = Control(arguments.connect, arguments.rank, secret, arguments.address, arguments.directory)
+    return serve(link, arguments.rank, arguments.directory)
+
+
+def serve(link: Control, rank: int, directory: str | None) -> int:
+    """`run` to its end, whatever that is; the exit code. Tells the engine of what went wrong."""
     try:
         run(link, rank, directory)
     except Closed:

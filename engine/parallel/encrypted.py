@@ -68,7 +68,7 @@ class Endpoint:
         """A ROUTER socket for one thread, and the URL for `Line`. port 0: any. Raises OptionError."""
         socket = self._context.socket(zmq.ROUTER)
         self._sockets.append(socket)
-        _prepare(socket, self._key, self.address)
+        _prepare(socket, self._key, ipv6=":" in self.address)
         socket.curve_server = True
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error for a peer that is gone, instead of silence
         try:
@@ -94,16 +94,16 @@ def dealer(context: zmq.Context[zmq.Socket[bytes]], url: str, secret: str) -> zm
     socket = context.socket(zmq.DEALER)
     if url.startswith("tcp://"):
         key = key_of(secret)
-        _prepare(socket, key, url)
+        _prepare(socket, key, ipv6="[" in url)
         socket.curve_serverkey = key.public
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)  # ms
     return socket
 
 
-def _prepare(socket: zmq.Socket[bytes], key: Key, address: str) -> None:
+def _prepare(socket: zmq.Socket[bytes], key: Key, ipv6: bool) -> None:
     socket.curve_secretkey, socket.curve_publickey = key.secret, key.public
     socket.set_hwm(0)  # nothing is dropped; a peer that takes nothing loses its connection
-    socket.ipv6 = address.count(":") > 2
+    socket.ipv6 = ipv6
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(BEAT_SECONDS * 1000))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(LOST_SECONDS * 1000))
 

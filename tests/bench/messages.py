@@ -1,7 +1,9 @@
-"""What ranks of one host cost each other: a step's message and its answer, and sums of tensors.
+"""What ranks cost each other: a step's message and its answer, by shared memory on one host and by the encrypted
+channel to other hosts (here over the loopback interface, so without a network), and sums of tensors.
 
-Run: python tests/bench/messages.py [--ranks 2] [--count 2000]. Prints a table of microseconds, then one JSON line.
-Needs as many free cores as ranks: on a busy machine the figures say how busy it is.
+Run: python tests/bench/messages.py [--ranks 2] [--count 2000] [--ray]. Prints a table of microseconds, then one JSON
+line. --ray: also with ranks that are Ray actors on this host, which should cost the same as processes. Needs as many
+free cores as ranks: on a busy machine the figures say how busy it is.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from serve_llm.engine.execute.steps import RingSource, RingSteps
+from serve_llm.engine.execute.discovery import LOCAL, settings_of_our_own
+from serve_llm.engine.execute.steps import RingSource, RingSteps, SocketSource, SocketSteps
+from serve_llm.engine.parallel.encrypted import Endpoint
 from serve_llm.engine.parallel.ring import Ring
 from serve_llm.engine.parallel.shm import Closed, Handle
 from serve_llm.engine.parallel.shm_group import ShmGroup
@@ -51,6 +55,11 @@ def rank_main(rank: int, count: int, rings: list[Ring]) -> None:
         found[f"all_reduce {list(shape)} bf16"] = microseconds(count, lambda x=x: group.all_reduce(x))
     if rank == 0:
         print(json.dumps(found), flush=True)
+    answer_steps(source)
+
+
+def answer_steps(source: RingSource) -> None:
+    """Until they end."""
     try:
         while True:
             source.receive()
@@ -59,26 +68,15 @@ def rank_main(rank: int, count: int, rings: list[Ring]) -> None:
         return
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--count", type=int, default=2000)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--rings", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.rank is not None:
-        handles = msgspec.json.decode(arguments.rings, type=list[Handle])
-        rank_main(arguments.rank, arguments.count, [Ring.open(handle) for handle in handles])
-        return
-    size = arguments.ranks
-    # Every rank answers here, because the answer of a real step needs all of them.
-    rings = [Ring.create(size, RING_BYTES), *(Ring.create(1, RING_BYTES) for _ in range(size))]
-    rings += [Ring.create(size - 1, RING_BYTES) for _ in range(size)]
-    handles = msgspec.json.encode([ring.memory.handle for ring in rings]).decode()
-    command = [sys.executable, __file__, "--count", str(arguments.count), "--rings", handles, "--rank"]
-    processes = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(size)]
-    assert processes[0].stdout is not None
-    found = json.loads(processes[0].stdout.readline())
+class RayRank:
+    """One rank in a Ray actor; sums do not know who started the ranks, so only steps."""
+
+    def run(self, rank: int, handles: str) -> None:
+        steps, *answers = (Ring.open(handle) for handle in msgspec.json.decode(handles, type=list[Handle]))
+        answer_steps(RingSource(steps, rank, answers[rank]))
+
+
+def time_steps(size: int, count: int, rings: list[Ring]) -> list[float]:
     channel = RingSteps(rings[0], rings[1])
     others = [ring.reader(0) for ring in rings[2 : 1 + size]]
 
@@ -88,10 +86,94 @@ def main() -> None:
         for other in others:
             other.receive()
 
-    found = {f"step to {size} ranks and answers": microseconds(arguments.count, step)} | found
+    found = microseconds(count, step)
     channel.close()
+    return found
+
+
+def time_ray_steps(size: int, count: int) -> list[float]:
+    os.environ.update(settings_of_our_own(os.environ))
+    import ray
+
+    from serve_llm.engine.execute.cluster import connect
+
+    connect(LOCAL, size)
+    rings, handles = make_rings(size)
+    actors = [ray.remote(RayRank).options(num_cpus=1).remote() for _ in range(size)]
+    ended = [actor.run.remote(rank, handles) for rank, actor in enumerate(actors)]
+    found = time_steps(size, count, rings)
+    ray.get(ended)
+    ray.shutdown()
+    return found
+
+
+def make_rings(size: int) -> tuple[list[Ring], str]:
+    """For steps and answers, and their handles. Every rank answers, because the answer of a real step needs all."""
+    rings = [Ring.create(size, RING_BYTES), *(Ring.create(1, RING_BYTES) for _ in range(size))]
+    return rings, handles_of(rings)
+
+
+def handles_of(rings: list[Ring]) -> str:
+    return msgspec.json.encode([ring.memory.handle for ring in rings]).decode()
+
+
+def remote_rank_main(rank: int, url: str) -> None:
+    """One rank on another host: answers steps until it is killed."""
+    source = SocketSource(url, "secret", rank)
+    while True:
+        source.receive()
+        source.answer(bytes(ANSWER_BYTES))
+
+
+def time_remote_steps(size: int, count: int) -> list[float]:
+    endpoint = Endpoint("127.0.0.1", "secret")
+    channel = SocketSteps(endpoint, range(size))
+    command = [sys.executable, __file__, "--url", channel.url, "--rank"]
+    processes = [subprocess.Popen([*command, str(rank)]) for rank in range(size)]
+    channel.connect(60.0)
+
+    def step() -> None:
+        channel.send(bytes(STEP_BYTES))
+        for _ in range(size):
+            channel.receive()
+
+    found = microseconds(count, step)
+    for process in processes:
+        process.kill()
+        process.wait()
+    endpoint.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--ray", action="store_true")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--rings", help=argparse.SUPPRESS)
+    parser.add_argument("--url", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.url is not None:
+        return remote_rank_main(arguments.rank, arguments.url)
+    if arguments.rank is not None:
+        handles = msgspec.json.decode(arguments.rings, type=list[Handle])
+        rank_main(arguments.rank, arguments.count, [Ring.open(handle) for handle in handles])
+        return
+    size = arguments.ranks
+    rings, _ = make_rings(size)
+    rings += [Ring.create(size - 1, RING_BYTES) for _ in range(size)]
+    handles = handles_of(rings)
+    command = [sys.executable, __file__, "--count", str(arguments.count), "--rings", handles, "--rank"]
+    processes = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(size)]
+    assert processes[0].stdout is not None
+    found = json.loads(processes[0].stdout.readline())
+    found = {f"step to {size} ranks and answers": time_steps(size, arguments.count, rings)} | found
     for process in processes:
         process.wait()
+    found[f"step to {size} other hosts and answers"] = time_remote_steps(size, arguments.count)
+    if arguments.ray:
+        found[f"step to {size} Ray actors and answers"] = time_ray_steps(size, arguments.count)
     report(found)
 
 
@@ -99,7 +181,7 @@ def report(found: dict[str, list[float]]) -> None:
     summary = {}
     for name, values in found.items():
         p50, p90 = statistics.median(values), statistics.quantiles(values, n=10)[-1]
-        print(f"{name:32} p50 {p50:8.1f} us   p90 {p90:8.1f} us")
+        print(f"{name:36} p50 {p50:8.1f} us   p90 {p90:8.1f} us")
         summary[name] = {"p50_us": round(p50, 1), "p90_us": round(p90, 1)}
     print(json.dumps(summary | {"cores": os.cpu_count()}))
 

@@ -93,6 +93,10 @@ def test_secrets_stay_out_of_logs() -> None:
         ),
         (["demo", "--nnodes", "2", "--master-addr", "h:1"], "--nnodes: 2 hosts for 1 rank (--tensor-parallel-size"),
         (["demo", "--nnodes", "5", *NODES, "-pp", "2"], "--nnodes: 5 hosts for 4 ranks (--tensor-parallel-size"),
+        (
+            ["demo", "--nnodes", "2", *NODES, "-dp", "2"],
+            "--data-parallel-size: several engines over several hosts need",
+        ),
         (["demo", "--master-addr", "10.0.0.1"], "--master-addr: expected host:port, such as 10.0.0.1:29500 or"),
         (["demo", "--master-addr", "fd00::1:29500"], "--master-addr: expected host:port"),
         (["demo", "--master-addr", "h:0"], "--master-addr: expected host:port"),

@@ -309,3 +309,18 @@ def test_a_follower_that_waits_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
         EngineError, match=r"after 0 s node 0 at 127\.0\.0\.1:\d+ still cannot be reached: is it running"
     ):
         lonely.run()
+
+
+def test_a_follower_waits_for_the_name_of_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower_module, "NAME_SECONDS", 0.1)
+    asked: list[str] = []
+
+    def unknown(name: str, *_: object, **__: object) -> None:
+        asked.append(name)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(follower_module.socket, "getaddrinfo", unknown)
+    lonely = Follower(options_of(1, node_rank=2, master_addr="node-0.example:29500"))
+    with pytest.raises(OptionError, match=r"^--master-addr node-0\.example: Name or service not known on \S+ for 0 s"):
+        lonely.run()
+    assert len(asked) >= 2

@@ -14,6 +14,7 @@ import zmq
 
 from serve_llm.engine.errors import OptionError, PeerLost
 from serve_llm.engine.parallel.encrypted import PING, Endpoint, Line, dealer, key_of, send, url_of
+from serve_llm.engine.parallel.hosts import interfaces
 
 LIMIT = 60.0
 
@@ -57,6 +58,19 @@ def test_messages_both_ways_and_pings_are_not_seen(endpoint: Endpoint) -> None:
     assert line.receive(LIMIT) == b"a" and line.receive(LIMIT) == large
     assert line.connected and line.receive(0) is None
     line.close()
+
+
+def test_over_ipv6() -> None:
+    if "::1" not in interfaces():
+        pytest.skip("this machine has no IPv6")
+    endpoint = Endpoint("::1", "secret")
+    router, url = endpoint.listen()
+    assert url.startswith("tcp://[::1]:")
+    line = Line(url, "secret")
+    line.send(b"hello")
+    assert router.poll(LIMIT * 1000) and router.recv_multipart()[1] == b"hello"
+    line.close()
+    endpoint.close()
 
 
 def test_what_was_sent_before_there_was_anybody_arrives() -> None:

@@ -17,7 +17,7 @@ from serve_llm.engine.parallel import torch_group
 
 RANKS = 3
 RANK = """
-import sys, torch
+import os, sys, torch
 from serve_llm.engine.errors import EngineError
 from serve_llm.engine.parallel.comm import Alone
 from serve_llm.engine.parallel.torch_group import TorchGroup, gather, host_store, join_store, spanning_group
@@ -57,6 +57,7 @@ if rank < 2:  # the last one is gone without a word
         except EngineError as error:
             got["error"] = str(error)
 torch.save(got, f"{folder}/got{rank}")
+os._exit(0)  # gloo's threads may abort an orderly exit
 """
 
 

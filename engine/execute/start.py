@@ -1,0 +1,50 @@
+"""Starts the ranks that are processes of their own, by the executor that the rule chooses: early, so that they import
+what they need while the engine does the same. No torch, and no Ray unless it is chosen.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from importlib.util import find_spec
+
+from serve_llm.engine.errors import OptionError
+from serve_llm.engine.execute.choose import Choice, choose, look_around
+from serve_llm.engine.execute.discovery import find_cluster
+from serve_llm.engine.execute.executors import mp
+from serve_llm.engine.execute.nodes import start_on_nodes
+from serve_llm.engine.execute.roster import Roster
+from serve_llm.engine.options import Options
+from serve_llm.engine.wire import RayCluster
+
+
+def start_ranks(options: Options, given: RayCluster | None = None) -> tuple[Choice, Roster | None]:
+    """The executor, and its ranks; None if they run inside the engine's process.
+
+    given: the Ray cluster that the server is part of. Raises OptionError if the executor cannot run so many ranks.
+    """
+    choice = choose(facts := look_around(options, given is not None and given.placement_group is not None))
+    if choice.backend == "inprocess":
+        return choice, None
+    if choice.backend == "mp":
+        return choice, start_on_nodes(options) if facts.num_nodes > 1 else mp.start_ranks(facts.num_ranks)
+    try:
+        roster, device = _start_on_ray(options, given)
+    except OptionError as error:
+        raise OptionError(f"--distributed-executor-backend: ray, because {choice.reason}: {error}") from None
+    return replace(choice, device=device), roster
+
+
+def _start_on_ray(options: Options, given: RayCluster | None) -> tuple[Roster, str]:
+    """See `start_on_ray`."""
+    if find_spec("ray") is None:
+        raise OptionError(
+            "Ray is not installed: install serve-llm[ray], or use mp with as many ranks as this host has devices for "
+            "(--tensor-parallel-size, --pipeline-parallel-size)"
+        )
+    asked = options.distributed_executor_backend == "ray"
+    found = find_cluster(given.address if given is not None else os.environ.get("RAY_ADDRESS"), asked, os.environ)
+    os.environ.update(found.settings)  # Ray reads them when it is imported
+    from serve_llm.engine.execute.executors.ray import start_on_ray
+
+    return start_on_ray(options, found.address, given.placement_group if given is not None else None)

@@ -1,0 +1,122 @@
+"""Where ranks go on a cluster."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_llm.engine.errors import OptionError
+from serve_llm.engine.execute.placement import (
+    Bundle,
+    Node,
+    bundles_of,
+    nodes_within,
+    place_ranks,
+    ranks_to_bundles,
+    spread_groups,
+)
+from serve_llm.engine.parallel.layout import Grid
+
+
+def cluster(*free: int, driver: int | None = 0) -> list[Node]:
+    return [Node(f"id{i}", f"10.0.0.{i + 1}", count, count, i == driver) for i, count in enumerate(free)]
+
+
+def placed(nodes: list[Node], tensor: int, pipeline: int = 1) -> str:
+    return "".join(node.id.removeprefix("id") for node in place_ranks(nodes, Grid(tensor, pipeline), "GPU"))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tensor", "pipeline", "expected"),
+    [
+        (cluster(2, 2), 2, 2, "0011"),
+        (cluster(2, 2, driver=1), 2, 2, "1100"),
+        (cluster(0, 2, 2), 2, 2, "1122"),  # a head without devices
+        (cluster(4, 4), 2, 2, "0000"),  # the second stage stays near the first
+        (cluster(1, 4), 2, 2, "1111"),
+        (cluster(3, 4), 4, 1, "1111"),
+        (cluster(8, 8), 8, 2, "0000000011111111"),
+        (cluster(1, 1), 1, 2, "01"),
+        (cluster(2, 2), 4, 1, "0011"),  # no node can hold the group
+        (cluster(1, 2, 1), 4, 1, "0112"),
+        (cluster(1, 3, 1), 4, 1, "0111"),  # over as few nodes as possible
+        (cluster(3, 3), 2, 3, "001101"),  # two whole groups and one of what is left
+    ],
+)
+def test_places(nodes: list[Node], tensor: int, pipeline: int, expected: str) -> None:
+    assert placed(nodes, tensor, pipeline) == expected
+
+
+def test_addresses_are_ordered_as_numbers() -> None:
+    nodes = [Node("a", "10.0.0.10", 1, 1), Node("b", "10.0.0.9", 1, 1), Node("c", "fd00::1", 1, 1)]
+    assert [node.id for node in place_ranks(nodes, Grid(1, 3), "CPU")] == ["b", "a", "c"]
+
+
+def test_too_few_devices_are_counted_per_node() -> None:
+    nodes = [Node("a", "10.0.0.2", 2, 0), Node("b", "10.0.0.1", 2, 1, is_driver=True)]
+    with pytest.raises(OptionError) as raised:
+        place_ranks(nodes, Grid(2, 1), "GPU")
+    assert str(raised.value) == (
+        "2 ranks need 2 GPUs, but the Ray cluster has 4, of which 1 are free (10.0.0.1 (this node) 1 of 2 free; "
+        "10.0.0.2 0 of 2 free): end what uses the others, or lower --tensor-parallel-size or --pipeline-parallel-size"
+    )
+    with pytest.raises(
+        OptionError, match=r"5 ranks need 5 CPUs, but the Ray cluster has 0.*no nodes.*make the Ray cluster larger"
+    ):
+        place_ranks([], Grid(5, 1), "CPU")
+
+
+def test_a_spread_group_is_said() -> None:
+    grid = Grid(2, 3)
+    places = place_ranks(cluster(3, 3), grid, "GPU")
+    (line,) = spread_groups(places, grid)
+    assert "group of stage 2" in line and "10.0.0.1, 10.0.0.2" in line
+    assert bundles_of(places, grid) == [range(2), range(2, 4), range(4, 5), range(5, 6)]
+
+
+GRIDS = st.builds(Grid, st.integers(1, 5), st.integers(1, 4))
+CLUSTERS = st.lists(st.integers(0, 6), min_size=1, max_size=6).flatmap(
+    lambda free: st.builds(lambda driver: cluster(*free, driver=driver), st.integers(0, len(free) - 1))
+)
+
+
+@given(CLUSTERS, GRIDS, st.randoms())
+def test_every_plan_is_sound(nodes: list[Node], grid: Grid, shuffler: random.Random) -> None:
+    if sum(node.free for node in nodes) < grid.size:
+        with pytest.raises(OptionError):
+            place_ranks(nodes, grid, "CPU")
+        return
+    places = place_ranks(nodes, grid, "CPU")
+    assert len(places) == grid.size
+    assert all(places.count(node) <= node.free for node in nodes)
+    shuffled = list(nodes)
+    shuffler.shuffle(shuffled)
+    assert place_ranks(shuffled, grid, "CPU") == places
+    # as many whole groups as the cluster can hold
+    whole = grid.pipeline - len(spread_groups(places, grid))
+    assert whole == min(grid.pipeline, sum(node.free // grid.tensor for node in nodes))
+    driver = next(node for node in nodes if node.is_driver)
+    assert driver.free < grid.tensor or places[: grid.tensor] == [driver] * grid.tensor
+    bundles = bundles_of(places, grid)
+    assert [rank for bundle in bundles for rank in bundle] == list(range(grid.size))
+    for ranks in bundles:
+        assert len({places[rank].id for rank in ranks}) == len({grid.stage(rank) for rank in ranks}) == 1
+
+
+@given(CLUSTERS, GRIDS, st.data())
+def test_given_bundles_are_filled_and_never_overfilled(nodes: list[Node], grid: Grid, data: st.DataObject) -> None:
+    spots = data.draw(st.lists(st.tuples(st.sampled_from(nodes), st.integers(0, 3)), max_size=20))
+    bundles = [Bundle(index, node.id, free + index % 2, free) for index, (node, free) in enumerate(spots)]
+    within = nodes_within(bundles, nodes)
+    if sum(bundle.free for bundle in bundles) < grid.size:
+        with pytest.raises(OptionError, match="the Ray placement group has"):
+            place_ranks(within, grid, "CPU", "Ray placement group")
+        return
+    places = place_ranks(within, grid, "CPU")
+    chosen = ranks_to_bundles(places, bundles)
+    by_index = {bundle.index: bundle for bundle in bundles}
+    assert [by_index[index].node_id for index in chosen] == [node.id for node in places]
+    assert all(chosen.count(index) <= by_index[index].free for index in chosen)
