@@ -33,6 +33,7 @@ class Config:
     gpu_memory_utilization: float
     enable_prefix_caching: bool
     seed: int  # of dummy weights
+    quantization: str = "none"  # "none" | "int8": of the layers' products
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     tensor_parallel_split: tuple[float, ...] | None = None  # one share per rank of a tensor-parallel group; None: even
@@ -45,6 +46,11 @@ class Config:
         """Of one weight, or one number of the KV cache."""
         return ELEMENT_BYTES[self.dtype]
 
+    @property
+    def types(self) -> str:
+        """For people: "bfloat16", or "bfloat16 with layers in int8"."""
+        return self.dtype + (" with layers in int8" if self.quantization == "int8" else "")
+
 
 def resolve(
     options: Options,
@@ -55,6 +61,7 @@ def resolve(
     model_max_len: int,
     num_layers: int,
     executor_backend: str,
+    stores_int8: bool = False,
 ) -> Config:
     """Decides everything that follows from the options, the model and the device.
 
@@ -62,6 +69,7 @@ def resolve(
     checkpoint_dtype: the weights' number type as config.json names it, such as "bfloat16".
     model_max_len: the most tokens that the model's positions allow. num_layers: of the model.
     executor_backend: "inprocess", "mp" or "ray", as `execute.choose` found.
+    stores_int8: whether the checkpoint's layers are quantised to int8.
     Raises OptionError when an option cannot work here, ModelError when the checkpoint's type is not served.
     """
     if options.max_model_len is not None and options.max_model_len > model_max_len:
@@ -82,6 +90,7 @@ def resolve(
         gpu_memory_utilization=options.gpu_memory_utilization,
         enable_prefix_caching=options.enable_prefix_caching,
         seed=options.seed or 0,
+        quantization=_quantization(options.quantization, stores_int8, device),
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
         tensor_parallel_split=options.tensor_parallel_split,
@@ -112,6 +121,15 @@ def _check_split(options: Options, num_layers: int) -> None:
         raise OptionError(
             f"--pipeline-parallel-layers: {sum(layers)} layers in all, but the model has {num_layers} layers"
         )
+
+
+def _quantization(asked: str, stores_int8: bool, device: str) -> str:
+    if not stores_int8 and asked != "int8":
+        return "none"
+    if device != "cpu":
+        why = "int8" if asked == "int8" else "auto, and the checkpoint is int8: that"
+        raise OptionError(f"--quantization: {why} is served on a CPU only; use --device cpu")
+    return "int8"
 
 
 def _dtype(asked: str, checkpoint: str, device: str) -> str:

@@ -50,6 +50,13 @@ class Options:
         "number type of weights and activations; auto: the checkpoint's, with float16 becoming bfloat16 on a CPU",
         shown="auto|bfloat16|float16|float32",
     )
+    quantization: str = _option(
+        "auto",
+        values.choice("auto", "int8"),
+        "auto: as the checkpoint is stored; int8: the layers' weights rounded to 8 bits while loading, activations row "
+        "by row as they come (CPU only; head and embedding keep their type)",
+        shown="auto|int8",
+    )
     max_model_len: int | None = _option(
         None,
         values.positive(values.parse_count),

@@ -20,7 +20,7 @@ from serve_llm.engine.execute.memory import CacheLayout, capacity_lines, size_te
 from serve_llm.engine.gpus import GPUS
 from serve_llm.engine.machines import Machines
 from serve_llm.engine.model.count import weight_bytes
-from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.model.registry import read_model, served
 from serve_llm.engine.model.shard import Shard, layers_of, shard_of
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.options import Options
@@ -207,9 +207,10 @@ def make_plan(options: Options, machines: Machines, raw: Mapping[str, object]) -
         checkpoint_dtype=checkpoint_dtype(raw),
         model_max_len=spec.max_position,
         num_layers=len(spec.layers),
+        stores_int8=spec.int8 is not None,
         executor_backend="mp",
     )
-    spec = spec.with_max_length(config.max_model_len)
+    spec = served(spec, config)
     kind = GPUS.get(machines.gpu or "")
     machinery = Machinery(
         kind="" if device == "cpu" else machines.gpu or "GPUs",

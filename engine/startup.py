@@ -15,7 +15,7 @@ from serve_llm.engine.execute.executors.inprocess import InProcessExecutor
 from serve_llm.engine.execute.executors.mp import MpExecutor, start_ranks
 from serve_llm.engine.execute.memory import CacheLayout
 from serve_llm.engine.execute.roster import Roster
-from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.model.registry import read_model, served
 from serve_llm.engine.model.shard import describe_split
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
@@ -39,6 +39,7 @@ def resolve_all(
         checkpoint_dtype=checkpoint_dtype(raw),
         model_max_len=spec.max_position,
         num_layers=len(spec.layers),
+        stores_int8=spec.int8 is not None,
         executor_backend=choice.backend,
     )
     logger.info(
@@ -46,13 +47,13 @@ def resolve_all(
         options.model,
         spec.architecture,
         directory,
-        config.dtype,
+        config.types,
         config.device,
         config.max_model_len,
     )
     if choice.backend != "inprocess":
         logger.info("Executor %s, because %s", choice.backend, choice.reason)
-    return config, spec.with_max_length(config.max_model_len), weights
+    return config, served(spec, config), weights
 
 
 def _device(asked: str) -> str:

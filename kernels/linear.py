@@ -58,7 +58,7 @@ class _OneDNN:
 
     def _piece(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
-        padded = _with_rows(x, _few_sizes(rows))
+        padded = with_rows(x, few_sizes(rows))
         y: Tensor = torch.ops.mkldnn._linear_pointwise(padded, self.weight, self.bias, "none", [], "")
         return y[:rows]
 
@@ -72,10 +72,10 @@ class _Functional:
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
         padded = -(-rows // self.row_multiple) * self.row_multiple
-        return functional.linear(_with_rows(x, padded), self.weight, self.bias)[:rows]
+        return functional.linear(with_rows(x, padded), self.weight, self.bias)[:rows]
 
 
-def _few_sizes(rows: int) -> int:
+def few_sizes(rows: int) -> int:
     """The next larger of 2, 3, 4, 6, 8, 12, 16, 24, ... rows.
 
     oneDNN makes and keeps code for every size that it meets. Measured on the demo model, rounds of 64 mixed streams:
@@ -85,7 +85,7 @@ def _few_sizes(rows: int) -> int:
     return power * 3 // 4 if 4 <= power and rows <= power * 3 // 4 else power
 
 
-def _with_rows(x: Tensor, rows: int) -> Tensor:
+def with_rows(x: Tensor, rows: int) -> Tensor:
     return x if rows == x.shape[0] else functional.pad(x, (0, 0, 0, rows - x.shape[0]))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from serve_llm.kernels import activation, attention, linear, norm, rope
+from serve_llm.kernels import activation, attention, linear, linear_int8, norm, rope
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Kernels:
     apply_rope: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     activations: Mapping[str, Callable[[Tensor], Tensor]]  # silu_and_mul, gelu, gelu_tanh, relu
     pack: Callable[[Tensor, Tensor | None], linear.Linear]
+    pack_int8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
 
 
 PORTABLE = Kernels(
@@ -38,6 +39,7 @@ PORTABLE = Kernels(
         for kernel in (activation.silu_and_mul, activation.gelu, activation.gelu_tanh, activation.relu)
     },
     pack=linear.pack,
+    pack_int8=linear_int8.pack_int8,
 )
 
 

@@ -22,6 +22,7 @@ DAEMON_OPTIONS = (
     "download_dir",
     "device",
     "dtype",
+    "quantization",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "tensor_parallel_split",
@@ -68,7 +69,7 @@ def as_text(plan: Plan, options: Options) -> str:
     """The plan for people."""
     config, spec = plan.config, plan.spec
     lines = [
-        f"{options.model}: {spec.architecture}, {len(spec.layers)} layers, {config.dtype}, "
+        f"{options.model}: {spec.architecture}, {len(spec.layers)} layers, {config.types}, "
         f"up to {config.max_model_len:,} tokens per request, on {_machines(plan)}",
         "",
         *_table(plan.chosen),
@@ -130,6 +131,8 @@ def what_would_help(plan: Plan) -> str:
         ways.append(f"lower --max-model-len to at most {grid.cache_tokens}")
     if config.dtype == "float32":
         ways.append("take --dtype bfloat16")
+    if config.device == "cpu" and config.quantization == "none":
+        ways.append("take --quantization int8")
     ways = ways or ["take devices with more memory"]
     return (
         f"it does not fit: with {_sizes(grid)} a {device} is short of {size_text(grid.lacking)}; {', or '.join(ways)}"
@@ -144,6 +147,7 @@ def as_data(plan: Plan, options: Options) -> dict[str, object]:
         "architecture": spec.architecture,
         "num_layers": len(spec.layers),
         "dtype": config.dtype,
+        "quantization": config.quantization,
         "device": config.device,
         "max_model_len": config.max_model_len,
         "data_parallel_size": config.data_parallel_size,

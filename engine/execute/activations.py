@@ -7,7 +7,7 @@ A test compares it with what torch's profiler sees a real step allocate.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from serve_llm.engine.config import Config
 from serve_llm.engine.model.shard import Shard
@@ -30,6 +30,7 @@ class Step:
     context: int  # tokens of the longest sequence
     element: int  # bytes of the model's dtype
     on_cpu: bool
+    int8: bool = False
 
     @classmethod
     def largest(cls, config: Config, element: int) -> Step:
@@ -47,7 +48,16 @@ class Step:
         return elements * FLOAT if self.element != FLOAT else 0
 
     def linear(self, rows: int, inputs: int, outputs: int) -> tuple[int, int]:
-        """A product's peak and what is left of it. On a CPU it is computed in pieces of padded rows."""
+        """The peak of a product of the layers, and what is left of it."""
+        if not self.int8:
+            return self.head(rows, inputs, outputs)
+        result = rows * outputs * self.element
+        padded = _few_sizes(min(rows, PIECE))
+        before = padded * inputs * ((self.element if rows < PIECE and padded != rows else 0) + FLOAT + 1)
+        return result + max(before, padded * (inputs + outputs * FLOAT)), result
+
+    def head(self, rows: int, inputs: int, outputs: int) -> tuple[int, int]:
+        """The same of a product in the model's dtype. On a CPU it is computed in pieces of padded rows."""
         if not self.on_cpu:
             return rows * outputs * self.element, rows * outputs * self.element
         rest = rows % PIECE
@@ -68,7 +78,7 @@ def _few_sizes(rows: int) -> int:
 
 def peak_bytes(spec: ModelSpec, shard: Shard, groups: tuple[GroupLayout, ...], config: Config, element: int) -> int:
     """Of the rank that `shard` belongs to. groups: of the cache; element: bytes of the model's dtype."""
-    step = Step.largest(config, element)
+    step = replace(Step.largest(config, element), int8=spec.int8 is not None)
     kinds = {
         (spec.layers[index], group) for group, of in zip(groups, spec.kv_groups, strict=True) for index in of.layers
     }
@@ -167,7 +177,7 @@ def _logits(step: Step, spec: ModelSpec, shard: Shard) -> int:
     vocabulary = len(shard.vocabulary(spec.vocab_size))
     live = step.tokens * spec.width * step.element + rows * step.element
     normed = 0 if spec.final_norm is None else rows * step.element
-    peak, logits = step.linear(step.sampled, outer, vocabulary)
+    peak, logits = step.head(step.sampled, outer, vocabulary)
     peak = normed + max(peak, logits + step.wide(step.sampled * vocabulary))
     if shard.grid.tensor > 1:
         own, whole = step.sampled * vocabulary * FLOAT, step.sampled * spec.vocab_size * FLOAT

@@ -18,6 +18,8 @@ from serve_llm.engine.execute.memory import CacheLayout
 from serve_llm.engine.parallel.hosts import Fingerprint, fingerprint, host_id
 from serve_llm.engine.parallel.shm import Handle
 
+LOOPBACK = "127.0.0.1"  # where ranks meet that are all on one host
+
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
     rank: int

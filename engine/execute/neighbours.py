@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from serve_llm.engine.execute.control import Begin, Wire, Wired
+from serve_llm.engine.execute.control import LOOPBACK, Begin, Wire, Wired
 from serve_llm.engine.execute.wiring import HostWiring
 from serve_llm.engine.parallel.comm import Alone, Group, Link, Neighbours
 from serve_llm.engine.parallel.hosts import interface_of
@@ -28,7 +28,7 @@ def make(request: Wire, address: str) -> tuple[Wired, object]:
     if request.host_store:
         from serve_llm.engine.parallel.torch_group import host_store
 
-        store = host_store(address)
+        store = host_store(address or LOOPBACK)
     wiring = HostWiring(Grid(request.tensor, request.pipeline), request.ranks, request.step_bytes)
     rings = {rank: wiring.rings(rank) for rank in request.ranks}
     return Wired(rings, store.port if store is not None else 0), (wiring, store)
@@ -36,7 +36,7 @@ def make(request: Wire, address: str) -> tuple[Wired, object]:
 
 def neighbours_of(grid: Grid, rank: int, begin: Begin, address: str) -> Neighbours:
     """address: this host's, for ranks on others. Waits for them; raises EngineError."""
-    builder = _Builder(grid, rank, begin, address)
+    builder = _Builder(grid, rank, begin, address or LOOPBACK)
     return Neighbours(builder.group(), builder.previous(), builder.next(), begin.local_ranks)
 
 
@@ -51,27 +51,29 @@ class _Builder:
             from serve_llm.engine.parallel.torch_group import join_store
 
             self._store = join_store(begin.span.store, begin.span.store_port, PEER_SECONDS)
-            if self._backend == "nccl":  # gloo is told the address itself
+            if self._backend == "nccl" and address != LOOPBACK:  # gloo is told the address itself
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(address)}")
 
     def group(self) -> Group:
-        """On one host by shared memory; on several, first there and then between them."""
+        """On GPUs by NCCL; on CPUs of one host by shared memory; on those of several, first there and then between
+        them."""
         rings, span = self._begin.rings, self._begin.span
-        peers = self._grid.tensor_group(self._rank)
-        hosts = [span.host_ids[peer] for peer in peers] if span is not None else []
-        place = self._grid.place(self._rank)
-        if len(set(hosts)) <= 1:
-            return ShmGroup([Ring.open(ring) for ring in rings.tensor], place) if rings.tensor else Alone()
+        peers, place = self._grid.tensor_group(self._rank), self._grid.place(self._rank)
+        if len(peers) == 1:
+            return Alone()
+        opened = [Ring.open(ring) for ring in rings.tensor]
+        if span is None:
+            return ShmGroup(opened, place)
         from serve_llm.engine.parallel.torch_group import TorchGroup, spanning_group
 
         assert self._store is not None
         name = f"tensor-parallel group of stage {self._grid.stage(self._rank)}"
         if self._backend == "nccl":
             return TorchGroup(self._store, name, place, len(peers), self._address, PEER_SECONDS, "nccl")
-        local: Group = Alone()
-        if rings.tensor:
-            opened = [Ring.open(ring) for ring in rings.tensor]
-            local = ShmGroup(opened, hosts[:place].count(hosts[place]))
+        hosts = [span.host_ids[peer] for peer in peers]
+        local = ShmGroup(opened, hosts[:place].count(hosts[place])) if opened else Alone()
+        if len(set(hosts)) == 1:
+            return local
         return spanning_group(self._store, name, place, hosts, local, self._address, PEER_SECONDS)
 
     def previous(self) -> Link | None:
@@ -87,7 +89,7 @@ class _Builder:
             return None
         from serve_llm.engine.parallel.torch_group import TorchGroup
 
-        assert self._store is not None, "without shared memory the other rank is on another host"
+        assert self._store is not None, "without shared memory there is a store"
         first, second = sorted((self._rank, other))
         place, name = int(self._rank == second), f"link from rank {first} to rank {second}"
         pair = TorchGroup(self._store, name, place, 2, self._address, PEER_SECONDS, self._backend)

@@ -89,7 +89,7 @@ def run(link: Control, rank: int, directory: str | None = None) -> None:
 
     from serve_llm.engine.execute.neighbours import neighbours_of
     from serve_llm.engine.execute.worker import Worker
-    from serve_llm.engine.model.registry import read_model
+    from serve_llm.engine.model.registry import read_model, served
     from serve_llm.engine.model.shard import shard_of
 
     begin, kept = link.wire()
@@ -106,7 +106,7 @@ def run(link: Control, rank: int, directory: str | None = None) -> None:
     source = open_steps(link, rank, begin.steps)
     link.say(control.Joined())
     spec, weights = read_model(json.loads(begin.model))
-    spec = spec.with_max_length(config.max_model_len)
+    spec = served(spec, config)
     shard = shard_of(spec, grid, rank, config.tensor_parallel_split, config.pipeline_parallel_layers)
     worker = Worker(config, spec, weights, shard, neighbours)
     link.say(control.Loaded(worker.num_blocks))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from serve_llm.engine.execute.control import RingEnds, Rings, Span, StepsUrl, Wire, Wired
+from serve_llm.engine.execute.control import LOOPBACK, RingEnds, Rings, Span, StepsUrl, Wire, Wired
 from serve_llm.engine.execute.steps import RingSteps, SocketSteps, SpanningSteps, StepChannel
 from serve_llm.engine.parallel.encrypted import Endpoint
 from serve_llm.engine.parallel.layout import Grid
@@ -14,6 +14,7 @@ from serve_llm.engine.parallel.ring import Ring
 
 MESSAGE_BYTES = 1 << 20  # of a ring for steps or answers; longer ones pass through in pieces
 GROUP_BYTES = 1 << 20  # of a rank's ring in its group: half of it stays in a core's cache
+NO_RINGS = Rings([], None, None)
 LEAST_LINK, MOST_LINK = 1 << 16, 1 << 26  # bytes
 
 
@@ -64,13 +65,21 @@ class Wiring:
     """
 
     def __init__(
-        self, grid: Grid, host_ids: Sequence[str], here: str, step_bytes: int, endpoint: Endpoint | None
+        self,
+        grid: Grid,
+        host_ids: Sequence[str],
+        here: str,
+        step_bytes: int,
+        endpoint: Endpoint | None,
+        on_gpus: bool = False,
     ) -> None:
-        """host_ids: of all ranks. here: the engine's. endpoint: where ranks on other hosts connect to."""
+        """host_ids: of all ranks. here: the engine's. endpoint: where ranks on other hosts connect to. on_gpus: tensors
+        go by NCCL, which finds the best way inside a host as well, and not through shared memory."""
         self._grid, self._host_ids, self._step_bytes = grid, list(host_ids), step_bytes
+        self._on_gpus = on_gpus
         self._local = [rank for rank, host in enumerate(host_ids) if host == here]
         self._remote = [rank for rank, host in enumerate(host_ids) if host != here]
-        self._host = HostWiring(grid, self._local, step_bytes)
+        self._host = HostWiring(grid, [] if on_gpus else self._local, step_bytes)
         self._rings = {rank: self._host.rings(rank) for rank in self._local}
         self._span: Span | None = None
         self._step_rings: RingSteps | None = None
@@ -82,9 +91,9 @@ class Wiring:
             self._step_socket = SocketSteps(endpoint, self._remote)
 
     @property
-    def spans_hosts(self) -> bool:
-        """Whether ranks exchange tensors across hosts."""
-        return len(set(self._host_ids)) > 1
+    def needs_store(self) -> bool:
+        """Whether ranks exchange tensors in other ways than through one host's memory, for which they have to meet."""
+        return self._grid.size > 1 and (self._on_gpus or len(set(self._host_ids)) > 1)
 
     @property
     def tensor_groups_that_span(self) -> list[range]:
@@ -107,9 +116,9 @@ class Wiring:
         found = {}
         for host in dict.fromkeys(self._host_ids):
             ranks = [rank for rank, own in enumerate(self._host_ids) if own == host]
-            store = ranks[0] == 0 and self.spans_hosts
+            store = ranks[0] == 0 and self.needs_store
             if store or ranks[0] in self._remote:
-                made = ranks if ranks[0] in self._remote else []
+                made = ranks if ranks[0] in self._remote and not self._on_gpus else []
                 found[ranks[0]] = Wire(self._grid.tensor, self._grid.pipeline, made, self._step_bytes, store)
         return found
 
@@ -117,8 +126,8 @@ class Wiring:
         """addresses: of all ranks' hosts."""
         for said in wired.values():
             self._rings |= said.rings
-        if 0 in wired and self.spans_hosts:
-            self._span = Span(self._host_ids, addresses[0], wired[0].store_port)
+        if 0 in wired and self.needs_store:
+            self._span = Span(self._host_ids, addresses[0] or LOOPBACK, wired[0].store_port)
 
     def steps(self, rank: int) -> RingEnds | StepsUrl:
         if self._step_socket is not None and rank in self._remote:
@@ -128,7 +137,7 @@ class Wiring:
         return RingEnds(steps, self._local.index(rank), answers if rank == self._grid.output_rank else None)
 
     def rings(self, rank: int) -> Rings:
-        return self._rings[rank]
+        return self._rings.get(rank, NO_RINGS)
 
     @property
     def span(self) -> Span | None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model.shard import Shard
-from serve_llm.engine.model.spec import Norm
+from serve_llm.engine.model.spec import Int8, Norm
 from serve_llm.engine.parallel.comm import Neighbours
+from serve_llm.engine.quant.int8 import quantise
 from serve_llm.kernels.linear import Linear
 from serve_llm.kernels.table import Kernels
 
@@ -29,7 +31,8 @@ class Load(Protocol):
     """Reads parameters."""
 
     def __call__(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
-        """The parameter of this name, or only a part of it, of the model's dtype on its device.
+        """The parameter of this name, or only a part of it, on the model's device and of its dtype, but that int8
+        weights are int8 and their scales ("..._scale") float32.
 
         shape: of the whole parameter, (outputs, inputs) or (outputs,). What is returned is not to be kept: it may be
         part of a mapped file.
@@ -42,6 +45,7 @@ class Builder:
     kernels: Kernels
     shard: Shard
     neighbours: Neighbours
+    int8: Int8 | None = None
     prefix: str = ""
 
     def within(self, name: str) -> Builder:
@@ -71,7 +75,9 @@ class Builder:
             ]
             return torch.cat(parts)
 
-        return self.kernels.pack(joined("weight", inputs), joined("bias") if bias else None)
+        return self._packed(
+            outputs, joined("weight", inputs), lambda: joined("weight_scale", 1), joined("bias") if bias else None
+        )
 
     def rows(self, name: str, outputs: int, inputs: int, own: range, *, bias: bool = False) -> RowWise:
         """Row-parallel: takes the inputs in `own` only, (rows, len(own)), and sums what all ranks of the stage have.
@@ -82,11 +88,28 @@ class Builder:
         is_first = self.shard.place == 0
         all_or_none = Part(0, range(outputs if is_first else 0))
         added = self.tensor(f"{name}.bias", outputs, part=all_or_none) if bias else None
-        product = self.kernels.pack(weight, added if is_first else None)
+        product = self._packed(
+            (name,), weight, lambda: self.tensor(f"{name}.weight_scale", outputs, 1), added if is_first else None
+        )
         group = self.neighbours.tensor
         if group.size == 1:
             return product
         return lambda x: group.all_reduce(product(x))
+
+    def _packed(self, names: Iterable[str], weight: Tensor, scale: Callable[[], Tensor], bias: Tensor | None) -> Linear:
+        """The product in the layout and the numbers that it is computed in. scale: reads what is stored with int8
+        weights; (outputs, 1) float32."""
+        taken = {name: self.int8 is not None and self.int8.takes(self.prefix + name) for name in names}
+        if len(set(taken.values())) > 1:
+            apart = ", ".join(
+                f"{self.prefix}{name} is {'int8' if is_int8 else 'not'}" for name, is_int8 in taken.items()
+            )
+            raise ModelError(f"config.json: quantization_config: {apart}; all of one product must be alike")
+        if self.int8 is None or not all(taken.values()):
+            return self.kernels.pack(weight, bias)
+        if self.int8.stored:
+            return self.kernels.pack_int8(weight, scale(), bias)
+        return self.kernels.pack_int8(*quantise(weight), bias)
 
     def norm(self, name: str, spec: Norm, width: int) -> RowWise:
         eps, kernels = spec.eps, self.kernels

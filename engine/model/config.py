@@ -32,11 +32,12 @@ HARMLESS = frozenset(
     "use_cache initializer_range attention_dropout chunk_size_feed_forward torchscript use_bfloat16 tf_legacy_loss "
     "attn_implementation _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled "
     "_experts_implementation gradient_checkpointing pretraining_tp is_decoder "
+    # read by the registry, which refuses what is not served
+    "quantization_config "
     # only in encoder-decoder models, which `REFUSED` keeps out
     "cross_attention_hidden_size tie_encoder_decoder".split()
 )
 REFUSED = {  # these mean another computation: served only when they are off
-    "quantization_config": "quantised checkpoints",
     "is_encoder_decoder": "encoder-decoder models",
     "add_cross_attention": "cross-attention layers",
     "pruned_heads": "pruned heads",

@@ -1,7 +1,8 @@
 """How many bytes of weights a rank holds, from the spec alone: the arithmetic of what `decoder` builds. Torch-free.
 
 Two figures. `loaded`: what is read from the checkpoint. `held`: what lies in memory afterwards, with what the fast
-layout adds on a CPU: padding, and a second copy of an embedding that is also the head.
+layout adds on a CPU: padding, and a second copy of an embedding that is also the head. Products in int8 have a scale in
+float32 for every output.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ from dataclasses import dataclass
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import Layer, ModelSpec, Norm
 
-# oneDNN's blocks on a processor with AVX-512, measured (3.12, bf16 and float32, 260 shapes): outputs in groups of 64,
-# inputs in as many as fill 64 bytes. Matters for tiny models only; other processors pad less.
+# oneDNN's blocks on a processor with AVX-512, measured (3.12; bf16 and float32, 260 shapes; int8, 13): outputs in
+# groups of 64, inputs in as many as fill 64 bytes, and in int8 a sum of 4 bytes for every output. Padding matters for
+# tiny models only; other processors pad less.
 PACKED_OUTPUTS = 64
 PACKED_INPUT_BYTES = 64
+PACKED_SUM = 4
+SCALE = 4
+IN_LAYER = ("attention.q", "attention.output", "ffn.up", "ffn.down")  # q and up stand for what is fused with them
 
 
 @dataclass(frozen=True)
@@ -25,22 +30,47 @@ class WeightBytes:
 
 
 @dataclass(frozen=True)
-class _Count:
-    """Matrices of linear layers as (outputs, inputs), and the elements of everything else."""
+class _Product:
+    """The matrix of a linear layer."""
 
-    products: tuple[tuple[int, int], ...]
+    outputs: int
+    inputs: int
+    is_int8: bool = False
+
+    def loaded(self, element_bytes: int, stores_int8: bool) -> int:
+        if self.is_int8 and stores_int8:
+            return self.outputs * (self.inputs + SCALE)
+        return self.outputs * self.inputs * element_bytes
+
+    def held(self, element_bytes: int) -> int:
+        """As packed on a CPU."""
+        if self.outputs * self.inputs == 0:
+            return 0
+        element = 1 if self.is_int8 else element_bytes
+        in_block = PACKED_INPUT_BYTES // element
+        padded = -(-self.outputs // PACKED_OUTPUTS) * PACKED_OUTPUTS
+        packed = padded * -(-self.inputs // in_block) * in_block * element
+        return packed + padded * PACKED_SUM + self.outputs * SCALE if self.is_int8 else packed
+
+
+@dataclass(frozen=True)
+class _Count:
+    """Products, and the elements of everything else."""
+
+    products: tuple[_Product, ...]
     others: int
 
 
 def weight_bytes(spec: ModelSpec, shard: Shard, element_bytes: int, device: str) -> WeightBytes:
     """Of the rank that `shard` belongs to. element_bytes: of the model's dtype. device: "cpu" or "cuda"."""
     loaded = held = 0
+    stores_int8 = spec.int8 is not None and spec.int8.stored
     for count in _counts(spec, shard):
-        plain = (count.others + sum(outputs * inputs for outputs, inputs in count.products)) * element_bytes
+        others = count.others * element_bytes
+        plain = others + sum(product.loaded(element_bytes, stores_int8) for product in count.products)
         loaded += plain
         if device == "cpu":
-            packed = sum(_packed_bytes(outputs, inputs, element_bytes) for outputs, inputs in count.products)
-            held += packed + count.others * element_bytes
+            held += others + sum(product.held(element_bytes) for product in count.products)
         else:
             held += plain
     if spec.tied_head and shard.is_first and shard.is_last:  # counted as embedding and as head
@@ -50,11 +80,6 @@ def weight_bytes(spec: ModelSpec, shard: Shard, element_bytes: int, device: str)
     return WeightBytes(loaded, held)
 
 
-def _packed_bytes(outputs: int, inputs: int, element_bytes: int) -> int:
-    in_block = PACKED_INPUT_BYTES // element_bytes
-    return -(-outputs // PACKED_OUTPUTS) * PACKED_OUTPUTS * -(-inputs // in_block) * in_block * element_bytes
-
-
 def _counts(spec: ModelSpec, shard: Shard) -> Iterator[_Count]:
     """One for each layer of the rank, and the two ends."""
     outer = spec.embedding_width or spec.width
@@ -62,20 +87,30 @@ def _counts(spec: ModelSpec, shard: Shard) -> Iterator[_Count]:
     projected = spec.embedding_width is not None
     if shard.is_first:
         positions = 0 if spec.positions is None else spec.positions.count * spec.width
-        yield _Count(((spec.width, outer),) if projected else (), vocabulary * outer + positions)
-    seen: dict[Layer, _Count] = {}
+        project_in = _Product(spec.width, outer, _is_int8(spec, "project_in"))
+        yield _Count((project_in,) if projected else (), vocabulary * outer + positions)
+    seen: dict[tuple[Layer, tuple[bool, ...]], _Count] = {}
     for index in shard.layers:
         layer = spec.layers[index]
-        if layer not in seen:
-            seen[layer] = _layer(layer, spec.width, shard)
-        yield seen[layer]
+        is_int8 = tuple(_is_int8(spec, f"layers.{index}.{product}") for product in IN_LAYER)
+        if (layer, is_int8) not in seen:
+            seen[layer, is_int8] = _layer(layer, spec.width, shard, is_int8)
+        yield seen[layer, is_int8]
     if shard.is_last:
         norm = 0 if spec.final_norm is None else _norm(spec.final_norm, spec.width)
-        yield _Count((*(((outer, spec.width),) if projected else ()), (vocabulary, outer)), norm)
+        project_out = _Product(outer, spec.width, _is_int8(spec, "project_out"))
+        yield _Count((*((project_out,) if projected else ()), _Product(vocabulary, outer)), norm)
 
 
-def _layer(layer: Layer, width: int, shard: Shard) -> _Count:
-    """Column-parallel, then row-parallel; the bias of a row-parallel product lies on the first rank of the stage."""
+def _is_int8(spec: ModelSpec, product: str) -> bool:
+    return spec.int8 is not None and spec.int8.takes(product)
+
+
+def _layer(layer: Layer, width: int, shard: Shard, is_int8: tuple[bool, ...]) -> _Count:
+    """Column-parallel, then row-parallel; the bias of a row-parallel product lies on the first rank of the stage.
+
+    is_int8: of each product in the order of IN_LAYER.
+    """
     mixer, ffn = layer.mixer, layer.ffn
     own = shard.attention(mixer)
     queries = len(own.heads) * mixer.head_dim
@@ -87,7 +122,9 @@ def _layer(layer: Layer, width: int, shard: Shard) -> _Count:
     others += (qkv if mixer.qkv_bias else 0) + (summed_bias if mixer.output_bias else 0)
     others += up + summed_bias if ffn.bias else 0
     others += 0 if mixer.head_norm is None else 2 * _norm(mixer.head_norm, mixer.head_dim)
-    return _Count(((qkv, width), (width, queries), (up, width), (width, columns)), others)
+    shapes = ((qkv, width), (width, queries), (up, width), (width, columns))
+    products = tuple(_Product(*shape, one) for shape, one in zip(shapes, is_int8, strict=True))
+    return _Count(products, others)
 
 
 def _norm(norm: Norm, width: int) -> int:

@@ -1,14 +1,19 @@
-"""From config.json to a model spec and a weight map, by the architecture that the file names. No torch."""
+"""From config.json to a model spec and a weight map, by the architecture that the file names; then what was chosen for
+it. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from serve_llm.engine.errors import UnsupportedModel
+from serve_llm.engine.config import Config as Settings
+from serve_llm.engine.errors import ModelError, UnsupportedModel
 from serve_llm.engine.model.config import Config
 from serve_llm.engine.model.families import gpt2, llama, mistral, opt, qwen2, qwen3
-from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.spec import Int8, ModelSpec, product_of
 from serve_llm.engine.model.weight_map import WeightMap
+from serve_llm.engine.quant import scheme
+from serve_llm.engine.quant.scheme import Stored
 
 FAMILIES: dict[str, Callable[[Config], tuple[ModelSpec, WeightMap]]] = {
     "LlamaForCausalLM": llama.read,
@@ -31,4 +36,30 @@ def read_model(config: Mapping[str, object]) -> tuple[ModelSpec, WeightMap]:
     if architecture not in FAMILIES:
         what = f"architecture {architecture}" if architecture else "a model whose config.json names no architecture"
         raise UnsupportedModel(f"{what} is not supported; supported: {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[architecture](Config(config))
+    spec, weights = FAMILIES[architecture](Config(config))
+    stored = scheme.read(config.get("quantization_config"))
+    return spec if stored is None else replace(spec, int8=_int8(stored, spec, weights)), weights
+
+
+def served(spec: ModelSpec, settings: Settings) -> ModelSpec:
+    """The model as the engine's settings have it: build the decoder and count from this one, on every rank."""
+    spec = spec.with_max_length(settings.max_model_len)
+    return spec.with_int8() if settings.quantization == "int8" else spec
+
+
+def _int8(stored: Stored, spec: ModelSpec, weights: WeightMap) -> Int8:
+    """Modules' names turned into those of the model's products."""
+    kept = set()
+    for row in weights.expanded(len(spec.layers)).values():
+        products = [product for product in map(product_of, row.parameters) if product is not None]
+        if stored.ignores(row.source.removesuffix(".weight")):
+            kept.update(products)
+        elif products and row.transform != "none":
+            raise ModelError(
+                f"config.json: quantization_config: int8 checkpoints of a {spec.architecture} are not served"
+            )
+    if not spec.tied_head and not stored.ignores(weights.head.removesuffix(".weight")):
+        raise ModelError(
+            'config.json: quantization_config: "ignore" must name lm_head: the head is served in floating point only'
+        )
+    return Int8(stored=True, kept=frozenset(kept))

@@ -90,7 +90,8 @@ def layers_of(spec: ModelSpec, grid: Grid, layers: Sequence[int] | None = None) 
         return tuple(range(a, b) for a, b in itertools.pairwise(starts))
     costs = [layer_cost(layer, spec.width) for layer in spec.layers]
     outer = spec.embedding_width or spec.width
-    return stage_layers(costs, grid.pipeline, first=spec.width, last=spec.vocab_size * outer)
+    times = 1 if spec.int8 is None else 2  # embedding and head keep 16 bits where layers have 8
+    return stage_layers(costs, grid.pipeline, first=times * spec.width, last=times * spec.vocab_size * outer)
 
 
 def layer_cost(layer: Layer, width: int) -> float:

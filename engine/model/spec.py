@@ -110,6 +110,27 @@ class KVGroup:
     window: int | None
 
 
+PRODUCTS = frozenset({"q", "k", "v", "output", "gate", "up", "down", "project_in", "project_out"})
+
+
+def product_of(parameter: str) -> str | None:
+    """ "layers.3.ffn.down" of "layers.3.ffn.down.weight"; None for what is no product's weight, embedding and head."""
+    product, _, kind = parameter.rpartition(".")
+    return product if kind == "weight" and product.rpartition(".")[2] in PRODUCTS else None
+
+
+@dataclass(frozen=True)
+class Int8:
+    """Which products are computed in int8 (W8A8): all but those in `kept`. Embedding and head never are."""
+
+    stored: bool  # whether the checkpoint holds int8 weights; otherwise they are made while loading
+    kept: frozenset[str] = frozenset()  # such as "layers.3.ffn.down"
+
+    def takes(self, product: str) -> bool:
+        """product: such as "layers.3.attention.q"."""
+        return product not in self.kept
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     architecture: str
@@ -121,6 +142,11 @@ class ModelSpec:
     tied_head: bool
     positions: LearnedPositions | None = None
     embedding_width: int | None = None  # None: width; else projections stand after the embedding and before the head
+    int8: Int8 | None = None  # None: everything is computed in the model's dtype
+
+    def with_int8(self) -> ModelSpec:
+        """The same model with its products in int8, made while loading unless the checkpoint holds them."""
+        return self if self.int8 is not None else replace(self, int8=Int8(stored=False))
 
     def with_max_length(self, max_model_len: int) -> ModelSpec:
         """The same model where no sequence is longer than `max_model_len`: windows that never close are none.

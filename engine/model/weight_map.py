@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from serve_llm.engine.model.spec import Int8, product_of
+
 Transform = Literal["none", "transpose"]
 
 
@@ -34,12 +36,18 @@ class WeightMap:
     prefix: str  # of the base model's tensors; checkpoints of the bare base model lack it
     ignored: tuple[str, ...] = ()  # regular expressions, matched whole: tensors known to be of no use
 
-    def expanded(self, num_layers: int) -> dict[str, Row]:
-        """Source name -> row, with the layers written out; without embedding and head."""
+    def expanded(self, num_layers: int, int8: Int8 | None = None) -> dict[str, Row]:
+        """Source name -> row, with the layers written out; without embedding and head.
+
+        int8: where the checkpoint stores int8 weights, so that each has a row of scales as well.
+        """
         result: dict[str, Row] = {}
         for row in self.rows:
             for layer in range(num_layers) if "{layer}" in row.source else (0,):
                 source = row.source.format(layer=layer)
                 parameters = tuple(parameter.format(layer=layer) for parameter in row.parameters)
                 result[source] = Row(source, parameters, row.transform)
+                products = [product_of(parameter) for parameter in parameters]
+                if int8 is not None and int8.stored and all(product and int8.takes(product) for product in products):
+                    result[f"{source}_scale"] = Row(f"{source}_scale", tuple(f"{name}_scale" for name in parameters))
         return result

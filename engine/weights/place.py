@@ -1,5 +1,5 @@
 """From a checkpoint's tensors to a model in memory: of one at a time this rank's part is read, transformed, fused,
-packed and let go.
+quantised if it is to be, packed and let go.
 
 Strict both ways, before the first weight is read: a tensor that nothing takes, or a parameter that nothing fills, is an
 error that names it. Knows no family: a WeightMap says which tensor goes where.
@@ -23,6 +23,7 @@ from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import Row, WeightMap
 from serve_llm.engine.parallel.comm import Neighbours
+from serve_llm.engine.quant import int8
 from serve_llm.engine.weights.files import Checkpoint
 from serve_llm.kernels.table import choose
 
@@ -47,14 +48,17 @@ def load_model(
     load_format: "auto" reads the checkpoint in `directory`; "dummy" reads nothing and makes random weights from `seed`.
     Raises ModelError when the checkpoint cannot be read or is not what spec and weight_map say.
     """
+    if spec.int8 is not None:
+        int8.check()
     load: Load
     if load_format == "dummy":
+        spec = replace(spec, int8=spec.int8 and replace(spec.int8, stored=False))
         load = dummy(seed, dtype, device)
     else:
         checkpoint = Checkpoint(directory)
         spec, sources = assign(checkpoint, spec, weight_map, str(directory))
         load = placement(checkpoint, sources, dtype, device)
-    expanded = weight_map.expanded(len(spec.layers)).values()
+    expanded = weight_map.expanded(len(spec.layers), spec.int8).values()
     total = sum(shard.holds(parameter) for row in expanded for parameter in row.parameters)
     total += shard.is_first + shard.is_last - (spec.tied_head and shard.is_first and shard.is_last)
     done = 0
@@ -66,7 +70,7 @@ def load_model(
         progress(done, total)
         return tensor
 
-    return Decoder(spec, Builder(counted, choose(device), shard, neighbours), device)
+    return Decoder(spec, Builder(counted, choose(device), shard, neighbours, spec.int8), device)
 
 
 def assign(
@@ -77,7 +81,7 @@ def assign(
     The spec comes back untied if the checkpoint holds a head of its own with other values than the embedding, as
     transformers does. Raises ModelError naming what is missing, or what nobody needs.
     """
-    rows = weight_map.expanded(len(spec.layers))
+    rows = weight_map.expanded(len(spec.layers), spec.int8)
     embedding, head = weight_map.embedding, weight_map.head
 
     def canonical(name: str) -> str:
@@ -108,8 +112,8 @@ def _listed(names: list[str]) -> str:
 def placement(
     checkpoint: Checkpoint, sources: dict[str, tuple[str, Row]], dtype: torch.dtype, device: torch.device
 ) -> Load:
-    """The function that reads parameters; what it returns may lie in the mapped file. It raises ModelError for a wrong
-    shape or for numbers that are not floating-point."""
+    """The function that reads parameters; what it returns may lie in the mapped file. Weights that have scales come as
+    int8, scales as float32. It raises ModelError for a wrong shape or for numbers that are of another kind."""
 
     def load(name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         if name not in sources:
@@ -129,9 +133,16 @@ def placement(
                 f"{source} has shape {list(checkpoint.shape(source))}, but config.json asks for {expected}"
             )
         tensor = checkpoint.read(source, tuple(own))
+        if f"{name}_scale" in sources:
+            if tensor.dtype != torch.int8:
+                raise ModelError(
+                    f"{source} is stored as {tensor.dtype}, but config.json says that it is quantised to int8"
+                )
+            return tensor.to(device)
         if not tensor.is_floating_point():
-            raise ModelError(f"{source} is stored as {tensor.dtype}: quantised checkpoints are not supported")
-        return (tensor.T if row.transform == "transpose" else tensor).to(device, dtype)
+            raise ModelError(f"{source} is stored as {tensor.dtype}, but config.json does not say that it is quantised")
+        wanted = torch.float32 if name.endswith("_scale") else dtype
+        return (tensor.T if row.transform == "transpose" else tensor).to(device, wanted)
 
     return load
 

@@ -29,8 +29,10 @@ from serve_llm.engine.hub import read_config, resolve_model
 from serve_llm.engine.options import Options
 from serve_llm.engine.schedule.batch import Batch, Chunk, NewRow
 from serve_llm.engine.types import Sampling
+from serve_llm.kernels import linear_int8
 from support.daemon import SERVE_LLM, Daemon
 from support.engine import generate, greedy, make_engine
+from support.quantised import quantise_checkpoint
 from support.tiny import make_checkpoint, make_tokenizer
 
 LIMIT = 300.0  # seconds; more than anything here takes on a busy machine
@@ -99,6 +101,20 @@ def test_gpt2_on_three_ranks(tmp_path: Path) -> None:
     assert {number: result.token_ids for number, result in three.items()} == {
         number: result.token_ids for number, result in one.items()
     }
+
+
+@pytest.mark.skipif(not linear_int8.works(), reason="this processor computes no int8 products")
+def test_an_int8_checkpoint_on_two_stages(tmp_path: Path) -> None:
+    """Stages round what one rank rounds, so ids and the bits of logprobs are equal."""
+    make_checkpoint(tmp_path / "float", "llama")
+    quantise_checkpoint(tmp_path / "float", tmp_path / "int8")
+    requests = [greedy(0, [3, 1, 4, 1, 5], 12, logprobs=0)]
+    found = []
+    for directory, options in ((tmp_path / "int8", {"pipeline_parallel_size": 2}), (tmp_path / "float", {})):
+        engine = make_engine(directory, quantization="auto" if options else "int8", **options)
+        with contextlib.closing(engine._executor):
+            found.append(generate(engine, requests)[0])
+    assert found[0].token_ids == found[1].token_ids and found[0].logprobs == found[1].logprobs
 
 
 def test_the_offline_class_takes_the_same_options() -> None:

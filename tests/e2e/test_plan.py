@@ -64,6 +64,8 @@ def test_there_are_examples() -> None:
         (["demo", "--gpus-per-nod", "1"], 2, "did you mean --gpus-per-node"),
         (["demo", "--memory", "much"], 2, "--memory: expected bytes"),
         (["demo", "-tp", "2", "--tensor-parallel-split", "1,2,3"], 2, "--tensor-parallel-split: 3 shares"),
+        (["demo", "--gpu", "h100", "--quantization", "int8"], 2, "--quantization: int8 is served on a CPU only"),
+        (["demo", "--device", "cpu", "--memory", "12MiB"], 4, "a machine is short of .*take --quantization int8"),
         (["/does/not/exist"], 3, "no directory /does/not/exist"),
         (
             ["demo", "--memory", "650MiB"],
@@ -95,6 +97,7 @@ def test_help_names_the_command_and_its_options() -> None:
         ["--max-model-len", "512", "--kv-cache-memory", "32MiB", "--block-size", "32"],
         ["-tp", "2", "--kv-cache-memory", "32MiB"],
         ["-dp", "2", "--max-model-len", "512"],
+        ["-tp", "2", "--quantization", "int8", "--kv-cache-memory", "32MiB"],
         ["-tp", "3", "-pp", "2", "--max-model-len", "512", "--dtype", "float32"],
     ],
     ids=" ".join,

@@ -18,7 +18,7 @@ from serve_llm.engine.parallel.comm import Neighbours
 from serve_llm.engine.parallel.layout import Grid
 from serve_llm.engine.weights.files import Checkpoint
 from serve_llm.engine.weights.place import assign, placement
-from serve_llm.kernels.reference import activation, attention, linear, norm, rope
+from serve_llm.kernels.reference import activation, attention, linear, linear_int8, norm, rope
 from serve_llm.kernels.table import Kernels
 from support.forward import CPU, Harness, load
 from support.reference import reference_greedy, reference_logprobs
@@ -32,6 +32,7 @@ REFERENCE = Kernels(
     apply_rope=rope.apply_rope,
     activations={name: getattr(activation, name) for name in ("silu_and_mul", "gelu", "gelu_tanh", "relu")},
     pack=linear.pack,
+    pack_int8=linear_int8.pack_int8,
 )
 TOLERANCE = 1e-4  # of a logprob, float32
 LENGTHS = (1, 2, 15, 16, 17, 40, 131, 150)  # blocks are of 16, windows of 21 and 37, key tiles of 128 tokens

@@ -25,6 +25,7 @@ from serve_llm.engine.schedule.batch import Batch, Chunk, NewRow
 from serve_llm.engine.schedule.sequence import GroupLayout
 from serve_llm.engine.types import Sampling
 from support import resident
+from support.quantised import quantise_checkpoint
 from support.tiny import FAMILIES, make_checkpoint
 
 pytestmark = pytest.mark.skipif(
@@ -118,6 +119,25 @@ def test_several_ranks(family: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family)
     for grid in (Grid(2, 1), Grid(3, 1), Grid(1, 2), Grid(2, 2)):
         compare(tmp_path, grid, max_num_seqs=32, max_num_batched_tokens=600)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_int8(family: str, dtype: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family)
+    compare(tmp_path, dtype=dtype, max_num_seqs=64, quantization="int8")
+    for grid in (Grid(2, 1), Grid(3, 1), Grid(2, 2)):
+        compare(tmp_path, grid, dtype=dtype, max_num_seqs=32, max_num_batched_tokens=600, quantization="int8")
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 256])
+def test_int8_of_larger_sizes(max_num_seqs: int, tmp_path: Path) -> None:
+    compare(resolve_model("demo"), max_num_seqs=max_num_seqs, max_model_len=512, quantization="int8")
+    sizes = {"hidden_size": 256, "intermediate_size": 1500, "num_attention_heads": 8, "head_dim": 32}
+    make_checkpoint(tmp_path / "float", "llama", **sizes, num_key_value_heads=4)
+    quantise_checkpoint(tmp_path / "float", tmp_path / "int8")
+    compare(tmp_path / "int8", max_num_seqs=max_num_seqs)
+    compare(tmp_path / "int8", Grid(3, 1), max_num_seqs=max_num_seqs)
 
 
 def test_more_ranks_than_heads(tmp_path: Path) -> None:

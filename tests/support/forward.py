@@ -24,9 +24,10 @@ from serve_llm.engine.weights.place import load_model
 CPU = torch.device("cpu")
 
 
-def load(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelSpec, Decoder]:
-    """The checkpoint in `directory` as the engine would load it."""
+def load(directory: Path, dtype: torch.dtype = torch.float32, int8: bool = False) -> tuple[ModelSpec, Decoder]:
+    """The checkpoint in `directory` as the engine would load it. int8: as with `--quantization int8`."""
     spec, weight_map = read_model(json.loads((directory / "config.json").read_text()))
+    spec = spec.with_int8() if int8 else spec
     return spec, load_whole(directory, spec, weight_map, dtype=dtype)
 
 

@@ -72,7 +72,12 @@ class MpExecutor:
             hellos = roster.gather(control.Hello, roster.start_seconds)
             check_hosts(hellos, config.directory)
             self._wiring = Wiring(
-                self._grid, [hello.host_id for hello in hellos], host_id(), step_bytes, roster.endpoint
+                self._grid,
+                [hello.host_id for hello in hellos],
+                host_id(),
+                step_bytes,
+                roster.endpoint,
+                on_gpus=config.device == "cuda",
             )
             self._steps = self._wiring.channel()
             self.layout = self._start(config, json.dumps(model), self._wiring, hellos)

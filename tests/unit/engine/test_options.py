@@ -33,6 +33,7 @@ TYPED: dict[str, tuple[list[str], object]] = {
     "revision": (["--revision", "main"], "main"),
     "download_dir": (["--download-dir", "/models"], "/models"),
     "load_format": (["--load-format", "dummy"], "dummy"),
+    "quantization": (["--quantization", "INT8"], "int8"),
     "generation_config": (["--generation-config", "none"], "none"),
     "api_key": (["--api-key", "one", "--api-key", "two,three"], ("one", "two,three")),
     "log_level": (["--log-level", "WARNING"], "warning"),

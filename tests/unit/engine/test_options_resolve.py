@@ -10,7 +10,11 @@ from serve_llm.engine.options import Options
 
 
 def decide(
-    device: str = "cpu", checkpoint_dtype: str = "bfloat16", model_max_len: int = 4096, **options: object
+    device: str = "cpu",
+    checkpoint_dtype: str = "bfloat16",
+    model_max_len: int = 4096,
+    stores_int8: bool = False,
+    **options: object,
 ) -> Config:
     said = Options.from_kwargs("demo", **options)
     return resolve(
@@ -20,6 +24,7 @@ def decide(
         checkpoint_dtype=checkpoint_dtype,
         model_max_len=model_max_len,
         num_layers=24,
+        stores_int8=stores_int8,
         executor_backend="mp" if said.tensor_parallel_size > 1 else "inprocess",
     )
 
@@ -60,6 +65,7 @@ def test_what_the_user_says_wins() -> None:
         "data_parallel_size": 3,
         "seed": 7,
         "load_format": "dummy",
+        "quantization": "int8",
         "tensor_parallel_size": 2,
         "pipeline_parallel_size": 3,
         "tensor_parallel_split": (3.0, 1.0),
@@ -85,6 +91,17 @@ def test_what_the_user_says_wins() -> None:
 )
 def test_dtype(device: str, asked: str, checkpoint: str, dtype: str) -> None:
     assert decide(device, checkpoint, dtype=asked).dtype == dtype
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("asked", ["auto", "int8"])
+def test_quantization(asked: str, stored: bool) -> None:
+    assert decide(quantization=asked, stores_int8=stored).quantization == (
+        "int8" if stored or asked == "int8" else "none"
+    )
+    if stored or asked == "int8":
+        with pytest.raises(OptionError, match=f"^--quantization: {asked}.* is served on a CPU only"):
+            decide("cuda", quantization=asked, stores_int8=stored)
 
 
 def test_float16_on_a_cpu_is_refused() -> None:

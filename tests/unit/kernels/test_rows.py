@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_llm.kernels import activation, linear, norm, rope
+from serve_llm.kernels import activation, linear, linear_int8, norm, rope
 from serve_llm.kernels.reference import activation as activation_definition
 from serve_llm.kernels.reference import linear as linear_definition
+from serve_llm.kernels.reference import linear_int8 as linear_int8_definition
 from serve_llm.kernels.reference import norm as norm_definition
 from serve_llm.kernels.reference import rope as rope_definition
 
@@ -83,6 +84,65 @@ class TestLinear:
         assert_equal(linear.pack(weight)(x), linear_definition.pack(weight)(x))
 
 
+@pytest.mark.skipif(not linear_int8.works(), reason="this processor computes no int8 products")
+class TestLinearInt8:
+    @staticmethod
+    def weights(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+        numbers = torch.randint(-127, 128, (outputs, inputs), generator=torch.Generator().manual_seed(3))
+        return numbers.to(torch.int8), random(outputs, 1, seed=4).abs() / 100
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_rows_alone(self, shape: tuple[int, int], dtype: torch.dtype, threads: int) -> None:
+        layer = linear_int8.pack_int8(*self.weights(*shape), random(shape[0], dtype=dtype))
+        assert_rows_alone(layer, random(MAX_ROWS, shape[1], dtype=dtype, seed=1))
+
+    @pytest.mark.parametrize("with_bias", [True, False])
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_equals_the_definition(self, dtype: torch.dtype, shape: tuple[int, int], with_bias: bool) -> None:
+        weight, scale = self.weights(*shape)
+        bias = random(shape[0], dtype=dtype) if with_bias else None
+        x = random(MAX_ROWS, shape[1], dtype=dtype, seed=1) * torch.logspace(-30, 30, MAX_ROWS)[:, None].to(dtype)
+        ours = linear_int8.pack_int8(weight, scale, bias)(x)
+        definition = linear_int8_definition.pack_int8(weight, scale, bias)(x)
+        size = definition.float().abs().amax(1, keepdim=True)
+        assert ours.dtype == dtype
+        error = (ours.float() - definition.float()) / size
+        assert error.abs().max() < (1e-6 if dtype == torch.float32 else 8e-3)  # here: equal to the last bit
+
+    def test_a_row_of_whole_numbers_is_exact(self) -> None:
+        weight, scale = self.weights(331, 97)
+        x = torch.randint(-127, 128, (9, 97), generator=torch.Generator().manual_seed(5)).float()
+        x[:, 0] = 127.0
+        assert torch.equal(linear_int8.pack_int8(weight, scale)(x), x @ weight.float().T * scale.T)
+
+    def test_zeros_and_what_is_not_finite(self) -> None:
+        weight, scale = self.weights(97, 53)
+        bias = random(97)
+        x = random(5, 53, seed=1)
+        x[1], x[2, 7], x[3, 9], x[4] = 0.0, torch.nan, torch.inf, 1e-38
+        layer = linear_int8.pack_int8(weight, scale, bias)
+        y = layer(x)
+        assert torch.equal(y[0], layer(x[:1])[0]) and torch.equal(y[1], bias) and torch.equal(y[4], bias)
+        assert not y[2:4].isfinite().any()
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_nothing(self, dtype: torch.dtype) -> None:
+        none = torch.empty(97, 0, dtype=torch.int8)
+        bias = random(97, dtype=dtype)
+        assert torch.equal(
+            linear_int8.pack_int8(none, torch.zeros(97, 1), bias)(bias.new_empty(2, 0)), bias.expand(2, 97)
+        )
+        assert linear_int8.pack_int8(*self.weights(97, 53))(bias.new_empty(0, 53)).shape == (0, 97)
+        assert linear_int8.pack_int8(*self.weights(0, 53))(bias.new_empty(2, 53)).shape == (2, 0)
+
+    def test_processors_that_saturate_are_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        product = linear_int8._product
+        monkeypatch.setattr(linear_int8, "_product", lambda *of: product(*of).clamp(-(2.0**15), 2.0**15))
+        assert not linear_int8.works.__wrapped__()
+
+
 class TestNorm:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("width", [14, 97, 896])
@@ -151,10 +211,10 @@ class TestActivation:
 def test_few_sizes_of_rows_reach_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = linear.pack(torch.eye(32))
     reached: set[int] = set()
-    whole = linear._with_rows
-    monkeypatch.setattr(linear, "_with_rows", lambda x, rows: (reached.add(rows), whole(x, rows))[1])
+    whole = linear.with_rows
+    monkeypatch.setattr(linear, "with_rows", lambda x, rows: (reached.add(rows), whole(x, rows))[1])
     for rows in range(1, 1200):
         x = torch.arange(rows * 32, dtype=torch.float32).view(rows, 32)
         assert torch.equal(packed(x), x)
     assert len(reached) <= 15
-    assert all(rows <= linear._few_sizes(rows) <= max(1.5 * rows, 2) for rows in range(1, linear.MOST_ROWS + 1))
+    assert all(rows <= linear.few_sizes(rows) <= max(1.5 * rows, 2) for rows in range(1, linear.MOST_ROWS + 1))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from serve_llm.engine.execute.control import RingEnds, Rings, StepsUrl, Wire, Wired, encode
+from serve_llm.engine.execute.control import RingEnds, Rings, Span, StepsUrl, Wire, Wired, encode
 from serve_llm.engine.execute.wiring import HostWiring, Wiring
 from serve_llm.engine.parallel.encrypted import Endpoint
 from serve_llm.engine.parallel.layout import Grid
@@ -30,6 +30,16 @@ def test_one_host_alone_has_all_to_say_at_once() -> None:
     assert [one.reader for one in ends if isinstance(one, RingEnds)] == [0, 1, 2, 3]
     assert len({one.steps for one in ends if isinstance(one, RingEnds)}) == 1
     assert [one.answers is not None for one in ends if isinstance(one, RingEnds)] == [False, False, True, False]
+
+
+def test_gpus_of_one_host_meet_in_a_store_and_share_steps_only() -> None:
+    wiring = Wiring(Grid(2, 2), ["h"] * 4, "h", 1000, None, on_gpus=True)
+    assert wiring.requests() == {0: Wire(2, 2, [], 1000, True)}
+    wiring.take({0: Wired({}, 4711)}, [""] * 4)
+    assert [wiring.rings(rank) for rank in range(4)] == [Rings([], None, None)] * 4
+    assert wiring.span == Span(["h"] * 4, "127.0.0.1", 4711)
+    assert all(isinstance(wiring.steps(rank), RingEnds) for rank in range(4))
+    assert Wiring(Grid(), ["h"], "h", 1000, None, on_gpus=True).requests() == {}
 
 
 def test_one_rank_needs_steps_only() -> None:
@@ -93,7 +103,7 @@ def test_stages_that_lie_on_two_hosts(endpoint: Endpoint) -> None:
 def test_an_engine_without_ranks_of_its_own(endpoint: Endpoint) -> None:
     wiring = Wiring(Grid(2, 1), ["b", "b"], "a", 1000, endpoint)
     assert wiring.requests() == {0: Wire(2, 1, [0, 1], 1000, False)}
-    assert wiring.span is None and not wiring.spans_hosts
+    assert wiring.span is None and not wiring.needs_store
     assert all(isinstance(wiring.steps(rank), StepsUrl) for rank in (0, 1))
     wiring.channel()
     wiring.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from serve_llm.engine.model.count import weight_bytes
 from serve_llm.engine.model.decoder import Decoder
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.shard import shard_of
-from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.spec import Int8, ModelSpec, product_of
 from serve_llm.engine.parallel.layout import Grid
 from serve_llm.kernels.table import choose
 from support import published, resident
@@ -39,6 +40,9 @@ VARIANTS = {
 }
 
 
+QUANTISED = ["llama", "llama-one-kv-head", "qwen2-tied", "gpt2", "opt-narrow-post"]
+
+
 def build(spec: ModelSpec, grid: Grid, rank: int, device: str, dtype: torch.dtype) -> tuple[Decoder, int]:
     """The rank's decoder with empty tensors, and the bytes that it asked the loader for."""
     asked = 0
@@ -48,12 +52,15 @@ def build(spec: ModelSpec, grid: Grid, rank: int, device: str, dtype: torch.dtyp
         own = list(shape)
         if part is not None:
             own[part.dimension] = len(part.own)
-        tensor = torch.zeros(own, dtype=dtype, device=device)
+        kind = torch.float32 if name.endswith("_scale") else dtype
+        if spec.int8 is not None and spec.int8.stored and (product := product_of(name)) and spec.int8.takes(product):
+            kind = torch.int8
+        tensor = torch.zeros(own, dtype=kind, device=device)
         asked += tensor.nbytes
         return tensor
 
     ranks = Ranks(spec, grid)
-    builder = Builder(load, choose(torch.device(device)), ranks.shards[rank], ranks.neighbours[rank])
+    builder = Builder(load, choose(torch.device(device)), ranks.shards[rank], ranks.neighbours[rank], spec.int8)
     return Decoder(spec, builder, torch.device("cpu")), asked
 
 
@@ -74,6 +81,23 @@ def test_tiny_models(variant: str, tmp_path: Path) -> None:
             decoder, asked = build(spec, grid, rank, "meta", torch.bfloat16)
             expected = weight_bytes(spec, shard, 2, "cuda")
             assert (expected.loaded, expected.held) == (asked, resident.weight_bytes(decoder))
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="packed in another layout here")
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("variant", QUANTISED)
+def test_int8(variant: str, stored: bool, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, variant.split("-")[0], **VARIANTS[variant])
+    plain, _ = read_model(read_config(tmp_path))
+    qkv = {f"layers.1.attention.{name}" for name in "qkv"}
+    spec = replace(plain, int8=Int8(stored, frozenset({"layers.2.ffn.down", *qkv})))
+    for tensor, pipeline in GRIDS:
+        grid = Grid(tensor, pipeline)
+        for rank in range(grid.size):
+            for dtype in (torch.bfloat16, torch.float32):
+                decoder, asked = build(spec, grid, rank, "cpu", dtype)
+                expected = weight_bytes(spec, shard_of(spec, grid, rank), dtype.itemsize, "cpu")
+                assert (expected.loaded, expected.held) == (asked, resident.weight_bytes(decoder))
 
 
 @pytest.mark.parametrize(

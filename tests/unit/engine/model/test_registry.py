@@ -75,7 +75,7 @@ def test_every_key_that_transformers_writes_is_known(family: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config asks for quantised"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: quant_method 'gptq'"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder asks for encoder-decoder"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"num_key_value_heads": 4}, "6 attention heads cannot share 4"),

@@ -17,7 +17,9 @@ from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.parallel.layout import Grid
 from serve_llm.engine.weights.files import Checkpoint
 from serve_llm.engine.weights.place import assign, dummy, load_model, placement
+from serve_llm.kernels import linear_int8
 from support.forward import CPU, Harness, load, load_whole
+from support.quantised import quantise_checkpoint
 from support.ranks import Ranks
 from support.reference import reference_logprobs
 from support.tiny import FAMILIES, make_checkpoint
@@ -93,6 +95,27 @@ def test_integers_are_refused(tmp_path: Path) -> None:
     rewrite(tmp_path, lambda tensors: {n: t.to(torch.int8) if "q_proj" in n else t for n, t in tensors.items()})
     with pytest.raises(ModelError, match=r"q_proj\.weight is stored as torch\.int8"):
         load(tmp_path)
+
+
+@pytest.mark.skipif(not linear_int8.works(), reason="this processor computes no int8 products")
+def test_int8_weights_must_be_what_config_json_says(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "float", "llama")
+    directory = tmp_path / "int8"
+    quantise_checkpoint(tmp_path / "float", directory)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    whole = load_file(directory / "model.safetensors")
+
+    def refused(tensors: Tensors, message: str) -> None:
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, directory / "model.safetensors")
+        with pytest.raises(ModelError, match=message):
+            load(directory)
+
+    scale = whole[f"{name}_scale"]
+    refused({key: tensor for key, tensor in whole.items() if key != f"{name}_scale"}, f"lacks {name}_scale$")
+    refused({**whole, name: whole[name].float()}, r"stored as torch\.float32, but config\.json says .* int8")
+    refused({**whole, f"{name}_scale": scale[:-1]}, rf"{name}_scale has shape \[83, 1\], but .* \[84, 1\]")
+    refused({**whole, f"{name}_scale": scale.to(torch.int8)}, f"{name}_scale is stored as torch.int8, but")
+    refused({**whole, f"{name}_zero_point": scale.to(torch.int8)}, f"uses {name}_zero_point$")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,108 @@
+"""Linear layers in int8 (W8A8): weights scaled per output, activations per row as they come. Knows tensors only.
+
+Weights are int8, symmetric. Each row of activations is divided by its own scale (largest magnitude / 127) and rounded;
+oneDNN multiplies unsigned by signed bytes, so it is stored as uint8 with zero point 128. (Two signed operands take a
+reference path in oneDNN: about 0 GB/s.) oneDNN knows one scale per tensor; it is given 1, and each row's scale is
+applied to the float32 result. The scheme is that of LLM.int8's vector-wise quantisation (arXiv:2208.07339) without
+outliers set apart, as compressed-tensors' "int-quantized" with dynamic token scales has it.
+
+Batch invariance: sums are of integers and exact, and everything else is done number by number, so a row's bits do not
+depend on the others in any case. Rows are padded only because oneDNN keeps code for each number of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from serve_llm.kernels.linear import MOST_ROWS, Linear, few_sizes, with_rows
+
+ZERO_POINT = 128
+LARGEST = 127.0  # of a quantised number
+SMALLEST_ROW = 1e-30  # a row whose largest magnitude is less becomes zeros; keeps its reciprocal finite
+
+
+def pack_int8(weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Linear:
+    """The layer x @ (weight * scale).T + bias, x rounded row by row to 8 bits. On a CPU, where `works()`.
+
+    weight: (outputs, inputs) int8; scale: (outputs, 1) float32; bias: (outputs,) of x's dtype, or None. x may be of any
+    float dtype and the result has the same; what is in between is int32 and float32. A row that holds NaN or infinity
+    gives numbers that are not finite. Outputs or inputs may be none at all; without inputs the result is the bias, or
+    zeros.
+    """
+    if weight.numel() == 0:
+        return _Constant(weight.shape[0], bias)
+    packed = torch.ops.onednn.qlinear_prepack(weight.contiguous(), [1, weight.shape[1]])
+    return _OneDNN(packed, scale.flatten().contiguous(), bias)
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: (rows, inputs), any float dtype -> uint8 numbers of its shape, 128 for zero, and scales (rows, 1) float32.
+
+    Rounded to nearest, halves up. Multiplication and addition are two operations because torch could fuse one that
+    does both for some numbers of a row only, which would then be rounded otherwise.
+    """
+    largest = x.abs().amax(1, keepdim=True).float().clamp_min_(SMALLEST_ROW)
+    scaled = x * (LARGEST / largest)  # float32, also from bfloat16
+    return scaled.add_(ZERO_POINT + 0.5).to(torch.uint8), largest / LARGEST
+
+
+@cache
+def works() -> bool:
+    """Whether this torch on this processor computes int8 products, and exactly: private operators, so they are tried.
+
+    Processors without VNNI saturate sums of two products at 16 bits; the largest numbers show it.
+    """
+    weight = torch.full((16, 64), -127, dtype=torch.int8)
+    weight[::2] = 127
+    x = torch.full((2, 64), 255, dtype=torch.uint8)
+    x[1] = 1
+    try:
+        packed = torch.ops.onednn.qlinear_prepack(weight, [1, 64])
+        y = _product(x, packed, torch.ones(16))
+    except (AttributeError, RuntimeError):
+        return False
+    return torch.equal(y, (x.float() - ZERO_POINT) @ weight.float().T)
+
+
+def _product(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    """(x - 128) @ weight.T * scale in float32. x: (rows, inputs) uint8."""
+    no_points = torch.empty(0, dtype=torch.int64)  # weights are symmetric
+    y: Tensor = torch.ops.onednn.qlinear_pointwise(
+        x, 1.0, ZERO_POINT, packed, scale, no_points, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+    return y
+
+
+@dataclass(frozen=True)
+class _OneDNN:
+    weight: Tensor  # opaque layout
+    scale: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        y = x.new_empty(rows, self.scale.shape[0])
+        for start in range(0, rows, MOST_ROWS):
+            piece = x[start : start + MOST_ROWS]
+            y[start : start + MOST_ROWS] = self._piece(piece)[: piece.shape[0]]
+        return y
+
+    def _piece(self, x: Tensor) -> Tensor:
+        """float32, more rows than x has."""
+        numbers, scales = quantise_rows(with_rows(x, few_sizes(x.shape[0])))
+        y = _product(numbers, self.weight, self.scale).mul_(scales)
+        return y if self.bias is None else y.add_(self.bias)
+
+
+@dataclass(frozen=True)
+class _Constant:
+    outputs: int
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = x.new_zeros(x.shape[0], self.outputs)
+        return y if self.bias is None else y.add_(self.bias)
