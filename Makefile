@@ -41,7 +41,7 @@ bench: $(STAMP)
 	$(BIN)/python tests/bench/messages.py
 	$(BIN)/python tests/bench/parallel.py
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'

@@ -37,7 +37,7 @@ def linear_times() -> dict[str, tuple[float, int]]:
     found = {}
     for outputs, inputs in LINEARS:
         weight = torch.randn((outputs, inputs)).bfloat16()
-        layer = table.choose(CPU).pack(weight, None)
+        layer = table.PORTABLE.pack(weight, None)
         for rows in (1, 8, 64):
             x = torch.randn((rows, inputs)).bfloat16()
             found[f"linear {outputs}x{inputs} bf16, {rows} rows"] = (median_us(partial(layer, x)), weight.nbytes)
@@ -46,7 +46,7 @@ def linear_times() -> dict[str, tuple[float, int]]:
 
 def attention_times() -> dict[str, tuple[float, int]]:
     """Name -> (us, bytes of keys and values)."""
-    attention = table.choose(CPU).paged_attention
+    attention = table.choose(CPU, torch.bfloat16, {size for *_, size in HEADS}).paged_attention
     found = {}
     for heads, kv_heads, head_dim in HEADS:
         for sequences, queries, context in ((1, 1, 1024), (8, 1, 1024), (32, 1, 1024), (1, 512, 512)):

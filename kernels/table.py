@@ -5,13 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from serve_llm.kernels import activation, attention, linear, linear_int8, norm, rope
+from serve_llm.kernels.cpu import library
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,31 @@ PORTABLE = Kernels(
 )
 
 
-def choose(device: torch.device) -> Kernels:
-    """The fastest version of each kernel that runs on the device."""
-    return PORTABLE
+def choose(device: torch.device, dtype: torch.dtype, head_dims: Collection[int]) -> Kernels:
+    """The fastest version of each kernel that runs on the device, for a cache of that dtype and those head sizes.
+
+    One log line says so where attention on a CPU has to do without the compiled kernels.
+    """
+    if device.type != "cpu":
+        return PORTABLE
+    compiled = with_library(library.find(), dtype, head_dims)
+    if isinstance(compiled, str):
+        logger.warning("Attention runs on plain torch operations, which is much slower: %s", compiled)
+        return PORTABLE
+    return compiled
+
+
+def with_library(path: Path | None, dtype: torch.dtype, head_dims: Collection[int]) -> Kernels | str:
+    """Kernels with the compiled ones at `path` among them, or why they cannot be used."""
+    if path is None:
+        return "there was no C++ compiler (g++ 10 or newer) when serve-llm was installed; install one and repeat"
+    if dtype not in library.DTYPES:
+        return f"no kernel was compiled for {dtype}"
+    unknown = sorted(set(head_dims).difference(library.HEAD_DIMS))
+    if unknown:
+        return f"heads of {unknown[0]} numbers have no compiled kernel (16 to 256 in steps of 8 have)"
+    try:
+        found = library.Library(path)
+    except OSError as error:
+        return f"the compiled kernels cannot be loaded: {error}"
+    return replace(PORTABLE, write_cache=found.write_cache, paged_attention=found.paged_attention)

@@ -18,6 +18,7 @@ from serve_llm.engine.schedule.sequence import GroupLayout
 FLOAT = 4  # bytes of float32, in which norms, rope, activations and scores are computed
 PIECE = 256  # rows of one oneDNN product, as in kernels.linear
 KEY_TILE = 128  # tokens of keys that attention visits at a time, as in kernels.attention
+COMPILED_HEAD_DIMS = range(16, 257, 8)  # of attention that allocates no tensors, as in kernels.cpu.library
 
 
 @dataclass(frozen=True)
@@ -131,9 +132,12 @@ def _attention(step: Step, mixer: Attention, group: GroupLayout, width: int, sha
     shared = _queries_per_kv_head(own, mixer.heads // mixer.kv_heads)
     even = step.tokens * shared * kv_heads * mixer.head_dim  # with padding where KV heads have different numbers
     live = qkv + turned + even * step.element * (1 if even == queries else 2)
-    tiles = [_tile_attention(step, group, 1, min(step.tokens - step.singles, 64), shared, kv_heads, mixer.head_dim)]
-    if step.singles:
-        tiles.append(_tile_attention(step, group, step.singles, 1, shared, kv_heads, mixer.head_dim))
+    tiles = [0]
+    if not (step.on_cpu and mixer.head_dim in COMPILED_HEAD_DIMS):
+        rows = min(step.tokens - step.singles, 64)
+        tiles.append(_tile_attention(step, group, 1, rows, shared, kv_heads, mixer.head_dim))
+        if step.singles:
+            tiles.append(_tile_attention(step, group, step.singles, 1, shared, kv_heads, mixer.head_dim))
     summed, _ = step.linear(step.tokens, heads * mixer.head_dim, width)
     return max(peak, live + max(*tiles, summed))
 

@@ -70,7 +70,8 @@ def load_model(
         progress(done, total)
         return tensor
 
-    return Decoder(spec, Builder(counted, choose(device), shard, neighbours, spec.int8), device)
+    kernels = choose(device, dtype, {layer.mixer.head_dim for layer in spec.layers})
+    return Decoder(spec, Builder(counted, kernels, shard, neighbours, spec.int8), device)
 
 
 def assign(

@@ -24,13 +24,17 @@ from serve_llm.engine.plan import make_plan
 from serve_llm.engine.schedule.batch import Batch, Chunk, NewRow
 from serve_llm.engine.schedule.sequence import GroupLayout
 from serve_llm.engine.types import Sampling
+from serve_llm.kernels.cpu import library
 from support import resident
 from support.quantised import quantise_checkpoint
 from support.tiny import FAMILIES, make_checkpoint
 
-pytestmark = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="weights are packed in another layout here"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        torch.backends.cpu.get_cpu_capability() != "AVX512", reason="weights are packed in another layout here"
+    ),
+    pytest.mark.skipif(library.find() is None, reason="the plan is for the compiled kernels"),
+]
 CACHE = 8 << 20  # bytes: about as much as weights and step, so that neither hides behind it
 # a sequence so long ends in its second tile of keys, and the windows of 21 and 37 tokens reach into both
 SIZES = {"max_model_len": 140, "kv_cache_memory": CACHE, "device": "cpu"}

@@ -1,27 +1,46 @@
-"""Paged attention: equal to the definition, and the same bits for a row whatever stands around it."""
+"""Paged attention: equal to the definition, and the same bits for a row whatever stands around it.
+
+Tried with the plain torch operations and with every compiled variant that this processor runs.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
 import random
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from serve_llm.kernels import attention
+from serve_llm.kernels import attention, table
+from serve_llm.kernels.cpu import library
+from serve_llm.kernels.cpu.library import Library
 from serve_llm.kernels.reference import attention as definition
 
-SHAPES = [  # heads, kv_heads, head_dim, block_size
-    (6, 3, 7, 8),
-    (3, 3, 20, 16),
-    (10, 2, 36, 32),
+Shape = tuple[int, int, int, int]  # heads, kv_heads, head_dim, block_size
+ANY_SHAPES: list[Shape] = [(6, 3, 7, 8), (3, 3, 20, 16), (10, 2, 36, 32), (7, 1, 80, 256), (4, 4, 64, 16)]
+COMPILED_SHAPES: list[Shape] = [
+    (6, 3, 16, 8),
+    (3, 3, 24, 16),
+    (10, 2, 40, 32),
     (7, 1, 80, 256),
-    (4, 4, 64, 16),
+    (14, 2, 64, 16),
+    (2, 1, 128, 512),
+    (3, 1, 256, 64),
+    (135, 1, 16, 16),  # more heads for one KV head than a task takes rows
 ]
+COMPILED = library.find()
+VERSIONS: dict[str, Any] = {"portable": attention}
+if COMPILED is not None:
+    VERSIONS |= {variant: Library(COMPILED, variant) for variant in Library(COMPILED).variants}
+CASES = [(name, shape) for name in VERSIONS for shape in (ANY_SHAPES if name == "portable" else COMPILED_SHAPES)]
 DTYPES = [torch.float32, torch.bfloat16]
-BLOCKS = 400
+BLOCKS = 500
 
 
 @dataclass
@@ -36,7 +55,7 @@ class Sequence:
         return len(self.query)
 
 
-def make_sequence(length: int, shape: tuple[int, int, int, int], dtype: torch.dtype, seed: int) -> Sequence:
+def make_sequence(length: int, shape: Shape, dtype: torch.dtype, seed: int) -> Sequence:
     heads, kv_heads, head_dim, _ = shape
     generator = torch.Generator().manual_seed(seed)
 
@@ -49,7 +68,7 @@ def make_sequence(length: int, shape: tuple[int, int, int, int], dtype: torch.dt
 class Cache:
     """A strided view into a buffer full of NaN, with a random free list."""
 
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, rng: random.Random) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype, rng: random.Random) -> None:
         _, kv_heads, head_dim, block_size = shape
         flat = torch.full((BLOCKS, 3 * 2 * kv_heads * block_size * head_dim + 5), torch.nan, dtype=dtype)
         inner = 2 * kv_heads * block_size * head_dim
@@ -64,11 +83,11 @@ class Cache:
 
 def run(
     sequences: list[Sequence],
-    shape: tuple[int, int, int, int],
+    shape: Shape,
     window: int | None,
     rng: random.Random,
     chunk: int | None = None,
-    function=attention.paged_attention,
+    kernels: Any = attention,
 ) -> list[Tensor]:
     """Each sequence's outputs, computed side by side in random chunks of at most `chunk` tokens (None: whole)."""
     dtype = sequences[0].query.dtype
@@ -95,53 +114,162 @@ def run(
             cache.view[tables[n][:gone]] = torch.nan  # given back: anything may stand there
         parts = [(sequences[n], slice(done[n], done[n] + count)) for n, count in zip(members, counts, strict=True)]
         key, value = torch.cat([s.key[part] for s, part in parts]), torch.cat([s.value[part] for s, part in parts])
-        attention.write_cache(key, value, cache.view, torch.tensor(slots))
+        kernels.write_cache(key, value, cache.view, torch.tensor(slots))
         lens = [part.stop for _, part in parts]
         query = torch.cat([s.query[part] for s, part in parts])
-        result = function(query, cache.view, table, starts, lens, scale=0.3, window=window)
+        result = kernels.paged_attention(query, cache.view, table, starts, lens, scale=0.3, window=window)
         for n, (first, last) in zip(members, pairwise(starts), strict=True):
             outputs[n].append(result[first:last])
             done[n] += last - first
     return [torch.cat(parts) for parts in outputs]
 
 
+@functools.cache
+def defined(shape: Shape, dtype: torch.dtype, window: int | None, lengths: tuple[int, ...]) -> list[Tensor]:
+    sequences = [make_sequence(length, shape, dtype, length) for length in lengths]
+    return run(sequences, shape, window, random.Random(2), kernels=definition)
+
+
 @pytest.mark.parametrize("window", [None, 1, 19, 150])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_equals_the_definition(shape: tuple[int, int, int, int], dtype: torch.dtype, window: int | None) -> None:
-    sequences = [make_sequence(length, shape, dtype, length) for length in (1, 2, 65, 140)]
-    ours = run(sequences, shape, window, random.Random(1))
-    theirs = run(sequences, shape, window, random.Random(2), function=definition.paged_attention)
-    for left, right in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(left, right, atol=2e-5 if dtype == torch.float32 else 2e-2, rtol=1e-5)
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_equals_the_definition(name: str, shape: Shape, dtype: torch.dtype, window: int | None) -> None:
+    lengths = (1, 2, 65, 140) if shape[2] > 16 else (1, 2, 65, 300)
+    sequences = [make_sequence(length, shape, dtype, length) for length in lengths]
+    ours = run(sequences, shape, window, random.Random(1), kernels=VERSIONS[name])
+    tolerance = {"atol": 4e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2**-7}
+    for left, right in zip(ours, defined(shape, dtype, window, lengths), strict=True):
+        torch.testing.assert_close(left, right, **tolerance)
 
 
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "threads"), [*((shape, 1) for shape in SHAPES), (SHAPES[2], 3)])
+@pytest.mark.parametrize(
+    ("name", "shape", "threads"), [(*case, 1) for case in CASES] + [(*case, 3) for case in CASES if case[1][0] == 10]
+)
 def test_bits_do_not_depend_on_batch_or_chunks(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, window: int | None, threads: int
+    name: str, shape: Shape, dtype: torch.dtype, window: int | None, threads: int
 ) -> None:
     rng = random.Random(3)
+    kernels = VERSIONS[name]
     subject = make_sequence(300, shape, dtype, seed=0)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        (alone,) = run([subject], shape, window, rng)
+        (alone,) = run([subject], shape, window, rng, kernels=kernels)
         for chunk in (1, 9, 130):
             others = [make_sequence(rng.randint(1, 420), shape, dtype, rng.randrange(1000)) for _ in range(4)]
-            together = run([*others[:2], subject, *others[2:]], shape, window, rng, chunk=chunk)
+            together = run([*others[:2], subject, *others[2:]], shape, window, rng, chunk=chunk, kernels=kernels)
             assert torch.equal(together[2], alone)
     finally:
         torch.set_num_threads(before)
 
 
-def test_write_cache_equals_the_definition() -> None:
+@pytest.mark.parametrize("name", [name for name in VERSIONS if name != "portable"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_long_context_on_many_threads(name: str, dtype: torch.dtype) -> None:
+    """Tiles of one row on several threads, merged in order: the bits of one thread."""
+    shape = (4, 2, 32, 16)
+    subject = make_sequence(1500, shape, dtype, seed=5)
+    outputs = []
+    for threads in (1, 4):
+        torch.set_num_threads(threads)
+        outputs += run([subject], shape, None, random.Random(0), kernels=VERSIONS[name])
+        outputs += [torch.cat([outputs[0][:1499], decoded(subject, shape, VERSIONS[name])])]
+    torch.set_num_threads(1)
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+def decoded(subject: Sequence, shape: Shape, kernels: Any) -> Tensor:
+    """The last token's output, computed alone."""
+    cache = Cache(shape, subject.query.dtype, random.Random(1))
+    blocks = cache.table(len(subject))
+    slots = [blocks[p // cache.block_size] * cache.block_size + p % cache.block_size for p in range(len(subject))]
+    kernels.write_cache(subject.key, subject.value, cache.view, torch.tensor(slots))
+    table = torch.tensor([blocks], dtype=torch.int32)
+    return kernels.paged_attention(subject.query[-1:], cache.view, table, [0, 1], [len(subject)], scale=0.3)
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_with_strides(name: str, dtype: torch.dtype) -> None:
+    """Query, key and value as they come: slices of one matrix."""
+    heads, kv_heads, head_dim, block_size = shape = (6, 3, 16, 8)
+    whole = torch.randn((30, (heads + 2 * kv_heads) * head_dim), generator=torch.Generator().manual_seed(1)).to(dtype)
+    parts = whole.split_with_sizes([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], -1)
+    query, key, value = (part.unflatten(1, (-1, head_dim)) for part in parts)
+    outputs = []
+    for kernels in (VERSIONS[name], definition):
+        cache = Cache(shape, dtype, random.Random(0))
+        blocks = cache.table(30)
+        slots = torch.tensor([blocks[p // block_size] * block_size + p % block_size for p in range(30)])
+        kernels.write_cache(key, value, cache.view, slots)
+        table = torch.tensor([blocks], dtype=torch.int32)
+        outputs.append(kernels.paged_attention(query, cache.view, table, [0, 30], [30], scale=0.25))
+    torch.testing.assert_close(*outputs, atol=2e-2 if dtype == torch.bfloat16 else 2e-5, rtol=2**-7)
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_not_a_number_among_the_seen_shows(name: str) -> None:
+    """A model that computes NaN must be found out, not smoothed over."""
+    shape = (6, 3, 16, 8)
+    subject = make_sequence(20, shape, torch.float32, 0)
+    for broken in (subject.key, subject.value):
+        kept = broken[7].clone()
+        broken[7] = torch.nan
+        (output,) = run([subject], shape, None, random.Random(0), kernels=VERSIONS[name])
+        assert output[7:].isnan().all()
+        broken[7] = kept
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_write_cache_equals_the_definition(name: str) -> None:
     shape = (6, 3, 7, 8)
     caches = [Cache(shape, torch.float32, random.Random(0)).view.nan_to_num_() for _ in range(2)]
     tokens = make_sequence(30, shape, torch.float32, 0)
     slots = torch.randperm(BLOCKS * 8, generator=torch.Generator().manual_seed(0))[:30]
-    attention.write_cache(tokens.key, tokens.value, caches[0], slots)
+    VERSIONS[name].write_cache(tokens.key, tokens.value, caches[0], slots)
     definition.write_cache(tokens.key, tokens.value, caches[1], slots)
     assert torch.equal(caches[0], caches[1])
     assert caches[0].count_nonzero() == 2 * tokens.key.numel()
+
+
+@pytest.mark.skipif(COMPILED is None, reason="no C++ compiler at installation")
+def test_the_compiled_kernels_are_chosen_where_they_can_be(caplog: pytest.LogCaptureFixture) -> None:
+    for dtype in DTYPES:
+        chosen = table.choose(torch.device("cpu"), dtype, {16, 128})
+        assert chosen.paged_attention.__self__.variant == list(VERSIONS)[-1]
+    assert table.choose(torch.device("cuda"), torch.bfloat16, {16}) is table.PORTABLE
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("found", "dtype", "head_dims", "reason"),
+    [
+        (None, torch.float32, {64}, "there was no C++ compiler"),
+        (Path(__file__), torch.float16, {64}, "for torch.float16"),
+        (Path(__file__), torch.float32, {64, 20}, "heads of 20 numbers"),
+        (Path(__file__), torch.float32, {512}, "heads of 512 numbers"),
+        (Path(__file__), torch.float32, {64}, "cannot be loaded"),
+    ],
+)
+def test_without_them_plain_torch_and_one_line(
+    found: Path | None,
+    dtype: torch.dtype,
+    head_dims: set[int],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(library, "find", lambda: found)
+    with caplog.at_level(logging.WARNING):
+        assert table.choose(torch.device("cpu"), dtype, head_dims) is table.PORTABLE
+    (line,) = caplog.messages
+    assert reason in line
+
+
+def test_a_variant_that_is_not_there() -> None:
+    if COMPILED is None:
+        pytest.skip("no C++ compiler at installation")
+    with pytest.raises(ValueError, match="no variant avx1024 for this processor, but baseline"):
+        Library(COMPILED, "avx1024")

@@ -60,7 +60,8 @@ def build(spec: ModelSpec, grid: Grid, rank: int, device: str, dtype: torch.dtyp
         return tensor
 
     ranks = Ranks(spec, grid)
-    builder = Builder(load, choose(torch.device(device)), ranks.shards[rank], ranks.neighbours[rank], spec.int8)
+    kernels = choose(torch.device(device), dtype, {layer.mixer.head_dim for layer in spec.layers})
+    builder = Builder(load, kernels, ranks.shards[rank], ranks.neighbours[rank], spec.int8)
     return Decoder(spec, builder, torch.device("cpu")), asked
 
 

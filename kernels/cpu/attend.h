@@ -1,0 +1,55 @@
+// What attention.cpp (which task runs where) and attend.cpp (one task, compiled once per instruction set) agree on.
+#pragma once
+
+#include <cstdint>
+
+constexpr int TILE = 256;       // keys that are taken at once, from a multiple of TILE on
+constexpr int MAX_ROWS = 128;   // rows of one task: a row is a (query, head) pair that reads the same KV head
+constexpr int MAX_HEAD = 256;
+
+// The arguments of paged_attention; strides in elements.
+struct Problem {
+  const void* query;  // (tokens, heads, head_dim)
+  int64_t query_token, query_head;
+  const void* cache;  // (blocks, 2, kv_heads, block_size, head_dim)
+  int64_t cache_block, cache_part, cache_head, cache_token;
+  const int32_t* table;  // (sequences, max_blocks)
+  int64_t table_row;
+  const int32_t* starts;    // (sequences + 1)
+  const int32_t* contexts;  // (sequences)
+  void* output;             // (tokens, heads, head_dim), dense
+  int sequences, heads, kv_heads, head_dim, block_shift;
+  int window;  // 0: none
+  float scale;
+  bool bf16;
+};
+
+// Rows first .. first + count - 1 of one sequence and KV head; row r is query r / group, head r % group of the group.
+struct Rows {
+  int sequence, kv_head, first, count;
+  int first_tile, last_tile;  // that any of the rows sees
+};
+
+// Softmax-weighted sums so far, for each row: highest score, sum of weights, weighted values (width padded to 16).
+struct Sums {
+  float* highest;
+  float* total;
+  float* values;
+};
+
+inline int padded_dim(int head_dim) { return (head_dim + 15) / 16 * 16; }
+
+// One instruction set's code. Scratch: bytes of working memory that `attend` needs, aligned to 64.
+struct Variant {
+  int64_t (*scratch)(const Problem&);
+  // Clears the sums and adds the tiles first .. last to them, in order.
+  void (*attend)(const Problem&, const Rows&, int first, int last, Sums, void* scratch);
+  // Adds sums of `rows` rows to others, as `attend` adds each tile.
+  void (*merge)(Sums into, Sums from, int rows, int width);
+  void (*finish)(const Problem&, const Rows&, Sums);  // writes the output
+};
+
+extern const Variant attend_baseline;
+#if defined(__x86_64__)
+extern const Variant attend_avx2, attend_avx512, attend_avx512_bf16;
+#endif

@@ -1,0 +1,175 @@
+// Attention over a paged KV cache for CPUs: the C interface, and which thread computes what. Knows nothing of torch.
+//
+// The work is cut into tasks of at most MAX_ROWS rows (one sequence, one KV head). Where there are too few tasks for the
+// threads, each is cut again at every tile of keys and its tiles' sums are merged in order afterwards. That is the
+// order in which an uncut task adds them, so how the work was cut does not show in the bits of a result.
+
+#include <omp.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "attend.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+namespace {
+
+constexpr int TASKS_PER_THREAD = 4;            // with fewer, threads wait for the last one
+constexpr int64_t MOST_SPLIT = int64_t{64} << 20;  // bytes of sums that may wait to be merged
+
+const Variant* const VARIANTS[] = {
+    &attend_baseline,
+#if defined(__x86_64__)
+    &attend_avx2,
+    &attend_avx512,
+    &attend_avx512_bf16,
+#endif
+};
+constexpr int NUM_VARIANTS = sizeof VARIANTS / sizeof *VARIANTS;
+
+// Memory of one thread that stays for the next call, so that its pages are not asked for again in each layer.
+class Workspace {
+ public:
+  void* at_least(int64_t bytes) {
+    if (bytes > size_) {
+      std::free(memory_);
+      size_ = (bytes + 4095) / 4096 * 4096;
+      memory_ = std::aligned_alloc(64, size_);
+      if (memory_ == nullptr) std::abort();
+    }
+    return memory_;
+  }
+  ~Workspace() { std::free(memory_); }
+
+ private:
+  void* memory_ = nullptr;
+  int64_t size_ = 0;
+};
+thread_local Workspace scratch_space, sums_space, split_space;
+
+Sums sums_at(float* memory, int rows) { return {memory, memory + rows, memory + 2 * rows}; }
+int64_t sums_size(int rows, int width) { return (int64_t)rows * (width + 2); }  // floats
+
+// The tasks of a step, those with the most keys of each sequence first.
+std::vector<Rows> cut(const Problem& p) {
+  const int group = p.heads / p.kv_heads;
+  std::vector<Rows> tasks;
+  for (int sequence = 0; sequence < p.sequences; sequence++) {
+    const int queries = p.starts[sequence + 1] - p.starts[sequence];
+    const int position = p.contexts[sequence] - queries;
+    const int parts = (queries * group + MAX_ROWS - 1) / MAX_ROWS;
+    for (int part = parts - 1; part >= 0; part--) {
+      const int first = part * MAX_ROWS;
+      const int count = queries * group - first < MAX_ROWS ? queries * group - first : MAX_ROWS;
+      const int lowest = p.window == 0 ? 0 : position + first / group - p.window + 1;
+      const int last_tile = (position + (first + count - 1) / group) / TILE;
+      for (int head = 0; head < p.kv_heads; head++)
+        tasks.push_back({sequence, head, first, count, lowest > 0 ? lowest / TILE : 0, last_tile});
+    }
+  }
+  return tasks;
+}
+
+void run_whole(const Problem& p, const Variant& variant, const std::vector<Rows>& tasks, int threads) {
+  const int64_t scratch = variant.scratch(p);
+  const int width = padded_dim(p.head_dim);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (tasks.size() > 1)
+  for (size_t i = 0; i < tasks.size(); i++) {
+    const Rows& rows = tasks[i];
+    const Sums sums = sums_at((float*)sums_space.at_least(4 * sums_size(rows.count, width)), rows.count);
+    variant.attend(p, rows, rows.first_tile, rows.last_tile, sums, scratch_space.at_least(scratch));
+    variant.finish(p, rows, sums);
+  }
+}
+
+// One tile of one task, and where its sums stand.
+struct Part {
+  int task, tile;
+  int64_t place;
+};
+
+void run_split(const Problem& p, const Variant& variant, const std::vector<Rows>& tasks, const std::vector<Part>& parts,
+               float* memory, int threads) {
+  const int64_t scratch = variant.scratch(p);
+  const int width = padded_dim(p.head_dim);
+#pragma omp parallel num_threads(threads) if (parts.size() > 1)
+  {
+#pragma omp for schedule(dynamic, 1)
+    for (size_t i = 0; i < parts.size(); i++) {
+      const Rows& rows = tasks[parts[i].task];
+      variant.attend(p, rows, parts[i].tile, parts[i].tile, sums_at(memory + parts[i].place, rows.count),
+                     scratch_space.at_least(scratch));
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (size_t i = 0; i < parts.size(); i++) {
+      const Rows& rows = tasks[parts[i].task];
+      if (parts[i].tile != rows.first_tile) continue;
+      const Sums sums = sums_at(memory + parts[i].place, rows.count);
+      for (int64_t next = 1; next <= rows.last_tile - rows.first_tile; next++)
+        variant.merge(sums, sums_at(memory + parts[i + next].place, rows.count), rows.count, width);
+      variant.finish(p, rows, sums);
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Number of variants; they are numbered as in VARIANTS, slowest first.
+EXPORT int serve_llm_variants() { return NUM_VARIANTS; }
+
+// Whether this processor can run a variant.
+EXPORT int serve_llm_supported(int variant) {
+  if (variant == 0) return 1;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (variant == 1) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (variant == 2) return wide;
+  if (variant == 3) return wide && __builtin_cpu_supports("avx512bf16");
+#endif
+  return 0;
+}
+
+EXPORT void serve_llm_attention(const Problem* problem, int variant_number, int threads) {
+  const Problem& p = *problem;
+  const Variant& variant = *VARIANTS[variant_number];
+  const std::vector<Rows> tasks = cut(p);
+  std::vector<Part> parts;
+  int64_t floats = 0;
+  if (threads > 1 && tasks.size() < (size_t)threads * TASKS_PER_THREAD) {
+    for (size_t task = 0; task < tasks.size(); task++)
+      for (int tile = tasks[task].first_tile; tile <= tasks[task].last_tile; tile++) {
+        parts.push_back({(int)task, tile, floats});
+        floats += (sums_size(tasks[task].count, padded_dim(p.head_dim)) + 15) / 16 * 16;
+      }
+  }
+  if (parts.size() > tasks.size() && 4 * floats <= MOST_SPLIT) {
+    run_split(p, variant, tasks, parts, (float*)split_space.at_least(4 * floats), threads);
+  } else {
+    run_whole(p, variant, tasks, threads);
+  }
+}
+
+// Copies rows of `bytes` bytes (one KV head of one token) to the cache; strides in bytes.
+EXPORT void serve_llm_write_cache(const char* key, const char* value, int64_t key_token, int64_t key_head, int64_t value_token,
+                           int64_t value_head, char* cache, int64_t cache_block, int64_t cache_part, int64_t cache_head,
+                           int64_t cache_token, const int64_t* slots, int tokens, int kv_heads, int block_size,
+                           int64_t bytes, int threads) {
+  const int64_t moved = 2 * bytes * kv_heads * tokens;
+#pragma omp parallel for schedule(static) num_threads(threads) if (moved > (1 << 18))
+  for (int token = 0; token < tokens; token++) {
+    char* place = cache + slots[token] / block_size * cache_block + slots[token] % block_size * cache_token;
+    for (int head = 0; head < kv_heads; head++) {
+      std::memcpy(place + head * cache_head, key + token * key_token + head * key_head, bytes);
+      std::memcpy(place + cache_part + head * cache_head, value + token * value_token + head * value_head, bytes);
+    }
+  }
+}
+
+}  // extern "C"

@@ -1,0 +1,112 @@
+"""The compiled kernels of this folder, called by ctypes. Contracts stand at the functions of the same names in
+`kernels/attention.py`.
+
+torch is imported first, so that the library finds torch's OpenMP already loaded and shares its threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+VARIANTS = ("baseline", "avx2", "avx512", "avx512_bf16")  # as the library numbers them, slowest first
+DTYPES = (torch.bfloat16, torch.float32)
+HEAD_DIMS = range(16, 257, 8)
+
+
+class Problem(ctypes.Structure):
+    """`Problem` in attend.h."""
+
+    _fields_ = (
+        ("query", ctypes.c_void_p),
+        ("query_token", ctypes.c_int64),
+        ("query_head", ctypes.c_int64),
+        ("cache", ctypes.c_void_p),
+        ("cache_block", ctypes.c_int64),
+        ("cache_part", ctypes.c_int64),
+        ("cache_head", ctypes.c_int64),
+        ("cache_token", ctypes.c_int64),
+        ("table", ctypes.c_void_p),
+        ("table_row", ctypes.c_int64),
+        ("starts", ctypes.c_void_p),
+        ("contexts", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("sequences", ctypes.c_int),
+        ("heads", ctypes.c_int),
+        ("kv_heads", ctypes.c_int),
+        ("head_dim", ctypes.c_int),
+        ("block_shift", ctypes.c_int),
+        ("window", ctypes.c_int),
+        ("scale", ctypes.c_float),
+        ("bf16", ctypes.c_bool),
+    )
+
+
+class Library:
+    """One variant of the kernels.
+
+    For caches, queries, keys and values of one type among DTYPES whose head_dim is among HEAD_DIMS and contiguous.
+    """
+
+    def __init__(self, path: Path, variant: str | None = None) -> None:
+        """variant: None for the fastest that this processor runs. Raises OSError if the file cannot be loaded, and
+        ValueError if the variant is unknown, was not compiled, or does not run here."""
+        self._library = ctypes.CDLL(str(path))
+        self._library.serve_llm_attention.restype = None
+        self._library.serve_llm_write_cache.restype = None
+        compiled = VARIANTS[: self._library.serve_llm_variants()]
+        self.variants = tuple(v for n, v in enumerate(compiled) if self._library.serve_llm_supported(n))
+        self.variant = self.variants[-1] if variant is None else variant
+        if self.variant not in self.variants:
+            raise ValueError(f"{path.name} has no variant {variant} for this processor, but {', '.join(self.variants)}")
+        self._number = VARIANTS.index(self.variant)
+
+    def write_cache(self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+        size = cache.element_size()
+        strides = [stride * size for part in (key, value) for stride in part.stride()[:2]]
+        arguments = [
+            *(ctypes.c_void_p(part.data_ptr()) for part in (key, value)),
+            *map(ctypes.c_int64, strides),
+            ctypes.c_void_p(cache.data_ptr()),
+            *(ctypes.c_int64(stride * size) for stride in cache.stride()[:4]),
+            ctypes.c_void_p(slots.data_ptr()),
+            *(len(slots), cache.shape[2], cache.shape[3]),
+            ctypes.c_int64(size * cache.shape[4]),
+            torch.get_num_threads(),
+        ]
+        self._library.serve_llm_write_cache(*arguments)
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        query_starts: Sequence[int],
+        context_lens: Sequence[int],
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:
+        output = torch.empty(query.shape, dtype=query.dtype)
+        starts, contexts = array("i", query_starts), array("i", context_lens)
+        block_size = cache.shape[3]
+        problem = Problem(
+            *(query.data_ptr(), query.stride(0), query.stride(1)),
+            *(cache.data_ptr(), *cache.stride()[:4]),
+            *(block_table.data_ptr(), block_table.stride(0)),
+            *(starts.buffer_info()[0], contexts.buffer_info()[0], output.data_ptr()),
+            *(len(contexts), query.shape[1], cache.shape[2], cache.shape[4]),
+            *(block_size.bit_length() - 1, window or 0, scale, query.dtype == torch.bfloat16),
+        )
+        self._library.serve_llm_attention(ctypes.byref(problem), self._number, torch.get_num_threads())
+        return output
+
+
+def find(folder: Path = Path(__file__).parent) -> Path | None:
+    """The file that was compiled at installation, if it was."""
+    return next(iter(sorted(folder.glob("compiled.*"))), None)
