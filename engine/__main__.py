@@ -66,7 +66,7 @@ def serve(channel: ZmqChannel) -> None:
         per_engine = options.tensor_parallel_size * options.pipeline_parallel_size
         claim_gpus(os.environ, start.engine, options.data_parallel_size, per_engine)
     with contextlib.ExitStack() as stack:
-        choice, roster = start_ranks(options, start.ray)
+        choice, roster = start_ranks(options, start.ray, start.engine)
         if roster is not None:
             stack.push(lambda kind, error, trace: roster.close(error))
         _serve(channel, start, choice, roster)
@@ -100,6 +100,10 @@ def _serve(channel: ZmqChannel, start: wire.Start, choice: Choice, roster: Roste
     logger.info("Engine ready after %.2f s", time.perf_counter() - began)
     try:
         loop.run(engine, channel)
+    except BaseException as error:
+        if roster is not None:
+            roster.close(error)  # so that other hosts hear why
+        raise
     finally:
         executor.close()
 

@@ -125,6 +125,10 @@ def _from_file(path: Path) -> Given:
         content = cast(object, yaml.safe_load(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise OptionError(f"--config {path}: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:  # without the line itself, which may hold a secret
+        mark = error.problem_mark
+        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        raise OptionError(f"--config {path}: not YAML{where}: {error.problem}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise OptionError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
     if content is None:

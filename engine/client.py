@@ -132,5 +132,8 @@ def _ray_cluster() -> wire.RayCluster | None:
     ray = sys.modules.get("ray")
     if ray is None or not hasattr(ray, "is_initialized") or not ray.is_initialized():
         return None  # asking on would start a Ray
+    address = getattr(ray.get_runtime_context(), "gcs_address", None)
+    if address is None:
+        return None  # through Ray's client, from a host that is no node
     group = ray.util.get_current_placement_group()
-    return wire.RayCluster(ray.get_runtime_context().gcs_address, group.id.hex() if group is not None else None)
+    return wire.RayCluster(address, group.id.hex() if group is not None else None)

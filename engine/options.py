@@ -74,7 +74,7 @@ class Options:
     kv_cache_memory: int | None = _option(
         None,
         values.positive(values.parse_bytes),
-        "size of each engine's KV cache, such as 8GiB (default: a fixed share of the free memory on a CPU, what "
+        "size of each rank's KV cache, such as 8GiB (default: a fixed share of the free memory on a CPU, what "
         "--gpu-memory-utilization leaves on a GPU)",
         shown="BYTES",
     )

@@ -21,6 +21,7 @@ from typing import Any
 
 from ray import serve
 
+from serve_llm.engine.errors import OptionError
 from serve_llm.engine.options import Options
 from serve_llm.server.assemble import assemble
 
@@ -54,7 +55,8 @@ def build_app(arguments: dict[str, Any]) -> serve.Application:
     a model) for arguments that cannot work, before anything is placed."""
     options = dict(arguments)
     num_replicas = int(options.pop("num_replicas", 1))
-    Options.from_kwargs(**options)
+    if Options.from_kwargs(**options).data_parallel_size > 1:
+        raise OptionError("data_parallel_size: a replica is one engine here; use num_replicas")
     placement = placed_on_one_node(options) if int(options.get("pipeline_parallel_size", 1)) == 1 else by_stage(options)
     return Replica.options(num_replicas=num_replicas, **placement).bind(options)
 

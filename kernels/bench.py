@@ -1,6 +1,8 @@
 """Times the kernels of this machine: `python -m serve_llm.kernels.bench`. A table for people, then one line of JSON.
 
-Each time is the median of repeated calls, in microseconds; GB/s count the weights or cached keys and values read once.
+Each time is the median of repeated calls. GB/s count the weights or cached keys and values read once, GFLOP/s the
+multiplications and additions (of the causal half in a prefill), each also as a share of what the machine was measured
+to give in the same run: a sum over memory beyond the caches, and a large bfloat16 matrix product.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,6 +21,8 @@ from serve_llm.kernels import table
 CPU = torch.device("cpu")
 LINEARS = [(9728, 896), (2048, 8192), (151936, 896)]  # outputs, inputs
 HEADS = [(14, 2, 64), (32, 8, 128)]  # heads, kv_heads, head_dim
+STEPS = [(1, 1, 128), (1, 1, 4096), (8, 1, 1024), (32, 1, 1024), (1, 512, 512), (1, 2048, 2048)]
+# sequences, new tokens of each, context of each
 BLOCK_SIZE = 16
 
 
@@ -32,40 +37,59 @@ def median_us(call: Callable[[], object]) -> float:
     return statistics.median(times) * 1e6
 
 
-def linear_times() -> dict[str, tuple[float, int]]:
-    """Name -> (us, bytes of weights)."""
+@dataclass(frozen=True)
+class Timed:
+    us: float
+    num_bytes: int
+    operations: float
+
+
+def linear_times() -> dict[str, Timed]:
     found = {}
     for outputs, inputs in LINEARS:
         weight = torch.randn((outputs, inputs)).bfloat16()
         layer = table.PORTABLE.pack(weight, None)
         for rows in (1, 8, 64):
             x = torch.randn((rows, inputs)).bfloat16()
-            found[f"linear {outputs}x{inputs} bf16, {rows} rows"] = (median_us(partial(layer, x)), weight.nbytes)
+            us = median_us(partial(layer, x))
+            found[f"linear {outputs}x{inputs} bf16, {rows} rows"] = Timed(us, weight.nbytes, 2 * rows * weight.numel())
     return found
 
 
-def attention_times() -> dict[str, tuple[float, int]]:
-    """Name -> (us, bytes of keys and values)."""
-    attention = table.choose(CPU, torch.bfloat16, {size for *_, size in HEADS}).paged_attention
+def attention_times() -> dict[str, Timed]:
+    attention = table.choose(CPU, torch.bfloat16, {head_dim for *_, head_dim in HEADS}).paged_attention
     found = {}
     for heads, kv_heads, head_dim in HEADS:
-        for sequences, queries, context in ((1, 1, 1024), (8, 1, 1024), (32, 1, 1024), (1, 512, 512)):
+        for sequences, queries, context in STEPS:
             blocks = context // BLOCK_SIZE
             cache = torch.randn((sequences * blocks, 2, kv_heads, BLOCK_SIZE, head_dim)).bfloat16()
             block_table = torch.randperm(sequences * blocks).view(sequences, blocks).int()
             query = torch.randn((sequences * queries, heads, head_dim)).bfloat16()
             starts = list(range(0, sequences * queries + 1, queries))
             call = partial(attention, query, cache, block_table, starts, [context] * sequences, scale=head_dim**-0.5)
+            pairs = sequences * (queries * (context - queries) + queries * (queries + 1) / 2)
             name = f"attention {heads}/{kv_heads}/{head_dim} bf16, {sequences} x {queries} of {context}"
-            found[name] = (median_us(call), cache.nbytes)
+            found[name] = Timed(median_us(call), cache.nbytes, 4 * heads * head_dim * pairs)
     return found
 
 
+def limits() -> tuple[float, float]:
+    """GB/s of memory, GFLOP/s of a bfloat16 matrix product."""
+    memory = torch.ones(1 << 27)
+    bandwidth = memory.nbytes / median_us(partial(torch.sum, memory)) / 1000
+    square = torch.randn((2048, 2048)).bfloat16()
+    return bandwidth, 2 * 2048**3 / median_us(partial(torch.mm, square, square)) / 1000
+
+
 def main() -> None:
+    bandwidth, peak = limits()
+    print(f"{torch.get_num_threads()} threads: memory {bandwidth:.0f} GB/s, bf16 matrix product {peak:.0f} GFLOP/s")
     times = linear_times() | attention_times()
-    for name, (us, num_bytes) in times.items():
-        print(f"{name:50} {us:10.0f} us {num_bytes / us / 1000:8.1f} GB/s")
-    print(json.dumps({name: round(us, 1) for name, (us, _) in times.items()}))
+    for name, timed in times.items():
+        gigabytes, gigaflops = timed.num_bytes / timed.us / 1000, timed.operations / timed.us / 1000
+        reads = f"{gigabytes:7.1f} GB/s {gigabytes / bandwidth:5.0%}"
+        print(f"{name:50} {timed.us:9.0f} us {reads} {gigaflops:8.0f} GFLOP/s {gigaflops / peak:5.0%}")
+    print(json.dumps({name: round(timed.us, 1) for name, timed in times.items()}))
 
 
 if __name__ == "__main__":

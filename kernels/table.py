@@ -73,6 +73,6 @@ def with_library(path: Path | None, dtype: torch.dtype, head_dims: Collection[in
         return f"heads of {unknown[0]} numbers have no compiled kernel (16 to 256 in steps of 8 have)"
     try:
         found = library.Library(path)
-    except OSError as error:
+    except (OSError, AttributeError) as error:  # the latter: compiled from older sources
         return f"the compiled kernels cannot be loaded: {error}"
     return replace(PORTABLE, write_cache=found.write_cache, paged_attention=found.paged_attention)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 from serve_llm.engine.client import EngineClient
-from serve_llm.engine.errors import EngineDead, ServeError
+from serve_llm.engine.errors import EngineDead, EngineError, ServeError
 from serve_llm.engine.options import Options
 from serve_llm.server.replicas import Replicas
 
@@ -24,7 +26,16 @@ def launch(address: str) -> subprocess.Popen[bytes]:
     """Start an engine process on this host that connects to `address`."""
     command = [sys.executable, "-P", "-m", "serve_llm.engine", "--connect", address]
     # The pipe is the leash: it closes when this process ends, in whatever way, and the engine then ends itself.
-    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=_environ())
+
+
+def _environ() -> dict[str, str]:
+    """Ours, without the single thread that Ray makes each of its processes compute with, unless it was asked for."""
+    environ = dict(os.environ)
+    started_with = Path("/proc/self/environ").read_bytes().split(b"\0")
+    if "ray" in sys.modules and not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in started_with):
+        environ.pop("OMP_NUM_THREADS", None)
+    return environ
 
 
 class Supervisor:
@@ -93,11 +104,14 @@ class EngineProcess:
     async def start(self) -> None:
         """Wait until the engine is ready. Raises the ServeError that it failed with, or EngineDead."""
         starting = asyncio.ensure_future(self.client.start(self._options, self._directory, self._index))
-        await asyncio.wait([starting, self._ended], return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():  # it died; a last message may still be on its way
-            await asyncio.wait([starting], timeout=0.5)
-        if not starting.done():
+        try:
+            await asyncio.wait([starting, self._ended], return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():  # it died; a last message may still be on its way
+                await asyncio.wait([starting], timeout=0.5)
+        finally:
+            answered = starting.done()
             starting.cancel()
+        if not answered:
             raise self._death("while starting")
         try:
             starting.result()
@@ -111,7 +125,10 @@ class EngineProcess:
         await asyncio.wait([self._running, self._ended], return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait([self._running], timeout=0.5)  # it may have said why before it died
         error = self._running.exception() if self._running.done() else None
-        failure = self._named(error) if isinstance(error, ServeError) else self._death("while serving")
+        if error is not None and not isinstance(error, ServeError):
+            logger.error("the engine's messages could not be handled", exc_info=error)
+            error = EngineError(f"the engine's messages could not be handled: {type(error).__name__}: {error}")
+        failure = self._named(error) if error is not None else self._death("while serving")
         self.client.fail(failure)
         return failure
 
@@ -134,7 +151,7 @@ class EngineProcess:
                 logger.warning("engine process %d did not stop within %.0f s: killed", self._process.pid, STOP_SECONDS)
         if not self._ended.done():
             self._process.kill()
-        await self._ended
+        await asyncio.wait([self._ended])  # not the future itself, which would be cancelled with this
         if self._process.stdin is not None:
             self._process.stdin.close()
         if self._running is not None:

@@ -10,6 +10,7 @@ reads a `Reduce` and writes its list of `Collective`, each a line.
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -46,6 +47,7 @@ def run(task: Reduce) -> list[Collective]:
             group = TorchGroup(shared, "NCCL all-reduce", rank, size, task.own_address, 4 * LIMIT_SECONDS, "nccl")
             result = _measure(group, backend, rank, "cuda:0")
             found.append(msgspec.structs.replace(result, transport=transport(log.read_text(errors="replace"))))
+            shutil.rmtree(log.parent, ignore_errors=True)
     except (EngineError, OptionError, OSError) as error:
         found.append(Collective(backend=backend, error=str(error)))
     return found

@@ -96,7 +96,7 @@ class Server:
     def _answer(peer: socket.socket) -> None:
         with peer, contextlib.suppress(OSError):
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while header := peer.recv(_HEADER.size, socket.MSG_WAITALL):
+            while len(header := peer.recv(_HEADER.size, socket.MSG_WAITALL)) == _HEADER.size:
                 incoming, outgoing = _HEADER.unpack(header)
                 _receive(peer, incoming)
                 _send(peer, outgoing)

@@ -94,7 +94,7 @@ class Node:
             self._server.hello(self.report.rank, others)
             return Done(reaches=probe.reach(self.report, others))
         if isinstance(task, Heard):
-            return Done(heard=self._server.heard)
+            return Done(heard=set(self._server.heard))
         if isinstance(task, Measure):
             return Done(speed=probe.speed(self.report, self._hosts[task.rank]))
         if isinstance(task, Clock):

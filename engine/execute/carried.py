@@ -16,7 +16,7 @@ _CARRIED = re.compile(
 )
 _LOCAL = re.compile(
     r".*_VISIBLE_DEVICES|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_.*|RAY_.*|.*_IFNAME|.*_HOST_?IP|.*_HOSTID"
-    r"|SERVE_LLM_API_KEY",  # which no rank needs
+    r"|OMP_NUM_THREADS|SERVE_LLM_API_KEY",  # of one host's cores; of no use to a rank
     re.IGNORECASE,
 )
 

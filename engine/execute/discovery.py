@@ -7,6 +7,7 @@ does not know whether a cluster wants a token. No Ray, no torch.
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 from collections.abc import Iterator, Mapping
@@ -65,9 +66,11 @@ def clusters_here(proc: Path = Path("/proc")) -> dict[str, dict[str, str]]:
 
 
 def _processes(name: str, proc: Path) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Command line and environment of the processes of that name that this user may look into."""
+    """Command line and environment of the processes of that name that belong to this user."""
     for directory in proc.glob("[0-9]*"):
         try:
+            if directory.stat().st_uid != os.getuid():
+                continue  # another user's, who must not decide where our secrets go
             command = (directory / "cmdline").read_bytes().decode(errors="replace").split("\0")
             if Path(command[0]).name == name:
                 yield command, environ_of(directory)

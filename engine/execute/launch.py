@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+END_SECONDS = 5.0  # for killed processes to be gone
 
 SECRET_VARIABLE = "SERVE_LLM_CLUSTER_SECRET"  # command lines can be read by all users of a host
 
@@ -51,8 +57,14 @@ class LocalRanks:
     def end(self, cause: str = "") -> None:
         for process in self._processes.values():  # a rank has nothing to lose
             process.kill()
-        for process in self._processes.values():
-            process.wait()
+        deadline = time.monotonic() + END_SECONDS
+        for rank, process in self._processes.items():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except (
+                subprocess.TimeoutExpired
+            ):  # it sleeps in the kernel: a driver that hangs, a file server that is gone
+                logger.error("rank %d (%s) does not end, not even killed: %s", rank, self.where(rank), self.state(rank))
             if process.stdin is not None:
                 process.stdin.close()
 
@@ -67,4 +79,7 @@ def process_state(pid: int) -> str:
 
 
 def _how(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    if code >= 0:
+        return f"exit code {code}"
+    known = -code in {number.value for number in signal.Signals}
+    return f"signal {signal.Signals(-code).name if known else -code}"

@@ -106,17 +106,22 @@ def cache_tokens(layout: CacheLayout, max_model_len: int, max_chunk: int) -> int
     return layout.num_blocks * max_model_len // layout.blocks_per_request(max_model_len, max_chunk)
 
 
-def free_memory() -> int:
-    """Bytes that this process may still take: the machine's available memory, and the cgroup's rest if it is less."""
+def free_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this process may still take: the machine's available memory, and the cgroup's rest if it is less.
+
+    The cgroup counts files that were read, a checkpoint for example, as used; the kernel lets go of them when asked.
+    """
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for limit, used, prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_"),
     ):
         try:
-            rest = int(Path("/sys/fs/cgroup", limit).read_text()) - int(Path("/sys/fs/cgroup", used).read_text())
+            most, taken = (int((cgroup / name).read_text()) for name in (limit, used))
+            stat = dict(line.split() for line in (cgroup / limit).with_name("memory.stat").read_text().splitlines())
         except (OSError, ValueError):  # no such controller, or "max"
             continue
-        free = min(free, max(rest, 0))
+        files = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+        free = min(free, max(most - max(taken - files, 0), 0))
     return free

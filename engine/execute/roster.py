@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol, TypeVar
 
+import msgspec
 import zmq
 
 from serve_llm.engine.errors import BY_NAME, EngineError, PeerLost, RankFailed, ServeError
@@ -22,6 +23,7 @@ from serve_llm.engine.parallel.encrypted import BEAT_SECONDS, LOST_SECONDS, PING
 
 logger = logging.getLogger(__name__)
 
+END_SECONDS = 10.0  # for a last look at the ranks
 POLL_SECONDS = 0.1  # between two looks at whether a rank's process still runs
 SETTLE_SECONDS = 0.3  # after the first sign of a failure, for the cause to arrive behind its consequences
 START_SECONDS = 300.0  # for a process to start and import torch, on a busy machine
@@ -76,6 +78,7 @@ class Roster:
         self._next_beat = 0.0
         self._said: dict[int, dict[type, control.FromRank]] = {rank: {} for rank in range(size)}
         self._failures: dict[int, ServeError] = {}  # in the order in which they were noticed
+        self._without_words: set[int] = set()  # those of whose failure only the process's end is known
         self.failure: ServeError | None = None
         self._failed = threading.Event()
         self._closing = threading.Event()
@@ -84,7 +87,7 @@ class Roster:
 
     def send(self, rank: int, message: control.ToRank) -> None:
         """Only to a rank that has said Hello."""
-        self._socket.send_multipart([self._identities[rank], control.encode(message)])
+        send(self._socket, self._identities[rank], control.encode(message))  # one that is gone is found by `gather`
 
     def gather(self, kind: type[T], seconds: float, ranks: Iterable[int] | None = None) -> list[T]:
         """Wait until every rank, or every one of `ranks`, has said this; in their order.
@@ -117,11 +120,16 @@ class Roster:
         """From now on a thread notices failures: it sets `failure`, then calls on_failure."""
 
         def run() -> None:
-            while not self._closing.is_set() and self.failure is None:
-                self._look(POLL_SECONDS)
-                if self._failures and not self._closing.is_set():
-                    self.fail(self._settle())
-                    on_failure()
+            try:
+                while not self._closing.is_set() and self.failure is None:
+                    self._look(POLL_SECONDS)
+                    if self._failures and not self._closing.is_set():
+                        self.fail(self._settle())
+                        on_failure()
+            except Exception as error:  # unnoticed, it would leave nobody who notices a rank's end
+                logger.exception("watching the ranks failed")
+                self.fail(EngineError(f"watching the ranks failed: {type(error).__name__}: {error}"))
+                on_failure()
             if self.endpoint is None:
                 self._socket.close()  # by the thread that used it last
 
@@ -151,12 +159,17 @@ class Roster:
         what = f", {culprit}" if culprit else ""
         return RankFailed(f"{named}{what}: no answer {self._doing(silent[0])} for {seconds:.0f} s")
 
+    def lost(self, ranks: Iterable[int]) -> RankFailed:
+        """The failure of a step that could not be sent."""
+        named = "; ".join(self._who(rank) for rank in ranks)
+        return RankFailed(f"{named}: the connection for steps is lost, by the network or a stop of more than seconds")
+
     def close(self, cause: BaseException | None = None) -> None:
         """End all ranks. cause: why, if not for a failure of theirs nor in order. Idempotent."""
         self._closing.set()
         self._launched.end(str(self.failure or cause or ""))
         if self._watcher is not None:
-            self._watcher.join()
+            self._watcher.join(END_SECONDS)
         self._socket.close()
         if self.endpoint is not None:
             self.endpoint.close()
@@ -167,9 +180,12 @@ class Roster:
         ended = self._launched.ended()  # before its last words are read
         timeout = 0 if ended else int(seconds * 1000)
         while self._socket.poll(timeout):
-            identity, frame = self._socket.recv_multipart()
-            self._take(identity, control.decode_from_rank(frame))
+            identity, *frames = self._socket.recv_multipart()
             timeout = 0
+            try:
+                self._take(identity, control.decode_from_rank(b"".join(frames)))
+            except msgspec.DecodeError:
+                logger.warning("ignored a message that no rank of this version sends")
         for rank, how in (self._unreachable() | dict(ended)).items():
             if isinstance(how, ServeError):
                 self._failures.setdefault(rank, how)
@@ -177,6 +193,7 @@ class Roster:
                 hint = "; the system may be out of memory" if "SIGKILL" in how else ""
                 text = f"{self._who(rank)} died {self._doing(rank)} by {how}{hint}"
                 self._failures[rank] = RankFailed(text)
+                self._without_words.add(rank)
 
     def _unreachable(self) -> dict[int, str | ServeError]:
         """Ranks whose connection is gone, among those that said Alive: asked once a second."""
@@ -192,7 +209,8 @@ class Roster:
         if isinstance(message, control.Hello) and message.rank in self._said:
             self._identities[message.rank] = identity
         if isinstance(message, control.Alive):
-            self._alive[message.rank] = identity
+            if message.rank in self._said:
+                self._alive[message.rank] = identity
             return
         rank = next((rank for rank, known in self._identities.items() if known == identity), None)
         if rank is None:
@@ -201,14 +219,16 @@ class Roster:
         if isinstance(message, control.Failed):
             kind = BY_NAME.get(message.kind, RankFailed)
             what = message.message if message.kind in BY_NAME else f"{message.kind}: {message.message}"
-            self._failures.setdefault(rank, kind(f"{self._who(rank)} failed {message.phase}: {what}"))
+            if rank not in self._failures or rank in self._without_words:  # last words say more than how it ended
+                self._without_words.discard(rank)
+                self._failures[rank] = kind(f"{self._who(rank)} failed {message.phase}: {what}")
         else:
             self._said[rank][type(message)] = message
 
     def _settle(self) -> ServeError:
         """The first cause among the failures: consequences may overtake it on their way here."""
         began = time.monotonic()
-        while len(self._failures) < self.size and not self._closing.is_set():
+        while (len(self._failures) < self.size or self._without_words) and not self._closing.is_set():
             # That a peer is lost is never the first cause; that a host is lost is known only after a while.
             limit = SETTLE_SECONDS if self._causes() or self.endpoint is None else LOSS_SECONDS
             if time.monotonic() > began + limit:

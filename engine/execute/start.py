@@ -8,9 +8,10 @@ import os
 from dataclasses import replace
 from importlib.util import find_spec
 
+from serve_llm.engine.devices import claim_gpus
 from serve_llm.engine.errors import OptionError
 from serve_llm.engine.execute.choose import Choice, choose, look_around
-from serve_llm.engine.execute.discovery import find_cluster
+from serve_llm.engine.execute.discovery import LOCAL, find_cluster
 from serve_llm.engine.execute.executors import mp
 from serve_llm.engine.execute.nodes import start_on_nodes
 from serve_llm.engine.execute.roster import Roster
@@ -18,10 +19,11 @@ from serve_llm.engine.options import Options
 from serve_llm.engine.wire import RayCluster
 
 
-def start_ranks(options: Options, given: RayCluster | None = None) -> tuple[Choice, Roster | None]:
+def start_ranks(options: Options, given: RayCluster | None = None, engine: int = 0) -> tuple[Choice, Roster | None]:
     """The executor, and its ranks; None if they run inside the engine's process.
 
-    given: the Ray cluster that the server is part of. Raises OptionError if the executor cannot run so many ranks.
+    given: the Ray cluster that the server is part of. engine: index among the data-parallel ones.
+    Raises OptionError if the executor cannot run so many ranks.
     """
     choice = choose(facts := look_around(options, given is not None and given.placement_group is not None))
     if choice.backend == "inprocess":
@@ -29,13 +31,13 @@ def start_ranks(options: Options, given: RayCluster | None = None) -> tuple[Choi
     if choice.backend == "mp":
         return choice, start_on_nodes(options) if facts.num_nodes > 1 else mp.start_ranks(facts.num_ranks)
     try:
-        roster, device = _start_on_ray(options, given)
+        roster, device = _start_on_ray(options, given, engine)
     except OptionError as error:
         raise OptionError(f"--distributed-executor-backend: ray, because {choice.reason}: {error}") from None
     return replace(choice, device=device), roster
 
 
-def _start_on_ray(options: Options, given: RayCluster | None) -> tuple[Roster, str]:
+def _start_on_ray(options: Options, given: RayCluster | None, engine: int) -> tuple[Roster, str]:
     """See `start_on_ray`."""
     if find_spec("ray") is None:
         raise OptionError(
@@ -44,6 +46,15 @@ def _start_on_ray(options: Options, given: RayCluster | None) -> tuple[Roster, s
         )
     asked = options.distributed_executor_backend == "ray"
     found = find_cluster(given.address if given is not None else os.environ.get("RAY_ADDRESS"), asked, os.environ)
+    if (
+        found.address == LOCAL and options.device != "cpu"
+    ):  # each engine has a Ray of its own, which must see its GPUs only
+        claim_gpus(
+            os.environ,
+            engine,
+            options.data_parallel_size,
+            options.tensor_parallel_size * options.pipeline_parallel_size,
+        )
     os.environ.update(found.settings)  # Ray reads them when it is imported
     from serve_llm.engine.execute.executors.ray import start_on_ray
 

@@ -23,6 +23,14 @@ POLL_SECONDS = 0.1  # between two looks at whether the channel has been closed
 STEP_SECONDS = 300.0  # without an answer for so long, a step has failed; a large prompt on a CPU takes many seconds
 
 
+class ConnectionLost(Closed):
+    """To these ranks there is no step connection any more."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(f"the step connection to rank {' and '.join(map(str, ranks))} is lost")
+        self.ranks = ranks
+
+
 class StepChannel(Protocol):
     """The engine's end."""
 
@@ -112,8 +120,10 @@ class SocketSteps:
 
     def send(self, message: bytes) -> None:
         """Raises Closed after `close`, and when a rank's connection is gone."""
-        if self._closed.is_set() or not all(send(self._socket, peer, message) for peer in self._peers.values()):
-            raise Closed("the connection to a rank was closed")
+        if self._closed.is_set():
+            raise Closed("the step channel was closed")
+        if lost := [rank for rank, peer in self._peers.items() if not send(self._socket, peer, message)]:
+            raise ConnectionLost(lost)
 
     def receive(self) -> bytes:
         return self._receive(time.monotonic() + STEP_SECONDS)[1]

@@ -114,7 +114,7 @@ PRODUCTS = frozenset({"q", "k", "v", "output", "gate", "up", "down", "project_in
 
 
 def product_of(parameter: str) -> str | None:
-    """ "layers.3.ffn.down" of "layers.3.ffn.down.weight"; None for what is no product's weight, embedding and head."""
+    """The product whose weight a parameter is, such as "layers.3.ffn.down"; None for all else, and for the head."""
     product, _, kind = parameter.rpartition(".")
     return product if kind == "weight" and product.rpartition(".")[2] in PRODUCTS else None
 

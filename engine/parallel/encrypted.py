@@ -20,7 +20,7 @@ from serve_llm.engine.errors import EngineError, OptionError, PeerLost
 
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 4.0  # without a sign of life; libzmq then drops the connection
-REFUSALS = 3  # handshakes that fail in a row; one may fail because the other side is just ending
+REFUSED_SECONDS = 30.0  # handshakes fail as well where a proxy accepts for one that is not there yet
 PING = b""  # what only asks whether a peer is there; no message of ours is empty
 
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -126,7 +126,7 @@ class Line:
         """Connects in the background, again and again until there is somebody."""
         self.url = url
         self.connected = False
-        self._refusals = 0
+        self._refused_since: float | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = dealer(self._context, url, secret)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
@@ -155,15 +155,15 @@ class Line:
 
     def _note(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.connected = True
+            self.connected, self._refused_since = True, None
         elif event == zmq.EVENT_DISCONNECTED and self.connected:
             raise PeerLost(f"the connection to {self.url.removeprefix('tcp://')} is lost")
         elif event & _REFUSED:
-            self._refusals += 1
-            if self._refusals == REFUSALS or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            since = self._refused_since = self._refused_since or time.monotonic()
+            if time.monotonic() - since > REFUSED_SECONDS or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 raise OptionError(
                     f"{self.url.removeprefix('tcp://')} refuses the connection: --cluster-secret "
-                    "(SERVE_LLM_CLUSTER_SECRET) must be the same on all hosts"
+                    "(SERVE_LLM_CLUSTER_SECRET) must be the same on all hosts, or nothing listens behind that address"
                 )
 
     def close(self) -> None:

@@ -73,7 +73,10 @@ def join_store(address: str, port: int, seconds: float = 60.0) -> TCPStore:
                     "running, and is the port open in its firewall?"
                 ) from None
             time.sleep(0.05)
-    return TCPStore(address, port, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+    try:
+        return TCPStore(address, port, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+    except dist.DistError as error:
+        raise PeerLost(f"the connection to the master at {address} port {port} is lost: {error}") from error
 
 
 def gather(
@@ -93,7 +96,7 @@ def gather(
             time.sleep(_POLL_SECONDS)
         return [store.get(f"{key}/{other}").decode() for other in range(size)]
     except dist.DistError as error:
-        raise EngineError(f"{key}: the connection to the master is lost: {error}") from error
+        raise PeerLost(f"{key}: the connection to the master is lost: {error}") from error
 
 
 class _Backend(Protocol):

@@ -89,7 +89,7 @@ class Scheduler:
         """
         new_rows: list[NewRow] = []
         chunks: list[Chunk] = []
-        preemptions = self._stats.num_preemptions
+        preemptions, is_refused = self._stats.num_preemptions, False
         share = -(-len(self._running) // depth)
         admissible = -(-(len(self._running) + len(self._waiting)) // depth)
         for sequence in tuple(self._running):
@@ -98,7 +98,9 @@ class Scheduler:
                 if self._make_room(sequence, count):
                     chunks.append(self._chunk(sequence, count))
                     budget -= count
-        if self._stats.num_preemptions == preemptions:
+                else:
+                    is_refused = True  # who comes later must not take the blocks that it waits for
+        if self._stats.num_preemptions == preemptions and not is_refused:
             self._admit(budget, now, admissible, new_rows, chunks)
         return Batch(new_rows, chunks)
 

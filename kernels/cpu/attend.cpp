@@ -21,54 +21,55 @@
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int STRIP = 6;  // rows whose sums stay in registers
-#elif defined(__aarch64__)
-constexpr int STRIP = 5;
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define STRIP 6  // rows whose sums stay in the 32 vector registers, or in 16
 #else
-constexpr int STRIP = 3;
+#define STRIP 3
 #endif
+constexpr float LOG2_E = 1.44269504088896341f;
 constexpr int PANEL = 4 * W;  // columns whose sums stay in registers
 
-// How numbers are multiplied. Cell: of the cache and the query. A unit holds `Number::PACK` numbers.
+// How numbers are multiplied. Cell: a number of the cache or the query.
 struct Floats {
-  static constexpr int PACK = 1;
+  static constexpr int PACK = 1;    // numbers of a unit
+  static constexpr int DEGREE = 6;  // of the polynomial for powers of 2
   static Vec multiply_add(Units a, Units b, Vec sum) { return fma(as_floats(a), as_floats(b), sum); }
   template <class Cell>
   static Units load_units(const Cell* from, int count) {
     return load_floats(from, count);
+  }
+  template <class Cell>
+  static Four load_four(const Cell* from) {
+    return ::load_four(from);
   }
   // Weights as they enter the product, W of them; returns their value.
   static Vec put(Vec weights, void* to, int index) {
     store((float*)to + index, weights);
     return weights;
   }
-  // Row `unit` of the value matrix, columns from `column` on. Rows past `seen` hold anything and count as 0.
-  template <class Cell, class Find>
-  static Units value_units(Find row, int unit, int from, int to, int column, int count) {
-    return unit < from || unit >= to ? Units{} : load_floats((const Cell*)row(unit) + column, count);
+  // One vector of units of the value matrix, from the rows of the unit's tokens.
+  template <class Cell>
+  static Units value_units(const Cell* const* rows, int column, int count) {
+    return load_floats(rows[0] + column, count);
   }
 };
 
 #if defined(__AVX512BF16__)
 struct Pairs {
   static constexpr int PACK = 2;
+  static constexpr int DEGREE = 4;
   static Vec multiply_add(Units a, Units b, Vec sum) {
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
   }
   static Units load_units(const Bf16* from, int count) { return load_floats((const float*)from, count); }
+  static Four load_four(const Bf16* from) { return load<Four>(from); }
   static Vec put(Vec weights, void* to, int index) {
     const __m256i halves = (__m256i)_mm512_cvtneps_pbh(weights);
     store((Bf16*)to + index, halves);
     return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
   }
-  template <class Cell, class Find>
-  static Units value_units(Find row, int unit, int from, int to, int column, int count) {
-    const int t = 2 * unit;
-    Units low = {}, high = {};
-    if (t >= from && t < to) low = load_halves((const Bf16*)row(t) + column, count);
-    if (t + 1 >= from && t + 1 < to) high = load_halves((const Bf16*)row(t + 1) + column, count);
-    return low | high << 16;
+  static Units value_units(const Bf16* const* rows, int column, int count) {
+    return load_halves(rows[0] + column, count) | load_halves(rows[1] + column, count) << 16;
   }
 };
 using HalfNumber = Pairs;
@@ -76,43 +77,56 @@ using HalfNumber = Pairs;
 using HalfNumber = Floats;
 #endif
 
-// c[r][0 .. PANEL) = sum over k of a[r][k] * b[k], for R rows.
-template <class Number, int R>
+// c[r][0 .. V vectors) = sum over k of a[r][k] * b[k], for R rows; a line of b is PANEL wide.
+template <class Number, int R, int V>
 inline void strip(const uint32_t* a, int64_t a_row, const uint32_t* b, int steps, float* c, int64_t c_row) {
-  Vec sums[R][4] = {};
+  Vec sums[R][V] = {};
   for (int k = 0; k < steps; k++) {
-    const uint32_t* line = b + (int64_t)k * PANEL;
-    const Units b0 = load<Units>(line), b1 = load<Units>(line + W);
-    const Units b2 = load<Units>(line + 2 * W), b3 = load<Units>(line + 3 * W);
+    Units line[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) line[v] = load<Units>(b + (int64_t)k * PANEL + v * W);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       const Units x = all(a[r * a_row + k]);
-      sums[r][0] = Number::multiply_add(x, b0, sums[r][0]);
-      sums[r][1] = Number::multiply_add(x, b1, sums[r][1]);
-      sums[r][2] = Number::multiply_add(x, b2, sums[r][2]);
-      sums[r][3] = Number::multiply_add(x, b3, sums[r][3]);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) sums[r][v] = Number::multiply_add(x, line[v], sums[r][v]);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int v = 0; v < 4; v++) store(c + r * c_row + v * W, sums[r][v]);
+    for (int v = 0; v < V; v++) store(c + r * c_row + v * W, sums[r][v]);
+}
+
+template <class Number, int V>
+inline void strips(int rows, const uint32_t* a, int64_t a_row, const uint32_t* b, int steps, float* c, int64_t c_row) {
+  switch (rows) {
+    case 1: return strip<Number, 1, V>(a, a_row, b, steps, c, c_row);
+    case 2: return strip<Number, 2, V>(a, a_row, b, steps, c, c_row);
+    case 3: return strip<Number, 3, V>(a, a_row, b, steps, c, c_row);
+#if STRIP > 3
+    case 4: return strip<Number, 4, V>(a, a_row, b, steps, c, c_row);
+    case 5: return strip<Number, 5, V>(a, a_row, b, steps, c, c_row);
+    case 6: return strip<Number, 6, V>(a, a_row, b, steps, c, c_row);
+#endif
+  }
 }
 
 // c = a x b for at most STRIP rows; b is stored in panels of PANEL columns, `panel` units apart.
-template <class Number>
+template <class Number, class Ahead>
 void multiply(int rows, const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t panel, int steps, int columns,
-              float* c, int64_t c_row) {
+              float* c, int64_t c_row, Ahead& ahead) {
   for (int column = 0; column < columns; column += PANEL, b += panel, c += PANEL) {
-    switch (rows) {
-      case 1: strip<Number, 1>(a, a_row, b, steps, c, c_row); break;
-      case 2: strip<Number, 2>(a, a_row, b, steps, c, c_row); break;
-      case 3: strip<Number, 3>(a, a_row, b, steps, c, c_row); break;
-#if !defined(__x86_64__) || defined(__AVX512F__)
-      case 4: strip<Number, 4>(a, a_row, b, steps, c, c_row); break;
-      case 5: strip<Number, 5>(a, a_row, b, steps, c, c_row); break;
-      case 6: strip<Number, 6>(a, a_row, b, steps, c, c_row); break;
-#endif
+    ahead.step();
+    const int vectors = (columns - column + W - 1) / W;
+    if (vectors >= 4) {
+      strips<Number, 4>(rows, a, a_row, b, steps, c, c_row);
+    } else if (vectors == 3) {
+      strips<Number, 3>(rows, a, a_row, b, steps, c, c_row);
+    } else if (vectors == 2) {
+      strips<Number, 2>(rows, a, a_row, b, steps, c, c_row);
+    } else {
+      strips<Number, 1>(rows, a, a_row, b, steps, c, c_row);
     }
   }
 }
@@ -176,25 +190,32 @@ struct View {
   }
 };
 
-// Where the keys (part 0) or values (part 1) of the tile's tokens lie.
+alignas(64) const float ZEROS[MAX_HEAD] = {};
+
+// Where the keys (part 0) or values (part 1) of a tile's tokens lie.
 template <class Cell>
 struct Tokens {
+  const Problem& p;
+  const int start;
   const Cell* base;
   const int32_t* table;
-  const Problem& p;
-  int start;
 
   Tokens(const Problem& p, const Rows& rows, int part, int start)
-      : base((const Cell*)p.cache + part * p.cache_part + rows.kv_head * p.cache_head),
-        table(p.table + rows.sequence * p.table_row), p(p), start(start) {}
+      : p(p), start(start), base((const Cell*)p.cache + part * p.cache_part + rows.kv_head * p.cache_head),
+        table(p.table + rows.sequence * p.table_row) {}
   const Cell* operator()(int t) const {
-    const int position = start + t;
-    const int offset = position & ((1 << p.block_shift) - 1);
+    const int position = start + t, offset = position & ((1 << p.block_shift) - 1);
     return base + table[position >> p.block_shift] * p.cache_block + offset * p.cache_token;
   }
-  void prefetch(int t) const {
-    const char* row = (const char*)(*this)(t);
-    for (unsigned line = 0; line < p.head_dim * sizeof(Cell); line += 64) __builtin_prefetch(row + line);
+  // The rows of all tokens; for those that nobody sees a row of zeros.
+  void find(int from, int to, const Cell** found) const {
+    for (int t = 0; t < TILE; t++) found[t] = (const Cell*)ZEROS;
+    const int block_size = 1 << p.block_shift;
+    for (int t = from; t < to;) {
+      const Cell* row = (*this)(t);
+      const int end = t + block_size - ((start + t) & (block_size - 1));
+      for (; t < end && t < to; t++, row += p.cache_token) found[t] = row;
+    }
   }
 };
 
@@ -213,66 +234,84 @@ void pack_query(const View& view, uint32_t* to) {
   }
 }
 
-// Keys from .. to - 1 turned to panels of (unit, token); the others of these panels are 0.
+// Asks for the next tile's keys and values a few at a time, all through the work on this one.
+template <class Cell>
+struct Ahead {
+  Tokens<Cell> keys, values;
+  int next, end;  // tokens of that tile
+
+  void step() {
+    for (int i = 0; i < 8 && next < end; i++, next++)
+      for (int column = 0; column < keys.p.head_dim; column += 64 / sizeof(Cell)) {
+        __builtin_prefetch(keys(next) + column, 0, 2);
+        __builtin_prefetch(values(next) + column, 0, 2);
+      }
+  }
+};
+
+// A tile's keys turned to panels of (unit, token), up to the panel of token `to`.
 template <class Number, class Cell>
-void pack_keys(const Tokens<Cell>& keys, const Tokens<Cell>& next, int head_dim, int from, int to, uint32_t* out) {
+void pack_keys(const Cell* const* rows, int head_dim, int from, int to, uint32_t* out, Ahead<Cell>& ahead) {
   const int units = head_dim / Number::PACK;
-  for (int t = from / W * W; t < (to + PANEL - 1) / PANEL * PANEL; t += W) {
-    const Cell* rows[W];
-    for (int i = 0; i < W; i++) {
-      const bool seen = t + i >= from && t + i < to;
-      rows[i] = seen ? keys(t + i) : nullptr;
-      if (seen) next.prefetch(t + i);
-    }
+  for (int t = from / PANEL * PANEL; t < to; t += W) {
     uint32_t* panel = out + (int64_t)(t / PANEL) * units * PANEL + t % PANEL;
-    for (int unit = 0; unit < units; unit += W) {
-      const int count = units - unit < W ? units - unit : W;
-      Units square[W];
-      for (int i = 0; i < W; i++)
-        square[i] = rows[i] ? Number::load_units(rows[i] + unit * Number::PACK, count) : Units{};
-      transpose(square);
-      for (int i = 0; i < count; i++) store(panel + (int64_t)(unit + i) * PANEL, square[i]);
+    ahead.step();
+    for (int unit = 0; unit < units; unit += 4) {  // head_dim is a multiple of 8
+      Units turned[4];
+      turn([&](int i) { return Number::load_four(rows[t + i] + unit * Number::PACK); }, turned);
+      for (int i = 0; i < 4; i++) store(panel + (int64_t)(unit + i) * PANEL, turned[i]);
     }
   }
 }
 
-// Values from .. to - 1 in panels of (unit of tokens, PANEL of head_dim); the others are 0.
+// A tile's values in panels of (unit of tokens, PANEL of head_dim), up to the unit of token `to`. Columns past head_dim
+// hold anything: they end in columns of the result that nobody reads.
 template <class Number, class Cell>
-void pack_values(const Tokens<Cell>& values, const Tokens<Cell>* next, int head_dim, int from, int to, uint32_t* out) {
+void pack_values(const Cell* const* rows, int head_dim, int to, uint32_t* out, Ahead<Cell>& ahead) {
   constexpr int units = TILE / Number::PACK;
-  const int width = (head_dim + PANEL - 1) / PANEL * PANEL;
-  for (int unit = 0; unit * Number::PACK < to; unit++) {
-    if (next)
-      for (int i = 0; i < Number::PACK; i++) next->prefetch(unit * Number::PACK + i);
-    for (int column = 0; column < width; column += W) {
-      const int left = head_dim - column;
-      const int count = left < 0 ? 0 : left < W ? left : W;
-      const Units x = Number::template value_units<Cell>(values, unit, from, to, column, count);
-      store(out + ((int64_t)(column / PANEL) * units + unit) * PANEL + column % PANEL, x);
+  for (int column = 0; column < head_dim; column += PANEL, out += (int64_t)units * PANEL) {
+    const int left = head_dim - column;
+    for (int unit = 0; unit * Number::PACK < to; unit++) {
+      const Cell* const* pair = rows + unit * Number::PACK;
+      uint32_t* line = out + (int64_t)unit * PANEL;
+      if (unit % 8 == 0) ahead.step();
+      if (left >= PANEL) {
+        for (int i = 0; i < PANEL; i += W) store(line + i, Number::value_units(pair, column + i, W));
+      } else {
+        for (int i = 0; i < left; i += W)
+          store(line + i, Number::value_units(pair, column + i, left - i < W ? left - i : W));
+      }
     }
   }
 }
 
-// Scores of one row -> weights; 0 where the row sees nothing, up to `columns`. Returns whether it sees anything.
+// Products of one row -> its weights, 2^(scale * product - highest); 0 where the row sees nothing, up to `columns`.
+// Returns whether the row sees anything; what it sees may be NaN, which `larger` drops and `total` keeps.
 template <class Number>
-bool soften(float* scores, float scale, int from, int to, int columns, void* weights, float& highest, float& total) {
-  Vec most = all(-INFINITY);
-  for (int t = 0; t < columns; t += W) {
-    Vec x = load<Vec>(scores + t) * all(scale);
-    if (t < from || t + W > to) {
-      const Ints index = lanes() + t;
-      x = (index >= from) & (index < to) ? x : all(-INFINITY);
-    }
-    store(scores + t, x);
-    most = larger(x, most);
-  }
-  highest = largest(most);
+bool soften(const float* products, float scale, int from, int to, int columns, void* weights, float& highest,
+            float& total) {
+  const Vec nothing = all(-INFINITY);
+  const int inner = (from + W - 1) / W * W, outer = to / W * W;  // vectors between them are seen as a whole
+  auto product = [=](int t) {
+    const Vec x = load<Vec>(products + t);
+    if (t >= inner && t < outer) return x;
+    const Ints index = lanes() + t;
+    return (index >= from) & (index < to) ? x : nothing;
+  };
+  Vec most[2] = {nothing, nothing};
+  for (int t = 0; t < columns; t += 2 * W)
+    for (int i = 0; i < 2; i++) most[i] = larger(product(t + i * W), most[i]);
+  highest = largest(larger(most[0], most[1])) * scale;
   const bool sees = from < to && highest != -INFINITY;
-  const Vec base = all(sees ? highest : 0.0f);
-  Vec sums = {};
-  for (int t = 0; t < columns; t += W) sums = sums + Number::put(exp_of(load<Vec>(scores + t) - base), weights, t);
-  total = sum(sums);
-  return sees;
+  const Vec factor = all(scale), base = all(sees ? -highest : 0.0f);
+  Vec sums[2] = {};
+  for (int t = 0; t < columns; t += 2 * W)
+    for (int i = 0; i < 2; i++) {
+      const Vec x = power_of_2<Number::DEGREE>(fma(product(t + i * W), factor, base));
+      sums[i] = sums[i] + Number::put(x, weights, t + i * W);
+    }
+  total = sum(sums[0] + sums[1]);
+  return from < to && (sees || total != total);
 }
 
 // One row's sums of one tile (or of several, merged before) join those of the tiles before it.
@@ -280,9 +319,9 @@ inline void merge_row(float& highest, float& total, float* values, float tile_hi
                       const float* tile_values, int width) {
   float kept = 1.0f, added = 1.0f;
   if (highest > tile_highest) {
-    added = expf(tile_highest - highest);
+    added = exp2f(tile_highest - highest);
   } else {
-    kept = expf(highest - tile_highest);
+    kept = exp2f(highest - tile_highest);
     highest = tile_highest;
   }
   total = total * kept + tile_total * added;
@@ -296,6 +335,7 @@ void attend_tiles(const Problem& p, const Rows& rows, int first, int last, Sums 
   const View view(p, rows);
   const Scratch s(p, memory);
   const int width = padded_dim(p.head_dim), units = p.head_dim / Number::PACK;
+  const int strips = (rows.count + STRIP - 1) / STRIP, strip_rows = (rows.count + strips - 1) / strips;
   const int64_t result_row = (p.head_dim + PANEL - 1) / PANEL * PANEL;
   for (int r = 0; r < rows.count; r++) sums.highest[r] = -INFINITY, sums.total[r] = 0.0f;
   memset(sums.values, 0, 4 * (int64_t)width * rows.count);
@@ -303,23 +343,25 @@ void attend_tiles(const Problem& p, const Rows& rows, int first, int last, Sums 
   for (int tile = first; tile <= last; tile++) {
     const int start = tile * TILE;
     const int from = view.from(0, start), to = view.to(rows.count - 1, start);
-    const Tokens<Cell> keys(p, rows, 0, start), values(p, rows, 1, start), next(p, rows, 0, start + TILE);
-    const bool more = view.to(rows.count - 1, start + TILE) >= TILE;
-    pack_keys<Number>(keys, values, p.head_dim, from, to, s.keys);
-    pack_values<Number>(values, more ? &next : nullptr, p.head_dim, from, to, s.values);
-    for (int r = 0; r < rows.count; r += STRIP) {
-      const int count = rows.count - r < STRIP ? rows.count - r : STRIP;
+    Ahead<Cell> ahead{{p, rows, 0, start + TILE}, {p, rows, 1, start + TILE}, 0, view.to(rows.count - 1, start + TILE)};
+    const Cell* tokens[TILE];
+    Tokens<Cell>(p, rows, 0, start).find(from, to, tokens);
+    pack_keys<Number>(tokens, p.head_dim, from, to, s.keys, ahead);
+    Tokens<Cell>(p, rows, 1, start).find(from, to, tokens);
+    pack_values<Number>(tokens, p.head_dim, to, s.values, ahead);
+    for (int r = 0; r < rows.count; r += strip_rows) {
+      const int count = rows.count - r < strip_rows ? rows.count - r : strip_rows;
       const int seen = view.to(r + count - 1, start);
       if (seen <= 0 || view.from(r, start) >= TILE) continue;
-      const int columns = (seen + PANEL - 1) / PANEL * PANEL;
+      const int columns = (seen + 2 * W - 1) / (2 * W) * (2 * W);
       multiply<Number>(count, s.query + (int64_t)r * units, units, s.keys, (int64_t)units * PANEL, units, columns,
-                       s.scores, TILE);
+                       s.scores, TILE, ahead);
       bool sees[STRIP];
       for (int i = 0; i < count; i++)
-        sees[i] = soften<Number>(s.scores + i * TILE, p.scale, view.from(r + i, start), view.to(r + i, start), columns,
+        sees[i] = soften<Number>(s.scores + i * TILE, p.scale * LOG2_E, view.from(r + i, start), view.to(r + i, start), columns,
                                  s.weights + i * TILE / Number::PACK, s.highest[i], s.total[i]);
       multiply<Number>(count, s.weights, TILE / Number::PACK, s.values, (int64_t)TILE / Number::PACK * PANEL,
-                       (seen + Number::PACK - 1) / Number::PACK, p.head_dim, s.result, result_row);
+                       (seen + Number::PACK - 1) / Number::PACK, p.head_dim, s.result, result_row, ahead);
       for (int i = 0; i < count; i++)
         if (sees[i])
           merge_row(sums.highest[r + i], sums.total[r + i], sums.values + (int64_t)(r + i) * width, s.highest[i],
@@ -338,7 +380,7 @@ void attend(const Problem& p, const Rows& rows, int first, int last, Sums sums, 
 
 void merge(Sums into, Sums from, int rows, int width) {
   for (int r = 0; r < rows; r++) {
-    if (from.highest[r] == -INFINITY) continue;  // sees nothing there
+    if (from.highest[r] == -INFINITY && from.total[r] == 0.0f) continue;  // sees nothing there
     const int64_t at = (int64_t)r * width;
     merge_row(into.highest[r], into.total[r], into.values + at, from.highest[r], from.total[r], from.values + at, width);
   }

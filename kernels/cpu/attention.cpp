@@ -95,9 +95,11 @@ void run_split(const Problem& p, const Variant& variant, const std::vector<Rows>
                float* memory, int threads) {
   const int64_t scratch = variant.scratch(p);
   const int width = padded_dim(p.head_dim);
+  // A thread takes a few tiles in a row, since each asks for the next one's memory.
+  const int neighbours = 1 + (int)parts.size() / (threads * TASKS_PER_THREAD);
 #pragma omp parallel num_threads(threads) if (parts.size() > 1)
   {
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, neighbours)
     for (size_t i = 0; i < parts.size(); i++) {
       const Rows& rows = tasks[parts[i].task];
       variant.attend(p, rows, parts[i].tile, parts[i].tile, sums_at(memory + parts[i].place, rows.count),
@@ -118,6 +120,9 @@ void run_split(const Problem& p, const Variant& variant, const std::vector<Rows>
 }  // namespace
 
 extern "C" {
+
+// For the caller to see that both mean the same structure.
+EXPORT int serve_llm_problem_bytes() { return sizeof(Problem); }
 
 // Number of variants; they are numbered as in VARIANTS, slowest first.
 EXPORT int serve_llm_variants() { return NUM_VARIANTS; }

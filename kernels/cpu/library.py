@@ -57,6 +57,8 @@ class Library:
         """variant: None for the fastest that this processor runs. Raises OSError if the file cannot be loaded, and
         ValueError if the variant is unknown, was not compiled, or does not run here."""
         self._library = ctypes.CDLL(str(path))
+        if self._library.serve_llm_problem_bytes() != ctypes.sizeof(Problem):
+            raise OSError(f"{path.name} was compiled from other sources; install serve-llm again")
         self._library.serve_llm_attention.restype = None
         self._library.serve_llm_write_cache.restype = None
         compiled = VARIANTS[: self._library.serve_llm_variants()]

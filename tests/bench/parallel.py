@@ -69,7 +69,11 @@ def cpu_seconds(processes: list[psutil.Process]) -> list[float]:
 def decode(engine: Engine, streams: int, tokens: int, processes: list[psutil.Process]) -> tuple[float, list[float]]:
     """(output tokens per second, each process's CPU seconds per second) from the last stream's first token on."""
     requests = [
-        Request(id=number, prompt_ids=[300 + number] * PROMPT_TOKENS, sampling=Sampling(0.0, seed=0, max_tokens=tokens))
+        Request(
+            id=number,
+            prompt_ids=[300 + number] * PROMPT_TOKENS,
+            sampling=Sampling(temperature=0.0, seed=0, max_tokens=tokens),
+        )
         for number in range(streams)
     ]
     engine.take([Submit(requests)])

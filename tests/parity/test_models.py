@@ -46,6 +46,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-biases-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "llama-one-kv-head": ("llama", {"num_key_value_heads": 1, "num_attention_heads": 5, "hidden_size": 65}),
     "llama-no-groups": ("llama", {"num_key_value_heads": 6, "num_hidden_layers": 1, "head_dim": 10}),
+    "llama-compiled": ("llama", {"head_dim": 16}),  # the other sizes of heads have no compiled attention
+    "mistral-compiled": ("mistral", {"head_dim": 24}),
+    "gpt2-compiled": ("gpt2", {"n_embd": 96}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
     "mistral-window-1": ("mistral", {"sliding_window": 1}),
     "qwen2-full": ("qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}),

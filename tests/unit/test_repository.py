@@ -3,11 +3,21 @@
 import importlib.util
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_every_folder_of_code_is_in_the_wheel() -> None:
+    """An editable install, which tests use, would not notice."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {
+        path.parent.relative_to(ROOT) for top in ("server", "engine", "kernels") for path in ROOT.glob(f"{top}/**/*.py")
+    }
+    assert {f"serve_llm.{'.'.join(folder.parts)}" for folder in folders} <= set(listed)
 
 
 def test_our_kernels_folder_is_not_importable_as_kernels() -> None:

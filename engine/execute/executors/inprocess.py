@@ -26,8 +26,8 @@ class InProcessExecutor:
 
     def __init__(self, config: Config, spec: ModelSpec, weights: WeightMap) -> None:
         others = Neighbours(local_ranks=config.data_parallel_size)
-        if others.local_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(threads_per_rank(usable_cores(), others.local_ranks))
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(min(torch.get_num_threads(), threads_per_rank(usable_cores(), others.local_ranks)))
         self._worker = Worker(config, spec, weights, shard_of(spec, Grid(), 0), others)
         self.layout = self._worker.allocate(self._worker.num_blocks)
 

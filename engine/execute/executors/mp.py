@@ -21,7 +21,7 @@ from serve_llm.engine.execute.executor import StepResult
 from serve_llm.engine.execute.launch import LocalRanks
 from serve_llm.engine.execute.memory import CacheLayout
 from serve_llm.engine.execute.roster import START_SECONDS, Roster
-from serve_llm.engine.execute.steps import STEP_SECONDS
+from serve_llm.engine.execute.steps import STEP_SECONDS, ConnectionLost
 from serve_llm.engine.execute.wiring import Wiring
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.parallel.hosts import difference, fingerprint, host_id
@@ -140,7 +140,11 @@ class MpExecutor:
         if isinstance(error, TimeoutError):
             self._roster.fail(self._roster.silence(STEP_SECONDS))
             self._close_wiring()
-        return self._roster.cause()
+        cause = self._roster.cause()
+        if isinstance(error, ConnectionLost) and self._roster.failure is None:  # nothing else is known to be wrong
+            self._roster.fail(self._roster.lost(error.ranks))
+            self._close_wiring()
+        return self._roster.failure or cause
 
     def check(self) -> None:
         if self._roster.failure is not None:

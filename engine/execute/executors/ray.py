@@ -162,7 +162,10 @@ class RayRanks:
         except ActorUnavailableError:
             return "loss of its node, which does not answer Ray any more"
         except ActorDiedError as error:
-            return _cause_of_death(" ".join(str(error).split()))
+            said = " ".join(str(error).split())
+            if (cannot := _why_not_started(said)) is not None:
+                return RankFailed(f"rank {number} ({self.where(number)}) cannot be started: {cannot}")
+            return _cause_of_death(said)
         except RayError as error:
             return f"{type(error).__name__} of Ray: {' '.join(str(error).split())}"
 
@@ -204,14 +207,20 @@ def _done(refs: dict[Any, int]) -> list[tuple[Any, int]]:
     return [(ref, refs.pop(ref)) for ref in ready]
 
 
+def _why_not_started(said: str) -> str | None:
+    """What Ray says of an actor whose class a node cannot load; None if it says something else."""
+    if "creation task" not in said:
+        return None
+    found: list[str] = re.findall(r"\w+Error: (?:(?!\w+Error: ).)+", said)
+    return f"{(found or [said])[-1].strip()}; the same serve-llm must be installed on all nodes"
+
+
 def _cause_of_death(said: str) -> str:
     """Ray's paragraph in a few words."""
     if "node has died" in said or "node died" in said:
         return "loss of its node"
     if "low on memory" in said:
         return "Ray, because its node runs low on memory"
-    if "creation task" in said or "ModuleNotFoundError" in said:
-        return f"not being able to start: {said[-300:]}; is serve-llm installed there?"
     if "connection error code 2" in said:
         return "end of its process, killed or crashed; its node may be out of memory"
     detail = re.search(r"exit detail: (.+?\.)(?: Some| There|$)", said)

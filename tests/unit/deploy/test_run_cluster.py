@@ -48,7 +48,9 @@ class Node:
     def start(self, *arguments: str, **environ: str) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
         command = ["bash", str(SCRIPT), *arguments]
-        return subprocess.Popen(command, env=self.environ | environ, stdout=pipe, stderr=pipe, text=True)
+        return subprocess.Popen(
+            command, env=self.environ | environ, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed_signals
+        )
 
     def run(self, *arguments: str, **environ: str) -> tuple[int, str, str]:
         """Exit code, output, errors."""
@@ -162,6 +164,12 @@ def test_wrong_arguments(node: Node, role: str, home: str) -> None:
     code, _, errors = node.run("image", "10.0.0.1", role, home)
     assert code == 2 and ("usage:" in errors or "no such directory: /does/not/exist" in errors)
     assert node.calls() == []
+
+
+def heed_signals() -> None:
+    """Tests in the background, or under nohup, ignore some; what bash is started with ignored, it cannot heed."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,3 +85,22 @@ def test_sizes_for_people() -> None:
 
 def test_free_memory_is_read_from_this_machine() -> None:
     assert 1 << 20 < memory.free_memory() < 1 << 50
+
+
+@pytest.mark.parametrize(
+    ("folder", "limit", "used", "prefix"),
+    [
+        (".", "memory.max", "memory.current", ""),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ],
+)
+def test_files_that_a_container_has_read_do_not_count_as_taken(
+    tmp_path: Path, folder: str, limit: str, used: str, prefix: str
+) -> None:
+    (there := tmp_path / folder).mkdir(exist_ok=True)
+    (there / limit).write_text("10000000\n")
+    (there / used).write_text("9900000\n")
+    (there / "memory.stat").write_text(f"{prefix}active_file 3000000\n{prefix}inactive_file 4000000\nother 5\n")
+    assert memory.free_memory(tmp_path) == 10_000_000 - 2_900_000
+    (there / limit).write_text("max\n")
+    assert memory.free_memory(tmp_path) > 1 << 30

@@ -210,6 +210,12 @@ def test_bad_command_line(argv: list[str], words: list[str]) -> None:
     assert "\n" not in message
 
 
+def test_a_secret_in_a_bad_file_is_not_shown(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="not YAML in line 2, column 12") as caught:
+        parse_args(["demo", "--config", write(tmp_path / "o.yaml", "port: 1\napi-key: sk: verysecret\n")], {})
+    assert "verysecret" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -260,3 +260,22 @@ def test_sampled_ids_reach_the_workers_with_the_next_chunk() -> None:
         sampled.append(results[0].token_id)
         scheduler.commit(batch, results)
     assert workers.ids[0] == [1, 2, 3, *sampled[:-1]]
+
+
+def test_small_requests_that_keep_coming_do_not_starve_a_large_one() -> None:
+    """With several batches under way the last to come is always in flight, and is not preempted for those before it."""
+    scheduler, workers = make(num_blocks=14, max_chunk=8, prefix_caching=False), FakeWorkers(FULL)
+    large = Request(id=0, prompt_ids=[1] * 40, sampling=Sampling(max_tokens=2, seed=0))
+    under_way: list[tuple[Batch, list[ChunkResult]]] = []
+    for step in range(300):
+        small = Request(id=step + 1, prompt_ids=[step % 40 + 2] * 6, sampling=Sampling(max_tokens=3, seed=0))
+        assert scheduler.add(small, float(step)) is None
+        if step == 3:
+            assert scheduler.add(large, float(step)) is None
+        while len(under_way) < 2 and (batch := scheduler.schedule(16, float(step), 2)).chunks:
+            under_way.append((batch, workers.execute(batch)))
+        for output in scheduler.commit(*under_way.pop(0)):
+            if output.id == large.id and output.finish_reason is not None:
+                return
+        scheduler.check_integrity()
+    raise AssertionError("the large request never ended")

@@ -255,3 +255,20 @@ def test_that_peers_are_lost_is_the_cause_only_if_nothing_else_is_heard(monkeypa
         line.close()
         for socket in made.sockets:
             socket.close()
+
+
+def test_a_message_that_no_rank_sends_ends_nothing(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    ranks.sockets[0].send(b"GET / HTTP/1.1")
+    ranks.sockets[1].send_multipart([b"", b"x"])
+    ranks.sockets[1].send(control.encode(control.Alive(77)))
+    assert hello(ranks).failure is None
+    assert "ignored a message that no rank of this version sends" in caplog.text
+
+
+def test_last_words_count_more_than_how_it_ended(ranks: Ranks) -> None:
+    roster = hello(ranks)
+    ranks.gone[1] = "exit code 3"
+    roster._look(0.0)
+    ranks.say(1, Failed("while loading weights", "ModelError", "a tensor is missing"))
+    with pytest.raises(ModelError, match=r"rank 1 .* failed while loading weights: a tensor is missing"):
+        roster.gather(Joined, LIMIT)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from serve_llm.engine.model.build import Builder, Part
 from serve_llm.engine.model.decoder import Decoder
-from serve_llm.engine.model.shard import describe_split, shard_of
+from serve_llm.engine.model.shard import describe_split, layers_of, shard_of
 from serve_llm.engine.model.spec import Attention, Dense, Layer, LearnedPositions, ModelSpec, Norm
 from serve_llm.engine.parallel.layout import Grid
 from serve_llm.kernels.table import PORTABLE
@@ -121,6 +121,12 @@ def test_layers_as_chosen_and_by_cost() -> None:
     assert chosen == [range(9), range(9, 17), range(17, 24)]
     by_cost = [shard_of(spec, Grid(1, 2), rank).layers for rank in range(2)]
     assert len(by_cost[0]) > len(by_cost[1]) > 0  # the head costs as much as several layers
+
+
+def test_a_head_in_16_bits_weighs_twice_as_much_beside_layers_in_int8() -> None:
+    spec = MODELS["qwen2.5-0.5b"]
+    assert [len(layers) for layers in layers_of(spec, Grid(1, 2))] == [17, 7]
+    assert [len(layers) for layers in layers_of(spec.with_int8(), Grid(1, 2))] == [21, 3]
 
 
 def test_the_log_says_who_gets_how_much() -> None:
