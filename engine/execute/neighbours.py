@@ -84,7 +84,7 @@ class _Builder:
 
     def _link(self, other: int, handle: Handle | None) -> Link | None:
         if handle is not None:
-            return ShmLink(Ring.open(handle), self._dtype, self._device)
+            return ShmLink(Ring.open(handle), self._dtype)
         if not 0 <= other < self._grid.size:
             return None
         from serve_llm.engine.parallel.torch_group import TorchGroup

@@ -22,7 +22,6 @@ from serve_llm.engine.errors import BY_NAME, EngineError, OptionError, ServeErro
 from serve_llm.engine.execute import control
 from serve_llm.engine.execute.launch import SECRET_VARIABLE
 from serve_llm.engine.execute.steps import RingSource, SocketSource, StepSource
-from serve_llm.engine.execute.threads import threads_per_rank, usable_cores
 from serve_llm.engine.logs import configure
 from serve_llm.engine.parallel.encrypted import BEAT_SECONDS, Line, dealer
 from serve_llm.engine.parallel.layout import Grid
@@ -95,8 +94,6 @@ def run(link: Control, rank: int, directory: str | None = None) -> None:
     begin, kept = link.wire()
     config = begin.config if directory is None else replace(begin.config, directory=directory)
     configure(begin.log_level, f"rank {rank}")
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads_per_rank(usable_cores(), begin.local_ranks))
     if config.device == "cuda":
         if not torch.cuda.is_available():
             raise OptionError("torch finds no GPU on this host: is it built for CUDA, and the driver there?")

@@ -6,6 +6,7 @@ Knows nothing of requests, queues or time; the scheduler's Batch says all.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from serve_llm.engine.config import Config
 from serve_llm.engine.execute import memory
 from serve_llm.engine.execute.inputs import Rows
 from serve_llm.engine.execute.memory import CacheLayout
+from serve_llm.engine.execute.threads import threads_per_rank, usable_cores
 from serve_llm.engine.model.decoder import Decoder
 from serve_llm.engine.model.inputs import StepInputs
 from serve_llm.engine.model.shard import Shard
@@ -46,6 +48,10 @@ class Worker:
     def __init__(
         self, config: Config, spec: ModelSpec, weights: WeightMap, shard: Shard, neighbours: Neighbours
     ) -> None:
+        if "OMP_NUM_THREADS" not in os.environ:  # else the user has said how many
+            torch.set_num_threads(
+                min(torch.get_num_threads(), threads_per_rank(usable_cores(), neighbours.local_ranks))
+            )
         self._config = config
         self._device = torch.device(config.device)
         self._dtype: torch.dtype = getattr(torch, config.dtype)

@@ -1,4 +1,4 @@
-"""Groups and links between ranks of one host, through rings in shared memory. Tensors may lie on any device.
+"""Groups and links between ranks of one host, through rings in shared memory. For tensors of CPUs: GPUs use NCCL.
 
 Every rank of a group has a ring that all others read, so an exchange is: write yours, read theirs. What is larger than
 a ring goes in pieces. Sums are made by every rank for itself, in rank order, so all have the same bits.
@@ -35,13 +35,13 @@ class ShmGroup:
         self._total = torch.empty(SUM_BYTES, dtype=torch.float32)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        own = x.cpu().view(-1)
+        own = x.view(-1)
         data = _bytes(own)
         for piece in _pieces(0, len(data), self._piece):
             self._write(data[piece])
             for part in _pieces(piece.start, piece.stop, SUM_BYTES):
                 self._add(own[part.start // own.itemsize : part.stop // own.itemsize])
-        return own.view(x.shape).to(x.device)
+        return x
 
     def _add(self, own: Tensor) -> None:
         """The next numbers of all ranks: `own`, which becomes their sum, and as many of each other one's."""
@@ -55,14 +55,14 @@ class ShmGroup:
         own.copy_(total)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        own = x.contiguous().cpu()
+        own = x.contiguous()
         parts = [own.clone() if other == self.rank else torch.empty_like(own) for other in range(self.size)]
         views = [_bytes(part) for part in parts]
         for piece in _pieces(0, own.nbytes, self._piece):
             self._write(views[self.rank][piece])
             for other in self._readers:
                 self._read(other, views[other][piece])
-        return [part.to(x.device) for part in parts]
+        return parts
 
     def _write(self, data: memoryview) -> None:
         try:
@@ -85,14 +85,14 @@ def _pieces(start: int, stop: int, size: int) -> Iterator[slice]:
 class ShmLink:
     """See `comm.Link`. One process sends, another one receives."""
 
-    def __init__(self, ring: Ring, dtype: torch.dtype, device: torch.device) -> None:
-        """dtype, device: of what is received."""
+    def __init__(self, ring: Ring, dtype: torch.dtype) -> None:
+        """dtype: of what is received."""
         self._writer, self._reader = ring.writer(), ring.reader(0)
-        self._dtype, self._device = dtype, device
+        self._dtype = dtype
 
     def send(self, x: Tensor) -> None:
         try:
-            self._writer.write(_bytes(x.contiguous().cpu()), PEER_SECONDS)
+            self._writer.write(_bytes(x.contiguous()), PEER_SECONDS)
         except TimeoutError:
             raise _silent("the next stage") from None
 
@@ -102,7 +102,7 @@ class ShmLink:
             self._reader.read_into(_bytes(x), PEER_SECONDS)
         except TimeoutError:
             raise _silent("the stage before") from None
-        return x.to(self._device)
+        return x
 
 
 def _bytes(x: Tensor) -> memoryview:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import Future
-
-import torch
 
 from serve_llm.engine.config import Config
 from serve_llm.engine.execute.executor import StepResult
-from serve_llm.engine.execute.threads import threads_per_rank, usable_cores
 from serve_llm.engine.execute.worker import Worker
 from serve_llm.engine.model.shard import shard_of
 from serve_llm.engine.model.spec import ModelSpec
@@ -26,8 +22,6 @@ class InProcessExecutor:
 
     def __init__(self, config: Config, spec: ModelSpec, weights: WeightMap) -> None:
         others = Neighbours(local_ranks=config.data_parallel_size)
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(min(torch.get_num_threads(), threads_per_rank(usable_cores(), others.local_ranks)))
         self._worker = Worker(config, spec, weights, shard_of(spec, Grid(), 0), others)
         self.layout = self._worker.allocate(self._worker.num_blocks)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from serve_llm.engine.execute.executors import inprocess
+from serve_llm.engine.execute import worker
 from serve_llm.engine.hub import resolve_model
 from support.engine import make_engine
 
@@ -15,7 +15,7 @@ from support.engine import make_engine
 @pytest.mark.parametrize(("num_engines", "threads"), [(1, 8), (2, 4), (3, 2), (100, 1)])
 def test_engines_of_one_host_share_its_threads(monkeypatch: pytest.MonkeyPatch, num_engines: int, threads: int) -> None:
     found: list[int] = []
-    monkeypatch.setattr(inprocess, "usable_cores", lambda: 8)  # a quota, on a machine of more
+    monkeypatch.setattr(worker, "usable_cores", lambda: 8)  # a quota, on a machine of more
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     monkeypatch.setattr(torch, "set_num_threads", found.append)
     directory = Path(resolve_model("demo"))

@@ -71,7 +71,7 @@ def test_an_empty_tensor_has_an_empty_sum() -> None:
 
 def test_links_are_deep_and_in_order() -> None:
     ring = Ring.create(1, 1 << 16)
-    link = ShmLink(ring, torch.bfloat16, torch.device("cpu"))
+    link = ShmLink(ring, torch.bfloat16)
     sent = [values(number, 1 + number, torch.bfloat16) for number in range(4)]
     for x in sent:
         copy = x.clone()
