@@ -28,16 +28,20 @@ FLAGS = [
 WIDE = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]
 VARIANTS = {"baseline": []}  # name -> the compiler's options; the library chooses one on the machine where it runs
 if platform.machine().lower() in ("x86_64", "amd64"):
-    VARIANTS |= {"avx2": ["-mavx2", "-mfma"], "avx512": WIDE, "avx512_bf16": [*WIDE, "-mavx512bf16"]}
+    VARIANTS |= {"avx2": ["-mavx2", "-mfma"], "avx512": WIDE, "avx512_bf16": [*WIDE, "-mavx512bf16", "-mavx512vnni"]}
+
+
+PER_VARIANT = ("attend.cpp", "multiply.cpp")
+ONCE = ("attention.cpp", "linear.cpp")  # which thread computes what, and the C interface
 
 
 class BuildKernels(build_ext):
-    """Compiles attend.cpp once for each variant; setuptools itself knows one set of options per extension."""
+    """Compiles PER_VARIANT once for each variant; setuptools itself knows one set of options per extension."""
 
     def build_extension(self, extension: Extension) -> None:
         for variant, options in VARIANTS.items():
             extension.extra_objects += self.compiler.compile(
-                [str(FOLDER / "attend.cpp")],
+                [str(FOLDER / name) for name in PER_VARIANT],
                 output_dir=str(Path(self.build_temp) / variant),
                 macros=[("VARIANT", variant)],
                 extra_postargs=[*FLAGS, *options],
@@ -51,8 +55,8 @@ setup(
     ext_modules=[
         Extension(
             "serve_llm.kernels.cpu.compiled",  # not a Python module: opened by ctypes
-            [str(FOLDER / "attention.cpp")],
-            depends=[str(FOLDER / name) for name in ("attend.cpp", "attend.h", "vector.h")],
+            [str(FOLDER / name) for name in ONCE],
+            depends=[*(str(FOLDER / name) for name in PER_VARIANT), *map(str, sorted(FOLDER.glob("*.h")))],
             extra_compile_args=FLAGS,
             extra_link_args=["-fopenmp"],
             language="c++",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from serve_llm.kernels import activation, attention, linear, linear_int8, norm, rope
 from serve_llm.kernels.cpu import library
+from serve_llm.kernels.cpu.linear import Packer
 
 logger = logging.getLogger(__name__)
 
@@ -75,4 +76,14 @@ def with_library(path: Path | None, dtype: torch.dtype, head_dims: Collection[in
         found = library.Library(path)
     except (OSError, AttributeError) as error:  # the latter: compiled from older sources
         return f"the compiled kernels cannot be loaded: {error}"
-    return replace(PORTABLE, write_cache=found.write_cache, paged_attention=found.paged_attention)
+    return replace(
+        PORTABLE, write_cache=found.write_cache, paged_attention=found.paged_attention, **linears(found.packer)
+    )
+
+
+def linears(packer: Packer) -> dict[str, Callable[..., linear.Linear]]:
+    """Our own products with packed weights, except where oneDNN has matrix units (AMX), for which ours have no code."""
+    if getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)():
+        return {}
+    int8 = {"pack_int8": packer.pack_int8} if packer.has(torch.int8) else {}
+    return {"pack": packer.pack, **int8}

@@ -6,12 +6,11 @@
 
 #include <omp.h>
 
-#include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <vector>
 
 #include "attend.h"
+#include "workspace.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -30,24 +29,6 @@ const Variant* const VARIANTS[] = {
 };
 constexpr int NUM_VARIANTS = sizeof VARIANTS / sizeof *VARIANTS;
 
-// Memory of one thread that stays for the next call, so that its pages are not asked for again in each layer.
-class Workspace {
- public:
-  void* at_least(int64_t bytes) {
-    if (bytes > size_) {
-      std::free(memory_);
-      size_ = (bytes + 4095) / 4096 * 4096;
-      memory_ = std::aligned_alloc(64, size_);
-      if (memory_ == nullptr) std::abort();
-    }
-    return memory_;
-  }
-  ~Workspace() { std::free(memory_); }
-
- private:
-  void* memory_ = nullptr;
-  int64_t size_ = 0;
-};
 thread_local Workspace scratch_space, sums_space, split_space;
 
 Sums sums_at(float* memory, int rows) { return {memory, memory + rows, memory + 2 * rows}; }
@@ -136,7 +117,7 @@ EXPORT int serve_llm_supported(int variant) {
   const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (variant == 2) return wide;
-  if (variant == 3) return wide && __builtin_cpu_supports("avx512bf16");
+  if (variant == 3) return wide && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 #endif
   return 0;
 }

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from serve_llm.kernels.cpu.linear import Packer
+
 VARIANTS = ("baseline", "avx2", "avx512", "avx512_bf16")  # as the library numbers them, slowest first
 DTYPES = (torch.bfloat16, torch.float32)
 HEAD_DIMS = range(16, 257, 8)
@@ -67,6 +69,7 @@ class Library:
         if self.variant not in self.variants:
             raise ValueError(f"{path.name} has no variant {variant} for this processor, but {', '.join(self.variants)}")
         self._number = VARIANTS.index(self.variant)
+        self.packer = Packer(self._library, self._number)
 
     def write_cache(self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
         size = cache.element_size()

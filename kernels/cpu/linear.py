@@ -1,0 +1,141 @@
+"""Linear layers with weights packed for the compiled kernels (linear.cpp). Contracts stand at `kernels.linear.pack` and
+`kernels.linear_int8.pack_int8`.
+
+One packed copy serves all numbers of rows: few rows are bound by reading the weight once, many by arithmetic. A row's
+bits do not depend on the other rows at all, so rows are never padded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from serve_llm.kernels.linear import Linear
+from serve_llm.kernels.linear_int8 import ZERO_POINT, quantise_rows
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # `Kind` in linear.h
+UNIT = 4  # bytes
+
+
+class Product(ctypes.Structure):
+    """`Product` in linear.h."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("x", ctypes.c_void_p),
+        ("x_row", ctypes.c_int64),
+        ("rows", ctypes.c_int),
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("x_scale", ctypes.c_void_p),
+        ("weight_scale", ctypes.c_void_p),
+        ("start", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("y_row", ctypes.c_int64),
+        ("y_bf16", ctypes.c_bool),
+        ("units", ctypes.c_int),
+        ("outputs", ctypes.c_int),
+    )
+
+
+class Packer:
+    """Packs weights for one variant of the library."""
+
+    def __init__(self, library: ctypes.CDLL, variant: int) -> None:
+        """Raises OSError if the library was compiled from other sources."""
+        if library.serve_llm_product_bytes() != ctypes.sizeof(Product):
+            raise OSError("the library was compiled from other sources; install serve-llm again")
+        library.serve_llm_linear.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+        library.serve_llm_linear.restype = library.serve_llm_pack.restype = None
+        self.library, self.variant = library, variant
+
+    def has(self, dtype: torch.dtype) -> bool:
+        """Whether weights of the dtype can be packed: float32, bfloat16, and int8 where the processor multiplies it."""
+        return dtype in KINDS and self.columns(dtype) > 0
+
+    def columns(self, dtype: torch.dtype) -> int:
+        """Outputs of a panel of weights of the dtype; 0 where it cannot be packed."""
+        columns: int = self.library.serve_llm_panel_columns(self.variant, KINDS[dtype])
+        return columns
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        if weight.numel() == 0:
+            return partial(_constant, weight.shape[0], bias)
+        return _Packed(self, weight, bias)
+
+    def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Linear:
+        if weight.numel() == 0:
+            return partial(_constant, weight.shape[0], bias)
+        return _PackedInt8(self, weight, scale, bias)
+
+
+class _Packed:
+    def __init__(self, packer: Packer, weight: Tensor, bias: Tensor | None) -> None:
+        outputs, inputs = weight.shape
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        self._library, self._variant, self._outputs = packer.library, packer.variant, outputs
+        self._columns = packer.columns(weight.dtype)
+        row_bytes = inputs * weight.element_size()
+        units = -(-row_bytes // UNIT)
+        self._missing = units * UNIT // weight.element_size() - inputs  # of a row, to whole units
+        self._tensors = [torch.empty(-(-outputs // self._columns) * self._columns * units, dtype=torch.int32)]
+        self._library.serve_llm_pack(
+            self._variant,
+            ctypes.c_void_p(weight.data_ptr()),
+            ctypes.c_int64(weight.stride(0) * weight.element_size()),
+            ctypes.c_int64(row_bytes),
+            outputs,
+            ctypes.c_void_p(self._tensors[0].data_ptr()),
+            torch.get_num_threads(),
+        )
+        self._product = Product(
+            kind=KINDS[weight.dtype],
+            weight=self._tensors[0].data_ptr(),
+            bias=None if bias is None else self._by_panel(bias.float()),
+            y_row=outputs,
+            units=units,
+            outputs=outputs,
+        )
+        self._reference = ctypes.addressof(self._product)
+
+    def _by_panel(self, values: Tensor) -> int:
+        """The address of the values, one for each output, with zeros up to a whole panel."""
+        self._tensors.append(functional.pad(values, (0, -len(values) % self._columns)))
+        return self._tensors[-1].data_ptr()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._multiply(x, x.dtype)
+
+    def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x: (rows, inputs) of the weight's kind -> (rows, outputs) of `dtype`."""
+        if self._missing or x.stride(1) != 1:
+            x = functional.pad(x, (0, self._missing)).contiguous()
+        rows = x.shape[0]
+        y = torch.empty((rows, self._outputs), dtype=dtype)
+        product = self._product
+        product.x, product.x_row, product.rows = x.data_ptr(), x.stride(0) * x.element_size(), rows
+        product.y, product.y_bf16 = y.data_ptr(), dtype == torch.bfloat16
+        self._library.serve_llm_linear(self._reference, self._variant, torch.get_num_threads())
+        return y
+
+
+class _PackedInt8(_Packed):
+    def __init__(self, packer: Packer, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        super().__init__(packer, weight, bias)
+        self._product.weight_scale = self._by_panel(scale.flatten())
+        self._product.start = self._by_panel(weight.sum(1, dtype=torch.int32) * -ZERO_POINT)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        numbers, scales = quantise_rows(x)
+        self._product.x_scale = scales.data_ptr()
+        return self._multiply(numbers, x.dtype)
+
+
+def _constant(outputs: int, bias: Tensor | None, x: Tensor) -> Tensor:
+    """The product without inputs or without outputs."""
+    y = x.new_zeros(x.shape[0], outputs)
+    return y if bias is None else y.add_(bias)

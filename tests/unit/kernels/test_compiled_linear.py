@@ -1,0 +1,142 @@
+"""Linear layers of the compiled kernels, in every variant that this processor runs: equal to the definition, and a
+row's bits do not depend on the rows around it, on the number of threads, or on how many rows come at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_llm.kernels import linear, linear_int8, table
+from serve_llm.kernels.cpu import library
+from serve_llm.kernels.cpu.library import Library
+from serve_llm.kernels.cpu.linear import Packer
+from serve_llm.kernels.reference import linear as definition
+from serve_llm.kernels.reference import linear_int8 as definition_int8
+
+COMPILED = library.find()
+PACKERS = {} if COMPILED is None else {name: Library(COMPILED, name).packer for name in Library(COMPILED).variants}
+DTYPES = [torch.float32, torch.bfloat16]
+SHAPES = [(97, 53), (64, 2600), (331, 60), (84, 19), (7, 1), (1, 7)]  # outputs, inputs
+ROWS = [*range(1, 15), 25, 31, 253, 300]
+
+pytestmark = pytest.mark.skipif(COMPILED is None, reason="no C++ compiler at installation")
+
+
+@pytest.fixture(params=PACKERS)
+def packer(request: pytest.FixtureRequest) -> Packer:
+    return PACKERS[request.param]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def int8_weights(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+    numbers = torch.randint(-127, 128, (outputs, inputs), generator=torch.Generator().manual_seed(3))
+    return numbers.to(torch.int8), random(outputs, 1, seed=4).abs() / 100
+
+
+def pack(packer: Packer, kind: str, outputs: int, inputs: int) -> tuple[linear.Linear, torch.dtype]:
+    """A layer with a bias, and the type of its rows."""
+    if kind == "int8":
+        if not packer.has(torch.int8):
+            pytest.skip("the processor or this variant does not multiply bytes")
+        return packer.pack_int8(*int8_weights(outputs, inputs), random(outputs, dtype=torch.bfloat16)), torch.bfloat16
+    dtype: torch.dtype = getattr(torch, kind)
+    return packer.pack(random(outputs, inputs, dtype=dtype), random(outputs, dtype=dtype)), dtype
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_alone(packer: Packer, shape: tuple[int, int], kind: str) -> None:
+    layer, dtype = pack(packer, kind, *shape)
+    x = random(max(ROWS), shape[1], dtype=dtype, seed=1)
+    whole = layer(x)
+    for count in ROWS:
+        first = 7 * count % (len(x) - count + 1)
+        assert torch.equal(layer(x[first : first + count]), whole[first : first + count]), f"{count} rows"
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_threads_do_not_show(packer: Packer, kind: str) -> None:
+    layer, dtype = pack(packer, kind, 331, 130)
+    x, before, results = random(5, 130, dtype=dtype, seed=1), torch.get_num_threads(), []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append(layer(x))
+    torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_equals_the_definition(packer: Packer, rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight, bias, x = random(*shape, dtype=dtype), random(shape[0], dtype=dtype), random(rows, shape[1], seed=1)
+    for added in (bias, None):
+        ours = packer.pack(weight, added)(x.to(dtype))
+        exact = definition.pack(weight.double(), None if added is None else added.double())(x.to(dtype).double())
+        assert ours.dtype == dtype and ours.shape == (rows, shape[0])
+        scale = weight.double().norm(dim=1) * x.norm(dim=1, keepdim=True) + exact.abs()
+        assert ((ours - exact).abs() / scale).max() < (1e-6 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_equals_the_definition(packer: Packer, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    if not packer.has(torch.int8):
+        pytest.skip("the processor or this variant does not multiply bytes")
+    weight, scale = int8_weights(*shape)
+    bias, x = random(shape[0], dtype=dtype), random(30, shape[1], seed=1) * torch.logspace(-30, 30, 30)[:, None]
+    ours = packer.pack_int8(weight, scale, bias)(x.to(dtype))
+    expected = definition_int8.pack_int8(weight, scale, bias)(x.to(dtype))
+    error = (ours.float() - expected.float()) / expected.float().abs().amax(1, keepdim=True)
+    assert ours.dtype == dtype and error.abs().max() < (1e-6 if dtype == torch.float32 else 8e-3)
+
+
+@pytest.mark.skipif(not linear_int8.works(), reason="this processor computes no int8 products")
+def test_int8_numbers_and_their_sums_are_exact(packer: Packer) -> None:
+    if not packer.has(torch.int8):
+        pytest.skip("the processor or this variant does not multiply bytes")
+    weight, scale = torch.full((40, 4864), -127, dtype=torch.int8), torch.ones(40, 1)
+    weight[::2] = 127
+    x = torch.full((3, 4864), 127.0)
+    x[1] = -127.0
+    assert torch.equal(packer.pack_int8(weight, scale)(x), (x.double() @ weight.double().T).float())
+
+
+def test_layouts_of_weights_and_rows(packer: Packer) -> None:
+    weight, x = random(53, 97).T, random(3, 53)
+    expected = packer.pack(weight.contiguous())(x)
+    assert torch.equal(packer.pack(weight)(x), expected)
+    beside = random(97, 60)
+    beside[:, 7:] = weight
+    assert torch.equal(packer.pack(beside[:, 7:])(x), expected)
+    assert torch.equal(packer.pack(weight)(torch.cat((x, x), 1)[:, 53:]), expected)
+    assert torch.equal(packer.pack(weight)(x.T.contiguous().T), expected)
+
+
+def test_nothing(packer: Packer) -> None:
+    bias = random(97)
+    assert packer.pack(random(97, 53), bias)(torch.empty(0, 53)).shape == (0, 97)
+    assert torch.equal(packer.pack(torch.empty(97, 0), bias)(torch.empty(2, 0)), bias.expand(2, 97))
+    assert packer.pack(torch.empty(0, 53))(torch.empty(2, 53)).shape == (2, 0)
+
+
+def test_what_is_not_finite_stays_in_its_row(packer: Packer) -> None:
+    x = random(20, 64)
+    layer = packer.pack(random(40, 64))
+    expected = layer(x)
+    x[3, 5], x[7] = torch.nan, torch.inf
+    y = layer(x)
+    assert not y[3].isfinite().any() and not y[7].isfinite().any()
+    kept = [row for row in range(20) if row not in (3, 7)]
+    assert torch.equal(y[kept], expected[kept])
+
+
+def test_the_table_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    packer = PACKERS[list(PACKERS)[-1]]
+    assert table.linears(packer)["pack"] == packer.pack
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert table.linears(packer) == {}
