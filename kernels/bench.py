@@ -1,8 +1,9 @@
 """Times the kernels of this machine: `python -m serve_llm.kernels.bench`. A table for people, then one line of JSON.
 
-Each time is the median of repeated calls. GB/s count the weights or cached keys and values read once, GFLOP/s the
-multiplications and additions (of the causal half in a prefill), each also as a share of what the machine was measured
-to give in the same run: a sum over memory beyond the caches, and a large bfloat16 matrix product.
+Each time is the median of repeated calls. GB/s count the weights or cached keys and values read once, or what a
+kernel for rows reads and writes; GFLOP/s the multiplications and additions (of the causal half in a prefill), each also
+as a share of what the machine was measured to give in the same run: a sum over memory beyond the caches, and a large
+bfloat16 matrix product.
 """
 
 from __future__ import annotations
@@ -73,6 +74,36 @@ def attention_times() -> dict[str, Timed]:
     return found
 
 
+def row_times() -> dict[str, Timed]:
+    """Of a decode step and of a prompt; bytes read and written, arithmetic not counted."""
+    kernels = table.choose(CPU, torch.bfloat16, {64})
+    heads, kv_heads, head_dim, width, inner = 14, 2, 64, 896, 4864
+    weight = torch.randn(width).bfloat16()
+    cache = torch.zeros((64, 2, kv_heads, BLOCK_SIZE, head_dim)).bfloat16()
+    found = {}
+    for rows in (1, 32, 512):
+        hidden, up = torch.randn((rows, width)).bfloat16(), torch.randn((rows, 2 * inner)).bfloat16()
+        qkv = torch.randn((rows, (heads + 2 * kv_heads) * head_dim)).bfloat16()
+        angles, slots = (torch.randn(rows, head_dim // 2), torch.randn(rows, head_dim // 2)), torch.randperm(512)[:rows]
+        calls: dict[str, tuple[Callable[[], object], int]] = {
+            "rms_norm": (partial(kernels.rms_norm, hidden, weight, 1e-6), 2 * hidden.nbytes),
+            "add_rms_norm": (
+                partial(kernels.add_rms_norm, hidden, torch.zeros_like(hidden), weight, 1e-6),
+                4 * hidden.nbytes,
+            ),
+            "rope_and_cache": (
+                partial(kernels.rope_and_cache, qkv, heads, None, angles, cache, slots),
+                2 * qkv.nbytes + 2 * angles[0].nbytes,
+            ),
+            "silu_and_mul": (partial(kernels.activations["silu_and_mul"], up), up.nbytes * 3 // 2),
+            "gelu": (partial(kernels.activations["gelu"], up), 2 * up.nbytes),
+            "gelu_tanh": (partial(kernels.activations["gelu_tanh"], up), 2 * up.nbytes),
+        }
+        for name, (call, num_bytes) in calls.items():
+            found[f"{name} bf16, {rows} rows"] = Timed(median_us(call), num_bytes, 0)
+    return found
+
+
 def limits() -> tuple[float, float]:
     """GB/s of memory, GFLOP/s of a bfloat16 matrix product."""
     memory = torch.ones(1 << 27)
@@ -84,11 +115,11 @@ def limits() -> tuple[float, float]:
 def main() -> None:
     bandwidth, peak = limits()
     print(f"{torch.get_num_threads()} threads: memory {bandwidth:.0f} GB/s, bf16 matrix product {peak:.0f} GFLOP/s")
-    times = linear_times() | attention_times()
+    times = linear_times() | attention_times() | row_times()
     for name, timed in times.items():
         gigabytes, gigaflops = timed.num_bytes / timed.us / 1000, timed.operations / timed.us / 1000
         reads = f"{gigabytes:7.1f} GB/s {gigabytes / bandwidth:5.0%}"
-        print(f"{name:50} {timed.us:9.0f} us {reads} {gigaflops:8.0f} GFLOP/s {gigaflops / peak:5.0%}")
+        print(f"{name:50} {timed.us:9.1f} us {reads} {gigaflops:8.0f} GFLOP/s {gigaflops / peak:5.0%}")
     print(json.dumps({name: round(timed.us, 1) for name, timed in times.items()}))
 
 

@@ -12,6 +12,7 @@ depend on the others in any case. Rows are padded only because oneDNN keeps code
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -23,20 +24,7 @@ from serve_llm.kernels.linear import MOST_ROWS, Linear, few_sizes, with_rows
 ZERO_POINT = 128
 LARGEST = 127.0  # of a quantised number
 SMALLEST_ROW = 1e-30  # a row whose largest magnitude is less becomes zeros; keeps its reciprocal finite
-
-
-def pack_int8(weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Linear:
-    """The layer x @ (weight * scale).T + bias, x rounded row by row to 8 bits. On a CPU, where `works()`.
-
-    weight: (outputs, inputs) int8; scale: (outputs, 1) float32; bias: (outputs,) of x's dtype, or None. x may be of any
-    float dtype and the result has the same; what is in between is int32 and float32. A row that holds NaN or infinity
-    gives numbers that are not finite. Outputs or inputs may be none at all; without inputs the result is the bias, or
-    zeros.
-    """
-    if weight.numel() == 0:
-        return _Constant(weight.shape[0], bias)
-    packed = torch.ops.onednn.qlinear_prepack(weight.contiguous(), [1, weight.shape[1]])
-    return _OneDNN(packed, scale.flatten().contiguous(), bias)
+Quantise = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,6 +36,22 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     largest = x.abs().amax(1, keepdim=True).float().clamp_min_(SMALLEST_ROW)
     scaled = x * (LARGEST / largest)  # float32, also from bfloat16
     return scaled.add_(ZERO_POINT + 0.5).to(torch.uint8), largest / LARGEST
+
+
+def pack_int8(
+    weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, quantise: Quantise = quantise_rows
+) -> Linear:
+    """The layer x @ (weight * scale).T + bias, x rounded row by row to 8 bits. On a CPU, where `works()`.
+
+    weight: (outputs, inputs) int8; scale: (outputs, 1) float32; bias: (outputs,) of x's dtype, or None. x may be of any
+    float dtype and the result has the same; what is in between is int32 and float32. A row that holds NaN or infinity
+    gives numbers that are not finite. Outputs or inputs may be none at all; without inputs the result is the bias, or
+    zeros. quantise: what rounds the rows, a version of `quantise_rows`.
+    """
+    if weight.numel() == 0:
+        return _Constant(weight.shape[0], bias)
+    packed = torch.ops.onednn.qlinear_prepack(weight.contiguous(), [1, weight.shape[1]])
+    return _OneDNN(packed, scale.flatten().contiguous(), bias, quantise)
 
 
 @cache
@@ -82,6 +86,7 @@ class _OneDNN:
     weight: Tensor  # opaque layout
     scale: Tensor
     bias: Tensor | None
+    quantise: Quantise
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
@@ -93,7 +98,7 @@ class _OneDNN:
 
     def _piece(self, x: Tensor) -> Tensor:
         """float32, more rows than x has."""
-        numbers, scales = quantise_rows(with_rows(x, few_sizes(x.shape[0])))
+        numbers, scales = self.quantise(with_rows(x, few_sizes(x.shape[0])))
         y = _product(numbers, self.weight, self.scale).mul_(scales)
         return y if self.bias is None else y.add_(self.bias)
 

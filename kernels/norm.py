@@ -17,6 +17,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * scale).to(x.dtype)
 
 
+def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """hidden + delta, rounded to their dtype, and `rms_norm` of that. hidden, delta: (rows, width).
+
+    The caller does not use delta again: the sum may take its memory.
+    """
+    total = hidden + delta
+    return total, rms_norm(total, weight, eps)
+
+
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias, rounded once (arXiv:1607.06450).
 

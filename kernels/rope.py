@@ -1,9 +1,50 @@
-"""Rotary position embedding, applied. Knows tensors only; where the angles come from is the model's matter."""
+"""Rotary position embedding, applied, and what stands around it in an attention layer. Knows tensors only; where the
+angles come from is the model's matter."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from serve_llm.kernels.attention import write_cache
+from serve_llm.kernels.norm import rms_norm
+
+Angles = tuple[Tensor, Tensor]  # cos, sin: (tokens, head_dim / 2) float32, dense
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of every query head and every key head; weights (head_dim,)."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+def rope_and_cache(
+    qkv: Tensor,
+    heads: int,
+    norms: HeadNorms | None,
+    angles: Angles | None,
+    cache: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """From the joint projection to what attention reads: norms of heads and rope, each where there is one; keys and
+    values are written to the cache as by `attention.write_cache`.
+
+    qkv: (tokens, (heads + 2 * kv_heads) * head_dim), query heads first, then keys, then values; rows dense. cache,
+    slots: as of `attention.write_cache`.
+    Returns the queries (tokens, heads, head_dim); the caller does not use qkv again.
+    """
+    kv_heads, head_dim = cache.shape[2], cache.shape[4]
+    query, key, value = qkv.unflatten(1, (-1, head_dim)).split_with_sizes([heads, kv_heads, kv_heads], 1)
+    if norms is not None:
+        query, key = rms_norm(query, norms.query, norms.eps), rms_norm(key, norms.key, norms.eps)
+    if angles is not None:
+        query, key = apply_rope(query, key, *angles)
+    write_cache(key, value, cache, slots)
+    return query
 
 
 def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from serve_llm.engine.schedule.sequence import GroupLayout
 FLOAT = 4  # bytes of float32, in which norms, rope, activations and scores are computed
 PIECE = 256  # rows of one oneDNN product, as in kernels.linear
 KEY_TILE = 128  # tokens of keys that attention visits at a time, as in kernels.attention
-COMPILED_HEAD_DIMS = range(16, 257, 8)  # of attention that allocates no tensors, as in kernels.cpu.library
+COMPILED_HEAD_DIMS = range(16, 257, 8)  # of the kernels that make no tensors but results, as in kernels.cpu.library
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Step:
     element: int  # bytes of the model's dtype
     on_cpu: bool
     int8: bool = False
+    compiled: bool = False
 
     @classmethod
     def largest(cls, config: Config, element: int) -> Step:
@@ -54,7 +55,8 @@ class Step:
             return self.head(rows, inputs, outputs)
         result = rows * outputs * self.element
         padded = _few_sizes(min(rows, PIECE))
-        before = padded * inputs * ((self.element if rows < PIECE and padded != rows else 0) + FLOAT + 1)
+        copies = (self.element if rows < PIECE and padded != rows else 0) + (0 if self.compiled else FLOAT)
+        before = padded * inputs * (copies + 1)
         return result + max(before, padded * (inputs + outputs * FLOAT)), result
 
     def head(self, rows: int, inputs: int, outputs: int) -> tuple[int, int]:
@@ -79,7 +81,9 @@ def _few_sizes(rows: int) -> int:
 
 def peak_bytes(spec: ModelSpec, shard: Shard, groups: tuple[GroupLayout, ...], config: Config, element: int) -> int:
     """Of the rank that `shard` belongs to. groups: of the cache; element: bytes of the model's dtype."""
-    step = replace(Step.largest(config, element), int8=spec.int8 is not None)
+    step = Step.largest(config, element)
+    compiled = step.on_cpu and all(group.head_dim in COMPILED_HEAD_DIMS for group in spec.kv_groups)
+    step = replace(step, int8=spec.int8 is not None, compiled=compiled)
     kinds = {
         (spec.layers[index], group) for group, of in zip(groups, spec.kv_groups, strict=True) for index in of.layers
     }
@@ -90,19 +94,24 @@ def peak_bytes(spec: ModelSpec, shard: Shard, groups: tuple[GroupLayout, ...], c
 
 
 def _layer(step: Step, layer: Layer, group: GroupLayout, width: int, shard: Shard) -> int:
+    """Hidden rows and what a half reads of them; the decoder keeps those of before the layer until it is done."""
     rows = step.tokens * width * step.element
-    norm = _norm(step, layer.norm, step.tokens * width)
-    first, last = layer.mixer, layer.ffn
-    pre = layer.placement == "pre"
-    attention = max(norm, (rows if pre else 0) + _attention(step, first, group, width, shard))
-    ffn = rows + max(norm, (rows if pre else 0) + _ffn(step, last, width, len(shard.ffn(last))))
-    return rows + max(attention, ffn)
+    held = rows * (2 if layer.placement == "pre" else 1)
+    attention = held + _attention(step, layer.mixer, group, width, shard)
+    ffn = 2 * held + _ffn(step, layer.ffn, width, len(shard.ffn(layer.ffn)))
+    return max(attention, ffn, held + 2 * rows + _norm_of_sum(step, layer.norm, step.tokens * width))
 
 
-def _norm(step: Step, norm: Norm, elements: int) -> int:
-    """Peak of a norm, its result of `elements` included."""
+def _norm_of_sum(step: Step, norm: Norm, elements: int) -> int:
+    """Peak of a sum and its norm, of so many elements, besides the two that are added."""
+    size = elements * step.element
     if norm.kind == "layer":
-        return elements * step.element
+        return 2 * size
+    return size if step.compiled else size + _rms_norm(step, elements)
+
+
+def _rms_norm(step: Step, elements: int) -> int:
+    """Peak of a norm in torch operations, its result of `elements` included."""
     return step.wide(elements) + elements * FLOAT + elements * step.element
 
 
@@ -111,7 +120,7 @@ def _ffn(step: Step, ffn: Dense, width: int, columns: int) -> int:
     elements = step.tokens * columns
     floats = {"silu": 2, "gelu": 3, "gelu_tanh": 4, "relu": 0}[ffn.activation]  # float32 copies alive at once
     active = elements * step.element
-    inner = step.wide(elements) + floats * elements * FLOAT if floats else active
+    inner = active if step.compiled or not floats else step.wide(elements) + floats * elements * FLOAT
     down, _ = step.linear(step.tokens, columns, width)
     return max(peak, up + inner, active + down)
 
@@ -121,25 +130,33 @@ def _attention(step: Step, mixer: Attention, group: GroupLayout, width: int, sha
     heads, kv_heads = len(own.heads), len(own.kv_heads)
     queries, keys = step.tokens * heads * mixer.head_dim, step.tokens * kv_heads * mixer.head_dim
     qkv_peak, qkv = step.linear(step.tokens, width, (heads + 2 * kv_heads) * mixer.head_dim)
-    peak = qkv_peak
-    turned = 0  # queries and keys apart from qkv
-    if mixer.head_norm is not None:
-        turned = (queries + keys) * step.element
-        peak = max(peak, qkv + _norm(step, mixer.head_norm, queries))
-    if mixer.rope is not None:
-        peak = max(peak, qkv + turned + step.wide(queries) + 2 * queries * FLOAT)
-        turned = (queries + keys) * step.element
+    heads_peak, query = _heads(step, mixer, queries, keys, qkv)
     shared = _queries_per_kv_head(own, mixer.heads // mixer.kv_heads)
     even = step.tokens * shared * kv_heads * mixer.head_dim  # with padding where KV heads have different numbers
-    live = qkv + turned + even * step.element * (1 if even == queries else 2)
+    live = query + even * step.element * (1 if even == queries else 2)
     tiles = [0]
-    if not (step.on_cpu and mixer.head_dim in COMPILED_HEAD_DIMS):
+    if not step.compiled:
         rows = min(step.tokens - step.singles, 64)
         tiles.append(_tile_attention(step, group, 1, rows, shared, kv_heads, mixer.head_dim))
         if step.singles:
             tiles.append(_tile_attention(step, group, step.singles, 1, shared, kv_heads, mixer.head_dim))
     summed, _ = step.linear(step.tokens, heads * mixer.head_dim, width)
-    return max(peak, live + max(*tiles, summed))
+    return max(qkv_peak, heads_peak, live + max(*tiles, summed))
+
+
+def _heads(step: Step, mixer: Attention, queries: int, keys: int, qkv: int) -> tuple[int, int]:
+    """The peak from the joint product, of `qkv` bytes, to what attention reads, and what is left: the queries."""
+    if step.compiled:
+        return qkv + queries * step.element, queries * step.element
+    peak, left = qkv, qkv
+    turned = 0  # queries and keys apart from qkv
+    if mixer.head_norm_eps is not None:
+        peak = qkv + _rms_norm(step, queries)
+        turned, left = (queries + keys) * step.element, queries * step.element
+    if mixer.rope is not None:
+        peak = max(peak, qkv + turned + step.wide(queries) + 2 * queries * FLOAT)
+        left = queries * step.element
+    return peak, left
 
 
 def _queries_per_kv_head(own: HeadShare, group: int) -> int:

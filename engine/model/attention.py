@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from serve_llm.engine.model import spec
-from serve_llm.engine.model.build import Builder, RowWise
+from serve_llm.engine.model.build import Builder
 from serve_llm.engine.model.inputs import GroupInputs, StepInputs
 from serve_llm.engine.parallel.layout import HeadShare
+from serve_llm.kernels.rope import Angles, HeadNorms
 
-Angles = tuple[Tensor, Tensor]  # cos, sin: (tokens, head_dim / 2) float32
 Attend = Callable[..., Tensor]  # `kernels.attention.paged_attention`
 
 
@@ -23,10 +23,8 @@ class Attention:
     def __init__(self, mixer: spec.Attention, width: int, build: Builder) -> None:
         own = build.shard.attention(mixer)
         self.kernels = build.kernels
-        self.heads, self.kv_heads, self.head_dim = len(own.heads), len(own.kv_heads), mixer.head_dim
-        self.scale, self.window = mixer.scale, mixer.window
-        self.widths = [self.heads * self.head_dim, *[self.kv_heads * self.head_dim] * 2]
-        queries, keys = _elements(own.heads, self.head_dim), _elements(own.kv_heads, self.head_dim)
+        self.heads, self.scale, self.window = len(own.heads), mixer.scale, mixer.window
+        queries, keys = _elements(own.heads, mixer.head_dim), _elements(own.kv_heads, mixer.head_dim)
         whole_queries, whole_keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
         self.qkv = build.columns(
             {"q": whole_queries, "k": whole_keys, "v": whole_keys},
@@ -35,27 +33,17 @@ class Attention:
             bias=mixer.qkv_bias,
         )
         self.output = build.rows("output", width, whole_queries, queries, bias=mixer.output_bias)
-        self.norms: tuple[RowWise, RowWise] | None = None
-        if mixer.head_norm is not None:
-            self.norms = (
-                build.norm("q_norm", mixer.head_norm, mixer.head_dim),
-                build.norm("k_norm", mixer.head_norm, mixer.head_dim),
-            )
+        self.norms: HeadNorms | None = None
+        if mixer.head_norm_eps is not None:
+            query, key = (build.tensor(f"{name}_norm.weight", mixer.head_dim) for name in ("q", "k"))
+            self.norms = HeadNorms(query, key, mixer.head_norm_eps)
         self.attend = _attend(own, mixer.heads // mixer.kv_heads, build.kernels.paged_attention)
 
     def forward(
         self, hidden: Tensor, inputs: StepInputs, group: GroupInputs, cache: Tensor, angles: Angles | None
     ) -> Tensor:
         """hidden: (tokens, width) -> (tokens, width). cache: this layer's, new tokens are written to it."""
-        query, key, value = self.qkv(hidden).split_with_sizes(self.widths, -1)
-        query = query.reshape(-1, self.heads, self.head_dim)
-        key = key.reshape(-1, self.kv_heads, self.head_dim)
-        value = value.reshape(-1, self.kv_heads, self.head_dim)
-        if self.norms is not None:
-            query, key = self.norms[0](query), self.norms[1](key)
-        if angles is not None:
-            query, key = self.kernels.apply_rope(query, key, *angles)
-        self.kernels.write_cache(key, value, cache, group.slots)
+        query = self.kernels.rope_and_cache(self.qkv(hidden), self.heads, self.norms, angles, cache, group.slots)
         mixed = self.attend(
             query,
             cache,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from serve_llm.engine.errors import ModelError
+from serve_llm.engine.model import norm
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import Int8, Norm
 from serve_llm.engine.parallel.comm import Neighbours
@@ -111,11 +112,9 @@ class Builder:
             return self.kernels.pack_int8(weight, scale(), bias)
         return self.kernels.pack_int8(*quantise(weight), bias)
 
-    def norm(self, name: str, spec: Norm, width: int) -> RowWise:
-        eps, kernels = spec.eps, self.kernels
+    def norm(self, name: str, spec: Norm, width: int) -> norm.Norm:
         if spec.kind == "rms":
-            scale = self.tensor(f"{name}.weight", width)
-            return lambda x: kernels.rms_norm(x, scale, eps)
+            return norm.RmsNorm(self.tensor(f"{name}.weight", width), spec.eps, self.kernels)
         weight = self.tensor(f"{name}.weight", width) if spec.affine else None
         bias = self.tensor(f"{name}.bias", width) if spec.affine else None
-        return lambda x: kernels.layer_norm(x, weight, bias, eps)
+        return norm.LayerNorm(weight, bias, spec.eps, self.kernels)

@@ -121,7 +121,7 @@ def _layer(layer: Layer, width: int, shard: Shard, is_int8: tuple[bool, ...]) ->
     others = 2 * _norm(layer.norm, width)
     others += (qkv if mixer.qkv_bias else 0) + (summed_bias if mixer.output_bias else 0)
     others += up + summed_bias if ffn.bias else 0
-    others += 0 if mixer.head_norm is None else 2 * _norm(mixer.head_norm, mixer.head_dim)
+    others += 0 if mixer.head_norm_eps is None else 2 * mixer.head_dim
     shapes = ((qkv, width), (width, queries), (up, width), (width, columns))
     products = tuple(_Product(*shape, one) for shape, one in zip(shapes, is_int8, strict=True))
     return _Count(products, others)

@@ -8,6 +8,7 @@ forward. Callers run it under torch.inference_mode.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,9 +16,10 @@ from torch import Tensor
 from serve_llm.engine.model.build import Builder, Part, RowWise
 from serve_llm.engine.model.embedding import Entrance, entrance, received
 from serve_llm.engine.model.inputs import StepInputs
-from serve_llm.engine.model.layer import PLACEMENTS
+from serve_llm.engine.model.layer import Layer, enter, join
 from serve_llm.engine.model.rope import AnglesOf, angles_of
-from serve_llm.engine.model.spec import Layer, ModelSpec, Rope
+from serve_llm.engine.model.spec import Layer as LayerSpec
+from serve_llm.engine.model.spec import ModelSpec, Rope
 
 
 class Decoder:
@@ -34,10 +36,11 @@ class Decoder:
             self._enter = entrance(spec, embedding, build)
         else:
             self._enter = received(spec.width, neighbours.previous)
-        self._layers = [
-            PLACEMENTS[spec.layers[index].placement](spec.layers[index], spec.width, build.within(f"layers.{index}"))
-            for index in shard.layers
-        ]
+        layers = [Layer(spec.layers[index], spec.width, build.within(f"layers.{index}")) for index in shard.layers]
+        self._layers = layers
+        self._first = enter(layers[0].first)
+        self._joins = [join(layer.last, following.first) for layer, following in pairwise(layers)]
+        self._joins.append(join(layers[-1].last, None))
         self._send = None if neighbours.next is None else neighbours.next.send
         self._leave: list[RowWise] = []
         if neighbours.next is None:
@@ -57,10 +60,11 @@ class Decoder:
         """
         angles = [None, *(rope(inputs.positions) for rope in self._ropes)]  # once per step, whatever the layers
         hidden = self._enter(inputs.ids, inputs.positions)
-        for layer, cache, group, rope in zip(
-            self._layers, caches, self._group_of_layer, self._rope_of_layer, strict=True
+        read = self._first(hidden)
+        for layer, joined, cache, group, rope in zip(
+            self._layers, self._joins, caches, self._group_of_layer, self._rope_of_layer, strict=True
         ):
-            hidden = layer.forward(hidden, inputs, inputs.groups[group], cache, angles[rope])
+            hidden, read = joined(*layer.forward(hidden, read, inputs, inputs.groups[group], cache, angles[rope]))
         if self._send is not None:
             self._send(hidden)
         return hidden
@@ -82,7 +86,7 @@ def _leave(spec: ModelSpec, outer: int, build: Builder) -> list[RowWise]:
     return parts
 
 
-def _ropes(layers: Sequence[Layer], device: torch.device) -> tuple[list[AnglesOf], list[int]]:
+def _ropes(layers: Sequence[LayerSpec], device: torch.device) -> tuple[list[AnglesOf], list[int]]:
     """The distinct ropes of the layers, and each layer's place among [None, *ropes]."""
     numbers: dict[tuple[Rope, int], int] = {}
     of_layer = []

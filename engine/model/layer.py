@@ -1,42 +1,82 @@
-"""One layer: attention and feed-forward, each with its norm and residual. Where the norm stands is the placement."""
+"""One layer: its halves, attention and feed-forward, and the norms around them. Where a norm stands is the placement.
+
+Two tensors pass from half to half, both (tokens, width): the hidden rows, and what the next half reads of them. So the
+sum after a half and the norm before the next are one operation, also from layer to layer.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
 from serve_llm.engine.model import spec
-from serve_llm.engine.model.attention import Angles, attention
+from serve_llm.engine.model.attention import attention
 from serve_llm.engine.model.build import Builder
 from serve_llm.engine.model.ffn import dense
 from serve_llm.engine.model.inputs import GroupInputs, StepInputs
+from serve_llm.engine.model.norm import Norm
+from serve_llm.kernels.rope import Angles
+
+Join = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-class PreNormLayer:
-    """x + f(norm(x)), twice."""
+class Norms(NamedTuple):
+    """Around one half f of a layer: after(x + f(before(x)))."""
 
+    before: Norm | None
+    after: Norm | None
+
+
+class Layer:
     def __init__(self, layer: spec.Layer, width: int, build: Builder) -> None:
         self.mixer = attention(layer.mixer, width, build.within("attention"))
-        self.mixer_norm = build.norm("attention_norm", layer.norm, width)
         self.ffn = dense(layer.ffn, width, build.within("ffn"))
-        self.ffn_norm = build.norm("ffn_norm", layer.norm, width)
+        first, last = (build.norm(name, layer.norm, width) for name in ("attention_norm", "ffn_norm"))
+        self.first, self.last = (
+            Norms(norm, None) if layer.placement == "pre" else Norms(None, norm) for norm in (first, last)
+        )
+        self._join = join(self.first, self.last)
 
     def forward(
-        self, hidden: Tensor, inputs: StepInputs, group: GroupInputs, cache: Tensor, angles: Angles | None
-    ) -> Tensor:
-        """hidden: (tokens, width) -> (tokens, width); writes the new tokens' KV to this layer's cache."""
-        hidden = hidden + self.mixer.forward(self.mixer_norm(hidden), inputs, group, cache, angles)
-        return hidden + self.ffn(self.ffn_norm(hidden))
+        self,
+        hidden: Tensor,
+        read: Tensor,
+        inputs: StepInputs,
+        group: GroupInputs,
+        cache: Tensor,
+        angles: Angles | None,
+    ) -> tuple[Tensor, Tensor]:
+        """hidden, and what attention reads of it -> hidden, and what is to be added to it: `join` does it.
+
+        Writes the new tokens' KV to this layer's cache.
+        """
+        hidden, read = self._join(hidden, self.mixer.forward(read, inputs, group, cache, angles))
+        return hidden, self.ffn(read)
 
 
-class PostNormLayer(PreNormLayer):
-    """norm(x + f(x)), twice, from the same weights."""
-
-    def forward(
-        self, hidden: Tensor, inputs: StepInputs, group: GroupInputs, cache: Tensor, angles: Angles | None
-    ) -> Tensor:
-        """hidden: (tokens, width) -> (tokens, width); writes the new tokens' KV to this layer's cache."""
-        hidden = self.mixer_norm(hidden + self.mixer.forward(hidden, inputs, group, cache, angles))
-        return self.ffn_norm(hidden + self.ffn(hidden))
+def enter(first: Norms | None) -> Callable[[Tensor], Tensor]:
+    """From hidden rows to what the half within these norms reads of them."""
+    if first is None or first.before is None:
+        return lambda hidden: hidden
+    return first.before
 
 
-PLACEMENTS = {"pre": PreNormLayer, "post": PostNormLayer}
+def join(done: Norms, following: Norms | None) -> Join:
+    """From hidden rows and what one half made of them to hidden rows and what the following half, if any, reads."""
+    if done.after is None and following is not None and following.before is not None:
+        return following.before.of_sum
+    add = _added if done.after is None else done.after.of_sum
+    read = enter(following)
+
+    def joined(hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        _, hidden = add(hidden, delta)
+        return hidden, read(hidden)
+
+    return joined
+
+
+def _added(hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    total = hidden + delta
+    return total, total

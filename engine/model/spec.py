@@ -73,7 +73,7 @@ class Attention:
     window: int | None = None  # tokens that a query sees, itself included; None: all before it
     qkv_bias: bool = False
     output_bias: bool = False
-    head_norm: Norm | None = None  # of every query and key head, before rope
+    head_norm_eps: float | None = None  # of an rms norm of every query and key head, before rope; None: no norm
 
 
 @dataclass(frozen=True)

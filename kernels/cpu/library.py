@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from serve_llm.kernels.cpu.linear import Packer
 
 VARIANTS = ("baseline", "avx2", "avx512", "avx512_bf16")  # as the library numbers them, slowest first
 DTYPES = (torch.bfloat16, torch.float32)
@@ -58,18 +56,23 @@ class Library:
     def __init__(self, path: Path, variant: str | None = None) -> None:
         """variant: None for the fastest that this processor runs. Raises OSError if the file cannot be loaded, and
         ValueError if the variant is unknown, was not compiled, or does not run here."""
-        self._library = ctypes.CDLL(str(path))
-        if self._library.serve_llm_problem_bytes() != ctypes.sizeof(Problem):
+        self.compiled = ctypes.CDLL(str(path))
+        if self.compiled.serve_llm_problem_bytes() != ctypes.sizeof(Problem):
             raise OSError(f"{path.name} was compiled from other sources; install serve-llm again")
-        self._library.serve_llm_attention.restype = None
-        self._library.serve_llm_write_cache.restype = None
-        compiled = VARIANTS[: self._library.serve_llm_variants()]
-        self.variants = tuple(v for n, v in enumerate(compiled) if self._library.serve_llm_supported(n))
+        self.compiled.serve_llm_attention.restype = None
+        self.compiled.serve_llm_write_cache.restype = None
+        compiled = VARIANTS[: self.compiled.serve_llm_variants()]
+        self.variants = tuple(v for n, v in enumerate(compiled) if self.compiled.serve_llm_supported(n))
         self.variant = self.variants[-1] if variant is None else variant
         if self.variant not in self.variants:
             raise ValueError(f"{path.name} has no variant {variant} for this processor, but {', '.join(self.variants)}")
-        self._number = VARIANTS.index(self.variant)
-        self.packer = Packer(self._library, self._number)
+        self.number = VARIANTS.index(self.variant)
+
+    def function(self, name: str, *arguments: type) -> Callable[..., None]:
+        """A kernel of rows.cpp in this variant. arguments: ctypes of what it takes."""
+        found = self.compiled[f"serve_llm_{name}_{self.variant}"]
+        found.argtypes, found.restype = arguments, None
+        return found
 
     def write_cache(self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
         size = cache.element_size()
@@ -84,7 +87,7 @@ class Library:
             ctypes.c_int64(size * cache.shape[4]),
             torch.get_num_threads(),
         ]
-        self._library.serve_llm_write_cache(*arguments)
+        self.compiled.serve_llm_write_cache(*arguments)
 
     def paged_attention(
         self,
@@ -108,7 +111,7 @@ class Library:
             *(len(contexts), query.shape[1], cache.shape[2], cache.shape[4]),
             *(block_size.bit_length() - 1, window or 0, scale, query.dtype == torch.bfloat16),
         )
-        self._library.serve_llm_attention(ctypes.byref(problem), self._number, torch.get_num_threads())
+        self.compiled.serve_llm_attention(ctypes.byref(problem), self.number, torch.get_num_threads())
         return output
 
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from serve_llm.kernels.cpu.library import Library
 from serve_llm.kernels.linear import Linear
-from serve_llm.kernels.linear_int8 import ZERO_POINT, quantise_rows
+from serve_llm.kernels.linear_int8 import ZERO_POINT, Quantise, quantise_rows
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # `Kind` in linear.h
 UNIT = 4  # bytes
@@ -45,13 +46,13 @@ class Product(ctypes.Structure):
 class Packer:
     """Packs weights for one variant of the library."""
 
-    def __init__(self, library: ctypes.CDLL, variant: int) -> None:
+    def __init__(self, library: Library) -> None:
         """Raises OSError if the library was compiled from other sources."""
-        if library.serve_llm_product_bytes() != ctypes.sizeof(Product):
-            raise OSError("the library was compiled from other sources; install serve-llm again")
-        library.serve_llm_linear.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
-        library.serve_llm_linear.restype = library.serve_llm_pack.restype = None
-        self.library, self.variant = library, variant
+        self.compiled, self.number = library.compiled, library.number
+        if self.compiled.serve_llm_product_bytes() != ctypes.sizeof(Product):
+            raise OSError("it was compiled from other sources; install serve-llm again")
+        self.compiled.serve_llm_linear.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+        self.compiled.serve_llm_linear.restype = self.compiled.serve_llm_pack.restype = None
 
     def has(self, dtype: torch.dtype) -> bool:
         """Whether weights of the dtype can be packed: float32, bfloat16, and int8 where the processor multiplies it."""
@@ -59,7 +60,7 @@ class Packer:
 
     def columns(self, dtype: torch.dtype) -> int:
         """Outputs of a panel of weights of the dtype; 0 where it cannot be packed."""
-        columns: int = self.library.serve_llm_panel_columns(self.variant, KINDS[dtype])
+        columns: int = self.compiled.serve_llm_panel_columns(self.number, KINDS[dtype])
         return columns
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -67,23 +68,25 @@ class Packer:
             return partial(_constant, weight.shape[0], bias)
         return _Packed(self, weight, bias)
 
-    def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Linear:
+    def pack_int8(
+        self, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, quantise: Quantise = quantise_rows
+    ) -> Linear:
         if weight.numel() == 0:
             return partial(_constant, weight.shape[0], bias)
-        return _PackedInt8(self, weight, scale, bias)
+        return _PackedInt8(self, weight, scale, bias, quantise)
 
 
 class _Packed:
     def __init__(self, packer: Packer, weight: Tensor, bias: Tensor | None) -> None:
         outputs, inputs = weight.shape
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        self._library, self._variant, self._outputs = packer.library, packer.variant, outputs
+        self._compiled, self._variant, self._outputs = packer.compiled, packer.number, outputs
         self._columns = packer.columns(weight.dtype)
         row_bytes = inputs * weight.element_size()
         units = -(-row_bytes // UNIT)
         self._missing = units * UNIT // weight.element_size() - inputs  # of a row, to whole units
         self._tensors = [torch.empty(-(-outputs // self._columns) * self._columns * units, dtype=torch.int32)]
-        self._library.serve_llm_pack(
+        self._compiled.serve_llm_pack(
             self._variant,
             ctypes.c_void_p(weight.data_ptr()),
             ctypes.c_int64(weight.stride(0) * weight.element_size()),
@@ -119,18 +122,21 @@ class _Packed:
         product = self._product
         product.x, product.x_row, product.rows = x.data_ptr(), x.stride(0) * x.element_size(), rows
         product.y, product.y_bf16 = y.data_ptr(), dtype == torch.bfloat16
-        self._library.serve_llm_linear(self._reference, self._variant, torch.get_num_threads())
+        self._compiled.serve_llm_linear(self._reference, self._variant, torch.get_num_threads())
         return y
 
 
 class _PackedInt8(_Packed):
-    def __init__(self, packer: Packer, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+    def __init__(
+        self, packer: Packer, weight: Tensor, scale: Tensor, bias: Tensor | None, quantise: Quantise
+    ) -> None:
         super().__init__(packer, weight, bias)
+        self._quantise = quantise
         self._product.weight_scale = self._by_panel(scale.flatten())
         self._product.start = self._by_panel(weight.sum(1, dtype=torch.int32) * -ZERO_POINT)
 
     def __call__(self, x: Tensor) -> Tensor:
-        numbers, scales = quantise_rows(x)
+        numbers, scales = self._quantise(x)
         self._product.x_scale = scales.data_ptr()
         return self._multiply(numbers, x.dtype)
 

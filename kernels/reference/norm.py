@@ -12,6 +12,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double()).to(x.dtype)
 
 
+def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Same contract as `kernels.norm.add_rms_norm`."""
+    total = (hidden.double() + delta.double()).to(hidden.dtype)
+    return total, rms_norm(total, weight, eps)
+
+
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Same contract as `kernels.norm.layer_norm`."""
     wide = x.double()

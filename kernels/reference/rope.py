@@ -5,6 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from serve_llm.kernels.reference.attention import write_cache
+from serve_llm.kernels.reference.norm import rms_norm
+from serve_llm.kernels.rope import Angles, HeadNorms
+
+
+def rope_and_cache(
+    qkv: Tensor, heads: int, norms: HeadNorms | None, angles: Angles | None, cache: Tensor, slots: Tensor
+) -> Tensor:
+    """Same contract as `kernels.rope.rope_and_cache`."""
+    _, _, kv_heads, _, head_dim = cache.shape
+    parts = qkv.view(len(qkv), heads + 2 * kv_heads, head_dim)
+    query, key, value = parts[:, :heads], parts[:, heads:-kv_heads], parts[:, -kv_heads:]
+    if norms is not None:
+        query, key = rms_norm(query, norms.query, norms.eps), rms_norm(key, norms.key, norms.eps)
+    if angles is not None:
+        query, key = apply_rope(query, key, *angles)
+    write_cache(key, value, cache, slots)
+    return query
+
 
 def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Same contract as `kernels.rope.apply_rope`."""

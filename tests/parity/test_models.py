@@ -25,11 +25,11 @@ from support.reference import reference_greedy, reference_logprobs
 from support.tiny import FAMILIES, make_checkpoint
 
 REFERENCE = Kernels(
-    write_cache=attention.write_cache,
     paged_attention=attention.paged_attention,
     rms_norm=norm.rms_norm,
+    add_rms_norm=norm.add_rms_norm,
     layer_norm=norm.layer_norm,
-    apply_rope=rope.apply_rope,
+    rope_and_cache=rope.rope_and_cache,
     activations={name: getattr(activation, name) for name in ("silu_and_mul", "gelu", "gelu_tanh", "relu")},
     pack=linear.pack,
     pack_int8=linear_int8.pack_int8,

@@ -68,7 +68,7 @@ def read_decoder(
             window=window,
             qkv_bias=qkv_bias,
             output_bias=output_bias,
-            head_norm=norm if head_norm else None,
+            head_norm_eps=norm.eps if head_norm else None,
         )
         return Layer(mixer, ffn, norm)
 
@@ -124,7 +124,7 @@ def weights(spec: ModelSpec) -> WeightMap:
         *linear("mlp.down_proj", "ffn.down", ffn.bias),
         Row("model.norm.weight", ("final_norm.weight",)),
     ]
-    if mixer.head_norm is not None:
+    if mixer.head_norm_eps is not None:
         rows += linear("self_attn.q_norm", "attention.q_norm", False)
         rows += linear("self_attn.k_norm", "attention.k_norm", False)
     return WeightMap(

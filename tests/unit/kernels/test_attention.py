@@ -265,8 +265,6 @@ def test_the_compiled_kernels_are_chosen_where_they_can_be(caplog: pytest.LogCap
     [
         (None, torch.float32, {64}, "there was no C++ compiler"),
         (Path(__file__), torch.float16, {64}, "for torch.float16"),
-        (Path(__file__), torch.float32, {64, 20}, "heads of 20 numbers"),
-        (Path(__file__), torch.float32, {512}, "heads of 512 numbers"),
         (Path(__file__), torch.float32, {64}, "cannot be loaded"),
     ],
 )
@@ -283,6 +281,15 @@ def test_without_them_plain_torch_and_one_line(
         assert table.choose(torch.device("cpu"), dtype, head_dims) is table.PORTABLE
     (line,) = caplog.messages
     assert reason in line
+
+
+@pytest.mark.skipif(COMPILED is None, reason="no C++ compiler at installation")
+@pytest.mark.parametrize("head_dim", [20, 512])
+def test_other_heads_take_plain_torch_for_attention(head_dim: int, caplog: pytest.LogCaptureFixture) -> None:
+    chosen = table.choose(torch.device("cpu"), torch.float32, {64, head_dim})
+    assert chosen.paged_attention is table.PORTABLE.paged_attention and chosen.pack is not table.PORTABLE.pack
+    (line,) = caplog.messages
+    assert f"heads of {head_dim} numbers" in line
 
 
 def test_a_variant_that_is_not_there() -> None:

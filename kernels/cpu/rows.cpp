@@ -1,0 +1,285 @@
+// Kernels that work on rows or on single numbers, for float32 and bfloat16: norms, activation functions, rotated heads
+// on their way to the KV cache, 8-bit activations. Compiled once for each instruction set; every function ends in its
+// name (`rms_norm_avx2`). Contracts stand at the functions of the same names in kernels/*.py. Knows nothing of torch.
+//
+// What a row or a number becomes depends on itself alone: sums of a row are added in one order, and threads share whole
+// rows or, where each number stands for itself, pieces of rows.
+
+#include <cmath>
+
+#include "cells.h"
+
+#ifndef VARIANT
+#define VARIANT baseline
+#endif
+#define JOIN_(a, b) a##_##b
+#define JOIN(a, b) JOIN_(a, b)
+#define KERNEL(name) extern "C" __attribute__((visibility("default"))) void JOIN(serve_llm_##name, VARIANT)
+
+namespace {
+
+constexpr int64_t MOST_ALONE = 8192;  // numbers that one thread is done with before a second one has begun
+constexpr int PIECE = 512;            // numbers of a row that a thread takes at once where rows may be cut
+
+// ---- norms
+
+template <class Cell>
+void rms_norm_row(const Cell* x, const Cell* delta, const Cell* weight, float eps, Cell* total, Cell* normed, int width) {
+  constexpr int CHAINS = 4;  // sums that are added to in turn, so that none waits for the one before
+  Vec sums[CHAINS] = {};
+  auto add = [&](int i, Vec& sum) {
+    Vec y = load_cells(x + i, width - i);
+    if (delta != nullptr) {
+      y = rounded_to<Cell>(y + load_cells(delta + i, width - i));
+      store_cells(total + i, y, width - i);
+    }
+    sum = fma(y, y, sum);
+  };
+  int i = 0;
+  for (; i + CHAINS * W <= width; i += CHAINS * W)
+#pragma GCC unroll 4
+    for (int chain = 0; chain < CHAINS; chain++) add(i + chain * W, sums[chain]);
+  for (; i < width; i += W) add(i, sums[0]);
+  const float squares = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  const Vec scale = all(1.0f / sqrtf(squares / width + eps));
+  if (delta != nullptr) x = total;
+  for (i = 0; i < width; i += W) {
+    const Vec scaled = rounded_to<Cell>(load_cells(x + i, width - i) * scale);
+    store_cells(normed + i, scaled * load_cells(weight + i, width - i), width - i);
+  }
+}
+
+template <class Cell>
+void rms_norm(const Cell* x, const Cell* delta, const Cell* weight, float eps, Cell* total, Cell* normed, int64_t rows,
+              int width, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1 && rows * width > MOST_ALONE)
+  for (int64_t row = 0; row < rows; row++) {
+    const int64_t at = row * width;
+    rms_norm_row(x + at, delta == nullptr ? delta : delta + at, weight, eps, total == nullptr ? total : total + at,
+                 normed + at, width);
+  }
+}
+
+// ---- activation functions
+
+// e^x for x <= 0, exactly 0 below -87, NaN for NaN; relative error 1e-7.
+inline Vec exp_negative(Vec x) {
+  const Vec clamped = larger(all(-87.0f), x), magic = all(12582912.0f);  // 1.5 x 2^23: see power_of_2
+  const Vec shifted = fma(clamped, all(1.44269504f), magic);
+  const Vec whole = shifted - magic;
+  Vec rest = fma(whole, all(-0.693359375f), clamped);  // log 2 in two parts, the first of few digits
+  rest = fma(whole, all(2.12194440e-4f), rest);
+  Vec y = fma(all(1.0f / 5040), rest, all(1.0f / 720));  // Taylor's series; |rest| <= log(2) / 2
+  y = fma(y, rest, all(1.0f / 120));
+  y = fma(y, rest, all(1.0f / 24));
+  y = fma(y, rest, all(1.0f / 6));
+  y = fma(y, rest, all(0.5f));
+  y = fma(y, rest, all(1.0f));
+  y = fma(y, rest, all(1.0f));
+  const Units power = ((Units)shifted << 23) + all(0x3f800000u);
+  return x < all(-87.0f) ? Vec{} : y * as_floats(power);
+}
+
+// x / (1 + e^-y)
+inline Vec gated(Vec x, Vec y) {
+  const Vec power = exp_negative(y < -y ? y : -y), one = all(1.0f);
+  return x * (y < Vec{} ? power : one) / (one + power);
+}
+
+struct Gelu {  // x times the normal distribution function
+  Vec operator()(Vec x) const {
+    const Vec size = x < -x ? -x : x;
+    // That function at -a is e^(-a^2 / 2) times a polynomial in 1 / (1 + 0.35 a): least largest relative error, 3e-8
+    const Vec t = all(1.0f) / fma(size, all(0.35f), all(1.0f));
+    Vec tail = fma(all(-0.0291461478f), t, all(0.14397274f));
+    tail = fma(tail, t, all(-0.25571636f));
+    tail = fma(tail, t, all(0.159176494f));
+    tail = fma(tail, t, all(-0.0231113782f));
+    tail = fma(tail, t, all(0.105508624f));
+    tail = fma(tail, t, all(0.119832721f));
+    tail = fma(tail, t, all(0.139861888f));
+    tail = fma(tail, t, all(0.139621403f));
+    tail = tail * t * exp_negative(size * size * all(-0.5f));
+    return x * (x < Vec{} ? tail : all(1.0f) - tail);
+  }
+};
+
+struct GeluTanh {  // (1 + tanh(y)) / 2 = 1 / (1 + e^(-2 y))
+  Vec operator()(Vec x) const {
+    return gated(x, all(1.5957691216f) * fma(x * x * x, all(0.044715f), x));  // 2 sqrt(2 / pi)
+  }
+};
+
+template <class Work>
+inline void pieces(int64_t rows, int width, int threads, Work work) {
+  const int in_row = (width + PIECE - 1) / PIECE;
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * width > MOST_ALONE)
+  for (int64_t piece = 0; piece < rows * in_row; piece++) {
+    const int start = piece % in_row * PIECE;
+    work(piece / in_row, start, width - start < PIECE ? width : start + PIECE);
+  }
+}
+
+template <class Function, class Cell>
+void elementwise(const Cell* x, Cell* y, int64_t count, int threads) {
+  pieces((count + PIECE - 1) / PIECE, PIECE, threads, [=](int64_t piece, int, int) {
+    const int64_t at = piece * PIECE;
+    const int size = count - at < PIECE ? count - at : PIECE;
+    for (int i = 0; i < size; i += W) store_cells(y + at + i, Function()(load_cells(x + at + i, size - i)), size - i);
+  });
+}
+
+template <class Cell>
+void silu_and_mul(const Cell* gate_up, int64_t stride, Cell* y, int64_t rows, int width, int threads) {
+  pieces(rows, width, threads, [=](int64_t row, int start, int end) {
+    const Cell *gate = gate_up + row * stride, *up = gate + width;
+    for (int i = start; i < end; i += W) {
+      const Vec x = load_cells(gate + i, end - i);
+      store_cells(y + row * width + i, rounded_to<Cell>(gated(x, x)) * load_cells(up + i, end - i), end - i);
+    }
+  });
+}
+
+// ---- heads
+
+// The arguments of rope_and_cache; strides in elements.
+struct Heads {
+  const void* qkv;  // (tokens, (heads + 2 kv_heads) x head_dim)
+  int64_t qkv_token;
+  const float *cos, *sin;               // (tokens, head_dim / 2), or null: nothing is turned
+  const void *query_norm, *key_norm;  // (head_dim), or null
+  float eps;
+  void* query;  // (tokens, heads, head_dim), dense
+  void* cache;  // (blocks, 2, kv_heads, block_size, head_dim)
+  int64_t cache_block, cache_part, cache_head, cache_token;
+  const int64_t* slots;
+  int tokens, heads, kv_heads, head_dim, block_size;
+};
+
+constexpr int MAX_HEAD = 256;
+
+template <class Cell>
+void turn_head(const Cell* from, const Cell* norm, float eps, const float* cos, const float* sin, Cell* to, int size) {
+  Cell normed[MAX_HEAD];
+  if (norm != nullptr) {
+    rms_norm_row<Cell>(from, nullptr, norm, eps, nullptr, normed, size);
+    from = normed;
+  }
+  if (cos == nullptr) {
+    memcpy(to, from, size * sizeof(Cell));
+    return;
+  }
+  const int half = size / 2;
+  for (int i = 0; i < half; i += W) {
+    const Vec a = load_cells(from + i, half - i), b = load_cells(from + half + i, half - i);
+    const Vec c = load_cells(cos + i, half - i), s = load_cells(sin + i, half - i);
+    store_cells(to + i, a * c - b * s, half - i);
+    store_cells(to + half + i, b * c + a * s, half - i);
+  }
+}
+
+template <class Cell>
+void rope_and_cache(const Heads& h, int threads) {
+  const int size = h.head_dim, angles = size / 2;
+  const int64_t numbers = (int64_t)h.tokens * (h.heads + 2 * h.kv_heads) * size;
+#pragma omp parallel for schedule(static) num_threads(threads) if (h.tokens > 1 && numbers > MOST_ALONE)
+  for (int token = 0; token < h.tokens; token++) {
+    const Cell* from = (const Cell*)h.qkv + token * h.qkv_token;
+    Cell* query = (Cell*)h.query + (int64_t)token * h.heads * size;
+    const int64_t slot = h.slots[token], block = slot / h.block_size;
+    Cell* key = (Cell*)h.cache + block * h.cache_block + (slot - block * h.block_size) * h.cache_token;
+    Cell* value = key + h.cache_part;
+    const float* cos = h.cos == nullptr ? nullptr : h.cos + (int64_t)token * angles;
+    const float* sin = h.sin == nullptr ? nullptr : h.sin + (int64_t)token * angles;
+    for (int head = 0; head < h.heads; head++, from += size)
+      turn_head(from, (const Cell*)h.query_norm, h.eps, cos, sin, query + head * size, size);
+    for (int head = 0; head < h.kv_heads; head++, from += size)
+      turn_head(from, (const Cell*)h.key_norm, h.eps, cos, sin, key + head * h.cache_head, size);
+    for (int head = 0; head < h.kv_heads; head++, from += size)
+      memcpy(value + head * h.cache_head, from, size * sizeof(Cell));
+  }
+}
+
+// ---- 8-bit activations
+
+template <class Cell>
+void quantise_row(const Cell* x, uint8_t* numbers, float* scale, int width) {
+  typedef uint8_t Bytes __attribute__((vector_size(W)));
+  Ints most = {};  // of the magnitudes' bits, where NaN is above infinity
+  for (int i = 0; i < width; i += W) {
+    const Ints size = (Ints)load_cells(x + i, width - i) & 0x7fffffff;
+    most = size > most ? size : most;
+  }
+  int32_t lanes[W], highest = 0;
+  store(lanes, most);
+  for (int i = 0; i < W; i++) highest = lanes[i] > highest ? lanes[i] : highest;
+  float largest;
+  memcpy(&largest, &highest, sizeof largest);
+  if (largest < 1e-30f) largest = 1e-30f;
+  *scale = largest / 127.0f;
+  const Vec factor = all(1.0f / largest * 127.0f);  // in the order of torch
+  for (int i = 0; i < width; i += W) {
+    const Vec scaled = load_cells(x + i, width - i) * factor + all(128.5f);
+    const Bytes bytes = __builtin_convertvector(__builtin_convertvector(scaled, Ints), Bytes);
+    if (width - i >= W) {
+      store(numbers + i, bytes);
+    } else {
+      memcpy(numbers + i, &bytes, width - i);
+    }
+  }
+}
+
+template <class Cell>
+void quantise_rows(const Cell* x, int64_t stride, uint8_t* numbers, float* scales, int64_t rows, int width, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1 && rows * width > MOST_ALONE)
+  for (int64_t row = 0; row < rows; row++)
+    quantise_row(x + row * stride, numbers + row * width, scales + row, width);
+}
+
+}  // namespace
+
+// Calls `function`, made for the type of its numbers, with `Cell` as that type in the arguments.
+#define BY_TYPE(...)                \
+  if (bf16) {                       \
+    using Cell = Bf16;              \
+    __VA_ARGS__;                    \
+  } else {                          \
+    using Cell = float;             \
+    __VA_ARGS__;                    \
+  }
+
+// Dense rows of `width`. delta and total, which may be the same, are null for a norm without a sum before it.
+KERNEL(rms_norm)(int bf16, const void* x, const void* delta, const void* weight, float eps, void* total, void* normed,
+                 int64_t rows, int width, int threads) {
+  BY_TYPE(rms_norm((const Cell*)x, (const Cell*)delta, (const Cell*)weight, eps, (Cell*)total, (Cell*)normed, rows,
+                   width, threads))
+}
+
+// stride: between rows of gate_up, in elements; width: of y.
+KERNEL(silu_and_mul)(int bf16, const void* gate_up, int64_t stride, void* y, int64_t rows, int width, int threads) {
+  BY_TYPE(silu_and_mul((const Cell*)gate_up, stride, (Cell*)y, rows, width, threads))
+}
+
+KERNEL(gelu)(int bf16, const void* x, void* y, int64_t count, int threads) {
+  BY_TYPE(elementwise<Gelu>((const Cell*)x, (Cell*)y, count, threads))
+}
+
+KERNEL(gelu_tanh)(int bf16, const void* x, void* y, int64_t count, int threads) {
+  BY_TYPE(elementwise<GeluTanh>((const Cell*)x, (Cell*)y, count, threads))
+}
+
+KERNEL(rope_and_cache)(int bf16, const void* qkv, int64_t qkv_token, const float* cos, const float* sin,
+                       const void* query_norm, const void* key_norm, float eps, void* query, void* cache,
+                       int64_t cache_block, int64_t cache_part, int64_t cache_head, int64_t cache_token,
+                       const int64_t* slots, int tokens, int heads, int kv_heads, int head_dim, int block_size,
+                       int threads) {
+  const Heads h = {qkv,         qkv_token,  cos,        sin,         query_norm, key_norm, eps,   query,    cache,
+                   cache_block, cache_part, cache_head, cache_token, slots,      tokens,   heads, kv_heads, head_dim,
+                   block_size};
+  BY_TYPE(rope_and_cache<Cell>(h, threads))
+}
+
+KERNEL(quantise_rows)(int bf16, const void* x, int64_t stride, uint8_t* numbers, float* scales, int64_t rows, int width,
+                      int threads) {
+  BY_TYPE(quantise_rows((const Cell*)x, stride, numbers, scales, rows, width, threads))
+}

@@ -1,0 +1,105 @@
+"""The compiled kernels of rows.cpp. Contracts stand at the functions of the same names in `kernels/norm.py`, `rope.py`,
+`activation.py` and `linear_int8.py`.
+
+A step of one token makes some hundred of these calls and each computes for a few microseconds, so what stands around
+the call is kept to the least: plain addresses and numbers, types declared once.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_float, c_int, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from serve_llm.kernels.cpu.library import Library
+from serve_llm.kernels.rope import Angles, HeadNorms
+
+BF16 = torch.bfloat16
+
+
+class RowKernels:
+    """For tensors on the CPU, all of one call of one type among library.DTYPES."""
+
+    def __init__(self, library: Library) -> None:
+        pointer, kernel = c_void_p, library.function
+        self._rms_norm = kernel("rms_norm", c_int, *[pointer] * 3, c_float, *[pointer] * 2, c_int64, c_int, c_int)
+        self._silu_and_mul = kernel("silu_and_mul", c_int, pointer, c_int64, pointer, c_int64, c_int, c_int)
+        self._gelu = kernel("gelu", c_int, pointer, pointer, c_int64, c_int)
+        self._gelu_tanh = kernel("gelu_tanh", c_int, pointer, pointer, c_int64, c_int)
+        self._rope_and_cache = kernel(
+            *("rope_and_cache", c_int, pointer, c_int64, *[pointer] * 4, c_float, pointer, pointer),
+            *([c_int64] * 4 + [pointer] + [c_int] * 6),
+        )
+        self._quantise_rows = kernel("quantise_rows", c_int, pointer, c_int64, pointer, pointer, c_int64, c_int, c_int)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        normed, width = torch.empty_like(x), weight.size(0)
+        self._rms_norm(
+            *(x.dtype == BF16, x.data_ptr(), None, weight.data_ptr(), eps, None, normed.data_ptr()),
+            *(x.numel() // width, width, torch.get_num_threads()),
+        )
+        return normed
+
+    def add_rms_norm(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        hidden, total = hidden.contiguous(), delta.contiguous()
+        normed, width = torch.empty_like(hidden), weight.size(0)
+        self._rms_norm(
+            *(hidden.dtype == BF16, hidden.data_ptr(), total.data_ptr(), weight.data_ptr(), eps),
+            *(total.data_ptr(), normed.data_ptr(), hidden.numel() // width, width, torch.get_num_threads()),
+        )
+        return total, normed
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        rows, width = gate_up.size(0), gate_up.size(1) // 2
+        y = gate_up.new_empty((rows, width))
+        self._silu_and_mul(
+            *(y.dtype == BF16, gate_up.data_ptr(), gate_up.stride(0), y.data_ptr(), rows, width),
+            torch.get_num_threads(),
+        )
+        return y
+
+    def gelu(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        self._gelu(x.dtype == BF16, x.data_ptr(), y.data_ptr(), x.numel(), torch.get_num_threads())
+        return y
+
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        self._gelu_tanh(x.dtype == BF16, x.data_ptr(), y.data_ptr(), x.numel(), torch.get_num_threads())
+        return y
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        heads: int,
+        norms: HeadNorms | None,
+        angles: Angles | None,
+        cache: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        tokens = qkv.size(0)
+        _, _, kv_heads, block_size, head_dim = cache.shape
+        query = qkv.new_empty((tokens, heads, head_dim))
+        cos, sin = (None, None) if angles is None else (angles[0].data_ptr(), angles[1].data_ptr())
+        query_norm, key_norm, eps = (None, None, 0.0)
+        if norms is not None:
+            query_norm, key_norm, eps = norms.query.data_ptr(), norms.key.data_ptr(), norms.eps
+        self._rope_and_cache(
+            *(qkv.dtype == BF16, qkv.data_ptr(), qkv.stride(0), cos, sin, query_norm, key_norm, eps),
+            *(query.data_ptr(), cache.data_ptr(), *cache.stride()[:4], slots.data_ptr()),
+            *(tokens, heads, kv_heads, head_dim, block_size, torch.get_num_threads()),
+        )
+        return query
+
+    def quantise_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows, width = x.shape
+        numbers, scales = torch.empty((rows, width), dtype=torch.uint8), torch.empty((rows, 1))
+        self._quantise_rows(
+            *(x.dtype == BF16, x.data_ptr(), x.stride(0), numbers.data_ptr(), scales.data_ptr()),
+            *(rows, width, torch.get_num_threads()),
+        )
+        return numbers, scales

@@ -1,0 +1,210 @@
+"""The compiled kernels for rows, every variant that this processor runs: equal to the plain torch operations, and a
+row's bits depend on nothing but that row."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_llm.kernels import activation, linear_int8, norm, rope
+from serve_llm.kernels.cpu import library
+from serve_llm.kernels.cpu.library import Library
+from serve_llm.kernels.cpu.rows import RowKernels
+from serve_llm.kernels.reference import activation as activation_definition
+from serve_llm.kernels.rope import HeadNorms
+
+COMPILED = library.find()
+pytestmark = pytest.mark.skipif(COMPILED is None, reason="no C++ compiler at installation")
+VARIANTS = [] if COMPILED is None else list(Library(COMPILED).variants)
+DTYPES = [torch.float32, torch.bfloat16]
+WIDTHS = [1, 7, 24, 63, 896, 4864]
+ACTIVATIONS = ["silu_and_mul", "gelu", "gelu_tanh"]
+ROWS = 40
+
+
+@pytest.fixture(params=VARIANTS)
+def kernels(request: pytest.FixtureRequest) -> RowKernels:
+    assert COMPILED is not None
+    return RowKernels(Library(COMPILED, request.param))
+
+
+@pytest.fixture(autouse=True)
+def restored_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    kind = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[left.element_size()]
+    return left.shape == right.shape and torch.equal(left.contiguous().view(kind), right.contiguous().view(kind))
+
+
+def assert_rows_alone(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Any rows of x, on 1 to 3 threads, have the bits that all of x gives."""
+    whole = function(x)
+    for threads, count in itertools.product((1, 2, 3), (1, 2, 5, 17, 32, len(x))):
+        torch.set_num_threads(threads)
+        first = 7 * count % (len(x) - count + 1)
+        assert same_bits(function(x[first : first + count]), whole[first : first + count]), f"{count} rows"
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    """A sum in another order may tip a rounding: one unit in the last place, in float32 a few."""
+    assert ours.dtype == theirs.dtype
+    torch.testing.assert_close(ours, theirs, rtol=2**-7 if ours.dtype == torch.bfloat16 else 1e-6, atol=1e-7)
+
+
+class TestNorm:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("width", WIDTHS)
+    def test_rms_norm(self, kernels: RowKernels, width: int, dtype: torch.dtype) -> None:
+        weight, x = random(width, dtype=dtype, seed=1), random(ROWS, width, dtype=dtype) * 3
+        ours, theirs = kernels.rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6)
+        assert_close(ours, theirs)
+        assert dtype == torch.float32 or (ours != theirs).float().mean() < 0.01
+        assert_rows_alone(lambda rows: kernels.rms_norm(rows, weight, 1e-6), x)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("width", WIDTHS)
+    def test_add_rms_norm(self, kernels: RowKernels, width: int, dtype: torch.dtype) -> None:
+        weight, hidden = random(width, dtype=dtype, seed=1), random(ROWS, width, dtype=dtype) * 3
+        delta = random(ROWS, width, dtype=dtype, seed=2)
+        total, normed = kernels.add_rms_norm(hidden, delta.clone(), weight, 1e-6)
+        assert same_bits(total, hidden + delta)
+        assert same_bits(normed, kernels.rms_norm(total, weight, 1e-6))
+
+        def both(rows: Tensor) -> Tensor:
+            left, right = rows.chunk(2, -1)
+            return torch.cat(kernels.add_rms_norm(left, right.clone(), weight, 1e-6), -1)
+
+        assert_rows_alone(both, torch.cat((hidden, delta), -1))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_what_is_not_finite(self, kernels: RowKernels, dtype: torch.dtype) -> None:
+        weight, x = random(24, dtype=dtype), random(4, 24, dtype=dtype)
+        x[1, 23], x[2, 5], x[3] = torch.nan, torch.inf, 0.0
+        ours, theirs = kernels.rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6)
+        assert ours[1].isnan().all() and ours[2].isnan().any()
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-7, equal_nan=True)
+
+
+class TestActivation:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("name", ACTIVATIONS)
+    @pytest.mark.parametrize("width", WIDTHS)
+    def test_equals_the_definition(self, kernels: RowKernels, width: int, name: str, dtype: torch.dtype) -> None:
+        x = random(ROWS, 2 * width, dtype=dtype) * 4
+        function = getattr(kernels, name)
+        theirs = getattr(activation_definition, name)(x)
+        torch.testing.assert_close(function(x), theirs, rtol=2**-7 if dtype == torch.bfloat16 else 5e-7, atol=1e-6)
+        assert_rows_alone(function, x)
+
+    @pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
+    def test_float32_is_exact_to_a_few_units(self, kernels: RowKernels, name: str) -> None:
+        """Also where torch's own formulas lose all digits: left of -4."""
+        x = torch.linspace(-6.0, 12.0, 20001)
+        exact = x.double()
+        if name == "gelu":
+            exact = exact * torch.special.erfc(-exact * 0.5**0.5) / 2
+        else:
+            exact = exact * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (exact + 0.044715 * exact**3))
+        error = ((getattr(kernels, name)(x) - exact) / exact).nan_to_num_()
+        assert error[x > -1].abs().max() < 5e-7 and error.abs().max() < 4e-6
+
+    def test_silu_in_float32_is_exact_to_a_few_units(self, kernels: RowKernels) -> None:
+        x = torch.linspace(-80.0, 80.0, 20000)
+        ours = kernels.silu_and_mul(torch.stack((x, torch.ones_like(x)), 1))[:, 0]
+        assert (ours / (x.double() * x.double().sigmoid()) - 1).abs().max() < 3e-7
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_bits_do_not_depend_on_the_place(self, kernels: RowKernels, dtype: torch.dtype) -> None:
+        for name in ("gelu", "gelu_tanh"):
+            x = random(1, 1100, dtype=dtype) * 3
+            whole = getattr(kernels, name)(x)
+            for start in (1, 3, 511, 600):
+                assert same_bits(getattr(kernels, name)(x[:, start:]), whole[:, start:])
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("name", ACTIVATIONS)
+    def test_far_out_and_not_finite(self, kernels: RowKernels, name: str, dtype: torch.dtype) -> None:
+        x = torch.tensor([[-1000.0, -90.0, 0.0, 90.0, 1000.0, torch.inf, -torch.inf, torch.nan]], dtype=dtype)
+        if name == "silu_and_mul":
+            x = torch.cat((x, torch.ones_like(x)), -1)
+        ours, theirs = getattr(kernels, name)(x), getattr(activation, name)(x)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-30, equal_nan=True)
+
+    def test_rows_with_strides(self, kernels: RowKernels) -> None:
+        x = random(9, 100)[:, 3:67]
+        for name in ACTIVATIONS:
+            assert same_bits(getattr(kernels, name)(x), getattr(kernels, name)(x.clone()))
+
+
+class TestRopeAndCache:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("head_dim", [16, 24, 64, 256])
+    @pytest.mark.parametrize(("with_norms", "with_angles"), [(False, False), (False, True), (True, True)])
+    def test_equals_torch(
+        self, kernels: RowKernels, head_dim: int, with_norms: bool, with_angles: bool, dtype: torch.dtype
+    ) -> None:
+        heads, kv_heads, block_size = 6, 3, 8
+        whole = random(ROWS, (heads + 2 * kv_heads) * head_dim + 5, dtype=dtype)
+        qkv = whole[:, 2:-3]  # rows lie apart
+        norms = HeadNorms(random(head_dim, dtype=dtype), random(head_dim, dtype=dtype, seed=3), 1e-6)
+        angle = random(ROWS, head_dim // 2, seed=2) * 3
+        slots = torch.randperm(10 * block_size, generator=torch.Generator().manual_seed(0))[:ROWS]
+
+        def run(version: Callable[..., Tensor], first: int, last: int) -> tuple[Tensor, Tensor]:
+            cache = torch.zeros((10, 3, 2, kv_heads, block_size, head_dim), dtype=dtype)[:, 1]
+            part = slice(first, last)
+            angles = (angle[part].cos(), angle[part].sin()) if with_angles else None
+            query = version(qkv[part], heads, norms if with_norms else None, angles, cache, slots[part])
+            return query, cache
+
+        ours, theirs = run(kernels.rope_and_cache, 0, ROWS), run(rope.rope_and_cache, 0, ROWS)
+        for left, right in zip(ours, theirs, strict=True):
+            tolerance = (2e-2 if dtype == torch.bfloat16 else 1e-5) if with_norms else 0.0
+            torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
+        for threads, (first, last) in itertools.product((1, 2, 3), ((0, 1), (5, 7), (3, 36))):
+            torch.set_num_threads(threads)
+            query, cache = run(kernels.rope_and_cache, first, last)
+            assert same_bits(query, ours[0][first:last])
+            for slot in slots[first:last].tolist():
+                place = (slot // block_size, slice(None), slice(None), slot % block_size)
+                assert same_bits(cache[place], ours[1][place])
+
+
+class TestQuantiseRows:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("width", WIDTHS)
+    def test_equals_torch_to_the_bit(self, kernels: RowKernels, width: int, dtype: torch.dtype) -> None:
+        x = random(ROWS, width, dtype=dtype) * torch.logspace(-30, 30, ROWS)[:, None].to(dtype)
+        x[3] = 0.0
+        for part in (x, x[:, : width // 2 + 1]):
+            for ours, theirs in zip(kernels.quantise_rows(part), linear_int8.quantise_rows(part), strict=True):
+                assert torch.equal(ours, theirs)
+        assert_rows_alone(lambda rows: kernels.quantise_rows(rows)[0], x)
+        assert_rows_alone(lambda rows: kernels.quantise_rows(rows)[1], x)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_what_is_not_finite_shows_in_the_scale(self, kernels: RowKernels, dtype: torch.dtype) -> None:
+        x = random(3, 50, dtype=dtype)
+        x[0, 49], x[1, 3] = torch.nan, -torch.inf
+        _, scales = kernels.quantise_rows(x)
+        assert scales[0].isnan() and scales[1] == torch.inf and scales[2].isfinite()
+
+
+def test_no_rows(kernels: RowKernels) -> None:
+    none = torch.empty(0, 24)
+    assert kernels.rms_norm(none, torch.ones(24), 1e-6).shape == (0, 24)
+    assert kernels.silu_and_mul(none).shape == (0, 12)
+    assert kernels.gelu(none).shape == (0, 24)
+    assert kernels.quantise_rows(none)[0].shape == (0, 24)
