@@ -31,8 +31,8 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     VARIANTS |= {"avx2": ["-mavx2", "-mfma"], "avx512": WIDE, "avx512_bf16": [*WIDE, "-mavx512bf16", "-mavx512vnni"]}
 
 
-PER_VARIANT = ("attend.cpp", "multiply.cpp", "rows.cpp")
-ONCE = ("attention.cpp", "linear.cpp")  # which thread computes what, and the C interface
+PER_VARIANT = ("attend.cpp", "multiply.cpp", "rows.cpp", "scan.cpp")
+ONCE = ("attention.cpp", "linear.cpp", "sampling.cpp")  # which thread computes what, and the C interface
 
 
 class BuildKernels(build_ext):

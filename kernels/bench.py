@@ -18,10 +18,17 @@ from functools import partial
 import torch
 
 from serve_llm.kernels import table
+from serve_llm.kernels.sampling import Draw
 
 CPU = torch.device("cpu")
 LINEARS = [(9728, 896), (2048, 8192), (151936, 896)]  # outputs, inputs
 HEADS = [(14, 2, 64), (32, 8, 128)]  # heads, kv_heads, head_dim
+VOCABULARY = 151936
+DRAWS = {
+    "greedy": Draw(0.0, 0, 1.0, 0.0, 0.0),
+    "top_p 0.9": Draw(1.0, 0, 0.9, 0.0, 0.4),
+    "top_k 50": Draw(1.0, 50, 1.0, 0.0, 0.4),
+}
 STEPS = [(1, 1, 128), (1, 1, 4096), (8, 1, 1024), (32, 1, 1024), (1, 512, 512), (1, 2048, 2048)]
 # sequences, new tokens of each, context of each
 BLOCK_SIZE = 16
@@ -49,7 +56,7 @@ def linear_times() -> dict[str, Timed]:
     found = {}
     for outputs, inputs in LINEARS:
         weight = torch.randn((outputs, inputs)).bfloat16()
-        layer = table.PORTABLE.pack(weight, None)
+        layer = table.choose(CPU, torch.bfloat16, {64}).pack(weight, None)
         for rows in (1, 8, 64):
             x = torch.randn((rows, inputs)).bfloat16()
             us = median_us(partial(layer, x))
@@ -104,6 +111,18 @@ def row_times() -> dict[str, Timed]:
     return found
 
 
+def sampling_times() -> dict[str, Timed]:
+    """Of logits that are as flat as a random model's: more is left for top_p to select from than with a trained one."""
+    kernels = table.choose_sampling(CPU)
+    found = {}
+    for rows in (1, 8, 32):
+        logits = torch.randn((rows, VOCABULARY)).bfloat16()
+        for name, draw in DRAWS.items():
+            us = median_us(partial(kernels.choose, logits, [draw] * rows))
+            found[f"sampling {VOCABULARY} bf16, {rows} rows, {name}"] = Timed(us, logits.nbytes, 0.0)
+    return found
+
+
 def limits() -> tuple[float, float]:
     """GB/s of memory, GFLOP/s of a bfloat16 matrix product."""
     memory = torch.ones(1 << 27)
@@ -115,7 +134,7 @@ def limits() -> tuple[float, float]:
 def main() -> None:
     bandwidth, peak = limits()
     print(f"{torch.get_num_threads()} threads: memory {bandwidth:.0f} GB/s, bf16 matrix product {peak:.0f} GFLOP/s")
-    times = linear_times() | attention_times() | row_times()
+    times = linear_times() | attention_times() | row_times() | sampling_times()
     for name, timed in times.items():
         gigabytes, gigaflops = timed.num_bytes / timed.us / 1000, timed.operations / timed.us / 1000
         reads = f"{gigabytes:7.1f} GB/s {gigabytes / bandwidth:5.0%}"

@@ -1,7 +1,7 @@
 """Drawing a token from a row of logits, and log-probabilities. Knows tensors only.
 
-On a CPU each row is treated alone, by NumPy over the tensor's own memory: measured on 152k logits, NumPy takes 10 us
-for an argmax where torch takes 125. Elsewhere the definition in `reference/sampling.py` runs, which is in torch.
+What a CPU runs without the compiled kernels of `cpu/sampling.cpp`: each row alone, by NumPy over the tensor's own
+memory. On other devices the definition in `reference/sampling.py` runs, which is in torch.
 
 Batch invariance: no operation here sees two rows, and each depends on a row's values and length alone.
 
@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from serve_llm.kernels.reference import sampling as reference
 from serve_llm.kernels.reference.sampling import Draw, Logprobs
 
-__all__ = ["Draw", "Logprobs", "choose", "largest", "likeliest", "logprobs"]
+__all__ = ["Draw", "Logprobs", "SamplingKernels", "choose", "largest", "likeliest", "logprobs"]
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.intp]
@@ -33,36 +33,42 @@ SORTED_AT_ONCE = 1024  # weights; above it, halving by value is cheaper
 SUM_BLOCK = 512  # weights summed together before the cumulative sum
 
 
+class SamplingKernels(Protocol):
+    """One version of each function below; this module is one, and its functions' docstrings are the contracts.
+
+    Logits are float32 or bfloat16, on the version's device, and are not changed.
+    """
+
+    def choose(self, logits: Tensor, draws: Sequence[Draw], /) -> list[int]: ...
+    def logprobs(self, logits: Tensor, ids: Sequence[int], k: int, /) -> list[Logprobs]: ...
+    def likeliest(self, logits: Tensor, /) -> Tensor: ...
+    def largest(self, logits: Tensor, k: int, /) -> list[Tensor]: ...
+
+
 def choose(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     """One id per row, drawn as its `Draw` says; -1 for a row whose maximum is not finite (NaN, infinity, all -inf).
 
-    logits: (rows, vocab) float32, not changed.
+    logits: (rows, vocab).
     Order of the filters, as in vLLM: temperature, min_p, top_k, then top_p on what is left, renormalised. Equal values
     at a threshold are all kept. Greedy ties go to the lowest id.
     """
-    if logits.device.type != "cpu":
-        return reference.choose(logits, draws)
     with np.errstate(over="ignore"):  # a difference too large for float32 becomes -inf: weight 0
-        return [_choose(row, draw) for row, draw in zip(logits.numpy(), draws, strict=True)]
+        return [_choose(row, draw) for row, draw in zip(logits.float().numpy(), draws, strict=True)]
 
 
 def logprobs(logits: Tensor, ids: Sequence[int], k: int) -> list[Logprobs]:
     """For each row the natural log-softmax at its id, the id's rank, and the k likeliest.
 
-    logits: (rows, vocab) float32; ids: one per row. Equal logits are listed by ascending id.
+    logits: (rows, vocab); ids: one per row. Equal logits are listed by ascending id.
     Raises ValueError if a row's maximum is not finite.
     """
-    if logits.device.type != "cpu":
-        return reference.logprobs(logits, ids, k)
     with np.errstate(over="ignore"):
-        return [_logprobs(row, token_id, k) for row, token_id in zip(logits.numpy(), ids, strict=True)]
+        return [_logprobs(row, token_id, k) for row, token_id in zip(logits.float().numpy(), ids, strict=True)]
 
 
 def likeliest(logits: Tensor) -> Tensor:
     """(rows,) int64: each row's largest logit, of equal ones the first; the first NaN if there is one."""
-    if logits.device.type != "cpu":
-        return reference.likeliest(logits)
-    return torch.from_numpy(logits.numpy().argmax(1))
+    return torch.from_numpy(logits.float().numpy().argmax(1))
 
 
 def largest(logits: Tensor, k: int) -> list[Tensor]:
@@ -70,9 +76,7 @@ def largest(logits: Tensor, k: int) -> list[Tensor]:
 
     Where a row's maximum is NaN or infinity: that id alone. k: 1 to the number of columns.
     """
-    if logits.device.type != "cpu":
-        return reference.largest(logits, k)
-    return [torch.from_numpy(_largest(row, k)) for row in logits.numpy()]
+    return [torch.from_numpy(_largest(row, k)) for row in logits.float().numpy()]
 
 
 def _largest(logits: Floats, k: int) -> Ids:

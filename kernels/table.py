@@ -14,10 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from serve_llm.kernels import activation, attention, linear, linear_int8, norm, rope
+from serve_llm.kernels import activation, attention, linear, linear_int8, norm, rope, sampling
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.linear import Packer
 from serve_llm.kernels.cpu.rows import RowKernels
+from serve_llm.kernels.cpu.sampling import CompiledSampling
+from serve_llm.kernels.reference import sampling as sampling_reference
 
 logger = logging.getLogger(__name__)
 
@@ -105,3 +107,14 @@ def linears(packer: Packer, quantise: linear_int8.Quantise) -> dict[str, Callabl
         "pack": linear.pack if amx else packer.pack,
         "pack_int8": partial(packer.pack_int8 if ours else linear_int8.pack_int8, quantise=quantise),
     }
+
+
+def choose_sampling(device: torch.device) -> sampling.SamplingKernels:
+    """The fastest version that runs on the device. `choose` has said where there are no compiled kernels."""
+    if device.type != "cpu":
+        return sampling_reference
+    path = library.find()
+    try:
+        return sampling if path is None else CompiledSampling(path)
+    except (OSError, AttributeError):
+        return sampling

@@ -34,6 +34,7 @@ from serve_llm.engine.sample.vocabulary import Vocabulary
 from serve_llm.engine.schedule.batch import Batch, Chunk, ChunkResult, NewRow
 from serve_llm.engine.types import Sampling, TokenLogprobs
 from serve_llm.engine.weights.place import load_model
+from serve_llm.kernels.table import choose_sampling
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +61,9 @@ class Worker:
         self._decoder = self._load(spec, weights)
         self._layout = self._plan()
         self.num_blocks = self._layout.num_blocks
-        self._vocabulary = Vocabulary(shard.vocabularies(spec.vocab_size), neighbours.tensor)
-        self._sampler: Sampler | SplitSampler = Sampler(spec.vocab_size, self._device)
+        self._sampling = choose_sampling(self._device)
+        self._vocabulary = Vocabulary(shard.vocabularies(spec.vocab_size), neighbours.tensor, self._sampling)
+        self._sampler: Sampler | SplitSampler = Sampler(spec.vocab_size, self._sampling)
         if neighbours.tensor.size > 1:
             self._sampler = SplitSampler(self._sampler, self._vocabulary, neighbours.tensor)
 
@@ -127,7 +129,8 @@ class Worker:
             self._rows.apply(Batch([new], [chunk]))
             hidden = self._decoder.forward(self._rows.build([chunk], device), self._caches)
             if self._shard.is_last:
-                self._vocabulary.whole(self._decoder.logits(hidden[-1:].expand(min(config.max_num_seqs, count), -1)))
+                rows = hidden[-1:].expand(min(config.max_num_seqs, count), -1)
+                self._vocabulary.whole(self._decoder.logits(rows)).float()
         peak = torch.cuda.max_memory_allocated(device) - small.num_bytes
         self._caches = []
         torch.cuda.empty_cache()
@@ -183,7 +186,7 @@ class Worker:
                     whole = self._vocabulary.whole(logits)
                     if self._shard.is_output:
                         try:
-                            found += prompt_logprobs(whole, part.tolist(), row.prompt_logprobs)
+                            found += prompt_logprobs(self._sampling, whole, part.tolist(), row.prompt_logprobs)
                         except ValueError:
                             results[index].error = NOT_FINITE
                 results[index].prompt_logprobs = found

@@ -70,10 +70,10 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """On the last stage. hidden: (rows, width) as from `forward` -> (rows, own part of the vocabulary) float32."""
+        """On the last stage. hidden: (rows, width) as from `forward` -> (rows, own part of the vocabulary)."""
         for part in self._leave:
             hidden = part(hidden)
-        return hidden.float()
+        return hidden
 
 
 def _leave(spec: ModelSpec, outer: int, build: Builder) -> list[RowWise]:

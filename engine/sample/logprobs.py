@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from serve_llm.engine.types import TokenLogprobs
-from serve_llm.kernels import sampling
+from serve_llm.kernels.sampling import SamplingKernels
 
 
-def token_logprobs(logits: Tensor, token_id: int, k: int) -> TokenLogprobs:
-    """Of the token that was chosen, and of the k likeliest. logits: (vocab,) float32, as the model gave them."""
-    return prompt_logprobs(logits.unsqueeze(0), [token_id], k)[0]
+def token_logprobs(kernels: SamplingKernels, logits: Tensor, token_id: int, k: int) -> TokenLogprobs:
+    """Of the token that was chosen, and of the k likeliest. logits: (vocab,), as the model gave them."""
+    return prompt_logprobs(kernels, logits.unsqueeze(0), [token_id], k)[0]
 
 
-def prompt_logprobs(logits: Tensor, next_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
-    """Of the tokens that stand in the prompt. logits: (n, vocab) float32; next_ids: for each position the id after it.
+def prompt_logprobs(kernels: SamplingKernels, logits: Tensor, next_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
+    """Of the tokens that stand in the prompt. logits: (n, vocab); next_ids: for each position the id after it.
     Raises ValueError where logits are not finite."""
-    return [TokenLogprobs(*row) for row in sampling.logprobs(logits, next_ids, k)]
+    return [TokenLogprobs(*row) for row in kernels.logprobs(logits, next_ids, k)]

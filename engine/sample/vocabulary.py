@@ -12,34 +12,35 @@ from torch import Tensor
 from torch.nn import functional
 
 from serve_llm.engine.parallel.comm import Group
-from serve_llm.kernels import sampling
+from serve_llm.kernels.sampling import SamplingKernels
 
 TOO_MANY = -1  # stands in place of the first candidate's id
 
 
 class Vocabulary:
-    """shares: each rank's columns, in rank order; some may be empty."""
+    """shares: each rank's columns, in rank order; some may be empty. Logits come in the head's dtype."""
 
-    def __init__(self, shares: Sequence[range], group: Group) -> None:
+    def __init__(self, shares: Sequence[range], group: Group, kernels: SamplingKernels) -> None:
         self._shares = tuple(shares)
         self._own = self._shares[group.rank]
         self._widest = max(map(len, shares))
         self._group = group
+        self._kernels = kernels
 
     def whole(self, logits: Tensor) -> Tensor:
-        """(rows, own) float32 -> (rows, vocab_size), on every rank."""
+        """(rows, own) -> (rows, vocab_size), on every rank; float32 where ranks exchange them."""
         if self._group.size == 1:
             return logits
-        parts = self._group.all_gather(functional.pad(logits, (0, self._widest - len(self._own))))
+        parts = self._group.all_gather(functional.pad(logits.float(), (0, self._widest - len(self._own))))
         return torch.cat([part[:, : len(own)] for part, own in zip(parts, self._shares, strict=True)], 1)
 
     def likeliest(self, logits: Tensor) -> list[int]:
         """The id of each row's largest logit, of equal ones the lowest; -1 where that is not finite. On every rank."""
         if self._own:
-            ids = sampling.likeliest(logits)
-            values = logits.gather(1, ids.unsqueeze(1)).squeeze(1)
+            ids = self._kernels.likeliest(logits)
+            values = logits.gather(1, ids.unsqueeze(1)).squeeze(1).float()
         else:
-            values = logits.new_full((len(logits),), -torch.inf)
+            values = logits.new_full((len(logits),), -torch.inf, dtype=torch.float32)
             ids = torch.zeros_like(values, dtype=torch.int64)
         values, ids = self._gather(values, ids)  # (ranks, rows)
         rank = values.argmax(0, keepdim=True)  # the first NaN, else the first of equals
@@ -53,13 +54,13 @@ class Vocabulary:
         many are equal that some are missing. A row that is not finite has a NaN among its values. On every rank.
         """
         slots = 2 * k
-        values = logits.new_full((len(logits), slots), -torch.inf)
+        values = logits.new_full((len(logits), slots), -torch.inf, dtype=torch.float32)
         ids = torch.zeros_like(values, dtype=torch.int64)
-        for row, found in enumerate(sampling.largest(logits, min(k, len(self._own))) if self._own else []):
+        for row, found in enumerate(self._kernels.largest(logits, min(k, len(self._own))) if self._own else []):
             if len(found) > slots:
                 ids[row, 0] = TOO_MANY - self._own.start
             else:
-                values[row, : len(found)] = logits[row, found]
+                values[row, : len(found)] = logits[row, found].float()
                 ids[row, : len(found)] = found
         values, ids = self._gather(values, ids)  # (ranks, rows, slots)
         missing = (ids[:, :, 0] == TOO_MANY).any(0).nonzero().flatten().tolist()

@@ -1,5 +1,6 @@
 // The few vector operations that the kernels need, for each instruction set. Each is written so that the bits of a lane
-// depend on that lane's inputs alone. Included by what is compiled once for each; the compiler's flags decide which part is taken.
+// depend on that lane's inputs alone. Included by the files that are compiled once for each; the compiler's flags decide
+// which part is taken.
 #pragma once
 
 #include <cstdint>

@@ -31,6 +31,7 @@ class Logprobs(NamedTuple):
 
 def choose(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     """Same contract as `kernels.sampling.choose`."""
+    logits = logits.float()
     highest, best = logits.max(dim=1, keepdim=True)
     if all(draw.temperature == 0.0 for draw in draws):
         return torch.where(highest.isfinite(), best, -1).flatten().tolist()
@@ -73,6 +74,7 @@ def largest(logits: Tensor, k: int) -> list[Tensor]:
 
 def logprobs(logits: Tensor, ids: Sequence[int], k: int) -> list[Logprobs]:
     """Same contract as `kernels.sampling.logprobs`."""
+    logits = logits.float()
     if not logits.amax(1).isfinite().all():
         raise ValueError("logits are not finite")
     vocab = logits.shape[1]

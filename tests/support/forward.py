@@ -70,7 +70,7 @@ class Harness:
             context_lens=[self.lengths[sequence] for sequence in chunks],
             groups=tuple(self._group(number, positions) for number in range(len(self.spec.kv_groups))),
         )
-        logprobs = self.decoder.logits(self.decoder.forward(inputs, self.caches)).log_softmax(-1)
+        logprobs = self.decoder.logits(self.decoder.forward(inputs, self.caches)).float().log_softmax(-1)
         return dict(zip(chunks, logprobs.split([len(ids) for ids in chunks.values()]), strict=True))
 
     def _group(self, number: int, positions: dict[int, Tensor]) -> GroupInputs:

@@ -1,6 +1,10 @@
-"""The draw and the log-probabilities: fast version, torch definition and a plain float64 sort must all agree."""
+"""The draw and the log-probabilities: every compiled variant that this processor runs, the NumPy version, the torch
+definition and a plain float64 sort must all agree."""
 
+import functools
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,10 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_llm.kernels import sampling
+from serve_llm.kernels.cpu import library
+from serve_llm.kernels.cpu.library import Library
+from serve_llm.kernels.cpu.sampling import CompiledSampling
 from serve_llm.kernels.reference import sampling as reference
-from serve_llm.kernels.sampling import Draw, choose, logprobs
+from serve_llm.kernels.sampling import Draw
 
-BOTH = pytest.mark.parametrize("kernel", [sampling, reference], ids=["fast", "reference"])
+COMPILED = library.find()
+FAST: dict[str, Any] = {"numpy": sampling}
+if COMPILED is not None:
+    FAST |= {variant: CompiledSampling(COMPILED, variant) for variant in Library(COMPILED).variants}
+BOTH = pytest.mark.parametrize("kernel", [*FAST.values(), reference], ids=[*FAST, "reference"])
+EVERY_FAST = pytest.mark.parametrize("kernel", FAST.values(), ids=FAST)
 GREEDY = Draw(0.0, 0, 1.0, 0.0, 0.0)
 VOCABS = [1, 2, 7, 63, 1025, 5003]
 
@@ -53,20 +65,21 @@ draws = st.builds(
 @BOTH
 @settings(deadline=None)
 @given(seed=st.integers(0, 10**6), vocab=st.sampled_from(VOCABS), scale=st.sampled_from([0.3, 3.0, 20.0]), draw=draws)
-def test_every_filter(kernel: object, seed: int, vocab: int, scale: float, draw: Draw) -> None:
+def test_every_filter(kernel: Any, seed: int, vocab: int, scale: float, draw: Draw) -> None:
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * scale
     token_id, unsure = expected(distribution(logits, draw), draw.noise)
     if not unsure:
         assert kernel.choose(logits.unsqueeze(0), [draw]) == [token_id]
 
 
+@EVERY_FAST
 @settings(deadline=None)
 @given(seed=st.integers(0, 10**6), vocab=st.sampled_from(VOCABS), draw=draws, distinct=st.integers(1, 9))
-def test_equal_logits_stay_or_go_together(seed: int, vocab: int, draw: Draw, distinct: int) -> None:
+def test_equal_logits_stay_or_go_together(kernel: Any, seed: int, vocab: int, draw: Draw, distinct: int) -> None:
     logits = torch.randint(0, distinct, (1, vocab), generator=torch.Generator().manual_seed(seed)).float()
     token_id, unsure = expected(distribution(logits[0], draw), draw.noise)
     if not unsure:
-        assert choose(logits, [draw]) == reference.choose(logits, [draw]) == [token_id]
+        assert kernel.choose(logits, [draw]) == reference.choose(logits, [draw]) == [token_id]
 
 
 @BOTH
@@ -88,7 +101,7 @@ def test_equal_logits_stay_or_go_together(seed: int, vocab: int, draw: Draw, dis
         (Draw(1.0, 0, 1.0, 1.0, 0.0), {1}),
     ],
 )
-def test_what_is_kept(kernel: object, draw: Draw, kept: set[int]) -> None:
+def test_what_is_kept(kernel: Any, draw: Draw, kept: set[int]) -> None:
     probabilities = [1 / 24, 1 / 2, 1 / 24, 3 / 16, 3 / 16, 1 / 24]
     logits = torch.tensor([probabilities]).log().repeat(400, 1)
     grid = [draw._replace(noise=(i + 0.5) / 400) for i in range(400)]
@@ -96,31 +109,33 @@ def test_what_is_kept(kernel: object, draw: Draw, kept: set[int]) -> None:
 
 
 @BOTH
-def test_inverse_of_the_cumulative_distribution_in_id_order(kernel: object) -> None:
+def test_inverse_of_the_cumulative_distribution_in_id_order(kernel: Any) -> None:
     logits = torch.tensor([[0.25, 0.0, 0.5, 0.25, 0.0]]).log()
     for noise, token_id in [(0.0, 0), (0.2499, 0), (0.2501, 2), (0.7499, 2), (0.7501, 3), (1 - 2**-53, 3)]:
         assert kernel.choose(logits, [Draw(1.0, 0, 1.0, 0.0, noise)]) == [token_id]
 
 
-def test_borders_between_blocks_of_the_sum() -> None:
+@EVERY_FAST
+def test_borders_between_blocks_of_the_sum(kernel: Any) -> None:
     logits = torch.zeros(1, 2048).expand(2048, -1)
-    assert choose(logits, [Draw(1.0, 0, 1.0, 0.0, i / 2048) for i in range(2048)]) == list(range(2048))
+    assert kernel.choose(logits, [Draw(1.0, 0, 1.0, 0.0, i / 2048) for i in range(2048)]) == list(range(2048))
 
 
+@EVERY_FAST
 @pytest.mark.parametrize("scale", [0.1, 1.0, 2.0])
 @pytest.mark.parametrize("top_p", [0.01, 0.2, 0.5, 0.8, 0.95, 0.999])
-def test_wide_nucleus(scale: float, top_p: float) -> None:
+def test_wide_nucleus(kernel: Any, scale: float, top_p: float) -> None:
     """Thousands of tokens are needed, so the search by halves goes several rounds, up and down."""
     logits = torch.randn(30_011, generator=torch.Generator().manual_seed(1)) * scale
     for noise in (0.03, 0.5, 0.97):
         draw = Draw(1.0, 0, top_p, 0.0, noise)
         token_id, _ = expected(distribution(logits, draw), noise)
-        (found,) = choose(logits.unsqueeze(0), [draw])
+        (found,) = kernel.choose(logits.unsqueeze(0), [draw])
         assert abs(found - token_id) <= 1  # one place of 30,000: the borders are that close to each other
 
 
 @BOTH
-def test_noise_near_one_never_draws_an_impossible_token(kernel: object) -> None:
+def test_noise_near_one_never_draws_an_impossible_token(kernel: Any) -> None:
     logits = torch.randn(1, 5003, generator=torch.Generator().manual_seed(0))
     logits[0, 4990:] = -math.inf
     logits[0, :3] = -math.inf
@@ -130,7 +145,7 @@ def test_noise_near_one_never_draws_an_impossible_token(kernel: object) -> None:
 
 
 @BOTH
-def test_greedy_takes_the_lowest_of_equals(kernel: object) -> None:
+def test_greedy_takes_the_lowest_of_equals(kernel: Any) -> None:
     logits = torch.zeros(3, 5003)
     logits[1, [17, 4000]] = 1.0
     logits[2] = -math.inf
@@ -141,7 +156,7 @@ def test_greedy_takes_the_lowest_of_equals(kernel: object) -> None:
 
 @BOTH
 @pytest.mark.parametrize("draw", [GREEDY, Draw(1.0, 5, 0.9, 0.1, 0.5)])
-def test_rows_that_are_not_finite(kernel: object, draw: Draw) -> None:
+def test_rows_that_are_not_finite(kernel: Any, draw: Draw) -> None:
     logits = torch.zeros(5, 100)
     logits[1, 50] = math.nan
     logits[2, 50] = math.inf
@@ -152,17 +167,18 @@ def test_rows_that_are_not_finite(kernel: object, draw: Draw) -> None:
 
 @BOTH
 @pytest.mark.parametrize("temperature", [1e-5, 1e5])
-def test_extreme_temperatures_do_not_overflow(kernel: object, temperature: float) -> None:
+def test_extreme_temperatures_do_not_overflow(kernel: Any, temperature: float) -> None:
     logits = torch.tensor([[-3e38, 0.0, 3e38, 1e30]])
     assert kernel.choose(logits, [Draw(temperature, 0, 0.9, 0.0, 0.99)]) == [2]
 
 
-def test_frequencies_follow_the_distribution() -> None:
+@EVERY_FAST
+def test_frequencies_follow_the_distribution(kernel: Any) -> None:
     """Chi-square over 20,000 evenly spread draws of 50 tokens in scrambled order."""
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3)) * 2
     draw = Draw(1.3, 0, 0.97, 0.01, 0.0)
     noise = np.random.default_rng(5).random(20_000)
-    chosen = choose(logits.expand(20_000, -1), [draw._replace(noise=float(u)) for u in noise])
+    chosen = kernel.choose(logits.expand(20_000, -1), [draw._replace(noise=float(u)) for u in noise])
     probabilities = distribution(logits[0], draw)
     counts = np.bincount(chosen, minlength=50)
     possible = probabilities > 0
@@ -171,14 +187,15 @@ def test_frequencies_follow_the_distribution() -> None:
     assert possible.sum() == 33 and ((counts[possible] - wanted) ** 2 / wanted).sum() < 62.5  # 99.9 % at 32 degrees
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+@EVERY_FAST
+def test_a_row_does_not_depend_on_its_neighbours(kernel: Any) -> None:
     """In any place of any batch, also where a row begins at an odd address."""
     generator = torch.Generator().manual_seed(11)
     pick = np.random.default_rng(11)
     row = torch.randn(4999, generator=generator) * 2
     styles = [Draw(1.0, 0, 1.0, 0.0, 0.7), Draw(1.3, 0, 0.9, 0.0, 0.31), Draw(0.8, 40, 0.95, 0.01, 0.99), GREEDY]
-    alone = [choose(row.unsqueeze(0), [style])[0] for style in styles]
-    probability = logprobs(row.unsqueeze(0), [42], 5)[0]
+    alone = [kernel.choose(row.unsqueeze(0), [style])[0] for style in styles]
+    probability = kernel.logprobs(row.unsqueeze(0), [42], 5)[0]
     for _ in range(50):
         batch = torch.randn(int(pick.integers(1, 9)), 4999, generator=generator) * 3
         place = int(pick.integers(len(batch)))
@@ -186,14 +203,14 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         others = [styles[i] for i in pick.integers(len(styles), size=len(batch))]
         for style, token_id in zip(styles, alone, strict=True):
             others[place] = style
-            assert choose(batch, others)[place] == token_id
-        assert logprobs(batch, [42] * len(batch), 5)[place] == probability
+            assert kernel.choose(batch, others)[place] == token_id
+        assert kernel.logprobs(batch, [42] * len(batch), 5)[place] == probability
 
 
 @BOTH
 @settings(deadline=None)
 @given(seed=st.integers(0, 10**6), vocab=st.sampled_from(VOCABS), k=st.integers(0, 25), distinct=st.booleans())
-def test_logprobs(kernel: object, seed: int, vocab: int, k: int, distinct: bool) -> None:
+def test_logprobs(kernel: Any, seed: int, vocab: int, k: int, distinct: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(2, vocab, generator=generator) * 5
     if not distinct:
@@ -210,14 +227,14 @@ def test_logprobs(kernel: object, seed: int, vocab: int, k: int, distinct: bool)
 
 
 @BOTH
-def test_logprobs_of_broken_logits(kernel: object) -> None:
+def test_logprobs_of_broken_logits(kernel: Any) -> None:
     with pytest.raises(ValueError, match="not finite"):
         kernel.logprobs(torch.tensor([[0.0, math.nan]]), [0], 1)
 
 
 @BOTH
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_likeliest_and_largest(kernel: object, vocab: int) -> None:
+def test_likeliest_and_largest(kernel: Any, vocab: int) -> None:
     logits = (torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab)) * 4).round() / 2  # many are equal
     assert kernel.likeliest(logits).tolist() == [row.tolist().index(row.max()) for row in logits]
     for k in {1, min(3, vocab), vocab}:
@@ -228,9 +245,116 @@ def test_likeliest_and_largest(kernel: object, vocab: int) -> None:
 
 @BOTH
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_likeliest_and_largest_of_broken_rows(kernel: object, value: float) -> None:
+def test_likeliest_and_largest_of_broken_rows(kernel: Any, value: float) -> None:
     logits = torch.tensor([[1.0, 5.0, value, 2.0], [4.0, 3.0, 2.0, 4.0]])
     assert kernel.likeliest(logits).tolist() == [2, 0]
     assert [found.tolist() for found in kernel.largest(logits, 2)] == [[2], [0, 3]]
     nothing = torch.full((1, 3), -math.inf)
     assert len(kernel.largest(nothing, 2)[0]) == 1
+
+
+# The vocabularies of real models, and rows that are hard to select from.
+
+WHOLE = 151_936
+SOME_DRAWS = [
+    GREEDY,
+    Draw(1.0, 0, 1.0, 0.0, 0.99),
+    Draw(0.8, 0, 0.9, 0.0, 0.37),
+    Draw(1.0, 50, 1.0, 0.0, 0.0),
+    Draw(1.3, 5000, 0.95, 0.0, 0.6),
+    Draw(1.0, 0, 0.999, 0.02, 0.99),
+]
+
+
+@functools.cache
+def hard_rows(vocab: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(vocab)
+    rows = torch.randn((8, vocab), generator=generator) * torch.tensor(
+        [[0.02], [1.0], [3.0], [12.0], [3.0], [1], [1], [1]]
+    )
+    rows[4, torch.rand(vocab, generator=generator) < 0.999] = -math.inf  # only a few are allowed
+    rows[4, vocab // 2] = 0.0
+    rows[5] = 2.5
+    rows[6] = rows[6].round()  # many equals
+    rows[7] = -3e38  # one stands above all by more than float32 can say
+    rows[7, vocab // 3] = 3e38
+    return rows
+
+
+@functools.cache
+def hard_answers(vocab: int, dtype: torch.dtype) -> list[list[int]]:
+    return [reference.choose(hard_rows(vocab).to(dtype), [draw] * 8) for draw in SOME_DRAWS]
+
+
+def probability_between(logits: torch.Tensor, draw: Draw, ids: list[int]) -> float:
+    """Of the ids from the lowest to the highest of the two, less that of the likelier one."""
+    probabilities = distribution(logits, draw)[min(ids) : max(ids) + 1]
+    return float(probabilities.sum() - probabilities.max())
+
+
+@EVERY_FAST
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 7, 1000, WHOLE])
+def test_hard_rows(kernel: Any, vocab: int, dtype: torch.dtype) -> None:
+    """As the definition; another id only where the noise falls next to a border."""
+    logits = hard_rows(vocab).to(dtype)
+    for draw, wanted in zip(SOME_DRAWS, hard_answers(vocab, dtype), strict=True):
+        found = kernel.choose(logits, [draw] * 8)
+        for row, ids in zip(logits.float(), zip(wanted, found, strict=True), strict=True):
+            assert ids[0] == ids[1] or (draw != GREEDY and probability_between(row, draw, list(ids)) < 1e-5)
+    for k in {1, min(vocab, 40), min(vocab, 900)}:
+        for wanted_ids, found_ids in zip(reference.largest(logits, k), kernel.largest(logits, k), strict=True):
+            assert found_ids.tolist() == wanted_ids.tolist()
+    assert kernel.likeliest(logits).tolist() == reference.likeliest(logits).tolist()
+    ids = [n % vocab for n in range(8)]
+    for wanted_row, found_row in zip(reference.logprobs(logits, ids, 9), kernel.logprobs(logits, ids, 9), strict=True):
+        assert (found_row.rank, found_row.top_ids) == (wanted_row.rank, wanted_row.top_ids)
+        assert found_row.logprob == pytest.approx(wanted_row.logprob, abs=2e-5)
+        assert found_row.top_logprobs == pytest.approx(wanted_row.top_logprobs, abs=2e-5)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(COMPILED is None, reason="the kernels were not compiled")
+def test_threads_and_instruction_sets_do_not_show(threads: None) -> None:
+    """The instruction sets that multiply and add at once give the same bits; those without may round differently."""
+    logits, ids = hard_rows(WHOLE)[:5].contiguous(), [3, 1, 4, 1, 5]
+    results = []
+    for kernel in (FAST[variant] for variant in FAST if variant not in ("numpy", "baseline")):
+        for number in (1, 2, 3, 5):
+            torch.set_num_threads(number)
+            drawn = [kernel.choose(logits, [draw] * 5) for draw in SOME_DRAWS]
+            mixed = kernel.choose(logits, SOME_DRAWS[1:])
+            results.append((drawn, mixed, kernel.logprobs(logits, ids, 5)))
+    assert all(result == results[0] for result in results)
+    for drawn, mixed, _ in results:
+        assert mixed == [drawn[1 + place][place] for place in range(5)]
+
+
+@EVERY_FAST
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 255, 256, 100_000, WHOLE - 1])
+def test_one_broken_number_anywhere(kernel: Any, place: int, value: float, dtype: torch.dtype) -> None:
+    logits = hard_rows(WHOLE)[4:6].to(dtype, copy=True)
+    logits[0, place] = value
+    logits[1, WHOLE - 9 :] = -math.inf
+    for draw in (GREEDY, Draw(1.0, 5, 0.9, 0.1, 0.5), Draw(1.0, 0, 1.0, 0.0, 0.5)):
+        chosen = kernel.choose(logits, [draw] * 2)
+        assert chosen[0] == -1 and 0 <= chosen[1] < WHOLE - 9
+    assert kernel.likeliest(logits)[0] == place
+    with pytest.raises(ValueError, match="not finite"):
+        kernel.logprobs(logits, [0, 0], 1)
+
+
+@EVERY_FAST
+def test_rows_of_a_wider_matrix(kernel: Any) -> None:
+    wide = torch.randn((3, 1100), generator=torch.Generator().manual_seed(1))
+    wide[:, 1000:] = 99.0
+    for draw in SOME_DRAWS:
+        assert kernel.choose(wide[:, :1000], [draw] * 3) == kernel.choose(wide[:, :1000].contiguous(), [draw] * 3)

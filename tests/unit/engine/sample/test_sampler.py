@@ -10,9 +10,10 @@ from serve_llm.engine.sample.logprobs import prompt_logprobs
 from serve_llm.engine.sample.noise import uniform
 from serve_llm.engine.sample.sampler import Sampled, Sampler, SampleRow
 from serve_llm.engine.types import Sampling
+from serve_llm.kernels import table
 
 VOCAB = 1003
-CPU = torch.device("cpu")
+KERNELS = table.choose_sampling(torch.device("cpu"))
 STYLES: list[dict[str, object]] = [
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -24,7 +25,7 @@ STYLES: list[dict[str, object]] = [
 
 
 def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[Sampled | None]:
-    return Sampler(VOCAB, CPU).sample(logits.clone(), rows)
+    return Sampler(VOCAB, KERNELS).sample(logits, rows)
 
 
 def row(output: object = (), seed: int = 1, prompt: object = (1, 2, 3), **params: object) -> SampleRow:
@@ -107,7 +108,7 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
 def test_prompt_logprobs() -> None:
     logits, ids = random_logits(4, 3), [5, 6, 7, 1002]
     wanted = logits.double().log_softmax(1)
-    for place, found in enumerate(prompt_logprobs(logits, ids, 2)):
+    for place, found in enumerate(prompt_logprobs(KERNELS, logits, ids, 2)):
         assert found.logprob == pytest.approx(float(wanted[place, ids[place]]), abs=1e-6)
         assert found.top_ids == logits[place].topk(2).indices.tolist()
 
@@ -118,6 +119,16 @@ def test_columns_past_the_vocabulary_are_never_drawn() -> None:
     found = sample(logits, [row(temperature=0.0, logprobs=1), row(seed=2)])
     assert [choice.token_id < VOCAB for choice in found] == [True, True]
     assert found[0].logprobs is not None and found[0].logprobs.rank == 1
+
+
+def test_bfloat16_rows_are_sampled_as_their_numbers_and_stay_as_they_are() -> None:
+    logits = random_logits(len(STYLES), 6).bfloat16()
+    rows = [row([4, 5, 4], seed=n, **style) for n, style in enumerate(STYLES)]
+    before = logits.clone()
+    found = sample(logits, rows)
+    assert torch.equal(logits, before)
+    assert found == sample(logits.float(), rows)
+    assert found == [sample(logits[n : n + 1], rows[n : n + 1])[0] for n in range(len(rows))]
 
 
 def test_broken_rows_are_none_and_others_as_without_them() -> None:

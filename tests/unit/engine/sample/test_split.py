@@ -12,9 +12,10 @@ from serve_llm.engine.sample.sampler import Sampled, Sampler, SampleRow
 from serve_llm.engine.sample.split import SplitSampler
 from serve_llm.engine.sample.vocabulary import Vocabulary
 from serve_llm.engine.types import Sampling
+from serve_llm.kernels import table
 from support.ranks import Meeting, MemoryGroup, run_together
 
-CPU = torch.device("cpu")
+KERNELS = table.choose_sampling(torch.device("cpu"))
 STYLES: list[dict[str, object]] = [
     {"temperature": 0.0},
     {"temperature": 0.0, "logit_bias": {0: 9.0}},
@@ -41,8 +42,8 @@ def split_sample(logits: torch.Tensor, wanted: list[SampleRow], borders: list[ra
     def work(rank: int) -> list[Sampled | None]:
         group = MemoryGroup(meeting, rank)
         own = borders[rank]
-        sampler = SplitSampler(Sampler(logits.shape[1], CPU), Vocabulary(borders, group), group)
-        return sampler.sample(logits[:, own.start : own.stop].clone(), wanted)
+        sampler = SplitSampler(Sampler(logits.shape[1], KERNELS), Vocabulary(borders, group, KERNELS), group)
+        return sampler.sample(logits[:, own.start : own.stop], wanted)
 
     return run_together(len(borders), work, meeting.abort)[0]
 
@@ -56,14 +57,14 @@ def test_as_from_whole_rows(levels: int | None, vocab: int, ranks: int) -> None:
         if levels is not None:
             logits = (logits * levels / 12).round() * 12 / levels
         wanted = rows(27, seed)
-        expected = Sampler(vocab, CPU).sample(logits.clone(), wanted)
+        expected = Sampler(vocab, KERNELS).sample(logits, wanted)
         for weights in (None, [1.0, *[3.0] * (ranks - 1)]):
             assert split_sample(logits, wanted, list(shares(vocab, ranks, weights))) == expected
 
 
 def test_some_ranks_have_no_columns() -> None:
     logits = torch.randn(9, 50, generator=torch.Generator().manual_seed(1))
-    expected = Sampler(50, CPU).sample(logits.clone(), rows(9, 4))
+    expected = Sampler(50, KERNELS).sample(logits, rows(9, 4))
     assert split_sample(logits, rows(9, 4), [range(0), range(49), range(49, 49), range(49, 50)]) == expected
 
 
@@ -72,7 +73,7 @@ def test_broken_rows(value: float) -> None:
     logits = torch.randn(18, 60, generator=torch.Generator().manual_seed(1))
     logits[:9, 41] = value
     logits[9] = -math.inf
-    expected = Sampler(60, CPU).sample(logits.clone(), rows(18, 0))
+    expected = Sampler(60, KERNELS).sample(logits, rows(18, 0))
     assert [row is None for row in expected] == [True] * 10 + [False] * 8
     assert split_sample(logits, rows(18, 0), list(shares(60, 3))) == expected
 

@@ -1,0 +1,344 @@
+// Drawing a token from each row of logits, and log-probabilities, for CPUs: the C interface, which thread computes what,
+// and all that is not a pass over a whole row. Contracts stand in kernels/sampling.py. Knows nothing of torch.
+//
+// Each row is first summed up by the maximum of each GROUP of columns. That alone decides greedy rows; for others it
+// tells which groups a filter can pass over. Filters are thresholds in the value of logits, so equal ones stay or go
+// together, and nothing sorts the vocabulary:
+// - top_k: the k-th largest maximum is at most the k-th largest logit, so that few candidates are left to select from.
+// - top_p: logits too small for the nucleus, whatever the others are, are passed over; of the rest a histogram by value
+//   finds the few among which the nucleus ends.
+// A row is drawn from by one thread, in the order of ids, from sums over fixed groups: threads do not show in a result.
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "scan.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+namespace {
+
+constexpr int CHUNK = 32;             // groups that one thread takes at once
+constexpr int64_t WORTH_THREADS = 1 << 15;  // logits
+constexpr int BINS = 2048;
+constexpr int SORTED_AT_ONCE = 512;
+constexpr double LOG2_E = 1.4426950408889634;
+
+const Scan* const VARIANTS[] = {
+    &scan_baseline,
+#if defined(__x86_64__)
+    &scan_avx2,
+    &scan_avx512,
+    &scan_avx512_bf16,
+#endif
+};
+
+struct Matrix {
+  const char* data;
+  int64_t row_bytes;
+  int rows, columns;
+  bool bf16;
+
+  Row row(int index) const { return {data + index * row_bytes, columns, bf16}; }
+};
+
+// As `Draw` in reference/sampling.py.
+struct Draw {
+  double temperature, top_k, top_p, min_p, noise;
+};
+
+// A row, and what is known of its groups.
+struct Summary {
+  const Scan& scan;
+  Row row;
+  const float* maxima;
+  const double* sums;  // of weights, if they were asked for
+  float highest;       // NaN if any is
+
+  int groups() const { return groups_of(row.columns); }
+  float at(int column) const {
+    if (!row.bf16) return ((const float*)row.logits)[column];
+    const uint32_t bits = (uint32_t)((const uint16_t*)row.logits)[column] << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+  }
+};
+
+// Memory of one thread that stays for the next call.
+struct Workspace {
+  std::vector<int32_t> ids, bins;
+  std::vector<float> values, weights, selected, selected_weights;
+  std::vector<double> sums;
+
+  void resize(int columns) {
+    if (ids.size() >= (size_t)columns + 16) return;
+    for (std::vector<int32_t>* numbers : {&ids, &bins}) numbers->resize(columns + 16);
+    for (std::vector<float>* numbers : {&values, &weights, &selected, &selected_weights}) numbers->resize(columns + 16);
+    sums.resize(groups_of(columns));
+  }
+};
+thread_local Workspace workspace;
+
+// Sums up all rows, then calls finish(row, summary) for each. scale_of(row): of the weights whose sums are wanted, or 0.
+template <class ScaleOf, class Finish>
+void each_row(const Matrix& matrix, const Scan& scan, int threads, bool weighted, ScaleOf scale_of, Finish finish) {
+  const int groups = groups_of(matrix.columns), chunks = (groups + CHUNK - 1) / CHUNK;
+  std::vector<float> maxima((size_t)matrix.rows * groups), highest(matrix.rows);
+  std::vector<double> sums(weighted ? maxima.size() : 0);
+#pragma omp parallel num_threads(threads) if ((int64_t)matrix.rows * matrix.columns > WORTH_THREADS)
+  {
+#pragma omp for schedule(static)
+    for (int task = 0; task < matrix.rows * chunks; task++) {
+      const int row = task / chunks, first = task % chunks * CHUNK;
+      scan.maxima(matrix.row(row), first, std::min(first + CHUNK, groups), &maxima[(size_t)row * groups]);
+    }
+#pragma omp for schedule(static)
+    for (int row = 0; row < matrix.rows; row++) {
+      float most = -INFINITY;
+      for (int group = 0; group < groups && most == most; group++) {
+        const float next = maxima[(size_t)row * groups + group];
+        if (!(next <= most)) most = next;
+      }
+      highest[row] = most;
+    }
+    if (weighted) {
+#pragma omp for schedule(dynamic, 1)
+      for (int task = 0; task < matrix.rows * chunks; task++) {
+        const int row = task / chunks, first = task % chunks * CHUNK;
+        const float scale = scale_of(row);
+        if (scale > 0.0f && std::isfinite(highest[row]))
+          scan.sums(matrix.row(row), first, std::min(first + CHUNK, groups), {highest[row], scale},
+                    &sums[(size_t)row * groups]);
+      }
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int row = 0; row < matrix.rows; row++)
+      finish(row, Summary{scan, matrix.row(row), &maxima[(size_t)row * groups],
+                          weighted ? &sums[(size_t)row * groups] : nullptr, highest[row]});
+  }
+}
+
+// The first column that holds `highest`, or the first NaN.
+int likeliest(const Summary& s) {
+  const bool nan = s.highest != s.highest;
+  const auto found = [&](float x) { return nan ? x != x : x == s.highest; };
+  int group = 0;
+  while (!found(s.maxima[group])) group++;
+  int column = group * GROUP;
+  while (!found(s.at(column))) column++;
+  return column;
+}
+
+// k: 1 .. columns.
+float kth_largest(const Summary& s, int k) {
+  Workspace& space = workspace;
+  std::vector<float>& values = space.values;
+  float bound = -INFINITY;
+  if (k <= s.groups()) {
+    std::copy(s.maxima, s.maxima + s.groups(), values.begin());
+    std::nth_element(values.begin(), values.begin() + k - 1, values.begin() + s.groups(), std::greater<float>());
+    bound = values[k - 1];
+  }
+  const int count = s.scan.gather(s.row, s.maxima, bound, space.ids.data(), values.data());
+  std::nth_element(values.begin(), values.begin() + k - 1, values.begin() + count, std::greater<float>());
+  return values[k - 1];
+}
+
+double sum_of(const double* sums, int groups) {
+  double total = 0.0;
+  for (int group = 0; group < groups; group++) total += sums[group];
+  return total;
+}
+
+// The largest value such that the weights of it and of all above sum to at least `wanted`. All values lie from low to
+// high, and weights rise with them.
+float nucleus_floor(const Scan& scan, const float* values, const float* weights, int count, float low, float high,
+                    double wanted) {
+  Workspace& space = workspace;
+  int32_t* bins = space.bins.data();
+  double above = 0.0;
+  while (count > SORTED_AT_ONCE && low < high) {
+    const float per_value = (float)std::min((double)FLT_MAX, BINS / ((double)high - low));
+    scan.spread(values, count, high, per_value, BINS, bins);
+    double masses[BINS] = {};
+    int last = 0;  // the lowest value's
+    for (int i = 0; i < count; i++) {
+      masses[bins[i]] += weights[i];
+      last = std::max(last, bins[i]);
+    }
+    int bin = 0;
+    while (bin < last && above + masses[bin] < wanted) above += masses[bin++];
+    int kept = 0;
+    for (int i = 0; i < count; i++) {
+      if (bins[i] != bin) continue;
+      space.selected[kept] = values[i];
+      space.selected_weights[kept++] = weights[i];
+    }
+    values = space.selected.data(), weights = space.selected_weights.data();
+    const auto [lowest, highest] = std::minmax_element(values, values + kept);
+    if (kept == count && *lowest == low && *highest == high) break;  // too close to each other for float32
+    low = *lowest, high = *highest, count = kept;
+  }
+  if (low == high) return low;
+  std::vector<int32_t> order(count);
+  for (int i = 0; i < count; i++) order[i] = i;
+  std::sort(order.begin(), order.end(), [&](int a, int b) { return values[a] > values[b]; });
+  int place = 0;
+  while (place < count - 1 && (above += weights[order[place]]) < wanted) place++;
+  return values[order[place]];
+}
+
+// The first group whose sum, with those before it, exceeds noise * total; target becomes what it has to exceed itself.
+int draw_group(const double* sums, int groups, double noise, double& target) {
+  const double total = sum_of(sums, groups);
+  target = std::min(noise * total, std::nextafter(total, 0.0));
+  double before = 0.0;
+  int group = 0;
+  while (before + sums[group] <= target) before += sums[group++];
+  target -= before;
+  return group;
+}
+
+// The first place whose weight, with those before it, exceeds the target; of the last place with a weight if none does,
+// which comes of rounding. Never a place of weight 0.
+int draw_place(const float* weights, int count, double target) {
+  double sum = 0.0;
+  int last = 0;
+  for (int place = 0; place < count; place++) {
+    if (weights[place] == 0.0f) continue;
+    sum += weights[place];
+    last = place;
+    if (sum > target) break;
+  }
+  return last;
+}
+
+float scale_of(double temperature) { return (float)(LOG2_E / temperature); }
+
+// Draws from the whole row.
+int draw_unfiltered(const Summary& s, const Draw& draw) {
+  double target;
+  const int group = draw_group(s.sums, s.groups(), draw.noise, target);
+  const int first = group * GROUP, count = std::min(GROUP, s.row.columns - first);
+  float values[GROUP], weights[GROUP];
+  double sum;
+  for (int i = 0; i < count; i++) values[i] = s.at(first + i);
+  s.scan.weigh(values, count, {s.highest, scale_of(draw.temperature)}, weights, &sum);
+  return first + draw_place(weights, count, target);
+}
+
+bool is_filtered(const Draw& draw, int columns) {
+  return (draw.top_k > 0.0 && draw.top_k < columns) || draw.min_p > 0.0;
+}
+
+int draw_filtered(const Summary& s, const Draw& draw) {
+  Workspace& space = workspace;
+  const Weighing by{s.highest, scale_of(draw.temperature)};
+  float threshold = -FLT_MAX;
+  double total = -1.0;
+  if (is_filtered(draw, s.row.columns)) {
+    if (draw.top_k > 0.0 && draw.top_k < s.row.columns)
+      threshold = std::max(threshold, kth_largest(s, (int)draw.top_k));
+    if (draw.min_p > 0.0)
+      threshold = std::max(threshold, (float)(s.highest + draw.temperature * std::log(draw.min_p)));
+  } else {
+    // All weights below this one together hold less than the share 1 - top_p. It is lowered by what rounding may do.
+    total = sum_of(s.sums, s.groups());
+    const double bound = 0.99 * (1.0 - draw.top_p) * total / s.row.columns;
+    threshold = std::max(threshold, (float)(s.highest + draw.temperature * std::log(bound)));
+  }
+  int32_t* ids = space.ids.data();
+  float *values = space.values.data(), *weights = space.weights.data();
+  int count = s.scan.gather(s.row, s.maxima, threshold, ids, values);
+  s.scan.weigh(values, count, by, weights, space.sums.data());
+  if (draw.top_p < 1.0) {
+    if (total < 0.0) total = sum_of(space.sums.data(), groups_of(count));
+    const float floor = nucleus_floor(s.scan, values, weights, count, threshold, s.highest, draw.top_p * total);
+    for (int i = 0; i < count; i++) weights[i] = values[i] >= floor ? weights[i] : 0.0f;
+    s.scan.add(weights, count, space.sums.data());
+  }
+  double target;
+  const int first = GROUP * draw_group(space.sums.data(), groups_of(count), draw.noise, target);
+  return ids[first + draw_place(weights + first, std::min(GROUP, count - first), target)];
+}
+
+int choose(const Summary& s, const Draw& draw) {
+  if (!std::isfinite(s.highest)) return -1;
+  if (draw.temperature == 0.0) return likeliest(s);
+  if (draw.top_p == 1.0 && !is_filtered(draw, s.row.columns)) return draw_unfiltered(s, draw);
+  workspace.resize(s.row.columns);
+  return draw_filtered(s, draw);
+}
+
+// The k likeliest columns, of equal ones the lowest first.
+void list_likeliest(const Summary& s, int k, double log_sum, int32_t* top_ids, double* top_logprobs) {
+  Workspace& space = workspace;
+  space.resize(s.row.columns);
+  const float threshold = kth_largest(s, k);
+  const int count = s.scan.gather(s.row, s.maxima, threshold, space.ids.data(), space.values.data());
+  std::partial_sort(space.ids.begin(), space.ids.begin() + k, space.ids.begin() + count, [&](int32_t a, int32_t b) {
+    const float x = s.at(a), y = s.at(b);
+    return x > y || (x == y && a < b);
+  });
+  for (int i = 0; i < k; i++) {
+    top_ids[i] = space.ids[i];
+    top_logprobs[i] = s.at(top_ids[i]) - log_sum;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// draws: one per row. chosen: as `choose`.
+EXPORT void serve_llm_choose(const Matrix* matrix, const Draw* draws, int64_t* chosen, int variant, int threads) {
+  const auto scale = [&](int row) {
+    const Draw& draw = draws[row];
+    return draw.temperature == 0.0 || is_filtered(draw, matrix->columns) ? 0.0f : scale_of(draw.temperature);
+  };
+  bool weighted = false;
+  for (int row = 0; row < matrix->rows; row++) weighted |= scale(row) > 0.0f;
+  each_row(*matrix, *VARIANTS[variant], threads, weighted, scale,
+           [&](int row, const Summary& s) { chosen[row] = choose(s, draws[row]); });
+}
+
+EXPORT void serve_llm_likeliest(const Matrix* matrix, int64_t* chosen, int variant, int threads) {
+  each_row(*matrix, *VARIANTS[variant], threads, false, [](int) { return 0.0f; },
+           [&](int row, const Summary& s) { chosen[row] = likeliest(s); });
+}
+
+// ids: (rows, columns), of which each row's first counts[row] are written.
+EXPORT void serve_llm_largest(const Matrix* matrix, int k, int32_t* ids, int32_t* counts, int variant, int threads) {
+  each_row(*matrix, *VARIANTS[variant], threads, false, [](int) { return 0.0f; }, [&](int row, const Summary& s) {
+    int32_t* to = ids + (int64_t)row * matrix->columns;
+    if (!std::isfinite(s.highest)) {
+      to[0] = likeliest(s);
+      counts[row] = 1;
+      return;
+    }
+    workspace.resize(matrix->columns);
+    counts[row] = s.scan.gather(s.row, s.maxima, kth_largest(s, k), to, workspace.values.data());
+  });
+}
+
+// k: 0 .. columns. top_ids and top_logprobs: (rows, k). The rank of a row that is not finite is 0.
+EXPORT void serve_llm_logprobs(const Matrix* matrix, const int64_t* ids, int k, double* logprobs, int32_t* ranks,
+                               int32_t* top_ids, double* top_logprobs, int variant, int threads) {
+  each_row(*matrix, *VARIANTS[variant], threads, true, [](int) { return scale_of(1.0); },
+           [&](int row, const Summary& s) {
+             ranks[row] = 0;
+             if (!std::isfinite(s.highest)) return;
+             const double log_sum = s.highest + std::log(sum_of(s.sums, s.groups()));
+             const float value = s.at(ids[row]);
+             logprobs[row] = value - log_sum;
+             ranks[row] = 1 + s.scan.count_above(s.row, s.maxima, value);
+             const int64_t place = (int64_t)row * k;
+             if (k > 0) list_likeliest(s, k, log_sum, top_ids + place, top_logprobs + place);
+           });
+}
+
+}  // extern "C"

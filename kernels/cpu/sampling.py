@@ -1,0 +1,93 @@
+"""The compiled sampling kernels, called by ctypes. Contracts stand at the functions of the same names in
+`kernels/sampling.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from serve_llm.kernels.cpu.library import VARIANTS, Library
+from serve_llm.kernels.reference.sampling import Draw, Logprobs
+
+
+class Matrix(ctypes.Structure):
+    """`Matrix` in sampling.cpp."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("row_bytes", ctypes.c_int64),
+        ("rows", ctypes.c_int),
+        ("columns", ctypes.c_int),
+        ("bf16", ctypes.c_bool),
+    )
+
+    @classmethod
+    def of(cls, logits: Tensor) -> Matrix:
+        if logits.dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError(f"logits are float32 or bfloat16, not {logits.dtype}")
+        rows, columns = logits.shape
+        row_bytes = logits.stride(0) * logits.element_size()
+        return cls(logits.data_ptr(), row_bytes, rows, columns, logits.dtype == torch.bfloat16)
+
+
+class CompiledSampling:
+    """One variant of the kernels."""
+
+    def __init__(self, path: Path, variant: str | None = None) -> None:
+        """As `Library`. Raises AttributeError as well, where the file was compiled from older sources."""
+        self._number = VARIANTS.index(Library(path, variant).variant)
+        library = ctypes.CDLL(str(path))
+        self._choose = library.serve_llm_choose
+        self._likeliest = library.serve_llm_likeliest
+        self._largest = library.serve_llm_largest
+        self._logprobs = library.serve_llm_logprobs
+        for function in (self._choose, self._likeliest, self._largest, self._logprobs):
+            function.restype = None
+
+    def choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+        wanted = array("d", chain.from_iterable(draws))
+        chosen = array("q", bytes(8 * len(draws)))
+        self._call(self._choose, logits, _address(wanted), _address(chosen))
+        return chosen.tolist()
+
+    def logprobs(self, logits: Tensor, ids: Sequence[int], k: int) -> list[Logprobs]:
+        rows, k = len(ids), min(k, logits.shape[1])
+        wanted, found, ranks = array("q", ids), array("d", bytes(8 * rows)), array("i", bytes(4 * rows))
+        top_ids, top_found = array("i", bytes(4 * rows * k)), array("d", bytes(8 * rows * k))
+        results = [_address(numbers) for numbers in (found, ranks, top_ids, top_found)]
+        self._call(self._logprobs, logits, _address(wanted), k, *results)
+        if 0 in ranks:
+            raise ValueError("logits are not finite")
+        spans = [slice(row * k, (row + 1) * k) for row in range(rows)]
+        return [
+            Logprobs(logprob, rank, top_ids[span].tolist(), top_found[span].tolist())
+            for logprob, rank, span in zip(found, ranks, spans, strict=True)
+        ]
+
+    def likeliest(self, logits: Tensor) -> Tensor:
+        chosen = torch.empty(len(logits), dtype=torch.int64)
+        self._call(self._likeliest, logits, ctypes.c_void_p(chosen.data_ptr()))
+        return chosen
+
+    def largest(self, logits: Tensor, k: int) -> list[Tensor]:
+        ids = torch.empty(logits.shape, dtype=torch.int32)
+        counts = array("i", bytes(4 * len(logits)))
+        self._call(self._largest, logits, k, ctypes.c_void_p(ids.data_ptr()), _address(counts))
+        return [row[:count].long() for row, count in zip(ids, counts, strict=True)]
+
+    def _call(self, function: ctypes._FuncPointer, logits: Tensor, *arguments: object) -> None:
+        if logits.stride(1) != 1 and logits.shape[1] > 1:
+            logits = logits.contiguous()
+        matrix = Matrix.of(logits)
+        function(ctypes.byref(matrix), *arguments, self._number, torch.get_num_threads())
+
+
+def _address(numbers: array) -> ctypes.c_void_p:  # type: ignore[type-arg]
+    return ctypes.c_void_p(numbers.buffer_info()[0])

@@ -1,0 +1,212 @@
+// Passes over a row of logits, for drawing a token from it. Compiled once for each instruction set (setup.py), as
+// `scan_VARIANT`; uses nothing of the C++ library, as attend.cpp.
+
+#include "scan.h"
+
+#include <cmath>
+
+#include "vector.h"
+
+#ifndef VARIANT
+#define VARIANT baseline
+#endif
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+
+namespace {
+
+constexpr int LANES = 16;  // in every variant, so that a sum is added up in the same order
+constexpr int PARTS = LANES / W;
+
+typedef double Doubles __attribute__((vector_size(4 * W)));  // half as many numbers as a Vec
+
+inline void widen(Vec x, Doubles& low, Doubles& high) {
+#if defined(__AVX512F__)
+  low = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
+  high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
+#elif defined(__AVX2__)
+  low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+  high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+#else
+  for (int i = 0; i < W / 2; i++) low[i] = x[i], high[i] = x[W / 2 + i];
+#endif
+}
+
+inline float number(float x) { return x; }
+inline float number(Bf16 x) {
+  const uint32_t wide = (uint32_t)x << 16;
+  float y;
+  memcpy(&y, &wide, 4);
+  return y;
+}
+inline void set_lowest(float& x) { x = -INFINITY; }
+inline void set_lowest(Bf16& x) { x = 0xff80; }
+
+// Calls take(COUNT numbers, place) for the numbers first .. end - 1; the last ones are filled up with -inf.
+template <int COUNT = LANES, class Cell, class Take>
+inline void by_lanes(const Cell* row, int first, int end, Take take) {
+  int i = first;
+  for (; i + COUNT <= end; i += COUNT) take(row + i, i);
+  if (i == end) return;
+  Cell rest[COUNT];
+  for (int k = 0; k < COUNT; k++) {
+    if (i + k < end) rest[k] = row[i + k];
+    else set_lowest(rest[k]);
+  }
+  take(rest, i);
+}
+
+template <class Cell>
+inline Vec floats(const Cell* from) { return as_floats(load_floats(from, W)); }
+
+inline int end_of(int group, int columns) { return (group + 1) * GROUP < columns ? (group + 1) * GROUP : columns; }
+
+// Calls take(vector) for 2 * LANES numbers, in any order.
+template <class Take>
+inline void unordered(const float* from, Take take) {
+  for (int k = 0; k < 2 * PARTS; k++) take(load<Vec>(from + k * W));
+}
+template <class Take>
+inline void unordered(const Bf16* from, Take take) {
+  for (int k = 0; k < PARTS; k++) {  // two numbers lie in each 32 bits
+    const Units both = load<Units>(from + 2 * k * W);
+    take(as_floats(both << 16));
+    take(as_floats(both & all(0xffff0000u)));
+  }
+}
+
+template <class Cell>
+void maxima_of(const Cell* row, int columns, int first, int last, float* maxima) {
+  Vec spoilt{};  // becomes NaN by a NaN; infinities may do that too
+  for (int group = first; group < last; group++) {
+    Vec highest = all(-INFINITY);
+    by_lanes<2 * LANES>(row, group * GROUP, end_of(group, columns), [&](const Cell* from, int) {
+      unordered(from, [&](Vec x) {
+        highest = larger(x, highest);
+        spoilt += x;
+      });
+    });
+    maxima[group] = largest(highest);
+  }
+  bool any = false;
+  for (int i = 0; i < W; i++) any |= spoilt[i] != spoilt[i];
+  if (!any) return;
+  for (int group = first; group < last; group++)
+    for (int i = group * GROUP; i < end_of(group, columns); i++)
+      if (number(row[i]) != number(row[i])) maxima[group] = NAN;
+}
+
+// Sums of 16 lanes.
+struct Sum {
+  Doubles parts[2 * PARTS] = {};
+
+  void add(int k, Vec x) {
+    Doubles low, high;
+    widen(x, low, high);
+    parts[2 * k] += low;
+    parts[2 * k + 1] += high;
+  }
+  double total() const {
+    double lanes[LANES];
+    memcpy(lanes, parts, sizeof lanes);
+    for (int half = LANES / 2; half > 0; half /= 2)
+      for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+  }
+};
+
+// keep(place, weights): called for each vector.
+template <class Cell, class Keep>
+inline double sum_weights(const Cell* row, int first, int end, Weighing by, Keep keep) {
+  Sum sum;
+  by_lanes(row, first, end, [&](const Cell* from, int place) {
+    for (int k = 0; k < PARTS; k++) {
+      const Vec weights = power_of_2<6>((floats(from + k * W) - all(by.highest)) * all(by.scale));
+      sum.add(k, weights);
+      keep(place + k * W, weights);
+    }
+  });
+  return sum.total();
+}
+
+template <class Cell>
+void sums_of(const Cell* row, int columns, int first, int last, Weighing by, double* sums) {
+  for (int group = first; group < last; group++)
+    sums[group] = sum_weights(row, group * GROUP, end_of(group, columns), by, [](int, Vec) {});
+}
+
+template <class Cell>
+int gather_of(const Cell* row, int columns, const float* maxima, float threshold, int32_t* ids, float* values) {
+  int count = 0;
+  for (int group = 0; group < groups_of(columns); group++) {
+    if (!(maxima[group] >= threshold)) continue;
+    for (int i = group * GROUP; i < end_of(group, columns); i++) {
+      const float x = number(row[i]);
+      ids[count] = i;
+      values[count] = x;
+      count += x >= threshold;
+    }
+  }
+  return count;
+}
+
+template <class Cell>
+int count_of(const Cell* row, int columns, const float* maxima, float value) {
+  int count = 0;
+  for (int group = 0; group < groups_of(columns); group++)
+    if (maxima[group] > value)
+      for (int i = group * GROUP; i < end_of(group, columns); i++) count += number(row[i]) > value;
+  return count;
+}
+
+// Calls of(cells) with the row's numbers in their type.
+template <class Of>
+inline auto typed(const Row& row, Of of) {
+  return row.bf16 ? of((const Bf16*)row.logits) : of((const float*)row.logits);
+}
+
+void maxima(Row row, int first, int last, float* maxima) {
+  typed(row, [&](auto cells) { maxima_of(cells, row.columns, first, last, maxima); });
+}
+
+void sums(Row row, int first, int last, Weighing by, double* sums) {
+  typed(row, [&](auto cells) { sums_of(cells, row.columns, first, last, by, sums); });
+}
+
+void weigh(const float* values, int count, Weighing by, float* weights, double* sums) {
+  for (int group = 0; group < groups_of(count); group++)
+    sums[group] = sum_weights(values, group * GROUP, end_of(group, count), by,
+                              [&](int place, Vec found) { store(weights + place, found); });
+}
+
+void add(const float* weights, int count, double* sums) {
+  for (int group = 0; group < groups_of(count); group++) {
+    Sum sum;
+    by_lanes(weights, group * GROUP, end_of(group, count), [&](const float* from, int) {
+      for (int k = 0; k < PARTS; k++) sum.add(k, larger(floats(from + k * W), Vec{}));  // the filling counts 0
+    });
+    sums[group] = sum.total();
+  }
+}
+
+void spread(const float* values, int count, float high, float per_value, int bins, int32_t* found) {
+  const Vec last = all((float)(bins - 1));
+  by_lanes(values, 0, count, [&](const float* from, int place) {
+    for (int k = 0; k < PARTS; k++) {
+      const Vec bin = (all(high) - floats(from + k * W)) * all(per_value);
+      store(found + place + k * W, __builtin_convertvector(bin < last ? bin : last, Ints));
+    }
+  });
+}
+
+int gather(Row row, const float* maxima, float threshold, int32_t* ids, float* values) {
+  return typed(row, [&](auto cells) { return gather_of(cells, row.columns, maxima, threshold, ids, values); });
+}
+
+int count_above(Row row, const float* maxima, float value) {
+  return typed(row, [&](auto cells) { return count_of(cells, row.columns, maxima, value); });
+}
+
+}  // namespace
+
+const Scan JOIN(scan_, VARIANT) = {maxima, sums, weigh, add, spread, gather, count_above};
