@@ -40,6 +40,7 @@ class Config:
     pipeline_parallel_layers: tuple[int, ...] | None = None  # one number per stage; None: by cost
     executor_backend: str = "inprocess"  # "inprocess" | "mp" | "ray"
     data_parallel_size: int = 1  # engines that share this host's memory and cores
+    cpu_threads: int | None = None  # that each rank computes with; None: see `execute.threads`
 
     @property
     def element_bytes(self) -> int:
@@ -97,6 +98,7 @@ def resolve(
         pipeline_parallel_layers=options.pipeline_parallel_layers,
         executor_backend=executor_backend,
         data_parallel_size=options.data_parallel_size,
+        cpu_threads=options.cpu_threads,
     )
 
 

@@ -132,6 +132,13 @@ class Options:
     device: str = _option(
         "auto", values.choice("auto", "cpu", "cuda"), "auto: a GPU if there is one, else the CPU", shown="auto|cpu|cuda"
     )
+    cpu_threads: int | None = _option(
+        None,
+        values.whole(1, 1024),
+        "threads that each rank computes with (default: OMP_NUM_THREADS if it is set, else the cores that this process "
+        "may use by affinity and cgroup, shared out among the ranks of the host)",
+        shown="THREADS",
+    )
     tensor_parallel_size: int = _option(
         1,
         values.positive(values.parse_count),

@@ -15,6 +15,7 @@ import msgspec
 
 from serve_llm.engine.config import Config
 from serve_llm.engine.execute.memory import CacheLayout
+from serve_llm.engine.execute.threads import Threads
 from serve_llm.engine.parallel.hosts import Fingerprint, fingerprint, host_id
 from serve_llm.engine.parallel.shm import Handle
 
@@ -42,6 +43,7 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
 
 class Loaded(msgspec.Struct, tag=True, frozen=True):
     num_blocks: int  # of KV cache that this rank has memory for
+    threads: Threads
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):

@@ -16,7 +16,7 @@ from serve_llm.engine.parallel.hosts import interface_of
 from serve_llm.engine.parallel.layout import Grid
 from serve_llm.engine.parallel.ring import Ring
 from serve_llm.engine.parallel.shm import Handle
-from serve_llm.engine.parallel.shm_group import PEER_SECONDS, ShmGroup, ShmLink
+from serve_llm.engine.parallel.shm_group import PEER_SECONDS, ShmLink, shm_group
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -63,7 +63,7 @@ class _Builder:
             return Alone()
         opened = [Ring.open(ring) for ring in rings.tensor]
         if span is None:
-            return ShmGroup(opened, place)
+            return shm_group(opened, place)
         from serve_llm.engine.parallel.torch_group import TorchGroup, spanning_group
 
         assert self._store is not None
@@ -71,7 +71,7 @@ class _Builder:
         if self._backend == "nccl":
             return TorchGroup(self._store, name, place, len(peers), self._address, PEER_SECONDS, "nccl")
         hosts = [span.host_ids[peer] for peer in peers]
-        local = ShmGroup(opened, hosts[:place].count(hosts[place])) if opened else Alone()
+        local = shm_group(opened, hosts[:place].count(hosts[place])) if opened else Alone()
         if len(set(hosts)) == 1:
             return local
         return spanning_group(self._store, name, place, hosts, local, self._address, PEER_SECONDS)

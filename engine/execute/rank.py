@@ -106,7 +106,7 @@ def run(link: Control, rank: int, directory: str | None = None) -> None:
     spec = served(spec, config)
     shard = shard_of(spec, grid, rank, config.tensor_parallel_split, config.pipeline_parallel_layers)
     worker = Worker(config, spec, weights, shard, neighbours)
-    link.say(control.Loaded(worker.num_blocks))
+    link.say(control.Loaded(worker.num_blocks, worker.threads))
     layout = worker.allocate(link.hear(control.Allocate).num_blocks)
     link.say(control.Ready(layout))
     compute(worker, source, answers=rank == grid.output_rank)

@@ -20,7 +20,7 @@ from serve_llm.engine.config import Config
 from serve_llm.engine.execute import memory
 from serve_llm.engine.execute.inputs import Rows
 from serve_llm.engine.execute.memory import CacheLayout
-from serve_llm.engine.execute.threads import threads_per_rank, usable_cores
+from serve_llm.engine.execute.threads import choose_threads, usable_cores
 from serve_llm.engine.model.decoder import Decoder
 from serve_llm.engine.model.inputs import StepInputs
 from serve_llm.engine.model.shard import Shard
@@ -49,10 +49,9 @@ class Worker:
     def __init__(
         self, config: Config, spec: ModelSpec, weights: WeightMap, shard: Shard, neighbours: Neighbours
     ) -> None:
-        if "OMP_NUM_THREADS" not in os.environ:  # else the user has said how many
-            torch.set_num_threads(
-                min(torch.get_num_threads(), threads_per_rank(usable_cores(), neighbours.local_ranks))
-            )
+        omp = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
+        self.threads = choose_threads(config.cpu_threads, omp, usable_cores(), neighbours.local_ranks)
+        torch.set_num_threads(self.threads.count)
         self._config = config
         self._device = torch.device(config.device)
         self._dtype: torch.dtype = getattr(torch, config.dtype)

@@ -32,6 +32,9 @@ _POINTER = ctypes.c_void_p
 _syscall.argtypes = (ctypes.c_long, _POINTER, ctypes.c_int, ctypes.c_uint32, _POINTER, _POINTER, _POINTER)
 
 
+CLOSED_MESSAGE = "the connection between ranks was closed"
+
+
 class Closed(PeerLost):
     """The memory was closed: someone in this group of processes has ended or failed, and said so elsewhere."""
 
@@ -49,7 +52,7 @@ class _Timespec(ctypes.Structure):
 
 
 class Memory:
-    """Zeros at first. `words`: as unsigned 32-bit numbers; `bytes`: the same memory as bytes."""
+    """Zeros at first. `words`: as unsigned 32-bit numbers; `bytes`: the same memory; `address`: where it begins."""
 
     def __init__(self, handle: Handle, fd: int) -> None:
         """Takes fd over. Use `create` or `open`."""
@@ -58,7 +61,7 @@ class Memory:
         self.handle = handle
         self._fd = fd
         self._map = mmap.mmap(fd, handle.size)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.bytes = memoryview(self._map)
         self.words = self.bytes.cast("I")
 
@@ -103,18 +106,18 @@ class Memory:
         nap = FIRST_NAP
         while words[index] == seen:
             if words[CLOSED]:
-                raise Closed("the connection between ranks was closed")
+                raise Closed(CLOSED_MESSAGE)
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError
             words[asleep] = 1
             limit = _Timespec(0, int(nap * 1e9))
-            _syscall(_FUTEX, self._address + 4 * index, _WAIT, seen, ctypes.addressof(limit), None, None)
+            _syscall(_FUTEX, self.address + 4 * index, _WAIT, seen, ctypes.addressof(limit), None, None)
             words[asleep] = 0
             nap = min(2 * nap, LONGEST_NAP)
 
     def wake(self, index: int) -> None:
         """Wake whoever sleeps until this word changes."""
-        _syscall(_FUTEX, self._address + 4 * index, _WAKE, _ALL, None, None, None)
+        _syscall(_FUTEX, self.address + 4 * index, _WAKE, _ALL, None, None, None)
 
     def fence(self) -> None:
         """What was written before becomes visible before what is written after, and likewise for what is read: where

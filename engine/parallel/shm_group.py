@@ -1,25 +1,75 @@
 """Groups and links between ranks of one host, through rings in shared memory. For tensors of CPUs: GPUs use NCCL.
 
 Every rank of a group has a ring that all others read, so an exchange is: write yours, read theirs. What is larger than
-a ring goes in pieces. Sums are made by every rank for itself, in rank order, so all have the same bits.
+a ring goes in pieces. Sums are made by every rank for itself, in rank order, so all have the same bits. Where there is
+the compiled library, it uses the memory of the same rings in its own way (`kernels/cpu/collectives.cpp`).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from serve_llm.engine.errors import PeerLost
+from serve_llm.engine.parallel.comm import Group
 from serve_llm.engine.parallel.ring import Ring
+from serve_llm.engine.parallel.shm import CLOSED_MESSAGE, Closed
+from serve_llm.kernels.cpu import library
+from serve_llm.kernels.cpu.collectives import Collectives, Silent, WindowClosed
 
 PEER_SECONDS = 900.0  # silence of a peer in the middle of a step; the executor's limit is shorter and names the rank
 SUM_BYTES = 1 << 16  # added at a time: so little stays in a core's cache
 
 
-class ShmGroup:
+def shm_group(rings: Sequence[Ring], rank: int) -> Group:
+    """The faster group that works here; the same one on every rank of a host, since they have the same installation."""
+    path = library.find()
+    if path is not None:
+        with contextlib.suppress(OSError):  # `kernels.table` warns of it
+            return CompiledGroup(path, rings, rank)
+    return ShmGroup(rings, rank)
+
+
+class CompiledGroup:
     """See `comm.Group`."""
+
+    def __init__(self, path: Path, rings: Sequence[Ring], rank: int, seconds: float = PEER_SECONDS) -> None:
+        """path: of the compiled library. rings: one per rank of the group, equally large, used for nothing else.
+        seconds: that a rank may be silent. Raises OSError if the library cannot be loaded."""
+        self.rank = rank
+        self.size = len(rings)
+        self._rings = rings  # kept in being
+        self._seconds = seconds
+        memories = [ring.memory for ring in rings]
+        addresses = [memory.address for memory in memories]
+        self._collectives = Collectives(path, addresses, memories[0].handle.size, rank, seconds)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        exact = x if x.dtype in library.DTYPES else x.float()
+        try:
+            self._collectives.all_reduce(exact)
+        except (WindowClosed, Silent) as error:
+            raise self._lost(error) from None
+        return x if exact is x else x.copy_(exact)
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        try:
+            return list(self._collectives.all_gather(x.contiguous()).unbind())
+        except (WindowClosed, Silent) as error:
+            raise self._lost(error) from None
+
+    def _lost(self, error: WindowClosed | Silent) -> PeerLost:
+        if isinstance(error, Silent):
+            return _silent(f"rank {error.rank} of its tensor-parallel group", self._seconds)
+        return Closed(CLOSED_MESSAGE)
+
+
+class ShmGroup:
+    """See `comm.Group`. In Python over torch, where there is no compiled library."""
 
     def __init__(self, rings: Sequence[Ring], rank: int) -> None:
         """rings: one per rank of the group, of at least 16 bytes, with as many readers as there are other ranks."""
@@ -110,5 +160,5 @@ def _bytes(x: Tensor) -> memoryview:
     return x.view(-1).view(torch.uint8).numpy().data
 
 
-def _silent(who: str) -> PeerLost:
-    return PeerLost(f"heard nothing from {who} for {PEER_SECONDS:.0f} s")
+def _silent(who: str, seconds: float = PEER_SECONDS) -> PeerLost:
+    return PeerLost(f"heard nothing from {who} for {seconds:.0f} s")

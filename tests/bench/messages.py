@@ -1,9 +1,10 @@
 """What ranks cost each other: a step's message and its answer, by shared memory on one host and by the encrypted
 channel to other hosts (here over the loopback interface, so without a network), and sums of tensors.
 
-Run: python tests/bench/messages.py [--ranks 2] [--count 2000] [--ray]. Prints a table of microseconds, then one JSON
-line. --ray: also with ranks that are Ray actors on this host, which should cost the same as processes. Needs as many
-free cores as ranks: on a busy machine the figures say how busy it is.
+Run: python tests/bench/messages.py [--ranks 2] [--count 2000] [--ray] [--python]. Prints a table of microseconds,
+then one JSON line. --ray: also with ranks that are Ray actors on this host, which should cost the same as processes.
+--python: sums as they are without the compiled library. Needs as many free cores as ranks: on a busy machine the
+figures say how busy it is.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from serve_llm.engine.execute.steps import RingSource, RingSteps, SocketSource, 
 from serve_llm.engine.parallel.encrypted import Endpoint
 from serve_llm.engine.parallel.ring import Ring
 from serve_llm.engine.parallel.shm import Closed, Handle
-from serve_llm.engine.parallel.shm_group import ShmGroup
+from serve_llm.engine.parallel.shm_group import ShmGroup, shm_group
 
 STEP_BYTES, ANSWER_BYTES = 2000, 200  # about what 32 running sequences need
-SHAPES = ((1, 896), (256, 896))
+SHAPES = ((1, 896), (8, 896), (32, 896), (256, 896), (2048, 896))
 RING_BYTES = 1 << 20
 WARM_UP = 50
 
@@ -42,12 +43,12 @@ def microseconds(count: int, work: Callable[[], object]) -> list[float]:
     return found[WARM_UP:]
 
 
-def rank_main(rank: int, count: int, rings: list[Ring]) -> None:
+def rank_main(rank: int, count: int, rings: list[Ring], python: bool) -> None:
     """One rank, in a process of its own: sums as the others do, then answers steps until they end."""
     torch.set_num_threads(1)
     size = len(rings) // 2
     steps, answers, tensor = rings[0], rings[1 : 1 + size], rings[1 + size :]
-    group = ShmGroup(tensor, rank)
+    group = (ShmGroup if python else shm_group)(tensor, rank)
     source = RingSource(steps, rank, answers[rank])
     found = {}
     for shape in SHAPES:
@@ -150,6 +151,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--ray", action="store_true")
+    parser.add_argument("--python", action="store_true", help="sums as without the compiled library")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rings", help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
@@ -158,13 +160,14 @@ def main() -> None:
         return remote_rank_main(arguments.rank, arguments.url)
     if arguments.rank is not None:
         handles = msgspec.json.decode(arguments.rings, type=list[Handle])
-        rank_main(arguments.rank, arguments.count, [Ring.open(handle) for handle in handles])
+        rank_main(arguments.rank, arguments.count, [Ring.open(handle) for handle in handles], arguments.python)
         return
     size = arguments.ranks
     rings, _ = make_rings(size)
     rings += [Ring.create(size - 1, RING_BYTES) for _ in range(size)]
     handles = handles_of(rings)
-    command = [sys.executable, __file__, "--count", str(arguments.count), "--rings", handles, "--rank"]
+    command = [sys.executable, __file__, "--count", str(arguments.count), "--rings", handles]
+    command += [*(["--python"] if arguments.python else []), "--rank"]
     processes = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(size)]
     assert processes[0].stdout is not None
     found = json.loads(processes[0].stdout.readline())

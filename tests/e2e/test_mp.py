@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ from support.engine import generate, greedy, make_engine
 from support.quantised import quantise_checkpoint
 from support.tiny import make_checkpoint, make_tokenizer
 
+IDLE_SECONDS = 3.0
 LIMIT = 300.0  # seconds; more than anything here takes on a busy machine
 PROMPTS = ["class Stack:\n    def __init__(self):\n", "def main():\n", "import os\n", "x"]
 SMALL = ("--dtype", "float32", "--max-model-len", "256", "--kv-cache-memory", "16MiB")
@@ -64,6 +66,37 @@ def gone(pids: Sequence[int]) -> bool:
             left.append(psutil.Process(pid))
     _, alive = psutil.wait_procs(left, LIMIT)
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def thread_seconds(processes: Sequence[psutil.Process]) -> dict[str, float]:
+    """By thread: what it has computed so far, to the nanosecond where /proc/PID/stat counts in 10 ms."""
+    files = [path for process in processes for path in Path(f"/proc/{process.pid}/task").glob("*/schedstat")]
+    return {str(path): int(path.read_text().split()[0]) / 1e9 for path in files}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_ranks_compute_with_as_many_threads_as_asked_for(count: int) -> None:
+    with Daemon("demo", *SMALL, "-tp", "2", "--cpu-threads", str(count)) as daemon:
+        url = daemon.wait_until_serving()
+        threads = "1 thread" if count == 1 else "3 threads"
+        daemon.wait_until_logged(rf"Computing with {threads} per rank \(--cpu-threads\)")
+        for pid in daemon.rank_pids().values():
+            before = thread_seconds([psutil.Process(pid)])
+            complete(url, "demo")
+            after = thread_seconds([psutil.Process(pid)])
+            assert sum(after[thread] - before.get(thread, 0.0) > 0.002 for thread in after) == count
+
+
+def test_an_idle_daemon_leaves_the_cores_alone() -> None:
+    with Daemon("demo", *SMALL, "-tp", "2") as daemon:
+        complete(daemon.wait_until_serving(), "demo")
+        server = psutil.Process(daemon.process.pid)
+        processes = [server, *server.children(recursive=True)]
+        assert len(processes) == 4, "server, engine, two ranks"
+        time.sleep(0.5)  # what a request leaves to do is done
+        before = sum(thread_seconds(processes).values())
+        time.sleep(IDLE_SECONDS)
+        assert sum(thread_seconds(processes).values()) - before < 0.01 * IDLE_SECONDS
 
 
 def test_two_by_two_ranks_serve_the_tokens_of_one() -> None:

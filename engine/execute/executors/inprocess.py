@@ -6,6 +6,7 @@ from concurrent.futures import Future
 
 from serve_llm.engine.config import Config
 from serve_llm.engine.execute.executor import StepResult
+from serve_llm.engine.execute.threads import announce
 from serve_llm.engine.execute.worker import Worker
 from serve_llm.engine.model.shard import shard_of
 from serve_llm.engine.model.spec import ModelSpec
@@ -23,6 +24,8 @@ class InProcessExecutor:
     def __init__(self, config: Config, spec: ModelSpec, weights: WeightMap) -> None:
         others = Neighbours(local_ranks=config.data_parallel_size)
         self._worker = Worker(config, spec, weights, shard_of(spec, Grid(), 0), others)
+        if config.device == "cpu":
+            announce([self._worker.threads])
         self.layout = self._worker.allocate(self._worker.num_blocks)
 
     def execute(self, batch: Batch) -> Future[StepResult]:

@@ -22,6 +22,7 @@ from serve_llm.engine.execute.launch import LocalRanks
 from serve_llm.engine.execute.memory import CacheLayout
 from serve_llm.engine.execute.roster import START_SECONDS, Roster
 from serve_llm.engine.execute.steps import STEP_SECONDS, ConnectionLost
+from serve_llm.engine.execute.threads import announce
 from serve_llm.engine.execute.wiring import Wiring
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.parallel.hosts import difference, fingerprint, host_id
@@ -112,6 +113,8 @@ class MpExecutor:
         began = time.perf_counter()
         loaded = roster.gather(control.Loaded, LOAD_SECONDS)
         logger.info("Weights loaded and packed by %s in %.2f s", count, time.perf_counter() - began)
+        if config.device == "cpu":
+            announce([said.threads for said in loaded])
         num_blocks = min(said.num_blocks for said in loaded)
         for rank in range(size):
             roster.send(rank, control.Allocate(num_blocks))

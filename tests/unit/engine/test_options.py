@@ -38,6 +38,7 @@ TYPED: dict[str, tuple[list[str], object]] = {
     "api_key": (["--api-key", "one", "--api-key", "two,three"], ("one", "two,three")),
     "log_level": (["--log-level", "WARNING"], "warning"),
     "device": (["--device", "cpu"], "cpu"),
+    "cpu_threads": (["--cpu-threads", "3"], 3),
     "tensor_parallel_size": (["-tp", "3"], 3),
     "pipeline_parallel_size": (["--pipeline-parallel-size", "2"], 2),
     "tensor_parallel_split": (["--tensor-parallel-split", "3,1"], (3.0, 1.0)),

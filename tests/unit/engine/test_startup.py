@@ -19,9 +19,9 @@ def test_engines_of_one_host_share_its_threads(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     monkeypatch.setattr(torch, "set_num_threads", found.append)
     directory = Path(resolve_model("demo"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    monkeypatch.setenv("OMP_NUM_THREADS", "64")
     make_engine(directory, data_parallel_size=num_engines)
-    assert found == [], "the user has said how many"
+    make_engine(directory, data_parallel_size=num_engines, cpu_threads=3)
     monkeypatch.delenv("OMP_NUM_THREADS")
     make_engine(directory, data_parallel_size=num_engines)
-    assert found == [threads]
+    assert found == [64, 3, threads]

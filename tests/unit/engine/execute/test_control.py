@@ -30,6 +30,7 @@ from serve_llm.engine.execute.control import (
 )
 from serve_llm.engine.execute.executors.mp import check_hosts
 from serve_llm.engine.execute.memory import CacheLayout
+from serve_llm.engine.execute.threads import Threads
 from serve_llm.engine.parallel.hosts import fingerprint
 from serve_llm.engine.parallel.shm import Handle
 from serve_llm.engine.schedule.sequence import GroupLayout
@@ -67,7 +68,14 @@ def test_every_message_survives_the_wire() -> None:
         Allocate(7),
     ]
     layout = CacheLayout((GroupLayout(8, None), GroupLayout(16, 37)), 4096, 7)
-    from_rank = [control.hello(3), Alive(3), Wired({2: rings}, 4711), Joined(), Loaded(9), Ready(layout)]
+    from_rank = [
+        control.hello(3),
+        Alive(3),
+        Wired({2: rings}, 4711),
+        Joined(),
+        Loaded(9, Threads(2, "2 cores for 1 rank", 2, 1)),
+        Ready(layout),
+    ]
     from_rank += [Failed("in a step", "ModelError", "x")]
     assert [control.decode_to_rank(control.encode(message)) for message in to_rank] == to_rank
     assert [control.decode_from_rank(control.encode(message)) for message in from_rank] == from_rank

@@ -14,6 +14,7 @@ from serve_llm.engine.execute import control
 from serve_llm.engine.execute import roster as roster_module
 from serve_llm.engine.execute.control import Allocate, Failed, Joined, Loaded
 from serve_llm.engine.execute.roster import Roster
+from serve_llm.engine.execute.threads import Threads
 from serve_llm.engine.parallel.encrypted import Endpoint, Line
 
 LIMIT = 60.0
@@ -80,12 +81,12 @@ def hello(ranks: Ranks, *, through: tuple[control.FromRank, ...] = ()) -> Roster
 def test_one_message_from_each_in_rank_order_also_when_some_are_ahead(ranks: Ranks) -> None:
     ranks.say(1, control.hello(1))
     ranks.say(1, Joined())
-    ranks.say(1, Loaded(11))  # before rank 0 has said anything
+    ranks.say(1, Loaded(11, THREADS))  # before rank 0 has said anything
     ranks.say(0, control.hello(0))
     roster: Roster = ranks.roster
     assert [said.rank for said in roster.gather(control.Hello, LIMIT)] == [0, 1]
     ranks.say(0, Joined())
-    ranks.say(0, Loaded(10))
+    ranks.say(0, Loaded(10, THREADS))
     assert roster.gather(Joined, LIMIT) == [Joined(), Joined()]
     assert [said.num_blocks for said in roster.gather(Loaded, LIMIT)] == [10, 11]
     for rank in range(2):
@@ -124,13 +125,14 @@ def test_our_own_errors_keep_their_class_and_name_the_rank(ranks: Ranks) -> None
 
 
 def watched(ranks: Ranks) -> tuple[Roster, threading.Event]:
-    roster = hello(ranks, through=(Joined(), Loaded(1), control.Ready(LAYOUT)))
+    roster = hello(ranks, through=(Joined(), Loaded(1, THREADS), control.Ready(LAYOUT)))
     roster.gather(control.Ready, LIMIT)
     noticed = threading.Event()
     roster.watch(noticed.set)
     return roster, noticed
 
 
+THREADS = Threads(1, "1 core for 1 rank", 1, 1)
 LAYOUT = control.CacheLayout((), 1, 1)
 
 

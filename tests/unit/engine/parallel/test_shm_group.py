@@ -7,15 +7,23 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from serve_llm.engine.errors import PeerLost
+from serve_llm.engine.parallel import shm_group
+from serve_llm.engine.parallel.comm import Group
 from serve_llm.engine.parallel.ring import Ring
 from serve_llm.engine.parallel.shm import Closed
-from serve_llm.engine.parallel.shm_group import ShmGroup, ShmLink
+from serve_llm.engine.parallel.shm_group import CompiledGroup, ShmGroup, ShmLink
+from serve_llm.kernels.cpu import library
+
+COMPILED = library.find()
+needs_compiled = pytest.mark.skipif(COMPILED is None, reason="without a compiled library")
 
 T = TypeVar("T")
 LIMIT = 120.0
@@ -81,6 +89,45 @@ def test_links_are_deep_and_in_order() -> None:
         assert torch.equal(link.receive(tuple(x.shape)), x)
 
 
+@needs_compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_compiled_group_has_the_same_bits(dtype: torch.dtype) -> None:
+    def work(group: Group) -> tuple[Tensor, list[Tensor]]:
+        x = values(group.rank, 300, dtype)  # beyond a slot
+        return group.all_reduce(x.clone()), group.all_gather(x.t())
+
+    def compiled(rank: int) -> tuple[Tensor, list[Tensor]]:
+        return work(shm_group.shm_group(rings, rank))
+
+    rings = [Ring.create(2, 1 << 14) for _ in range(3)]
+    assert isinstance(shm_group.shm_group(rings, 0), CompiledGroup)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(compiled, range(3)))
+    for (total, parts), (expected, expected_parts) in zip(found, on_all(3, 1 << 14, work), strict=True):
+        assert total.dtype == dtype and torch.equal(total, expected)
+        assert len(parts) == 3 and all(map(torch.equal, parts, expected_parts))
+
+
+def test_without_a_library_that_fits_torch_adds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rings = [Ring.create(1, 64) for _ in range(2)]
+    (tmp_path / "compiled.so").write_text("none")
+    for path in (None, tmp_path / "compiled.so"):
+        monkeypatch.setattr(library, "find", lambda path=path: path)
+        assert isinstance(shm_group.shm_group(rings, 0), ShmGroup)
+
+
+@needs_compiled
+def test_the_compiled_group_names_a_silent_rank_and_ends_when_closed() -> None:
+    rings = [Ring.create(1, 1 << 10) for _ in range(2)]
+    assert COMPILED is not None
+    with pytest.raises(PeerLost, match="heard nothing from rank 1 of its tensor-parallel group for 0 s"):
+        CompiledGroup(COMPILED, rings, 0, seconds=0.01).all_reduce(torch.ones(3))
+    for ring in rings:
+        ring.close()
+    with pytest.raises(Closed):
+        CompiledGroup(COMPILED, rings, 0).all_gather(torch.ones(3))
+
+
 def test_closing_ends_an_exchange() -> None:
     rings = [Ring.create(1, 64) for _ in range(2)]
     with ThreadPoolExecutor(1) as pool:
@@ -95,10 +142,11 @@ RANK = """
 import sys, torch
 from serve_llm.engine.parallel.ring import Ring
 from serve_llm.engine.parallel.shm import Handle
-from serve_llm.engine.parallel.shm_group import ShmGroup
+from serve_llm.engine.parallel.shm_group import ShmGroup, shm_group
+kind = {"ShmGroup": ShmGroup, "shm_group": shm_group}[sys.argv.pop()]
 pid, rank, *places = sys.argv[1:]
 rings = [Ring.open(Handle(int(pid), *map(int, place.split(":")))) for place in places]
-group = ShmGroup(rings, int(rank))
+group = kind(rings, int(rank))
 total = torch.zeros(700)
 for number in range(50):
     total = group.all_reduce(torch.full((700,), float(rank) + number))
@@ -106,12 +154,13 @@ print(total.unique().tolist(), [part.tolist() for part in group.all_gather(torch
 """
 
 
-def test_processes() -> None:
+@pytest.mark.parametrize("kind", ["ShmGroup", "shm_group"])
+def test_processes(kind: str) -> None:
     rings = [Ring.create(2, 512) for _ in range(3)]
     places = [f"{ring.memory.handle.fd}:{ring.memory.handle.size}" for ring in rings]
     command = [sys.executable, "-P", "-c", RANK, str(os.getpid())]
     processes = [
-        subprocess.Popen([*command, str(rank), *places], stdout=subprocess.PIPE, text=True) for rank in range(3)
+        subprocess.Popen([*command, str(rank), *places, kind], stdout=subprocess.PIPE, text=True) for rank in range(3)
     ]
     for process in processes:
         assert process.communicate(timeout=LIMIT)[0] == f"[{3 + 3 * 49}.0] [[0], [1], [2]]\n"

@@ -1,0 +1,84 @@
+"""Sums and gathers over the ranks of one host, by the compiled library (collectives.cpp), called by ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SLOT_UNIT = 64  # bytes: a cache line
+CLOSED = -1
+
+
+class Group(ctypes.Structure):
+    """`Group` in collectives.cpp."""
+
+    _fields_ = (
+        ("windows", ctypes.c_void_p),
+        ("slot_bytes", ctypes.c_int64),
+        ("seconds", ctypes.c_double),
+        ("ranks", ctypes.c_int),
+        ("rank", ctypes.c_int),
+    )
+
+
+class Silent(Exception):
+    """Nothing was heard of a rank for too long."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.rank = rank
+
+
+class WindowClosed(Exception):
+    """Somebody has closed the memory."""
+
+
+class Collectives:
+    """One rank's calls; every rank of the group makes the same ones in the same order, with as many numbers."""
+
+    def __init__(self, path: Path, windows: Sequence[int], window_bytes: int, rank: int, seconds: float) -> None:
+        """path: of the library. windows: by rank, the address of memory that all ranks share, of window_bytes each,
+        aligned to 64 bytes and zero at first, except its first 64: they are the caller's, and the first 4 of them end
+        all waits when they are not zero. The memory must outlive this. seconds: that a rank may be silent.
+
+        Raises OSError if the file cannot be loaded, ValueError if the windows are too small.
+        """
+        library = ctypes.CDLL(str(path))
+        try:
+            known = library.serve_llm_group_bytes() == ctypes.sizeof(Group)
+        except AttributeError:
+            known = False
+        if not known:
+            raise OSError(f"{path.name} was compiled from other sources; install serve-llm again")
+        self._sum, self._gather = library.serve_llm_all_reduce, library.serve_llm_all_gather
+        self._sum.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
+        self._gather.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+        slot_bytes = (window_bytes - library.serve_llm_window_header()) // 2 // SLOT_UNIT * SLOT_UNIT
+        if slot_bytes < SLOT_UNIT:
+            raise ValueError(f"windows of {window_bytes} bytes are too small")
+        self._windows = (ctypes.c_void_p * len(windows))(*windows)
+        self._group = Group(ctypes.addressof(self._windows), slot_bytes, seconds, len(windows), rank)
+        self._address = ctypes.addressof(self._group)
+
+    def all_reduce(self, x: Tensor) -> None:
+        """x becomes the sum of all ranks' x, added in rank order in float32 and rounded once.
+
+        x: contiguous, float32 or bfloat16. Raises WindowClosed and Silent.
+        """
+        if result := self._sum(self._address, x.data_ptr(), x.numel(), x.dtype == torch.bfloat16):
+            raise _failure(result)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's x (contiguous, any dtype), in rank order: (ranks, *x.shape). Raises WindowClosed and Silent."""
+        parts = torch.empty((len(self._windows), *x.shape), dtype=x.dtype)
+        if result := self._gather(self._address, x.data_ptr(), parts.data_ptr(), x.nbytes):
+            raise _failure(result)
+        return parts
+
+
+def _failure(result: int) -> Exception:
+    return WindowClosed() if result == CLOSED else Silent(result - 1)
