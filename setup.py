@@ -32,7 +32,8 @@ if platform.machine().lower() in ("x86_64", "amd64"):
 
 
 PER_VARIANT = ("attend.cpp", "multiply.cpp", "rows.cpp", "scan.cpp")
-ONCE = ("attention.cpp", "linear.cpp", "sampling.cpp", "collectives.cpp")  # who computes what, and the C interface
+# who computes what, and the C interface
+ONCE = ("attention.cpp", "cache.cpp", "linear.cpp", "sampling.cpp", "collectives.cpp")
 
 
 class BuildKernels(build_ext):

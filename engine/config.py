@@ -17,6 +17,17 @@ ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 DEFAULT_STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
+@dataclass(frozen=True)
+class CacheRow:
+    """How the KV cache stores one head's key or value of one token."""
+
+    element_bytes: int
+    scale_bytes: int = 0  # behind the numbers; as in kernels.cache_int8
+
+    def num_bytes(self, head_dim: int) -> int:
+        return head_dim * self.element_bytes + self.scale_bytes
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """The engine's settings, all decided. Immutable."""
@@ -34,6 +45,7 @@ class Config:
     enable_prefix_caching: bool
     seed: int  # of dummy weights
     quantization: str = "none"  # "none" | "int8": of the layers' products
+    kv_cache_dtype: str = "auto"  # "auto": as dtype | "int8"
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     tensor_parallel_split: tuple[float, ...] | None = None  # one share per rank of a tensor-parallel group; None: even
@@ -44,13 +56,19 @@ class Config:
 
     @property
     def element_bytes(self) -> int:
-        """Of one weight, or one number of the KV cache."""
+        """Of one weight."""
         return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def cache_row(self) -> CacheRow:
+        return CacheRow(1, scale_bytes=4) if self.kv_cache_dtype == "int8" else CacheRow(self.element_bytes)
 
     @property
     def types(self) -> str:
         """For people: "bfloat16", or "bfloat16 with layers in int8"."""
-        return self.dtype + (" with layers in int8" if self.quantization == "int8" else "")
+        settings = {"layers": self.quantization, "KV cache": self.kv_cache_dtype}
+        small = [what for what, dtype in settings.items() if dtype == "int8"]
+        return f"{self.dtype} with {' and '.join(small)} in int8" if small else self.dtype
 
 
 def resolve(
@@ -92,6 +110,7 @@ def resolve(
         enable_prefix_caching=options.enable_prefix_caching,
         seed=options.seed or 0,
         quantization=_quantization(options.quantization, stores_int8, device),
+        kv_cache_dtype=_kv_cache_dtype(options.kv_cache_dtype, device),
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
         tensor_parallel_split=options.tensor_parallel_split,
@@ -132,6 +151,12 @@ def _quantization(asked: str, stores_int8: bool, device: str) -> str:
         why = "int8" if asked == "int8" else "auto, and the checkpoint is int8: that"
         raise OptionError(f"--quantization: {why} is served on a CPU only; use --device cpu")
     return "int8"
+
+
+def _kv_cache_dtype(asked: str, device: str) -> str:
+    if asked == "int8" and device != "cpu":
+        raise OptionError("--kv-cache-dtype: int8 is served on a CPU only; take auto, or --device cpu")
+    return asked
 
 
 def _dtype(asked: str, checkpoint: str, device: str) -> str:

@@ -251,7 +251,7 @@ def describe_memory(spec: ModelSpec, config: Config, num_blocks: int) -> str:
 
 def _empty_cache(spec: ModelSpec, config: Config, shard: Shard) -> CacheLayout:
     """Of the shard's rank, without blocks."""
-    return memory.plan_cache(spec.kv_groups, shard.kv_groups(spec), config.element_bytes, config.block_size, 0)
+    return memory.plan_cache(spec.kv_groups, shard.kv_groups(spec), config.cache_row, config.block_size, 0)
 
 
 def _nodes_needed(planner: _Planner) -> int | None:

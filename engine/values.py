@@ -99,6 +99,13 @@ def block_size(value: object) -> int:
     return int(str(value))
 
 
+def cache_dtype(value: object) -> str:
+    """A number type of the KV cache: auto or int8."""
+    if "fp8" in str(value).lower():
+        raise ValueError("fp8 is not served, the type of 8 bits here is int8; expected auto or int8")
+    return str(choice("auto", "int8")(value))
+
+
 def share(value: object) -> float:
     """A number above 0 and at most 1."""
     try:

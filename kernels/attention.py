@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from serve_llm.kernels import cache_int8
+
 KEY_TILE = 128  # tokens; a block larger than that is its own tile
 QUERY_TILE = 64  # queries of one sequence that are computed together; bounds the memory for scores
 LOWEST = -1e30  # start of the running maximum: finite, so that a row without any key yet stays free of NaN
@@ -30,9 +32,12 @@ LOWEST = -1e30  # start of the running maximum: finite, so that a row without an
 def write_cache(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Store the new tokens' keys and values, in place.
 
-    key, value: (tokens, kv_heads, head_dim), of the cache's dtype. cache: (blocks, 2, kv_heads, block_size, head_dim),
-    may be a strided view. slots: (tokens,) int64, block * block_size + offset, all different.
+    key, value: (tokens, kv_heads, head_dim). cache: (blocks, 2, kv_heads, block_size, head_dim) of the same dtype, or
+    (..., head_dim + 4) int8, rows as in `cache_int8`; its head_dim is contiguous, else it may be a strided view.
+    slots: (tokens,) int64, block * block_size + offset, all different.
     """
+    if cache.dtype == torch.int8:
+        key, value = cache_int8.quantise(key), cache_int8.quantise(value)
     block_size = cache.shape[3]
     blocks = slots // block_size
     offsets = slots % block_size
@@ -49,11 +54,13 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of new tokens over their sequences' cached keys and values, the new tokens' own included.
 
     query: (tokens, heads, head_dim), heads a multiple of kv_heads; head h reads KV head h // (heads / kv_heads).
-    cache: (blocks, 2, kv_heads, block_size, head_dim), block_size a power of two, may be a strided view.
+    cache: as `write_cache` fills it, block_size a power of two.
     block_table: (sequences, max_blocks) int32; entry b is the block of positions b * block_size and up. Entries that
     lie outside the window or past the context may be any block's number; what those blocks hold does not matter, not
     even NaN.
@@ -61,9 +68,13 @@ def paged_attention(
     the host, so that no length is ever read back from a device.
     Query j of sequence s stands at position context_lens[s] - (its query count) + j; the query at position p sees
     positions p - window + 1 .. p.
+    softcap: the scaled scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118).
+    sinks: (heads,) float32, one more score for each head, which takes its share of the softmax and adds no value
+    (gpt-oss, arXiv:2508.10925).
     Returns (tokens, heads, head_dim) in the query's dtype.
     """
-    length = max(KEY_TILE, cache.shape[3])
+    scores = _Scores(max(KEY_TILE, cache.shape[3]), scale, softcap, sinks)
+    length = scores.length
     output = torch.empty_like(query)
     singles: list[_Span] = []
     for sequence, context_len in enumerate(context_lens):
@@ -75,12 +86,38 @@ def paged_attention(
             count = min(QUERY_TILE, end - first)
             span = _Span.of(sequence, first, context_len - end + first, count, length, window)
             rows = slice(first, first + count)
-            output[rows] = _attend([span], query[rows].unsqueeze(0), cache, block_table, length, scale)[0]
+            output[rows] = _attend([span], query[rows].unsqueeze(0), cache, block_table, scores)[0]
     if singles:
         singles.sort(key=lambda span: -span.num_tiles)
         tokens = torch.tensor([span.token for span in singles], device=query.device)
-        output[tokens] = _attend(singles, query[tokens].unsqueeze(1), cache, block_table, length, scale)[:, 0]
+        output[tokens] = _attend(singles, query[tokens].unsqueeze(1), cache, block_table, scores)[:, 0]
     return output
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """How scores are made: `length` keys at a time."""
+
+    length: int
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+
+    def of(self, query: Tensor, keys: Tensor) -> Tensor:
+        """query: (matrices, rows, dim), scaled. keys: (matrices, length, dim) -> (matrices, rows, length)."""
+        scores = torch.bmm(query, keys.transpose(1, 2))
+        return scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def start(self, folded: Tensor, kv_heads: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Highest score and sum of weights of each row before any key: (matrices, padded rows, 1) both."""
+        highest = folded.new_full((*folded.shape[:2], 1), LOWEST)
+        total = torch.zeros_like(highest)
+        if self.sinks is not None:
+            by_head = self.sinks.view(kv_heads, 1, -1)
+            real = highest.view(-1, kv_heads, folded.shape[1])[:, :, :rows]
+            real.unflatten(2, (-1, by_head.shape[2])).copy_(by_head)
+            total.fill_(1.0)
+        return highest, total
 
 
 @dataclass(frozen=True)
@@ -108,13 +145,13 @@ class _Span:
         return start + length - 1 <= self.position and (self.window is None or start > last - self.window)
 
 
-def _attend(spans: list[_Span], query: Tensor, cache: Tensor, block_table: Tensor, length: int, scale: float) -> Tensor:
+def _attend(spans: list[_Span], query: Tensor, cache: Tensor, block_table: Tensor, how: _Scores) -> Tensor:
     """Attention of spans with equally many queries and the same window, those with most tiles first.
 
-    query: (spans, queries, heads, head_dim) -> the same shape. length: tokens in a tile.
+    query: (spans, queries, heads, head_dim) -> the same shape.
     """
     num_spans, num_queries, heads, head_dim = query.shape
-    kv_heads = cache.shape[2]
+    kv_heads, length = cache.shape[2], how.length
     group = heads // kv_heads
     rows = num_queries * group
     matrices, padded_rows, padded_dim = num_spans * kv_heads, _padded(rows), _padded(head_dim)
@@ -122,20 +159,19 @@ def _attend(spans: list[_Span], query: Tensor, cache: Tensor, block_table: Tenso
     folded = query.new_zeros((num_spans, kv_heads, padded_rows, padded_dim), dtype=torch.float32)
     grouped = query.view(num_spans, num_queries, kv_heads, group, head_dim).permute(0, 2, 1, 3, 4)
     folded[:, :, :rows, :head_dim].view(grouped.shape).copy_(grouped)
-    folded = folded.mul_(scale).view(matrices, padded_rows, padded_dim)
+    folded = folded.mul_(how.scale).view(matrices, padded_rows, padded_dim)
 
     table = block_table[torch.tensor([span.sequence for span in spans], device=query.device)]
     keys = folded.new_zeros((num_spans, kv_heads, length, padded_dim))
     values = torch.zeros_like(keys)
-    highest = folded.new_full((matrices, padded_rows, 1), LOWEST)
-    total = torch.zeros_like(highest)
+    highest, total = how.start(folded, kv_heads, rows)
     result = torch.zeros_like(folded)
     for step in range(spans[0].num_tiles):
         spans = [span for span in spans if span.num_tiles > step]  # a leading part
         live = slice(0, len(spans) * kv_heads)
         starts = [(span.first_tile + step) * length for span in spans]
         _gather(spans, starts, cache, table, keys, values)
-        scores = torch.bmm(folded[live], keys.view(matrices, length, -1)[live].transpose(1, 2))
+        scores = how.of(folded[live], keys.view(matrices, length, -1)[live])
         if not all(span.sees_all(start, length) for span, start in zip(spans, starts, strict=True)):
             by_row = scores.view(len(spans), kv_heads, padded_rows, length)[:, :, :rows]
             unseen = _unseen(spans, starts, length, query.device)
@@ -167,17 +203,21 @@ def _unseen(spans: list[_Span], starts: list[int], length: int, device: torch.de
 
 def _gather(spans: list[_Span], starts: list[int], cache: Tensor, table: Tensor, keys: Tensor, values: Tensor) -> None:
     """Copy one tile of each span to keys and values: (spans, kv_heads, length, padded head_dim) float32."""
-    _, _, kv_heads, block_size, head_dim = cache.shape
+    _, _, kv_heads, block_size, _ = cache.shape
     length = keys.shape[2]
     num_blocks = length // block_size
     columns = torch.tensor(starts, device=table.device)[:, None] // block_size
     columns = columns + torch.arange(num_blocks, device=table.device)
     columns.clamp_(max=table.shape[1] - 1)  # past the table is past the context: not seen
     blocks = cache.index_select(0, table[: len(spans)].gather(1, columns).flatten())
-    blocks = blocks.view(len(spans), num_blocks, 2, kv_heads, block_size, head_dim)
+    blocks = blocks.view(len(spans), num_blocks, 2, kv_heads, block_size, -1)
     shape = (len(spans), kv_heads, num_blocks, block_size, -1)
-    keys[: len(spans)].view(shape)[..., :head_dim].copy_(blocks[:, :, 0].transpose(1, 2))
-    values[: len(spans)].view(shape)[..., :head_dim].copy_(blocks[:, :, 1].transpose(1, 2))
+    for part, into in enumerate((keys, values)):
+        rows, into = blocks[:, :, part].transpose(1, 2), into[: len(spans)].view(shape)
+        if rows.dtype == torch.int8:
+            cache_int8.dequantise(rows, into[..., : rows.shape[-1] - cache_int8.SCALE_BYTES])
+        else:
+            into[..., : rows.shape[-1]].copy_(rows)
     # A weight of 0 does not undo a NaN: what no query sees may be another sequence's leavings.
     for index, (span, start) in enumerate(zip(spans, starts, strict=True)):
         if span.lowest > start:

@@ -37,7 +37,8 @@ def rope_and_cache(
     slots: as of `attention.write_cache`.
     Returns the queries (tokens, heads, head_dim); the caller does not use qkv again.
     """
-    kv_heads, head_dim = cache.shape[2], cache.shape[4]
+    kv_heads = cache.shape[2]
+    head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     query, key, value = qkv.unflatten(1, (-1, head_dim)).split_with_sizes([heads, kv_heads, kv_heads], 1)
     if norms is not None:
         query, key = rms_norm(query, norms.query, norms.eps), rms_norm(key, norms.key, norms.eps)

@@ -68,7 +68,7 @@ def choose(device: torch.device, dtype: torch.dtype, head_dims: Collection[int])
     if unknown:
         reason = f"heads of {unknown[0]} numbers have no compiled kernel (16 to 256 in steps of 8 have)"
         logger.warning("Attention runs on plain torch operations, which is much slower: %s", reason)
-        return replace(compiled, paged_attention=attention.paged_attention)
+        return replace(compiled, paged_attention=attention.paged_attention, rope_and_cache=rope.rope_and_cache)
     return compiled
 
 

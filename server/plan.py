@@ -33,6 +33,7 @@ DAEMON_OPTIONS = (
     "max_num_batched_tokens",
     "gpu_memory_utilization",
     "kv_cache_memory",
+    "kv_cache_dtype",
     "block_size",
 )
 DESCRIPTION = (
@@ -133,6 +134,8 @@ def what_would_help(plan: Plan) -> str:
         ways.append("take --dtype bfloat16")
     if config.device == "cpu" and config.quantization == "none":
         ways.append("take --quantization int8")
+    if config.device == "cpu" and config.kv_cache_dtype == "auto":
+        ways.append("take --kv-cache-dtype int8")
     ways = ways or ["take devices with more memory"]
     return (
         f"it does not fit: with {_sizes(grid)} a {device} is short of {size_text(grid.lacking)}; {', or '.join(ways)}"
@@ -148,6 +151,7 @@ def as_data(plan: Plan, options: Options) -> dict[str, object]:
         "num_layers": len(spec.layers),
         "dtype": config.dtype,
         "quantization": config.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "device": config.device,
         "max_model_len": config.max_model_len,
         "data_parallel_size": config.data_parallel_size,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from serve_llm.engine.config import Config
+from serve_llm.engine.config import CacheRow, Config
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import Attention, Dense, Layer, ModelSpec, Norm
 from serve_llm.engine.parallel.layout import HeadShare
@@ -31,6 +31,7 @@ class Step:
     context: int  # tokens of the longest sequence
     element: int  # bytes of the model's dtype
     on_cpu: bool
+    cache: CacheRow
     int8: bool = False
     compiled: bool = False
 
@@ -39,11 +40,13 @@ class Step:
         """On a CPU, as few prompts as can be take the tokens that decoding rows leave; on a GPU, what `Worker` runs."""
         if config.device == "cuda":
             tokens = min(config.max_num_batched_tokens, config.max_model_len - 1)
-            return cls(tokens, 0, min(config.max_num_seqs, tokens), config.max_model_len, element, on_cpu=False)
+            return cls(
+                tokens, 0, min(config.max_num_seqs, tokens), config.max_model_len, element, False, config.cache_row
+            )
         tokens = min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
         sequences = min(config.max_num_seqs, tokens)
         prompts = -(-(tokens - sequences) // max(config.max_model_len - 1, 1))
-        return cls(tokens, sequences - prompts, sequences, config.max_model_len, element, on_cpu=True)
+        return cls(tokens, sequences - prompts, sequences, config.max_model_len, element, True, config.cache_row)
 
     def wide(self, elements: int) -> int:
         """Bytes of a float32 copy; none where the model computes in float32 anyway."""
@@ -136,6 +139,10 @@ def _attention(step: Step, mixer: Attention, group: GroupLayout, width: int, sha
     live = query + even * step.element * (1 if even == queries else 2)
     tiles = [0]
     if not step.compiled:
+        if step.cache.scale_bytes:  # a key or value is rounded, the other one is done
+            tiles.append(
+                step.wide(keys) + keys * (FLOAT + 1) + step.tokens * kv_heads * 2 * step.cache.num_bytes(mixer.head_dim)
+            )
         rows = min(step.tokens - step.singles, 64)
         tiles.append(_tile_attention(step, group, 1, rows, shared, kv_heads, mixer.head_dim))
         if step.singles:
@@ -176,7 +183,7 @@ def _tile_attention(
     folded = matrices * padded_rows * padded_dim * FLOAT
     tile = 2 * matrices * length * padded_dim * FLOAT
     scores = matrices * padded_rows * length * FLOAT
-    gathered = 2 * matrices * length * head_dim * step.element
+    gathered = matrices * length * (2 * step.cache.num_bytes(head_dim) + step.cache.scale_bytes)
     table = spans * -(-step.context // group.block_size) * 4
     query = spans * rows * heads * head_dim * step.element
     again = step.context > length  # a second tile meets what the first one left

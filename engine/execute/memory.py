@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from serve_llm.engine.config import CacheRow
 from serve_llm.engine.errors import CapacityError
 from serve_llm.engine.model.spec import KVGroup
 from serve_llm.engine.schedule.sequence import GroupLayout, most_blocks
@@ -42,13 +43,13 @@ class CacheLayout:
         return sum(most_blocks(group, num_tokens, max_chunk) for group in self.groups)
 
 
-def bytes_per_token(group: KVGroup, element_bytes: int) -> int:
+def bytes_per_token(group: KVGroup, row: CacheRow) -> int:
     """Keys and values of one token in all layers of the group."""
-    return len(group.layers) * 2 * group.kv_heads * group.head_dim * element_bytes
+    return len(group.layers) * 2 * group.kv_heads * row.num_bytes(group.head_dim)
 
 
 def plan_cache(
-    whole: Sequence[KVGroup], own: Sequence[KVGroup], element_bytes: int, block_size: int, num_bytes: int
+    whole: Sequence[KVGroup], own: Sequence[KVGroup], row: CacheRow, block_size: int, num_bytes: int
 ) -> CacheLayout:
     """Cut `num_bytes` of one rank into blocks.
 
@@ -56,13 +57,13 @@ def plan_cache(
     largest group has `block_size` (a power of two). own: the same groups with the layers and KV heads of this rank; a
     block has the bytes that the neediest of them takes. A rank without any KV has blocks of one element.
     """
-    sizes = [bytes_per_token(group, element_bytes) for group in whole]
+    sizes = [bytes_per_token(group, row) for group in whole]
     layouts = []
     for group, size in zip(whole, sizes, strict=True):
         times = 1 << ((max(sizes) // size).bit_length() - 1)
         layouts.append(GroupLayout(block_size * times, group.window))
-    needs = [lie.block_size * bytes_per_token(group, element_bytes) for lie, group in zip(layouts, own, strict=True)]
-    block_bytes = max(*needs, element_bytes)
+    needs = [lie.block_size * bytes_per_token(group, row) for lie, group in zip(layouts, own, strict=True)]
+    block_bytes = max(*needs, row.element_bytes)
     return CacheLayout(tuple(layouts), block_bytes, num_bytes // block_bytes)
 
 

@@ -34,6 +34,7 @@ from serve_llm.engine.sample.vocabulary import Vocabulary
 from serve_llm.engine.schedule.batch import Batch, Chunk, ChunkResult, NewRow
 from serve_llm.engine.types import Sampling, TokenLogprobs
 from serve_llm.engine.weights.place import load_model
+from serve_llm.kernels import cache_int8
 from serve_llm.kernels.table import choose_sampling
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Worker:
         self._config = config
         self._device = torch.device(config.device)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
+        self._cache_dtype = torch.int8 if config.kv_cache_dtype == "int8" else self._dtype
         self._whole_groups, self._groups = spec.kv_groups, shard.kv_groups(spec)
         self._shard, self._neighbours = shard, neighbours
         self._decoder = self._load(spec, weights)
@@ -69,7 +71,7 @@ class Worker:
     def allocate(self, num_blocks: int) -> CacheLayout:
         """Make the KV cache, of the smallest `num_blocks` of all ranks, and the rows."""
         self._layout = replace(self._layout, num_blocks=num_blocks)
-        self._caches = allocate_cache(self._layout, self._groups, self._dtype, self._device)
+        self._caches = allocate_cache(self._layout, self._groups, self._cache_dtype, self._device)
         self._rows = Rows(self._layout.groups, self._config.max_num_seqs, self._config.max_model_len)
         return self._layout
 
@@ -101,9 +103,7 @@ class Worker:
         config = self._config
 
         def planned(num_bytes: int) -> CacheLayout:
-            return memory.plan_cache(
-                self._whole_groups, self._groups, self._dtype.itemsize, config.block_size, num_bytes
-            )
+            return memory.plan_cache(self._whole_groups, self._groups, config.cache_row, config.block_size, num_bytes)
 
         empty = planned(0)
         one_request = empty.block_bytes * empty.blocks_per_request(config.max_model_len, config.max_num_batched_tokens)
@@ -117,7 +117,7 @@ class Worker:
         """Bytes left for the cache on a GPU: its share, less what a step of the largest size was seen to take."""
         config, device = self._config, self._device
         small = CacheLayout(empty.groups, empty.block_bytes, empty.blocks_per_request(config.max_model_len, 1) + 1)
-        self._caches = allocate_cache(small, self._groups, self._dtype, device)
+        self._caches = allocate_cache(small, self._groups, self._cache_dtype, device)
         self._rows = Rows(small.groups, 1, config.max_model_len)
         count = min(config.max_num_batched_tokens, config.max_model_len - 1)
         table = [[0] * -(-count // group.block_size) for group in small.groups]
@@ -194,7 +194,8 @@ class Worker:
 def allocate_cache(
     layout: CacheLayout, groups: Sequence[KVGroup], dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """One strided view (blocks, 2, kv_heads, block_size, head_dim) per layer into one flat buffer of equal-byte blocks.
+    """One strided view (blocks, 2, kv_heads, block_size, head_dim) per layer into one flat buffer of equal-byte blocks;
+    of an int8 cache the last dimension holds the scales as well.
 
     A small buffer on a CPU is touched at once, so that resident memory does not grow later; a large one page by page.
     """
@@ -204,14 +205,10 @@ def allocate_cache(
         flat.fill_(0)
     caches: dict[int, Tensor] = {}
     for group, lie in zip(groups, layout.groups, strict=True):
-        shape = (layout.num_blocks, 2, group.kv_heads, lie.block_size, group.head_dim)
-        strides = (
-            block_elements,
-            *(group.head_dim * lie.block_size * n for n in (group.kv_heads, 1)),
-            group.head_dim,
-            1,
-        )
-        layer_elements = 2 * group.kv_heads * lie.block_size * group.head_dim
+        row = group.head_dim + (cache_int8.SCALE_BYTES if dtype == torch.int8 else 0)
+        shape = (layout.num_blocks, 2, group.kv_heads, lie.block_size, row)
+        strides = (block_elements, *(row * lie.block_size * n for n in (group.kv_heads, 1)), row, 1)
+        layer_elements = 2 * group.kv_heads * lie.block_size * row
         for place, layer in enumerate(group.layers):
             caches[layer] = flat.as_strided(shape, strides, place * layer_elements)
     return [caches[layer] for layer in sorted(caches)]

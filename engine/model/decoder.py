@@ -54,7 +54,7 @@ class Decoder:
         self._ropes, self._rope_of_layer = _ropes([spec.layers[index] for index in shard.layers], device)
 
     def forward(self, inputs: StepInputs, caches: Sequence[Tensor]) -> Tensor:
-        """One step. caches: each own layer's (blocks, 2, kv_heads, block_size, head_dim), written in place.
+        """One step. caches: each own layer's, as `kernels.attention.write_cache` wants it, written in place.
 
         Returns hidden rows (tokens, width) of the model's dtype: what `logits` takes, any selection of them.
         """

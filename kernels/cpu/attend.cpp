@@ -29,7 +29,8 @@ namespace {
 constexpr float LOG2_E = 1.44269504088896341f;
 constexpr int PANEL = 4 * W;  // columns whose sums stay in registers
 
-// How numbers are multiplied. Cell: a number of the cache or the query.
+// How numbers are multiplied. Cell: a number of the cache or the query. An int8 cache's numbers enter the products as
+// they are, which is exact in any type: the scales of its keys multiply the scores, those of its values the weights.
 struct Floats {
   static constexpr int PACK = 1;    // numbers of a unit
   static constexpr int DEGREE = 6;  // of the polynomial for powers of 2
@@ -52,6 +53,10 @@ struct Floats {
   static Units value_units(const Cell* const* rows, int column, int count) {
     return load_floats(rows[0] + column, count);
   }
+  // Four int8 numbers in each lane -> four lines of units.
+  static void put_four(Units numbers, uint32_t* to) {
+    for (int i = 0; i < 4; i++) store(to + i * PANEL, number_of_four(numbers, i));
+  }
 };
 
 #if defined(__AVX512BF16__)
@@ -70,6 +75,13 @@ struct Pairs {
   }
   static Units value_units(const Bf16* const* rows, int column, int count) {
     return load_halves(rows[0] + column, count) | load_halves(rows[1] + column, count) << 16;
+  }
+  static Units value_units(const int8_t* const* rows, int column, int count) {
+    return load_floats(rows[0] + column, count) >> 16 | load_floats(rows[1] + column, count);
+  }
+  static void put_four(Units numbers, uint32_t* to) {
+    for (int i = 0; i < 4; i += 2)
+      store(to + i / 2 * PANEL, number_of_four(numbers, i) >> 16 | number_of_four(numbers, i + 1));
   }
 };
 using HalfNumber = Pairs;
@@ -141,6 +153,8 @@ struct Scratch {
   float* result;      // (STRIP, width)
   float* highest;     // (STRIP), and
   float* total;       // (STRIP)
+  float* key_scales;    // (TILE), and
+  float* value_scales;  // (TILE), of an int8 cache
   int64_t bytes;
 
   Scratch(const Problem& p, void* memory) {
@@ -159,6 +173,8 @@ struct Scratch {
     result = (float*)take(STRIP * width);
     highest = (float*)take(STRIP);
     total = (float*)take(STRIP);
+    key_scales = (float*)take(TILE);
+    value_scales = (float*)take(TILE);
     bytes = next - (char*)memory;
   }
 };
@@ -190,7 +206,7 @@ struct View {
   }
 };
 
-alignas(64) const float ZEROS[MAX_HEAD] = {};
+alignas(64) const float ZEROS[MAX_HEAD + 1] = {};
 
 // Where the keys (part 0) or values (part 1) of a tile's tokens lie.
 template <class Cell>
@@ -264,6 +280,33 @@ void pack_keys(const Cell* const* rows, int head_dim, int from, int to, uint32_t
   }
 }
 
+// COUNT int8 numbers of each of W rows, from `column` on, turned four at a time.
+template <class Number, int COUNT>
+inline void pack_numbers(const int8_t* const* rows, int column, uint32_t* panel) {
+  Units turned[4];
+  turn([&](int i) { return load_bytes<COUNT>(rows[i] + column); }, turned);
+#pragma GCC unroll 4
+  for (int i = 0; i < COUNT / 4; i++)
+    Number::put_four(turned[i], panel + (int64_t)(column + 4 * i) / Number::PACK * PANEL);
+}
+
+template <class Number>
+void pack_keys(const int8_t* const* rows, int head_dim, int from, int to, uint32_t* out, Ahead<int8_t>& ahead) {
+  const int units = head_dim / Number::PACK;
+  for (int t = from / PANEL * PANEL; t < to; t += W) {
+    uint32_t* panel = out + (int64_t)(t / PANEL) * units * PANEL + t % PANEL;
+    ahead.step();
+    int column = 0;
+    for (; column + 16 <= head_dim; column += 16) pack_numbers<Number, 16>(rows + t, column, panel);
+    if (column < head_dim) pack_numbers<Number, 8>(rows + t, column, panel);
+  }
+}
+
+// The scales behind the rows of a tile's tokens.
+void gather_scales(const int8_t* const* rows, int head_dim, float* scales) {
+  for (int t = 0; t < TILE; t++) memcpy(scales + t, rows[t] + head_dim, 4);
+}
+
 // A tile's values in panels of (unit of tokens, PANEL of head_dim), up to the unit of token `to`. Columns past head_dim
 // hold anything: they end in columns of the result that nobody reads.
 template <class Number, class Cell>
@@ -285,11 +328,28 @@ void pack_values(const Cell* const* rows, int head_dim, int to, uint32_t* out, A
   }
 }
 
+// Products of one row times their keys' scales, if there are any, then capped, if cap > 0: cap * tanh(product / cap).
+template <int DEGREE>
+void adjust(float* products, int columns, const float* scales, float cap) {
+  const Vec doubled = all(-2.0f * LOG2_E / cap), most = all(cap);
+  for (int t = 0; t < columns; t += W) {
+    Vec x = load<Vec>(products + t);
+    if (scales != nullptr) x = x * load<Vec>(scales + t);
+    if (cap > 0.0f) {
+      const Units sign = (Units)x & all(0x80000000u);
+      const Vec e = power_of_2<DEGREE>(as_floats((Units)x ^ sign) * doubled);  // e^(-2 |product| / cap)
+      x = as_floats((Units)((all(1.0f) - e) / (all(1.0f) + e) * most) | sign);
+    }
+    store(products + t, x);
+  }
+}
+
 // Products of one row -> its weights, 2^(scale * product - highest); 0 where the row sees nothing, up to `columns`.
+// The values' scales, of an int8 cache, multiply the weights, but not their sum.
 // Returns whether the row sees anything; what it sees may be NaN, which `larger` drops and `total` keeps.
-template <class Number>
-bool soften(const float* products, float scale, int from, int to, int columns, void* weights, float& highest,
-            float& total) {
+template <class Number, bool SCALED>
+bool soften(const float* products, float scale, int from, int to, int columns, const float* value_scales, void* weights,
+            float& highest, float& total) {
   const Vec nothing = all(-INFINITY);
   const int inner = (from + W - 1) / W * W, outer = to / W * W;  // vectors between them are seen as a whole
   auto product = [=](int t) {
@@ -308,7 +368,12 @@ bool soften(const float* products, float scale, int from, int to, int columns, v
   for (int t = 0; t < columns; t += 2 * W)
     for (int i = 0; i < 2; i++) {
       const Vec x = power_of_2<Number::DEGREE>(fma(product(t + i * W), factor, base));
-      sums[i] = sums[i] + Number::put(x, weights, t + i * W);
+      if constexpr (SCALED) {
+        Number::put(x * load<Vec>(value_scales + t + i * W), weights, t + i * W);
+        sums[i] = sums[i] + x;
+      } else {
+        sums[i] = sums[i] + Number::put(x, weights, t + i * W);
+      }
     }
   total = sum(sums[0] + sums[1]);
   return from < to && (sees || total != total);
@@ -330,16 +395,19 @@ inline void merge_row(float& highest, float& total, float* values, float tile_hi
     store(values + i, fma(load<Vec>(tile_values + i), fresh, load<Vec>(values + i) * old));
 }
 
-template <class Number, class Cell>
+// Asked: a number of the query. Cell: of the cache.
+template <class Number, class Asked, class Cell>
 void attend_tiles(const Problem& p, const Rows& rows, int first, int last, Sums sums, void* memory) {
+  constexpr bool SCALED = sizeof(Cell) == 1;
   const View view(p, rows);
   const Scratch s(p, memory);
+  const float cap = p.softcap / p.scale;
   const int width = padded_dim(p.head_dim), units = p.head_dim / Number::PACK;
   const int strips = (rows.count + STRIP - 1) / STRIP, strip_rows = (rows.count + strips - 1) / strips;
   const int64_t result_row = (p.head_dim + PANEL - 1) / PANEL * PANEL;
   for (int r = 0; r < rows.count; r++) sums.highest[r] = -INFINITY, sums.total[r] = 0.0f;
   memset(sums.values, 0, 4 * (int64_t)width * rows.count);
-  pack_query<Number, Cell>(view, s.query);
+  pack_query<Number, Asked>(view, s.query);
   for (int tile = first; tile <= last; tile++) {
     const int start = tile * TILE;
     const int from = view.from(0, start), to = view.to(rows.count - 1, start);
@@ -347,8 +415,10 @@ void attend_tiles(const Problem& p, const Rows& rows, int first, int last, Sums 
     const Cell* tokens[TILE];
     Tokens<Cell>(p, rows, 0, start).find(from, to, tokens);
     pack_keys<Number>(tokens, p.head_dim, from, to, s.keys, ahead);
+    if constexpr (SCALED) gather_scales(tokens, p.head_dim, s.key_scales);
     Tokens<Cell>(p, rows, 1, start).find(from, to, tokens);
     pack_values<Number>(tokens, p.head_dim, to, s.values, ahead);
+    if constexpr (SCALED) gather_scales(tokens, p.head_dim, s.value_scales);
     for (int r = 0; r < rows.count; r += strip_rows) {
       const int count = rows.count - r < strip_rows ? rows.count - r : strip_rows;
       const int seen = view.to(r + count - 1, start);
@@ -357,9 +427,13 @@ void attend_tiles(const Problem& p, const Rows& rows, int first, int last, Sums 
       multiply<Number>(count, s.query + (int64_t)r * units, units, s.keys, (int64_t)units * PANEL, units, columns,
                        s.scores, TILE, ahead);
       bool sees[STRIP];
-      for (int i = 0; i < count; i++)
-        sees[i] = soften<Number>(s.scores + i * TILE, p.scale * LOG2_E, view.from(r + i, start), view.to(r + i, start), columns,
-                                 s.weights + i * TILE / Number::PACK, s.highest[i], s.total[i]);
+      for (int i = 0; i < count; i++) {
+        if (SCALED || cap > 0.0f)
+          adjust<Number::DEGREE>(s.scores + i * TILE, columns, SCALED ? s.key_scales : nullptr, cap);
+        sees[i] = soften<Number, SCALED>(s.scores + i * TILE, p.scale * LOG2_E, view.from(r + i, start),
+                                         view.to(r + i, start), columns, s.value_scales,
+                                         s.weights + i * TILE / Number::PACK, s.highest[i], s.total[i]);
+      }
       multiply<Number>(count, s.weights, TILE / Number::PACK, s.values, (int64_t)TILE / Number::PACK * PANEL,
                        (seen + Number::PACK - 1) / Number::PACK, p.head_dim, s.result, result_row, ahead);
       for (int i = 0; i < count; i++)
@@ -372,9 +446,11 @@ void attend_tiles(const Problem& p, const Rows& rows, int first, int last, Sums 
 
 void attend(const Problem& p, const Rows& rows, int first, int last, Sums sums, void* memory) {
   if (p.bf16) {
-    attend_tiles<HalfNumber, Bf16>(p, rows, first, last, sums, memory);
+    const auto run = p.int8 ? attend_tiles<HalfNumber, Bf16, int8_t> : attend_tiles<HalfNumber, Bf16, Bf16>;
+    run(p, rows, first, last, sums, memory);
   } else {
-    attend_tiles<Floats, float>(p, rows, first, last, sums, memory);
+    const auto run = p.int8 ? attend_tiles<Floats, float, int8_t> : attend_tiles<Floats, float, float>;
+    run(p, rows, first, last, sums, memory);
   }
 }
 
@@ -393,7 +469,13 @@ void finish(const Problem& p, const Rows& rows, Sums sums) {
     const int64_t head = rows.kv_head * group + (rows.first + r) % group;
     const int64_t at = (token * p.heads + head) * p.head_dim;
     const float* values = sums.values + (int64_t)r * width;
-    const float share = 1.0f / sums.total[r];
+    float share = 1.0f / sums.total[r];
+    if (p.sinks != nullptr) {
+      const float sink = p.sinks[head] * LOG2_E, highest = sums.highest[r];
+      // 2^highest / (2^highest * total + 2^sink), by the larger of the two powers
+      share = highest > sink ? 1.0f / (sums.total[r] + exp2f(sink - highest))
+                             : exp2f(highest - sink) / (exp2f(highest - sink) * sums.total[r] + 1.0f);
+    }
     if (p.bf16) {
       Bf16* out = (Bf16*)p.output + at;
       for (int i = 0; i < p.head_dim; i++) out[i] = rounded(values[i] * share);

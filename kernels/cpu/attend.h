@@ -11,17 +11,20 @@ constexpr int MAX_HEAD = 256;
 struct Problem {
   const void* query;  // (tokens, heads, head_dim)
   int64_t query_token, query_head;
-  const void* cache;  // (blocks, 2, kv_heads, block_size, head_dim)
+  const void* cache;  // (blocks, 2, kv_heads, block_size, head_dim, or head_dim + 4 bytes of an int8 cache)
   int64_t cache_block, cache_part, cache_head, cache_token;
   const int32_t* table;  // (sequences, max_blocks)
   int64_t table_row;
   const int32_t* starts;    // (sequences + 1)
   const int32_t* contexts;  // (sequences)
+  const float* sinks;       // (heads) or null
   void* output;             // (tokens, heads, head_dim), dense
   int sequences, heads, kv_heads, head_dim, block_shift;
   int window;  // 0: none
   float scale;
-  bool bf16;
+  float softcap;  // 0: none
+  bool bf16;      // query and output; false: float32
+  bool int8;      // cache; false: as the query
 };
 
 // Rows first .. first + count - 1 of one sequence and KV head; row r is query r / group, head r % group of the group.

@@ -6,7 +6,6 @@
 
 #include <omp.h>
 
-#include <cstring>
 #include <vector>
 
 #include "attend.h"
@@ -139,22 +138,6 @@ EXPORT void serve_llm_attention(const Problem* problem, int variant_number, int 
     run_split(p, variant, tasks, parts, (float*)split_space.at_least(4 * floats), threads);
   } else {
     run_whole(p, variant, tasks, threads);
-  }
-}
-
-// Copies rows of `bytes` bytes (one KV head of one token) to the cache; strides in bytes.
-EXPORT void serve_llm_write_cache(const char* key, const char* value, int64_t key_token, int64_t key_head, int64_t value_token,
-                           int64_t value_head, char* cache, int64_t cache_block, int64_t cache_part, int64_t cache_head,
-                           int64_t cache_token, const int64_t* slots, int tokens, int kv_heads, int block_size,
-                           int64_t bytes, int threads) {
-  const int64_t moved = 2 * bytes * kv_heads * tokens;
-#pragma omp parallel for schedule(static) num_threads(threads) if (moved > (1 << 18))
-  for (int token = 0; token < tokens; token++) {
-    char* place = cache + slots[token] / block_size * cache_block + slots[token] % block_size * cache_token;
-    for (int head = 0; head < kv_heads; head++) {
-      std::memcpy(place + head * cache_head, key + token * key_token + head * key_head, bytes);
-      std::memcpy(place + cache_part + head * cache_head, value + token * value_token + head * value_head, bytes);
-    }
   }
 }
 

@@ -35,6 +35,7 @@ class Problem(ctypes.Structure):
         ("table_row", ctypes.c_int64),
         ("starts", ctypes.c_void_p),
         ("contexts", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
         ("sequences", ctypes.c_int),
         ("heads", ctypes.c_int),
@@ -43,14 +44,17 @@ class Problem(ctypes.Structure):
         ("block_shift", ctypes.c_int),
         ("window", ctypes.c_int),
         ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
         ("bf16", ctypes.c_bool),
+        ("int8", ctypes.c_bool),
     )
 
 
 class Library:
     """One variant of the kernels.
 
-    For caches, queries, keys and values of one type among DTYPES whose head_dim is among HEAD_DIMS and contiguous.
+    For queries, keys and values of one type among DTYPES whose head_dim is among HEAD_DIMS and contiguous, and caches
+    of that type or int8.
     """
 
     def __init__(self, path: Path, variant: str | None = None) -> None:
@@ -75,16 +79,15 @@ class Library:
         return found
 
     def write_cache(self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
-        size = cache.element_size()
-        strides = [stride * size for part in (key, value) for stride in part.stride()[:2]]
+        strides = [stride * part.element_size() for part in (key, value) for stride in part.stride()[:2]]
         arguments = [
             *(ctypes.c_void_p(part.data_ptr()) for part in (key, value)),
             *map(ctypes.c_int64, strides),
             ctypes.c_void_p(cache.data_ptr()),
-            *(ctypes.c_int64(stride * size) for stride in cache.stride()[:4]),
+            *(ctypes.c_int64(stride * cache.element_size()) for stride in cache.stride()[:4]),
             ctypes.c_void_p(slots.data_ptr()),
             *(len(slots), cache.shape[2], cache.shape[3]),
-            ctypes.c_int64(size * cache.shape[4]),
+            *(key.shape[2], key.element_size(), cache.dtype == torch.int8),
             torch.get_num_threads(),
         ]
         self.compiled.serve_llm_write_cache(*arguments)
@@ -99,6 +102,8 @@ class Library:
         *,
         scale: float,
         window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         output = torch.empty(query.shape, dtype=query.dtype)
         starts, contexts = array("i", query_starts), array("i", context_lens)
@@ -107,9 +112,11 @@ class Library:
             *(query.data_ptr(), query.stride(0), query.stride(1)),
             *(cache.data_ptr(), *cache.stride()[:4]),
             *(block_table.data_ptr(), block_table.stride(0)),
-            *(starts.buffer_info()[0], contexts.buffer_info()[0], output.data_ptr()),
-            *(len(contexts), query.shape[1], cache.shape[2], cache.shape[4]),
-            *(block_size.bit_length() - 1, window or 0, scale, query.dtype == torch.bfloat16),
+            *(starts.buffer_info()[0], contexts.buffer_info()[0]),
+            *(None if sinks is None else sinks.data_ptr(), output.data_ptr()),
+            *(len(contexts), query.shape[1], cache.shape[2], query.shape[2]),
+            *(block_size.bit_length() - 1, window or 0, scale, softcap or 0.0),
+            *(query.dtype == torch.bfloat16, cache.dtype == torch.int8),
         )
         self.compiled.serve_llm_attention(ctypes.byref(problem), self.number, torch.get_num_threads())
         return output

@@ -127,9 +127,7 @@ class _Packed:
 
 
 class _PackedInt8(_Packed):
-    def __init__(
-        self, packer: Packer, weight: Tensor, scale: Tensor, bias: Tensor | None, quantise: Quantise
-    ) -> None:
+    def __init__(self, packer: Packer, weight: Tensor, scale: Tensor, bias: Tensor | None, quantise: Quantise) -> None:
         super().__init__(packer, weight, bias)
         self._quantise = quantise
         self._product.weight_scale = self._by_panel(scale.flatten())

@@ -7,6 +7,7 @@
 
 #include <cmath>
 
+#include "cache.h"
 #include "cells.h"
 
 #ifndef VARIANT
@@ -150,9 +151,10 @@ struct Heads {
   const void *query_norm, *key_norm;  // (head_dim), or null
   float eps;
   void* query;  // (tokens, heads, head_dim), dense
-  void* cache;  // (blocks, 2, kv_heads, block_size, head_dim)
+  void* cache;  // (blocks, 2, kv_heads, block_size, head_dim), or int8 rows with their scales
   int64_t cache_block, cache_part, cache_head, cache_token;
   const int64_t* slots;
+  int int8;
   int tokens, heads, kv_heads, head_dim, block_size;
 };
 
@@ -187,16 +189,20 @@ void rope_and_cache(const Heads& h, int threads) {
     const Cell* from = (const Cell*)h.qkv + token * h.qkv_token;
     Cell* query = (Cell*)h.query + (int64_t)token * h.heads * size;
     const int64_t slot = h.slots[token], block = slot / h.block_size;
-    Cell* key = (Cell*)h.cache + block * h.cache_block + (slot - block * h.block_size) * h.cache_token;
-    Cell* value = key + h.cache_part;
+    const int64_t element = h.int8 ? 1 : sizeof(Cell);
+    char* key = (char*)h.cache + (block * h.cache_block + (slot - block * h.block_size) * h.cache_token) * element;
+    char* value = key + h.cache_part * element;
     const float* cos = h.cos == nullptr ? nullptr : h.cos + (int64_t)token * angles;
     const float* sin = h.sin == nullptr ? nullptr : h.sin + (int64_t)token * angles;
     for (int head = 0; head < h.heads; head++, from += size)
       turn_head(from, (const Cell*)h.query_norm, h.eps, cos, sin, query + head * size, size);
+    for (int head = 0; head < h.kv_heads; head++, from += size) {
+      Cell turned[MAX_HEAD];
+      turn_head(from, (const Cell*)h.key_norm, h.eps, cos, sin, turned, size);
+      write_row(turned, size, h.int8, key + head * h.cache_head * element);
+    }
     for (int head = 0; head < h.kv_heads; head++, from += size)
-      turn_head(from, (const Cell*)h.key_norm, h.eps, cos, sin, key + head * h.cache_head, size);
-    for (int head = 0; head < h.kv_heads; head++, from += size)
-      memcpy(value + head * h.cache_head, from, size * sizeof(Cell));
+      write_row(from, size, h.int8, value + head * h.cache_head * element);
   }
 }
 
@@ -271,11 +277,11 @@ KERNEL(gelu_tanh)(int bf16, const void* x, void* y, int64_t count, int threads) 
 KERNEL(rope_and_cache)(int bf16, const void* qkv, int64_t qkv_token, const float* cos, const float* sin,
                        const void* query_norm, const void* key_norm, float eps, void* query, void* cache,
                        int64_t cache_block, int64_t cache_part, int64_t cache_head, int64_t cache_token,
-                       const int64_t* slots, int tokens, int heads, int kv_heads, int head_dim, int block_size,
+                       const int64_t* slots, int int8, int tokens, int heads, int kv_heads, int head_dim, int block_size,
                        int threads) {
   const Heads h = {qkv,         qkv_token,  cos,        sin,         query_norm, key_norm, eps,   query,    cache,
-                   cache_block, cache_part, cache_head, cache_token, slots,      tokens,   heads, kv_heads, head_dim,
-                   block_size};
+                   cache_block, cache_part, cache_head, cache_token, slots,      int8,     tokens, heads,  kv_heads,
+                   head_dim,    block_size};
   BY_TYPE(rope_and_cache<Cell>(h, threads))
 }
 

@@ -29,7 +29,7 @@ class RowKernels:
         self._gelu_tanh = kernel("gelu_tanh", c_int, pointer, pointer, c_int64, c_int)
         self._rope_and_cache = kernel(
             *("rope_and_cache", c_int, pointer, c_int64, *[pointer] * 4, c_float, pointer, pointer),
-            *([c_int64] * 4 + [pointer] + [c_int] * 6),
+            *([c_int64] * 4 + [pointer] + [c_int] * 7),
         )
         self._quantise_rows = kernel("quantise_rows", c_int, pointer, c_int64, pointer, pointer, c_int64, c_int, c_int)
 
@@ -82,7 +82,8 @@ class RowKernels:
         slots: Tensor,
     ) -> Tensor:
         tokens = qkv.size(0)
-        _, _, kv_heads, block_size, head_dim = cache.shape
+        _, _, kv_heads, block_size, _ = cache.shape
+        head_dim = qkv.size(1) // (heads + 2 * kv_heads)
         query = qkv.new_empty((tokens, heads, head_dim))
         cos, sin = (None, None) if angles is None else (angles[0].data_ptr(), angles[1].data_ptr())
         query_norm, key_norm, eps = (None, None, 0.0)
@@ -90,7 +91,7 @@ class RowKernels:
             query_norm, key_norm, eps = norms.query.data_ptr(), norms.key.data_ptr(), norms.eps
         self._rope_and_cache(
             *(qkv.dtype == BF16, qkv.data_ptr(), qkv.stride(0), cos, sin, query_norm, key_norm, eps),
-            *(query.data_ptr(), cache.data_ptr(), *cache.stride()[:4], slots.data_ptr()),
+            *(query.data_ptr(), cache.data_ptr(), *cache.stride()[:4], slots.data_ptr(), cache.dtype == torch.int8),
             *(tokens, heads, kv_heads, head_dim, block_size, torch.get_num_threads()),
         )
         return query

@@ -150,6 +150,25 @@ inline Units load_halves(const Bf16* from, [[maybe_unused]] int count) {
 
 inline Units load_floats(const Bf16* from, int count) { return load_halves(from, count) << 16; }
 
+// The same of int8 numbers, which bfloat16 holds exactly: the lower halves are 0.
+inline Units load_floats(const int8_t* from, [[maybe_unused]] int count) {
+#if defined(__AVX512F__)
+  const __m128i numbers = _mm_maskz_loadu_epi8((__mmask16)((1u << count) - 1), from);
+  return (Units)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(numbers));
+#elif defined(__AVX2__)
+  return (Units)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+  Vec x;
+  for (int i = 0; i < W; i++) x[i] = from[i];
+  return (Units)x;
+#endif
+}
+
+// Of four int8 numbers in each lane, the one at `index` as float32.
+inline Units number_of_four(Units x, int index) {
+  return (Units)__builtin_convertvector((Ints)(x << (24 - 8 * index)) >> 24, Vec);
+}
+
 // Four units: float32 numbers, bfloat16 numbers widened to float32, or pairs of bfloat16 numbers.
 typedef uint32_t Four __attribute__((vector_size(16)));
 
@@ -160,6 +179,14 @@ inline Four load_four(const Bf16* from) {
 #else
   return Four{from[0], from[1], from[2], from[3]} << 16;
 #endif
+}
+
+// 16 int8 numbers of a row, or 8 and zeros.
+template <int COUNT>
+inline Four load_bytes(const int8_t* from) {
+  Four x = {};
+  memcpy(&x, from, COUNT);
+  return x;
 }
 
 // Low and high halves of each 128 bits, interleaved by 32 or 64 bits.

@@ -11,6 +11,8 @@ from torch import Tensor
 def write_cache(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Same contract as `kernels.attention.write_cache`."""
     block_size = cache.shape[3]
+    if cache.dtype == torch.int8:
+        key, value = _rounded(key), _rounded(value)
     for token, slot in enumerate(slots.tolist()):
         cache[slot // block_size, 0, :, slot % block_size] = key[token]
         cache[slot // block_size, 1, :, slot % block_size] = value[token]
@@ -25,6 +27,8 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Same contract as `kernels.attention.paged_attention`; one query at a time, softmax in float64."""
     group = query.shape[1] // cache.shape[2]
@@ -39,7 +43,33 @@ def paged_attention(
             slots = [(int(block_table[sequence, p // block_size]), p % block_size) for p in seen]
             keys = torch.stack([cache[block, 0, :, offset] for block, offset in slots], 1)  # (kv_heads, seen, head_dim)
             values = torch.stack([cache[block, 1, :, offset] for block, offset in slots], 1)
-            keys, values = (part.double().repeat_interleave(group, 0) for part in (keys, values))
-            weights = torch.softmax(torch.einsum("hd,hsd->hs", query[token].double(), keys) * scale, -1)
+            keys, values = (_exact(part).repeat_interleave(group, 0) for part in (keys, values))
+            scores = torch.einsum("hd,hsd->hs", query[token].double(), keys) * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double()[:, None]], -1)
+            weights = torch.softmax(scores, -1)[:, : len(slots)]
             output[token] = torch.einsum("hs,hsd->hd", weights, values).to(query.dtype)
     return output
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """(tokens, kv_heads, head_dim) -> rows of an int8 cache, (tokens, kv_heads, head_dim + 4) int8."""
+    rows = torch.empty((*x.shape[:2], x.shape[2] + 4), dtype=torch.int8)
+    for token in range(x.shape[0]):
+        for head in range(x.shape[1]):
+            numbers = x[token, head].float()
+            largest = numbers.abs().max()
+            inverse = torch.tensor(127.0) / largest.clamp_min(1e-30)
+            rows[token, head, :-4] = (numbers * inverse).round().nan_to_num(0.0).to(torch.int8)
+            rows[token, head, -4:] = (largest / 127.0).reshape(1).view(torch.int8)
+    return rows
+
+
+def _exact(rows: Tensor) -> Tensor:
+    """What the rows (kv_heads, seen, ...) of a cache stand for: (kv_heads, seen, head_dim) float64."""
+    if rows.dtype != torch.int8:
+        return rows.double()
+    scale = rows[..., -4:].contiguous().view(torch.float32)
+    return rows[..., :-4].double() * scale.double()

@@ -1,8 +1,9 @@
-"""What int8 costs in accuracy: held-out bits per byte of the demo model, and logits of random models.
+"""What int8 costs in accuracy, in the layers and in the KV cache: held-out bits per byte of the demo model, and
+logits of random models.
 
 Bits per byte are measured as `tools/train_demo.py --evaluate` does it, on the same windows of the same held-out files,
-but computed by this engine's decoder, in bf16 and int8 (with bf16 for the rest). Random models are made from
-a seed (`--load-format dummy`); their logits are compared with float32's: size of the difference relative to the
+but computed by this engine's decoder, in bf16, with layers in int8, and with an int8 KV cache. Random models are made
+from a seed (`--load-format dummy`); their logits are compared with float32's: size of the difference relative to the
 logits' spread, and how often the likeliest token is the same.
 
 Run: PYTHONPATH=tests:tools python tests/bench/accuracy.py [--files 35]. Prints two tables, then one JSON line.
@@ -30,7 +31,12 @@ from serve_llm.engine.model.spec import ModelSpec
 from support import published
 from support.forward import Harness, load, load_whole
 
-WAYS = {"float32": (torch.float32, False), "bf16": (torch.bfloat16, False), "int8": (torch.bfloat16, True)}
+WAYS = {  # number type, whether the layers are int8, number type of the KV cache
+    "float32": (torch.float32, False, torch.float32),
+    "bf16": (torch.bfloat16, False, torch.bfloat16),
+    "int8": (torch.bfloat16, True, torch.bfloat16),
+    "int8 KV cache": (torch.bfloat16, False, torch.int8),
+}
 RANDOM = {"Qwen2.5-0.5B, 8 of 24 layers": ("QWEN2_HALF_B", 8), "Llama-3.2-1B, 4 of 16 layers": ("LLAMA_1B", 4)}
 PROMPT_TOKENS = 96
 
@@ -41,10 +47,10 @@ class Model:
 
     spec: ModelSpec
     decoder: Decoder
-    dtype: torch.dtype
+    cache: torch.dtype
 
     def __call__(self, input_ids: Tensor) -> SimpleNamespace:
-        (rows,) = Harness(self.spec, self.decoder, self.dtype).logprobs([input_ids[0].tolist()])
+        (rows,) = Harness(self.spec, self.decoder, self.cache).logprobs([input_ids[0].tolist()])
         return SimpleNamespace(logits=rows[None])
 
 
@@ -56,23 +62,24 @@ def bits_per_byte(num_files: int) -> dict[str, float]:
     documents = [torch.from_numpy(ids) for ids in demo_data.encode_documents(tokenizer, texts)]
     num_bytes = sum(len(file.content) for file in files)
     found = {}
-    for name in ("bf16", "int8"):
-        dtype, int8 = WAYS[name]
-        found[name] = demo_eval.held_out_bits(Model(*load(directory, dtype, int8), dtype), documents)[0] / num_bytes
+    for name, (dtype, int8, cache) in WAYS.items():
+        if dtype == torch.float32:
+            continue
+        found[name] = demo_eval.held_out_bits(Model(*load(directory, dtype, int8), cache), documents)[0] / num_bytes
         print(f"demo model, {len(files)} held-out files, {name} {found[name]:.5f} bits per byte", flush=True)
     return found
 
 
 def random_model(name: str, num_layers: int) -> dict[str, tuple[float, float]]:
-    """For bf16 and int8: the relative error of the logits, and the share of equal likeliest tokens."""
+    """For each way but float32: the relative error of the logits, and the share of equal likeliest tokens."""
     spec, weight_map = read_model({**getattr(published, name), "num_hidden_layers": num_layers})
     rng = random.Random(1)
     prompts = [[rng.randrange(spec.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(2)]
     logits: dict[str, Tensor] = {}
-    for way, (dtype, int8) in WAYS.items():
+    for way, (dtype, int8, cache) in WAYS.items():
         chosen = spec.with_int8() if int8 else spec
         decoder = load_whole(Path(), chosen, weight_map, dtype=dtype, load_format="dummy", seed=1)
-        rows = torch.cat(Harness(chosen, decoder, dtype).logprobs(prompts))
+        rows = torch.cat(Harness(chosen, decoder, cache).logprobs(prompts))
         logits[way] = rows - rows.mean(-1, keepdim=True)
     exact = logits.pop("float32")
     return {
@@ -88,12 +95,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=35, help="held-out files that are read (default: all 35)")
     bits = bits_per_byte(parser.parse_args().files)
-    print(f"int8 over bf16: {100 * (bits['int8'] / bits['bf16'] - 1):+.3f} %\n")
+    for name in ("int8", "int8 KV cache"):
+        print(f"{name} over bf16: {100 * (bits[name] / bits['bf16'] - 1):+.3f} %")
     errors = {}
     for title, (name, num_layers) in RANDOM.items():
         errors[title] = random_model(name, num_layers)
         for way, (error, same) in errors[title].items():
-            print(f"{title:30} {way:5} logits off by {100 * error:5.2f} %, same likeliest token {100 * same:5.1f} %")
+            print(f"{title:30} {way:13} logits off by {100 * error:5.2f} %, same likeliest token {100 * same:5.1f} %")
     print(json.dumps({"bits_per_byte": bits, "random": errors}))
 
 

@@ -65,7 +65,13 @@ def test_there_are_examples() -> None:
         (["demo", "--memory", "much"], 2, "--memory: expected bytes"),
         (["demo", "-tp", "2", "--tensor-parallel-split", "1,2,3"], 2, "--tensor-parallel-split: 3 shares"),
         (["demo", "--gpu", "h100", "--quantization", "int8"], 2, "--quantization: int8 is served on a CPU only"),
-        (["demo", "--device", "cpu", "--memory", "12MiB"], 4, "a machine is short of .*take --quantization int8"),
+        (["demo", "--gpu", "h100", "--kv-cache-dtype", "int8"], 2, "--kv-cache-dtype: int8 is served on a CPU only"),
+        (["demo", "--kv-cache-dtype", "fp8_e4m3"], 2, "--kv-cache-dtype: fp8 is not served, .*, not 'fp8_e4m3'"),
+        (
+            ["demo", "--device", "cpu", "--memory", "12MiB"],
+            4,
+            "a machine is short of .*take --quantization int8, or take --kv-cache-dtype int8",
+        ),
         (["/does/not/exist"], 3, "no directory /does/not/exist"),
         (
             ["demo", "--memory", "650MiB"],
@@ -98,6 +104,7 @@ def test_help_names_the_command_and_its_options() -> None:
         ["-tp", "2", "--kv-cache-memory", "32MiB"],
         ["-dp", "2", "--max-model-len", "512"],
         ["-tp", "2", "--quantization", "int8", "--kv-cache-memory", "32MiB"],
+        ["-tp", "3", "--kv-cache-dtype", "int8", "--max-model-len", "512", "--block-size", "8"],
         ["-tp", "3", "-pp", "2", "--max-model-len", "512", "--dtype", "float32"],
     ],
     ids=" ".join,

@@ -134,6 +134,14 @@ def test_int8(family: str, dtype: str, tmp_path: Path) -> None:
         compare(tmp_path, grid, dtype=dtype, max_num_seqs=32, max_num_batched_tokens=600, quantization="int8")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_int8_caches(family: str, dtype: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family)
+    compare(tmp_path, dtype=dtype, max_num_seqs=64, kv_cache_dtype="int8")
+    compare(tmp_path, Grid(3, 1), dtype=dtype, max_num_batched_tokens=600, max_num_seqs=32, kv_cache_dtype="int8")
+
+
 @pytest.mark.parametrize("max_num_seqs", [1, 256])
 def test_int8_of_larger_sizes(max_num_seqs: int, tmp_path: Path) -> None:
     compare(resolve_model("demo"), max_num_seqs=max_num_seqs, max_model_len=512, quantization="int8")

@@ -20,6 +20,7 @@ from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.parallel.comm import Neighbours
 from serve_llm.engine.parallel.layout import Grid
 from serve_llm.engine.weights.place import load_model
+from serve_llm.kernels import cache_int8
 
 CPU = torch.device("cpu")
 
@@ -40,15 +41,19 @@ def load_whole(
 
 
 class Harness:
-    """Sequences in the KV cache of one decoder. Blocks outside a window are given back at once and filled with NaN."""
+    """Sequences in the KV cache of one decoder. Blocks outside a window are given back at once and filled with NaN.
+    dtype: of the cache, the decoder's or int8."""
 
     def __init__(self, spec: ModelSpec, decoder: Decoder, dtype: torch.dtype, block_size: int = 16, seed: int = 0):
         self.spec, self.decoder, self.block_size = spec, decoder, block_size
         self.rng = random.Random(seed)
-        num_blocks = 600
+        num_blocks, scale = 600, 0
+        self.nothing = torch.nan
+        if dtype == torch.int8:
+            scale, self.nothing = cache_int8.SCALE_BYTES, -1  # four bytes of -1 are a scale of NaN
         self.caches = [
-            torch.full((num_blocks, 2, layer.mixer.kv_heads, block_size, layer.mixer.head_dim), torch.nan, dtype=dtype)
-            for layer in spec.layers
+            torch.full((num_blocks, 2, mixer.kv_heads, block_size, mixer.head_dim + scale), self.nothing, dtype=dtype)
+            for mixer in (layer.mixer for layer in spec.layers)
         ]
         self.free = [self.rng.sample(range(1, num_blocks), num_blocks - 1) for _ in spec.kv_groups]
         self.tables: dict[int, list[list[int]]] = {}  # sequence -> group -> blocks
@@ -84,7 +89,7 @@ class Harness:
                 for index in range(max(0, int(where[0]) - group.window + 1) // self.block_size):
                     if table[index]:
                         for layer in group.layers:
-                            self.caches[layer][table[index]] = torch.nan
+                            self.caches[layer][table[index]] = self.nothing
                         self.free[number].insert(0, table[index])
                         table[index] = 0
             blocks = torch.tensor(table)

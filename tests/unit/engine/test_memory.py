@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from serve_llm.engine.config import CacheRow
 from serve_llm.engine.errors import CapacityError
 from serve_llm.engine.execute import memory
 from serve_llm.engine.execute.worker import allocate_cache
@@ -20,38 +21,52 @@ def test_groups_share_equal_byte_blocks() -> None:
         KVGroup(layers=tuple(range(21)), kv_heads=2, head_dim=64, window=None),
         KVGroup(layers=(21, 22, 23), kv_heads=2, head_dim=64, window=128),
     )
-    layout = memory.plan_cache(groups, groups, element_bytes=2, block_size=16, num_bytes=10_000_000)
+    layout = memory.plan_cache(groups, groups, CacheRow(2), block_size=16, num_bytes=10_000_000)
     assert layout.block_bytes == 21 * 2 * 2 * 64 * 2 * 16
     assert [group.block_size for group in layout.groups] == [16, 64]  # 3 layers: room for 7 times as many, so 4 times
     assert layout.num_blocks == 10_000_000 // layout.block_bytes
     assert layout.blocks_per_request(1024, max_chunk=64) == 64 + 4
 
 
+def test_an_int8_cache_counts_its_scales() -> None:
+    groups = (KVGroup(layers=tuple(range(24)), kv_heads=2, head_dim=64, window=None),)
+    layout = memory.plan_cache(groups, groups, CacheRow(1, scale_bytes=4), 16, 1 << 28)
+    assert layout.block_bytes == 24 * 2 * 2 * 68 * 16
+    assert layout.num_blocks == (1 << 28) // layout.block_bytes
+    caches = allocate_cache(replace(layout, num_blocks=3), groups, torch.int8, torch.device("cpu"))
+    assert {(cache.shape, cache.dtype) for cache in caches} == {((3, 2, 2, 16, 68), torch.int8)}
+    assert caches[0].untyped_storage().nbytes() == 3 * layout.block_bytes
+    for number, cache in enumerate(caches):
+        cache.fill_(number)
+    assert all((cache == number).all() for number, cache in enumerate(caches))  # none lies in another
+
+
+@pytest.mark.parametrize(("dtype", "row"), [(torch.float32, CacheRow(4)), (torch.int8, CacheRow(1, 4))])
 @pytest.mark.parametrize("grid", [Grid(2), Grid(3), Grid(5), Grid(8), Grid(2, 2), Grid(1, 3)])
-def test_ranks_agree_on_tokens_and_blocks_hold_what_a_rank_has(grid: Grid) -> None:
+def test_ranks_agree_on_tokens_and_blocks_hold_what_a_rank_has(grid: Grid, dtype: torch.dtype, row: CacheRow) -> None:
     full = Attention(6, 3, 14, 1.0)
     layer = Layer(full, Dense(97, "silu"), Norm("rms", 1e-6))
     sliding = replace(layer, mixer=replace(full, window=21))
     spec = ModelSpec("X", 331, 60, 256, (layer, layer, sliding), None, tied_head=True)
-    whole = memory.plan_cache(spec.kv_groups, spec.kv_groups, 4, 8, 1 << 20)
+    whole = memory.plan_cache(spec.kv_groups, spec.kv_groups, row, 8, 1 << 20)
     assert [group.block_size for group in whole.groups] == [8, 16]
     for rank in range(grid.size):
         own = shard_of(spec, grid, rank).kv_groups(spec)
-        layout = memory.plan_cache(spec.kv_groups, own, 4, 8, 1 << 20)
+        layout = memory.plan_cache(spec.kv_groups, own, row, 8, 1 << 20)
         assert layout.groups == whole.groups
         sizes = [group.block_size for group in layout.groups]
-        needs = [memory.bytes_per_token(group, 4) * size for group, size in zip(own, sizes, strict=True)]
-        assert layout.block_bytes == (max(needs) or 4)
+        needs = [memory.bytes_per_token(group, row) * size for group, size in zip(own, sizes, strict=True)]
+        assert layout.block_bytes == (max(needs) or row.element_bytes)
         assert layout.block_bytes <= whole.block_bytes
         assert layout.num_blocks >= whole.num_blocks
-        caches = allocate_cache(replace(layout, num_blocks=3), own, torch.float32, torch.device("cpu"))
+        caches = allocate_cache(replace(layout, num_blocks=3), own, dtype, torch.device("cpu"))
         assert len(caches) == len(shard_of(spec, grid, rank).layers)
         assert all(len(cache) == 3 for cache in caches)
 
 
 def test_the_two_lines_say_what_fits(caplog: pytest.LogCaptureFixture) -> None:
     groups = (KVGroup(layers=(0,), kv_heads=1, head_dim=8, window=None),)
-    layout = memory.plan_cache(groups, groups, element_bytes=4, block_size=16, num_bytes=64 * 1000 * 16)
+    layout = memory.plan_cache(groups, groups, CacheRow(4), block_size=16, num_bytes=64 * 1000 * 16)
     with caplog.at_level(logging.INFO):
         memory.check_capacity(layout, max_model_len=1600, max_chunk=64, device="cpu")
     assert [record.getMessage() for record in caplog.records] == [
@@ -62,7 +77,7 @@ def test_the_two_lines_say_what_fits(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_too_small_a_cache_says_what_to_change() -> None:
     groups = (KVGroup(layers=(0,), kv_heads=1, head_dim=8, window=None),)
-    layout = memory.plan_cache(groups, groups, element_bytes=4, block_size=16, num_bytes=64 * 16 * 3)
+    layout = memory.plan_cache(groups, groups, CacheRow(4), block_size=16, num_bytes=64 * 16 * 3)
     with pytest.raises(
         CapacityError, match=r"room for 4\d tokens, but one request may need 100: .* at least 7,168 bytes"
     ):

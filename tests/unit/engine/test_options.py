@@ -34,6 +34,7 @@ TYPED: dict[str, tuple[list[str], object]] = {
     "download_dir": (["--download-dir", "/models"], "/models"),
     "load_format": (["--load-format", "dummy"], "dummy"),
     "quantization": (["--quantization", "INT8"], "int8"),
+    "kv_cache_dtype": (["--kv-cache-dtype", "int8"], "int8"),
     "generation_config": (["--generation-config", "none"], "none"),
     "api_key": (["--api-key", "one", "--api-key", "two,three"], ("one", "two,three")),
     "log_level": (["--log-level", "WARNING"], "warning"),

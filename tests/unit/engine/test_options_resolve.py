@@ -66,6 +66,7 @@ def test_what_the_user_says_wins() -> None:
         "seed": 7,
         "load_format": "dummy",
         "quantization": "int8",
+        "kv_cache_dtype": "int8",
         "tensor_parallel_size": 2,
         "pipeline_parallel_size": 3,
         "tensor_parallel_split": (3.0, 1.0),
@@ -102,6 +103,16 @@ def test_quantization(asked: str, stored: bool) -> None:
     if stored or asked == "int8":
         with pytest.raises(OptionError, match=f"^--quantization: {asked}.* is served on a CPU only"):
             decide("cuda", quantization=asked, stores_int8=stored)
+
+
+def test_an_int8_cache_is_for_cpus() -> None:
+    assert decide(kv_cache_dtype="int8").types == "bfloat16 with KV cache in int8"
+    assert decide(kv_cache_dtype="int8", quantization="int8").types == "bfloat16 with layers and KV cache in int8"
+    assert decide("cuda", kv_cache_dtype="auto").types == "bfloat16"
+    with pytest.raises(
+        OptionError, match=r"^--kv-cache-dtype: int8 is served on a CPU only; take auto, or --device cpu"
+    ):
+        decide("cuda", kv_cache_dtype="int8")
 
 
 def test_float16_on_a_cpu_is_refused() -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import functools
 import logging
 import random
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,8 @@ from serve_llm.kernels import attention, table
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.library import Library
 from serve_llm.kernels.reference import attention as definition
+from support.paged import TOKENS, Cache, Sequence, Shape, make_sequence, run
 
-Shape = tuple[int, int, int, int]  # heads, kv_heads, head_dim, block_size
 ANY_SHAPES: list[Shape] = [(6, 3, 7, 8), (3, 3, 20, 16), (10, 2, 36, 32), (7, 1, 80, 256), (4, 4, 64, 16)]
 COMPILED_SHAPES: list[Shape] = [
     (6, 3, 16, 8),
@@ -40,89 +38,6 @@ if COMPILED is not None:
     VERSIONS |= {variant: Library(COMPILED, variant) for variant in Library(COMPILED).variants}
 CASES = [(name, shape) for name in VERSIONS for shape in (ANY_SHAPES if name == "portable" else COMPILED_SHAPES)]
 DTYPES = [torch.float32, torch.bfloat16]
-TOKENS = 4000  # that a cache has room for
-
-
-@dataclass
-class Sequence:
-    """All of one sequence's queries, keys and values, computed beforehand: (length, heads or kv_heads, head_dim)."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-
-    def __len__(self) -> int:
-        return len(self.query)
-
-
-def make_sequence(length: int, shape: Shape, dtype: torch.dtype, seed: int) -> Sequence:
-    heads, kv_heads, head_dim, _ = shape
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(count: int) -> Tensor:
-        return torch.randn((length, count, head_dim), generator=generator).to(dtype)
-
-    return Sequence(draw(heads) * 2, draw(kv_heads), draw(kv_heads))
-
-
-class Cache:
-    """A strided view into a buffer full of NaN, with a random free list."""
-
-    def __init__(self, shape: Shape, dtype: torch.dtype, rng: random.Random) -> None:
-        _, kv_heads, head_dim, block_size = shape
-        blocks = TOKENS // block_size
-        flat = torch.full((blocks, 3 * 2 * kv_heads * block_size * head_dim + 5), torch.nan, dtype=dtype)
-        inner = 2 * kv_heads * block_size * head_dim
-        self.view = flat[:, inner : 2 * inner].unflatten(1, (2, kv_heads, block_size, head_dim))
-        self.block_size = block_size
-        self.free = list(range(1, blocks))
-        rng.shuffle(self.free)
-
-    def table(self, length: int) -> list[int]:
-        return [self.free.pop() for _ in range(-(-length // self.block_size))]
-
-
-def run(
-    sequences: list[Sequence],
-    shape: Shape,
-    window: int | None,
-    rng: random.Random,
-    chunk: int | None = None,
-    kernels: Any = attention,
-) -> list[Tensor]:
-    """Each sequence's outputs, computed side by side in random chunks of at most `chunk` tokens (None: whole)."""
-    dtype = sequences[0].query.dtype
-    cache = Cache(shape, dtype, rng)
-    tables = [cache.table(len(sequence)) for sequence in sequences]
-    done = [0] * len(sequences)
-    outputs: list[list[Tensor]] = [[] for _ in sequences]
-    while any(done[n] < len(s) for n, s in enumerate(sequences)):
-        members = [n for n, s in enumerate(sequences) if done[n] < len(s) and (chunk is None or rng.random() < 0.7)]
-        if not members:
-            continue
-        counts = [len(sequences[n]) - done[n] if chunk is None else rng.randint(1, chunk) for n in members]
-        counts = [min(count, len(sequences[n]) - done[n]) for n, count in zip(members, counts, strict=True)]
-        starts = [0]
-        table = torch.zeros((len(members), max(len(tables[n]) for n in members)), dtype=torch.int32)
-        slots = []
-        for row, (n, count) in enumerate(zip(members, counts, strict=True)):
-            starts.append(starts[-1] + count)
-            used = -(-(done[n] + count) // cache.block_size)
-            gone = 0 if window is None else max(0, done[n] - window + 1) // cache.block_size
-            table[row, gone:used] = torch.tensor(tables[n][gone:used], dtype=torch.int32)
-            positions = range(done[n], done[n] + count)
-            slots += [tables[n][p // cache.block_size] * cache.block_size + p % cache.block_size for p in positions]
-            cache.view[tables[n][:gone]] = torch.nan  # given back: anything may stand there
-        parts = [(sequences[n], slice(done[n], done[n] + count)) for n, count in zip(members, counts, strict=True)]
-        key, value = torch.cat([s.key[part] for s, part in parts]), torch.cat([s.value[part] for s, part in parts])
-        kernels.write_cache(key, value, cache.view, torch.tensor(slots))
-        lens = [part.stop for _, part in parts]
-        query = torch.cat([s.query[part] for s, part in parts])
-        result = kernels.paged_attention(query, cache.view, table, starts, lens, scale=0.3, window=window)
-        for n, (first, last) in zip(members, pairwise(starts), strict=True):
-            outputs[n].append(result[first:last])
-            done[n] += last - first
-    return [torch.cat(parts) for parts in outputs]
 
 
 @functools.cache
@@ -141,6 +56,73 @@ def test_equals_the_definition(name: str, shape: Shape, dtype: torch.dtype, wind
     tolerance = {"atol": 4e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2**-7}
     for left, right in zip(ours, defined(shape, dtype, window, lengths), strict=True):
         torch.testing.assert_close(left, right, **tolerance)
+
+
+HOWS: dict[str, dict[str, Any]] = {  # the scores of these tests have a spread of about 5
+    "softcap": {"softcap": 5.0},
+    "sinks": {"sinks": True},
+    "int8": {"int8": True},
+    "all": {"softcap": 7.0, "sinks": True, "int8": True},
+}
+FEW_SHAPES: list[Shape] = [(6, 3, 24, 16), (14, 2, 64, 16), (10, 2, 40, 32)]
+
+
+def arguments(how: str, shape: Shape) -> dict[str, Any]:
+    """HOWS with a sink for each head: some far above all scores, some far below."""
+    found = dict(HOWS[how])
+    if "sinks" in found:
+        found["sinks"] = torch.linspace(-30, 30, shape[0])
+    return found
+
+
+@pytest.mark.parametrize("window", [None, 19])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("shape", FEW_SHAPES)
+def test_softcap_sinks_and_int8_caches_equal_the_definition(
+    shape: Shape, how: str, dtype: torch.dtype, window: int | None
+) -> None:
+    sequences = [make_sequence(length, shape, dtype, length) for length in (3, 262)]
+    expected = run(sequences, shape, window, random.Random(2), kernels=definition, **arguments(how, shape))
+    tolerance = {"atol": 4e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2**-7}
+    for kernels in VERSIONS.values():
+        ours = run(sequences, shape, window, random.Random(1), kernels=kernels, **arguments(how, shape))
+        for left, right in zip(ours, expected, strict=True):
+            torch.testing.assert_close(left, right, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("name", VERSIONS)
+def test_with_softcap_sinks_and_int8_bits_do_not_depend_on_batch_or_chunks(
+    name: str, how: str, dtype: torch.dtype
+) -> None:
+    shape, rng, kernels = (10, 2, 40, 32), random.Random(3), VERSIONS[name]
+    subject = make_sequence(300, shape, dtype, seed=0)
+    (alone,) = run([subject], shape, None, rng, kernels=kernels, **arguments(how, shape))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for chunk in (1, 70):
+            others = [make_sequence(rng.randint(1, 320), shape, dtype, rng.randrange(1000)) for _ in range(2)]
+            together = run([*others, subject], shape, None, rng, chunk=chunk, kernels=kernels, **arguments(how, shape))
+            assert torch.equal(together[2], alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_an_int8_cache_costs_little(name: str) -> None:
+    """Against the same attention over float32 keys and values: within 3 % of the outputs' spread (each number of normal
+    keys and values is off by up to 1.2 % of their spread, 0.7 % on average)."""
+    shape = (14, 2, 64, 16)
+    sequence = make_sequence(300, shape, torch.float32, seed=1)
+    sequence.query /= 6  # scores with a spread of about 1
+    exact, rounded = (
+        run([sequence], shape, None, random.Random(1), kernels=VERSIONS[name], int8=int8)[0] for int8 in (False, True)
+    )
+    assert not torch.equal(exact, rounded)
+    assert (rounded - exact).std() < 0.03 * exact.std()
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -216,15 +198,16 @@ def test_rows_with_strides(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(*outputs, atol=2e-2 if dtype == torch.bfloat16 else 2e-5, rtol=2**-7)
 
 
+@pytest.mark.parametrize("how", [{}, {"int8": True}, {"softcap": 5.0}, {"sinks": torch.ones(6)}])
 @pytest.mark.parametrize("name", VERSIONS)
-def test_not_a_number_among_the_seen_shows(name: str) -> None:
+def test_not_a_number_among_the_seen_shows(name: str, how: dict[str, Any]) -> None:
     """A model that computes NaN must be found out, not smoothed over."""
     shape = (6, 3, 16, 8)
     subject = make_sequence(20, shape, torch.float32, 0)
     for broken in (subject.key, subject.value):
         kept = broken[7].clone()
         broken[7] = torch.nan
-        (output,) = run([subject], shape, None, random.Random(0), kernels=VERSIONS[name])
+        (output,) = run([subject], shape, None, random.Random(0), kernels=VERSIONS[name], **how)
         assert output[7:].isnan().all()
         broken[7] = kept
 
@@ -249,6 +232,27 @@ def test_write_cache_equals_the_definition(name: str) -> None:
     definition.write_cache(tokens.key, tokens.value, caches[1], slots)
     assert torch.equal(caches[0], caches[1])
     assert caches[0].count_nonzero() == 2 * tokens.key.numel()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", VERSIONS)
+def test_rows_of_an_int8_cache_equal_the_definition(name: str, dtype: torch.dtype) -> None:
+    shape = (6, 3, 20, 8)
+    tokens = make_sequence(40, shape, dtype, 0)
+    tokens.key[:8] *= torch.tensor([0.0, 1e-38, 1e-33, 1e-29, 1e-10, 1e10, 1e37, 3e38])[:, None, None].to(dtype)
+    tokens.key[8, :, 3], tokens.value[9, 1, :] = torch.inf, torch.nan
+    tokens.key[10] = torch.arange(60).view(3, 20) - 29.5  # rounded half to even after scaling
+    slots = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))[:40]
+    views = [torch.zeros_like(Cache(shape, torch.int8, random.Random(0)).view) for _ in range(2)]
+    for kernels, view in zip((VERSIONS[name], definition), views, strict=True):
+        kernels.write_cache(tokens.key, tokens.value, view, slots)
+    numbers = [view[..., :-4] for view in views]
+    scales = [view[..., -4:].contiguous().view(torch.float32) for view in views]
+    assert torch.equal(*numbers)
+    torch.testing.assert_close(*scales, rtol=0, atol=0, equal_nan=True)
+    written = scales[0].transpose(1, 3).flatten(0, 1)[..., 0]  # (slots, kv_heads, 2)
+    assert written[slots[8], :, 0].isinf().all() and written[slots[9], 1, 1].isnan()
+    assert numbers[0].abs().max() == 127
 
 
 @pytest.mark.skipif(COMPILED is None, reason="no C++ compiler at installation")

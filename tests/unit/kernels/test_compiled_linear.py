@@ -15,9 +15,7 @@ from serve_llm.kernels.reference import linear as definition
 from serve_llm.kernels.reference import linear_int8 as definition_int8
 
 COMPILED = library.find()
-PACKERS = (
-    {} if COMPILED is None else {name: Packer(Library(COMPILED, name)) for name in Library(COMPILED).variants}
-)
+PACKERS = {} if COMPILED is None else {name: Packer(Library(COMPILED, name)) for name in Library(COMPILED).variants}
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(97, 53), (64, 2600), (331, 60), (84, 19), (7, 1), (1, 7)]  # outputs, inputs
 ROWS = [*range(1, 15), 25, 31, 253, 300]
