@@ -35,11 +35,7 @@ demo: $(STAMP)
 	$(BIN)/python tools/train_demo.py
 
 bench: $(STAMP)
-	$(BIN)/python tests/bench/start.py
-	$(BIN)/python tests/bench/frontend.py
-	$(BIN)/python tests/bench/routing.py
-	$(BIN)/python tests/bench/messages.py
-	$(BIN)/python tests/bench/parallel.py
+	PYTHONPATH=tests:tools $(BIN)/python -m bench
 
 $(STAMP): pyproject.toml setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 	$(PYTHON) -m venv $(VENV)

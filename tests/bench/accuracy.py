@@ -6,7 +6,7 @@ but computed by this engine's decoder, in bf16, with layers in int8, and with an
 from a seed (`--load-format dummy`); their logits are compared with float32's: size of the difference relative to the
 logits' spread, and how often the likeliest token is the same.
 
-Run: PYTHONPATH=tests:tools python tests/bench/accuracy.py [--files 35]. Prints two tables, then one JSON line.
+Run: PYTHONPATH=tests:tools python -m bench.accuracy [--files 35]. Prints two tables, then one JSON line.
 """
 
 from __future__ import annotations

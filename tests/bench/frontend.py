@@ -1,6 +1,6 @@
 """What a streamed token costs the front end in CPU time: the real app under uvicorn, with an engine by script.
 
-Run: python tests/bench/frontend.py [--streams 64] [--tokens 400] [--steps-per-second 100]
+Run: PYTHONPATH=tests python -m bench.frontend [--streams 64] [--tokens 400] [--steps-per-second 100]
 
 The server is a process of its own; its engine sends one message per step, decoded as from the wire, with one token for
 each stream, paced so that every token gets its own event. The clients read in this process and are not counted. Prints

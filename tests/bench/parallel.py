@@ -1,8 +1,10 @@
 """What several ranks on one host bring: decode speed of TP=2 and PP=2 against one rank, and how busy each rank is.
 
-Run on a quiet machine: python tests/bench/parallel.py [--streams 1 8] [--rounds 3] [--tokens 64]. A 0.5B-shaped bf16
-model with random weights. One rank computes with all cores, two ranks with one thread each; the engines are all up at
-the same time and take turns, so that a slow moment of the machine meets all. Prints a table, then one JSON line.
+Run on a quiet machine: PYTHONPATH=tests python -m bench.parallel [--streams 1 8] [--rounds 3] [--tokens 64].
+
+A 0.5B-shaped bf16 model with random weights. One rank computes with all cores, two ranks with one thread each; the
+engines are all up at the same time and take turns, so that a slow moment of the machine meets all. Prints a table, then
+one JSON line.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from bench.model import SHAPE
 from serve_llm.engine import startup
 from serve_llm.engine.loop import Engine
 from serve_llm.engine.options import Options
@@ -24,22 +27,6 @@ from serve_llm.engine.types import Request, Sampling
 from serve_llm.engine.wire import Submit
 
 PROMPT_TOKENS = 128
-SHAPE = {  # that of Qwen2 0.5B
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 151936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "dtype": "bfloat16",
-}
 GRIDS = {"one rank": (1, 1), "TP=2": (2, 1), "PP=2": (1, 2)}
 
 

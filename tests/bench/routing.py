@@ -1,6 +1,6 @@
 """What routing by cached prefix is worth: prefix cache hit rate and time to first token, against simpler rules.
 
-Run: python tests/bench/routing.py [--engines 4] [--requests 4000] [--seed 0]
+Run: PYTHONPATH=tests python -m bench.routing [--engines 4] [--requests 4000] [--seed 0]
 
 The engines are real schedulers with real prefix indexes; only the model is played, by a step time that grows with the
 tokens computed. Time is virtual, so that the figures are the same on every machine and in every run. Prints a table,

@@ -1,23 +1,34 @@
-"""How long until something answers: --help, and from exec to /health and to the first token.
+"""How long until something answers, and what of that the engine says it spent on what.
 
-Run: python tests/bench/start.py [--rounds 5]. Prints a table of medians with the spread, then one JSON line.
+Run: PYTHONPATH=tests python -m bench.start [--rounds 3]. --help, then for the demo model and the shape of Qwen2 0.5B
+from exec to /health and to the first token. The phases are the engine's own log lines; the server's work runs beside
+them. Prints a table of medians with the spread, then one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
+from bench.model import model_folder
+from bench.servers import free_port
+
 SERVE_LLM = str(Path(sys.executable).with_name("serve-llm"))
-PORT = "8123"
-URL = f"http://127.0.0.1:{PORT}"
+PHASES = {
+    "engine: modules imported": r"Engine modules imported in ([\d.]+) s",
+    "engine: weights packed": r"Weights loaded and packed in ([\d.]+) s",
+    "engine: ready, from its main": r"Engine ready after ([\d.]+) s",
+    "serving, as the log says": r"Serving .* after ([\d.]+) s",
+}
 
 
 def help_seconds() -> float:
@@ -26,38 +37,46 @@ def help_seconds() -> float:
     return time.perf_counter() - began
 
 
-def seconds_until(path: str, body: bytes | None, began: float) -> float:
+def seconds_until(url: str, body: bytes | None, began: float, process: subprocess.Popen[bytes]) -> float:
     """Ask again and again until the answer is 200."""
-    while True:
+    while process.poll() is None:
         try:
-            with urllib.request.urlopen(URL + path, body, timeout=60):
+            with urllib.request.urlopen(url, body, timeout=60):
                 return time.perf_counter() - began
         except (urllib.error.URLError, ConnectionError):
             time.sleep(0.005)
+    raise SystemExit(f"serve-llm ended with code {process.returncode}")
 
 
-def start_seconds() -> dict[str, float]:
-    began = time.perf_counter()
-    process = subprocess.Popen([SERVE_LLM, "demo", "--port", PORT, "--log-level", "warning"])
-    try:
-        health = seconds_until("/health", None, began)
-        token = seconds_until("/v1/completions", b'{"prompt": "def main():", "max_tokens": 1}', began)
-    finally:
-        process.terminate()
-        process.wait()
-    return {"exec to /health": health, "exec to first token": token}
+def start_seconds(model: str) -> dict[str, float]:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryFile() as log:
+        began = time.perf_counter()
+        process = subprocess.Popen([SERVE_LLM, model, "--port", str(port)], stderr=log)
+        try:
+            found = {"exec to /health": seconds_until(f"{url}/health", None, began, process)}
+            body = b'{"prompt": "def main():", "max_tokens": 1}'
+            found["exec to first token"] = seconds_until(f"{url}/v1/completions", body, began, process)
+        finally:
+            process.terminate()
+            process.wait()
+        log.seek(0)
+        text = log.read().decode()
+    return found | {name: float(seen[1]) for name, pattern in PHASES.items() if (seen := re.search(pattern, text))}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
     found: dict[str, list[float]] = {"--help": [help_seconds() for _ in range(rounds)]}
-    for _ in range(rounds):
-        for name, seconds in start_seconds().items():
-            found.setdefault(name, []).append(seconds)
+    for title, model in (("demo", "demo"), ("0.5B", str(model_folder()))):
+        for _ in range(rounds):
+            for name, seconds in start_seconds(model).items():
+                found.setdefault(f"{title}, {name}", []).append(seconds)
     for name, values in found.items():
-        print(f"{name:22} median {statistics.median(values):6.2f} s   {min(values):.2f} to {max(values):.2f}")
+        print(f"{name:36} median {statistics.median(values):6.2f} s   {min(values):.2f} to {max(values):.2f}")
     print(json.dumps({name: round(statistics.median(values), 3) for name, values in found.items()}))
 
 

@@ -1,0 +1,318 @@
+"""Loads any server with an OpenAI-compatible /v1/completions and says how fast it answered.
+
+Run: PYTHONPATH=tests python -m bench.load --url http://127.0.0.1:8000 --workload W2 [--rate 0.7] [--ids 300:31000]
+
+Closed loop (each stream sends its next request when the last is answered) or, with --rate, Poisson arrivals. Prompts
+are token ids, the end-of-sequence token is ignored, and the server's own usage says how many tokens there were. It
+shares the cores with the server, so it does little: httptools cuts the reply, msgspec reads the few fields that are
+wanted, and the result names the share of one core that it took. Prints one line for people, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import re
+import resource
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+import uvloop
+
+from bench.workloads import WORKLOADS, Workload, percentile, poisson_arrivals
+
+IDS = range(300, 31000)
+REQUEST_SECONDS = 600.0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Event(msgspec.Struct):
+    """The fields of a streamed completion that are read."""
+
+    choices: list[msgspec.Raw] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+class Events:
+    """Cuts server-sent events out of pieces of a body: `feed` gives the data of each that is complete."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+
+@dataclass
+class Reply:
+    """What came of one request. Times are of `time.perf_counter`."""
+
+    began: float
+    ended: float = 0.0
+    times: list[float] = field(default_factory=list)  # of each event with a choice
+    usage: _Usage | None = None
+    error: str | None = None
+
+
+class _Client(asyncio.Protocol):
+    """One request on a connection of its own; `done` is set when the reply is complete or the connection lost."""
+
+    def __init__(self, head_and_body: bytes) -> None:
+        self._message = head_and_body
+        self._parser = httptools.HttpResponseParser(self)
+        self._events = Events()
+        self._failure = b""
+        self.reply = Reply(time.perf_counter())
+        self.done = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+        transport.write(self._message)
+
+    def data_received(self, data: bytes) -> None:
+        self._now = time.perf_counter()
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, msgspec.MsgspecError) as error:
+            self.reply.error = f"what the server sent cannot be read: {error}"
+            self._end()
+
+    def on_body(self, piece: bytes) -> None:
+        if self._parser.get_status_code() != 200:
+            self._failure += piece
+            return
+        for data in self._events.feed(piece):
+            if data == b"[DONE]":
+                self._end()
+                return
+            event = _decode(data)
+            if event.choices:
+                self.reply.times.append(self._now)
+            self.reply.usage = event.usage or self.reply.usage
+            if event.error is not None:
+                self.reply.error = str(event.error)
+
+    def on_message_complete(self) -> None:
+        if self.reply.usage is not None and not self.done.done():  # transformers sends no [DONE]
+            self._end()
+        self._break_off("the reply ended without [DONE]")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._break_off(f"the server closed the connection: {error}")
+
+    def _break_off(self, why: str) -> None:
+        """Whatever ends a reply but [DONE]; nothing if that has been seen."""
+        if self.done.done():
+            return
+        if self._failure:
+            why = f"status {self._parser.get_status_code()}: {self._failure.decode(errors='replace')[:300]}"
+        self.reply.error = self.reply.error or why
+        self._end()
+
+    def _end(self) -> None:
+        self.reply.ended = time.perf_counter()
+        if not self.done.done():
+            self.done.set_result(None)
+        self._transport.close()
+
+
+def single_words(tokenizer: Path) -> dict[int, str]:
+    """Ids that are a blank and a word in small letters, and that text: any row of them has as many tokens as words.
+
+    tokenizer: a tokenizer.json with a byte-level vocabulary, in which a leading blank is written as "\u0120".
+    """
+    vocabulary = json.loads(tokenizer.read_text(encoding="utf-8"))["model"]["vocab"]
+    return {token_id: f" {word[1:]}" for word, token_id in vocabulary.items() if re.fullmatch("\u0120[a-z]{3,}", word)}
+
+
+class Target:
+    """A server by its URL. words: the text of each id, for a server that takes no ids."""
+
+    def __init__(self, url: str, model: str | None, words: Mapping[int, str] | None = None) -> None:
+        parts = urlsplit(url)
+        assert parts.hostname is not None, f"{url} names no host"
+        self._host, self._port = parts.hostname, parts.port or 80
+        self._model, self._words = model, words
+
+    async def complete(self, prompt: Sequence[int], output_tokens: int) -> Reply:
+        asked: dict[str, object] = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": output_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._words is None:
+            asked["ignore_eos"] = True
+        else:  # such a server refuses what is not OpenAI's, so the model itself must not end early
+            asked["prompt"] = "".join(self._words[token_id] for token_id in prompt)
+        body = json.dumps(asked).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        loop = asyncio.get_running_loop()
+        began = time.perf_counter()
+        try:
+            _, client = await loop.create_connection(lambda: _Client(head.encode() + body), self._host, self._port)
+            await asyncio.wait_for(client.done, REQUEST_SECONDS)
+        except (OSError, TimeoutError) as error:
+            return Reply(began, time.perf_counter(), error=f"{type(error).__name__}: {error}")
+        client.reply.began = began
+        return client.reply
+
+
+@dataclass(frozen=True)
+class Result:
+    """One workload on one server. Seconds but where the name says otherwise."""
+
+    seconds: float
+    requests: int
+    output_tokens: int
+    short: int  # requests with fewer output tokens than asked for
+    errors: int
+    first_error: str | None
+    tokens_per_second: float
+    ttft_p50: float
+    ttft_p99: float
+    itl_p50: float
+    itl_p99: float
+    client_cores: float  # what this generator took
+
+
+def summarise(replies: Sequence[Reply], seconds: float, wanted: int, client_seconds: float) -> Result:
+    """wanted: output tokens of each request. Errors count for nothing but as errors."""
+    good = [reply for reply in replies if reply.error is None and reply.times]
+    counts = [reply.usage.completion_tokens if reply.usage else len(reply.times) for reply in good]
+    first = [reply.times[0] - reply.began for reply in good]
+    between = [b - a for reply in good for a, b in itertools.pairwise(reply.times)]
+    errors = [reply.error or "a reply without tokens" for reply in replies if reply not in good]
+    return Result(
+        seconds=seconds,
+        requests=len(good),
+        output_tokens=sum(counts),
+        short=sum(count < wanted for count in counts),
+        errors=len(errors),
+        first_error=errors[0] if errors else None,
+        tokens_per_second=sum(counts) / seconds,
+        ttft_p50=percentile(first, 0.5),
+        ttft_p99=percentile(first, 0.99),
+        itl_p50=percentile(between, 0.5),
+        itl_p99=percentile(between, 0.99),
+        client_cores=client_seconds / seconds,
+    )
+
+
+async def drive(target: Target, workload: Workload, turn: int, ids: Sequence[int], rate: float | None = None) -> Result:
+    """rate: arrivals per second; None: closed loop. A shared part is sent once before, and not counted."""
+    if workload.shared_tokens:
+        await target.complete([*workload.shared(ids), ids[turn % len(ids)]], 1)
+    prompts = workload.prompts(turn, ids)
+    used, began = _cpu_seconds(), time.perf_counter()
+    if rate is None:
+        waiting = iter(prompts)
+        replies: list[Reply] = []
+
+        async def stream() -> None:
+            for prompt in waiting:
+                replies.append(await target.complete(prompt, workload.output_tokens))
+
+        await asyncio.gather(*(stream() for _ in range(workload.streams)))
+    else:
+
+        async def arrive(prompt: list[int], after: float) -> Reply:
+            await asyncio.sleep(began + after - time.perf_counter())
+            return await target.complete(prompt, workload.output_tokens)
+
+        arrivals = poisson_arrivals(rate, len(prompts), turn)
+        replies = await asyncio.gather(*map(arrive, prompts, arrivals))
+    seconds = time.perf_counter() - began
+    return summarise(replies, seconds, workload.output_tokens, _cpu_seconds() - used)
+
+
+def run(
+    url: str,
+    workload: Workload,
+    turn: int,
+    ids: Sequence[int] = IDS,
+    rate: float | None = None,
+    words: Mapping[int, str] | None = None,
+) -> Result:
+    """Drive a server that serves one model (the first that it names)."""
+    return uvloop.run(drive(Target(url, model_name(url), words), workload, turn, ids, rate))
+
+
+def model_name(url: str) -> str | None:
+    """The first model that the server names; None if it names none, since it serves the same one to everybody."""
+    with urllib.request.urlopen(url + "/v1/models", timeout=10) as answer:
+        models = json.load(answer)["data"]
+    return str(models[0]["id"]) if models else None
+
+
+def line(result: Result) -> str:
+    """For people."""
+    return (
+        f"{result.tokens_per_second:8.1f} output tokens/s   first token {1e3 * result.ttft_p50:6.0f} ms "
+        f"(p99 {1e3 * result.ttft_p99:6.0f})   between tokens {1e3 * result.itl_p50:5.1f} ms "
+        f"(p99 {1e3 * result.itl_p99:6.1f})   client {result.client_cores:.1%} of a core"
+        + (f"   {result.short} replies too short" if result.short else "")
+        + (f"   {result.errors} errors: {result.first_error}" if result.errors else "")
+    )
+
+
+def id_range(text: str) -> range:
+    """A value of --ids: FIRST:LAST, the last one not included."""
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not FIRST:LAST with FIRST below LAST, such as 300:31000")
+    return range(int(first), int(last))
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    if not 0 < (number := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), default="W1")
+    parser.add_argument("--rate", type=positive, help="requests per second, at random times; default: closed loop")
+    parser.add_argument("--ids", type=id_range, default=IDS, help="token ids of prompts: FIRST:LAST (300:31000)")
+    parser.add_argument("--turn", type=int, default=0, help="another number gives other prompts")
+    given = parser.parse_args()
+    result = run(given.url.rstrip("/"), WORKLOADS[given.workload], given.turn, given.ids, given.rate)
+    print(f"{given.workload} {line(result)}")
+    print(json.dumps(msgspec.to_builtins(result)))
+    return 1 if result.errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,336 @@
+"""Where the time of an engine's step goes, part by part, beside what memory and arithmetic of this machine allow.
+
+Run on a quiet machine: PYTHONPATH=tests python -m bench.steps [--quantization int8] [--steps 24]
+
+A 0.5B-shaped model in this process, stepped as the engine's loop steps it, with messages over a real socket. Timers are
+put around the engine's parts from outside: around every kernel of the table that the model is built with, whatever
+kernels there are, and around the calls in `CALLS`. Time inside a part that is itself part of another counts once, for
+the inner one; what no timer covers is "other". Steps with and without timers take turns; the time of a step is that of
+steps without. Prints a table, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import zmq
+
+from bench.model import IDS, model_folder
+from bench.roofline import Limits, measure_limits, step_work
+from serve_llm.engine import startup, wire
+from serve_llm.engine.__main__ import ZmqChannel
+from serve_llm.engine.hub import read_config
+from serve_llm.engine.loop import Engine
+from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.options import Options
+from serve_llm.engine.types import Request, Sampling
+from serve_llm.engine.weights import place
+from serve_llm.kernels.table import Kernels
+
+CONTEXT = 256
+CHUNK = 256
+WARM_STEPS = 4
+PREFILLS = 6
+# The part of a kernel, by what its name holds; the first that fits. Other kernels are parts by their own names.
+KERNEL_PARTS = (
+    ("pack", "linear"),
+    ("attention", "attention"),
+    ("rope", "rope, cache"),
+    ("cache", "rope, cache"),
+    ("norm", "norms"),
+    ("activation", "activation"),
+    ("silu", "activation"),
+    ("gelu", "activation"),
+    ("sampl", "sampling"),
+)
+# Where other parts are, from the engine on; `[]` stands for every element of a list.
+CALLS = (
+    ("scheduling", "scheduler.schedule"),
+    ("scheduling", "scheduler.commit"),
+    ("scheduling", "take"),
+    ("inputs", "_executor._worker._rows.apply"),
+    ("inputs", "_executor._worker._rows.build"),
+    ("embedding", "_executor._worker._decoder._enter"),
+    ("rope, cache", "_executor._worker._decoder._ropes.[]"),
+    ("head", "_executor._worker._decoder.logits"),
+    ("sampling", "_executor._worker._sampler.sample"),
+)
+ORDER = (
+    *("embedding", "norms", "linear", "rope, cache", "attention", "activation", "head", "sampling"),
+    *("inputs", "scheduling", "messages"),
+)
+
+
+class Stopwatch:
+    """Seconds by part. A part that is called inside another is taken off that one."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._inside: list[str] = []
+        self._since = 0.0
+
+    def wrap(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if not self.on:
+                return call(*args, **kwargs)
+            now = time.perf_counter()
+            if self._inside:
+                self.seconds[self._inside[-1]] += now - self._since
+            self._inside.append(part)
+            self._since = now
+            try:
+                return call(*args, **kwargs)
+            finally:
+                now = time.perf_counter()
+                self.seconds[self._inside.pop()] += now - self._since
+                self._since = now
+
+        return timed
+
+
+class TimedLinear:
+    """A packed product that is timed; for the rest it is the product."""
+
+    def __init__(self, product: Any, part: str, watch: Stopwatch) -> None:
+        self._product, self._call = product, watch.wrap(part, product)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._product, name)
+
+
+def kernel_part(name: str) -> str:
+    return next((part for word, part in KERNEL_PARTS if word in name), name)
+
+
+def timed_kernels(kernels: Kernels, vocab_size: int, watch: Stopwatch) -> Kernels:
+    """The same kernels, each timed. What `pack...` makes is timed, not the packing."""
+
+    def packing(pack: Callable[..., Any]) -> Callable[..., Any]:
+        def packed(weight: Any, *args: Any, **kwargs: Any) -> TimedLinear:
+            part = "head" if weight.shape[0] == vocab_size else "linear"
+            return TimedLinear(pack(weight, *args, **kwargs), part, watch)
+
+        return packed
+
+    def timed(name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: watch.wrap(kernel_part(name), one) for key, one in value.items()}
+        if not callable(value):
+            return value
+        return packing(value) if name.startswith("pack") else watch.wrap(kernel_part(name), value)
+
+    fields = [one.name for one in dataclasses.fields(kernels)]
+    return dataclasses.replace(kernels, **{name: timed(name, getattr(kernels, name)) for name in fields})
+
+
+def time_calls(engine: Engine, watch: Stopwatch) -> list[str]:
+    """Put timers around CALLS. Returns those that are not there (any more)."""
+    missing = []
+    for part, path in CALLS:
+        *way, name = path.split(".")
+        owner: Any = engine
+        try:
+            for step in way:
+                owner = getattr(owner, step)
+            if name == "[]":
+                owner[:] = [watch.wrap(part, call) for call in owner]
+            else:
+                setattr(owner, name, watch.wrap(part, getattr(owner, name)))
+        except (AttributeError, TypeError):
+            missing.append(path)
+    return missing
+
+
+class Bench:
+    """An engine with timers, and the other end of its socket. A context manager that closes both."""
+
+    def __init__(self, directory: Path, **options: object) -> None:
+        self.watch = Stopwatch()
+        chosen = Options.from_kwargs(
+            str(directory),
+            **{"enable_prefix_caching": False, "kv_cache_memory": "512MiB", "log_level": "warning"} | options,
+        )
+        raw = read_config(directory)
+        config, spec, weights = startup.resolve_all(chosen, str(directory), raw)
+        self.spec: ModelSpec = spec
+        real = place.choose
+
+        def choose(*args: Any) -> Kernels:
+            return timed_kernels(real(*args), spec.vocab_size, self.watch)
+
+        with mock.patch.object(place, "choose", choose):
+            self.engine = Engine(config, startup.build_executor(config, spec, weights, raw))
+        self.missing = time_calls(self.engine, self.watch)
+        self._socket = zmq.Context.instance().socket(zmq.PAIR)
+        self._folder = tempfile.TemporaryDirectory()
+        address = f"ipc://{self._folder.name}/steps"
+        self._socket.bind(address)
+        self._channel = channel = ZmqChannel(address)
+        self._receive = self.watch.wrap("messages", channel.receive)
+        self._send = self.watch.wrap("messages", channel.send)
+        self._next_id = 0
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for socket in (self._channel._socket, self._socket):
+            socket.close()
+        self._folder.cleanup()
+
+    def submit(self, count: int, prompt_tokens: int, max_tokens: int) -> None:
+        rng = random.Random(self._next_id)
+        requests = []
+        for _ in range(count):
+            self._next_id += 1
+            prompt = [rng.choice(IDS) % self.spec.vocab_size for _ in range(prompt_tokens)]
+            sampling = Sampling(temperature=0.0, seed=0, max_tokens=max_tokens)
+            requests.append(Request(id=self._next_id, prompt_ids=prompt, sampling=sampling))
+        self._socket.send(wire.encode(wire.Submit(requests)))
+
+    def step(self, timed: bool) -> tuple[float, wire.Step]:
+        """One round of the loop: its seconds, and what was sent."""
+        self.watch.on = timed
+        began = time.perf_counter()
+        self.engine.take(self._receive(0))
+        self._send(self.engine.step())
+        seconds = time.perf_counter() - began
+        self.watch.on = False
+        step = wire.decode_from_engine(self._socket.recv())
+        assert isinstance(step, wire.Step)
+        return seconds, step
+
+    def drain(self) -> None:
+        while self.engine.has_work:
+            self.step(False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Seconds of a step."""
+
+    plain: float  # without timers
+    timed: float
+    parts: dict[str, float]
+    weights: float  # to read the weights once
+    least: float  # what memory and arithmetic need: see `roofline`
+    num_bytes: float
+    operations: float
+
+
+def middle_half(steps: Sequence[tuple[float, dict[str, float]]]) -> tuple[float, dict[str, float]]:
+    """Means over the steps that are neither among the quickest quarter nor among the slowest."""
+    ordered = sorted(steps, key=lambda step: step[0])
+    cut = len(ordered) // 4
+    kept = ordered[cut : len(ordered) - cut]
+    names = {name for _, parts in kept for name in parts}
+    means = {name: sum(parts.get(name, 0.0) for _, parts in kept) / len(kept) for name in names}
+    return sum(seconds for seconds, _ in kept) / len(kept), means
+
+
+def measure(bench: Bench, steps: Iterator[None], limits: Limits, chunks: list[tuple[int, int]]) -> Case:
+    """Every other step with timers. steps: before each element, the next step is ready to be taken. chunks: what such a
+    step computes, as in `step_work`."""
+    found: dict[bool, list[tuple[float, dict[str, float]]]] = {True: [], False: []}
+    for number, _ in enumerate(steps):
+        timed = number % 2 == 1
+        bench.watch.seconds.clear()
+        seconds, _ = bench.step(timed)
+        found[timed].append((seconds, dict(bench.watch.seconds)))
+    plain, _ = middle_half(found[False])
+    timed_seconds, parts = middle_half(found[True])
+    work = step_work(bench.spec, chunks, bench.spec.int8 is not None)
+    weights = work.weight_bytes / limits.bandwidth / 1e9
+    return Case(plain, timed_seconds, parts, weights, work.least_seconds(limits), work.num_bytes, work.operations)
+
+
+def decode(bench: Bench, streams: int, count: int, limits: Limits) -> Case:
+    bench.submit(streams, CONTEXT - count // 2, count + 2 * WARM_STEPS + streams)
+    begun: set[int] = set()
+    while len(begun) < streams:
+        begun |= {output.id for output in bench.step(False)[1].outputs if output.token_ids}
+    for _ in range(WARM_STEPS):
+        bench.step(False)
+    case = measure(bench, iter([None] * count), limits, [(1, CONTEXT)] * streams)
+    bench.drain()
+    return case
+
+
+def prefill(bench: Bench, limits: Limits) -> Case:
+    """One chunk, the prompt's whole; the engine's own budget of tokens is put aside."""
+
+    def prompts() -> Iterator[None]:
+        for _ in range(2 * PREFILLS):
+            bench.submit(1, CHUNK, 1)
+            yield
+
+    with mock.patch.object(bench.engine._budget, "next", lambda: CHUNK):
+        for _ in range(2):
+            bench.submit(1, CHUNK, 1)
+            bench.step(False)
+        return measure(bench, prompts(), limits, [(CHUNK, CHUNK)])
+
+
+def table(cases: Mapping[str, Case]) -> list[str]:
+    """Lines for people: ms and share of a step for every part, then the step and what is the least it can take."""
+    names = [*ORDER, *sorted({name for case in cases.values() for name in case.parts}.difference(ORDER))]
+    rows = [["ms (share of the step)", *cases]]
+    for name in names:
+        cells = [case.parts.get(name, 0.0) for case in cases.values()]
+        rows.append([name, *(_share(cell, case.timed) for cell, case in zip(cells, cases.values(), strict=True))])
+    rest = [case.timed - sum(case.parts.values()) for case in cases.values()]
+    rows.append(["other", *(_share(cell, case.timed) for cell, case in zip(rest, cases.values(), strict=True))])
+    rows.append(["step, with timers", *(f"{1e3 * case.timed:.2f}" for case in cases.values())])
+    rows.append(["step", *(f"{1e3 * case.plain:.2f}" for case in cases.values())])
+    rows.append(["weights read once", *(f"{1e3 * case.weights:.2f}" for case in cases.values())])
+    rows.append(["step / weights read", *(f"{case.plain / case.weights:.2f}" for case in cases.values())])
+    rows.append(["MB, GFLOP", *(f"{case.num_bytes / 1e6:.0f}, {case.operations / 1e9:.1f}" for case in cases.values())])
+    rows.append(["roofline", *(_share(case.least, case.plain) for case in cases.values())])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for name, *cells in rows:
+        lines.append(name.ljust(widths[0]) + "".join(f"  {c:>{w}}" for c, w in zip(cells, widths[1:], strict=True)))
+    return lines
+
+
+def _share(seconds: float, step: float) -> str:
+    return f"{1e3 * seconds:.2f} ({seconds / step:4.0%})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a checkpoint (default: the shape of Qwen2 0.5B)")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--steps", type=int, default=24, help="of each number of streams, half of them with timers")
+    parser.add_argument("--quantization", choices=("int8",))
+    given = parser.parse_args()
+    options = {"quantization": given.quantization} if given.quantization else {}
+    limits = measure_limits()
+    with Bench(given.model or model_folder(), **options) as bench:
+        cases = {f"decode, {streams}": decode(bench, streams, given.steps, limits) for streams in given.streams}
+        cases[f"prefill of {CHUNK}"] = prefill(bench, limits)
+    print(f"memory {limits.bandwidth:.0f} GB/s, bf16 matrix product {limits.peak:.0f} GFLOP/s; contexts of {CONTEXT}\n")
+    print("\n".join(table(cases)))
+    for path in bench.missing:
+        print(f"there is no {path} to put a timer around: its time is in `other`")
+    found = {name: dataclasses.asdict(case) for name, case in cases.items()}
+    print(json.dumps(dataclasses.asdict(limits) | {"seconds": found}))
+
+
+if __name__ == "__main__":
+    main()
