@@ -76,7 +76,7 @@ class Engine:
         """Start as many batches as may be under way, then commit the oldest."""
         while len(self._under_way) < self._executor.depth:
             now = self._clock()
-            batch = self.scheduler.schedule(self._budget.next(), now, self._executor.depth)
+            batch = self.scheduler.schedule(self._budget.next(self.scheduler.num_waiting), now, self._executor.depth)
             if not batch.chunks:
                 break
             self._under_way.append((batch, now, self._executor.execute(batch)))

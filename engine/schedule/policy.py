@@ -34,11 +34,13 @@ class WaitingQueue:
 class TokenBudget:
     """Tokens for the next step, from measured speed, so that running streams do not stall behind a long prompt.
 
-    Follows the tokens per second of steps that were large enough to tell, and aims at `target_seconds` a step. Results
-    do not depend on it (promise 3); only their timing does.
+    Follows the tokens per second of steps that were large enough to tell, and aims at `target_seconds` a step, and at up
+    to four times as long where many prompts wait: large steps compute more tokens per second, so that all wait less.
+    Results do not depend on it (promise 3); only their timing does.
     """
 
     SMALLEST = 64  # tokens: below this a step is mostly fixed cost, and a long prompt would crawl
+    MANY_WAITING = 8  # prompts, from which on a step grows
 
     def __init__(self, limit: int, target_seconds: float | None) -> None:
         """`limit`: most tokens in a step, always kept. `target_seconds` None: always the limit."""
@@ -46,10 +48,12 @@ class TokenBudget:
         self._target = target_seconds
         self._tokens_per_second: float | None = None
 
-    def next(self) -> int:
+    def next(self, num_waiting: int = 0) -> int:
+        """`num_waiting`: sequences that wait for a first chunk."""
         if self._target is None or self._tokens_per_second is None:
             return min(self._limit, 512) if self._target is not None else self._limit
-        return max(min(self.SMALLEST, self._limit), min(self._limit, int(self._target * self._tokens_per_second)))
+        seconds = self._target * min(4.0, max(1.0, num_waiting / self.MANY_WAITING))
+        return max(min(self.SMALLEST, self._limit), min(self._limit, int(seconds * self._tokens_per_second)))
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         if num_tokens < min(self.SMALLEST, self._limit) or seconds <= 0:

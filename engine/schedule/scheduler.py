@@ -72,6 +72,10 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._running or len(self._waiting))
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
     def stats(self) -> Stats:
         """Counters so far and gauges now; the caller fills what it knows (steps)."""
         self._stats.num_running = len(self._running)

@@ -9,29 +9,55 @@ namespace {
 
 typedef uint16_t Halves __attribute__((vector_size(2 * W)));
 
-// The first min(count, W) numbers, zeros behind.
+// Calls work(i, count) for vectors of numbers: whole ones, then what is left.
+template <class Work>
+inline void by_vectors(int first, int end, Work work) {
+  int i = first;
+  for (; i + W <= end; i += W) work(i, W);
+  if (i < end) work(i, end - i);
+}
+
+// The first `count` numbers, 1 .. W, zeros behind.
 template <class Cell>
 inline Vec load_cells(const Cell* from, int count) {
-  if (count >= W) return as_floats(load_floats(from, W));
+#if defined(__AVX512F__)
+  return as_floats(load_floats(from, count));
+#else
+  if (count == W) return as_floats(load_floats(from, W));
   Cell part[W] = {};
   memcpy(part, from, count * sizeof(Cell));
   return as_floats(load_floats(part, W));
+#endif
 }
 
-inline Halves upper_halves(Vec x) {  // to nearest, ties to even
+// To nearest, ties to even. A NaN has to come of bfloat16 numbers, so that rounding cannot carry out of it. Numbers
+// below 2^-126 may become 0, as they do in AVX-512's instruction.
+inline Halves upper_halves(Vec x) {
+#if defined(__AVX512BF16__)
+  return (Halves)_mm512_cvtneps_pbh(x);
+#else
   const Units y = (Units)x;
-  return __builtin_convertvector((x == x ? y + all(0x7fffu) + (y >> 16 & 1) : all(0x7fc00000u)) >> 16, Halves);
+  return __builtin_convertvector((y + all(0x7fffu) + (y >> 16 & 1)) >> 16, Halves);
+#endif
 }
 
-// Stores the first min(count, W) numbers.
+// Stores the first `count` numbers, 1 .. W.
 inline void store_cells(float* to, Vec x, int count) {
-  if (count >= W) return store(to, x);
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(to, (__mmask16)((1u << count) - 1), x);
+#else
+  if (count == W) return store(to, x);
   memcpy(to, &x, count * sizeof *to);
+#endif
 }
 inline void store_cells(Bf16* to, Vec x, int count) {
   const Halves y = upper_halves(x);
-  if (count >= W) return store(to, y);
+#if defined(__AVX512F__)
+  _mm256_mask_storeu_epi16(to, (__mmask16)((1u << count) - 1), (__m256i)y);
+#else
+  if (count == W) return store(to, y);
   memcpy(to, &y, count * sizeof *to);
+#endif
 }
 
 // x as a Cell holds it.
@@ -40,7 +66,12 @@ inline Vec rounded_to(Vec x) {
   if constexpr (sizeof(Cell) == sizeof(float)) {
     return x;
   } else {
-    return as_floats(__builtin_convertvector(upper_halves(x), Units) << 16);
+#if defined(__AVX512F__)
+    return as_floats((Units)_mm512_cvtepu16_epi32((__m256i)upper_halves(x)) << 16);
+#else
+    const Units y = (Units)x;
+    return as_floats((y + all(0x7fffu) + (y >> 16 & 1)) & all(0xffff0000u));
+#endif
   }
 }
 

@@ -28,26 +28,26 @@ template <class Cell>
 void rms_norm_row(const Cell* x, const Cell* delta, const Cell* weight, float eps, Cell* total, Cell* normed, int width) {
   constexpr int CHAINS = 4;  // sums that are added to in turn, so that none waits for the one before
   Vec sums[CHAINS] = {};
-  auto add = [&](int i, Vec& sum) {
-    Vec y = load_cells(x + i, width - i);
+  auto add = [&](int i, int count, Vec& sum) {
+    Vec y = load_cells(x + i, count);
     if (delta != nullptr) {
-      y = rounded_to<Cell>(y + load_cells(delta + i, width - i));
-      store_cells(total + i, y, width - i);
+      y = rounded_to<Cell>(y + load_cells(delta + i, count));
+      store_cells(total + i, y, count);
     }
     sum = fma(y, y, sum);
   };
   int i = 0;
   for (; i + CHAINS * W <= width; i += CHAINS * W)
 #pragma GCC unroll 4
-    for (int chain = 0; chain < CHAINS; chain++) add(i + chain * W, sums[chain]);
-  for (; i < width; i += W) add(i, sums[0]);
+    for (int chain = 0; chain < CHAINS; chain++) add(i + chain * W, W, sums[chain]);
+  by_vectors(i, width, [&](int i, int count) { add(i, count, sums[0]); });
   const float squares = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
   const Vec scale = all(1.0f / sqrtf(squares / width + eps));
   if (delta != nullptr) x = total;
-  for (i = 0; i < width; i += W) {
-    const Vec scaled = rounded_to<Cell>(load_cells(x + i, width - i) * scale);
-    store_cells(normed + i, scaled * load_cells(weight + i, width - i), width - i);
-  }
+  by_vectors(0, width, [&](int i, int count) {
+    const Vec scaled = rounded_to<Cell>(load_cells(x + i, count) * scale);
+    store_cells(normed + i, scaled * load_cells(weight + i, count), count);
+  });
 }
 
 template <class Cell>
@@ -81,12 +81,15 @@ inline Vec exp_negative(Vec x) {
   return x < all(-87.0f) ? Vec{} : y * as_floats(power);
 }
 
-// x / (1 + e^-y)
+// x / (1 + e^-y); of a relative error of 1e-5 where a Cell holds no more.
+template <class Cell>
 inline Vec gated(Vec x, Vec y) {
+  if constexpr (sizeof(Cell) < sizeof(float)) return x / (all(1.0f) + rough_power_of_2(y * all(-1.44269504f)));
   const Vec power = exp_negative(y < -y ? y : -y), one = all(1.0f);
   return x * (y < Vec{} ? power : one) / (one + power);
 }
 
+template <class Cell>
 struct Gelu {  // x times the normal distribution function
   Vec operator()(Vec x) const {
     const Vec size = x < -x ? -x : x;
@@ -105,9 +108,10 @@ struct Gelu {  // x times the normal distribution function
   }
 };
 
+template <class Cell>
 struct GeluTanh {  // (1 + tanh(y)) / 2 = 1 / (1 + e^(-2 y))
   Vec operator()(Vec x) const {
-    return gated(x, all(1.5957691216f) * fma(x * x * x, all(0.044715f), x));  // 2 sqrt(2 / pi)
+    return gated<Cell>(x, all(1.5957691216f) * fma(x * x * x, all(0.044715f), x));  // 2 sqrt(2 / pi)
   }
 };
 
@@ -121,12 +125,14 @@ inline void pieces(int64_t rows, int width, int threads, Work work) {
   }
 }
 
-template <class Function, class Cell>
+template <template <class> class Function, class Cell>
 void elementwise(const Cell* x, Cell* y, int64_t count, int threads) {
   pieces((count + PIECE - 1) / PIECE, PIECE, threads, [=](int64_t piece, int, int) {
     const int64_t at = piece * PIECE;
     const int size = count - at < PIECE ? count - at : PIECE;
-    for (int i = 0; i < size; i += W) store_cells(y + at + i, Function()(load_cells(x + at + i, size - i)), size - i);
+    by_vectors(0, size, [=](int i, int count) {
+      store_cells(y + at + i, Function<Cell>()(load_cells(x + at + i, count)), count);
+    });
   });
 }
 
@@ -134,10 +140,11 @@ template <class Cell>
 void silu_and_mul(const Cell* gate_up, int64_t stride, Cell* y, int64_t rows, int width, int threads) {
   pieces(rows, width, threads, [=](int64_t row, int start, int end) {
     const Cell *gate = gate_up + row * stride, *up = gate + width;
-    for (int i = start; i < end; i += W) {
-      const Vec x = load_cells(gate + i, end - i);
-      store_cells(y + row * width + i, rounded_to<Cell>(gated(x, x)) * load_cells(up + i, end - i), end - i);
-    }
+    Cell* to = y + row * width;
+    by_vectors(start, end, [=](int i, int count) {
+      const Vec x = load_cells(gate + i, count);
+      store_cells(to + i, rounded_to<Cell>(gated<Cell>(x, x)) * load_cells(up + i, count), count);
+    });
   });
 }
 
@@ -172,12 +179,12 @@ void turn_head(const Cell* from, const Cell* norm, float eps, const float* cos, 
     return;
   }
   const int half = size / 2;
-  for (int i = 0; i < half; i += W) {
-    const Vec a = load_cells(from + i, half - i), b = load_cells(from + half + i, half - i);
-    const Vec c = load_cells(cos + i, half - i), s = load_cells(sin + i, half - i);
-    store_cells(to + i, a * c - b * s, half - i);
-    store_cells(to + half + i, b * c + a * s, half - i);
-  }
+  by_vectors(0, half, [=](int i, int count) {
+    const Vec a = load_cells(from + i, count), b = load_cells(from + half + i, count);
+    const Vec c = load_cells(cos + i, count), s = load_cells(sin + i, count);
+    store_cells(to + i, a * c - b * s, count);
+    store_cells(to + half + i, b * c + a * s, count);
+  });
 }
 
 template <class Cell>
@@ -212,10 +219,10 @@ template <class Cell>
 void quantise_row(const Cell* x, uint8_t* numbers, float* scale, int width) {
   typedef uint8_t Bytes __attribute__((vector_size(W)));
   Ints most = {};  // of the magnitudes' bits, where NaN is above infinity
-  for (int i = 0; i < width; i += W) {
-    const Ints size = (Ints)load_cells(x + i, width - i) & 0x7fffffff;
+  by_vectors(0, width, [&](int i, int count) {
+    const Ints size = (Ints)load_cells(x + i, count) & 0x7fffffff;
     most = size > most ? size : most;
-  }
+  });
   int32_t lanes[W], highest = 0;
   store(lanes, most);
   for (int i = 0; i < W; i++) highest = lanes[i] > highest ? lanes[i] : highest;
@@ -224,15 +231,11 @@ void quantise_row(const Cell* x, uint8_t* numbers, float* scale, int width) {
   if (largest < 1e-30f) largest = 1e-30f;
   *scale = largest / 127.0f;
   const Vec factor = all(1.0f / largest * 127.0f);  // in the order of torch
-  for (int i = 0; i < width; i += W) {
-    const Vec scaled = load_cells(x + i, width - i) * factor + all(128.5f);
+  by_vectors(0, width, [=](int i, int count) {
+    const Vec scaled = load_cells(x + i, count) * factor + all(128.5f);
     const Bytes bytes = __builtin_convertvector(__builtin_convertvector(scaled, Ints), Bytes);
-    if (width - i >= W) {
-      store(numbers + i, bytes);
-    } else {
-      memcpy(numbers + i, &bytes, width - i);
-    }
-  }
+    memcpy(numbers + i, &bytes, count);
+  });
 }
 
 template <class Cell>

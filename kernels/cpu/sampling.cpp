@@ -5,14 +5,15 @@
 // tells which groups a filter can pass over. Filters are thresholds in the value of logits, so equal ones stay or go
 // together, and nothing sorts the vocabulary:
 // - top_k: the k-th largest maximum is at most the k-th largest logit, so that few candidates are left to select from.
-// - top_p: logits too small for the nucleus, whatever the others are, are passed over; of the rest a histogram by value
-//   finds the few among which the nucleus ends.
+// - top_p: a row of bfloat16 numbers has few distinct ones, and those are counted. Of other rows, logits too small for the
+//   nucleus, whatever the others are, are passed over; of the rest a histogram by value finds the few among which the
+//   nucleus ends. Where top_p is the only filter, only the row's weights from there on are summed up.
 // A row is drawn from by one thread, in the order of ids, from sums over fixed groups: threads do not show in a result.
 
 #include <algorithm>
-#include <cfloat>
 #include <cmath>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "scan.h"
@@ -26,6 +27,7 @@ constexpr int64_t WORTH_THREADS = 1 << 15;  // logits
 constexpr int BINS = 2048;
 constexpr int SORTED_AT_ONCE = 512;
 constexpr double LOG2_E = 1.4426950408889634;
+constexpr int HALVES = 1 << 16;  // bit patterns of bfloat16 numbers
 
 const Scan* const VARIANTS[] = {
     &scan_baseline,
@@ -55,8 +57,9 @@ struct Summary {
   const Scan& scan;
   Row row;
   const float* maxima;
-  const double* sums;  // of weights, if they were asked for
+  const double* sums;  // of weights from `floor` up, if they were asked for
   float highest;       // NaN if any is
+  float floor = NO_FLOOR;
 
   int groups() const { return groups_of(row.columns); }
   float at(int column) const {
@@ -73,6 +76,7 @@ struct Workspace {
   std::vector<int32_t> ids, bins;
   std::vector<float> values, weights, selected, selected_weights;
   std::vector<double> sums;
+  std::vector<int32_t> counts = std::vector<int32_t>(HALVES);  // all 0 between calls
 
   void resize(int columns) {
     if (ids.size() >= (size_t)columns + 16) return;
@@ -84,11 +88,17 @@ struct Workspace {
 thread_local Workspace workspace;
 
 // Sums up all rows, then calls finish(row, summary) for each. scale_of(row): of the weights whose sums are wanted, or 0.
-template <class ScaleOf, class Finish>
-void each_row(const Matrix& matrix, const Scan& scan, int threads, bool weighted, ScaleOf scale_of, Finish finish) {
+// floor_of(row, summary without sums): from which logit on weights count, or NO_FLOOR.
+template <class ScaleOf, class FloorOf, class Finish>
+void each_row(const Matrix& matrix, const Scan& scan, int threads, bool weighted, ScaleOf scale_of, FloorOf floor_of,
+              Finish finish) {
   const int groups = groups_of(matrix.columns), chunks = (groups + CHUNK - 1) / CHUNK;
-  std::vector<float> maxima((size_t)matrix.rows * groups), highest(matrix.rows);
+  std::vector<float> maxima((size_t)matrix.rows * groups), highest(matrix.rows), floors(matrix.rows, NO_FLOOR);
   std::vector<double> sums(weighted ? maxima.size() : 0);
+  const auto summary = [&](int row) {
+    const size_t first = (size_t)row * groups;
+    return Summary{scan, matrix.row(row), &maxima[first], weighted ? &sums[first] : nullptr, highest[row], floors[row]};
+  };
 #pragma omp parallel num_threads(threads) if ((int64_t)matrix.rows * matrix.columns > WORTH_THREADS)
   {
 #pragma omp for schedule(static)
@@ -107,20 +117,23 @@ void each_row(const Matrix& matrix, const Scan& scan, int threads, bool weighted
     }
     if (weighted) {
 #pragma omp for schedule(dynamic, 1)
+      for (int row = 0; row < matrix.rows; row++)
+        if (std::isfinite(highest[row])) floors[row] = floor_of(row, summary(row));
+#pragma omp for schedule(dynamic, 1)
       for (int task = 0; task < matrix.rows * chunks; task++) {
         const int row = task / chunks, first = task % chunks * CHUNK;
         const float scale = scale_of(row);
         if (scale > 0.0f && std::isfinite(highest[row]))
-          scan.sums(matrix.row(row), first, std::min(first + CHUNK, groups), {highest[row], scale},
-                    &sums[(size_t)row * groups]);
+          scan.sums(matrix.row(row), first, std::min(first + CHUNK, groups), {highest[row], scale, floors[row]},
+                    &maxima[(size_t)row * groups], &sums[(size_t)row * groups]);
       }
     }
 #pragma omp for schedule(dynamic, 1)
-    for (int row = 0; row < matrix.rows; row++)
-      finish(row, Summary{scan, matrix.row(row), &maxima[(size_t)row * groups],
-                          weighted ? &sums[(size_t)row * groups] : nullptr, highest[row]});
+    for (int row = 0; row < matrix.rows; row++) finish(row, summary(row));
   }
 }
+
+float without_floor(int, const Summary&) { return NO_FLOOR; }
 
 // The first column that holds `highest`, or the first NaN.
 int likeliest(const Summary& s) {
@@ -219,15 +232,15 @@ int draw_place(const float* weights, int count, double target) {
 
 float scale_of(double temperature) { return (float)(LOG2_E / temperature); }
 
-// Draws from the whole row.
-int draw_unfiltered(const Summary& s, const Draw& draw) {
+// Draws from the whole row, or from its nucleus.
+int draw_from_row(const Summary& s, const Draw& draw) {
   double target;
   const int group = draw_group(s.sums, s.groups(), draw.noise, target);
   const int first = group * GROUP, count = std::min(GROUP, s.row.columns - first);
   float values[GROUP], weights[GROUP];
   double sum;
   for (int i = 0; i < count; i++) values[i] = s.at(first + i);
-  s.scan.weigh(values, count, {s.highest, scale_of(draw.temperature)}, weights, &sum);
+  s.scan.weigh(values, count, {s.highest, scale_of(draw.temperature), s.floor}, weights, &sum);
   return first + draw_place(weights, count, target);
 }
 
@@ -235,29 +248,65 @@ bool is_filtered(const Draw& draw, int columns) {
   return (draw.top_k > 0.0 && draw.top_k < columns) || draw.min_p > 0.0;
 }
 
+// The same as nucleus_floor for a whole row of bfloat16 numbers: equal ones are counted and weighed together.
+float nucleus_floor_of_counts(const Summary& s, Weighing by, double top_p) {
+  Workspace& space = workspace;
+  const uint16_t* row = (const uint16_t*)s.row.logits;
+  for (int column = 0; column < s.row.columns; column++) space.counts[row[column]]++;
+  uint32_t highest, half;
+  memcpy(&highest, &s.highest, 4);
+  half = s.highest == 0.0f ? 0 : highest >> 16;  // not that of -0, as both zeros are passed below
+  int distinct = 0;
+  for (int seen = 0; seen < s.row.columns;) {
+    const int count = std::exchange(space.counts[half], 0);
+    if (count > 0) {
+      const uint32_t bits = half << 16;
+      memcpy(&space.values[distinct], &bits, 4);
+      space.bins[distinct++] = count;
+      seen += count;
+    }
+    half = half == 0 ? HALVES / 2 : half < HALVES / 2 ? half - 1 : half + 1;  // negative numbers fall as bits rise
+  }
+  s.scan.weigh(space.values.data(), distinct, by, space.weights.data(), space.sums.data());
+  const auto mass = [&](int place) { return (double)space.bins[place] * space.weights[place]; };
+  double total = 0.0, above = 0.0;
+  for (int place = 0; place < distinct; place++) total += mass(place);
+  int place = 0;
+  while (place < distinct - 1 && (above += mass(place)) < top_p * total) place++;
+  return space.values[place];
+}
+
+// Where the nucleus ends if top_p is the only filter.
+float floor_of_row(const Summary& s, const Draw& draw) {
+  Workspace& space = workspace;
+  space.resize(s.row.columns);
+  const Weighing by{s.highest, scale_of(draw.temperature), NO_FLOOR};
+  if (s.row.bf16) return nucleus_floor_of_counts(s, by, draw.top_p);
+  s.scan.sums(s.row, 0, s.groups(), by, s.maxima, space.sums.data());
+  const double total = sum_of(space.sums.data(), s.groups());
+  // All weights below this one together hold less than the share 1 - top_p. It is lowered by what rounding may do.
+  const double bound = 0.99 * (1.0 - draw.top_p) * total / s.row.columns;
+  const float threshold = std::max(NO_FLOOR, (float)(s.highest + draw.temperature * std::log(bound)));
+  float *values = space.values.data(), *weights = space.weights.data();
+  const int count = s.scan.gather(s.row, s.maxima, threshold, space.ids.data(), values);
+  s.scan.weigh(values, count, by, weights, space.sums.data());
+  return nucleus_floor(s.scan, values, weights, count, threshold, s.highest, draw.top_p * total);
+}
+
 int draw_filtered(const Summary& s, const Draw& draw) {
   Workspace& space = workspace;
-  const Weighing by{s.highest, scale_of(draw.temperature)};
-  float threshold = -FLT_MAX;
-  double total = -1.0;
-  if (is_filtered(draw, s.row.columns)) {
-    if (draw.top_k > 0.0 && draw.top_k < s.row.columns)
-      threshold = std::max(threshold, kth_largest(s, (int)draw.top_k));
-    if (draw.min_p > 0.0)
-      threshold = std::max(threshold, (float)(s.highest + draw.temperature * std::log(draw.min_p)));
-  } else {
-    // All weights below this one together hold less than the share 1 - top_p. It is lowered by what rounding may do.
-    total = sum_of(s.sums, s.groups());
-    const double bound = 0.99 * (1.0 - draw.top_p) * total / s.row.columns;
-    threshold = std::max(threshold, (float)(s.highest + draw.temperature * std::log(bound)));
-  }
+  space.resize(s.row.columns);
+  float threshold = NO_FLOOR;
+  if (draw.top_k > 0.0 && draw.top_k < s.row.columns) threshold = std::max(threshold, kth_largest(s, (int)draw.top_k));
+  if (draw.min_p > 0.0)
+    threshold = std::max(threshold, (float)(s.highest + draw.temperature * std::log(draw.min_p)));
   int32_t* ids = space.ids.data();
   float *values = space.values.data(), *weights = space.weights.data();
-  int count = s.scan.gather(s.row, s.maxima, threshold, ids, values);
-  s.scan.weigh(values, count, by, weights, space.sums.data());
+  const int count = s.scan.gather(s.row, s.maxima, threshold, ids, values);
+  s.scan.weigh(values, count, {s.highest, scale_of(draw.temperature), NO_FLOOR}, weights, space.sums.data());
   if (draw.top_p < 1.0) {
-    if (total < 0.0) total = sum_of(space.sums.data(), groups_of(count));
-    const float floor = nucleus_floor(s.scan, values, weights, count, threshold, s.highest, draw.top_p * total);
+    const double wanted = draw.top_p * sum_of(space.sums.data(), groups_of(count));
+    const float floor = nucleus_floor(s.scan, values, weights, count, threshold, s.highest, wanted);
     for (int i = 0; i < count; i++) weights[i] = values[i] >= floor ? weights[i] : 0.0f;
     s.scan.add(weights, count, space.sums.data());
   }
@@ -269,9 +318,7 @@ int draw_filtered(const Summary& s, const Draw& draw) {
 int choose(const Summary& s, const Draw& draw) {
   if (!std::isfinite(s.highest)) return -1;
   if (draw.temperature == 0.0) return likeliest(s);
-  if (draw.top_p == 1.0 && !is_filtered(draw, s.row.columns)) return draw_unfiltered(s, draw);
-  workspace.resize(s.row.columns);
-  return draw_filtered(s, draw);
+  return is_filtered(draw, s.row.columns) ? draw_filtered(s, draw) : draw_from_row(s, draw);
 }
 
 // The k likeliest columns, of equal ones the lowest first.
@@ -302,18 +349,23 @@ EXPORT void serve_llm_choose(const Matrix* matrix, const Draw* draws, int64_t* c
   };
   bool weighted = false;
   for (int row = 0; row < matrix->rows; row++) weighted |= scale(row) > 0.0f;
-  each_row(*matrix, *VARIANTS[variant], threads, weighted, scale,
-           [&](int row, const Summary& s) { chosen[row] = choose(s, draws[row]); });
+  each_row(
+      *matrix, *VARIANTS[variant], threads, weighted, scale,
+      [&](int row, const Summary& s) {
+        return scale(row) > 0.0f && draws[row].top_p < 1.0 ? floor_of_row(s, draws[row]) : NO_FLOOR;
+      },
+      [&](int row, const Summary& s) { chosen[row] = choose(s, draws[row]); });
 }
 
 EXPORT void serve_llm_likeliest(const Matrix* matrix, int64_t* chosen, int variant, int threads) {
-  each_row(*matrix, *VARIANTS[variant], threads, false, [](int) { return 0.0f; },
+  each_row(*matrix, *VARIANTS[variant], threads, false, [](int) { return 0.0f; }, without_floor,
            [&](int row, const Summary& s) { chosen[row] = likeliest(s); });
 }
 
 // ids: (rows, columns), of which each row's first counts[row] are written.
 EXPORT void serve_llm_largest(const Matrix* matrix, int k, int32_t* ids, int32_t* counts, int variant, int threads) {
-  each_row(*matrix, *VARIANTS[variant], threads, false, [](int) { return 0.0f; }, [&](int row, const Summary& s) {
+  each_row(*matrix, *VARIANTS[variant], threads, false, [](int) { return 0.0f; }, without_floor,
+           [&](int row, const Summary& s) {
     int32_t* to = ids + (int64_t)row * matrix->columns;
     if (!std::isfinite(s.highest)) {
       to[0] = likeliest(s);
@@ -328,7 +380,7 @@ EXPORT void serve_llm_largest(const Matrix* matrix, int k, int32_t* ids, int32_t
 // k: 0 .. columns. top_ids and top_logprobs: (rows, k). The rank of a row that is not finite is 0.
 EXPORT void serve_llm_logprobs(const Matrix* matrix, const int64_t* ids, int k, double* logprobs, int32_t* ranks,
                                int32_t* top_ids, double* top_logprobs, int variant, int threads) {
-  each_row(*matrix, *VARIANTS[variant], threads, true, [](int) { return scale_of(1.0); },
+  each_row(*matrix, *VARIANTS[variant], threads, true, [](int) { return scale_of(1.0); }, without_floor,
            [&](int row, const Summary& s) {
              ranks[row] = 0;
              if (!std::isfinite(s.highest)) return;

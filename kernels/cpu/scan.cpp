@@ -121,7 +121,8 @@ inline double sum_weights(const Cell* row, int first, int end, Weighing by, Keep
   Sum sum;
   by_lanes(row, first, end, [&](const Cell* from, int place) {
     for (int k = 0; k < PARTS; k++) {
-      const Vec weights = power_of_2<6>((floats(from + k * W) - all(by.highest)) * all(by.scale));
+      const Vec x = floats(from + k * W), power = power_of_2<6>((x - all(by.highest)) * all(by.scale));
+      const Vec weights = x >= all(by.floor) ? power : Vec{};
       sum.add(k, weights);
       keep(place + k * W, weights);
     }
@@ -130,9 +131,11 @@ inline double sum_weights(const Cell* row, int first, int end, Weighing by, Keep
 }
 
 template <class Cell>
-void sums_of(const Cell* row, int columns, int first, int last, Weighing by, double* sums) {
+void sums_of(const Cell* row, int columns, int first, int last, Weighing by, const float* maxima, double* sums) {
   for (int group = first; group < last; group++)
-    sums[group] = sum_weights(row, group * GROUP, end_of(group, columns), by, [](int, Vec) {});
+    sums[group] = maxima[group] < by.floor
+                      ? 0.0
+                      : sum_weights(row, group * GROUP, end_of(group, columns), by, [](int, Vec) {});
 }
 
 template <class Cell>
@@ -169,8 +172,8 @@ void maxima(Row row, int first, int last, float* maxima) {
   typed(row, [&](auto cells) { maxima_of(cells, row.columns, first, last, maxima); });
 }
 
-void sums(Row row, int first, int last, Weighing by, double* sums) {
-  typed(row, [&](auto cells) { sums_of(cells, row.columns, first, last, by, sums); });
+void sums(Row row, int first, int last, Weighing by, const float* maxima, double* sums) {
+  typed(row, [&](auto cells) { sums_of(cells, row.columns, first, last, by, maxima, sums); });
 }
 
 void weigh(const float* values, int count, Weighing by, float* weights, double* sums) {

@@ -1,6 +1,7 @@
 // What sampling.cpp (which row is drawn how) and scan.cpp (passes over one row, compiled once per instruction set) agree on.
 #pragma once
 
+#include <cfloat>
 #include <cstdint>
 
 constexpr int GROUP = 256;  // columns that are summed up by one maximum and one sum of weights; from a multiple of GROUP on
@@ -14,9 +15,11 @@ struct Row {
   bool bf16;
 };
 
-// The weight of a logit x is 2 ^ ((x - highest) * scale): highest is finite and the row's largest.
+constexpr float NO_FLOOR = -FLT_MAX;  // only -inf lies below, and weighs nothing
+
+// The weight of a logit x is 2 ^ ((x - highest) * scale), and 0 if x < floor: highest is finite and the row's largest.
 struct Weighing {
-  float highest, scale;
+  float highest, scale, floor;
 };
 
 // One instruction set's code. All of it gives the same bits for a row, whatever the instruction set, as long as that has
@@ -24,8 +27,8 @@ struct Weighing {
 struct Scan {
   // The largest of each group first .. last - 1; NaN where the group has one.
   void (*maxima)(Row, int first, int last, float* maxima);
-  // The sum of weights of each group first .. last - 1.
-  void (*sums)(Row, int first, int last, Weighing, double* sums);
+  // The sum of weights of each group first .. last - 1. Groups whose maximum is below the floor are not read.
+  void (*sums)(Row, int first, int last, Weighing, const float* maxima, double* sums);
   // The same for numbers that were gathered; keeps the weights too, of which there is room for 15 more.
   void (*weigh)(const float* values, int count, Weighing, float* weights, double* sums);
   // The sums alone, of weights that are there already.

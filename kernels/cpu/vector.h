@@ -88,27 +88,47 @@ inline float largest(Vec x) {
 #endif
 }
 
-// 2^x for x <= 0, exactly 0 below -125, NaN for NaN. Relative error: 1e-7 of degree 6, 3e-6 of degree 4.
+// 2^x for |x| <= 1/2: least largest error at Chebyshev's points. Relative error: 1e-7 of degree 6, 3e-6 of degree 4.
+template <int DEGREE>
+inline Vec fraction_power_of_2(Vec x) {
+  Vec y;
+  if constexpr (DEGREE == 6) {
+    y = fma(all(1.535336181e-4f), x, all(1.339887445e-3f));
+    y = fma(y, x, all(9.618437358e-3f));
+    y = fma(y, x, all(5.550332471e-2f));
+    y = fma(y, x, all(2.402264791e-1f));
+    y = fma(y, x, all(6.931472029e-1f));
+  } else {
+    y = fma(all(9.582852867e-3f), x, all(5.590642492e-2f));
+    y = fma(y, x, all(2.402409862e-1f));
+    y = fma(y, x, all(6.931241934e-1f));
+  }
+  return fma(y, x, all(1.0f));
+}
+
+// 2^x for -127 <= x <= 128, which are 0 and infinity, or NaN. Relative error: that of the degree.
+template <int DEGREE>
+inline Vec power_of_2_in_range(Vec x) {
+  const Vec shifted = x + all(12582912.0f);  // 1.5 x 2^23: the nearest integer, in the low bits
+  const Units power = ((Units)shifted << 23) + all(0x3f800000u);
+  return fraction_power_of_2<DEGREE>(x - (shifted - all(12582912.0f))) * as_floats(power);
+}
+
+// 2^x for x <= 0, exactly 0 below -125, NaN for NaN.
 template <int DEGREE>
 inline Vec power_of_2(Vec x) {
-  const Vec clamped = larger(all(-125.0f), x);
-  const Vec shifted = clamped + all(12582912.0f);  // 1.5 x 2^23: the nearest integer, in the low bits
-  const Vec rest = clamped - (shifted - all(12582912.0f));
-  Vec y;  // of 2^rest, |rest| <= 1/2: least largest error at Chebyshev's points
-  if constexpr (DEGREE == 6) {
-    y = fma(all(1.535336181e-4f), rest, all(1.339887445e-3f));
-    y = fma(y, rest, all(9.618437358e-3f));
-    y = fma(y, rest, all(5.550332471e-2f));
-    y = fma(y, rest, all(2.402264791e-1f));
-    y = fma(y, rest, all(6.931472029e-1f));
-  } else {
-    y = fma(all(9.582852867e-3f), rest, all(5.590642492e-2f));
-    y = fma(y, rest, all(2.402409862e-1f));
-    y = fma(y, rest, all(6.931241934e-1f));
-  }
-  y = fma(y, rest, all(1.0f));
-  const Units power = ((Units)shifted << 23) + all(0x3f800000u);
-  return x < all(-125.0f) ? Vec{} : y * as_floats(power);
+  const Vec power = power_of_2_in_range<DEGREE>(larger(all(-125.0f), x));
+  return x < all(-125.0f) ? Vec{} : power;
+}
+
+// 2^x for any x to a relative error of 3e-6, NaN for NaN; where float32 ends, 0 and infinity may come a power too early.
+inline Vec rough_power_of_2(Vec x) {
+#if defined(__AVX512DQ__)
+  return _mm512_scalef_ps(fraction_power_of_2<4>(_mm512_reduce_ps(x, 0)), _mm512_roundscale_ps(x, 0));
+#else
+  const Vec above = larger(all(-127.0f), x);
+  return power_of_2_in_range<4>(above > all(128.0f) ? all(128.0f) : above);
+#endif
 }
 
 // bfloat16 is the upper half of a float32.

@@ -1,7 +1,7 @@
 """What ranks cost each other: a step's message and its answer, by shared memory on one host and by the encrypted
 channel to other hosts (here over the loopback interface, so without a network), and sums of tensors.
 
-Run: PYTHONPATH=tests python -m bench.messages [--ranks 2] [--count 2000] [--ray] [--python]. Prints a table of microseconds,
+Run: PYTHONPATH=tests python -m bench.messages [--ranks 2] [--count 2000] [--ray] [--python]. Prints a table of us,
 then one JSON line. --ray: also with ranks that are Ray actors on this host, which should cost the same as processes.
 --python: sums as they are without the compiled library. Needs as many free cores as ranks: on a busy machine the
 figures say how busy it is.

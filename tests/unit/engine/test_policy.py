@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from serve_llm.engine.schedule.policy import TokenBudget
 
 
@@ -31,3 +33,11 @@ def test_the_users_limit_is_kept_and_no_target_means_the_limit() -> None:
     fixed = TokenBudget(8192, None)
     fixed.observe(8192, 1e-3)
     assert fixed.next() == 8192
+
+
+def test_steps_grow_where_many_prompts_wait() -> None:
+    budget = TokenBudget(2048, 0.15)
+    for _ in range(50):
+        budget.observe(600, 600 / 4000)
+    tokens = [budget.next(waiting) for waiting in (0, 1, 8, 12, 16, 24, 1000)]
+    assert tokens == pytest.approx([600, 600, 600, 900, 1200, 1800, 2048], abs=1)
