@@ -8,6 +8,7 @@ bfloat16 matrix product.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import time
@@ -18,6 +19,7 @@ from functools import partial
 import torch
 
 from serve_llm.kernels import table
+from serve_llm.kernels.huge_pages import use_huge_pages
 from serve_llm.kernels.sampling import Draw
 
 CPU = torch.device("cpu")
@@ -31,14 +33,16 @@ DRAWS = {
 }
 STEPS = [(1, 1, 128), (1, 1, 4096), (8, 1, 1024), (32, 1, 1024), (1, 512, 512), (1, 2048, 2048)]
 # sequences, new tokens of each, context of each
+COLD_STEPS = [(1, 256), (8, 256), (32, 256), (8, 1024)]  # sequences, context of each
 BLOCK_SIZE = 16
 
 
-def median_us(call: Callable[[], object]) -> float:
-    """Of at least 5 calls after a first one, for about half a second."""
+def median_us(call: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    """Of at least 5 calls after a first one, for about half a second. before: called in front of each, not timed."""
     call()
     times: list[float] = []
     while len(times) < 5 or sum(times) < 0.5:
+        before()
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
@@ -78,6 +82,32 @@ def attention_times() -> dict[str, Timed]:
             pairs = sequences * (queries * (context - queries) + queries * (queries + 1) / 2)
             name = f"attention {heads}/{kv_heads}/{head_dim} bf16, {sequences} x {queries} of {context}"
             found[name] = Timed(median_us(call), cache.nbytes, 4 * heads * head_dim * pairs)
+    return found
+
+
+def cold_attention_times() -> dict[str, Timed]:
+    """Decoding as in a step of a model: blocks that hold all layers, and other memory is read between two layers."""
+    layers, (heads, kv_heads, head_dim) = 24, HEADS[0]
+    attention = table.choose(CPU, torch.bfloat16, {head_dim}).paged_attention
+    others = torch.ones(1 << 24)
+    found = {}
+    for sequences, context in COLD_STEPS:
+        blocks = context // BLOCK_SIZE
+        flat = torch.empty((sequences * blocks, layers, 2, kv_heads, BLOCK_SIZE, head_dim), dtype=torch.bfloat16)
+        use_huge_pages(flat)
+        cache = flat.normal_()
+        block_table = torch.randperm(sequences * blocks).view(sequences, blocks).int()
+        query = torch.randn((sequences, heads, head_dim)).bfloat16()
+        lengths = (list(range(sequences + 1)), [context] * sequences)
+
+        calls = [
+            partial(attention, query, cache[:, i], block_table, *lengths, scale=head_dim**-0.5) for i in range(layers)
+        ]
+        turns = itertools.cycle(calls)
+        name = f"attention {heads}/{kv_heads}/{head_dim} bf16, {sequences} x 1 of {context}, cold"
+        pairs = sequences * context
+        us = median_us(lambda turns=turns: next(turns)(), before=others.sum)
+        found[name] = Timed(us, cache.nbytes // layers, 4 * heads * head_dim * pairs)
     return found
 
 
@@ -134,7 +164,7 @@ def limits() -> tuple[float, float]:
 def main() -> None:
     bandwidth, peak = limits()
     print(f"{torch.get_num_threads()} threads: memory {bandwidth:.0f} GB/s, bf16 matrix product {peak:.0f} GFLOP/s")
-    times = linear_times() | attention_times() | row_times() | sampling_times()
+    times = linear_times() | attention_times() | cold_attention_times() | row_times() | sampling_times()
     for name, timed in times.items():
         gigabytes, gigaflops = timed.num_bytes / timed.us / 1000, timed.operations / timed.us / 1000
         reads = f"{gigabytes:7.1f} GB/s {gigabytes / bandwidth:5.0%}"

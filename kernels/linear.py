@@ -12,6 +12,7 @@ functional float32 agrees only at multiples of 16. The input is padded with zero
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -29,18 +30,20 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
-def pack(weight: Tensor, bias: Tensor | None = None) -> Linear:
+def pack(weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = ()) -> Linear:
     """The layer x @ weight.T + bias. weight: (outputs, inputs); bias: (outputs,) or None; both on their final device.
 
-    The caller lets go of `weight` afterwards: the result may hold a copy in another layout. Outputs or inputs may be
-    none at all; without inputs the result is the bias, or zeros.
+    beside: weights of more outputs of the same input and dtype, whose results stand behind those of `weight`; the bias
+    is for all. The caller lets go of weights afterwards: the result may hold a copy in another layout. Outputs or
+    inputs may be none at all; without inputs the result is the bias, or zeros.
     """
+    weight = torch.cat((weight, *beside)) if beside else weight.contiguous()
     if weight.numel() == 0:
         return _Functional(weight, bias, row_multiple=1)
     if weight.device.type != "cpu":
         return _Functional(weight, bias, row_multiple=1)
     if _onednn_works(weight.dtype):
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
         return _OneDNN(packed, bias)
     return _Functional(weight, bias, row_multiple=16)
 

@@ -34,7 +34,7 @@ class Kernels:
     layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
     rope_and_cache: Callable[[Tensor, int, rope.HeadNorms | None, rope.Angles | None, Tensor, Tensor], Tensor]
     activations: Mapping[str, Callable[[Tensor], Tensor]]  # silu_and_mul, gelu, gelu_tanh, relu
-    pack: Callable[[Tensor, Tensor | None], linear.Linear]
+    pack: Callable[..., linear.Linear]
     pack_int8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
 
 

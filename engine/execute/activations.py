@@ -16,7 +16,7 @@ from serve_llm.engine.parallel.layout import HeadShare
 from serve_llm.engine.schedule.sequence import GroupLayout
 
 FLOAT = 4  # bytes of float32, in which norms, rope, activations and scores are computed
-PIECE = 256  # rows of one oneDNN product, as in kernels.linear
+UNIT = 4  # bytes of which rows of a product on a CPU are made, as in kernels.cpu.linear
 KEY_TILE = 128  # tokens of keys that attention visits at a time, as in kernels.attention
 COMPILED_HEAD_DIMS = range(16, 257, 8)  # of the kernels that make no tensors but results, as in kernels.cpu.library
 
@@ -57,29 +57,19 @@ class Step:
         if not self.int8:
             return self.head(rows, inputs, outputs)
         result = rows * outputs * self.element
-        padded = _few_sizes(min(rows, PIECE))
-        copies = (self.element if rows < PIECE and padded != rows else 0) + (0 if self.compiled else FLOAT)
-        before = padded * inputs * (copies + 1)
-        return result + max(before, padded * (inputs + outputs * FLOAT)), result
+        numbers = rows * inputs
+        return result + numbers + _whole_units(rows, inputs, 1), result
 
     def head(self, rows: int, inputs: int, outputs: int) -> tuple[int, int]:
-        """The same of a product in the model's dtype. On a CPU it is computed in pieces of padded rows."""
-        if not self.on_cpu:
-            return rows * outputs * self.element, rows * outputs * self.element
-        rest = rows % PIECE
-        padded = _few_sizes(rest) if rest else 0
-        input_copy = padded * inputs * self.element if padded != rest else 0
-        pieces = (rows - rest + padded) * outputs * self.element
-        if rows <= PIECE:
-            return pieces + input_copy, pieces
-        joined = rows * outputs * self.element
-        return pieces + max(input_copy, joined), joined
+        """The same of a product in the model's dtype."""
+        result = rows * outputs * self.element
+        return result + (_whole_units(rows, inputs, self.element) if self.on_cpu else 0), result
 
 
-def _few_sizes(rows: int) -> int:
-    """As in kernels.linear."""
-    power = 1 << max(rows - 1, 1).bit_length()
-    return power * 3 // 4 if 4 <= power and rows <= power * 3 // 4 else power
+def _whole_units(rows: int, inputs: int, element: int) -> int:
+    """Bytes of the copy that kernels.cpu.linear makes of rows that are not whole units."""
+    row = -(-inputs * element // UNIT) * UNIT
+    return rows * row if row != inputs * element else 0
 
 
 def peak_bytes(spec: ModelSpec, shard: Shard, groups: tuple[GroupLayout, ...], config: Config, element: int) -> int:

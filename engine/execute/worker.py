@@ -35,6 +35,7 @@ from serve_llm.engine.schedule.batch import Batch, Chunk, ChunkResult, NewRow
 from serve_llm.engine.types import Sampling, TokenLogprobs
 from serve_llm.engine.weights.place import load_model
 from serve_llm.kernels import cache_int8
+from serve_llm.kernels.huge_pages import use_huge_pages
 from serve_llm.kernels.table import choose_sampling
 
 logger = logging.getLogger(__name__)
@@ -197,12 +198,13 @@ def allocate_cache(
     """One strided view (blocks, 2, kv_heads, block_size, head_dim) per layer into one flat buffer of equal-byte blocks;
     of an int8 cache the last dimension holds the scales as well.
 
-    A small buffer on a CPU is touched at once, so that resident memory does not grow later; a large one page by page.
+    The buffer is not filled: what is never written is never read, and on a CPU takes no memory. There it lies in huge
+    pages.
     """
     block_elements = layout.block_bytes // dtype.itemsize
-    flat = torch.zeros(layout.num_blocks * block_elements, dtype=dtype, device=device)
-    if device.type == "cpu" and layout.num_bytes <= memory.CPU_SMALLEST:
-        flat.fill_(0)
+    flat = torch.empty(layout.num_blocks * block_elements, dtype=dtype, device=device)
+    if device.type == "cpu":
+        use_huge_pages(flat)
     caches: dict[int, Tensor] = {}
     for group, lie in zip(groups, layout.groups, strict=True):
         row = group.head_dim + (cache_int8.SCALE_BYTES if dtype == torch.int8 else 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -35,8 +35,8 @@ class Load(Protocol):
         """The parameter of this name, or only a part of it, on the model's device and of its dtype, but that int8
         weights are int8 and their scales ("..._scale") float32.
 
-        shape: of the whole parameter, (outputs, inputs) or (outputs,). What is returned is not to be kept: it may be
-        part of a mapped file.
+        shape: of the whole parameter, (outputs, inputs) or (outputs,). What is returned is not to be written: it may be
+        part of a mapped file, and whoever keeps it keeps the file mapped.
         """
 
 
@@ -57,6 +57,11 @@ class Builder:
         """A parameter that is used as it is. shape: of the whole."""
         return self.load(self.prefix + name, shape, part).clone(memory_format=torch.contiguous_format)
 
+    def table(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
+        """A parameter of which single rows are used: it stays in the mapped file if it is stored as the model wants it,
+        so that only those rows take memory. shape: of the whole."""
+        return self.load(self.prefix + name, shape, part)
+
     def linear(self, name: str, outputs: int, inputs: int) -> Linear:
         """A product that every rank computes in whole."""
         return self.columns({name: outputs}, inputs, {name: range(outputs)})
@@ -69,15 +74,17 @@ class Builder:
         One product for several parameters over the same input: their outputs stand side by side, in this order.
         """
 
-        def joined(kind: str, *shape: int) -> Tensor:
-            parts = [
+        def parts(kind: str, *shape: int) -> list[Tensor]:
+            return [
                 self.load(f"{self.prefix}{name}.{kind}", (count, *shape), Part(0, own[name]))
                 for name, count in outputs.items()
             ]
-            return torch.cat(parts)
+
+        def joined(kind: str, *shape: int) -> Tensor:
+            return torch.cat(parts(kind, *shape))
 
         return self._packed(
-            outputs, joined("weight", inputs), lambda: joined("weight_scale", 1), joined("bias") if bias else None
+            outputs, parts("weight", inputs), lambda: joined("weight_scale", 1), joined("bias") if bias else None
         )
 
     def rows(self, name: str, outputs: int, inputs: int, own: range, *, bias: bool = False) -> RowWise:
@@ -85,21 +92,23 @@ class Builder:
 
         The bias belongs to the first rank's share, so that one rank alone computes what it would without a group.
         """
-        weight = self.tensor(f"{name}.weight", outputs, inputs, part=Part(1, own))
+        weight = self.load(f"{self.prefix}{name}.weight", (outputs, inputs), Part(1, own))
         is_first = self.shard.place == 0
         all_or_none = Part(0, range(outputs if is_first else 0))
         added = self.tensor(f"{name}.bias", outputs, part=all_or_none) if bias else None
         product = self._packed(
-            (name,), weight, lambda: self.tensor(f"{name}.weight_scale", outputs, 1), added if is_first else None
+            (name,), [weight], lambda: self.tensor(f"{name}.weight_scale", outputs, 1), added if is_first else None
         )
         group = self.neighbours.tensor
         if group.size == 1:
             return product
         return lambda x: group.all_reduce(product(x))
 
-    def _packed(self, names: Iterable[str], weight: Tensor, scale: Callable[[], Tensor], bias: Tensor | None) -> Linear:
-        """The product in the layout and the numbers that it is computed in. scale: reads what is stored with int8
-        weights; (outputs, 1) float32."""
+    def _packed(
+        self, names: Iterable[str], weights: Sequence[Tensor], scale: Callable[[], Tensor], bias: Tensor | None
+    ) -> Linear:
+        """The product in the layout and the numbers that it is computed in. weights: whose outputs follow each other.
+        scale: reads what is stored with int8 weights; (outputs, 1) float32."""
         taken = {name: self.int8 is not None and self.int8.takes(self.prefix + name) for name in names}
         if len(set(taken.values())) > 1:
             apart = ", ".join(
@@ -107,7 +116,8 @@ class Builder:
             )
             raise ModelError(f"config.json: quantization_config: {apart}; all of one product must be alike")
         if self.int8 is None or not all(taken.values()):
-            return self.kernels.pack(weight, bias)
+            return self.kernels.pack(weights[0], bias, weights[1:])
+        weight = torch.cat(tuple(weights))
         if self.int8.stored:
             return self.kernels.pack_int8(weight, scale(), bias)
         return self.kernels.pack_int8(*quantise(weight), bias)

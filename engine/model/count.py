@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import Layer, ModelSpec, Norm
 
-# oneDNN's blocks on a processor with AVX-512, measured (3.12; bf16 and float32, 260 shapes; int8, 13): outputs in
-# groups of 64, inputs in as many as fill 64 bytes, and in int8 a sum of 4 bytes for every output. Padding matters for
-# tiny models only; other processors pad less.
-PACKED_OUTPUTS = 64
-PACKED_INPUT_BYTES = 64
-PACKED_SUM = 4
+# As kernels.cpu.linear packs them for AVX-512: outputs in panels of 16, inputs in units of 4 bytes; beside them a
+# float32 bias, and in int8 a scale and a sum of 4 bytes for every output. Padding matters for tiny models only; other
+# processors pad less.
+PANEL = 16
+UNIT = 4
 SCALE = 4
 IN_LAYER = ("attention.q", "attention.output", "ffn.up", "ffn.down")  # q and up stand for what is fused with them
 
@@ -31,26 +30,26 @@ class WeightBytes:
 
 @dataclass(frozen=True)
 class _Product:
-    """The matrix of a linear layer."""
+    """A linear layer."""
 
     outputs: int
     inputs: int
     is_int8: bool = False
+    bias: bool = False
 
     def loaded(self, element_bytes: int, stores_int8: bool) -> int:
+        bias = self.outputs * element_bytes if self.bias else 0
         if self.is_int8 and stores_int8:
-            return self.outputs * (self.inputs + SCALE)
-        return self.outputs * self.inputs * element_bytes
+            return self.outputs * (self.inputs + SCALE) + bias
+        return self.outputs * self.inputs * element_bytes + bias
 
     def held(self, element_bytes: int) -> int:
         """As packed on a CPU."""
         if self.outputs * self.inputs == 0:
-            return 0
-        element = 1 if self.is_int8 else element_bytes
-        in_block = PACKED_INPUT_BYTES // element
-        padded = -(-self.outputs // PACKED_OUTPUTS) * PACKED_OUTPUTS
-        packed = padded * -(-self.inputs // in_block) * in_block * element
-        return packed + padded * PACKED_SUM + self.outputs * SCALE if self.is_int8 else packed
+            return self.outputs * element_bytes if self.bias else 0
+        padded = -(-self.outputs // PANEL) * PANEL
+        row = -(-self.inputs * (1 if self.is_int8 else element_bytes) // UNIT) * UNIT
+        return padded * (row + SCALE * (2 * self.is_int8 + self.bias))
 
 
 @dataclass(frozen=True)
@@ -117,13 +116,12 @@ def _layer(layer: Layer, width: int, shard: Shard, is_int8: tuple[bool, ...]) ->
     qkv = queries + 2 * len(own.kv_heads) * mixer.head_dim
     columns = len(shard.ffn(ffn))
     up = columns * (2 if ffn.gated else 1)
-    summed_bias = width if shard.place == 0 else 0
     others = 2 * _norm(layer.norm, width)
-    others += (qkv if mixer.qkv_bias else 0) + (summed_bias if mixer.output_bias else 0)
-    others += up + summed_bias if ffn.bias else 0
     others += 0 if mixer.head_norm_eps is None else 2 * mixer.head_dim
     shapes = ((qkv, width), (width, queries), (up, width), (width, columns))
-    products = tuple(_Product(*shape, one) for shape, one in zip(shapes, is_int8, strict=True))
+    first = shard.place == 0
+    biases = (mixer.qkv_bias, mixer.output_bias and first, ffn.bias, ffn.bias and first)
+    products = tuple(_Product(*shape, *rest) for shape, *rest in zip(shapes, is_int8, biases, strict=True))
     return _Count(products, others)
 
 

@@ -32,7 +32,7 @@ class Decoder:
         own = Part(0, shard.vocabulary(spec.vocab_size))
         self._enter: Entrance
         if neighbours.previous is None:
-            embedding = build.tensor("embedding.weight", spec.vocab_size, outer, part=own)
+            embedding = build.table("embedding.weight", spec.vocab_size, outer, part=own)
             self._enter = entrance(spec, embedding, build)
         else:
             self._enter = received(spec.width, neighbours.previous)
@@ -47,7 +47,7 @@ class Decoder:
             self._leave = _leave(spec, outer, build)
             if not (spec.tied_head and shard.is_first):  # else the embedding is the head
                 name = "embedding.weight" if spec.tied_head else "head.weight"
-                embedding = build.tensor(name, spec.vocab_size, outer, part=own)
+                embedding = build.table(name, spec.vocab_size, outer, part=own)
             self._leave.append(build.kernels.pack(embedding, None))
         group_of = {layer: index for index, group in enumerate(spec.kv_groups) for layer in group.layers}
         self._group_of_layer = [group_of[layer] for layer in shard.layers]

@@ -34,8 +34,8 @@ class WaitingQueue:
 class TokenBudget:
     """Tokens for the next step, from measured speed, so that running streams do not stall behind a long prompt.
 
-    Follows the tokens per second of steps that were large enough to tell, and aims at `target_seconds` a step, and at up
-    to four times as long where many prompts wait: large steps compute more tokens per second, so that all wait less.
+    Follows the tokens per second of steps that were large enough to tell, and aims at `target_seconds` a step; at up to
+    four times as long where many prompts wait, since large steps compute more tokens per second and all wait less.
     Results do not depend on it (promise 3); only their timing does.
     """
 

@@ -5,7 +5,9 @@ Knows names and bytes, nothing of models.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +18,8 @@ from serve_llm.engine.errors import ModelError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+_libc = ctypes.CDLL(None)
 
 
 class _Slice(Protocol):
@@ -63,7 +67,26 @@ class Checkpoint:
         only what is used is read: do not write to it."""
         if part is None:
             part = tuple(range(size) for size in self.shape(name))
-        return self._file_of[name].get_slice(name)[tuple(slice(own.start, own.stop) for own in part)]
+        tensor = self._file_of[name].get_slice(name)[tuple(slice(own.start, own.stop) for own in part)]
+        _advise(tensor, mmap.MADV_WILLNEED)
+        return tensor
+
+    def release(self) -> None:
+        """Count what was read as this process's memory no longer. Tensors that are in use still are read again from the
+        file, as a rule from the system's cache of it, where they are touched."""
+        for name in self.names:
+            whole = tuple(slice(size) for size in self.shape(name))
+            _advise(self._file_of[name].get_slice(name)[whole], mmap.MADV_DONTNEED)
+
+
+def _advise(tensor: Tensor, advice: int) -> None:
+    """Tell the system how the pages of a mapped tensor are used. Only advice: what it answers does not matter."""
+    if tensor.numel() == 0:
+        return
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size = tensor.data_ptr() + (last + 1) * tensor.element_size() - first
+    _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), advice)
 
 
 def _open(path: Path) -> _File:

@@ -51,6 +51,7 @@ def load_model(
     if spec.int8 is not None:
         int8.check()
     load: Load
+    checkpoint = None
     if load_format == "dummy":
         spec = replace(spec, int8=spec.int8 and replace(spec.int8, stored=False))
         load = dummy(seed, dtype, device)
@@ -71,7 +72,10 @@ def load_model(
         return tensor
 
     kernels = choose(device, dtype, {layer.mixer.head_dim for layer in spec.layers})
-    return Decoder(spec, Builder(counted, kernels, shard, neighbours, spec.int8), device)
+    decoder = Decoder(spec, Builder(counted, kernels, shard, neighbours, spec.int8), device)
+    if checkpoint is not None:
+        checkpoint.release()
+    return decoder
 
 
 def assign(
@@ -156,7 +160,7 @@ def dummy(seed: int, dtype: torch.dtype, device: torch.device) -> Load:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
         values = torch.randn(shape, generator=generator) * 0.02
         if part is not None:
-            values = values.narrow(part.dimension, part.own.start, len(part.own))
+            values = values.narrow(part.dimension, part.own.start, len(part.own)).clone()
         return (values + 1.0 if name.endswith("norm.weight") else values).to(device, dtype)
 
     return load

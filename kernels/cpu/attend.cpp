@@ -250,19 +250,64 @@ void pack_query(const View& view, uint32_t* to) {
   }
 }
 
-// Asks for the next tile's keys and values a few at a time, all through the work on this one.
+// Asks for keys and values in the order in which they will be read, a few tokens at a time, all through the work on
+// those before them: a cache's pieces are too short and too scattered for the processor to foresee. Never goes further
+// than one tile beyond the one that is worked on; after a task's last tile that is the thread's next task.
 template <class Cell>
-struct Ahead {
-  Tokens<Cell> keys, values;
-  int next, end;  // tokens of that tile
-
-  void step() {
-    for (int i = 0; i < 8 && next < end; i++, next++)
-      for (int column = 0; column < keys.p.head_dim; column += 64 / sizeof(Cell)) {
-        __builtin_prefetch(keys(next) + column, 0, 2);
-        __builtin_prefetch(values(next) + column, 0, 2);
-      }
+class Ahead {
+ public:
+  Ahead(const Problem& p, const Rows& rows, int first, int last, const Next& next)
+      : p_(p), rows_(&rows), last_(last), next_(next) {
+    enter(first);
+    if (next.fetched) {
+      leave();
+    } else {
+      for (int i = 0; i < FIRST_STEPS; i++) step();
+    }
   }
+  void step() {
+    if (tiles_ <= 0 || rows_ == nullptr) return;
+    const Cell* row = Tokens<Cell>(p_, *rows_, part_, tile_ * TILE)(token_);
+    const int block_size = 1 << p_.block_shift;
+    int end = token_ + block_size - (token_ & (block_size - 1));  // a tile starts with a block, or in one that holds it
+    if (end > token_ + STEP_TOKENS) end = token_ + STEP_TOKENS;
+    if (end > to_) end = to_;
+    for (; token_ < end; token_++, row += p_.cache_token)
+      for (int column = 0; column < p_.head_dim; column += 64 / sizeof(Cell)) __builtin_prefetch(row + column, 0, 2);
+    if (token_ < to_) return;
+    token_ = from_;
+    if (++part_ == 2) leave();
+  }
+  // The work goes on with the next tile.
+  void next_tile() { tiles_++; }
+  // Asks for what is left, before the thread takes its next task.
+  void finish() {
+    while (tiles_ > 0 && rows_ != nullptr) step();
+  }
+
+ private:
+  static constexpr int STEP_TOKENS = 16, FIRST_STEPS = 8;
+
+  void enter(int tile) {
+    const View view(p_, *rows_);
+    tile_ = tile, part_ = 0;
+    from_ = view.from(0, tile * TILE), to_ = view.to(rows_->count - 1, tile * TILE);
+    token_ = from_;
+  }
+  void leave() {
+    tiles_--;
+    if (tile_ < last_) return enter(tile_ + 1);
+    rows_ = next_.rows;
+    next_.rows = nullptr;
+    if (rows_ != nullptr) enter(last_ = next_.tile);
+  }
+
+  const Problem& p_;
+  const Rows* rows_;  // null after all
+  int last_;
+  Next next_;
+  int tiles_ = 2;  // that may still be asked for, the present one included
+  int tile_, part_, token_, from_, to_;
 };
 
 // A tile's keys turned to panels of (unit, token), up to the panel of token `to`.
@@ -397,7 +442,7 @@ inline void merge_row(float& highest, float& total, float* values, float tile_hi
 
 // Asked: a number of the query. Cell: of the cache.
 template <class Number, class Asked, class Cell>
-void attend_tiles(const Problem& p, const Rows& rows, int first, int last, Sums sums, void* memory) {
+void attend_tiles(const Problem& p, const Rows& rows, int first, int last, const Next& next, Sums sums, void* memory) {
   constexpr bool SCALED = sizeof(Cell) == 1;
   const View view(p, rows);
   const Scratch s(p, memory);
@@ -405,13 +450,14 @@ void attend_tiles(const Problem& p, const Rows& rows, int first, int last, Sums 
   const int width = padded_dim(p.head_dim), units = p.head_dim / Number::PACK;
   const int strips = (rows.count + STRIP - 1) / STRIP, strip_rows = (rows.count + strips - 1) / strips;
   const int64_t result_row = (p.head_dim + PANEL - 1) / PANEL * PANEL;
+  Ahead<Cell> ahead(p, rows, first, last, next);
   for (int r = 0; r < rows.count; r++) sums.highest[r] = -INFINITY, sums.total[r] = 0.0f;
   memset(sums.values, 0, 4 * (int64_t)width * rows.count);
   pack_query<Number, Asked>(view, s.query);
   for (int tile = first; tile <= last; tile++) {
     const int start = tile * TILE;
     const int from = view.from(0, start), to = view.to(rows.count - 1, start);
-    Ahead<Cell> ahead{{p, rows, 0, start + TILE}, {p, rows, 1, start + TILE}, 0, view.to(rows.count - 1, start + TILE)};
+    if (tile > first) ahead.next_tile();
     const Cell* tokens[TILE];
     Tokens<Cell>(p, rows, 0, start).find(from, to, tokens);
     pack_keys<Number>(tokens, p.head_dim, from, to, s.keys, ahead);
@@ -442,15 +488,16 @@ void attend_tiles(const Problem& p, const Rows& rows, int first, int last, Sums 
                     s.total[i], s.result + i * result_row, width);
     }
   }
+  ahead.finish();
 }
 
-void attend(const Problem& p, const Rows& rows, int first, int last, Sums sums, void* memory) {
+void attend(const Problem& p, const Rows& rows, int first, int last, const Next& next, Sums sums, void* memory) {
   if (p.bf16) {
     const auto run = p.int8 ? attend_tiles<HalfNumber, Bf16, int8_t> : attend_tiles<HalfNumber, Bf16, Bf16>;
-    run(p, rows, first, last, sums, memory);
+    run(p, rows, first, last, next, sums, memory);
   } else {
     const auto run = p.int8 ? attend_tiles<Floats, float, int8_t> : attend_tiles<Floats, float, float>;
-    run(p, rows, first, last, sums, memory);
+    run(p, rows, first, last, next, sums, memory);
   }
 }
 

@@ -33,6 +33,14 @@ struct Rows {
   int first_tile, last_tile;  // that any of the rows sees
 };
 
+// What a thread will read after a task, to ask for it ahead of time: a tile of other rows (null: not known). Whether the
+// task's own first tile was asked for in that way.
+struct Next {
+  const Rows* rows;
+  int tile;
+  bool fetched;
+};
+
 // Softmax-weighted sums so far, for each row: highest score, sum of weights, weighted values (width padded to 16).
 struct Sums {
   float* highest;
@@ -46,7 +54,7 @@ inline int padded_dim(int head_dim) { return (head_dim + 15) / 16 * 16; }
 struct Variant {
   int64_t (*scratch)(const Problem&);
   // Clears the sums and adds the tiles first .. last to them, in order.
-  void (*attend)(const Problem&, const Rows&, int first, int last, Sums, void* scratch);
+  void (*attend)(const Problem&, const Rows&, int first, int last, const Next&, Sums, void* scratch);
   // Adds sums of `rows` rows to others, as `attend` adds each tile.
   void (*merge)(Sums into, Sums from, int rows, int width);
   void (*finish)(const Problem&, const Rows&, Sums);  // writes the output

@@ -6,6 +6,7 @@
 
 #include <omp.h>
 
+#include <atomic>
 #include <vector>
 
 #include "attend.h"
@@ -16,6 +17,7 @@
 namespace {
 
 constexpr int TASKS_PER_THREAD = 4;            // with fewer, threads wait for the last one
+constexpr int FEW_ROWS = 32;                   // reading their keys takes longer than computing
 constexpr int64_t MOST_SPLIT = int64_t{64} << 20;  // bytes of sums that may wait to be merged
 
 const Variant* const VARIANTS[] = {
@@ -53,47 +55,62 @@ std::vector<Rows> cut(const Problem& p) {
   return tasks;
 }
 
-void run_whole(const Problem& p, const Variant& variant, const std::vector<Rows>& tasks, int threads) {
-  const int64_t scratch = variant.scratch(p);
-  const int width = padded_dim(p.head_dim);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (tasks.size() > 1)
-  for (size_t i = 0; i < tasks.size(); i++) {
-    const Rows& rows = tasks[i];
-    const Sums sums = sums_at((float*)sums_space.at_least(4 * sums_size(rows.count, width)), rows.count);
-    variant.attend(p, rows, rows.first_tile, rows.last_tile, sums, scratch_space.at_least(scratch));
-    variant.finish(p, rows, sums);
+// Tiles first .. last of a task, whose sums stand at a place of their own if they are to be merged.
+struct Part {
+  int task, first, last;
+  int64_t place;
+};
+
+// Calls attend(part, what the same thread reads next) for each part: a thread takes the next one before it computes one
+// of few rows, and asks for its memory meanwhile.
+template <class Attend>
+void share(const std::vector<Rows>& tasks, const std::vector<Part>& parts, int threads, const Attend& attend) {
+  std::atomic<size_t> taken{0};
+#pragma omp parallel num_threads(threads) if (parts.size() > 1)
+  {
+    bool fetched = false;
+    for (size_t i = taken++, next; i < parts.size(); i = next) {
+      const bool early = tasks[parts[i].task].count <= FEW_ROWS;
+      if (early) next = taken++;
+      const bool known = early && next < parts.size();
+      const Rows* rows = known ? &tasks[parts[next].task] : nullptr;
+      attend(parts[i], Next{rows, known ? parts[next].first : 0, fetched});
+      if (!early) next = taken++;
+      fetched = known;
+    }
   }
 }
 
-// One tile of one task, and where its sums stand.
-struct Part {
-  int task, tile;
-  int64_t place;
-};
+void run_whole(const Problem& p, const Variant& variant, const std::vector<Rows>& tasks, int threads) {
+  const int64_t scratch = variant.scratch(p);
+  const int width = padded_dim(p.head_dim);
+  std::vector<Part> parts;
+  for (const Rows& rows : tasks) parts.push_back({(int)parts.size(), rows.first_tile, rows.last_tile, 0});
+  share(tasks, parts, threads, [&](const Part& part, const Next& next) {
+    const Rows& rows = tasks[part.task];
+    const Sums sums = sums_at((float*)sums_space.at_least(4 * sums_size(rows.count, width)), rows.count);
+    variant.attend(p, rows, part.first, part.last, next, sums, scratch_space.at_least(scratch));
+    variant.finish(p, rows, sums);
+  });
+}
 
 void run_split(const Problem& p, const Variant& variant, const std::vector<Rows>& tasks, const std::vector<Part>& parts,
                float* memory, int threads) {
   const int64_t scratch = variant.scratch(p);
   const int width = padded_dim(p.head_dim);
-  // A thread takes a few tiles in a row, since each asks for the next one's memory.
-  const int neighbours = 1 + (int)parts.size() / (threads * TASKS_PER_THREAD);
-#pragma omp parallel num_threads(threads) if (parts.size() > 1)
-  {
-#pragma omp for schedule(dynamic, neighbours)
-    for (size_t i = 0; i < parts.size(); i++) {
-      const Rows& rows = tasks[parts[i].task];
-      variant.attend(p, rows, parts[i].tile, parts[i].tile, sums_at(memory + parts[i].place, rows.count),
-                     scratch_space.at_least(scratch));
-    }
-#pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < parts.size(); i++) {
-      const Rows& rows = tasks[parts[i].task];
-      if (parts[i].tile != rows.first_tile) continue;
-      const Sums sums = sums_at(memory + parts[i].place, rows.count);
-      for (int64_t next = 1; next <= rows.last_tile - rows.first_tile; next++)
-        variant.merge(sums, sums_at(memory + parts[i + next].place, rows.count), rows.count, width);
-      variant.finish(p, rows, sums);
-    }
+  share(tasks, parts, threads, [&](const Part& part, const Next& next) {
+    const Rows& rows = tasks[part.task];
+    variant.attend(p, rows, part.first, part.last, next, sums_at(memory + part.place, rows.count),
+                   scratch_space.at_least(scratch));
+  });
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (tasks.size() > 1)
+  for (size_t i = 0; i < parts.size(); i++) {
+    const Rows& rows = tasks[parts[i].task];
+    if (parts[i].first != rows.first_tile) continue;
+    const Sums sums = sums_at(memory + parts[i].place, rows.count);
+    for (int64_t next = 1; next <= rows.last_tile - rows.first_tile; next++)
+      variant.merge(sums, sums_at(memory + parts[i + next].place, rows.count), rows.count, width);
+    variant.finish(p, rows, sums);
   }
 }
 
@@ -130,7 +147,7 @@ EXPORT void serve_llm_attention(const Problem* problem, int variant_number, int 
   if (threads > 1 && tasks.size() < (size_t)threads * TASKS_PER_THREAD) {
     for (size_t task = 0; task < tasks.size(); task++)
       for (int tile = tasks[task].first_tile; tile <= tasks[task].last_tile; tile++) {
-        parts.push_back({(int)task, tile, floats});
+        parts.push_back({(int)task, tile, tile, floats});
         floats += (sums_size(tasks[task].count, padded_dim(p.head_dim)) + 15) / 16 * 16;
       }
   }

@@ -3,9 +3,6 @@
 #include "linear.h"
 
 #include <omp.h>
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 #include <cstring>
 
@@ -30,7 +27,6 @@ const Multiply* const VARIANTS[] = {
 };
 
 constexpr int ROWS_AT_ONCE = 252;  // their sums of one panel stay in the cache
-constexpr int64_t HUGE_PAGE = 2 << 20;
 constexpr int LINE = 64;           // bytes of a cache line
 constexpr int64_t MUCH = 1 << 16;  // to be copied by one thread
 
@@ -98,19 +94,14 @@ EXPORT int serve_llm_panel_columns(int variant, int kind) {
   return VARIANTS[variant]->has((Kind)kind) ? VARIANTS[variant]->columns : 0;
 }
 
-// weight: (outputs, row_bytes), rows `weight_row` bytes apart. packed: (panels, units, columns) units of 32 bits.
-EXPORT void serve_llm_pack(int variant, const char* weight, int64_t weight_row, int64_t row_bytes, int outputs,
-                           uint32_t* packed, int threads) {
+// rows: (outputs) addresses of `row_bytes` of weights. packed: (panels, units, columns) units of 32 bits.
+EXPORT void serve_llm_pack(int variant, const char* const* rows, int64_t row_bytes, int outputs, uint32_t* packed,
+                           int threads) {
   const Multiply& multiply = *VARIANTS[variant];
   const int panels = panels_of(multiply, outputs);
-#if defined(__linux__)
-  const int64_t begin = ((int64_t)packed + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
-  const int64_t end = ((int64_t)packed + (row_bytes + 3) / 4 * 4 * panels * multiply.columns) / HUGE_PAGE * HUGE_PAGE;
-  if (begin < end) madvise((void*)begin, end - begin, MADV_HUGEPAGE);  // fewer page faults now and table walks later
-#endif
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int panel = 0; panel < panels; panel++)
-    multiply.pack(weight, weight_row, row_bytes, outputs, panel, panel + 1, packed);
+    multiply.pack(rows, row_bytes, outputs, panel, panel + 1, packed);
 }
 
 EXPORT void serve_llm_linear(const Product* product, int variant, int threads) {

@@ -36,6 +36,6 @@ struct Multiply {
   bool (*widens)(Kind);
   // Panels first .. last - 1 of all rows. x: as in the product, or widened. sums: (rows, columns) floats of scratch.
   void (*panels)(const Product&, const void* x, int64_t x_row, int first, int last, float* sums);
-  // Panels first .. last - 1 of a weight (outputs, units) with rows `weight_row` bytes apart.
-  void (*pack)(const char* weight, int64_t weight_row, int64_t row_bytes, int outputs, int first, int last, uint32_t* packed);
+  // Panels first .. last - 1 of a weight of `outputs` rows, each `row_bytes` somewhere in memory.
+  void (*pack)(const char* const* rows, int64_t row_bytes, int outputs, int first, int last, uint32_t* packed);
 };

@@ -8,6 +8,7 @@ bits do not depend on the other rows at all, so rows are never padded.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from serve_llm.kernels.cpu.library import Library
+from serve_llm.kernels.huge_pages import use_huge_pages
 from serve_llm.kernels.linear import Linear
 from serve_llm.kernels.linear_int8 import ZERO_POINT, Quantise, quantise_rows
 
@@ -63,10 +65,11 @@ class Packer:
         columns: int = self.compiled.serve_llm_panel_columns(self.number, KINDS[dtype])
         return columns
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        if weight.numel() == 0:
-            return partial(_constant, weight.shape[0], bias)
-        return _Packed(self, weight, bias)
+    def pack(self, weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = ()) -> Linear:
+        weights = [one for one in (weight, *beside) if one.numel()]
+        if not weights:
+            return partial(_constant, sum(one.shape[0] for one in (weight, *beside)), bias)
+        return _Packed(self, weights, bias)
 
     def pack_int8(
         self, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, quantise: Quantise = quantise_rows
@@ -77,26 +80,28 @@ class Packer:
 
 
 class _Packed:
-    def __init__(self, packer: Packer, weight: Tensor, bias: Tensor | None) -> None:
-        outputs, inputs = weight.shape
-        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    def __init__(self, packer: Packer, weights: Sequence[Tensor], bias: Tensor | None) -> None:
+        """weights: (outputs, inputs) each, of one dtype, with any distance between rows; outputs follow each other."""
+        weights = [weight if weight.stride(1) == 1 else weight.contiguous() for weight in weights]
+        rows = torch.cat([weight.data_ptr() + torch.arange(len(weight)) * _row_bytes(weight) for weight in weights])
+        outputs, inputs, dtype = len(rows), weights[0].shape[1], weights[0].dtype
         self._compiled, self._variant, self._outputs = packer.compiled, packer.number, outputs
-        self._columns = packer.columns(weight.dtype)
-        row_bytes = inputs * weight.element_size()
+        self._columns = packer.columns(dtype)
+        row_bytes = inputs * dtype.itemsize
         units = -(-row_bytes // UNIT)
-        self._missing = units * UNIT // weight.element_size() - inputs  # of a row, to whole units
+        self._missing = units * UNIT // dtype.itemsize - inputs  # of a row, to whole units
         self._tensors = [torch.empty(-(-outputs // self._columns) * self._columns * units, dtype=torch.int32)]
+        use_huge_pages(self._tensors[0])
         self._compiled.serve_llm_pack(
             self._variant,
-            ctypes.c_void_p(weight.data_ptr()),
-            ctypes.c_int64(weight.stride(0) * weight.element_size()),
+            ctypes.c_void_p(rows.data_ptr()),
             ctypes.c_int64(row_bytes),
             outputs,
             ctypes.c_void_p(self._tensors[0].data_ptr()),
             torch.get_num_threads(),
         )
         self._product = Product(
-            kind=KINDS[weight.dtype],
+            kind=KINDS[dtype],
             weight=self._tensors[0].data_ptr(),
             bias=None if bias is None else self._by_panel(bias.float()),
             y_row=outputs,
@@ -128,7 +133,7 @@ class _Packed:
 
 class _PackedInt8(_Packed):
     def __init__(self, packer: Packer, weight: Tensor, scale: Tensor, bias: Tensor | None, quantise: Quantise) -> None:
-        super().__init__(packer, weight, bias)
+        super().__init__(packer, [weight], bias)
         self._quantise = quantise
         self._product.weight_scale = self._by_panel(scale.flatten())
         self._product.start = self._by_panel(weight.sum(1, dtype=torch.int32) * -ZERO_POINT)
@@ -137,6 +142,11 @@ class _PackedInt8(_Packed):
         numbers, scales = self._quantise(x)
         self._product.x_scale = scales.data_ptr()
         return self._multiply(numbers, x.dtype)
+
+
+def _row_bytes(weight: Tensor) -> int:
+    """From one row to the next."""
+    return weight.stride(0) * weight.element_size()
 
 
 def _constant(outputs: int, bias: Tensor | None, x: Tensor) -> Tensor:

@@ -222,14 +222,14 @@ inline Four four_of(const char* row, int64_t row_bytes, int unit) {
   return found;
 }
 
-void pack(const char* weight, int64_t weight_row, int64_t row_bytes, int outputs, int first, int last, uint32_t* packed) {
+void pack(const char* const* rows, int64_t row_bytes, int outputs, int first, int last, uint32_t* packed) {
   const int units = (int)((row_bytes + 3) / 4);
   for (int panel = first; panel < last; panel++)
     for (int unit = 0; unit < units; unit += 4) {
       const int column = panel * COLUMNS;
       Units turned[4];
       turn([&](int i) {
-        return column + i < outputs ? four_of(weight + (column + i) * weight_row, row_bytes, unit) : Four{};
+        return column + i < outputs ? four_of(rows[column + i], row_bytes, unit) : Four{};
       }, turned);
       for (int i = 0; i < 4 && unit + i < units; i++)
         store(packed + ((int64_t)panel * units + unit + i) * COLUMNS, turned[i]);

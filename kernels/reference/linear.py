@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 
-def pack(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+def pack(weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = ()) -> Callable[[Tensor], Tensor]:
     """Same contract as `kernels.linear.pack`."""
+
+    weight = torch.cat((weight, *beside))
 
     def linear(x: Tensor) -> Tensor:
         y = x.double() @ weight.double().T

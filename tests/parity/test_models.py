@@ -34,7 +34,7 @@ REFERENCE = Kernels(
     pack=linear.pack,
     pack_int8=linear_int8.pack_int8,
 )
-TOLERANCE = 1e-4  # of a logprob, float32
+TOLERANCE = 2e-4  # of a logprob, float32: sums of these models in another order differ by up to 1.1e-4
 LENGTHS = (1, 2, 15, 16, 17, 40, 131, 150)  # blocks are of 16, windows of 21 and 37, key tiles of 128 tokens
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from types import FunctionType, ModuleType
 
 import torch
@@ -11,8 +12,16 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 
+def mapped_checkpoints() -> list[range]:
+    """Addresses at which files of checkpoints lie mapped in this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    bounds = [line.split()[0].split("-") for line in lines if ".safetensors" in line]
+    return [range(int(first, 16), int(end, 16)) for first, end in bounds]
+
+
 def weight_bytes(decoder: object) -> int:
     """Of all tensors that hang on a decoder, each storage counted once; without the frequencies of its ropes."""
+    files = mapped_checkpoints()
     sizes: dict[int, int] = {}
     seen: set[int] = set()
     todo = [decoder]
@@ -25,7 +34,9 @@ def weight_bytes(decoder: object) -> int:
             if item.layout is torch._mkldnn:
                 sizes[id(item)] = torch.ops.mkldnn._nbytes(item)
             else:
-                sizes[item.untyped_storage()._cdata] = item.untyped_storage().nbytes()
+                storage = item.untyped_storage()
+                mapped = any(storage.data_ptr() in file for file in files)  # only what is used takes memory
+                sizes[storage._cdata] = item.nbytes if mapped else storage.nbytes()
         elif isinstance(item, FunctionType):  # not its globals
             todo += [cell.cell_contents for cell in item.__closure__ or ()]
         else:

@@ -28,6 +28,26 @@ def test_groups_share_equal_byte_blocks() -> None:
     assert layout.blocks_per_request(1024, max_chunk=64) == 64 + 4
 
 
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="the system has no transparent huge pages"
+)
+def test_a_cache_is_advised_to_lie_in_huge_pages() -> None:
+    groups = (KVGroup(layers=(0,), kv_heads=2, head_dim=64, window=None),)
+    layout = memory.plan_cache(groups, groups, CacheRow(2), 16, 16 << 20)
+    [cache] = allocate_cache(layout, groups, torch.bfloat16, torch.device("cpu"))
+    address = cache.data_ptr() + (4 << 20)
+    flags: list[str] = []
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):  # the line of a mapping: begin-end ...
+            begin, end = (int(part, 16) for part in name.split("-"))
+            inside = begin <= address < end
+        elif inside and name == "VmFlags:":
+            flags = rest
+    assert "hg" in flags
+
+
 def test_an_int8_cache_counts_its_scales() -> None:
     groups = (KVGroup(layers=tuple(range(24)), kv_heads=2, head_dim=64, window=None),)
     layout = memory.plan_cache(groups, groups, CacheRow(1, scale_bytes=4), 16, 1 << 28)

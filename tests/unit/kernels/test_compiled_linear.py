@@ -117,11 +117,23 @@ def test_layouts_of_weights_and_rows(packer: Packer) -> None:
     assert torch.equal(packer.pack(weight)(x.T.contiguous().T), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("counts", [(97,), (5, 0, 92), (1, 31, 65), (64, 32, 1)])
+def test_weights_side_by_side(packer: Packer, counts: tuple[int, ...], dtype: torch.dtype) -> None:
+    weight, bias, x = random(97, 53, dtype=dtype), random(97, dtype=dtype), random(3, 53, dtype=dtype)
+    first, *more = weight.split(counts)
+    expected = packer.pack(weight, bias)(x)
+    assert torch.equal(packer.pack(first, bias, more)(x), expected)
+    assert torch.equal(packer.pack(first.T.contiguous().T, bias, more)(x), expected)
+    assert torch.equal(linear.pack(first, bias, more)(x), linear.pack(weight, bias)(x))
+
+
 def test_nothing(packer: Packer) -> None:
     bias = random(97)
     assert packer.pack(random(97, 53), bias)(torch.empty(0, 53)).shape == (0, 97)
     assert torch.equal(packer.pack(torch.empty(97, 0), bias)(torch.empty(2, 0)), bias.expand(2, 97))
     assert packer.pack(torch.empty(0, 53))(torch.empty(2, 53)).shape == (2, 0)
+    assert packer.pack(torch.empty(9, 0), None, [torch.empty(4, 0)])(torch.empty(2, 0)).shape == (2, 13)
 
 
 def test_what_is_not_finite_stays_in_its_row(packer: Packer) -> None:

@@ -1,0 +1,58 @@
+"""A checkpoint's files are mapped, once, as long as something needs them; what is released leaves memory."""
+
+from __future__ import annotations
+
+import gc
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from serve_llm.engine.weights.files import Checkpoint
+from support.forward import Harness, load
+from support.tiny import make_checkpoint
+
+SIZE = 8 << 20
+
+
+def mapped(path: Path) -> list[int]:
+    """Bytes in memory of each mapping of the file in this process."""
+    gc.collect()
+    text = Path("/proc/self/smaps").read_text()
+    regions = re.findall(rf"^[0-9a-f]+-[0-9a-f]+ .*{re.escape(str(path))}\n(?:\w+:.*\n)*?Rss: +(\d+) kB", text, re.M)
+    return [int(kilobytes) << 10 for kilobytes in regions]
+
+
+def test_what_is_released_leaves_memory_and_can_still_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    numbers = torch.arange(SIZE // 4, dtype=torch.int32).view(2, -1)
+    save_file({"a": numbers, "none": torch.empty(0, 3)}, path)
+    checkpoint = Checkpoint(tmp_path)
+    part = checkpoint.read("a", (range(1, 2), range(SIZE // 8)))
+    assert torch.equal(checkpoint.read("a"), numbers)
+    (before,) = mapped(path)
+    checkpoint.release()
+    (after,) = mapped(path)
+    assert before >= SIZE and after <= SIZE // 4
+    assert torch.equal(part, numbers[1:])
+    del checkpoint, part
+    assert mapped(path) == []
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_only_an_embedding_that_fits_stays_in_the_file(tied: bool, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", tie_word_embeddings=tied)
+    path = tmp_path / "model.safetensors"
+    assert next(iter(load_file(path).values())).dtype == torch.float32
+    spec, decoder = load(tmp_path)
+    expected = Harness(spec, decoder, torch.float32).logprobs([[3, 1, 4, 1, 5]])
+    assert len(mapped(path)) == 1
+    del decoder
+    assert mapped(path) == []
+    other = load(tmp_path, torch.bfloat16)
+    assert mapped(path) == []
+    del other
+    again = Harness(*load(tmp_path), torch.float32).logprobs([[3, 1, 4, 1, 5]])
+    assert torch.equal(again[0], expected[0])
