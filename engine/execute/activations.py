@@ -2,6 +2,10 @@
 
 It follows the parts of a step in their order (`model/*`, `kernels/*`), adds up what lives at the same time in each, and
 takes the largest. Small vectors (ids, positions, one number per row) and NumPy's arrays of the host are left out.
+
+A CPU is taken to have the compiled kernels and a GPU the portable ones. Not counted: what a CPU without a compiler, or
+with AMX, whose products are oneDNN's, takes beyond that.
+
 A test compares it with what torch's profiler sees a real step allocate.
 """
 
@@ -18,7 +22,7 @@ from serve_llm.engine.schedule.sequence import GroupLayout
 FLOAT = 4  # bytes of float32, in which norms, rope, activations and scores are computed
 UNIT = 4  # bytes of which rows of a product on a CPU are made, as in kernels.cpu.linear
 KEY_TILE = 128  # tokens of keys that attention visits at a time, as in kernels.attention
-COMPILED_HEAD_DIMS = range(16, 257, 8)  # of the kernels that make no tensors but results, as in kernels.cpu.library
+COMPILED_HEAD_DIMS = range(16, 257, 8)  # of attention kernels that make no tensors but results: kernels.cpu.library
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Step:
     on_cpu: bool
     cache: CacheRow
     int8: bool = False
-    compiled: bool = False
+    compiled_attention: bool = False  # on a CPU other kernels are compiled in any case
 
     @classmethod
     def largest(cls, config: Config, element: int) -> Step:
@@ -76,7 +80,7 @@ def peak_bytes(spec: ModelSpec, shard: Shard, groups: tuple[GroupLayout, ...], c
     """Of the rank that `shard` belongs to. groups: of the cache; element: bytes of the model's dtype."""
     step = Step.largest(config, element)
     compiled = step.on_cpu and all(group.head_dim in COMPILED_HEAD_DIMS for group in spec.kv_groups)
-    step = replace(step, int8=spec.int8 is not None, compiled=compiled)
+    step = replace(step, int8=spec.int8 is not None, compiled_attention=compiled)
     kinds = {
         (spec.layers[index], group) for group, of in zip(groups, spec.kv_groups, strict=True) for index in of.layers
     }
@@ -100,7 +104,7 @@ def _norm_of_sum(step: Step, norm: Norm, elements: int) -> int:
     size = elements * step.element
     if norm.kind == "layer":
         return 2 * size
-    return size if step.compiled else size + _rms_norm(step, elements)
+    return size if step.on_cpu else size + _rms_norm(step, elements)
 
 
 def _rms_norm(step: Step, elements: int) -> int:
@@ -113,7 +117,7 @@ def _ffn(step: Step, ffn: Dense, width: int, columns: int) -> int:
     elements = step.tokens * columns
     floats = {"silu": 2, "gelu": 3, "gelu_tanh": 4, "relu": 0}[ffn.activation]  # float32 copies alive at once
     active = elements * step.element
-    inner = active if step.compiled or not floats else step.wide(elements) + floats * elements * FLOAT
+    inner = active if step.on_cpu or not floats else step.wide(elements) + floats * elements * FLOAT
     down, _ = step.linear(step.tokens, columns, width)
     return max(peak, up + inner, active + down)
 
@@ -128,7 +132,7 @@ def _attention(step: Step, mixer: Attention, group: GroupLayout, width: int, sha
     even = step.tokens * shared * kv_heads * mixer.head_dim  # with padding where KV heads have different numbers
     live = query + even * step.element * (1 if even == queries else 2)
     tiles = [0]
-    if not step.compiled:
+    if not step.compiled_attention:
         if step.cache.scale_bytes:  # a key or value is rounded, the other one is done
             tiles.append(
                 step.wide(keys) + keys * (FLOAT + 1) + step.tokens * kv_heads * 2 * step.cache.num_bytes(mixer.head_dim)
@@ -143,7 +147,7 @@ def _attention(step: Step, mixer: Attention, group: GroupLayout, width: int, sha
 
 def _heads(step: Step, mixer: Attention, queries: int, keys: int, qkv: int) -> tuple[int, int]:
     """The peak from the joint product, of `qkv` bytes, to what attention reads, and what is left: the queries."""
-    if step.compiled:
+    if step.compiled_attention:
         return qkv + queries * step.element, queries * step.element
     peak, left = qkv, qkv
     turned = 0  # queries and keys apart from qkv
@@ -189,15 +193,16 @@ def _tile_attention(
 def _logits(step: Step, spec: ModelSpec, shard: Shard) -> int:
     """The head, over the rows that are sampled; hidden rows of all tokens are still there.
 
-    In a tensor-parallel group every rank gathers whole rows, where requests need them: the default ones do.
+    As default requests are sampled: on a CPU in the head's dtype, without the float32 copy that adjusted rows need. In
+    a tensor-parallel group every rank gathers whole rows in float32; on a CPU its own are chosen from the head's first.
     """
     rows, outer = step.sampled * spec.width, spec.embedding_width or spec.width
     vocabulary = len(shard.vocabulary(spec.vocab_size))
     live = step.tokens * spec.width * step.element + rows * step.element
     normed = 0 if spec.final_norm is None else rows * step.element
     peak, logits = step.head(step.sampled, outer, vocabulary)
-    peak = normed + max(peak, logits + step.wide(step.sampled * vocabulary))
+    peak = normed + max(peak, logits + (0 if step.on_cpu else step.wide(step.sampled * vocabulary)))
     if shard.grid.tensor > 1:
         own, whole = step.sampled * vocabulary * FLOAT, step.sampled * spec.vocab_size * FLOAT
-        peak = max(peak, (2 if step.on_cpu else 1) * own + 2 * whole)
+        peak = max(peak, (2 * logits if step.on_cpu else own) + 2 * whole)
     return live + peak

@@ -40,7 +40,7 @@ class TokenBudget:
     """
 
     SMALLEST = 64  # tokens: below this a step is mostly fixed cost, and a long prompt would crawl
-    MANY_WAITING = 8  # prompts, from which on a step grows
+    MANY_WAITING = 4  # prompts, from which on a step grows
 
     def __init__(self, limit: int, target_seconds: float | None) -> None:
         """`limit`: most tokens in a step, always kept. `target_seconds` None: always the limit."""

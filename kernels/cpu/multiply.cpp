@@ -183,13 +183,11 @@ void panels(const Product& p, const void* x, int64_t x_row, int first, int last,
     for (; panel < last; panel++) Block::one[p.rows - 1](p, x, x_row, 0, panel, 0, p.units, sums);
     return;
   }
-  const int blocks = (p.rows + MOST_ROWS - 1) / MOST_ROWS;
   for (int panel = first; panel < last; panel++)
     for (int from = 0; from < p.units; from += BLOCK) {
       const int units = p.units - from < BLOCK ? p.units - from : BLOCK;
-      for (int block = 0; block < blocks; block++) {  // of nearly equal numbers of rows
-        const int row = (int)((int64_t)p.rows * block / blocks);
-        const int rows = (int)((int64_t)p.rows * (block + 1) / blocks) - row;
+      for (int row = 0; row < p.rows; row += MOST_ROWS) {
+        const int rows = p.rows - row < MOST_ROWS ? p.rows - row : MOST_ROWS;
         Block::one[rows - 1](p, x, x_row, row, panel, from, units, sums);
       }
     }

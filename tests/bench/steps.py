@@ -40,6 +40,7 @@ from serve_llm.kernels.table import Kernels
 
 CONTEXT = 256
 CHUNK = 256
+FILL = 2048  # tokens of a step while streams begin
 WARM_STEPS = 4
 PREFILLS = 6
 # The part of a kernel, by what its name holds; the first that fits. Other kernels are parts by their own names.
@@ -262,8 +263,9 @@ def measure(bench: Bench, steps: Iterator[None], limits: Limits, chunks: list[tu
 def decode(bench: Bench, streams: int, count: int, limits: Limits) -> Case:
     bench.submit(streams, CONTEXT - count // 2, count + 2 * WARM_STEPS + streams)
     begun: set[int] = set()
-    while len(begun) < streams:
-        begun |= {output.id for output in bench.step(False)[1].outputs if output.token_ids}
+    with mock.patch.object(bench.engine._budget, "next", lambda *_: FILL):  # all begin before the first one ends
+        while len(begun) < streams:
+            begun |= {output.id for output in bench.step(False)[1].outputs if output.token_ids}
     for _ in range(WARM_STEPS):
         bench.step(False)
     case = measure(bench, iter([None] * count), limits, [(1, CONTEXT)] * streams)
@@ -279,7 +281,7 @@ def prefill(bench: Bench, limits: Limits) -> Case:
             bench.submit(1, CHUNK, 1)
             yield
 
-    with mock.patch.object(bench.engine._budget, "next", lambda: CHUNK):
+    with mock.patch.object(bench.engine._budget, "next", lambda *_: CHUNK):
         for _ in range(2):
             bench.submit(1, CHUNK, 1)
             bench.step(False)

@@ -18,6 +18,7 @@ from serve_llm.engine.parallel.comm import Neighbours
 from serve_llm.engine.parallel.layout import Grid
 from serve_llm.engine.weights.files import Checkpoint
 from serve_llm.engine.weights.place import assign, placement
+from serve_llm.kernels.cpu import library
 from serve_llm.kernels.reference import activation, attention, linear, linear_int8, norm, rope
 from serve_llm.kernels.table import Kernels
 from support.forward import CPU, Harness, load
@@ -89,6 +90,12 @@ def test_float32(variant: str, tmp_path: Path) -> None:
         assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
         assert torch.equal(ours, again)  # promise 3, to the last bit
     assert whole[-1].max(-1).values.exp().mean() > 0.05  # against 1/331: not a flat distribution, where all would agree
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_compiled_kernels(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "find", lambda: None)
+    test_float32(family, tmp_path)
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

@@ -152,6 +152,13 @@ def test_int8_of_larger_sizes(max_num_seqs: int, tmp_path: Path) -> None:
     compare(tmp_path / "int8", Grid(3, 1), max_num_seqs=max_num_seqs)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_logits_as_the_peak(dtype: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", vocab_size=20001, head_dim=16)
+    for grid in (ONE, Grid(2, 1), Grid(3, 1)):
+        compare(tmp_path, grid, dtype=dtype, max_num_seqs=200, max_num_batched_tokens=300)
+
+
 def test_more_ranks_than_heads(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     compare(tmp_path, Grid(8, 1), max_num_seqs=32)

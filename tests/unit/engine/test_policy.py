@@ -39,5 +39,5 @@ def test_steps_grow_where_many_prompts_wait() -> None:
     budget = TokenBudget(2048, 0.15)
     for _ in range(50):
         budget.observe(600, 600 / 4000)
-    tokens = [budget.next(waiting) for waiting in (0, 1, 8, 12, 16, 24, 1000)]
+    tokens = [budget.next(waiting) for waiting in (0, 1, 4, 6, 8, 12, 1000)]
     assert tokens == pytest.approx([600, 600, 600, 900, 1200, 1800, 2048], abs=1)
