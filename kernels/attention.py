@@ -115,7 +115,7 @@ class _Scores:
         if self.sinks is not None:
             by_head = self.sinks.view(kv_heads, 1, -1)
             real = highest.view(-1, kv_heads, folded.shape[1])[:, :, :rows]
-            real.unflatten(2, (-1, by_head.shape[2])).copy_(by_head)
+            real.view(*real.shape[:2], -1, by_head.shape[2]).copy_(by_head)
             total.fill_(1.0)
         return highest, total
 

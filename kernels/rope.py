@@ -39,7 +39,9 @@ def rope_and_cache(
     """
     kv_heads = cache.shape[2]
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
-    query, key, value = qkv.unflatten(1, (-1, head_dim)).split_with_sizes([heads, kv_heads, kv_heads], 1)
+    query, key, value = qkv.view(qkv.shape[0], heads + 2 * kv_heads, head_dim).split_with_sizes(
+        [heads, kv_heads, kv_heads], 1
+    )
     if norms is not None:
         query, key = rms_norm(query, norms.query, norms.eps), rms_norm(key, norms.key, norms.eps)
     if angles is not None:

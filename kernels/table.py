@@ -95,18 +95,17 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
             "gelu": rows.gelu,
             "gelu_tanh": rows.gelu_tanh,
         },
-        **linears(packer, rows.quantise_rows),
+        pack=packer.pack if _ours_are_faster() else linear.pack,
+        pack_int8=partial(
+            packer.pack_int8 if _ours_are_faster() and packer.has(torch.int8) else linear_int8.pack_int8,
+            quantise=rows.quantise_rows,
+        ),
     )
 
 
-def linears(packer: Packer, quantise: linear_int8.Quantise) -> dict[str, Callable[..., linear.Linear]]:
-    """Our own products, except where oneDNN has matrix units (AMX), for which ours have no code."""
-    amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-    ours = not amx and packer.has(torch.int8)
-    return {
-        "pack": linear.pack if amx else packer.pack,
-        "pack_int8": partial(packer.pack_int8 if ours else linear_int8.pack_int8, quantise=quantise),
-    }
+def _ours_are_faster() -> bool:
+    """Where oneDNN has matrix units (AMX), for which our products have no code, it keeps them."""
+    return not getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
 
 
 def choose_sampling(device: torch.device) -> sampling.SamplingKernels:

@@ -27,10 +27,12 @@ class RowKernels:
         self._silu_and_mul = kernel("silu_and_mul", c_int, pointer, c_int64, pointer, c_int64, c_int, c_int)
         self._gelu = kernel("gelu", c_int, pointer, pointer, c_int64, c_int)
         self._gelu_tanh = kernel("gelu_tanh", c_int, pointer, pointer, c_int64, c_int)
-        self._rope_and_cache = kernel(
-            *("rope_and_cache", c_int, pointer, c_int64, *[pointer] * 4, c_float, pointer, pointer),
-            *([c_int64] * 4 + [pointer] + [c_int] * 7),
+        qkv, ropes, places = (
+            (c_int, pointer, c_int64),
+            (*[pointer] * 4, c_float),
+            (*[pointer] * 2, *[c_int64] * 4, pointer),
         )
+        self._rope_and_cache = kernel("rope_and_cache", *qkv, *ropes, *places, *[c_int] * 7)
         self._quantise_rows = kernel("quantise_rows", c_int, pointer, c_int64, pointer, pointer, c_int64, c_int, c_int)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -147,8 +147,8 @@ def test_what_is_not_finite_stays_in_its_row(packer: Packer) -> None:
     assert torch.equal(y[kept], expected[kept])
 
 
-def test_the_table_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    packer = PACKERS[list(PACKERS)[-1]]
-    assert table.linears(packer, linear_int8.quantise_rows)["pack"] == packer.pack
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert table.linears(packer, linear_int8.quantise_rows)["pack"] is linear.pack
+def test_processors_with_matrix_units_keep_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    for amx in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
+        chosen = table.choose(torch.device("cpu"), torch.bfloat16, {16})
+        assert (chosen.pack is linear.pack) == amx
