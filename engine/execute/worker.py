@@ -198,13 +198,15 @@ def allocate_cache(
     """One strided view (blocks, 2, kv_heads, block_size, head_dim) per layer into one flat buffer of equal-byte blocks;
     of an int8 cache the last dimension holds the scales as well.
 
-    The buffer is not filled: what is never written is never read, and on a CPU takes no memory. There it lies in huge
-    pages.
+    A large buffer is not filled: what is never written is never read, and on a CPU takes no memory. There it lies in
+    huge pages. A small one on a CPU is touched at once, so that resident memory does not grow later.
     """
     block_elements = layout.block_bytes // dtype.itemsize
     flat = torch.empty(layout.num_blocks * block_elements, dtype=dtype, device=device)
     if device.type == "cpu":
         use_huge_pages(flat)
+        if layout.num_bytes <= memory.CPU_SMALLEST:
+            flat.fill_(0)
     caches: dict[int, Tensor] = {}
     for group, lie in zip(groups, layout.groups, strict=True):
         row = group.head_dim + (cache_int8.SCALE_BYTES if dtype == torch.int8 else 0)

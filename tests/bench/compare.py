@@ -21,6 +21,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -143,7 +144,8 @@ class Comparison:
         if workload not in WORKLOADS:  # arrivals at a share of what this server can do
             before = self.results["W2"][server.name][-1]
             rate = self._poisson * before.requests / before.seconds if self._poisson else None
-        result = self._load(server, WORKLOADS.get(workload, WORKLOADS["W2"]), turn, rate)
+        other_prompts = replace(WORKLOADS["W2"], name=workload)  # which no prefix cache knows
+        result = self._load(server, WORKLOADS.get(workload, other_prompts), turn, rate)
         self.results[workload][server.name].append(result)
         sys.stderr.write(f"turn {turn + 1}: {workload} {server.name:14} {load.line(result)}\n")
 

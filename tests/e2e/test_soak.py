@@ -86,7 +86,7 @@ async def soak(daemon: Daemon, rounds: int, settled: int) -> None:
 
 @pytest.mark.slow
 def test_twenty_rounds_leave_nothing_behind() -> None:
-    with Daemon("demo", "--kv-cache-memory", "32MiB") as daemon:  # all of it is in use once the first rounds are done
+    with Daemon("demo") as daemon:
         daemon.wait_until_serving()
         asyncio.run(soak(daemon, rounds=20, settled=5))
         assert not [line for line in daemon.log if line.startswith(("WARNING", "ERROR")) or "Traceback" in line]

@@ -182,6 +182,21 @@ class TestRopeAndCache:
                 assert same_bits(cache[place], ours[1][place])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_and_an_int8_cache(kernels: RowKernels, dtype: torch.dtype) -> None:
+    """No norms, so that keys are turned to the same bits and rounded to the same numbers."""
+    heads, kv_heads, size, block_size, rows = 6, 3, 24, 8, 20
+    qkv = random(rows, (heads + 2 * kv_heads) * size, dtype=dtype)
+    angle = random(rows, size // 2, seed=1)
+    slots = torch.randperm(5 * block_size, generator=torch.Generator().manual_seed(2))[:rows]
+    found = []
+    for version in (kernels.rope_and_cache, rope.rope_and_cache):
+        cache = torch.zeros(5, 2, kv_heads, block_size, size + 4, dtype=torch.int8)
+        found.append((version(qkv.clone(), heads, None, (angle.cos(), angle.sin()), cache, slots), cache))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1]) and found[0][1].any()
+
+
 class TestQuantiseRows:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("width", WIDTHS)
