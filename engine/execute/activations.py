@@ -91,7 +91,11 @@ def peak_bytes(spec: ModelSpec, shard: Shard, groups: tuple[GroupLayout, ...], c
 
 
 def _layer(step: Step, layer: Layer, group: GroupLayout, width: int, shard: Shard) -> int:
-    """Hidden rows and what a half reads of them; the decoder keeps those of before the layer until it is done."""
+    """Hidden rows and what a half reads of them; the decoder keeps those of before the layer until it is done.
+
+    The last layer is counted like the others: its second half takes all tokens where log-probabilities of prompts are
+    asked for.
+    """
     rows = step.tokens * width * step.element
     held = rows * (2 if layer.placement == "pre" else 1)
     attention = held + _attention(step, layer.mixer, group, width, shard)
@@ -191,14 +195,14 @@ def _tile_attention(
 
 
 def _logits(step: Step, spec: ModelSpec, shard: Shard) -> int:
-    """The head, over the rows that are sampled; hidden rows of all tokens are still there.
+    """The head, over the rows that are sampled, and their hidden rows.
 
     As default requests are sampled: on a CPU in the head's dtype, without the float32 copy that adjusted rows need. In
     a tensor-parallel group every rank gathers whole rows in float32; on a CPU its own are chosen from the head's first.
     """
     rows, outer = step.sampled * spec.width, spec.embedding_width or spec.width
     vocabulary = len(shard.vocabulary(spec.vocab_size))
-    live = step.tokens * spec.width * step.element + rows * step.element
+    live = rows * step.element
     normed = 0 if spec.final_norm is None else rows * step.element
     peak, logits = step.head(step.sampled, outer, vocabulary)
     peak = normed + max(peak, logits + (0 if step.on_cpu else step.wide(step.sampled * vocabulary)))

@@ -143,16 +143,37 @@ class Worker:
         """Compute a batch. On the rank that samples one result per chunk, in order; on others none."""
         self._rows.apply(batch)
         inputs = self._rows.build(batch.chunks, self._device)
-        hidden = self._decoder.forward(inputs, self._caches)  # (tokens, width)
         if not self._shard.is_last:
+            self._decoder.forward(inputs, self._caches)
             return []
+        wanted, starts = self._wanted(batch.chunks, inputs)
+        hidden = self._decoder.forward(inputs, self._caches, wanted)
         results = [ChunkResult() for _ in batch.chunks]
-        self._add_prompt_logprobs(batch.chunks, inputs, hidden, results)
-        self._add_samples(batch.chunks, inputs, hidden, results)
+        self._add_prompt_logprobs(batch.chunks, starts, hidden, results)
+        self._add_samples(batch.chunks, starts, hidden, results)
         return results if self._shard.is_output else []
 
+    def _wanted(self, chunks: Sequence[Chunk], inputs: StepInputs) -> tuple[Tensor | None, list[int]]:
+        """The tokens whose hidden rows are needed, None if all are, and where the rows of each chunk start among them:
+        all of a chunk with prompt logprobs, else the last one if it is sampled. At least one, needed or not."""
+        wanted: list[int] = []
+        starts = [0]
+        for chunk, first, end in zip(chunks, inputs.query_starts, inputs.query_starts[1:], strict=False):
+            if self._wants_prompt_logprobs(chunk):
+                wanted += range(first, end)
+            elif chunk.sample:
+                wanted.append(end - 1)
+            starts.append(len(wanted))
+        if len(wanted) == len(inputs.ids):
+            return None, starts
+        return torch.tensor(wanted or [0], device=self._device), starts
+
+    def _wants_prompt_logprobs(self, chunk: Chunk) -> bool:
+        row = self._rows[chunk.row]
+        return row.prompt_logprobs is not None and chunk.start < row.num_prompt
+
     def _add_samples(
-        self, chunks: Sequence[Chunk], inputs: StepInputs, hidden: Tensor, results: list[ChunkResult]
+        self, chunks: Sequence[Chunk], starts: Sequence[int], hidden: Tensor, results: list[ChunkResult]
     ) -> None:
         sampled = [index for index, chunk in enumerate(chunks) if chunk.sample]
         if not sampled:
@@ -162,8 +183,10 @@ class Worker:
             row = self._rows[chunks[index].row]
             ids = self._rows.ids(chunks[index].row)
             rows.append(SampleRow(row.sampling, ids[: row.num_prompt], ids[row.num_prompt :]))
-        last = torch.tensor([inputs.query_starts[index + 1] - 1 for index in sampled], device=self._device)
-        choices = self._sampler.sample(self._decoder.logits(hidden[last]), rows)
+        last = [starts[index + 1] - 1 for index in sampled]
+        if len(last) < len(hidden):
+            hidden = hidden[torch.tensor(last, device=self._device)]
+        choices = self._sampler.sample(self._decoder.logits(hidden), rows)
         for index, choice in zip(sampled, choices, strict=True):
             if choice is None:
                 results[index].error = NOT_FINITE
@@ -171,14 +194,15 @@ class Worker:
                 results[index].token_id, results[index].logprobs = choice.token_id, choice.logprobs
 
     def _add_prompt_logprobs(
-        self, chunks: Sequence[Chunk], inputs: StepInputs, hidden: Tensor, results: list[ChunkResult]
+        self, chunks: Sequence[Chunk], starts: Sequence[int], hidden: Tensor, results: list[ChunkResult]
     ) -> None:
         for index, chunk in enumerate(chunks):
             row = self._rows[chunk.row]
-            if row.prompt_logprobs is not None and chunk.start < row.num_prompt:
+            if self._wants_prompt_logprobs(chunk):
+                assert row.prompt_logprobs is not None
                 ids = self._rows.ids(chunk.row)[: row.num_prompt]
                 following = ids[chunk.start + 1 : chunk.start + chunk.count + 1]
-                first = inputs.query_starts[index]
+                first = starts[index]
                 found: list[TokenLogprobs] = []
                 for start in range(0, len(following), LOGPROB_ROWS):
                     part = following[start : start + LOGPROB_ROWS]

@@ -53,18 +53,21 @@ class Decoder:
         self._group_of_layer = [group_of[layer] for layer in shard.layers]
         self._ropes, self._rope_of_layer = _ropes([spec.layers[index] for index in shard.layers], device)
 
-    def forward(self, inputs: StepInputs, caches: Sequence[Tensor]) -> Tensor:
+    def forward(self, inputs: StepInputs, caches: Sequence[Tensor], rows: Tensor | None = None) -> Tensor:
         """One step. caches: each own layer's, as `kernels.attention.write_cache` wants it, written in place.
+        rows: (rows,) int64, on the last stage, the tokens whose hidden rows are wanted; None: all.
 
-        Returns hidden rows (tokens, width) of the model's dtype: what `logits` takes, any selection of them.
+        Returns hidden rows (rows or tokens, width) of the model's dtype: what `logits` takes, any selection of them.
+        What no later token reads is not computed: behind the last layer's attention only the wanted rows go on.
         """
         angles = [None, *(rope(inputs.positions) for rope in self._ropes)]  # once per step, whatever the layers
         hidden = self._enter(inputs.ids, inputs.positions)
         read = self._first(hidden)
-        for layer, joined, cache, group, rope in zip(
-            self._layers, self._joins, caches, self._group_of_layer, self._rope_of_layer, strict=True
+        wanted = [*[None] * (len(self._layers) - 1), rows]
+        for layer, joined, cache, group, rope, kept in zip(
+            self._layers, self._joins, caches, self._group_of_layer, self._rope_of_layer, wanted, strict=True
         ):
-            hidden, read = joined(*layer.forward(hidden, read, inputs, inputs.groups[group], cache, angles[rope]))
+            hidden, read = joined(*layer.forward(hidden, read, inputs, inputs.groups[group], cache, angles[rope], kept))
         if self._send is not None:
             self._send(hidden)
         return hidden

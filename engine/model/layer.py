@@ -47,13 +47,17 @@ class Layer:
         group: GroupInputs,
         cache: Tensor,
         angles: Angles | None,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """hidden, and what attention reads of it -> hidden, and what is to be added to it: `join` does it.
 
-        Writes the new tokens' KV to this layer's cache.
+        Writes the new tokens' KV to this layer's cache. rows: (rows,) int64, the tokens that go on; None: all.
         """
-        hidden, read = self._join(hidden, self.mixer.forward(read, inputs, group, cache, angles))
-        return hidden, self.ffn(read)
+        made = self.mixer.forward(read, inputs, group, cache, angles)
+        if rows is not None:
+            hidden, made = hidden[rows], made[rows]
+        hidden, made = self._join(hidden, made)  # the same name: nothing holds what was added any longer
+        return hidden, self.ffn(made)
 
 
 def enter(first: Norms | None) -> Callable[[Tensor], Tensor]:

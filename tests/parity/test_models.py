@@ -12,6 +12,7 @@ import torch
 
 from serve_llm.engine.model.build import Builder
 from serve_llm.engine.model.decoder import Decoder
+from serve_llm.engine.model.inputs import StepInputs
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.shard import shard_of
 from serve_llm.engine.parallel.comm import Neighbours
@@ -96,6 +97,23 @@ def test_float32(variant: str, tmp_path: Path) -> None:
 def test_without_compiled_kernels(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "find", lambda: None)
     test_float32(family, tmp_path)
+
+
+@pytest.mark.parametrize("variant", ["llama-compiled", "opt-post-narrow", "gpt2"])
+def test_wanted_rows_are_those_of_all(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, overrides = VARIANTS[variant]
+    chosen = prompts(make_checkpoint(tmp_path, family, **overrides))
+    spec, decoder = load(tmp_path)
+    forward = decoder.forward
+
+    def both(inputs: StepInputs, caches: list[torch.Tensor]) -> torch.Tensor:
+        whole = forward(inputs, caches)
+        wanted = torch.tensor(sorted({0, len(whole) // 2, len(whole) - 1}))
+        assert torch.equal(forward(inputs, caches, wanted), whole[wanted])
+        return whole
+
+    monkeypatch.setattr(decoder, "forward", both)
+    Harness(spec, decoder, torch.float32).logprobs(chosen, max_chunk=37)
 
 
 @pytest.mark.parametrize("variant", FAMILIES)
