@@ -35,8 +35,9 @@ class TokenBudget:
     """Tokens for the next step, from measured speed, so that running streams do not stall behind a long prompt.
 
     Follows the tokens per second of steps that were large enough to tell, and aims at `target_seconds` a step; at up to
-    four times as long where many prompts wait, since large steps compute more tokens per second and all wait less.
-    Results do not depend on it (promise 3); only their timing does.
+    four times as long where many prompts wait, and then until none does: who starts late in a burst runs when the
+    others have ended, in small batches that take as long as large ones. Results do not depend on it (promise 3); only
+    their timing does.
     """
 
     SMALLEST = 64  # tokens: below this a step is mostly fixed cost, and a long prompt would crawl
@@ -47,13 +48,16 @@ class TokenBudget:
         self._limit = limit
         self._target = target_seconds
         self._tokens_per_second: float | None = None
+        self._stretch = 1.0  # times the target
 
     def next(self, num_waiting: int = 0) -> int:
         """`num_waiting`: sequences that wait for a first chunk."""
         if self._target is None or self._tokens_per_second is None:
             return min(self._limit, 512) if self._target is not None else self._limit
-        seconds = self._target * min(4.0, max(1.0, num_waiting / self.MANY_WAITING))
-        return max(min(self.SMALLEST, self._limit), min(self._limit, int(seconds * self._tokens_per_second)))
+        lasting = self._stretch if num_waiting else 1.0
+        self._stretch = max(lasting, min(4.0, num_waiting / self.MANY_WAITING))
+        wanted = int(self._stretch * self._target * self._tokens_per_second)
+        return max(min(self.SMALLEST, self._limit), min(self._limit, wanted))
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         if num_tokens < min(self.SMALLEST, self._limit) or seconds <= 0:

@@ -41,3 +41,11 @@ def test_steps_grow_where_many_prompts_wait() -> None:
         budget.observe(600, 600 / 4000)
     tokens = [budget.next(waiting) for waiting in (0, 1, 4, 6, 8, 12, 1000)]
     assert tokens == pytest.approx([600, 600, 600, 900, 1200, 1800, 2048], abs=1)
+
+
+def test_a_burst_is_worked_off_in_steps_as_large_as_its_first() -> None:
+    budget = TokenBudget(8192, 0.15)
+    for _ in range(50):
+        budget.observe(600, 600 / 4000)
+    tokens = [budget.next(waiting) for waiting in (8, 5, 1, 12, 2, 0, 2, 1000, 1, 0, 0)]
+    assert tokens == pytest.approx([1200, 1200, 1200, 1800, 1800, 600, 600, 2400, 2400, 600, 600], abs=2)
