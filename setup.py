@@ -33,7 +33,7 @@ if platform.machine().lower() in ("x86_64", "amd64"):
 
 PER_VARIANT = ("attend.cpp", "multiply.cpp", "rows.cpp", "scan.cpp")
 # who computes what, and the C interface
-ONCE = ("attention.cpp", "cache.cpp", "linear.cpp", "sampling.cpp", "collectives.cpp")
+ONCE = ("attention.cpp", "linear.cpp", "sampling.cpp", "collectives.cpp")
 
 
 class BuildKernels(build_ext):

@@ -64,7 +64,6 @@ class Library:
         if self.compiled.serve_llm_problem_bytes() != ctypes.sizeof(Problem):
             raise OSError(f"{path.name} was compiled from other sources; install serve-llm again")
         self.compiled.serve_llm_attention.restype = None
-        self.compiled.serve_llm_write_cache.restype = None
         compiled = VARIANTS[: self.compiled.serve_llm_variants()]
         self.variants = tuple(v for n, v in enumerate(compiled) if self.compiled.serve_llm_supported(n))
         self.variant = self.variants[-1] if variant is None else variant
@@ -77,20 +76,6 @@ class Library:
         found = self.compiled[f"serve_llm_{name}_{self.variant}"]
         found.argtypes, found.restype = arguments, None
         return found
-
-    def write_cache(self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
-        strides = [stride * part.element_size() for part in (key, value) for stride in part.stride()[:2]]
-        arguments = [
-            *(ctypes.c_void_p(part.data_ptr()) for part in (key, value)),
-            *map(ctypes.c_int64, strides),
-            ctypes.c_void_p(cache.data_ptr()),
-            *(ctypes.c_int64(stride * cache.element_size()) for stride in cache.stride()[:4]),
-            ctypes.c_void_p(slots.data_ptr()),
-            *(len(slots), cache.shape[2], cache.shape[3]),
-            *(key.shape[2], key.element_size(), cache.dtype == torch.int8),
-            torch.get_num_threads(),
-        ]
-        self.compiled.serve_llm_write_cache(*arguments)
 
     def paged_attention(
         self,

@@ -226,8 +226,7 @@ void quantise_row(const Cell* x, uint8_t* numbers, float* scale, int width) {
   int32_t lanes[W], highest = 0;
   store(lanes, most);
   for (int i = 0; i < W; i++) highest = lanes[i] > highest ? lanes[i] : highest;
-  float largest;
-  memcpy(&largest, &highest, sizeof largest);
+  float largest = from_bits(highest);
   if (largest < 1e-30f) largest = 1e-30f;
   *scale = largest / 127.0f;
   const Vec factor = all(1.0f / largest * 127.0f);  // in the order of torch

@@ -139,6 +139,14 @@ inline uint32_t bits(float x) {
   memcpy(&y, &x, 4);
   return y;
 }
+inline float from_bits(uint32_t x) {
+  float y;
+  memcpy(&y, &x, 4);
+  return y;
+}
+
+inline float widened(float x) { return x; }
+inline float widened(Bf16 x) { return from_bits((uint32_t)x << 16); }
 
 inline Bf16 rounded(float x) {  // to nearest, ties to even
   const uint32_t y = bits(x);

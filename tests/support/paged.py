@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from serve_llm.kernels import attention
+from serve_llm.kernels.cpu.library import Library
+from serve_llm.kernels.cpu.rows import RowKernels
 
 Shape = tuple[int, int, int, int]  # heads, kv_heads, head_dim, block_size
 TOKENS = 4000  # that a cache has room for
@@ -54,6 +56,18 @@ class Cache:
 
     def table(self, length: int) -> list[int]:
         return [self.free.pop() for _ in range(-(-length // self.block_size))]
+
+
+class Compiled:
+    """One variant of the compiled kernels by the names of `kernels.attention`."""
+
+    def __init__(self, library: Library) -> None:
+        self.paged_attention = library.paged_attention
+        self._rope_and_cache = RowKernels(library).rope_and_cache
+
+    def write_cache(self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+        qkv = torch.cat((key, key, value), 1).flatten(1)  # each token's keys in place of its queries
+        self._rope_and_cache(qkv, key.shape[1], None, None, cache, slots)
 
 
 def run(

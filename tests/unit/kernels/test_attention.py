@@ -19,7 +19,7 @@ from serve_llm.kernels import attention, table
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.library import Library
 from serve_llm.kernels.reference import attention as definition
-from support.paged import TOKENS, Cache, Sequence, Shape, make_sequence, run
+from support.paged import TOKENS, Cache, Compiled, Sequence, Shape, make_sequence, run
 
 ANY_SHAPES: list[Shape] = [(6, 3, 7, 8), (3, 3, 20, 16), (10, 2, 36, 32), (7, 1, 80, 256), (4, 4, 64, 16)]
 COMPILED_SHAPES: list[Shape] = [
@@ -35,7 +35,7 @@ COMPILED_SHAPES: list[Shape] = [
 COMPILED = library.find()
 VERSIONS: dict[str, Any] = {"portable": attention}
 if COMPILED is not None:
-    VERSIONS |= {variant: Library(COMPILED, variant) for variant in Library(COMPILED).variants}
+    VERSIONS |= {variant: Compiled(Library(COMPILED, variant)) for variant in Library(COMPILED).variants}
 CASES = [(name, shape) for name in VERSIONS for shape in (ANY_SHAPES if name == "portable" else COMPILED_SHAPES)]
 DTYPES = [torch.float32, torch.bfloat16]
 
