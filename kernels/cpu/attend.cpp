@@ -13,12 +13,6 @@
 
 #include "vector.h"
 
-#ifndef VARIANT
-#define VARIANT baseline
-#endif
-#define JOIN_(a, b) a##b
-#define JOIN(a, b) JOIN_(a, b)
-
 namespace {
 
 #if defined(__AVX512F__) || defined(__aarch64__)
@@ -535,4 +529,4 @@ void finish(const Problem& p, const Rows& rows, Sums sums) {
 
 }  // namespace
 
-const Variant JOIN(attend_, VARIANT) = {scratch_bytes, attend, merge, finish};
+const Variant JOIN(attend, VARIANT) = {scratch_bytes, attend, merge, finish};

@@ -10,11 +10,6 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-extern const Multiply multiply_baseline;
-#if defined(__x86_64__)
-extern const Multiply multiply_avx2, multiply_avx512, multiply_avx512_bf16;
-#endif
-
 namespace {
 
 const Multiply* const VARIANTS[] = {

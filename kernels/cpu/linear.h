@@ -39,3 +39,8 @@ struct Multiply {
   // Panels first .. last - 1 of a weight of `outputs` rows, each `row_bytes` somewhere in memory.
   void (*pack)(const char* const* rows, int64_t row_bytes, int outputs, int first, int last, uint32_t* packed);
 };
+
+extern const Multiply multiply_baseline;
+#if defined(__x86_64__)
+extern const Multiply multiply_avx2, multiply_avx512, multiply_avx512_bf16;
+#endif

@@ -236,7 +236,4 @@ void pack(const char* const* rows, int64_t row_bytes, int outputs, int first, in
 
 }  // namespace
 
-#define NAMED_(name) multiply_##name
-#define NAMED(name) NAMED_(name)
-extern const Multiply NAMED(VARIANT);
-const Multiply NAMED(VARIANT) = {COLUMNS, MOST_ROWS, has, widens, panels_of_kind, pack};
+const Multiply JOIN(multiply, VARIANT) = {COLUMNS, MOST_ROWS, has, widens, panels_of_kind, pack};

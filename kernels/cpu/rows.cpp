@@ -10,11 +10,6 @@
 #include "cache.h"
 #include "cells.h"
 
-#ifndef VARIANT
-#define VARIANT baseline
-#endif
-#define JOIN_(a, b) a##_##b
-#define JOIN(a, b) JOIN_(a, b)
 #define KERNEL(name) extern "C" __attribute__((visibility("default"))) void JOIN(serve_llm_##name, VARIANT)
 
 namespace {

@@ -7,12 +7,6 @@
 
 #include "vector.h"
 
-#ifndef VARIANT
-#define VARIANT baseline
-#endif
-#define JOIN_(a, b) a##b
-#define JOIN(a, b) JOIN_(a, b)
-
 namespace {
 
 constexpr int LANES = 16;  // in every variant, so that a sum is added up in the same order
@@ -32,13 +26,6 @@ inline void widen(Vec x, Doubles& low, Doubles& high) {
 #endif
 }
 
-inline float number(float x) { return x; }
-inline float number(Bf16 x) {
-  const uint32_t wide = (uint32_t)x << 16;
-  float y;
-  memcpy(&y, &wide, 4);
-  return y;
-}
 inline void set_lowest(float& x) { x = -INFINITY; }
 inline void set_lowest(Bf16& x) { x = 0xff80; }
 
@@ -93,7 +80,7 @@ void maxima_of(const Cell* row, int columns, int first, int last, float* maxima)
   if (!any) return;
   for (int group = first; group < last; group++)
     for (int i = group * GROUP; i < end_of(group, columns); i++)
-      if (number(row[i]) != number(row[i])) maxima[group] = NAN;
+      if (widened(row[i]) != widened(row[i])) maxima[group] = NAN;
 }
 
 // Sums of 16 lanes.
@@ -144,7 +131,7 @@ int gather_of(const Cell* row, int columns, const float* maxima, float threshold
   for (int group = 0; group < groups_of(columns); group++) {
     if (!(maxima[group] >= threshold)) continue;
     for (int i = group * GROUP; i < end_of(group, columns); i++) {
-      const float x = number(row[i]);
+      const float x = widened(row[i]);
       ids[count] = i;
       values[count] = x;
       count += x >= threshold;
@@ -158,7 +145,7 @@ int count_of(const Cell* row, int columns, const float* maxima, float value) {
   int count = 0;
   for (int group = 0; group < groups_of(columns); group++)
     if (maxima[group] > value)
-      for (int i = group * GROUP; i < end_of(group, columns); i++) count += number(row[i]) > value;
+      for (int i = group * GROUP; i < end_of(group, columns); i++) count += widened(row[i]) > value;
   return count;
 }
 
@@ -212,4 +199,4 @@ int count_above(Row row, const float* maxima, float value) {
 
 }  // namespace
 
-const Scan JOIN(scan_, VARIANT) = {maxima, sums, weigh, add, spread, gather, count_above};
+const Scan JOIN(scan, VARIANT) = {maxima, sums, weigh, add, spread, gather, count_above};

@@ -10,6 +10,13 @@
 #include <immintrin.h>
 #endif
 
+// The name of what belongs to one instruction set: JOIN(scan, VARIANT) is scan_avx2.
+#ifndef VARIANT
+#define VARIANT baseline
+#endif
+#define JOIN_(name, variant) name##_##variant
+#define JOIN(name, variant) JOIN_(name, variant)
+
 namespace {
 
 #if defined(__AVX512F__)
