@@ -50,15 +50,18 @@ struct WideBf16 {  // without an instruction for it: x comes as float32
   static void add(Sum& sum, const Weight& w, const X* x) { sum = fma(w.odd, all(x[1]), fma(w.even, all(x[0]), sum)); }
 };
 
-#if defined(__AVX512BF16__)
-struct PairsOfBf16 {
+struct WholeUnits {  // for instructions that take a unit's numbers together
   typedef uint32_t X;
-  typedef Vec Sum;
   static constexpr int NUMBERS = 1;
   struct Weight {
-    __m512i value;
-    Weight(const uint32_t* from) : value(_mm512_loadu_si512(from)) {}
+    Units value;
+    Weight(const uint32_t* from) : value(load<Units>(from)) {}
   };
+};
+
+#if defined(__AVX512BF16__)
+struct PairsOfBf16 : WholeUnits {
+  typedef Vec Sum;
   static void add(Sum& sum, const Weight& w, const X* x) {
     sum = _mm512_dpbf16_ps(sum, (__m512bh)w.value, (__m512bh)_mm512_set1_epi32(*x));
   }
@@ -69,16 +72,10 @@ typedef WideBf16 Bf16s;
 #endif
 
 #if defined(__AVX512VNNI__)
-struct Bytes {
-  typedef uint32_t X;
+struct Bytes : WholeUnits {
   typedef Ints Sum;
-  static constexpr int NUMBERS = 1;
-  struct Weight {
-    __m512i value;
-    Weight(const uint32_t* from) : value(_mm512_loadu_si512(from)) {}
-  };
   static void add(Sum& sum, const Weight& w, const X* x) {
-    sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(*x), w.value);
+    sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(*x), (__m512i)w.value);
   }
 };
 #endif
