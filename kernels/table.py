@@ -114,6 +114,6 @@ def choose_sampling(device: torch.device) -> sampling.SamplingKernels:
         return sampling_reference
     path = library.find()
     try:
-        return sampling if path is None else CompiledSampling(path)
+        return sampling if path is None else CompiledSampling(library.Library(path))
     except (OSError, AttributeError):
         return sampling

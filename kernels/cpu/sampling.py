@@ -8,12 +8,11 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from itertools import chain
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from serve_llm.kernels.cpu.library import VARIANTS, Library
+from serve_llm.kernels.cpu.library import Library
 from serve_llm.kernels.reference.sampling import Draw, Logprobs
 
 
@@ -40,14 +39,13 @@ class Matrix(ctypes.Structure):
 class CompiledSampling:
     """One variant of the kernels."""
 
-    def __init__(self, path: Path, variant: str | None = None) -> None:
-        """As `Library`. Raises AttributeError as well, where the file was compiled from older sources."""
-        self._number = VARIANTS.index(Library(path, variant).variant)
-        library = ctypes.CDLL(str(path))
-        self._choose = library.serve_llm_choose
-        self._likeliest = library.serve_llm_likeliest
-        self._largest = library.serve_llm_largest
-        self._logprobs = library.serve_llm_logprobs
+    def __init__(self, library: Library) -> None:
+        """Raises AttributeError where the library was compiled from older sources."""
+        self._number = library.number
+        self._choose = library.compiled.serve_llm_choose
+        self._likeliest = library.compiled.serve_llm_likeliest
+        self._largest = library.compiled.serve_llm_largest
+        self._logprobs = library.compiled.serve_llm_logprobs
         for function in (self._choose, self._likeliest, self._largest, self._logprobs):
             function.restype = None
 

@@ -23,7 +23,7 @@ from serve_llm.kernels.sampling import Draw
 COMPILED = library.find()
 FAST: dict[str, Any] = {"numpy": sampling}
 if COMPILED is not None:
-    FAST |= {variant: CompiledSampling(COMPILED, variant) for variant in Library(COMPILED).variants}
+    FAST |= {variant: CompiledSampling(Library(COMPILED, variant)) for variant in Library(COMPILED).variants}
 BOTH = pytest.mark.parametrize("kernel", [*FAST.values(), reference], ids=[*FAST, "reference"])
 EVERY_FAST = pytest.mark.parametrize("kernel", FAST.values(), ids=FAST)
 GREEDY = Draw(0.0, 0, 1.0, 0.0, 0.0)
