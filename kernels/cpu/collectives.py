@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from serve_llm.kernels.cpu.library import check_sources
+
 SLOT_UNIT = 64  # bytes: a cache line
 CLOSED = -1
 
@@ -48,12 +50,7 @@ class Collectives:
         Raises OSError if the file cannot be loaded, ValueError if the windows are too small.
         """
         library = ctypes.CDLL(str(path))
-        try:
-            known = library.serve_llm_group_bytes() == ctypes.sizeof(Group)
-        except AttributeError:
-            known = False
-        if not known:
-            raise OSError(f"{path.name} was compiled from other sources; install serve-llm again")
+        check_sources(library, Group)
         self._sum, self._gather = library.serve_llm_all_reduce, library.serve_llm_all_gather
         self._sum.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
         self._gather.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)

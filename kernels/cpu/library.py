@@ -61,8 +61,7 @@ class Library:
         """variant: None for the fastest that this processor runs. Raises OSError if the file cannot be loaded, and
         ValueError if the variant is unknown, was not compiled, or does not run here."""
         self.compiled = ctypes.CDLL(str(path))
-        if self.compiled.serve_llm_problem_bytes() != ctypes.sizeof(Problem):
-            raise OSError(f"{path.name} was compiled from other sources; install serve-llm again")
+        check_sources(self.compiled, Problem)
         self.compiled.serve_llm_attention.restype = None
         compiled = VARIANTS[: self.compiled.serve_llm_variants()]
         self.variants = tuple(v for n, v in enumerate(compiled) if self.compiled.serve_llm_supported(n))
@@ -105,6 +104,13 @@ class Library:
         )
         self.compiled.serve_llm_attention(ctypes.byref(problem), self.number, torch.get_num_threads())
         return output
+
+
+def check_sources(compiled: ctypes.CDLL, structure: type[ctypes.Structure]) -> None:
+    """Raises OSError unless the library has the structure, and of that size, which it tells in a function."""
+    size = getattr(compiled, f"serve_llm_{structure.__name__.lower()}_bytes", None)
+    if size is None or size() != ctypes.sizeof(structure):
+        raise OSError(f"{Path(compiled._name).name} was compiled from other sources; install serve-llm again")
 
 
 def find(folder: Path = Path(__file__).parent) -> Path | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from serve_llm.kernels.cpu.library import Library
+from serve_llm.kernels.cpu.library import Library, check_sources
 from serve_llm.kernels.huge_pages import use_huge_pages
 from serve_llm.kernels.linear import Linear
 from serve_llm.kernels.linear_int8 import ZERO_POINT, Quantise, quantise_rows
@@ -51,8 +51,7 @@ class Packer:
     def __init__(self, library: Library) -> None:
         """Raises OSError if the library was compiled from other sources."""
         self.compiled, self.number = library.compiled, library.number
-        if self.compiled.serve_llm_product_bytes() != ctypes.sizeof(Product):
-            raise OSError("it was compiled from other sources; install serve-llm again")
+        check_sources(self.compiled, Product)
         self.compiled.serve_llm_linear.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
         self.compiled.serve_llm_linear.restype = self.compiled.serve_llm_pack.restype = None
 
