@@ -73,10 +73,13 @@ class Checkpoint:
 
     def release(self) -> None:
         """Count what was read as this process's memory no longer. Tensors that are in use still are read again from the
-        file, as a rule from the system's cache of it, where they are touched."""
+        file, as a rule from the system's cache of it, where they are touched. What is not a file's memory stays: there
+        the advice would clear the numbers."""
+        mapped = _mapped_files()
         for name in self.names:
-            whole = tuple(slice(size) for size in self.shape(name))
-            _advise(self._file_of[name].get_slice(name)[whole], mmap.MADV_DONTNEED)
+            tensor = self._file_of[name].get_slice(name)[tuple(slice(size) for size in self.shape(name))]
+            if any(tensor.data_ptr() in addresses for addresses in mapped):
+                _advise(tensor, mmap.MADV_DONTNEED)
 
 
 def _advise(tensor: Tensor, advice: int) -> None:
@@ -87,6 +90,12 @@ def _advise(tensor: Tensor, advice: int) -> None:
     first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     size = tensor.data_ptr() + (last + 1) * tensor.element_size() - first
     _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), advice)
+
+
+def _mapped_files() -> list[range]:
+    """The addresses at which this process has files in its memory."""
+    lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_bytes().splitlines()]
+    return [range(*(int(end, 16) for end in line[0].split(b"-"))) for line in lines if line[4] != b"0"]  # inode
 
 
 def _open(path: Path) -> _File:

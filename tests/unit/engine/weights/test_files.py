@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -39,6 +40,33 @@ def test_what_is_released_leaves_memory_and_can_still_be_read(tmp_path: Path) ->
     assert torch.equal(part, numbers[1:])
     del checkpoint, part
     assert mapped(path) == []
+
+
+class Copy:
+    """One tensor of a file, and the file, as of a reader that does not map files."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self.numbers = numbers
+
+    def keys(self) -> list[str]:
+        return ["a"]
+
+    def get_slice(self, name: str) -> Copy:
+        return self
+
+    def get_shape(self) -> list[int]:
+        return list(self.numbers.shape)
+
+    def __getitem__(self, ranges: tuple[slice, ...]) -> torch.Tensor:
+        return self.numbers[ranges]
+
+
+def test_memory_that_is_no_files_is_not_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.safetensors").touch()
+    numbers = torch.arange(SIZE // 4)
+    monkeypatch.setattr(safetensors, "safe_open", lambda path, framework: Copy(numbers[1024:-1024]))
+    Checkpoint(tmp_path).release()
+    assert torch.equal(numbers, torch.arange(SIZE // 4))
 
 
 @pytest.mark.parametrize("tied", [False, True])
