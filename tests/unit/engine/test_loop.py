@@ -7,27 +7,12 @@ from concurrent.futures import Future
 import pytest
 
 from serve_llm.engine import wire
-from serve_llm.engine.config import Config
 from serve_llm.engine.execute.memory import CacheLayout
 from serve_llm.engine.loop import Engine, run
 from serve_llm.engine.schedule.batch import ChunkResult
 from serve_llm.engine.schedule.sequence import GroupLayout
 from serve_llm.engine.types import FinishReason, Request, Sampling
-
-CONFIG = Config(
-    directory="",
-    load_format="auto",
-    device="cpu",
-    dtype="float32",
-    max_model_len=64,
-    max_num_seqs=4,
-    max_num_batched_tokens=16,
-    block_size=8,
-    kv_cache_memory=None,
-    gpu_memory_utilization=0.9,
-    enable_prefix_caching=True,
-    seed=0,
-)
+from support.config import CONFIG
 
 
 class CountingExecutor:

@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serve_llm.engine.config import Config
 from serve_llm.engine.errors import EngineError
 from serve_llm.engine.execute import control
 from serve_llm.engine.execute.control import (
@@ -34,21 +33,11 @@ from serve_llm.engine.execute.threads import Threads
 from serve_llm.engine.parallel.hosts import fingerprint
 from serve_llm.engine.parallel.shm import Handle
 from serve_llm.engine.schedule.sequence import GroupLayout
+from support import config
 from support.tiny import make_checkpoint
 
-CONFIG = Config(
-    directory="/models/demo",
-    load_format="auto",
-    device="cpu",
-    dtype="float32",
-    max_model_len=64,
-    max_num_seqs=4,
-    max_num_batched_tokens=16,
-    block_size=8,
-    kv_cache_memory=None,
-    gpu_memory_utilization=0.9,
-    enable_prefix_caching=True,
-    seed=0,
+CONFIG = replace(
+    config.CONFIG,
     tensor_parallel_size=2,
     pipeline_parallel_size=2,
     tensor_parallel_split=(3.0, 1.0),
