@@ -24,6 +24,7 @@ from serve_llm.engine.execute.roster import Roster
 from serve_llm.engine.execute.start import start_ranks
 from serve_llm.engine.hub import read_config
 from serve_llm.engine.logs import configure
+from serve_llm.engine.pulse import Pulse, beside
 from serve_llm.engine.types import ModelFacts
 
 logger = logging.getLogger("serve_llm.engine.__main__")  # also when run by -m
@@ -52,10 +53,12 @@ class ZmqChannel:
 def _end_with_parent() -> None:
     while os.read(0, 4096):
         pass
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # with its ranks: one that is stopped does not notice that this process ends
     os._exit(EngineError.exit_code)
 
 
-def serve(channel: ZmqChannel) -> None:
+def serve(channel: ZmqChannel, pulse: Pulse) -> None:
     """Start what the parent asks for, say Ready, and run the loop until Shutdown."""
     (start,) = channel.receive(None)[:1]
     assert isinstance(start, wire.Start)
@@ -69,10 +72,10 @@ def serve(channel: ZmqChannel) -> None:
         choice, roster = start_ranks(options, start.ray, start.engine)
         if roster is not None:
             stack.push(lambda kind, error, trace: roster.close(error))
-        _serve(channel, start, choice, roster)
+        _serve(channel, pulse, start, choice, roster)
 
 
-def _serve(channel: ZmqChannel, start: wire.Start, choice: Choice, roster: Roster | None) -> None:
+def _serve(channel: ZmqChannel, pulse: Pulse, start: wire.Start, choice: Choice, roster: Roster | None) -> None:
     """roster: ranks that start at the same time as this process."""
     began = time.perf_counter()
     # After the logger is set up and ranks are started, because these import torch: the longest part of a small model's
@@ -83,7 +86,7 @@ def _serve(channel: ZmqChannel, start: wire.Start, choice: Choice, roster: Roste
     raw = read_config(Path(start.directory))
     config, spec, weights = startup.resolve_all(start.options, start.directory, raw, choice)
     executor = startup.build_executor(config, spec, weights, raw, roster)
-    engine = loop.Engine(config, executor)
+    engine = loop.Engine(config, executor, show=pulse.show)
     layout = executor.layout
     facts = ModelFacts(
         architecture=spec.architecture,
@@ -112,9 +115,12 @@ def main() -> int:
     # The terminal sends Ctrl-C to the whole group; the parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    channel = ZmqChannel(sys.argv[sys.argv.index("--connect") + 1])
+    address = sys.argv[sys.argv.index("--connect") + 1]
+    pulse = Pulse(beside(address))
+    threading.Thread(target=pulse.beat, daemon=True).start()
+    channel = ZmqChannel(address)
     try:
-        serve(channel)
+        serve(channel, pulse)
     except ServeError as error:
         channel.send(wire.Failed(type(error).__name__, str(error)))
         return error.exit_code

@@ -94,7 +94,7 @@ def make_parser(
             parser.add_argument(flag, dest=option.name, action=argparse.BooleanOptionalAction, help=text)
         elif option.metadata["repeat"]:
             parser.add_argument(flag, action="extend", nargs="+", metavar=shown, help=text)
-        elif isinstance(option.default, tuple):
+        elif option.default == ():  # several
             parser.add_argument(flag, action="append", metavar=shown, help=text)
         else:
             names = [flag, *(f"-{short}" for short in (option.metadata["short"],) if short)]

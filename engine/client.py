@@ -10,15 +10,15 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from itertools import count
 
 import zmq
 import zmq.asyncio
 
 from serve_llm.engine import wire
-from serve_llm.engine.errors import BY_NAME, EngineDead, EngineError, ServeError
+from serve_llm.engine.errors import BY_NAME, EngineError, ServeError
 from serve_llm.engine.options import Options
-from serve_llm.engine.types import FinishReason, ModelFacts, Output, Request, Stats
+from serve_llm.engine.pulse import Pulse, beside
+from serve_llm.engine.types import ModelFacts, Output, Request, Stats
 
 Sink = Callable[[Output], None]
 
@@ -34,17 +34,18 @@ class EngineClient:
         self._socket.set_hwm(0)  # sends never block; what is open is bounded by admission
         self._socket.linger = 0
         self._socket.bind(self.address)
+        self.pulse = Pulse(beside(self.address), create=True)
         self._sinks: dict[int, Sink] = {}
-        self._ids = count(1)
         self._facts: ModelFacts | None = None
         self.stats = Stats()
         self.on_step: Callable[[wire.Step], None] | None = None
         self.failure: ServeError | None = None
+        self.responds = True  # as far as whoever watches the pulse has seen
 
     @property
     def ready(self) -> bool:
         """A request submitted now would be computed."""
-        return self._facts is not None and self.failure is None
+        return self._facts is not None and self.failure is None and self.responds
 
     @property
     def facts(self) -> ModelFacts:
@@ -83,16 +84,13 @@ class EngineClient:
             if sink is not None:
                 sink(output)
 
-    def next_id(self) -> int:
-        return next(self._ids)
-
     def submit(self, request: Request, sink: Sink) -> None:
         self.submit_many([(request, sink)])
 
     def submit_many(self, pairs: Iterable[tuple[Request, Sink]]) -> None:
-        """Open requests, in one message. Raises EngineDead if the engine is gone."""
+        """Open requests, in one message. If the engine is gone, nothing comes of it."""
         if self.failure is not None:
-            raise EngineDead(str(self.failure))
+            return
         requests = []
         for request, sink in pairs:
             self._sinks[request.id] = sink
@@ -110,17 +108,15 @@ class EngineClient:
         self._send(wire.Shutdown())
 
     def fail(self, error: ServeError) -> None:
-        """The engine is gone: every open request ends with this error, and no new one is taken."""
+        """The engine is gone: no sink is called again, and no request is taken."""
         if self.failure is None:
             self.failure = error
-        self.stats = Stats()
-        sinks, self._sinks = self._sinks, {}
-        for request_id, sink in sinks.items():
-            sink(Output(id=request_id, token_ids=[], finish_reason=FinishReason.ERROR, error=str(self.failure)))
+        self._sinks = {}
 
     def close(self) -> None:
         self._socket.close()
         self._context.term()
+        self.pulse.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _send(self, message: wire.ToEngine) -> None:

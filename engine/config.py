@@ -51,6 +51,7 @@ class Config:
     tensor_parallel_split: tuple[float, ...] | None = None  # one share per rank of a tensor-parallel group; None: even
     pipeline_parallel_layers: tuple[int, ...] | None = None  # one number per stage; None: by cost
     executor_backend: str = "inprocess"  # "inprocess" | "mp" | "ray"
+    step_timeout: float | None = None  # seconds; None: by the steps so far
     data_parallel_size: int = 1  # engines that share this host's memory and cores
     cpu_threads: int | None = None  # that each rank computes with; None: see `execute.threads`
 
@@ -116,6 +117,7 @@ def resolve(
         tensor_parallel_split=options.tensor_parallel_split,
         pipeline_parallel_layers=options.pipeline_parallel_layers,
         executor_backend=executor_backend,
+        step_timeout=options.step_timeout,
         data_parallel_size=options.data_parallel_size,
         cpu_threads=options.cpu_threads,
     )

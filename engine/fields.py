@@ -42,7 +42,7 @@ def option_name(field: dataclasses.Field[object]) -> str:
 def help_text(field: dataclasses.Field[object]) -> str:
     """The option's help with its default, where the text does not say it in words."""
     text = str(field.metadata["help"])
-    if field.default in (dataclasses.MISSING, None, ()):
+    if field.default in (dataclasses.MISSING, None) or isinstance(field.default, tuple):
         return text
     shown = {True: "on", False: "off"}.get(field.default) if isinstance(field.default, bool) else field.default
     return f"{text} (default: {shown})"

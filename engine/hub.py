@@ -63,7 +63,7 @@ def read_json(path: Path) -> dict[str, object]:
         content: object = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
         raise ModelError(f"{path} is not valid JSON ({error}); was it cut short when it was copied?") from None
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold a JSON object")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -35,7 +35,14 @@ class Channel(Protocol):
 class Engine:
     """Scheduler and executor as one thing that takes requests in and gives outputs, step by step."""
 
-    def __init__(self, config: Config, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: Config,
+        executor: Executor,
+        clock: Callable[[], float] = time.monotonic,
+        show: Callable[[Sequence[int]], None] = lambda ids: None,
+    ) -> None:
+        """`show`: told the ids of the requests that are computed, before each step and after it."""
         self.layout = executor.layout
         self.scheduler = Scheduler(
             self.layout.groups,
@@ -47,6 +54,7 @@ class Engine:
         )
         self._executor = executor
         self._clock = clock
+        self._show = show
         self._budget = TokenBudget(config.max_num_batched_tokens, CPU_STEP_SECONDS if config.device == "cpu" else None)
         self._under_way: deque[tuple[Batch, float, Future[StepResult]]] = deque()
         self._num_steps = 0
@@ -76,9 +84,11 @@ class Engine:
         """Start as many batches as may be under way, then commit the oldest."""
         while len(self._under_way) < self._executor.depth:
             now = self._clock()
-            batch = self.scheduler.schedule(self._budget.next(self.scheduler.num_waiting), now, self._executor.depth)
+            limit = self._budget.next(self.scheduler.num_running, self.scheduler.num_waiting)
+            batch = self.scheduler.schedule(limit, now, self._executor.depth)
             if not batch.chunks:
                 break
+            self._show(self.scheduler.in_flight)
             self._under_way.append((batch, now, self._executor.execute(batch)))
         outputs, self._finished = self._finished, []
         num_tokens = 0
@@ -88,6 +98,7 @@ class Engine:
             num_tokens = batch.num_tokens
             self._budget.observe(num_tokens, self._clock() - started)
             outputs += self.scheduler.commit(batch, results)
+            self._show(self.scheduler.in_flight)
             self._num_steps += 1
         stats = self.scheduler.stats()
         stats.num_steps, stats.step_tokens = self._num_steps, num_tokens

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from serve_llm.engine import values
+from serve_llm.engine import limits, values
 from serve_llm.engine.errors import OptionError
 from serve_llm.engine.fields import Fields, option_name
 from serve_llm.engine.fields import option as _option
@@ -130,6 +130,45 @@ class Options:
     api_key: tuple[str, ...] = _option(
         (), values.texts, "key that every route but /health and /ready needs; may be repeated", shown="KEY", secret=True
     )
+    max_queue: tuple[int, int] = _option(
+        values.QUEUE,
+        values.queue,
+        "requests, and prompt tokens, that may wait for their first token; past it the answer is 503 "
+        "(default: 2048,4M)",
+        shown="REQUESTS[,TOKENS]",
+    )
+    request_timeout: float | None = _option(
+        None,
+        values.seconds,
+        "seconds that a request may take, from its arrival to its end (default: no limit); a client may ask for less",
+        shown="SECONDS",
+    )
+    drain_timeout: float = _option(
+        30.0, values.seconds, "seconds for open requests to finish after the first SIGTERM or SIGINT", shown="SECONDS"
+    )
+    limit: tuple[str, ...] = _option(
+        (),
+        limits.parse,
+        "another limit than the default one on what a request may hold, such as body-bytes=1MiB; may be repeated; the "
+        "names are in docs/options.md",
+        shown="NAME=VALUE",
+    )
+    trust_request_chat_template: bool = _option(
+        False, values.boolean, "let requests bring a chat template of their own; it is rendered in a process apart"
+    )
+    ssl_keyfile: str | None = _option(
+        None, values.text, "file with the private key (PEM): serve HTTPS, with --ssl-certfile", shown="FILE"
+    )
+    ssl_certfile: str | None = _option(
+        None, values.text, "file with the certificate, and those that it is signed by (PEM)", shown="FILE"
+    )
+    allowed_origins: tuple[str, ...] = _option(
+        (),
+        values.origin,
+        "origin of web pages whose scripts may call the server (CORS), such as https://chat.example.com, or * for all; "
+        "may be repeated (default: none)",
+        shown="ORIGIN",
+    )
     log_level: str = _option(
         "info",
         values.choice("debug", "info", "warning", "error"),
@@ -208,6 +247,19 @@ class Options:
         shown="TEXT",
         secret=True,
     )
+    max_restarts: int = _option(
+        10,
+        values.whole(0, 1_000_000),
+        "how often within ten minutes an engine that died or hung is replaced, its open requests going on where they "
+        "were; past that the server ends",
+    )
+    step_timeout: float | None = _option(
+        None,
+        values.seconds,
+        "after so long without a result of a step the engine is taken to hang, and replaced (default: 300, or 20 times "
+        "the longest step so far, if that is more)",
+        shown="SECONDS",
+    )
     metrics_prefix: str = _option(
         "serve_llm_", values.metric_prefix, "beginning of every metric's name; `vllm:` serves dashboards made for vLLM"
     )
@@ -281,6 +333,8 @@ def build(kind: type[Kind], given: Given) -> Kind:
     options = msgspec.convert(checked, kind)
     if isinstance(options, Options):
         _check_nodes(options)
+        if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
+            raise OptionError("--ssl-keyfile and --ssl-certfile are needed together")
     return options
 
 

@@ -54,6 +54,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: Sampling
     output_ids: list[int] = []  # already generated earlier (a request that is continued); counted as output
     priority: int = 0  # smaller goes first
+    tenant: int = 0  # whose it is, as the number of an API key: of equal priority, who was served least goes first
     cache_salt: str = ""  # prefix blocks are shared only between equal salts
 
 

@@ -14,6 +14,8 @@ Parse = Callable[[object], object]
 """Turns text (command line, environment) or a plain value (YAML, keyword) into the field's value, or raises ValueError
 saying what was expected."""
 
+QUEUE = (2048, 4 * 2**20)  # requests and prompt tokens that may wait
+
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _BYTE_UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -115,6 +117,35 @@ def share(value: object) -> float:
     if not 0.0 < number <= 1.0:
         raise ValueError("expected a number above 0 and at most 1")
     return number
+
+
+def seconds(value: object) -> float:
+    """A time above 0, at most a year."""
+    try:
+        number = float(str(value))
+    except ValueError:
+        number = 0.0
+    if isinstance(value, bool) or not 0.0 < number <= 365 * 86400:
+        raise ValueError("expected seconds, a number above 0")
+    return number
+
+
+def queue(value: object) -> tuple[int, int]:
+    """Requests and prompt tokens: "1024,4M" or a list of both; the tokens may be left out."""
+    items = _items(value)
+    if len(items) not in (1, 2):
+        raise ValueError('expected requests, or requests and prompt tokens with a comma between, such as "1024,4M"')
+    if min(numbers := [parse_count(item) for item in items]) < 1:
+        raise ValueError("must be at least 1")
+    return numbers[0], numbers[1] if len(numbers) == 2 else QUEUE[1]
+
+
+def origin(value: object) -> tuple[str, ...]:
+    """Origins of web pages: scheme://host[:port] each, or * for all."""
+    items = texts(value)
+    if not all(item == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", item) for item in items):
+        raise ValueError("expected origins such as https://chat.example.com, or *")
+    return items
 
 
 def boolean(value: object) -> bool:

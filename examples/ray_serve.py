@@ -35,7 +35,7 @@ class Replica:
         key = os.environ.get("SERVE_LLM_API_KEY")
         opened = await assemble(Options.from_kwargs(**{"api_key": key, **options}))
         self._app = opened.app
-        self._supervisor = opened.supervisor
+        self._stop = opened.stop
         self._watching = asyncio.ensure_future(opened.supervisor.watch())
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -47,7 +47,7 @@ class Replica:
             raise RuntimeError(str(self._watching.result()))
 
     async def __del__(self) -> None:
-        await self._supervisor.stop()
+        await self._stop()
 
 
 def build_app(arguments: dict[str, Any]) -> serve.Application:

@@ -20,7 +20,6 @@ from serve_llm.engine.options import Options
 from serve_llm.engine.types import TokenLogprobs
 from serve_llm.server.errors import InvalidRequest
 from serve_llm.server.generate import Generation, Generator
-from serve_llm.server.metrics import Meter
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.params import SamplingParams
 from serve_llm.server.prompt.tokenizer import Tokenizer
@@ -93,9 +92,8 @@ class LLM:
             self.close()
             raise
         self._replicas = self._supervisor.replicas
-        meters = [Meter() for _ in self._replicas.engines]
-        self._replicas.on_step = Statistics(meters, self._replicas.engines).count_step
-        self._generator = Generator(self._replicas, self._model, meters, chosen.seed)
+        self._replicas.on_step = Statistics(self._replicas.engines).count_step
+        self._generator = Generator(self._replicas, self._model, chosen.seed)
         self._num_requests = 0
 
     def generate(

@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from serve_llm.engine.arguments import parse_args
 from serve_llm.engine.errors import OptionError, ServeError
+from serve_llm.engine.limits import Limits
 from serve_llm.engine.options import Options
 
 if TYPE_CHECKING:
-    from serve_llm.server.admission import Gate
     from serve_llm.server.assemble import Assembly
-    from serve_llm.server.supervise import Supervisor
 
 logger = logging.getLogger("serve_llm.server.__main__")  # also when run by -m
 
-DRAIN_SECONDS = 30.0  # for open requests to finish after the first signal
+QUICK_SECONDS = 0.5  # for open requests to hear their end, and for the engine's end after a second signal
 
 
 def main() -> int:
@@ -91,12 +90,13 @@ def listen(host: str, port: int) -> socket.socket:
 async def serve(options: Options) -> int:
     """Serve until a signal or the engine's end. Returns the exit code; raises what the start failed with."""
     from serve_llm.server.daemon import Doorway, HttpServer
+    from serve_llm.server.process import STOP_SECONDS
 
     began = time.perf_counter()
     listener = listen(options.host, options.port)
     stopping = Signals()
     door = Doorway()
-    http = HttpServer(door)
+    http = HttpServer(door, Limits.read(options.limit), options.ssl_keyfile, options.ssl_certfile)
     serving = asyncio.ensure_future(http.serve(sockets=[listener]))
     try:
         opened = await _open(options, stopping)
@@ -107,10 +107,13 @@ async def serve(options: Options) -> int:
             host, port = listener.getsockname()[:2]
             seconds = time.perf_counter() - began
             shown = f"[{host}]" if ":" in host else host
-            logger.info("Serving %s on http://%s:%d after %.1f s", options.model, shown, port, seconds)
-            return await _until_stopped(opened.supervisor, opened.gate, stopping)
+            scheme = "https" if options.ssl_certfile else "http"
+            logger.info("Serving %s on %s://%s:%d after %.1f s", options.model, scheme, shown, port, seconds)
+            return await _until_stopped(opened, options.drain_timeout, stopping)
         finally:
-            await opened.supervisor.stop()
+            http.should_exit = True
+            http.force_exit = stopping.second.done()
+            await opened.stop(QUICK_SECONDS if stopping.second.done() else STOP_SECONDS)
     finally:
         http.should_exit = True
         await serving
@@ -129,17 +132,22 @@ async def _open(options: Options, stopping: Signals) -> Assembly | None:
     return None
 
 
-async def _until_stopped(supervisor: Supervisor, gate: Gate, stopping: Signals) -> int:
-    watching = asyncio.ensure_future(supervisor.watch())
+async def _until_stopped(opened: Assembly, drain_seconds: float, stopping: Signals) -> int:
+    gate = opened.gate
+    watching = asyncio.ensure_future(opened.supervisor.watch())
     await _first_of(watching, stopping.first)
     if watching.done():
         raise watching.result()
     gate.draining = True
     logger.info("Stopping: %d open requests may finish; a second signal ends them", gate.num_open)
     draining = asyncio.ensure_future(gate.drained())
-    await _first_of(draining, watching, stopping.second, seconds=DRAIN_SECONDS)
-    draining.cancel()
+    await _first_of(draining, watching, stopping.second, seconds=drain_seconds)
     watching.cancel()
+    if not draining.done():
+        logger.warning("Ending %d open requests", gate.num_open)
+        gate.end_open()
+        await _first_of(draining, seconds=QUICK_SECONDS)
+        draining.cancel()
     return 0
 
 

@@ -7,19 +7,23 @@ from collections.abc import Mapping
 from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from serve_llm.engine.errors import ServeError
+from serve_llm.engine.limits import Limits
 from serve_llm.engine.options import Options
-from serve_llm.server.admission import Gate
+from serve_llm.server.admission import Bodies, Gate
 from serve_llm.server.auth import KeyCheck
 from serve_llm.server.errors import NotFound, RequestError, WrongMethod, answer_for, error_body
 from serve_llm.server.generate import Generator
 from serve_llm.server.logs import RequestIds
-from serve_llm.server.metrics import Exposition, Meter
+from serve_llm.server.metrics import Exposition
+from serve_llm.server.prompt.jobs import Context
 from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.prompt.pool import PromptPool
 from serve_llm.server.replicas import Replicas
 from serve_llm.server.routes import chat, completions, models, status, tokenize
 from serve_llm.server.routes.document import document
@@ -39,17 +43,24 @@ _BODIES: list[type[BaseModel]] = [
 ]
 
 
-def create_app(replicas: Replicas, model: ServedModel, options: Options) -> tuple[ASGIApp, Gate]:
-    """The app that serves one model on engines that are started already, and the gate that drains it."""
-    meters = [Meter() for _ in replicas.engines]
-    replicas.on_step = Statistics(meters, replicas.engines).count_step
-    gate = Gate(replicas)
+def create_app(replicas: Replicas, model: ServedModel, options: Options) -> tuple[ASGIApp, Gate, PromptPool]:
+    """The app that serves one model on engines that are started already, the gate that drains it, and the pool that is
+    to be closed in the end."""
+    limits = Limits.read(options.limit)
+    prompts = PromptPool(Context(model, replicas.facts, limits, options.trust_request_chat_template), options)
+    replicas.on_step = Statistics(replicas.engines).count_step
+    gate = Gate(replicas, options.max_queue)
     service = Service(
         replicas=replicas,
         model=model,
         gate=gate,
-        generator=Generator(replicas, model, meters, options.seed),
-        exposition=Exposition(meters, replicas.engines, model.names[0], options.metrics_prefix),
+        generator=Generator(replicas, model, options.seed),
+        exposition=Exposition(replicas.engines, gate, model.names[0], options.metrics_prefix),
+        prompts=prompts,
+        bodies=Bodies(limits.all_bodies_bytes),
+        limits=limits,
+        request_timeout=options.request_timeout,
+        num_ranks=options.tensor_parallel_size * options.pipeline_parallel_size,
     )
     app = FastAPI(title="serve-llm", version=VERSION, redoc_url=None, redirect_slashes=False)
     for routes in (completions, chat, models, tokenize, status):
@@ -59,7 +70,11 @@ def create_app(replicas: Replicas, model: ServedModel, options: Options) -> tupl
     app.add_exception_handler(ClientDisconnect, _client_left)
     app.add_exception_handler(Exception, _unexpected)
     app.openapi = lambda: document(app, _BODIES)  # type: ignore[method-assign]
-    return RequestIds(KeyCheck(app, options.api_key)), gate
+    secured: ASGIApp = KeyCheck(app, options.api_key)
+    if options.allowed_origins:  # in front of the key check: a browser asks first, without the key
+        shown = ("retry-after", "x-request-id")
+        secured = CORSMiddleware(secured, options.allowed_origins, ("GET", "POST"), ("*",), expose_headers=shown)
+    return RequestIds(secured), gate, prompts
 
 
 def _respond(error: ServeError, headers: Mapping[str, str] | None = None) -> Response:

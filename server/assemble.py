@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from serve_llm.engine.hub import resolve_model
 from serve_llm.engine.options import Options
+from serve_llm.server.process import STOP_SECONDS
 from serve_llm.server.supervise import Supervisor
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from serve_llm.server.admission import Gate
+    from serve_llm.server.prompt.pool import PromptPool
 
 T = TypeVar("T")
 
@@ -31,6 +33,12 @@ class Assembly(NamedTuple):
     app: ASGIApp
     gate: Gate
     supervisor: Supervisor
+    prompts: PromptPool
+
+    async def stop(self, patience: float = STOP_SECONDS) -> None:
+        """End all processes, those of the engine after so many seconds by force. Idempotent."""
+        self.prompts.close()
+        await self.supervisor.stop(patience)
 
 
 async def assemble(options: Options) -> Assembly:
@@ -47,7 +55,9 @@ async def assemble(options: Options) -> Assembly:
 
         model = await _in_thread(lambda: ServedModel.load(directory, options))
         await supervisor.start()
-        return Assembly(*create_app(supervisor.replicas, model, options), supervisor)
+        app, gate, prompts = create_app(supervisor.replicas, model, options)
+        prompts.warm()
+        return Assembly(app, gate, supervisor, prompts)
     except BaseException:
         await supervisor.stop()
         raise

@@ -36,27 +36,34 @@ class Balancer:
         """`capacities`: for each engine, the blocks (of `block_size` tokens) that its KV cache holds; 0 if it caches no
         prefixes."""
         self.loads = [Load() for _ in capacities]
-        self._capacities = tuple(capacities)
+        self._capacities = list(capacities)
         self._block_size = block_size
         self._sent: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in capacities]  # least recently used first
         self._open: dict[int, tuple[int, int]] = {}  # request id -> (engine, tokens it still counts as waiting)
         self._next = 0  # the engine that gets the next one, other things being equal
 
-    def place(self, request_ids: Iterable[int], prompt_ids: Sequence[int], salt: str = "") -> int:
-        """The engine for all choices of one prompt, which are then open there.
+    def place(
+        self,
+        request_ids: Iterable[int],
+        prompt_ids: Sequence[int],
+        salt: str = "",
+        engines: Sequence[int] | None = None,
+    ) -> int:
+        """The engine for all choices of one prompt, which are then open there: one of `engines` (None: of all).
 
         Of the engines that are not overloaded, the one with the least load less what it has cached of the prompt; ties
         go to the least loaded one, then to each in turn.
         """
         keys = self._keys(prompt_ids, salt)
         cached = [self._num_cached(engine, keys) for engine in range(len(self.loads))]
-        limit = OVERLOAD * min(load.num_open for load in self.loads) + SLACK
+        able = range(len(self.loads)) if engines is None else engines
+        limit = OVERLOAD * min(self.loads[engine].num_open for engine in able) + SLACK
 
         def cost(engine: int) -> tuple[int, int, int]:
             load = self.loads[engine].tokens
             return load - cached[engine], load, (engine - self._next) % len(self.loads)
 
-        engine = min((engine for engine, load in enumerate(self.loads) if load.num_open <= limit), key=cost)
+        engine = min((engine for engine in able if self.loads[engine].num_open <= limit), key=cost)
         self._next = (engine + 1) % len(self.loads)
         self._remember(engine, keys)
         waiting = len(prompt_ids) - cached[engine]
@@ -81,6 +88,16 @@ class Balancer:
             self.loads[engine].num_open -= 1
             self.loads[engine].waiting_tokens -= waiting
         return engine
+
+    def forget(self, engine: int) -> None:
+        """The engine is gone, and with it what it had cached and what was open there."""
+        self._sent[engine].clear()
+        self._open = {request_id: entry for request_id, entry in self._open.items() if entry[0] != engine}
+        self.loads[engine] = Load()
+
+    def resize(self, engine: int, capacity: int) -> None:
+        """Another engine in its place can cache so many blocks."""
+        self._capacities[engine] = capacity
 
     def _keys(self, prompt_ids: Sequence[int], salt: str) -> list[bytes]:
         """Names of the prompt's full blocks, as the engines name them; no more than an engine can hold."""

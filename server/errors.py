@@ -10,7 +10,9 @@ ServeError (engine.errors)
     ModelNotFound      404   no such model
     WrongMethod        405
     TooLarge           413   the body is longer than the server reads
-    Unavailable        503   starting, draining, or the engine is gone; retry later
+    HeaderTooLarge     431
+    Unavailable        503   starting, draining, full, or the engine is gone; retry later
+    DeadlineExceeded   504   it took longer than --request-timeout, or than the client's own limit
     GenerationFailed   500   the engine gave up on this request
 
 Every body has OpenAI's shape: {"error": {"message", "type", "param", "code"}}. Knows no HTTP library: the offline `LLM`
@@ -68,7 +70,19 @@ class TooLarge(RequestError):
     pass
 
 
+class HeaderTooLarge(RequestError):
+    pass
+
+
 class Unavailable(RequestError):
+    """`retry_after`: seconds after which it may be otherwise."""
+
+    def __init__(self, message: str, param: str | None = None, *, retry_after: int = 1) -> None:
+        super().__init__(message, param)
+        self.retry_after = retry_after
+
+
+class DeadlineExceeded(RequestError):
     pass
 
 
@@ -92,7 +106,9 @@ ANSWERS: dict[type[ServeError], Answer] = {
     NotFound: Answer(404, "invalid_request_error", "not_found", {}),
     WrongMethod: Answer(405, "invalid_request_error", "method_not_allowed", {}),
     TooLarge: Answer(413, "invalid_request_error", "body_too_large", {}),
-    Unavailable: Answer(503, "server_error", "unavailable", {"retry-after": "1"}),
+    HeaderTooLarge: Answer(431, "invalid_request_error", "header_too_large", {}),
+    Unavailable: Answer(503, "server_error", "unavailable", {}),
+    DeadlineExceeded: Answer(504, "server_error", "deadline_exceeded", {}),
     GenerationFailed: Answer(500, "server_error", "generation_failed", {}),
     ServeError: Answer(500, "server_error", None, {}),
 }
@@ -100,7 +116,10 @@ ANSWERS: dict[type[ServeError], Answer] = {
 
 def answer_for(error: ServeError) -> Answer:
     """The table's row of the nearest class that has one."""
-    return next(ANSWERS[kind] for kind in type(error).__mro__ if kind in ANSWERS)
+    answer = next(ANSWERS[kind] for kind in type(error).__mro__ if kind in ANSWERS)
+    if isinstance(error, Unavailable):
+        return answer._replace(headers={"retry-after": str(error.retry_after)})
+    return answer
 
 
 def error_body(error: ServeError) -> bytes:
@@ -115,7 +134,8 @@ def error_body(error: ServeError) -> bytes:
 async def send_error(error: ServeError, send: Callable[[MutableMapping[str, Any]], Awaitable[None]]) -> None:
     """The whole answer on plain ASGI, for what stands in front of the app."""
     answer = answer_for(error)
-    headers = {"content-type": "application/json", **answer.headers}
+    body = error_body(error)
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **answer.headers}
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": answer.status, "headers": encoded})
-    await send({"type": "http.response.body", "body": error_body(error)})
+    await send({"type": "http.response.body", "body": body})

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -18,10 +18,11 @@ import msgspec
 
 from serve_llm.engine.errors import EngineError
 from serve_llm.engine.types import FinishReason, Output, Request
-from serve_llm.server.errors import GenerationFailed, RequestError, Unavailable
+from serve_llm.server.errors import DeadlineExceeded, GenerationFailed, RequestError, Unavailable
 from serve_llm.server.metrics import Meter
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.validate import TextRequest
+from serve_llm.server.record import Record
 from serve_llm.server.replicas import Replicas
 from serve_llm.server.reply.accumulate import Accumulator
 from serve_llm.server.reply.delta import Delta, TokenCounts
@@ -33,19 +34,18 @@ logger = logging.getLogger(__name__)
 class Generator:
     """Opens generations. `seed` makes the seeds of requests without one the same in every run."""
 
-    def __init__(
-        self, replicas: Replicas, model: ServedModel, meters: Sequence[Meter], seed: int | None = None
-    ) -> None:
-        """`meters`: one for each engine."""
+    def __init__(self, replicas: Replicas, model: ServedModel, seed: int | None = None) -> None:
         self.replicas = replicas
         self.model = model
-        self.meters = meters
         self.detokenizers = DetokenizerFactory(model.tokenizer)
         self._random = secrets.SystemRandom() if seed is None else random.Random(seed)
 
-    def open(self, request: TextRequest, arrival: float | None = None) -> Generation:
-        """A generation, not submitted yet. `arrival`: when the request came, in the meter's time; now, if None."""
-        return Generation(self, request, Meter.clock() if arrival is None else arrival)
+    def open(
+        self, request: TextRequest, arrival: float | None = None, *, tenant: int = 0, deadline: float | None = None
+    ) -> Generation:
+        """A generation, not submitted yet. `arrival`: when the request came, in the meter's time; now, if None.
+        `tenant`: whose it is (types.Request). `deadline`: in the meter's time, when it ends with DeadlineExceeded."""
+        return Generation(self, request, Meter.clock() if arrival is None else arrival, tenant, deadline)
 
     def draw_seed(self) -> int:
         return self._random.getrandbits(64)
@@ -58,9 +58,14 @@ class Generation:
     something) or by `whole` (everything, at the end).
     """
 
-    def __init__(self, generator: Generator, request: TextRequest, arrival: float) -> None:
+    def __init__(
+        self, generator: Generator, request: TextRequest, arrival: float, tenant: int, deadline: float | None
+    ) -> None:
+        self.tenant = tenant
+        self.deadline = deadline
+        self.on_begin: Callable[[int], None] | None = None  # called for each choice's first token: prompt tokens
+        self._timer: asyncio.TimerHandle | None = None
         self._replicas = generator.replicas
-        self._meters = generator.meters
         self._waiter: asyncio.Future[None] | None = None
         self._waits_for_end = False
         self._news: list[Choice] = []
@@ -80,11 +85,13 @@ class Generation:
 
     def __enter__(self) -> Self:
         try:
-            placed = self._replicas.submit_many([(choice.engine_request, choice.receive) for choice in self.choices])
+            records = self._replicas.submit_many([(choice.engine_request, choice.receive) for choice in self.choices])
         except EngineError as error:
             raise Unavailable(str(error)) from None
-        for choice, index in zip(self.choices, placed, strict=True):
-            choice.meter = self._meters[index]
+        for choice, record in zip(self.choices, records, strict=True):
+            choice.record = record
+        if self.deadline is not None:
+            self._timer = asyncio.get_running_loop().call_later(self.deadline - Meter.clock(), self._expire)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -93,6 +100,8 @@ class Generation:
     def close(self) -> None:
         """Abort what is still open; who waits in `next` or `whole` gets nothing more. Idempotent."""
         self.closed = True
+        if self._timer is not None:
+            self._timer.cancel()
         self._end_open(FinishReason.ABORT)
 
     async def next(self) -> list[Delta]:
@@ -127,6 +136,10 @@ class Generation:
 
     # What the choices tell:
 
+    def has_begun(self, num_prompt_tokens: int) -> None:
+        if self.on_begin is not None:
+            self.on_begin(num_prompt_tokens)
+
     def has_news(self, choice: Choice) -> None:
         self._news.append(choice)
         if not self._waits_for_end:
@@ -142,10 +155,15 @@ class Generation:
             self._wake()
 
     def fail(self, error: RequestError) -> None:
-        """One choice's error is the whole request's."""
-        if self._error is None:
+        """One choice's error is the whole request's. Nothing happens if it has ended already."""
+        if self._error is None and self._open:
             self._error = error
             self._end_open(FinishReason.ERROR)
+
+    def _expire(self) -> None:
+        why = self._replicas.outage
+        reason = "it took longer than its limit" if why is None else f"it waited for an engine that is replaced: {why}"
+        self.fail(DeadlineExceeded(f"the request's time is over: {reason}"))
 
     def _end_open(self, reason: FinishReason) -> None:
         ended, self._open = self._open, {}
@@ -169,7 +187,8 @@ class Choice:
     ) -> None:
         request = generation.request
         self._generation = generation
-        self.meter = generator.meters[0]  # of its engine, from submission on
+        self._engines = generator.replicas.engines
+        self.record: Record | None = None  # from submission on
         self._is_first = choice == 0  # of its prompt: the one that the prompt's tokens are counted for
         self._arrival = arrival
         self._last_token: float | None = None  # when it came, in the meter's time
@@ -189,10 +208,16 @@ class Choice:
             sampling=msgspec.structs.replace(request.samplings[prompt], seed=seed, choice=choice),
             priority=request.priority,
             cache_salt=request.cache_salt,
+            tenant=generation.tenant,
         )
 
+    @property
+    def _meter(self) -> Meter:
+        """Of the engine that computes it."""
+        return self._engines[self.record.engine if self.record is not None else 0].meter
+
     def receive(self, output: Output) -> None:
-        """Called by its engine's client for each output."""
+        """Called for each output of its engine request."""
         if output.finish_reason is FinishReason.ERROR:
             self._generation.fail(GenerationFailed(output.error or "the engine failed"))
             return
@@ -204,12 +229,13 @@ class Choice:
             return
         if self._last_token is None:
             self._begin(output)
-        self._last_token = self.meter.count_tokens(num_tokens, self._last_token)
+        meter = self._meter
+        self._last_token = meter.count_tokens(num_tokens, self._last_token)
         if not self._has_news:
             self._has_news = True
             self._generation.has_news(self)
         if self.accumulator.finish_reason is not None:
-            self.meter.count_finished(self.accumulator.finish_reason, self.accumulator.num_tokens, self._arrival)
+            meter.count_finished(self.accumulator.finish_reason, self.accumulator.num_tokens, self._arrival)
             self._generation.has_ended(self, aborts=output.finish_reason is None)
 
     def take(self) -> Delta:
@@ -218,10 +244,12 @@ class Choice:
 
     def end(self, reason: FinishReason) -> None:
         """Closed before its text ended."""
-        self.meter.count_finished(reason, self.accumulator.num_tokens, self._arrival)
+        self._meter.count_finished(reason, self.accumulator.num_tokens, self._arrival)
 
     def _begin(self, output: Output) -> None:
         self.cached_tokens = output.cached_tokens or 0
+        meter = self._meter
         if self._is_first:
-            self.meter.count_prompt(len(self.engine_request.prompt_ids))
-        self.meter.count_first(self._arrival, output.queued_seconds)
+            meter.count_prompt(len(self.engine_request.prompt_ids))
+        self._generation.has_begun(len(self.engine_request.prompt_ids) if self._is_first else 0)
+        meter.count_first(self._arrival, output.queued_seconds)

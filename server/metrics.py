@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -23,6 +23,9 @@ _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 
 _DURATION = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
 _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+# How an engine process ended: by a signal, by itself without a word, with an error, by a rank's failure; killed because
+# it gave no sign of life, or no result of a step; or it could not be started.
+RESTART_REASONS = ("killed", "exited", "failed", "rank", "hung", "step_timeout", "start")
 
 
 class Histogram:
@@ -67,6 +70,9 @@ class Meter:
         self.request_prompt_tokens = Histogram(_TOKENS)
         self.request_generation_tokens = Histogram(_TOKENS)
         self.step_tokens = Histogram(_STEP_TOKENS)
+        self.restarts = dict.fromkeys(RESTART_REASONS, 0)
+        self.replayed_requests = self.replayed_tokens = 0
+        self.recovery = Histogram(_DURATION)
 
     def count_step(self, step: Step) -> None:
         """The engine client's hook, called before a step's outputs are handed out."""
@@ -92,6 +98,11 @@ class Meter:
             self.inter_token_latency.observe((self.now - last) / num_tokens, num_tokens)
         return self.now
 
+    def count_replayed(self, num_tokens: int) -> None:
+        """A choice that goes on with another engine process, which computes its prompt and output so far again."""
+        self.replayed_requests += 1
+        self.replayed_tokens += num_tokens
+
     def count_finished(self, reason: FinishReason, num_tokens: int, arrival: float) -> None:
         self.finished[reason] += 1
         self.request_generation_tokens.observe(num_tokens)
@@ -101,7 +112,10 @@ class Meter:
 class Measured(Protocol):
     """What of an engine's client is shown."""
 
-    stats: Stats
+    meter: Meter
+
+    @property
+    def stats(self) -> Stats: ...
 
     @property
     def ready(self) -> bool: ...
@@ -110,12 +124,18 @@ class Measured(Protocol):
     def facts(self) -> ModelFacts: ...
 
 
-class Exposition:
-    """Prometheus' text form of the meters and of the engines' newest states, one of each per engine."""
+class Refusing(Protocol):
+    """Who refuses requests before they reach an engine."""
 
-    def __init__(self, meters: Sequence[Meter], engines: Sequence[Measured], model_name: str, prefix: str) -> None:
+    refused: dict[str, int]  # by reason
+
+
+class Exposition:
+    """Prometheus' text form of the engines' meters and newest states."""
+
+    def __init__(self, engines: Sequence[Measured], refusing: Refusing, model_name: str, prefix: str) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Families(meters, engines, model_name, prefix))
+        self._registry.register(_Families(engines, refusing, model_name, prefix))
         ProcessCollector(registry=self._registry)  # resident memory, descriptors, CPU time of this process
 
     def text(self) -> bytes:
@@ -125,8 +145,9 @@ class Exposition:
 class _Families(Collector):
     """Every family has one sample, or one set of them, for each engine."""
 
-    def __init__(self, meters: Sequence[Meter], engines: Sequence[Measured], model_name: str, prefix: str) -> None:
-        self._engines = list(zip(engines, meters, strict=True))
+    def __init__(self, engines: Sequence[Measured], refusing: Refusing, model_name: str, prefix: str) -> None:
+        self._refusing = refusing
+        self._engines = engines
         self._model_name = model_name
         self._prefix = prefix
 
@@ -135,10 +156,16 @@ class _Families(Collector):
             yield self._family(GaugeMetricFamily, name, text, gauge)
         for name, text, counter in _COUNTERS:
             yield self._family(CounterMetricFamily, name, text, counter)
-        yield self._finished()
+        yield self._by_label(
+            "request_success", "Ended choices by reason.", "finished_reason", lambda meter: meter.finished
+        )
+        yield self._by_label(
+            "restarts", "Engine processes replaced, by reason.", "reason", lambda meter: meter.restarts
+        )
+        yield self._refused()
         for name, text, histogram in _HISTOGRAMS:
             yield self._histogram(name, text, histogram)
-        if any(engine.ready for engine, _ in self._engines):
+        if any(engine.ready for engine in self._engines):
             yield self._cache_config()
 
     def _family(
@@ -149,26 +176,32 @@ class _Families(Collector):
         value: Callable[[Stats, Meter], float],
     ) -> Metric:
         family = kind(self._prefix + name, text, labels=_LABELS)
-        for labels, engine, meter in self._samples():
-            family.add_metric(labels, value(engine.stats, meter))
+        for labels, engine in self._samples():
+            family.add_metric(labels, value(engine.stats, engine.meter))
         return family
 
-    def _samples(self) -> Iterator[tuple[list[str], Measured, Meter]]:
-        for index, (engine, meter) in enumerate(self._engines):
-            yield [self._model_name, str(index)], engine, meter
+    def _samples(self) -> Iterator[tuple[list[str], Measured]]:
+        for index, engine in enumerate(self._engines):
+            yield [self._model_name, str(index)], engine
 
     def _histogram(self, name: str, text: str, histogram: Callable[[Meter], Histogram]) -> Metric:
         family = HistogramMetricFamily(self._prefix + name, text, labels=_LABELS)
-        for labels, _, meter in self._samples():
-            family.add_metric(labels, histogram(meter).buckets(), histogram(meter).sum)
+        for labels, engine in self._samples():
+            family.add_metric(labels, histogram(engine.meter).buckets(), histogram(engine.meter).sum)
         return family
 
-    def _finished(self) -> Metric:
-        labels = [*_LABELS, "finished_reason"]
-        family = CounterMetricFamily(self._prefix + "request_success", "Ended choices by reason.", labels=labels)
-        for values, _, meter in self._samples():
-            for reason, count in meter.finished.items():
-                family.add_metric([*values, reason.value], count)
+    def _by_label(self, name: str, text: str, label: str, counts: Callable[[Meter], Mapping[Any, int]]) -> Metric:
+        family = CounterMetricFamily(self._prefix + name, text, labels=[*_LABELS, label])
+        for values, engine in self._samples():
+            for value, count in counts(engine.meter).items():
+                family.add_metric([*values, str(value)], count)
+        return family
+
+    def _refused(self) -> Metric:
+        name = self._prefix + "requests_refused"
+        family = CounterMetricFamily(name, "Requests refused by reason.", labels=["model_name", "reason"])
+        for reason, count in self._refusing.refused.items():
+            family.add_metric([self._model_name, reason], count)
         return family
 
     def _cache_config(self) -> Metric:
@@ -179,7 +212,7 @@ class _Families(Collector):
         }
         name = self._prefix + "cache_config_info"
         family = GaugeMetricFamily(name, "The KV cache, as labels.", labels=[*_LABELS, *shown])
-        for labels, engine, _ in self._samples():
+        for labels, engine in self._samples():
             if engine.ready:
                 family.add_metric([*labels, *(str(value(engine.facts)) for value in shown.values())], 1)
         return family
@@ -197,6 +230,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats, Meter], float]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up.", lambda stats, _: stats.prefix_cache_queries),
     ("prefix_cache_hits", "Prompt tokens found.", lambda stats, _: stats.prefix_cache_hits),
     ("num_preemptions", "Requests put back to waiting.", lambda stats, _: stats.num_preemptions),
+    ("replayed_requests", "Choices continued by another process.", lambda _, meter: meter.replayed_requests),
+    ("replayed_tokens", "Tokens computed again for them.", lambda _, meter: meter.replayed_tokens),
 )
 _HISTOGRAMS: tuple[tuple[str, str, Callable[[Meter], Histogram]], ...] = (
     ("time_to_first_token_seconds", "From arrival to the first token.", lambda meter: meter.time_to_first_token),
@@ -206,4 +241,5 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[Meter], Histogram]], ...] = (
     ("request_prompt_tokens", "Prompt tokens of a request.", lambda meter: meter.request_prompt_tokens),
     ("request_generation_tokens", "Generated tokens of a choice.", lambda meter: meter.request_generation_tokens),
     ("iteration_tokens_total", "Tokens computed in a step.", lambda meter: meter.step_tokens),
+    ("recovery_seconds", "From an engine's end until another is ready.", lambda meter: meter.recovery),
 )

@@ -1,22 +1,30 @@
 """Data parallelism: several engines with the same model, seen as one. A single engine is a set of one.
 
-Every request goes to one engine and stays there; `server.balance` says to which. Knows nothing of processes (those are
-`server.supervise`'s) and nothing of text.
+Every request goes to one engine and stays there as long as that lives; `server.balance` says to which. When an engine
+dies, its requests go on at the others, or wait for the one that takes its place. A request that was computed at two
+deaths in a row is suspected of being their cause: it then runs alone, and ends with an error if that kills an engine
+again. Knows nothing of processes (those are `server.supervise`'s) and nothing of text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import count, groupby
 from typing import Protocol
 
-from serve_llm.engine.errors import EngineError
+import msgspec
+
+from serve_llm.engine.errors import EngineDead, ServeError
 from serve_llm.engine.types import ModelFacts, Output, Request, Stats
 from serve_llm.engine.wire import Step
 from serve_llm.server.balance import Balancer
+from serve_llm.server.metrics import Meter
+from serve_llm.server.record import Record
 
 Sink = Callable[[Output], None]
+
+SUSPECT = 2  # deaths in a row after which a request runs alone
 
 
 class Engine(Protocol):
@@ -31,30 +39,90 @@ class Engine(Protocol):
     @property
     def facts(self) -> ModelFacts: ...
 
-    def next_id(self) -> int: ...
-
     def submit_many(self, pairs: Iterable[tuple[Request, Sink]]) -> None: ...
 
     def abort(self, ids: Sequence[int]) -> None: ...
+
+
+class Replica:
+    """One of the engines, whichever process it is at the moment, and what was counted of all of them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.meter = Meter()
+        self.trial: Record | None = None  # the suspect that it computes, and nothing else
+        self._past = Stats()  # the counters of the processes before this one
+        self.is_lost = False  # the process is gone, and there is no other yet
+
+    @property
+    def ready(self) -> bool:
+        return self.engine.ready
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self.engine.facts
+
+    @property
+    def stats(self) -> Stats:
+        """Gauges of the process that runs; counters since the server started."""
+        if self.is_lost:
+            return self._past
+        now, past = self.engine.stats, self._past
+        return msgspec.structs.replace(
+            now,
+            prefix_cache_queries=past.prefix_cache_queries + now.prefix_cache_queries,
+            prefix_cache_hits=past.prefix_cache_hits + now.prefix_cache_hits,
+            num_preemptions=past.num_preemptions + now.num_preemptions,
+            num_steps=past.num_steps + now.num_steps,
+        )
+
+    def lose(self) -> None:
+        """The process is gone."""
+        idle = {"num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.0, "step_tokens": 0}
+        self._past = msgspec.structs.replace(self.stats, **idle)
+        self.is_lost = True
+        self.trial = None
+
+    def replace(self, engine: Engine) -> None:
+        self.engine = engine
+        self.is_lost = False
 
 
 class Replicas:
     """Make it when all engines are ready: how much each can cache is known only then."""
 
     def __init__(self, engines: Sequence[Engine], *, prefix_caching: bool = True) -> None:
-        self.engines = tuple(engines)
+        self.engines = tuple(map(Replica, engines))
         self.on_step: Callable[[int, Step], None] | None = None  # called with the engine's index
+        self.num_restarts = 0  # of engines; this and the next are kept by whoever restarts them, for /status
+        self.first_cause: str | None = None  # of the newest restart
+        self.num_finished = 0  # requests that an engine has brought to their end
+        self._failure: ServeError | None = None
+        self._prefix_caching = prefix_caching
+        self._ids = count(1)
+        self._open: dict[int, Record] = {}  # by the id that its first engine got, in the order of submission
         self._balancer: Balancer | None = None  # a single engine needs none
         if len(self.engines) > 1:
-            capacities = [engine.facts.num_kv_blocks if prefix_caching else 0 for engine in self.engines]
+            capacities = [self._capacity(engine) for engine in self.engines]
             self._balancer = Balancer(capacities, self.engines[0].facts.block_size)
-        for index, engine in enumerate(self.engines):
-            engine.on_step = partial(self._count_step, index)
+        for index in range(len(self.engines)):
+            self._listen(index)
+
+    def _capacity(self, engine: Replica) -> int:
+        return engine.facts.num_kv_blocks if self._prefix_caching else 0
+
+    def _listen(self, index: int) -> None:
+        self.engines[index].engine.on_step = partial(self._count_step, index)
 
     @property
     def ready(self) -> bool:
-        """A request submitted now would be computed, whichever engine it goes to."""
-        return all(engine.ready for engine in self.engines)
+        """A request submitted now would be computed."""
+        return any(engine.ready for engine in self.engines)
+
+    @property
+    def outage(self) -> str | None:
+        """Why every engine is gone; None while one is there."""
+        return self.first_cause if all(engine.is_lost for engine in self.engines) else None
 
     @property
     def facts(self) -> ModelFacts:
@@ -62,45 +130,129 @@ class Replicas:
         return min((engine.facts for engine in self.engines), key=lambda facts: facts.num_kv_blocks)
 
     def next_id(self) -> int:
-        return self.engines[0].next_id()
+        return next(self._ids)
 
-    def submit_many(self, pairs: Iterable[tuple[Request, Sink]]) -> list[int]:
-        """Open requests, all choices of a prompt on one engine. Returns the index of the engine of each.
-        Raises EngineDead if an engine is gone; nothing is open then."""
-        pairs = list(pairs)
-        if self._balancer is None:
-            self.engines[0].submit_many(pairs)
-            return [0] * len(pairs)
-        placed: list[int] = []
-        parts: list[list[tuple[Request, Sink]]] = [[] for _ in self.engines]
-        for _, group in groupby(pairs, key=lambda pair: id(pair[0].prompt_ids)):  # the choices of a prompt share it
-            choices = list(group)
-            first = choices[0][0]
-            index = self._balancer.place([request.id for request, _ in choices], first.prompt_ids, first.cache_salt)
-            parts[index] += choices
-            placed += [index] * len(choices)
-        try:
-            for engine, part in zip(self.engines, parts, strict=True):
-                if part:
-                    engine.submit_many(part)
-        except EngineError:
-            self.abort([request.id for request, _ in pairs])
-            raise
-        return placed
+    def submit_many(self, pairs: Iterable[tuple[Request, Sink]]) -> list[Record]:
+        """Open requests, all choices of a prompt on one engine; they wait if there is none just now.
+        Raises EngineDead if there will be none any more."""
+        if self._failure is not None:
+            raise EngineDead(str(self._failure))
+        records = [Record(request, sink, self._changed) for request, sink in pairs]
+        self._open.update((record.id, record) for record in records)
+        self._place(records)
+        return records
 
     def abort(self, ids: Sequence[int]) -> None:
         """End requests; their sinks are not called again. Ids that have ended already are fine."""
-        if self._balancer is None:
-            self.engines[0].abort(ids)
+        records = [record for request_id in ids if (record := self._open.pop(request_id, None)) is not None]
+        self._withdraw(records)
+        for record in records:
+            self._end_trial(record)
+
+    def lose(self, index: int, under_way: Collection[int], cause: ServeError) -> bool:
+        """An engine is gone: its requests go on elsewhere. under_way: what it was computing, by the engine's ids.
+        Returns whether the request that is to blame was found, and ended."""
+        replica = self.engines[index]
+        suspect = replica.trial
+        replica.lose()
+        if self._balancer is not None:
+            self._balancer.forget(index)
+        for record in self._open.values():
+            if record.is_placed and record.engine == index:
+                record.take_back(self.next_id(), in_step=record.request.id in under_way)
+                replica.meter.count_replayed(len(record.request.prompt_ids) + len(record.request.output_ids))
+        is_found = suspect is not None and suspect.deaths > SUSPECT
+        if suspect is not None and is_found:
+            del self._open[suspect.id]
+            for record in self._open.values():
+                record.deaths = 0  # it was this one
+            suspect.fail(f"this request has ended the engine {suspect.deaths} times, alone at the last: {cause}")
+        self._settle()
+        return is_found
+
+    def join(self, index: int, engine: Engine) -> None:
+        """Another process is ready in the place of one that is gone."""
+        replica = self.engines[index]
+        replica.replace(engine)
+        self._listen(index)
+        if self._balancer is not None:
+            self._balancer.resize(index, self._capacity(replica))
+        self._settle()
+
+    def give_up(self, cause: ServeError) -> None:
+        """No engine will come any more: every open request ends with this, and no new one is taken."""
+        self._failure = cause
+        ended, self._open = self._open, {}
+        for record in ended.values():
+            record.fail(str(cause))
+
+    # where requests run
+
+    def _settle(self) -> None:
+        """Give the engines what waits: one suspect, on an engine where nothing else runs, and all others."""
+        waiting = [record for record in self._open.values() if not record.is_placed]
+        # Whoever kills gets nowhere, and what ran well before it came is not to blame: the likeliest first.
+        suspects = (record for record in waiting if record.deaths >= SUSPECT)
+        suspect = min(suspects, key=lambda record: (record.num_received, -record.id), default=None)
+        if suspect is not None and all(engine.trial is None for engine in self.engines):
+            busy = {record.engine for record in self._open.values() if record.is_placed}
+            empty = (index for index, engine in enumerate(self.engines) if not engine.is_lost and index not in busy)
+            if (index := next(empty, None)) is not None:
+                self.engines[index].trial = suspect
+                self._submit(index, [suspect])
+        self._place([record for record in waiting if record.deaths < SUSPECT])
+
+    def _place(self, records: Sequence[Record]) -> None:
+        there = [index for index, engine in enumerate(self.engines) if not engine.is_lost and engine.trial is None]
+        if not there:
             return
+        able = [index for index in there if self.engines[index].ready] or there  # one may be silent for a moment
+        if self._balancer is None:
+            self._submit(0, records)
+            return
+        parts: list[list[Record]] = [[] for _ in self.engines]
+        for _, group in groupby(records, key=lambda record: id(record.request.prompt_ids)):  # choices share it
+            choices = list(group)
+            first, ids = choices[0].request, [record.request.id for record in choices]
+            parts[self._balancer.place(ids, first.prompt_ids, first.cache_salt, able)] += choices
+        for index, part in enumerate(parts):
+            self._submit(index, part)
+
+    def _submit(self, index: int, records: Sequence[Record]) -> None:
+        for record in records:
+            record.engine, record.is_placed = index, True
+        if records:
+            self.engines[index].engine.submit_many([(record.request, record.receive) for record in records])
+
+    def _withdraw(self, records: Sequence[Record]) -> None:
+        """Make the engines drop these requests."""
         parts: list[list[int]] = [[] for _ in self.engines]
-        for request_id in ids:
-            index = self._balancer.ended(request_id)
-            if index is not None:
-                parts[index].append(request_id)
-        for engine, part in zip(self.engines, parts, strict=True):
+        for record in records:
+            if record.is_placed:
+                parts[record.engine].append(record.request.id)
+                if self._balancer is not None:
+                    self._balancer.ended(record.request.id)
+        for replica, part in zip(self.engines, parts, strict=True):
             if part:
-                engine.abort(part)
+                replica.engine.abort(part)
+
+    def _changed(self, record: Record, has_ended: bool) -> None:
+        """A record's hook: it has ended, or is no longer suspected."""
+        if has_ended:
+            self._open.pop(record.id, None)
+            self.num_finished += 1
+        self._end_trial(record)
+
+    def _end_trial(self, record: Record) -> None:
+        """The suspect that ran alone has ended or is cleared: the next one's turn, and then the others'."""
+        replica = self.engines[record.engine]
+        if replica.trial is not record:
+            return
+        replica.trial = None
+        if record.id in self._open and any(other.deaths >= SUSPECT for other in self._open.values()):
+            self._withdraw([record])  # the next one shall be alone as well
+            record.take_back(self.next_id())
+        self._settle()
 
     def _count_step(self, index: int, step: Step) -> None:
         """An engine's step hook, called before the step's outputs are handed out."""

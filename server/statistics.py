@@ -19,14 +19,16 @@ INTERVAL_SECONDS = 10.0
 class Measured(Protocol):
     """What of an engine's client is logged."""
 
-    stats: Stats
+    meter: Meter
+
+    @property
+    def stats(self) -> Stats: ...
 
 
 class Statistics:
     """The engines' step hook: counts each step in its engine's meter, and sees that the line is logged in time."""
 
-    def __init__(self, meters: Sequence[Meter], engines: Sequence[Measured]) -> None:
-        self._meters = meters
+    def __init__(self, engines: Sequence[Measured]) -> None:
         self._engines = engines
         self._timer: asyncio.TimerHandle | None = None
         self._steps = 0  # since the last line
@@ -35,7 +37,7 @@ class Statistics:
 
     def count_step(self, index: int, step: Step) -> None:
         """Called in the event loop with the engine's index, before a step's outputs are handed out."""
-        self._meters[index].count_step(step)
+        self._engines[index].meter.count_step(step)
         self._steps += 1
         if self._timer is None:
             self._begin()
@@ -68,8 +70,8 @@ class Statistics:
     def _totals(self) -> tuple[int, int, int, int]:
         stats = [engine.stats for engine in self._engines]
         return (
-            sum(meter.prompt_tokens for meter in self._meters),
-            sum(meter.generation_tokens for meter in self._meters),
+            sum(engine.meter.prompt_tokens for engine in self._engines),
+            sum(engine.meter.generation_tokens for engine in self._engines),
             sum(one.prefix_cache_queries for one in stats),
             sum(one.prefix_cache_hits for one in stats),
         )

@@ -1,6 +1,7 @@
-"""Writes the generated part of docs/options.md from the fields of `Options`; --check only says whether it is current.
+"""Writes the generated parts of docs/options.md from the fields of `Options` and `Limits`; --check only says whether
+they are current.
 
-Everything outside the two marker lines is written by hand and left alone.
+Everything outside the marker lines is written by hand and left alone.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import sys
 from pathlib import Path
 
 from serve_llm.engine.fields import option_name
+from serve_llm.engine.limits import Limits
 from serve_llm.engine.options import ENVIRONMENT_PREFIX, fields
 
 PAGE = Path(__file__).parent.parent / "docs" / "options.md"
 BEGIN, END = "<!-- options: begin (make docs) -->", "<!-- options: end -->"
+LIMITS = ("<!-- limits: begin (make docs) -->", "<!-- limits: end -->")
 
 
 def table() -> str:
@@ -37,16 +40,28 @@ def _spelling(option: dataclasses.Field[object]) -> str:
 
 
 def _default(option: dataclasses.Field[object]) -> str:
+    if isinstance(option.default, tuple) and option.default:
+        return f"`{','.join(map(str, option.default))}`"
     if option.default is dataclasses.MISSING or option.default is None or option.default == ():
         return ""
     return {True: "on", False: "off"}[option.default] if isinstance(option.default, bool) else f"`{option.default}`"
 
 
+def limits_table() -> str:
+    """One row per limit."""
+    rows = ["| Limit | Default | Most |", "|---|---|---|"]
+    for limit in dataclasses.fields(Limits):
+        rows.append(f"| `{limit.name.replace('_', '-')}` | {limit.default:,} | {limit.metadata['help']} |")
+    return "\n".join(rows)
+
+
 def updated(page: str) -> str:
-    """The page with the table between its markers replaced."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    """The page with what stands between its markers replaced."""
+    for (begin, end), text in (((BEGIN, END), table), (LIMITS, limits_table)):
+        before, rest = page.split(begin)
+        _, after = rest.split(end)
+        page = f"{before}{begin}\n{text()}\n{end}{after}"
+    return page
 
 
 def main() -> int:

@@ -30,8 +30,9 @@ from serve_llm.engine.parallel.encrypted import BEAT_SECONDS, Line, url_of
 logger = logging.getLogger("serve_llm.engine.execute.follower")  # also when run by -m
 
 MASTER_SECONDS = 3600.0  # for node 0 to be started, and to download the model
+REJOIN_SECONDS = 600.0  # for node 0 to come back, or to start another engine in the place of one that died
 NAME_SECONDS = 300.0  # for the name of its host to become known, as where it is a pod that starts
-DRAIN_SECONDS = 35.0  # after the first signal, for node 0 to finish its requests: it got one too
+GRACE_SECONDS = 5.0  # more than node 0 takes to finish its requests after the first signal: it got one too
 POLL_SECONDS = 0.05
 
 
@@ -39,8 +40,12 @@ class Stopped(BaseException):
     """By a signal, while nothing is lost by it."""
 
 
+class EngineGone(EngineError):
+    """Node 0's engine, of which this node's ranks were a part."""
+
+
 class Follower:
-    """This node, from Join to End."""
+    """This node, from Join to End; again if node 0 replaces its engine."""
 
     def __init__(self, options: Options) -> None:
         assert options.master_addr is not None
@@ -50,6 +55,7 @@ class Follower:
         self._ranks: LocalRanks | None = None
         self._numbers: list[int] = []  # of the ranks
         self._leave_at: float | None = None  # monotonic
+        self._is_replaced = False  # node 0 starts another engine in the place of one that dies
 
     def run(self) -> int:
         """The exit code. Raises ServeError."""
@@ -57,13 +63,31 @@ class Follower:
         numeric = _resolve(name)
         self._address = hosts.own_address(name, self._options.host_ip)
         # The name itself where that can be: it is looked up again if node 0 gets another address before it starts.
-        self._line = Line(url_of(numeric if ":" in numeric else name, port), self._secret)
+        url = url_of(numeric if ":" in numeric else name, port)
+        deadline: float | None = None  # monotonic: to join again
+        while True:
+            try:
+                self._take_part(url, MASTER_SECONDS if deadline is None else max(0.0, deadline - time.monotonic()))
+                return 0
+            except (EngineGone, OptionError) as error:
+                if self._ranks is not None and isinstance(error, EngineGone):
+                    deadline = time.monotonic() + REJOIN_SECONDS
+                if deadline is None or time.monotonic() > deadline or not self._is_replaced:
+                    raise
+                logger.error("%s; waits for the next engine, at most %.0f s", error, REJOIN_SECONDS)
+            self._ranks = None
+            time.sleep(BEAT_SECONDS)  # an engine that ends refuses whom it has not missed yet
+
+    def _take_part(self, url: str, patience: float) -> None:
+        """With one engine of node 0, until that ends in order. Raises EngineGone when it ends in another way."""
+        self._line = Line(url, self._secret)
         try:
-            order = self._join()
-            self._start(order)
-            return self._watch()
+            self._start(self._join(patience))
+            self._watch()
         except PeerLost as error:
-            raise EngineError(f"node 0 is lost: {error}") from None
+            raise EngineGone(f"node 0 is lost: {error}") from None
+        except EngineGone:
+            raise
         except ServeError as error:
             self._line.send(membership.encode(membership.Failed(_known(error), str(error))))
             raise
@@ -76,20 +100,21 @@ class Follower:
         """The first signal leaves node 0 time to finish, if it serves; the second ends this node at once."""
         if self._ranks is None or self._leave_at is not None:
             raise Stopped
-        logger.info("Going on until node 0 ends, at most %.0f s; a second signal ends this node now", DRAIN_SECONDS)
-        self._leave_at = time.monotonic() + DRAIN_SECONDS
+        seconds = self._options.drain_timeout + GRACE_SECONDS
+        logger.info("Going on until node 0 ends, at most %.0f s; a second signal ends this node now", seconds)
+        self._leave_at = time.monotonic() + seconds
 
-    def _join(self) -> membership.Run:
+    def _join(self, patience: float) -> membership.Run:
         options = self._options
         if options.cluster_secret is None:
             logger.warning(OPEN, self._master)
         logger.info("Waits for node 0 of %d nodes at %s", options.nnodes, self._master)
         join = membership.Join(options.node_rank, options.nnodes, socket.gethostname(), self._address)
         self._line.send(membership.encode(join))
-        message = self._receive(MASTER_SECONDS)
+        message = self._receive(patience)
         if message is None:
             what = "says nothing" if self._line.connected else "cannot be reached: is it running, and its port open?"
-            raise EngineError(f"after {MASTER_SECONDS:.0f} s node 0 at {self._master} still {what}")
+            raise EngineError(f"after {patience:.0f} s node 0 at {self._master} still {what}")
         if isinstance(message, membership.End):
             raise PeerLost(message.cause or "it is ending")
         assert isinstance(message, membership.Run)
@@ -113,20 +138,21 @@ class Follower:
         hosts.fingerprint(directory)  # says which file is broken, before processes are started for it
         logger.info("Runs rank %s of %s", " and ".join(map(str, order.ranks)), options.model)
         self._numbers = order.ranks
+        self._is_replaced = options.max_restarts > 0
         self._ranks = LocalRanks(
             order.ranks, order.url, secret=self._secret, address=self._address, directory=str(directory)
         )
 
-    def _watch(self) -> int:
-        """Until node 0 says End."""
+    def _watch(self) -> None:
+        """Until node 0 says End. Raises EngineGone if that is not in order."""
         told: dict[int, str] | None = None
         next_beat = 0.0
         while True:
             message = self._receive(POLL_SECONDS)
             if isinstance(message, membership.End):
                 if message.cause:
-                    logger.error("Node 0 ends: %s", message.cause)
-                return EngineError.exit_code if message.cause else 0
+                    raise EngineGone(f"Node 0 ends: {message.cause}")
+                return
             report = self._report()
             ended = {rank: seen.ended for rank, seen in report.ranks.items()}
             if ended != told or time.monotonic() >= next_beat:

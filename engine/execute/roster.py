@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 END_SECONDS = 10.0  # for a last look at the ranks
 POLL_SECONDS = 0.1  # between two looks at whether a rank's process still runs
+STOPPED_BEATS = 5  # looks in a row, a second apart, at which a rank's process is stopped: then it has failed
 SETTLE_SECONDS = 0.3  # after the first sign of a failure, for the cause to arrive behind its consequences
 START_SECONDS = 300.0  # for a process to start and import torch, on a busy machine
 LOSS_SECONDS = LOST_SECONDS + 2 * BEAT_SECONDS  # until the loss of another host is known
@@ -76,6 +77,7 @@ class Roster:
         self._identities: dict[int, bytes] = {}
         self._alive: dict[int, bytes] = {}  # connections that tell whether their rank is there
         self._next_beat = 0.0
+        self._stopped: dict[int, int] = {}  # rank -> looks in a row
         self._said: dict[int, dict[type, control.FromRank]] = {rank: {} for rank in range(size)}
         self._failures: dict[int, ServeError] = {}  # in the order in which they were noticed
         self._without_words: set[int] = set()  # those of whose failure only the process's end is known
@@ -186,7 +188,7 @@ class Roster:
                 self._take(identity, control.decode_from_rank(b"".join(frames)))
             except msgspec.DecodeError:
                 logger.warning("ignored a message that no rank of this version sends")
-        for rank, how in (self._unreachable() | dict(ended)).items():
+        for rank, how in (self._beat() | dict(ended)).items():
             if isinstance(how, ServeError):
                 self._failures.setdefault(rank, how)
             elif rank not in self._failures:
@@ -195,15 +197,21 @@ class Roster:
                 self._failures[rank] = RankFailed(text)
                 self._without_words.add(rank)
 
-    def _unreachable(self) -> dict[int, str | ServeError]:
-        """Ranks whose connection is gone, among those that said Alive: asked once a second."""
+    def _beat(self) -> dict[int, str | ServeError]:
+        """Once a second: ranks whose connection is gone, among those that said Alive, and ranks that are stopped."""
         if time.monotonic() < self._next_beat:
             return {}
         self._next_beat = time.monotonic() + BEAT_SECONDS
         lost = [rank for rank, peer in self._alive.items() if not send(self._socket, peer, PING)]
-        return dict.fromkeys(
-            lost, f"loss of its host: no sign of life for {LOST_SECONDS:.0f} s, or its process is gone"
-        )
+        stopped = [rank for rank in range(self.size) if self._launched.state(rank) == "stopped"]
+        self._stopped = {rank: self._stopped.get(rank, 0) + 1 for rank in stopped}
+        found: dict[int, str | ServeError] = {
+            rank: RankFailed(f"{self._who(rank)} is stopped {self._doing(rank)}")
+            for rank, looks in self._stopped.items()
+            if looks >= STOPPED_BEATS
+        }
+        loss = f"loss of its host: no sign of life for {LOST_SECONDS:.0f} s, or its process is gone"
+        return found | dict.fromkeys(lost, loss)
 
     def _take(self, identity: bytes, message: control.FromRank) -> None:
         if isinstance(message, control.Hello) and message.rank in self._said:

@@ -21,6 +21,7 @@ from serve_llm.engine.parallel.shm import Closed, Handle
 
 POLL_SECONDS = 0.1  # between two looks at whether the channel has been closed
 STEP_SECONDS = 300.0  # without an answer for so long, a step has failed; a large prompt on a CPU takes many seconds
+STEP_FACTOR = 20  # where steps were seen to take long, one may take so many times as long
 
 
 class ConnectionLost(Closed):
@@ -34,11 +35,11 @@ class ConnectionLost(Closed):
 class StepChannel(Protocol):
     """The engine's end."""
 
-    def send(self, message: bytes) -> None:
-        """To all ranks. Raises TimeoutError if they do not take it within STEP_SECONDS, Closed after `close`."""
+    def send(self, message: bytes, seconds: float = STEP_SECONDS) -> None:
+        """To all ranks. Raises TimeoutError if they do not take it within this time, Closed after `close`."""
 
-    def receive(self) -> bytes:
-        """The next answer. Raises TimeoutError after STEP_SECONDS, Closed after `close`."""
+    def receive(self, seconds: float = STEP_SECONDS) -> bytes:
+        """The next answer. Raises TimeoutError after this time, Closed after `close`."""
 
     def close(self) -> None:
         """End all waits, here and in the ranks on this host, which then end themselves. In any thread."""
@@ -68,16 +69,16 @@ class RingSteps:
         steps, answers = self._rings
         return steps.memory.handle, answers.memory.handle
 
-    def send(self, message: bytes) -> None:
-        self._steps.send(message, STEP_SECONDS, self._take_answers)
+    def send(self, message: bytes, seconds: float = STEP_SECONDS) -> None:
+        self._steps.send(message, seconds, self._take_answers)
 
     def _take_answers(self) -> None:
         """A rank that cannot get rid of an answer takes no step."""
         while self._answers.ready:
             self._arrived.append(self._answers.receive(STEP_SECONDS))
 
-    def receive(self) -> bytes:
-        return self._arrived.popleft() if self._arrived else self._answers.receive(STEP_SECONDS)
+    def receive(self, seconds: float = STEP_SECONDS) -> bytes:
+        return self._arrived.popleft() if self._arrived else self._answers.receive(seconds)
 
     def close(self) -> None:
         for ring in self._rings:
@@ -118,15 +119,15 @@ class SocketSteps:
                 raise EngineError(f"ranks {missing} did not open their step channel in {seconds:.0f} s") from None
             self._peers[int(said)] = peer
 
-    def send(self, message: bytes) -> None:
-        """Raises Closed after `close`, and when a rank's connection is gone."""
+    def send(self, message: bytes, seconds: float = STEP_SECONDS) -> None:
+        """At once. Raises Closed after `close`, and when a rank's connection is gone."""
         if self._closed.is_set():
             raise Closed("the step channel was closed")
         if lost := [rank for rank, peer in self._peers.items() if not send(self._socket, peer, message)]:
             raise ConnectionLost(lost)
 
-    def receive(self) -> bytes:
-        return self._receive(time.monotonic() + STEP_SECONDS)[1]
+    def receive(self, seconds: float = STEP_SECONDS) -> bytes:
+        return self._receive(time.monotonic() + seconds)[1]
 
     def _receive(self, deadline: float) -> tuple[bytes, bytes]:
         while not self._closed.is_set():
@@ -150,13 +151,13 @@ class SpanningSteps:
         self._local, self._remote = local, remote
         self._answers: RingSteps | SocketSteps = local if local is not None and answers_here else remote
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes, seconds: float = STEP_SECONDS) -> None:
         self._remote.send(message)  # first: the network takes longest
         if self._local is not None:
-            self._local.send(message)
+            self._local.send(message, seconds)
 
-    def receive(self) -> bytes:
-        return self._answers.receive()
+    def receive(self, seconds: float = STEP_SECONDS) -> bytes:
+        return self._answers.receive(seconds)
 
     def close(self) -> None:
         self._remote.close()

@@ -2,33 +2,74 @@
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterator
 
 from serve_llm.engine.schedule.sequence import Sequence
 
 
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.order
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival
 
 
 class WaitingQueue:
-    """Waiting sequences by (priority, arrival); a preempted one keeps its arrival and so goes back to the front."""
+    """Waiting sequences: smaller priority first, then the tenant that was served least, then by arrival.
+
+    What a tenant was served is counted in tokens, prompts' and generated ones alike: the virtual token counter of
+    "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). Who comes back after a pause is counted from
+    where the others are, so that nobody saves up by staying away. A preempted sequence keeps its arrival.
+    """
 
     def __init__(self) -> None:
-        self._items: list[Sequence] = []
+        self._lanes: dict[tuple[int, int], list[Sequence]] = {}  # (priority, tenant) -> its own, by arrival
+        self._served: defaultdict[int, int] = defaultdict(int)  # tenant -> tokens
+        self._level = 0  # what the tenant of the sequence admitted last had been served
 
     def __len__(self) -> int:
-        return len(self._items)
+        return sum(map(len, self._lanes.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(tuple(self._items))
+        """In order, by what tenants have been served when the next one is asked for. Sequences may be admitted
+        meanwhile."""
+        lanes = {key: tuple(lane) for key, lane in self._lanes.items()}
+        heads = [(*self._rank(lane[0]), 0, key) for key, lane in lanes.items()]
+        heapq.heapify(heads)
+        while heads:
+            *_, place, key = heads[0]
+            yield lanes[key][place]
+            place += 1
+            if place == len(lanes[key]):
+                heapq.heappop(heads)
+            else:
+                heapq.heapreplace(heads, (*self._rank(lanes[key][place]), place, key))
+
+    def _rank(self, sequence: Sequence) -> tuple[int, int, int]:
+        return sequence.request.priority, self._served[sequence.request.tenant], sequence.arrival
 
     def add(self, sequence: Sequence) -> None:
-        insort(self._items, sequence, key=_order)
+        tenant = sequence.request.tenant
+        if not any(key[1] == tenant for key in self._lanes):
+            self._served[tenant] = max(self._served[tenant], self._level)
+        insort(self._lanes.setdefault((sequence.request.priority, tenant), []), sequence, key=_arrival)
+
+    def admit(self, sequence: Sequence, num_tokens: int) -> None:
+        """It waits no longer; so many tokens of its prompt are computed for its tenant."""
+        self._level = max(self._level, self._served[sequence.request.tenant])
+        self.remove(sequence)
+        self.charge(sequence, num_tokens)
+
+    def charge(self, sequence: Sequence, num_tokens: int) -> None:
+        """So many tokens were computed for its tenant."""
+        self._served[sequence.request.tenant] += num_tokens
 
     def remove(self, sequence: Sequence) -> None:
-        del self._items[bisect_left(self._items, sequence.order, key=_order)]
+        key = (sequence.request.priority, sequence.request.tenant)
+        lane = self._lanes[key]
+        del lane[bisect_left(lane, sequence.arrival, key=_arrival)]
+        if not lane:
+            del self._lanes[key]
 
 
 class TokenBudget:
@@ -50,14 +91,16 @@ class TokenBudget:
         self._tokens_per_second: float | None = None
         self._stretch = 1.0  # times the target
 
-    def next(self, num_waiting: int = 0) -> int:
-        """`num_waiting`: sequences that wait for a first chunk."""
-        if self._target is None or self._tokens_per_second is None:
-            return min(self._limit, 512) if self._target is not None else self._limit
+    def next(self, num_running: int = 0, num_waiting: int = 0) -> int:
+        """`num_running`: sequences that get a token each, whatever the speed; prompts get SMALLEST besides.
+        `num_waiting`: sequences that wait for a first chunk."""
+        if self._target is None:
+            return self._limit
         lasting = self._stretch if num_waiting else 1.0
         self._stretch = max(lasting, min(4.0, num_waiting / self.MANY_WAITING))
-        wanted = int(self._stretch * self._target * self._tokens_per_second)
-        return max(min(self.SMALLEST, self._limit), min(self._limit, wanted))
+        speed = self._tokens_per_second
+        wanted = 512 if speed is None else int(self._stretch * self._target * speed)
+        return min(self._limit, max(self.SMALLEST + num_running, wanted))
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         if num_tokens < min(self.SMALLEST, self._limit) or seconds <= 0:

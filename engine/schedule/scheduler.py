@@ -1,8 +1,10 @@
 """Continuous batching: each step, so many tokens for each sequence. There is no prefill or decode mode.
 
-Running sequences go first, then waiting ones are admitted while the token budget, the rows and the blocks last. A
-running sequence that finds no block makes the last admitted one go back to waiting, to be recomputed. Pure: in go
-sequences and a budget, out comes a Batch; results are committed later, possibly several batches later.
+Running sequences go first, then waiting ones are admitted while the token budget, the rows and the blocks last. Who
+generates gets a token in every step. One prompt of several steps is computed at a time, in at most half of each step if
+shorter ones come, so that they need not wait for it. A running sequence that finds no block makes the last admitted one
+go back to waiting, to be recomputed. Pure: in go sequences and a budget, out comes a Batch; results
+are committed later, possibly several batches later.
 """
 
 from __future__ import annotations
@@ -76,6 +78,15 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Ids of the requests in batches whose results are not committed yet."""
+        return [sequence.request.id for sequence in self._running if sequence.in_flight]
+
     def stats(self) -> Stats:
         """Counters so far and gauges now; the caller fills what it knows (steps)."""
         self._stats.num_running = len(self._running)
@@ -96,34 +107,64 @@ class Scheduler:
         preemptions, is_refused = self._stats.num_preemptions, False
         share = -(-len(self._running) // depth)
         admissible = -(-(len(self._running) + len(self._waiting)) // depth)
-        for sequence in tuple(self._running):
-            if budget > 0 and len(chunks) < share and sequence.row is not None and not sequence.in_flight:
-                count = min(len(sequence.ids) - sequence.num_computed, budget, self._max_chunk)
-                if self._make_room(sequence, count):
-                    chunks.append(self._chunk(sequence, count))
-                    budget -= count
-                else:
-                    is_refused = True  # who comes later must not take the blocks that it waits for
+        ready = [sequence for sequence in self._running if not sequence.in_flight]
+        for_prompts = budget - sum(sequence.num_left == 1 for sequence in ready)
+        long, long_count, limit = None, 0, budget
+        for sequence in ready:
+            count = min(sequence.num_left, budget, self._max_chunk)
+            if count > 1:
+                # A long prompt leaves half to the short ones that come after it.
+                count = min(count, -(-for_prompts // 2) if sequence.is_long else for_prompts)
+            if count <= 0 or len(chunks) + (long is not None) >= share or sequence.row is None:
+                continue
+            if not self._make_room(sequence, count):
+                is_refused = True  # who comes later must not take the blocks that it waits for
+                continue
+            budget -= count
+            if sequence.num_left > 1:
+                for_prompts -= count
+            if sequence.is_long and sequence.num_left > 1:
+                long, long_count = sequence, count
+            else:
+                chunks.append(self._chunk(sequence, count))
         if self._stats.num_preemptions == preemptions and not is_refused:
-            self._admit(budget, now, admissible, new_rows, chunks)
+            budget = self._admit(budget, limit, now, admissible - (long is not None), new_rows, chunks)
+        if long is not None:
+            chunks.append(self._chunk(long, self._extended(long, long_count, budget)))
         return Batch(new_rows, chunks)
 
-    def _admit(self, budget: int, now: float, share: int, new_rows: list[NewRow], chunks: list[Chunk]) -> None:
-        """Let waiting sequences in, in order, until the batch has `share` chunks; one that waits for another's prefix
-        lets those behind it pass."""
+    def _extended(self, sequence: Sequence, count: int, budget: int) -> int:
+        """A chunk's tokens with what others left of the step's budget, if there are blocks free for them."""
+        extended = min(sequence.num_left, count + budget, self._max_chunk)
+        if sum(self._missing(sequence, extended)) > self._pool.num_free or not self._make_room(sequence, extended):
+            return count
+        return extended
+
+    def _admit(
+        self, budget: int, limit: int, now: float, share: int, new_rows: list[NewRow], chunks: list[Chunk]
+    ) -> int:
+        """Let waiting sequences in, in order, until the batch has `share` chunks. One that waits for another's prefix
+        lets those behind it pass; so does one of more than `limit` tokens while another such is being computed.
+        Returns what is left of the budget."""
+        has_long = any(sequence.is_long and sequence.num_left > 1 for sequence in self._running)
         for sequence in self._waiting:
             if budget <= 0 or len(chunks) >= share or not self._free_rows:
-                return
+                break
             hit = self._find_prefix(sequence)
-            if self._prefix_is_coming(sequence, hit):
+            # Who has sent tokens already is a stream that was preempted or replayed: it stands still.
+            is_long = len(sequence.ids) - hit > limit and not sequence.num_output
+            if self._prefix_is_coming(sequence, hit) or (is_long and has_long):
                 continue
             if not self._enter(sequence, hit, now):
-                return
+                break
+            sequence.is_long = is_long
+            has_long = has_long or is_long
             new_rows.append(self._new_row(sequence))
-            count = min(len(sequence.ids) - sequence.num_computed, budget, self._max_chunk)
+            count = min(sequence.num_left, budget, self._max_chunk)
             self._make_room(sequence, count)
             chunks.append(self._chunk(sequence, count))
             budget -= count
+        return budget
 
     def commit(self, batch: Batch, results: Items[ChunkResult]) -> list[Output]:
         """Book the result of a batch, in the order in which batches were scheduled. Returns what requests get."""
@@ -153,6 +194,7 @@ class Scheduler:
             sequence.prompt_logprobs.extend(result.prompt_logprobs)
         if result.token_id is not None:
             sequence.ids.append(result.token_id)
+            self._waiting.charge(sequence, 1)
         elif sequence.num_computed < len(sequence.ids):
             return None  # more of the prompt to come
         reason = self._finish_reason(sequence)
@@ -211,11 +253,12 @@ class Scheduler:
                 if block != RELEASED:
                     self._pool.acquire(block)
             table.extend(blocks or [])
-        self._waiting.remove(sequence)
+        is_first = sequence.cached_tokens is None  # what is computed again after a preemption is not the tenant's doing
+        self._waiting.admit(sequence, len(sequence.ids) - hit if is_first else 0)
         self._running.append(sequence)
         sequence.row = self._free_rows.pop()
         sequence.num_computed = hit
-        if sequence.cached_tokens is None:
+        if is_first:
             sequence.cached_tokens, sequence.queued_seconds = hit, now - sequence.arrived_at
             self._stats.prefix_cache_queries += sequence.num_prompt
             self._stats.prefix_cache_hits += hit
@@ -231,8 +274,7 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
         """Append blocks for the next `count` tokens, preempting later sequences if need be."""
-        end = sequence.num_computed + count
-        missing = [max(0, -(-end // g.block_size) - len(t)) for g, t in zip(self._groups, sequence.tables, strict=True)]
+        missing = self._missing(sequence, count)
         while sum(missing) > self._pool.num_free:
             victim = self._running[-1]
             if victim.in_flight:
@@ -243,6 +285,11 @@ class Scheduler:
         for table, number in zip(sequence.tables, missing, strict=True):
             table.extend(self._pool.allocate() for _ in range(number))
         return True
+
+    def _missing(self, sequence: Sequence, count: int) -> list[int]:
+        """How many more blocks the next `count` tokens need, group by group."""
+        end = sequence.num_computed + count
+        return [max(0, -(-end // g.block_size) - len(t)) for g, t in zip(self._groups, sequence.tables, strict=True)]
 
     def _preempt(self, sequence: Sequence) -> None:
         self._leave(sequence)
@@ -286,8 +333,8 @@ class Scheduler:
         for index, group in enumerate(self._groups):
             if group.window is None:
                 known = 0
-                for key in sequence.block_hashes(group.block_size, hit // group.block_size):
-                    if self._pool.find((index, key)) is None:
+                for number in range(hit // group.block_size):
+                    if self._pool.find((index, sequence.block_hash(group.block_size, number))) is None:
                         break
                     known += group.block_size
                 hit = known // self._hit_step * self._hit_step
@@ -316,7 +363,7 @@ class Scheduler:
         index = hit // size
         if (index + 1) * size > sequence.num_prompt:
             return False
-        return self._pending[0, sequence.block_hashes(size, index + 1)[index]] > 0
+        return self._pending[0, sequence.block_hash(size, index)] > 0
 
     def _pending_keys(self, sequence: Sequence) -> list[BlockKey]:
         """Prompt blocks of group 0 that a running sequence has still to compute."""

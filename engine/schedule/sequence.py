@@ -32,13 +32,14 @@ class Sequence:
     def __init__(self, request: Request, groups: Items[GroupLayout], arrival: int, now: float) -> None:
         self.request = request
         self.sampling = request.sampling
-        self.order = (request.priority, arrival)
+        self.arrival = arrival  # counts up from request to request
         self.arrived_at = now
         self.num_prompt = len(request.prompt_ids)
         self.ids = request.prompt_ids + request.output_ids
         self.num_computed = 0
         self.row: int | None = None  # None: waiting
         self.in_flight = False  # part of a batch whose result is not committed yet
+        self.is_long = False  # was admitted with a prompt of several steps
         self.aborted = False
         self.cached_tokens: int | None = None  # of the first admission
         self.queued_seconds: float | None = None
@@ -57,8 +58,18 @@ class Sequence:
         return len(self.ids) - self.num_prompt
 
     @property
+    def num_left(self) -> int:
+        """Tokens to compute before the next one can be sampled; 1 where only the newest is."""
+        return len(self.ids) - self.num_computed
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         return self.sampling.prompt_logprobs is not None and not self.prompt_logprobs_sent
+
+    def block_hash(self, block_size: int, index: int) -> bytes:
+        """The chained hash of one block, which must be full; computes those before it and none after."""
+        hashes = self._hashes[block_size]
+        return hashes[index] if index < len(hashes) else self.block_hashes(block_size, index + 1)[index]
 
     def block_hashes(self, block_size: int, count: int) -> list[bytes]:
         """Chained hashes of the first `count` blocks of so many tokens; the ids must be there."""

@@ -109,7 +109,9 @@ def _open(path: Path) -> _File:
 def _read_index(path: Path) -> dict[str, str]:
     """Tensor name -> name of its file in the same directory."""
     try:
-        names = json.loads(path.read_text())["weight_map"]
-        return {str(tensor): Path(name).name for tensor, name in names.items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        names = {str(tensor): str(name) for tensor, name in json.loads(path.read_text())["weight_map"].items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ModelError(f"{path} is not an index of safetensors files: {error!r}") from error
+    if odd := sorted(name for name in names.values() if Path(name).name != name or not name.endswith(".safetensors")):
+        raise ModelError(f"{path} names {odd[0]!r}, which is no safetensors file of the same directory")
+    return names

@@ -11,6 +11,7 @@ from pathlib import Path
 from serve_llm.engine.errors import ModelError
 from serve_llm.engine.hub import read_json, resolve_tokenizer
 from serve_llm.engine.options import Options
+from serve_llm.server.errors import ModelNotFound
 from serve_llm.server.prompt.template import ChatTemplate, load_template
 from serve_llm.server.prompt.tokenizer import Tokenizer, load_tokenizer
 
@@ -27,6 +28,14 @@ class ServedModel:
     eos_ids: tuple[int, ...]
     defaults: dict[str, float]  # of SamplingParams, from generation_config.json
 
+    def check_name(self, name: str | None) -> str:
+        """The name to answer with. Raises ModelNotFound. No name means the served model."""
+        if name is None:
+            return self.names[0]
+        if name not in self.names:
+            raise ModelNotFound(f"the model {name!r} does not exist; served here: {', '.join(self.names)}", "model")
+        return name
+
     @classmethod
     def load(cls, directory: Path, options: Options) -> ServedModel:
         """Reads the text side of the checkpoint in `directory`. Raises ModelError, OptionError."""
@@ -34,6 +43,8 @@ class ServedModel:
         if options.tokenizer is not None:
             text_directory = resolve_tokenizer(options.tokenizer, options.download_dir)
         tokenizer = load_tokenizer(text_directory)
+        config = _optional_json(directory / "config.json")
+        _check_vocabulary(tokenizer, config.get("vocab_size"), text_directory)
         generation = _optional_json(directory / "generation_config.json")
         return cls(
             names=options.served_model_name or (options.model,),
@@ -41,13 +52,23 @@ class ServedModel:
             directory=directory,
             tokenizer=tokenizer,
             template=load_template(options.chat_template, text_directory, tokenizer.named_tokens),
-            eos_ids=_eos_ids(generation, _optional_json(directory / "config.json"), tokenizer),
+            eos_ids=_eos_ids(generation, config, tokenizer),
             defaults=_defaults(generation) if options.generation_config == "auto" else {},
         )
 
 
 def _optional_json(path: Path) -> dict[str, object]:
     return read_json(path) if path.is_file() else {}
+
+
+def _check_vocabulary(tokenizer: Tokenizer, vocab_size: object, directory: Path) -> None:
+    """Raises ModelError if the tokenizer writes ids that the model does not have. (Added tokens it may have more.)"""
+    highest = max(tokenizer.rust.get_vocab(with_added_tokens=False).values(), default=0)
+    if isinstance(vocab_size, int) and highest >= vocab_size:
+        raise ModelError(
+            f"the tokenizer in {directory} has ids up to {highest}, but the model only {vocab_size}: it belongs to "
+            "another model"
+        )
 
 
 def _eos_ids(generation: dict[str, object], config: dict[str, object], tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """`SamplingParams`: how text is to be generated, in words of text, under the names that vLLM users know.
 
-Checks ranges, once, for HTTP requests and for the offline `LLM` alike. Knows no model: what depends on the vocabulary
+Checks ranges, once, for HTTP requests and for the offline `LLM` alike; how much of each a request may hold is
+`engine.limits`' and checked by the schema. Knows no model: what depends on the vocabulary
 or on the context length is `validate`'s.
 """
 
@@ -27,25 +28,23 @@ class Range(msgspec.Struct, frozen=True):
         return low if self.high is None else f"{low} and at most {self.high:g}"
 
 
+LARGEST = 2**31 - 1  # of a number whose real limit is the model's
 RANGES = {
-    "n": Range(1, 128),
+    "n": Range(1),
     "temperature": Range(0, 2),
     "top_p": Range(0, 1, above=True),
-    "top_k": Range(-1),
+    "top_k": Range(-1, LARGEST),
     "min_p": Range(0, 1),
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
     "repetition_penalty": Range(0.01, 100),
     "seed": Range(-(2**63), 2**64 - 1),
-    "max_tokens": Range(0),
-    "min_tokens": Range(0),
+    "max_tokens": Range(0, LARGEST),
+    "min_tokens": Range(0, LARGEST),
     "logprobs": Range(0, 20),
     "prompt_logprobs": Range(0, 20),
-    "truncate_prompt_tokens": Range(-1),
+    "truncate_prompt_tokens": Range(-1, LARGEST),
 }
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 1024  # of one stop string: each is searched for in every token's text
-MAX_BAD_WORDS = 256
 LOGIT_BIAS = Range(-100, 100)
 
 
@@ -86,8 +85,9 @@ class SamplingParams(msgspec.Struct, kw_only=True):
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", "min_tokens"
             )
-        _check_words("stop", self.stop_strings, MAX_STOPS)
-        _check_words("bad_words", self.bad_words or [], MAX_BAD_WORDS)
+        for name, words in (("stop", self.stop_strings), ("bad_words", self.bad_words or [])):
+            if "" in words:
+                raise InvalidRequest(f"{name} must not hold an empty string", name)
         for token_id, bias in (self.logit_bias or {}).items():
             if bias not in LOGIT_BIAS:
                 raise InvalidRequest(f"logit_bias of token {token_id} must be {LOGIT_BIAS}, not {bias}", "logit_bias")
@@ -97,15 +97,3 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
-
-def _check_words(name: str, words: list[str], limit: int) -> None:
-    if len(words) > limit:
-        raise InvalidRequest(f"{name} may hold at most {limit} strings, not {len(words)}", name)
-    for word in words:
-        if not word:
-            raise InvalidRequest(f"{name} must not hold an empty string", name)
-        if len(word) > MAX_STOP_CHARACTERS:
-            raise InvalidRequest(
-                f"each string of {name} may be {MAX_STOP_CHARACTERS} characters long, not {len(word)}", name
-            )

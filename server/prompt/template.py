@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -42,6 +43,14 @@ class ChatTemplate:
             raise ModelError(f"the chat template is not valid Jinja: {error}") from None
         self._named_tokens = dict(named_tokens)
 
+    @classmethod
+    def of_request(cls, source: str, named_tokens: Mapping[str, str]) -> ChatTemplate:
+        """A client's own. Raises InvalidRequest when it is not a template."""
+        try:
+            return cls(source, named_tokens)
+        except ModelError as error:
+            raise InvalidRequest(str(error), "chat_template") from None
+
     def render(
         self,
         messages: Sequence[Message],
@@ -49,21 +58,27 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: Mapping[str, object] | None = None,
+        max_characters: int = sys.maxsize,
     ) -> str:
-        """The prompt text, special tokens in it. Raises InvalidRequest when the template refuses the messages."""
+        """The prompt text, special tokens in it. Raises InvalidRequest when the template refuses the messages, or
+        writes more than `max_characters`."""
         if continue_final_message:
             mark = f"continue-{secrets.token_hex(16)}"
             # The space after the mark shows whether the template trims contents.
             last = {**messages[-1], "content": f"{messages[-1].get('content') or ''}{mark} "}
-            text = self._render([*messages[:-1], last], False, kwargs)
+            text = self._render([*messages[:-1], last], False, kwargs, max_characters)
             before, found, after = text.rpartition(mark)
             if not found:
                 raise InvalidRequest("the chat template leaves out the message to be continued", "messages")
             return before if after.startswith(" ") else before.rstrip()
-        return self._render(messages, add_generation_prompt, kwargs)
+        return self._render(messages, add_generation_prompt, kwargs, max_characters)
 
     def _render(
-        self, messages: Sequence[Message], add_generation_prompt: bool, kwargs: Mapping[str, object] | None
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, object] | None,
+        max_characters: int,
     ) -> str:
         variables = {
             "tools": None,
@@ -74,11 +89,21 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(variables)
+            written, parts = 0, []
+            for part in self._template.generate(variables):
+                written += len(part)
+                if written > max_characters:
+                    raise InvalidRequest(f"the chat template wrote more than {max_characters} characters", "messages")
+                parts.append(part)
+            return "".join(parts)
+        except InvalidRequest:
+            raise
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"the chat template refused these messages: {error}", "messages") from None
         except Exception as error:  # the template's own slip (a type, a missing key) on what the client sent
-            raise InvalidRequest(f"the chat template failed on these messages: {error}", "messages") from None
+            raise InvalidRequest(
+                f"the chat template failed on these messages: {str(error) or type(error).__name__}", "messages"
+            ) from None
 
 
 def load_template(chosen: str | None, directory: Path, named_tokens: Mapping[str, str]) -> ChatTemplate | None:

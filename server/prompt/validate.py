@@ -14,7 +14,6 @@ from serve_llm.server.errors import ContextTooLong, InvalidRequest
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.params import SamplingParams
 
-_MAX_PROMPT_TOKENS = 2**22  # of one request, every choice's prompt counted: each is a copy on its way to the engine
 _GREEDY_BELOW = 1e-5  # a temperature that divides logits into infinities
 
 
@@ -49,12 +48,14 @@ def prepare(
     default_max_tokens: int | None = None,
     priority: int = 0,
     cache_salt: str = "",
+    max_prompt_tokens: int | None = None,
 ) -> TextRequest:
     """Checks everything against the model. Raises InvalidRequest.
 
     `param`: the field that the prompts came from. `echo`: put each prompt in front of its choices and their logprobs,
     as the text that the client sent or, for None, as the ids' text. `default_max_tokens`: where `params.max_tokens` is
-    None, no more than that, even if there is room.
+    None, no more than that, even if there is room. `max_prompt_tokens`: every choice's prompt counted, because each is
+    a copy on its way to the engine.
     """
     for name, ids in (
         ("stop_token_ids", params.stop_token_ids),
@@ -74,8 +75,8 @@ def prepare(
         _check_ids(ids, facts.vocab_size, param)
         cut.append(ids)
         samplings.append(_sampling(params, max_tokens, bad_words_ids, model, facts.vocab_size))
-    if sum(map(len, cut)) * params.n > _MAX_PROMPT_TOKENS:
-        raise InvalidRequest(f"prompts times n are more than {_MAX_PROMPT_TOKENS} tokens in one request", param)
+    if max_prompt_tokens is not None and sum(map(len, cut)) * params.n > max_prompt_tokens:
+        raise InvalidRequest(f"prompts times n are more than {max_prompt_tokens} tokens in one request", param)
     echoes = None
     if echo is not None:
         echoes = [

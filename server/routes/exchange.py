@@ -6,25 +6,23 @@ A client that goes away aborts its generation at once, in every phase: `receive`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serve_llm.server.admission import Gate
+from serve_llm.server.admission import Applicant
 from serve_llm.server.errors import RequestError, TooLarge
 from serve_llm.server.generate import Generation
+from serve_llm.server.prompt.jobs import Generate
 from serve_llm.server.reply.body import body
 from serve_llm.server.reply.shape import Head, Shape
 from serve_llm.server.reply.sse import Events
-from serve_llm.server.schema.common import SamplingBody, StreamOptions
+from serve_llm.server.routes.service import Caller, Service
 
-T = TypeVar("T")
-
-MAX_BODY_BYTES = 16 * 2**20
-_LONG = 4096  # characters: about a millisecond of tokenizing, for which the event loop may stand still
+Result = TypeVar("Result", bound=msgspec.Struct)
 
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -33,44 +31,58 @@ _SSE_HEADERS = [
 ]
 
 
-async def read_body(request: Request) -> bytes:
-    """The request's body. Raises TooLarge."""
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise TooLarge(f"the body is longer than {MAX_BODY_BYTES} bytes")
-        chunks.append(chunk)
-    return b"".join(chunks)
-
-
-async def off_loop(num_characters: int, work: Callable[[], T]) -> T:
-    """`work()` on so much text: here if it is short, else in a thread, so that the streams go on."""
-    return work() if num_characters <= _LONG else await asyncio.to_thread(work)
+async def run_job(service: Service, request: Request, kind: str, result: type[Result]) -> Result:
+    """Reads the body and does the job (`prompt.jobs`) with it. Raises RequestError."""
+    service.gate.check()
+    with service.bodies.reading() as take:
+        chunks, size, limit = [], 0, service.limits.body_bytes
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                raise TooLarge(f"the body is longer than {limit} bytes")
+            take(len(chunk))
+            chunks.append(chunk)
+        return await service.prompts.run(kind, b"".join(chunks), result)
 
 
 class GenerationResponse(Response):
     """Runs a generation and sends what it brings, as one body or as events."""
 
-    def __init__(self, gate: Gate, generation: Generation, shape: Shape, head: Head, requested: SamplingBody) -> None:
+    def __init__(self, service: Service, caller: Caller, made: Generate, shape: Shape, head: Head) -> None:
         super().__init__()
-        self._gate = gate
-        self._generation = generation
+        self._gate = service.gate
+        self._generation = service.generator.open(
+            made.request, caller.arrival, tenant=caller.tenant, deadline=caller.deadline
+        )
         self._shape = shape
         self._head = head
-        self._is_stream = bool(requested.stream)
-        self._options = requested.stream_options or StreamOptions()
+        self._made = made
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises RequestError before anything is sent; after that an error is the stream's last event."""
-        with self._gate, self._generation as generation:
+        generation = self._generation
+        applicant = Applicant(
+            tenant=generation.tenant,
+            priority=generation.request.priority,
+            num_requests=len(generation.choices),
+            num_tokens=sum(map(len, generation.request.prompts)),
+            max_tokens=max(sampling.max_tokens for sampling in generation.request.samplings),
+            deadline=generation.deadline,
+        )
+        with self._gate.admit(applicant, generation.fail) as ticket, generation:
+            generation.on_begin = ticket.began
             watch = asyncio.create_task(_close_on_leave(receive, generation))
+            seconds = ticket.seconds_to_begin()
+            timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, ticket.expire)
             try:
                 # In a task of its own, because each wake-up goes through all coroutines that wait for each other: under
                 # this one are a dozen of the framework's, which cost a third of a token's time.
-                await asyncio.create_task(self._send_events(send) if self._is_stream else self._send_body(send))
+                await asyncio.create_task(self._send_events(send) if self._made.stream else self._send_body(send))
             finally:
                 watch.cancel()
+                if timer is not None:
+                    timer.cancel()
+                ticket.num_generated = generation.counts().completion // len(generation.choices)
 
     async def _send_body(self, send: Send) -> None:
         deltas = await self._generation.whole()
@@ -82,8 +94,8 @@ class GenerationResponse(Response):
 
     async def _send_events(self, send: Send) -> None:
         generation = self._generation
-        continuous = bool(self._options.continuous_usage_stats)
-        events = Events(self._shape, self._head, bool(self._options.include_usage), continuous)
+        continuous = self._made.continuous_usage
+        events = Events(self._shape, self._head, self._made.include_usage, continuous)
         deltas = await generation.next()
         if generation.closed:
             return

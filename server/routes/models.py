@@ -28,6 +28,6 @@ def router(service: Service) -> APIRouter:
     @routes.get("/v1/models/{name:path}", **described(None, ModelCard))
     async def retrieve_model(name: str) -> ModelCard:
         """One served model."""
-        return card(service.check_model(name))
+        return card(service.model.check_name(name))
 
     return routes

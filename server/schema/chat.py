@@ -7,6 +7,7 @@ from typing import Annotated, Literal, NotRequired
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
+from serve_llm.engine.limits import Limits
 from serve_llm.server.errors import InvalidRequest, Unsupported
 from serve_llm.server.prompt.params import RANGES
 from serve_llm.server.prompt.template import ChatTemplate
@@ -34,7 +35,7 @@ class ChatMessage(TypedDict):
     name: NotRequired[str | None]
 
 
-Messages = Annotated[list[ChatMessage], Field(max_length=10_000, fail_fast=True)]
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True)]
 
 
 class ResponseFormat(BaseModel):
@@ -50,11 +51,14 @@ class TemplateBody(RequestBody):
         default=None, description="Open the assistant's turn; true unless continue_final_message."
     )
     continue_final_message: bool | None = Field(default=None, description="Go on with the last message's own text.")
+    chat_template: str | None = Field(
+        default=None, description="Instead of the model's own, where the server allows it."
+    )
     chat_template_kwargs: dict[str, object] | None = Field(
         default=None, description="More variables for the chat template."
     )
 
-    def render(self, template: ChatTemplate | None, messages: list[ChatMessage]) -> str:
+    def render(self, template: ChatTemplate | None, messages: list[ChatMessage], max_characters: int) -> str:
         """The prompt text. Raises InvalidRequest, Unsupported."""
         if template is None:
             raise InvalidRequest("this model has no chat template; start the server with --chat-template", "messages")
@@ -71,19 +75,17 @@ class TemplateBody(RequestBody):
         ]
         return template.render(
             plain,
+            max_characters=max_characters,
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
             kwargs=self.chat_template_kwargs,
         )
 
 
-def num_characters(messages: list[ChatMessage]) -> int:
-    """About how much text there is."""
-    return sum(
-        100
-        + (sum(len(part.get("text") or "") for part in content) if isinstance(content, list) else len(content or ""))
-        for content in (message.get("content") for message in messages)
-    )
+def check_number(messages: list[ChatMessage], limits: Limits) -> None:
+    """Raises InvalidRequest."""
+    if len(messages) > limits.messages:
+        raise InvalidRequest(f"{len(messages)} messages are more than {limits.messages}", "messages")
 
 
 def _text(content: str | list[ContentPart] | None, place: int) -> str | None:
@@ -114,8 +116,9 @@ class ChatRequest(SamplingBody, TemplateBody):
     function_call: object | None = Field(default=None, description="Refused.")
     parallel_tool_calls: Ignored = None
 
-    def check(self) -> None:
-        super().check()
+    def check(self, limits: Limits) -> None:
+        super().check(limits)
+        check_number(self.messages, limits)
         if self.tools:
             raise Unsupported("tools are not supported", "tools")
         if self.tool_choice not in (None, "none", "auto"):

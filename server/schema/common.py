@@ -12,13 +12,11 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
 from pydantic_core import from_json
 
+from serve_llm.engine.limits import Limits
 from serve_llm.server.errors import InvalidRequest, TooLarge
-from serve_llm.server.prompt.params import LOGIT_BIAS, MAX_STOPS, RANGES, SamplingParams
+from serve_llm.server.prompt.params import LOGIT_BIAS, RANGES, SamplingParams
 
 Body = TypeVar("Body", bound=BaseModel)
-
-MAX_VALUES = 2**20
-"""Of one body, about: parsing stalls every stream, and it is values that it costs time for, not bytes."""
 
 MAX_ENTRIES = 2**16
 
@@ -73,7 +71,7 @@ class SamplingBody(RequestBody):
         default=None, description=f"Token id to bias, each {LOGIT_BIAS}; added to its logit."
     )
     seed: int | None = ranged("seed", "The same request and seed give the same tokens.")
-    stop: str | Strings | None = Field(default=None, description=f"Up to {MAX_STOPS} strings that end the text.")
+    stop: str | Strings | None = Field(default=None, description="Strings that end the text.")
     stop_token_ids: Ids | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -99,7 +97,7 @@ class SamplingBody(RequestBody):
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
 
-    def check(self) -> None:
+    def check(self, limits: Limits) -> None:
         """What types cannot say. Raises InvalidRequest, Unsupported."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true", "stream_options")
@@ -107,11 +105,21 @@ class SamplingBody(RequestBody):
             raise InvalidRequest("priority must fit into 32 bits", "priority")
         if self.cache_salt is not None and not 0 < len(self.cache_salt) <= 256:
             raise InvalidRequest("cache_salt must be 1 to 256 characters long", "cache_salt")
-
-    @property
-    def text_size(self) -> int:
-        """About how many characters must be tokenized besides the prompt."""
-        return sum(200 + len(word) for word in self.bad_words or ())
+        if (self.n or 1) > limits.n:
+            raise InvalidRequest(f"n must be at most {limits.n}, not {self.n}", "n")
+        if len(self.logit_bias or ()) > limits.logit_bias:
+            raise InvalidRequest(f"logit_bias may hold at most {limits.logit_bias} tokens", "logit_bias")
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        for name, words, most in (
+            ("stop", stops, limits.stop_strings),
+            ("bad_words", self.bad_words or [], limits.bad_words),
+        ):
+            if len(words) > most:
+                raise InvalidRequest(f"{name} may hold at most {most} strings, not {len(words)}", name)
+            if words and (longest := max(map(len, words))) > limits.stop_characters:
+                raise InvalidRequest(
+                    f"each string of {name} may be {limits.stop_characters} characters long, not {longest}", name
+                )
 
     def sampling_params(self, defaults: dict[str, float], **given: int | None) -> SamplingParams:
         """The text-level parameters: what the client said, else the model's defaults, else OpenAI's.
@@ -153,16 +161,32 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-def parse_body(kind: type[Body], content: bytes) -> Body:
+def _check_depth(found: object, most: int) -> None:
+    level = [found]
+    for _ in range(most):
+        level = [
+            child
+            for node in level
+            for child in (node.values() if isinstance(node, dict) else node if isinstance(node, list) else ())
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return
+    raise InvalidRequest(f"the body holds more than {most} objects and lists inside each other")
+
+
+def parse_body(kind: type[Body], content: bytes, limits: Limits) -> Body:
     """A request's body. Raises InvalidRequest that names the first field at fault, TooLarge."""
-    if sum(map(content.count, b",[{")) > MAX_VALUES:
-        raise TooLarge(f"the body holds more than {MAX_VALUES} values")
+    if sum(map(content.count, b",[{")) > limits.json_values:
+        raise TooLarge(f"the body holds more than {limits.json_values} values")
     try:
         found = from_json(content, allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequest(f"the body is malformed JSON: {error}") from None
     if not isinstance(found, dict):
         raise InvalidRequest("the body must be a JSON object")
+    if content.count(b"{") + content.count(b"[") > limits.json_depth:
+        _check_depth(found, limits.json_depth)
     for name in found:
         if name not in kind.model_fields:
             close = difflib.get_close_matches(name, kind.model_fields, n=1)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
+from serve_llm.engine.limits import Limits
 from serve_llm.server.errors import InvalidRequest, Unsupported
 from serve_llm.server.schema.common import Ids, PromptLogprobs, SamplingBody, Strings, Usage, ranged
 
@@ -34,14 +35,16 @@ class CompletionRequest(SamplingBody):
     best_of: object | None = Field(default=None, description="Refused: use n.")
     suffix: object | None = Field(default=None, description="Refused.")
 
-    def check(self) -> None:
-        super().check()
+    def check(self, limits: Limits) -> None:
+        super().check(limits)
         if self.best_of is not None:
             raise Unsupported("best_of is not supported; use n and choose among the choices", "best_of")
         if self.suffix is not None:
             raise Unsupported("suffix is not supported", "suffix")
         if isinstance(self.prompt, list) and not self.prompt:
             raise InvalidRequest("prompt must not be empty", "prompt")
+        if len(self.prompts()) > limits.prompts:
+            raise InvalidRequest(f"{len(self.prompts())} prompts are more than {limits.prompts}", "prompt")
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt by itself, in order."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
+from serve_llm.engine.limits import Limits
 from serve_llm.server.errors import InvalidRequest
-from serve_llm.server.schema.chat import Messages, TemplateBody
+from serve_llm.server.schema.chat import Messages, TemplateBody, check_number
 from serve_llm.server.schema.common import Ids, RequestBody
 
 
@@ -18,9 +19,10 @@ class TokenizeRequest(TemplateBody):
     add_special_tokens: bool | None = Field(default=None, description="True for a prompt, false for messages.")
     return_token_strs: bool | None = None
 
-    def check(self) -> None:
+    def check(self, limits: Limits) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("exactly one of prompt and messages is required", "prompt")
+        check_number(self.messages or [], limits)
 
 
 class TokenizeReply(BaseModel):

@@ -55,11 +55,6 @@ class PacedEngine:
         self.on_step: Callable[[wire.Step], None] | None = None
         self.sinks: dict[int, Callable[[Output], None]] = {}
         self._ids = ids
-        self._last_id = 0
-
-    def next_id(self) -> int:
-        self._last_id += 1
-        return self._last_id
 
     def submit_many(self, pairs: Iterable[tuple[Request, Callable[[Output], None]]]) -> None:
         self.sinks |= {request.id: sink for request, sink in pairs}
@@ -97,7 +92,7 @@ async def serve(listener: socket.socket, num_streams: int, num_tokens: int, rate
     options = Options.from_kwargs("demo")
     model = ServedModel.load(resolve_model("demo"), options)
     engine = PacedEngine(model.tokenizer.encode(TEXT, add_special_tokens=False))
-    app, gate = create_app(Replicas([engine]), model, options)
+    app, gate, _ = create_app(Replicas([engine]), model, options)
     config = uvicorn.Config(app, http="httptools", ws="none", lifespan="off", log_level="error", access_log=False)
     server = uvicorn.Server(config)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))

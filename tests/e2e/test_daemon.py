@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -81,8 +82,46 @@ def test_while_draining_new_requests_are_refused() -> None:
         assert daemon.wait(5) == 0
 
 
-def test_the_engines_death_ends_streams_with_an_error_and_the_daemon_with_the_cause() -> None:
-    with Daemon("demo") as daemon, post(daemon.wait_until_serving(), LONG | {"max_tokens": 2000}) as answer:
+def lives(process: psutil.Process) -> bool:
+    """One that has ended and whom its new parent has not buried yet does not."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_what_does_not_finish_in_time_is_ended_with_the_reason() -> None:
+    with Daemon("demo", "--drain-timeout", "0.2") as daemon:
+        with post(daemon.wait_until_serving(), LONG | {"max_tokens": 2000}) as answer:
+            answer.readline()
+            children = psutil.Process(daemon.process.pid).children(recursive=True)
+            daemon.signal(signal.SIGTERM)
+            rest = events(answer)
+        assert rest[-1] == "[DONE]" and "shutting down" in json.loads(rest[-2])["error"]["message"]
+        assert daemon.wait() == 0
+        assert not [child for child in children if lives(child)]
+
+
+def test_a_second_signal_ends_everything_within_two_seconds() -> None:
+    """Also with a stream that nobody reads, and an engine that does not answer."""
+    with Daemon("demo") as daemon, post(url := daemon.wait_until_serving(), LONG | {"max_tokens": 2000}) as answer:
+        answer.readline()
+        children = psutil.Process(daemon.process.pid).children(recursive=True)
+        with post(url, LONG | {"max_tokens": 2000}):
+            os.kill(daemon.engine_pid(), signal.SIGSTOP)
+            daemon.signal(signal.SIGTERM)
+            daemon.wait_until_logged("Stopping: 2 open requests")
+            began = time.monotonic()
+            daemon.signal(signal.SIGTERM)
+            assert daemon.wait() == 0 and time.monotonic() - began < 2
+        assert not [child for child in children if lives(child)]
+
+
+def test_without_restarts_the_engines_death_ends_streams_with_an_error_and_the_daemon_with_the_cause() -> None:
+    with (
+        Daemon("demo", "--max-restarts", "0") as daemon,
+        post(daemon.wait_until_serving(), LONG | {"max_tokens": 2000}) as answer,
+    ):
         answer.readline()
         os.kill(daemon.engine_pid(), signal.SIGKILL)
         rest = events(answer)

@@ -93,8 +93,12 @@ def test_log_lines_say_which_engine(two: Daemon) -> None:
         assert any(re.search(rf"\] engine {engine}: CPU KV cache size: [\d,]+ tokens$", line) for line in two.log)
 
 
-def test_one_engines_death_ends_the_daemon_and_names_it() -> None:
-    with Daemon(*TWO) as daemon, post(daemon, LONG) as one, post(daemon, LONG | {"prompt": "def"}) as other:
+def test_without_restarts_one_engines_death_ends_the_daemon_and_names_it() -> None:
+    with (
+        Daemon(*TWO, "--max-restarts", "0") as daemon,
+        post(daemon, LONG) as one,
+        post(daemon, LONG | {"prompt": "def"}) as other,
+    ):
         one.readline()
         other.readline()
         running = [daemon.metrics(engine)["serve_llm_num_requests_running"] for engine in (0, 1)]

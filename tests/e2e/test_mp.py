@@ -23,7 +23,6 @@ import pytest
 from serve_llm import LLM, SamplingParams
 from serve_llm.engine import startup
 from serve_llm.engine.errors import EngineError, ModelError, OptionError, RankFailed
-from serve_llm.engine.execute import steps
 from serve_llm.engine.execute.executors import mp
 from serve_llm.engine.execute.roster import Roster
 from serve_llm.engine.hub import read_config, resolve_model
@@ -40,6 +39,7 @@ IDLE_SECONDS = 3.0
 LIMIT = 300.0  # seconds; more than anything here takes on a busy machine
 PROMPTS = ["class Stack:\n    def __init__(self):\n", "def main():\n", "import os\n", "x"]
 SMALL = ("--dtype", "float32", "--max-model-len", "256", "--kv-cache-memory", "16MiB")
+ONCE = ("--max-restarts", "0")
 WHO = r"rank \d \(host \S+, pid \d+\)"
 
 
@@ -92,11 +92,14 @@ def test_an_idle_daemon_leaves_the_cores_alone() -> None:
         complete(daemon.wait_until_serving(), "demo")
         server = psutil.Process(daemon.process.pid)
         processes = [server, *server.children(recursive=True)]
-        assert len(processes) == 4, "server, engine, two ranks"
-        time.sleep(0.5)  # what a request leaves to do is done
-        before = sum(thread_seconds(processes).values())
-        time.sleep(IDLE_SECONDS)
-        assert sum(thread_seconds(processes).values()) - before < 0.01 * IDLE_SECONDS
+        assert len(processes) == 5, "server, the process that reads large requests, engine, two ranks"
+
+        def is_idle() -> bool:
+            before = sum(thread_seconds(processes).values())
+            time.sleep(IDLE_SECONDS)
+            return sum(thread_seconds(processes).values()) - before < 0.01 * IDLE_SECONDS
+
+        assert any(is_idle() for _ in range(5)), "at first there is something left to do: a process still starts"
 
 
 def test_two_by_two_ranks_serve_the_tokens_of_one() -> None:
@@ -174,7 +177,7 @@ def stream(url: str) -> Iterator[http.client.HTTPResponse]:
 
 
 def test_a_killed_rank_is_named_in_the_stream_and_by_the_daemon_and_nothing_is_left() -> None:
-    with Daemon("demo", "-tp", "2", "-pp", "2") as daemon:
+    with Daemon("demo", *ONCE, "-tp", "2", "-pp", "2") as daemon:
         url = daemon.wait_until_serving()
         engine, ranks = daemon.engine_pid(), daemon.rank_pids()
         with stream(url) as answer:
@@ -189,7 +192,7 @@ def test_a_killed_rank_is_named_in_the_stream_and_by_the_daemon_and_nothing_is_l
 
 
 def test_a_death_is_noticed_without_any_request() -> None:
-    with Daemon("demo", *SMALL, "-tp", "2") as daemon:
+    with Daemon("demo", *SMALL, *ONCE, "-tp", "2") as daemon:
         daemon.wait_until_serving()
         ranks = daemon.rank_pids()
         os.kill(ranks[0], signal.SIGTERM)
@@ -200,7 +203,7 @@ def test_a_death_is_noticed_without_any_request() -> None:
 
 @pytest.mark.parametrize("victim", ["engine", "daemon"])
 def test_no_rank_outlives_the_process_that_started_it(victim: str) -> None:
-    with Daemon("demo", *SMALL, "-tp", "2") as daemon:
+    with Daemon("demo", *SMALL, *ONCE, "-tp", "2") as daemon:
         daemon.wait_until_serving()
         engine, ranks = daemon.engine_pid(), list(daemon.rank_pids().values())
         os.kill(engine if victim == "engine" else daemon.process.pid, signal.SIGKILL)
@@ -243,14 +246,13 @@ def test_a_ranks_exception_names_it_and_stays_the_answer() -> None:
     assert gone(pids)
 
 
-def test_a_silent_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = build({"tensor_parallel_size": 2})
+def test_a_silent_rank_is_named() -> None:
+    executor = build({"tensor_parallel_size": 2, "step_timeout": 0.5})  # a rank that is stopped is silent at any limit
     with contextlib.closing(executor):
         pids = pids_of(executor)
         os.kill(pids[1], signal.SIGSTOP)
         while psutil.Process(pids[1]).status() != psutil.STATUS_STOPPED:
             pass
-        monkeypatch.setattr(steps, "STEP_SECONDS", 0.5)  # a rank that is stopped is silent at any limit
         with pytest.raises(RankFailed, match=rf"^rank 1 \(host \S+, pid {pids[1]}\), stopped: no answer in a step"):
             executor.execute(ONE_PROMPT).result()  # rank 0 waits for the sum
     assert gone(pids)

@@ -31,6 +31,7 @@ from support.tiny import make_checkpoint, make_tokenizer
 LIMIT = 120.0  # seconds; more than anything here takes on a busy machine
 PROMPTS = ["class Stack:\n    def __init__(self):\n", "def main():\n", "import os\n", "x"]
 SMALL = ("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory", "32MiB", "--device", "cpu")
+ONCE = ("--max-restarts", "0")
 FAKE_HOSTS = str(Path(__file__).parent.parent / "support" / "fakehost")
 PORT = 29600
 
@@ -107,7 +108,10 @@ def ends(*pids: int) -> bool:
 def serving(*options: str) -> Iterator[tuple[Daemon, Daemon]]:
     """Node 0 and node 1 on two hosts, once they serve."""
     hosts = Hosts()
-    with hosts.node(1) as follower, hosts.node(0, "demo", *SMALL, *options) as master:
+    with (
+        hosts.node(1) as follower,
+        hosts.node(0, "demo", *SMALL, *options) as master,
+    ):
         master.wait_until_serving()
         yield master, follower
 
@@ -193,7 +197,7 @@ def test_three_hosts_for_four_ranks_in_groups_that_span(expected: list[str]) -> 
 
 
 def test_a_rank_that_dies_on_the_other_host_is_named() -> None:
-    with serving("-tp", "2") as (master, follower):
+    with serving(*ONCE, "-tp", "2") as (master, follower):
         (victim,) = follower.rank_pids(follower.process.pid).values()
         with request_under_way(master.url) as lines:
             os.kill(victim, signal.SIGKILL)
@@ -204,7 +208,7 @@ def test_a_rank_that_dies_on_the_other_host_is_named() -> None:
 
 
 def test_a_follower_that_dies_is_named_and_leaves_nothing() -> None:
-    with serving("-pp", "2") as (master, follower):
+    with serving(*ONCE, "-pp", "2") as (master, follower):
         ranks = [*follower.rank_pids(follower.process.pid).values(), *master.rank_pids().values()]
         with request_under_way(master.url):
             os.kill(follower.process.pid, signal.SIGKILL)
@@ -213,9 +217,40 @@ def test_a_follower_that_dies_is_named_and_leaves_nothing() -> None:
         assert ends(*ranks)
 
 
+def test_a_rank_that_dies_on_the_other_host_costs_no_stream_and_the_node_joins_again(expected: list[str]) -> None:
+    with serving("-pp", "2") as (master, follower):
+        (victim,) = follower.rank_pids(follower.process.pid).values()
+        with request_under_way(master.url) as lines:
+            os.kill(victim, signal.SIGKILL)
+        assert lines[-2] == "data: [DONE]" and not any("error" in line for line in lines)
+        assert complete(master.url) == expected
+        assert any(re.search(r"Node 0 ends: rank 1 .*; waits for the next engine", line) for line in follower.log)
+        (again,) = follower.rank_pids(follower.process.pid).values()
+        assert again != victim
+        master.signal(signal.SIGTERM)
+        assert (master.wait(LIMIT), follower.wait(LIMIT)) == (0, 0)
+
+
+def test_streams_wait_for_a_host_that_comes_back() -> None:
+    hosts = Hosts()
+    with hosts.node(0, "demo", *SMALL, "-pp", "2") as master:
+        with hosts.node(1) as follower:
+            master.wait_until_serving()
+            with request_under_way(master.url) as lines:
+                os.kill(follower.process.pid, signal.SIGKILL)
+                master.wait_until_logged("died in a step by loss of its node.*; it is replaced")
+                with hosts.node(1) as other:
+                    while "data: [DONE]" not in lines:
+                        assert master.process.poll() is None and other.process.poll() is None
+                        time.sleep(0.05)
+                    assert not any("error" in line for line in lines)
+                    master.signal(signal.SIGTERM)
+                    assert (master.wait(LIMIT), other.wait(LIMIT)) == (0, 0)
+
+
 @pytest.mark.parametrize("victim", ["engine", "daemon"])
 def test_no_follower_outlives_node_0(victim: str) -> None:
-    with serving("-pp", "2") as (master, follower):
+    with serving(*ONCE, "-pp", "2") as (master, follower):
         engine = master.engine_pid()
         ranks = [*follower.rank_pids(follower.process.pid).values(), *master.rank_pids().values()]
         os.kill(engine if victim == "engine" else master.process.pid, signal.SIGKILL)
@@ -231,7 +266,7 @@ def test_signals_of_a_follower() -> None:
         alone.wait_until_logged("Waits for node 0")
         alone.signal(signal.SIGTERM)
         assert alone.wait(LIMIT) == 0
-    with serving("-pp", "2") as (master, follower):
+    with serving(*ONCE, "-pp", "2") as (master, follower):
         follower.signal(signal.SIGTERM)
         follower.wait_until_logged("Going on until node 0 ends")
         assert complete(master.url)

@@ -25,11 +25,13 @@ from serve_llm.engine.errors import EngineError, OptionError
 from support.daemon import SERVE_LLM, Daemon
 from support.namespaces import Machine, Machines
 from support.ray_nodes import STORE_BYTES, RayNodes, environment, skip_without_ray
+from support.streams import Streams, mixed
 from support.tiny import make_checkpoint, make_tokenizer
 
 LIMIT = 180.0  # seconds; more than anything here takes on a busy machine
 PROMPTS = ["class Stack:\n    def __init__(self):\n", "def main():\n", "import os\n", "x"]
 SMALL = ("--dtype", "float32", "--max-model-len", "256", "--kv-cache-memory", "16MiB", "--device", "cpu")
+ONCE = ("--max-restarts", "0")
 RAY = ("--distributed-executor-backend", "ray")
 BODY = {"prompt": PROMPTS, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 NAMED = r"rank {} \(node [\d.]+, pid {}\) died in a step by (end of its process, killed|loss of its host)"
@@ -97,7 +99,7 @@ def test_a_ray_of_its_own_serves_the_tokens_of_one_rank_and_leaves_nothing(tmp_p
     home = folder / "home"
     home.mkdir()
     environ = {"RAY_ADDRESS": "local", "RAY_TMPDIR": str(folder), "HOME": str(home), "HF_TOKEN": "hf_secret"}
-    with Daemon(str(tmp_path), *SMALL, *RAY, "-tp", "2", environ=environ) as daemon:
+    with Daemon(str(tmp_path), *SMALL, *RAY, *ONCE, "-tp", "2", environ=environ) as daemon:
         url = daemon.wait_until_serving()
         assert complete(url, str(tmp_path)) == expected
         ranks = actors(folder)
@@ -112,6 +114,19 @@ def test_a_ray_of_its_own_serves_the_tokens_of_one_rank_and_leaves_nothing(tmp_p
     assert re.search(r"Environment carried to ranks on other nodes: .*HF_TOKEN", log) and "hf_secret" not in log
     for line in (r"Executor ray, because it was asked for", r"Ray places rank 0 1 on [\d.]+, one CPU each"):
         assert len(re.findall(line, log)) == 1, line
+
+
+def test_a_killed_actor_costs_no_stream(folder: Path) -> None:
+    skip_without_ray()
+    environ = {"RAY_ADDRESS": "local", "RAY_TMPDIR": str(folder)}
+    with Daemon("demo", *SMALL, *RAY, "-tp", "2", environ=environ) as daemon:
+        undisturbed = Streams(daemon.wait_until_serving(), mixed(8)).finish()
+        streams = Streams(daemon.url, mixed(8))
+        streams.wait_for(20)
+        os.kill(actors(folder)[0].pid, signal.SIGKILL)
+        assert streams.finish() == undisturbed
+        assert daemon.metrics()["serve_llm_recovery_seconds_count"] == 1
+    wait_until(lambda: not processes_with(str(folder)), "all processes have ended")
 
 
 def test_on_a_cluster_each_tensor_parallel_group_has_a_node(folder: Path) -> None:
@@ -141,7 +156,7 @@ def test_on_a_cluster_each_tensor_parallel_group_has_a_node(folder: Path) -> Non
             r"serve-llm: rank \d \(node [\d.]+, pid \d+\) failed .*: torch finds no GPU", log.splitlines()[-1]
         )
         # The first group fits a node, the second is what is left.
-        with Daemon("demo", *SMALL, *RAY, "-tp", "3", environ=nodes.environ) as daemon:
+        with Daemon("demo", *SMALL, *RAY, *ONCE, "-tp", "3", environ=nodes.environ) as daemon:
             assert complete(daemon.wait_until_serving(), "demo") == expected
             assert sum("it is spread over" in line for line in daemon.log) == 1
             ranks = actors(folder)

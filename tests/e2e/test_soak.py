@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,7 +96,11 @@ def test_twenty_rounds_leave_nothing_behind() -> None:
 def test_every_child_ends_with_the_daemon_however_it_ends() -> None:
     with Daemon("demo") as daemon:
         daemon.wait_until_serving()
-        engine = psutil.Process(daemon.engine_pid())
+        large = json.dumps({"prompt": "word " * 3000}).encode()  # is read by a process apart
+        urllib.request.urlopen(daemon.url + "/tokenize", large, timeout=30).close()
+        children = psutil.Process(daemon.process.pid).children(recursive=True)
+        assert len(children) >= 2
         daemon.process.kill()
-        engine.wait(10)
-        assert not Path(f"/proc/{engine.pid}").exists()
+        for child in children:
+            child.wait(10)
+            assert not Path(f"/proc/{child.pid}").exists()

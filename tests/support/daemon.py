@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -51,7 +52,7 @@ class Daemon:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.log.append(line.rstrip("\n"))
-            if found := re.search(r"Serving .* on (http://\S+)", line):
+            if found := re.search(r"Serving .* on (https?://\S+)", line):
                 self.url = found[1]
                 self._serving.set()
         self._serving.set()  # it ended
@@ -86,8 +87,12 @@ class Daemon:
 
     def engine_pids(self) -> list[int]:
         """Of the engine processes, in the order of their indexes."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [int(child) for child in children if "serve_llm.engine" in Path(f"/proc/{child}/cmdline").read_text()]
+        found = []
+        for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended just now
+                if "serve_llm.engine" in Path(f"/proc/{child}/cmdline").read_text():
+                    found.append(int(child))
+        return found
 
     def engine_pid(self) -> int:
         (pid,) = self.engine_pids()

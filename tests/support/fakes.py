@@ -37,11 +37,13 @@ class Open:
     request: Request
     sink: Sink
     ids: Sequence[int]
-    num_given: int = 0
+    num_given: int  # tokens, those of `Request.output_ids` included
+    is_new: bool = True  # has had no output
 
 
 class ScriptedEngine:
-    """Each request gets the ids of `script(request)`, over and over, until a stop id or max_tokens.
+    """Each request gets the ids of `script(request)`, over and over, until a stop id or max_tokens; if it has some
+    already, those after them.
 
     `automatic`: steps follow each other from the event loop while requests are open; else the test calls `step`.
     `tokens_per_step`: how many tokens a step brings each request.
@@ -68,12 +70,7 @@ class ScriptedEngine:
         self.submitted: list[Request] = []
         self.aborted: list[int] = []
         self.changed = asyncio.Event()  # set at each submit and abort, for tests that wait for one
-        self._last_id = 0
         self._stepping = False
-
-    def next_id(self) -> int:
-        self._last_id += 1
-        return self._last_id
 
     def submit(self, request: Request, sink: Sink) -> None:
         self.submit_many([(request, sink)])
@@ -84,7 +81,7 @@ class ScriptedEngine:
         for request, sink in pairs:
             assert request.id not in self.open, "an id was used twice"
             self.submitted.append(request)
-            self.open[request.id] = Open(request, sink, self.script(request))
+            self.open[request.id] = Open(request, sink, self.script(request), len(request.output_ids))
         self._count()
         self._go_on()
 
@@ -121,9 +118,9 @@ class ScriptedEngine:
 
     def _output(self, entry: Open) -> Output:
         request, sampling = entry.request, entry.request.sampling
-        first = entry.num_given == 0
         output = Output(id=request.id, token_ids=[])
-        if first:
+        if entry.is_new:
+            entry.is_new = False
             output.cached_tokens, output.queued_seconds = self.cached_tokens, 0.001
             if sampling.prompt_logprobs is not None:
                 ids = request.prompt_ids[1:]

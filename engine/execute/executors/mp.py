@@ -21,7 +21,7 @@ from serve_llm.engine.execute.executor import StepResult
 from serve_llm.engine.execute.launch import LocalRanks
 from serve_llm.engine.execute.memory import CacheLayout
 from serve_llm.engine.execute.roster import START_SECONDS, Roster
-from serve_llm.engine.execute.steps import STEP_SECONDS, ConnectionLost
+from serve_llm.engine.execute.steps import STEP_FACTOR, STEP_SECONDS, ConnectionLost
 from serve_llm.engine.execute.threads import announce
 from serve_llm.engine.execute.wiring import Wiring
 from serve_llm.engine.model.spec import ModelSpec
@@ -65,6 +65,8 @@ class MpExecutor:
         self.depth = self._grid.pipeline
         self._roster = roster
         self._under_way: deque[Answer] = deque()
+        self._step_timeout = config.step_timeout
+        self._longest = 0.0  # seconds until an answer, the most so far
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(list[ChunkResult]).decode
         self._wiring: Wiring | None = None
@@ -124,7 +126,7 @@ class MpExecutor:
     def execute(self, batch: Batch) -> Future[StepResult]:
         answer = Answer(self)
         try:
-            self._steps.send(self._encode(batch))
+            self._steps.send(self._encode(batch), self._limit)
             self._under_way.append(answer)
         except (Closed, TimeoutError) as error:
             answer.set_exception(self._cause(error))
@@ -134,14 +136,21 @@ class MpExecutor:
         """Take answers, which come in the order of the steps, up to this one's."""
         while not wanted.done():
             oldest = self._under_way.popleft()
+            began = time.monotonic()
             try:
-                oldest.set_result(self._decode(self._steps.receive()))
+                oldest.set_result(self._decode(self._steps.receive(self._limit)))
+                self._longest = max(self._longest, time.monotonic() - began)
             except (Closed, TimeoutError) as error:
                 oldest.set_exception(self._cause(error))
 
+    @property
+    def _limit(self) -> float:
+        """Seconds without an answer after which a step has failed."""
+        return self._step_timeout or max(STEP_SECONDS, STEP_FACTOR * self._longest)
+
     def _cause(self, error: Exception) -> Exception:
         if isinstance(error, TimeoutError):
-            self._roster.fail(self._roster.silence(STEP_SECONDS))
+            self._roster.fail(self._roster.silence(self._limit))
             self._close_wiring()
         cause = self._roster.cause()
         if isinstance(error, ConnectionLost) and self._roster.failure is None:  # nothing else is known to be wrong

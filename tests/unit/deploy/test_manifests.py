@@ -16,8 +16,7 @@ import yaml
 
 from serve_llm.engine.arguments import parse_args
 from serve_llm.engine.options import Options
-from serve_llm.server.__main__ import DRAIN_SECONDS
-from serve_llm.server.supervise import STOP_SECONDS
+from serve_llm.server.process import STOP_SECONDS
 from support.manifests import CRDS, ROOT, clusters, crd_schema, manifests, pods
 
 Json = dict[str, Any]
@@ -155,7 +154,9 @@ def test_probes_and_drain(template: Json) -> None:
     assert daemon["startupProbe"]["periodSeconds"] * daemon["startupProbe"]["failureThreshold"] >= 3600
     (command, seconds) = daemon["lifecycle"]["preStop"]["exec"]["command"]
     assert command == "sleep"
-    assert template["spec"]["terminationGracePeriodSeconds"] >= float(seconds) + DRAIN_SECONDS + 2 * STOP_SECONDS
+    assert (
+        template["spec"]["terminationGracePeriodSeconds"] >= float(seconds) + Options.drain_timeout + 2 * STOP_SECONDS
+    )
 
 
 @pytest.mark.parametrize("file", ["serve-llm.yaml", "raycluster.yaml"])

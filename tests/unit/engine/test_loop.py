@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 
@@ -84,6 +85,26 @@ def test_a_workers_exception_ends_the_loop() -> None:
     channel = ScriptedChannel([[wire.Submit([request(1, 5)])]])
     with pytest.raises(RuntimeError, match="worker broke"):
         run(Engine(CONFIG, CountingExecutor(1, fail_at=2)), channel)
+
+
+def test_what_is_computed_is_shown_before_each_step_and_stays_when_a_step_fails() -> None:
+    shown: list[list[int]] = []
+    executor = CountingExecutor(1, fail_at=3)
+    execute = executor.execute
+
+    def checked(batch):
+        assert shown[-1] == [7, 8]
+        return execute(batch)
+
+    executor.execute = checked
+    channel = ScriptedChannel(
+        [[wire.Submit([request(7, 5), Request(id=8, prompt_ids=[2], sampling=request(8, 5).sampling)])]]
+    )
+    with pytest.raises(RuntimeError, match="worker broke"):
+        run(
+            Engine(replace(CONFIG, max_num_batched_tokens=64), executor, show=lambda ids: shown.append([*ids])), channel
+        )
+    assert shown == [[7, 8], [], [7, 8], [], [7, 8]]
 
 
 def test_messages_survive_the_wire() -> None:

@@ -13,6 +13,7 @@ from serve_llm.engine.options import Options, fields
 # For each option: what a user types, the value that it becomes. Must name every option (tested below).
 NODES = ("--master-addr", "10.0.0.1:29500", "-tp", "2")
 NEEDS = {name: {"nnodes", "master_addr", "tensor_parallel_size"} for name in ("nnodes", "node_rank")}
+NEEDS |= {"ssl_keyfile": {"ssl_certfile"}, "ssl_certfile": {"ssl_keyfile"}}
 
 TYPED: dict[str, tuple[list[str], object]] = {
     "model": (["org/model"], "org/model"),
@@ -51,6 +52,19 @@ TYPED: dict[str, tuple[list[str], object]] = {
     "master_addr": (["--master-addr", "[fd00::1]:29500"], "[fd00::1]:29500"),
     "host_ip": (["--host-ip", "10.0.0.1"], "10.0.0.1"),
     "cluster_secret": (["--cluster-secret", "s"], "s"),
+    "max_queue": (["--max-queue", "64,1m"], (64, 1_000_000)),
+    "request_timeout": (["--request-timeout", "2.5"], 2.5),
+    "drain_timeout": (["--drain-timeout", "5"], 5.0),
+    "limit": (["--limit", "n=4", "--limit", "body-bytes=1MiB"], ("n=4", "body-bytes=1MiB")),
+    "trust_request_chat_template": (["--trust-request-chat-template"], True),
+    "ssl_keyfile": (["--ssl-keyfile", "k.pem", "--ssl-certfile", "c.pem"], "k.pem"),
+    "ssl_certfile": (["--ssl-certfile", "c.pem", "--ssl-keyfile", "k.pem"], "c.pem"),
+    "allowed_origins": (
+        ["--allowed-origins", "https://a.example:8443", "--allowed-origins", "*"],
+        ("https://a.example:8443", "*"),
+    ),
+    "max_restarts": (["--max-restarts", "0"], 0),
+    "step_timeout": (["--step-timeout", "2.5"], 2.5),
     "metrics_prefix": (["--metrics-prefix", "vllm:"], "vllm:"),
 }
 

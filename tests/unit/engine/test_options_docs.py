@@ -36,10 +36,12 @@ def test_table_names_every_option(make_docs: ModuleType) -> None:
 
 def test_check_fails_on_an_old_page(make_docs: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = tmp_path / "options.md"
-    page.write_text(f"above\n{make_docs.BEGIN}\nthat was\n{make_docs.END}\nbelow\n")
+    page.write_text(
+        f"above\n{make_docs.BEGIN}\noutdated\n{make_docs.END}\n" + "\noutdated\n".join(make_docs.LIMITS) + "\nbelow\n"
+    )
     monkeypatch.setattr(make_docs, "PAGE", page)
     monkeypatch.setattr("sys.argv", ["make_docs.py", "--check"])
-    assert make_docs.main() == 1 and "that was" in page.read_text()
+    assert make_docs.main() == 1 and "outdated" in page.read_text()
     monkeypatch.setattr("sys.argv", ["make_docs.py"])
     assert make_docs.main() == 0
     text = page.read_text()
@@ -47,7 +49,7 @@ def test_check_fails_on_an_old_page(make_docs: ModuleType, monkeypatch: pytest.M
         text.startswith("above\n")
         and text.endswith("\nbelow\n")
         and "--max-model-len" in text
-        and "that was" not in text
+        and "outdated" not in text
     )
     monkeypatch.setattr("sys.argv", ["make_docs.py", "--check"])
     assert make_docs.main() == 0

@@ -279,3 +279,62 @@ def test_small_requests_that_keep_coming_do_not_starve_a_large_one() -> None:
                 return
         scheduler.check_integrity()
     raise AssertionError("the large request never ended")
+
+
+def answers(batch: Batch) -> list[ChunkResult]:
+    """Some token wherever one is sampled."""
+    return [ChunkResult(token_id=9 if chunk.sample else None) for chunk in batch.chunks]
+
+
+def test_a_long_prompt_does_not_hold_up_short_ones() -> None:
+    """One 30,000-token prompt: who comes during it is admitted in the next step, and streams get a token in each."""
+    scheduler = make(num_blocks=10_000, max_model_len=40_000, max_chunk=512, prefix_caching=False)
+    workers = FakeWorkers(FULL)
+    scheduler.add(Request(id=0, prompt_ids=[2] * 5, sampling=Sampling(max_tokens=1000, seed=0)), 0.0)
+    scheduler.commit(batch := scheduler.schedule(512, 0.0), workers.execute(batch))
+    scheduler.add(Request(id=1, prompt_ids=[1] * 30_000, sampling=Sampling(max_tokens=1, seed=0)), 0.0)
+    first: dict[int, int] = {}
+    step = 0
+    while 1 not in first:
+        if step % 10 == 0:
+            prompt = [3 + step % 7] * 400  # more than half a step
+            scheduler.add(Request(id=2 + step, prompt_ids=prompt, sampling=Sampling(max_tokens=1, seed=0)), 0.0)
+        batch = scheduler.schedule(512, 0.0)
+        is_last = any(chunk.row == 1 and chunk.sample for chunk in batch.chunks)
+        assert batch.num_tokens == 512 or is_last, "the long prompt takes what the others leave"
+        got = {output.id for output in scheduler.commit(batch, answers(batch))}
+        assert 0 in got
+        first |= {number: step for number in got if number not in first}
+        step += 1
+    waited = [at - (number - 2) for number, at in first.items() if number > 1]
+    assert len(waited) >= 6 and max(waited) <= 2, "the step under way, its own step, and one more for more than half"
+    assert step <= 30_000 / 440, "it is not much later for it"
+
+
+def test_long_prompts_go_one_after_another() -> None:
+    scheduler = make(num_blocks=1000, max_model_len=1000, max_chunk=64, prefix_caching=False)
+    for number in range(3):
+        scheduler.add(Request(id=number, prompt_ids=[number] * 200, sampling=Sampling(max_tokens=1, seed=0)), 0.0)
+    order: list[int] = []
+    while scheduler.has_work:
+        batch = scheduler.schedule(64, 0.0)
+        assert len(batch.chunks) <= 2, "the end of one and the beginning of the next"
+        order += [output.id for output in scheduler.commit(batch, answers(batch))]
+    assert order == [0, 1, 2]
+
+
+def test_a_heavy_tenant_does_not_starve_a_light_one() -> None:
+    scheduler = make(num_blocks=200, max_num_seqs=2, prefix_caching=False)
+    for number in range(40):
+        request = Request(id=number, prompt_ids=[number] * 20, sampling=Sampling(max_tokens=5, seed=0), tenant=0)
+        scheduler.add(request, 0.0)
+    for number in range(40, 44):
+        request = Request(id=number, prompt_ids=[number] * 20, sampling=Sampling(max_tokens=5, seed=0), tenant=1)
+        scheduler.add(request, 0.0)
+    order: list[int] = []
+    while scheduler.has_work:
+        batch = scheduler.schedule(64, 0.0)
+        outputs = scheduler.commit(batch, answers(batch))
+        order += [output.id for output in outputs if output.finish_reason is not None]
+        scheduler.check_integrity()
+    assert {40, 41, 42, 43} <= set(order[:8]), "every other one is the light tenant's"

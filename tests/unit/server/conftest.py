@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -10,6 +10,7 @@ from serve_llm.engine.hub import resolve_model
 from serve_llm.engine.options import Options
 from serve_llm.server.app import create_app
 from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.prompt.pool import PromptPool
 from serve_llm.server.replicas import Replicas
 from support.fakes import Script, ScriptedEngine
 from support.serving import TEXT, Served
@@ -21,8 +22,10 @@ def model() -> ServedModel:
 
 
 @pytest.fixture
-def serve(model: ServedModel) -> Callable[..., Served]:
+def serve(model: ServedModel) -> Iterator[Callable[..., Served]]:
     """serve(text=..., engine options..., options={...}): the app on engines that generate this text."""
+
+    pools: list[PromptPool] = []
 
     def make(
         text: str = TEXT,
@@ -34,10 +37,13 @@ def serve(model: ServedModel) -> Callable[..., Served]:
     ) -> Served:
         ids = model.tokenizer.encode(text, add_special_tokens=False)
         scripted = [ScriptedEngine(script or (lambda request: ids), **engine) for _ in range(num_engines)]
-        app, gate = create_app(Replicas(scripted), model, Options.from_kwargs("demo", **(options or {})))
+        app, gate, pool = create_app(Replicas(scripted), model, Options.from_kwargs("demo", **(options or {})))
+        pools.append(pool)
         return Served(app, gate, scripted, model)
 
-    return make
+    yield make
+    for pool in pools:
+        pool.close()
 
 
 @pytest.fixture

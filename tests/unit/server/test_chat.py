@@ -92,7 +92,7 @@ def test_every_role_and_what_else_messages_hold_reach_the_template(model: Served
     )
     engine = ScriptedEngine(lambda request: [40])
     custom = ServedModel.load(model.directory, Options.from_kwargs("demo", chat_template=source))
-    app, _ = create_app(Replicas([engine]), custom, Options.from_kwargs("demo"))
+    app, *_ = create_app(Replicas([engine]), custom, Options.from_kwargs("demo"))
     messages = [
         {"role": "system", "content": "s"},
         {"role": "developer", "content": "d", "name": "Ann"},
@@ -180,7 +180,7 @@ def test_what_asks_for_nothing_is_accepted(served: Served) -> None:
 
 def test_a_model_without_a_template_says_so(model: ServedModel) -> None:
     engine = ScriptedEngine(lambda request: [40])
-    app, _ = create_app(Replicas([engine]), replace(model, template=None), Options.from_kwargs("x"))
+    app, *_ = create_app(Replicas([engine]), replace(model, template=None), Options.from_kwargs("x"))
     reply = fetch(app, "POST", "/v1/chat/completions", {"messages": HI})
     assert reply.status == 400 and "--chat-template" in reply.json()["error"]["message"]
 

@@ -27,7 +27,11 @@ NAMES = {
     "prefix_cache_queries": "counter",
     "prefix_cache_hits": "counter",
     "num_preemptions": "counter",
+    "replayed_requests": "counter",
+    "replayed_tokens": "counter",
+    "restarts": "counter",
     "request_success": "counter",
+    "requests_refused": "counter",
     "time_to_first_token_seconds": "histogram",
     "inter_token_latency_seconds": "histogram",
     "e2e_request_latency_seconds": "histogram",
@@ -35,6 +39,7 @@ NAMES = {
     "request_prompt_tokens": "histogram",
     "request_generation_tokens": "histogram",
     "iteration_tokens_total": "histogram",
+    "recovery_seconds": "histogram",
     "cache_config_info": "gauge",
 }
 
@@ -49,7 +54,9 @@ def test_names_and_labels(serve: Serve, prefix: str) -> None:
     for family in families:
         assert family.samples and family.documentation
         for sample in family.samples:
-            assert (sample.labels["model_name"], sample.labels["engine"]) == (served.model.names[0], "0")
+            assert sample.labels["model_name"] == served.model.names[0]
+            is_refusal = sample.name == f"{prefix}requests_refused_total"  # no engine has seen it
+            assert sample.labels.get("engine") == (None if is_refusal else "0")
     config = next(one for one in families if one.name.endswith("cache_config_info")).samples[0].labels
     assert (config["block_size"], config["num_gpu_blocks"]) == ("16", "256")
     reasons = next(one for one in families if one.name.endswith("request_success")).samples
@@ -87,8 +94,9 @@ def test_every_engine_has_its_own_samples_and_their_sum_is_what_was_delivered(se
     samples: dict[str, list[float]] = {}
     for family in text_string_to_metric_families(served.get("/metrics").content.decode()):
         for sample in family.samples:
-            if family.name.startswith("serve_llm_") and sample.labels.get("le", "+Inf") == "+Inf":
+            if "engine" in sample.labels and sample.labels.get("le", "+Inf") == "+Inf":
                 name = sample.name.removeprefix("serve_llm_") + sample.labels.get("finished_reason", "")
+                name += sample.labels.get("reason", "")
                 samples.setdefault(name, []).append(sample.value)
                 assert sample.labels["engine"] == str(len(samples[name]) - 1)
     assert all(len(values) == 2 for values in samples.values())

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import pytest
-
-from serve_llm.engine.errors import EngineDead
 from serve_llm.engine.types import Output, Request, Sampling
 from serve_llm.server.replicas import Replicas
 from support.asgi import Call
@@ -29,13 +26,18 @@ def nowhere(output: Output) -> None:
     """A sink."""
 
 
+def places(replicas: Replicas, requests: list[Request]) -> list[int]:
+    """The engine of each, once submitted."""
+    return [record.engine for record in replicas.submit_many([(one, nowhere) for one in requests])]
+
+
 def test_choices_of_a_prompt_stay_together_and_prompts_are_spread() -> None:
     async def run() -> None:
         both = engines(2)
         replicas = Replicas(both)
         prompts = [[1] * 40, [2] * 40, [1] * 40, [3]]
         requests = [request(4 * k + choice, prompt, choice) for k, prompt in enumerate(prompts) for choice in range(4)]
-        placed = replicas.submit_many([(one, nowhere) for one in requests])
+        placed = places(replicas, requests)
         assert [placed[4 * k] for k in range(4)] == [0, 1, 0, 1]
         assert all(len({*placed[4 * k : 4 * k + 4]}) == 1 for k in range(4))
         assert [[one.id for one in engine.submitted] for engine in both] == [
@@ -57,7 +59,7 @@ def test_aborts_reach_the_engine_that_has_the_request() -> None:
     async def run() -> None:
         both = engines(2)
         replicas = Replicas(both)
-        placed = replicas.submit_many([(request(number, [number]), nowhere) for number in range(6)])
+        placed = places(replicas, [request(number, [number]) for number in range(6)])
         replicas.abort([1, 2, 5, 77])
         assert [sorted(engine.aborted) for engine in both] == [
             [number for number in (1, 2, 5) if placed[number] == which] for which in (0, 1)
@@ -74,12 +76,12 @@ def test_load_follows_outputs_and_ends() -> None:
         replicas = Replicas(both)
         seen: list[tuple[int, int]] = []
         replicas.on_step = lambda index, step: seen.append((index, len(step.outputs)))
-        assert replicas.submit_many([(request(0, [1] * 5000, max_tokens=3), nowhere)]) == [0]
-        assert replicas.submit_many([(request(n, [n], max_tokens=1), nowhere) for n in (1, 2, 3)]) == [1, 1, 1]
+        assert places(replicas, [request(0, [1] * 5000, max_tokens=3)]) == [0]
+        assert places(replicas, [request(n, [n], max_tokens=1) for n in (1, 2, 3)]) == [1, 1, 1]
         both[0].step()  # its prompt is computed; one open request against three
-        assert replicas.submit_many([(request(4, [9]), nowhere)]) == [0]
+        assert places(replicas, [request(4, [9])]) == [0]
         both[1].step()  # all its requests end
-        assert replicas.submit_many([(request(5, [8]), nowhere)]) == [1]
+        assert places(replicas, [request(5, [8])]) == [1]
         assert seen == [(0, 1), (1, 3)]
 
     asyncio.run(run())
@@ -88,32 +90,31 @@ def test_load_follows_outputs_and_ends() -> None:
 def test_without_prefix_caching_equal_prompts_are_spread() -> None:
     async def run() -> None:
         replicas = Replicas(engines(2), prefix_caching=False)
-        pairs = [(request(number, [1] * 2000), nowhere) for number in range(4)]
-        assert replicas.submit_many(pairs) == [0, 1, 0, 1]
+        assert places(replicas, [request(number, [1] * 2000) for number in range(4)]) == [0, 1, 0, 1]
 
     asyncio.run(run())
 
 
-def test_ready_only_when_all_are_and_facts_hold_for_all() -> None:
+def test_ready_when_one_is_and_facts_hold_for_all() -> None:
     async def run() -> None:
         both = engines(2)
         both[1].facts = facts(num_kv_blocks=100, kv_cache_tokens=1600)
         replicas = Replicas(both)
         assert replicas.ready and replicas.facts.kv_cache_tokens == 1600
         both[1].ready = False
+        assert replicas.ready
+        both[0].ready = False
         assert not replicas.ready
 
     asyncio.run(run())
 
 
-def test_a_dead_engine_leaves_nothing_open_on_the_others() -> None:
+def test_an_engine_that_is_not_ready_gets_nothing() -> None:
     async def run() -> None:
         both = engines(2)
         replicas = Replicas(both)
         both[1].ready = False
-        with pytest.raises(EngineDead):
-            replicas.submit_many([(request(number, [number]), nowhere) for number in range(4)])
-        assert both[0].open == {} and len(both[0].aborted) == 2
+        assert places(replicas, [request(number, [number]) for number in range(4)]) == [0] * 4
 
     asyncio.run(run())
 

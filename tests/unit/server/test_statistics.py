@@ -15,6 +15,9 @@ from serve_llm.server.statistics import Statistics
 class Engine:
     stats = Stats()
 
+    def __init__(self) -> None:
+        self.meter = Meter()
+
 
 def test_a_line_per_interval_while_there_are_steps_and_none_after(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -25,15 +28,15 @@ def test_a_line_per_interval_while_there_are_steps_and_none_after(
         monkeypatch.setattr(loop, "call_later", lambda seconds, call: timers.append((seconds, call)) or object())
         now = [100.0]
         monkeypatch.setattr(Meter, "clock", staticmethod(lambda: now[0]))
-        meter, engine = Meter(), Engine()
-        log = Statistics([meter], [engine])
+        engine = Engine()
+        log = Statistics([engine])
         assert timers == []  # nothing runs while there is no traffic
 
         log.count_step(0, Step([], engine.stats))
-        meter.count_prompt(300)
+        engine.meter.count_prompt(300)
         engine.stats = Stats(2, 1, 0.25, 300, 150, 0, 1, 300)
         log.count_step(0, Step([], engine.stats))
-        meter.count_tokens(50, None)
+        engine.meter.count_tokens(50, None)
         (seconds, tick) = timers.pop()
         assert seconds == 10.0
         now[0] += 10

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from serve_llm.server.errors import ANSWERS, ServeError, Unavailable, answer_for, error_body
+from serve_llm.server.errors import ServeError, Unavailable, answer_for, error_body
 from support.asgi import Call
 from support.fakes import facts
 from support.serving import TEXT, Served
@@ -29,7 +29,7 @@ def routes(served: Served) -> list[tuple[str, str]]:
 def test_every_route_but_the_probes_needs_a_key(serve: Serve) -> None:
     served = serve(**KEYS)
     found = routes(served)
-    assert len(found) == 13 and {"/v1/completions", "/metrics", "/health"} <= {path for _, path in found}
+    assert len(found) == 14 and {"/v1/completions", "/metrics", "/health"} <= {path for _, path in found}
     for method, path in [*found, ("GET", "/nowhere"), ("GET", "/health/"), ("GET", "//health")]:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "first"}, {"x-api-key": "first"}):
             reply = served.get(path, headers) if method == "GET" else served.post(path, {}, headers)
@@ -73,7 +73,7 @@ def test_a_bug_of_ours_is_no_traceback_for_the_client(served: Served, monkeypatc
     def broken(*_: object) -> None:
         raise ZeroDivisionError("secret detail")
 
-    monkeypatch.setattr(served.engine, "next_id", broken)
+    monkeypatch.setattr(served.engine, "submit_many", broken)
 
     async def call() -> Call:
         call = Call(served.app, "POST", "/v1/completions", {"prompt": "x"}, {"x-request-id": "mine"})
@@ -112,6 +112,23 @@ def test_draining_refuses_new_requests(served: Served) -> None:
     for reply in (served.complete(), served.chat(), served.get("/ready"), served.post("/tokenize", {"prompt": "x"})):
         assert reply.status == 503 and reply.headers["retry-after"]
     assert served.get("/health").status == 200
+
+
+def test_status_says_what_the_server_does(serve: Serve) -> None:
+    served = serve(automatic=False, options={"max_queue": "7,900", "tensor_parallel_size": 2})
+    served.engine.stats.num_running = 3
+    found = served.get("/status").json()
+    assert found["phase"] == "serving" and found["restarts"] == 0 and found["first_cause"] is None
+    assert found["engines"][0]["num_ranks"] == 2 and found["engines"][0]["num_running"] == 3
+    assert found["engines"][0]["kv_cache"] == {"tokens": 4096, "blocks": 256, "usage": 0.0}
+    assert found["queue"]["max_requests"] == 7 and found["queue"]["refused"]["queue_full"] == 0
+    assert set(found["versions"]) == {"serve-llm", "python"}
+    served.engine.ready = False
+    assert served.get("/status").json()["phase"] == "recovering" and served.complete().status == 503
+    served.gate.draining = True
+    served.get("/ready")
+    found = served.get("/status").json()
+    assert found["phase"] == "draining" and found["queue"]["refused"]["not_ready"] == 1, "probes do not count"
 
 
 def test_version(served: Served) -> None:
@@ -179,7 +196,7 @@ def test_every_error_has_an_answer() -> None:
     assert len(kinds) > 15
     for kind in kinds:
         assert answer_for(kind("x")).status >= 400
-    assert ANSWERS[Unavailable].headers == {"retry-after": "1"}
+    assert answer_for(Unavailable("x", retry_after=7)).headers == {"retry-after": "7"}
     assert error_body(Unavailable("gone")) == (
         b'{"error":{"message":"gone","type":"server_error","param":null,"code":"unavailable"}}'
     )

@@ -89,7 +89,7 @@ def test_ids_outside_the_vocabulary_are_refused(
 
 def test_too_many_tokens_in_one_request_are_refused(model: ServedModel) -> None:
     with pytest.raises(InvalidRequest, match="in one request"):
-        prepare([[40] * 40_000], SamplingParams(n=128), model, facts(max_model_len=50_000))
+        prepare([[40] * 40_000], SamplingParams(n=128), model, facts(max_model_len=50_000), max_prompt_tokens=2**22)
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(model: ServedModel) -> None:

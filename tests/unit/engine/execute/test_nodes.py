@@ -240,7 +240,7 @@ class Following:
         return membership.decode_from_node(self.socket.recv_multipart()[1])
 
     def run(self, **options: object) -> None:
-        self.say(Run([2, 3], False, options_of(1, **options), "tcp://127.0.0.1:1"))
+        self.say(Run([2, 3], False, options_of(1, max_restarts=0, **options), "tcp://127.0.0.1:1"))
 
     def end(self) -> int | BaseException | None:
         self._thread.join(LIMIT)
@@ -264,7 +264,8 @@ def test_a_follower_from_join_to_end(following: Following) -> None:
     ranks.gone[3] = "signal SIGSEGV"
     until(lambda: following.hear() == Report({2: Seen(102, "waiting", ""), 3: Seen(103, "waiting", "signal SIGSEGV")}))
     following.say(End("rank 3 died"))
-    assert following.end() == EngineError.exit_code and ranks.ends == 1
+    error = following.end()
+    assert isinstance(error, EngineError) and str(error) == "Node 0 ends: rank 3 died" and ranks.ends == 1
 
 
 def test_a_follower_that_is_told_of_an_orderly_end(following: Following) -> None:

@@ -155,6 +155,14 @@ def test_a_killed_rank_hints_at_memory(ranks: Ranks) -> None:
     assert "by signal SIGKILL; the system may be out of memory" in str(cause(ranks, roster, noticed))
 
 
+def test_a_rank_that_stays_stopped_has_failed(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roster_module, "BEAT_SECONDS", 0.01)
+    roster, noticed = watched(ranks)
+    ranks.states[1] = "stopped"
+    error = cause(ranks, roster, noticed)
+    assert type(error) is RankFailed and str(error) == "rank 1 (host h, pid 101) is stopped in a step"
+
+
 def test_consequences_that_come_first_are_not_the_cause(ranks: Ranks) -> None:
     roster, noticed = watched(ranks)
     ranks.say(0, Failed("in a step", "PeerLost", "heard nothing from the next stage"))

@@ -1,0 +1,120 @@
+"""Every hostile request of the corpus gets its 4xx in seconds, while a stream beside it goes on; nothing dies."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from support.daemon import Daemon
+from support.hostile import Case, cases
+
+SECONDS = 5.0  # for an answer
+GAP_SECONDS = 0.25  # 99 % of a stream's gaps are shorter
+GROWTH_BYTES = 400 * 2**20  # of the server process, with two bodies of 16 MiB under way and what they become
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon("demo", "--trust-request-chat-template", environ={"OMP_NUM_THREADS": "1"}) as daemon:
+        daemon.wait_until_serving()
+        yield daemon
+
+
+def answer(address: tuple[str, int], case: Case) -> tuple[int, bytes, float]:
+    """(status, body, seconds)."""
+    lines = [f"{case.method} {case.path} HTTP/1.1", "Host: x", "Connection: close"]
+    lines += [f"{name}: {value}" for name, value in case.headers]
+    if not any(name == "Content-Length" for name, _ in case.headers):
+        lines.append(f"Content-Length: {len(case.body)}")
+    began = time.monotonic()
+    with socket.create_connection(address, timeout=30) as client:
+        try:
+            client.sendall("\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + case.body)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it has answered already, and reads no more
+        response = http.client.HTTPResponse(client, method=case.method)
+        response.begin()
+        return response.status, response.read(), time.monotonic() - began
+
+
+class Canary(threading.Thread):
+    """Streams, one after another, until it is stopped; `gaps` in seconds."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        super().__init__(daemon=True)
+        self._address = address
+        self.gaps: list[float] = []
+        self.failure = ""
+        self.stopping = threading.Event()
+
+    def run(self) -> None:
+        body = json.dumps({"prompt": "import", "max_tokens": 500, "ignore_eos": True, "stream": True})
+        while not self.stopping.is_set() and not self.failure:
+            connection = http.client.HTTPConnection(*self._address, timeout=60)
+            connection.request("POST", "/v1/completions", body)
+            response = connection.getresponse()
+            last, ended = time.monotonic(), False
+            for line in response:
+                if line.startswith(b"data: {"):
+                    now = time.monotonic()
+                    self.gaps.append(now - last)
+                    last = now
+                ended = ended or line == b"data: [DONE]\n"
+                if b'"error"' in line:
+                    self.failure = line.decode()
+            if not ended:
+                self.failure = self.failure or "the stream broke off"
+            connection.close()
+
+    def stop(self) -> float:
+        """The 99th percentile of the gaps. Raises AssertionError if a stream did not end well."""
+        self.stopping.set()
+        self.join(60)
+        assert not self.failure and len(self.gaps) > 200, self.failure
+        return sorted(self.gaps)[int(0.99 * len(self.gaps))]
+
+
+def peak_growth(process: psutil.Process, stop: threading.Event, found: list[int]) -> None:
+    before = process.memory_info().rss
+    while not stop.wait(0.05):
+        found.append(process.memory_info().rss - before)
+
+
+def test_hostile_requests_hurt_only_themselves(daemon: Daemon) -> None:
+    host, port = daemon.url.removeprefix("http://").split(":")
+    address, server = (host, int(port)), psutil.Process(daemon.process.pid)
+    engine = daemon.engine_pid()
+    corpus = cases()
+    assert len(corpus) >= 200
+    stop, growth = threading.Event(), [0]
+    watching = threading.Thread(target=peak_growth, args=(server, stop, growth), daemon=True)
+    watching.start()
+    canary = Canary(address)
+    canary.start()
+    try:
+        with ThreadPoolExecutor(2) as clients:
+            answers = list(clients.map(lambda case: answer(address, case), corpus))
+    finally:
+        stop.set()
+        watching.join(10)
+        gap = canary.stop()
+    wrong = []
+    for case, (status, body, seconds) in zip(corpus, answers, strict=True):
+        if status not in case.statuses or seconds > SECONDS:
+            wrong.append(f"{case.name}: {status} after {seconds:.2f} s: {body[:200]!r}")
+        elif body.startswith(b"{") and set(json.loads(body)["error"]) != {"message", "type", "param", "code"}:
+            wrong.append(f"{case.name}: {body[:200]!r}")
+    print(f"{len(corpus)} requests, canary's p99 gap {gap * 1e3:.1f} ms, memory + {max(growth) / 2**20:.0f} MiB")
+    assert not wrong, "\n".join(wrong)
+    assert gap < GAP_SECONDS and max(growth) < GROWTH_BYTES
+    assert daemon.engine_pid() == engine and daemon.process.poll() is None
+    assert not any("Traceback" in line for line in daemon.log), "\n".join(daemon.log)
+    assert daemon.metrics()["serve_llm_num_requests_running"] == 0

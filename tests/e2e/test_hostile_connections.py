@@ -1,0 +1,115 @@
+"""Clients that misuse a connection: long headers, silence, answers that are not read; and TLS, on a real socket."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.daemon import Daemon
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Daemon]:
+    limits = ["stall-seconds=1", "header-bytes=4KiB", "body-bytes=1MiB"]
+    with Daemon("demo", *(part for limit in limits for part in ("--limit", limit))) as daemon:
+        daemon.wait_until_serving()
+        yield daemon
+
+
+def connect(daemon: Daemon, receive_buffer: int | None = None) -> socket.socket:
+    host, port = daemon.url.removeprefix("http://").split(":")
+    client = socket.socket()
+    if receive_buffer is not None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    client.settimeout(30)
+    client.connect((host, int(port)))
+    return client
+
+
+def read_all(client: socket.socket) -> bytes:
+    received = b""
+    try:
+        while data := client.recv(65536):
+            received += data
+    except ConnectionResetError:
+        pass
+    return received
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nX: " + b"x" * 5000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n" + b"X: y\r\n" * 1000 + b"\r\n",
+        b"GET /health HTTP/1.1\r\nX: " + b"x" * 5000,  # without an end
+    ],
+)
+def test_a_long_header_is_431(strict: Daemon, header: bytes) -> None:
+    with connect(strict) as client:
+        client.sendall(header)
+        if header.endswith(b"\r\n\r\n"):
+            client.shutdown(socket.SHUT_WR)
+        answer = read_all(client)
+        assert answer.startswith(b"HTTP/1.1 431 "), answer[:100]
+        assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "header_too_large"
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /hea", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"]
+)
+def test_a_client_that_falls_silent_is_let_go(strict: Daemon, sent: bytes) -> None:
+    with connect(strict) as client:
+        client.sendall(sent)
+        assert read_all(client) == b""
+
+
+def test_a_client_that_does_not_read_is_let_go_and_costs_little(strict: Daemon) -> None:
+    body = json.dumps(
+        {"prompt": "def", "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 8, "logprobs": 20}
+    ).encode()
+    before = psutil.Process(strict.process.pid).memory_info().rss
+    with connect(strict, receive_buffer=4096) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        strict.wait_until_logged("the client did not read its answer")
+    while strict.metrics()["serve_llm_num_requests_running"]:
+        pass
+    assert psutil.Process(strict.process.pid).memory_info().rss < before + 100 * 2**20
+    with urllib.request.urlopen(strict.url + "/ready", timeout=10) as answer:
+        assert answer.status == 200
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """(key, certificate) for 127.0.0.1, signed by itself."""
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-keyout", str(key), "-out", str(cert), "-days", "2", "-subj", "/CN=127.0.0.1"]
+    subprocess.run([*command, "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
+    return key, cert
+
+
+def test_https(certificate: tuple[Path, Path]) -> None:
+    key, cert = certificate
+    with Daemon("demo", "--ssl-keyfile", str(key), "--ssl-certfile", str(cert)) as daemon:
+        url = daemon.wait_until_serving()
+        assert url.startswith("https://")
+        trusting = ssl.create_default_context(cafile=str(cert))
+        body = json.dumps({"prompt": "import", "max_tokens": 4, "stream": True}).encode()
+        request = urllib.request.Request(url + "/v1/completions", body)
+        with urllib.request.urlopen(request, timeout=30, context=trusting) as answer:
+            assert answer.read().endswith(b"data: [DONE]\n\n")
+        with pytest.raises(OSError):  # not without TLS
+            urllib.request.urlopen("http" + url.removeprefix("https") + "/health", timeout=10)
+    key.write_text("not a key")
+    with Daemon("demo", "--ssl-keyfile", str(key), "--ssl-certfile", str(cert)) as daemon:
+        assert daemon.wait() == 2 and daemon.log[-1].startswith("serve-llm: --ssl-keyfile")

@@ -1,0 +1,154 @@
+"""Many requests at once, each in a thread: streamed or whole, greedy or sampled, with everything that text can hold
+back; and all that came of them, to be compared with another run."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+LIMIT = 240.0  # seconds; more than anything takes on a busy machine
+PROMPTS = ("class Stack:\n    def __init__(self", "import os\n", "def main():\n    ", "for item in items:\n", "x = [")
+
+
+def mixed(count: int = 32) -> list[dict[str, Any]]:
+    """Bodies of completions for the demo model. Every one has a seed or is greedy, so that it can be repeated."""
+    bodies: list[dict[str, Any]] = []
+    for number in range(count):
+        body: dict[str, Any] = {
+            "prompt": f"# {number}\n{PROMPTS[number % len(PROMPTS)]}",
+            "max_tokens": 20 + 5 * (number % 9),
+            "stream": number % 3 != 0,
+        }
+        body |= [{"temperature": 0}, {"temperature": 1.0, "seed": number}, {"temperature": 0.7, "seed": number}][
+            number % 3
+        ]
+        if number % 4 == 1:
+            body |= {"n": 2, "presence_penalty": 0.5}
+        if number % 5 == 2:
+            body |= {"logprobs": 2}
+        if number % 7 == 3:
+            body |= {"stop": ["self.", "\n\n\n", "retur"]}
+        else:
+            body |= {"ignore_eos": True}
+        bodies.append(body)
+    return bodies
+
+
+class Streams:
+    """All are sent at once."""
+
+    def __init__(self, url: str, bodies: Sequence[dict[str, Any]], patiently: bool = False) -> None:
+        """patiently: what is refused because the engine is not there is sent again."""
+        self._url = url.removeprefix("http://")
+        self._patiently = patiently
+        self._results: list[list[Any]] = [[] for _ in bodies]
+        self._usages: list[dict[str, Any]] = [{} for _ in bodies]
+        self.errors: list[int] = []  # statuses
+        self.messages: list[Any] = []  # of the errors
+        self.num_events = 0
+        self._changed = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._run, args=(number, body), daemon=True) for number, body in enumerate(bodies)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait_for(self, num_events: int) -> None:
+        """Until so many events of streams have come."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.num_events >= num_events, LIMIT), "the streams stand still"
+
+    def finish(self) -> Streams:
+        """Until all have ended."""
+        for thread in self._threads:
+            thread.join(LIMIT)
+            assert not thread.is_alive(), "a stream does not end"
+        return self
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all answers, by their usage."""
+        return sum(usage.get("completion_tokens", 0) for usage in self._usages)
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Streams) and not self.errors and not other.errors, (self.messages, other)
+        for number, (mine, theirs) in enumerate(zip(self._results, other._results, strict=True)):
+            assert mine == theirs, f"request {number}"
+        return self._usages == other._usages
+
+    def _run(self, number: int, body: dict[str, Any]) -> None:
+        more = {"stream_options": {"include_usage": True}} if body.get("stream") else {}
+        while True:
+            connection = http.client.HTTPConnection(self._url, timeout=LIMIT)
+            try:
+                connection.request("POST", "/v1/completions", json.dumps(body | more))
+                with connection.getresponse() as answer:
+                    if answer.status == 503 and self._patiently:
+                        time.sleep(0.1)
+                        continue
+                    if answer.status != 200:
+                        self._fail(answer.status, json.loads(answer.read()))
+                    elif body.get("stream"):
+                        self._read_events(number, answer)
+                    else:
+                        whole = json.loads(answer.read())
+                        self._results[number] = [_plain(choice) for choice in whole["choices"]]
+                        self._usages[number] = _counts(whole["usage"])
+                    return
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                self._fail(0, repr(error))
+                return
+            finally:
+                connection.close()
+
+    def _read_events(self, number: int, answer: http.client.HTTPResponse) -> None:
+        choices: dict[int, dict[str, Any]] = {}
+        last = b""
+        for line in answer:
+            if not line.startswith(b"data: "):
+                continue
+            last = line.strip()
+            if last == b"data: [DONE]":
+                break
+            event = json.loads(line[6:])
+            if "error" in event:
+                self._fail(500, event)
+                continue
+            if event.get("usage"):
+                self._usages[number] = _counts(event["usage"])
+            for choice in event["choices"]:
+                _fold(choices.setdefault(choice["index"], {"index": choice["index"], "text": ""}), choice)
+            with self._changed:
+                self.num_events += 1
+                self._changed.notify_all()
+        if last != b"data: [DONE]":
+            self._fail(0, "the stream was cut")
+        self._results[number] = [choices[index] for index in sorted(choices)]
+
+    def _fail(self, status: int, message: Any) -> None:
+        with self._changed:
+            self.errors.append(status)
+            self.messages.append(message)
+
+
+def _plain(choice: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in choice.items() if value is not None}
+
+
+def _counts(usage: dict[str, Any]) -> dict[str, Any]:
+    """Without what was found in the cache, which depends on what went before."""
+    return {name: value for name, value in usage.items() if isinstance(value, int)}
+
+
+def _fold(whole: dict[str, Any], choice: dict[str, Any]) -> None:
+    """Add an event's news to what is known of a choice."""
+    whole["text"] += choice["text"]
+    for name in ("finish_reason", "stop_reason"):
+        if choice.get(name) is not None:
+            whole[name] = choice[name]
+    for name, values in (choice.get("logprobs") or {}).items():
+        whole.setdefault("logprobs", {}).setdefault(name, []).extend(values or [])

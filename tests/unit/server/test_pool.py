@@ -1,0 +1,140 @@
+"""Large and untrusted requests are read in processes that can be killed; limits on what a request may hold."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from serve_llm.engine.limits import Limits
+from serve_llm.engine.options import Options
+from serve_llm.server.errors import InvalidRequest
+from serve_llm.server.prompt.jobs import Context, Tokens
+from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.prompt.pool import SMALL_BYTES, PromptPool
+from support.fakes import facts
+from support.serving import Served
+
+Serve = Callable[..., Served]
+ALLOWED = {"trust_request_chat_template": True, "limit": ("prompt-seconds=1", "template-characters=1000")}
+
+
+@pytest.fixture
+def pool(model: ServedModel) -> Iterator[PromptPool]:
+    options = Options.from_kwargs("demo", limit=("prompt-seconds=1",))
+    made = PromptPool(Context(model, facts(), Limits.read(options.limit)), options)
+    yield made
+    made.close()
+
+
+def large(text: str = "x") -> bytes:
+    return b'{"prompt": "' + text.encode() * SMALL_BYTES + b'"}'
+
+
+def test_a_process_apart_gives_what_this_one_gives(pool: PromptPool, model: ServedModel) -> None:
+    made = asyncio.run(pool.run("tokenize", large(), Tokens))
+    assert made.ids == model.tokenizer.encode("x" * SMALL_BYTES, add_special_tokens=True)
+    (worker,) = pool._workers
+    again = asyncio.run(pool.run("tokenize", large(), Tokens))
+    assert again == made and pool._workers == {worker}, "the same process"
+
+
+def test_errors_come_back_as_they_are(pool: PromptPool) -> None:
+    with pytest.raises(InvalidRequest, match="unknown field x") as caught:
+        asyncio.run(pool.run("tokenize", b'{"x": "' + b"y" * SMALL_BYTES + b'"}', Tokens))
+    assert caught.value.param == "x"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_dies_or_hangs_is_replaced(pool: PromptPool, number: signal.Signals) -> None:
+    asyncio.run(pool.run("tokenize", large(), Tokens))
+    (worker,) = pool._workers
+    os.kill(worker._process.pid, number)
+    if number == signal.SIGKILL:
+        worker._process.wait()
+    else:
+        began = time.monotonic()
+        with pytest.raises(InvalidRequest, match="more than 1 s"):
+            asyncio.run(pool.run("tokenize", large(), Tokens))
+        assert time.monotonic() - began < 10
+    assert asyncio.run(pool.run("tokenize", large(), Tokens)).ids
+
+
+def test_small_requests_start_no_process(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_llm.server.prompt.pool.Worker", None)
+    assert served.complete(prompt="x" * 2000).status == 200
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% set x = 1 %}{% endfor %}{% endfor %}",
+            "more than 1 s",
+        ),
+        ("{{ 9 ** (9 ** 9) }}", "more than 1 s"),
+        ("{{ 'x' * 10 ** 11 }}", "MemoryError"),
+        ("{% for a in range(99999) %}{{ a }}{% endfor %}", "more than 1000 characters"),
+        ("{% for", "not valid Jinja"),
+    ],
+)
+def test_a_template_of_the_requests_own_hurts_only_itself(serve: Serve, template: str, problem: str) -> None:
+    served = serve(options=ALLOWED)
+    began = time.monotonic()
+    reply = served.chat(chat_template=template)
+    assert reply.status == 400 and problem in reply.json()["error"]["message"], reply.content
+    assert time.monotonic() - began < 10
+    fine = served.chat(chat_template="{{ messages[0].content }}!", max_tokens=1)
+    assert fine.status == 200 and served.engine.submitted[-1].prompt_ids == served.ids("hi!")
+
+
+def test_templates_in_requests_need_an_option(served: Served) -> None:
+    reply = served.chat(chat_template="x")
+    assert reply.status == 400 and "--trust-request-chat-template" in reply.json()["error"]["message"]
+    assert reply.json()["error"]["param"] == "chat_template"
+
+
+@pytest.mark.parametrize(
+    ("limit", "path", "fine", "refused", "param"),
+    [
+        ("n=2", "completions", {"n": 2}, {"n": 3}, "n"),
+        ("choices=3", "completions", {"prompt": ["a"] * 3}, {"prompt": ["a", "b"], "n": 2}, "prompt"),
+        ("prompts=2", "completions", {"prompt": ["a"] * 2}, {"prompt": ["a"] * 3}, "prompt"),
+        ("prompt-tokens=4", "completions", {"prompt": [5, 6], "n": 2}, {"prompt": [5] * 5}, "prompt"),
+        ("stop-strings=1", "completions", {"stop": ["q"]}, {"stop": ["q", "w"]}, "stop"),
+        ("stop-characters=3", "completions", {"stop": "qqq"}, {"stop": "qqqq"}, "stop"),
+        ("bad-words=1", "completions", {"bad_words": ["q"]}, {"bad_words": ["q", "w"]}, "bad_words"),
+        ("logit-bias=1", "completions", {"logit_bias": {"1": 1}}, {"logit_bias": {"1": 1, "2": 1}}, "logit_bias"),
+        ("messages=1", "chat/completions", {}, {"messages": [{"role": "user", "content": "x"}] * 2}, "messages"),
+        (
+            "template-characters=90",
+            "chat/completions",
+            {},
+            {"messages": [{"role": "user", "content": "x" * 90}]},
+            "messages",
+        ),
+        ("json-depth=3", "completions", {"metadata": [[]]}, {"metadata": [[[]]]}, None),
+        ("json-values=50", "completions", {"prompt": [5] * 20}, {"prompt": [5] * 60}, None),
+        ("body-bytes=100", "completions", {}, {"prompt": "x" * 100}, None),
+        ("all-bodies-bytes=100", "completions", {}, {"prompt": "x" * 100}, None),
+    ],
+)
+def test_limits(serve: Serve, limit: str, path: str, fine: object, refused: object, param: str | None) -> None:
+    served = serve(options={"limit": limit})
+    usual: dict[str, object] = {"max_tokens": 1}
+    usual |= {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
+    assert served.post(f"/v1/{path}", usual | fine).status == 200
+    reply = served.post(f"/v1/{path}", usual | refused)
+    assert reply.status == {"body-bytes=100": 413, "json-values=50": 413, "all-bodies-bytes=100": 503}.get(limit, 400)
+    assert reply.json()["error"]["param"] == param
+
+
+def test_limits_are_read_and_named() -> None:
+    assert Limits.read(["n=4", "body-bytes=1MiB", "n=5"]) == Limits(n=5, body_bytes=2**20)
+    for text, problem in (("x=1", "with one of the names header-bytes"), ("n", "NAME=VALUE"), ("n=0", "n: must be")):
+        with pytest.raises(ValueError, match=problem):
+            Limits.read([text])
