@@ -69,7 +69,7 @@ def serve(channel: ZmqChannel, pulse: Pulse) -> None:
         per_engine = options.tensor_parallel_size * options.pipeline_parallel_size
         claim_gpus(os.environ, start.engine, options.data_parallel_size, per_engine)
     with contextlib.ExitStack() as stack:
-        choice, roster = start_ranks(options, start.ray, start.engine)
+        choice, roster = start_ranks(options, start.ray, start.engine, replaces=start.replaces)
         if roster is not None:
             stack.push(lambda kind, error, trace: roster.close(error))
         _serve(channel, pulse, start, choice, roster)
@@ -100,6 +100,8 @@ def _serve(channel: ZmqChannel, pulse: Pulse, start: wire.Start, choice: Choice,
         device=config.device,
     )
     channel.send(wire.Ready(facts))
+    if roster is not None:
+        roster.serve()
     logger.info("Engine ready after %.2f s", time.perf_counter() - began)
     try:
         loop.run(engine, channel)

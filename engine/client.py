@@ -54,10 +54,10 @@ class EngineClient:
             raise EngineError("the engine is still starting")
         return self._facts
 
-    async def start(self, options: Options, directory: str, engine: int = 0) -> None:
-        """Tell a connected engine what to serve, and which of several it is, and wait until it is ready. Raises what it
-        failed with."""
-        self._send(wire.Start(options, directory, engine, _ray_cluster()))
+    async def start(self, options: Options, directory: str, engine: int = 0, *, replaces: bool = False) -> None:
+        """Tell a connected engine what to serve, which of several it is, and whether it takes the place of one that has
+        served; wait until it is ready. Raises what it failed with."""
+        self._send(wire.Start(options, directory, engine, _ray_cluster(), replaces))
         message = wire.decode_from_engine(await self._socket.recv())
         if isinstance(message, wire.Failed):
             self.failure = BY_NAME.get(message.kind, EngineError)(message.message)

@@ -24,6 +24,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     directory: str  # the local checkpoint directory that `options.model` was resolved to
     engine: int = 0  # index among the options.data_parallel_size engines
     ray: RayCluster | None = None
+    replaces: bool = False  # another engine, which has served
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):

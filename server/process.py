@@ -55,11 +55,12 @@ def _environ() -> dict[str, str]:
 class EngineProcess:
     """The process, started at once, and the client that talks to it."""
 
-    def __init__(self, options: Options, directory: str, index: int) -> None:
-        """directory: the local checkpoint. index: among the data-parallel engines."""
+    def __init__(self, options: Options, directory: str, index: int, *, replaces: bool = False) -> None:
+        """directory: the local checkpoint. index: among the data-parallel engines. replaces: one that has served."""
         self._options = options
         self._directory = directory
         self._index = index
+        self._replaces = replaces
         self.client = EngineClient()
         self._process = launch(self.client.address)
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -83,7 +84,9 @@ class EngineProcess:
 
     async def start(self) -> None:
         """Wait until the engine is ready. Raises the ServeError that it failed with, or EngineDead."""
-        starting = asyncio.ensure_future(self.client.start(self._options, self._directory, self._index))
+        starting = asyncio.ensure_future(
+            self.client.start(self._options, self._directory, self._index, replaces=self._replaces)
+        )
         watching = asyncio.ensure_future(self._watch_beats(HUNG_STARTING_LOOKS))
         awaited: list[asyncio.Future[Any]] = [starting, watching, self._ended]
         try:

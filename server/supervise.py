@@ -89,7 +89,7 @@ class Supervisor:
             logger.error("%s; it is replaced%s", death.error, f" in {pause:.1f} s" if pause else "")
             await self._engines[index].stop()
             await asyncio.sleep(pause)
-            engine = self._engines[index] = EngineProcess(self._options, self._directory, index)
+            engine = self._engines[index] = EngineProcess(self._options, self._directory, index, replaces=True)
             try:
                 await engine.start()
             except ServeError as error:

@@ -138,7 +138,6 @@ class Follower:
         hosts.fingerprint(directory)  # says which file is broken, before processes are started for it
         logger.info("Runs rank %s of %s", " and ".join(map(str, order.ranks)), options.model)
         self._numbers = order.ranks
-        self._is_replaced = options.max_restarts > 0
         self._ranks = LocalRanks(
             order.ranks, order.url, secret=self._secret, address=self._address, directory=str(directory)
         )
@@ -149,6 +148,8 @@ class Follower:
         next_beat = 0.0
         while True:
             message = self._receive(POLL_SECONDS)
+            if isinstance(message, membership.Serving):
+                self._is_replaced = True
             if isinstance(message, membership.End):
                 if message.cause:
                     raise EngineGone(f"Node 0 ends: {message.cause}")

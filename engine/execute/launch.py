@@ -54,6 +54,9 @@ class LocalRanks:
     def pid(self, rank: int) -> int:
         return self._processes[rank].pid
 
+    def serve(self) -> None:
+        """Nobody else has to be told."""
+
     def end(self, cause: str = "") -> None:
         for process in self._processes.values():  # a rank has nothing to lose
             process.kill()

@@ -1,7 +1,8 @@
 """What node 0 and the other nodes of a service say to each other: msgspec structs in msgpack over `parallel.encrypted`.
 
 A node says Join and is told to Run ranks, or Refused; it sends a Report every second and whenever a rank ends, and
-Failed if it cannot go on. Node 0 says End. How ranks fare with their work is none of this: that is `control`.
+Failed if it cannot go on. Node 0 says Serving once, and End. How ranks fare with their work is none of this: that is
+`control`.
 """
 
 from __future__ import annotations
@@ -50,12 +51,17 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
+class Serving(msgspec.Struct, tag=True, frozen=True):
+    """An engine has served, so whatever ends one from now on is no mistake in options or model: another takes its
+    place, and the node may join that."""
+
+
 class End(msgspec.Struct, tag=True, frozen=True):
     cause: str  # "" if all is in order
 
 
 FromNode = Join | Report | Failed
-ToNode = Run | Refused | End
+ToNode = Run | Refused | Serving | End
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_node = msgspec.msgpack.Decoder(FromNode).decode

@@ -41,6 +41,7 @@ class _Node:
     peer: bytes | None = None
     joined: membership.Join | None = None
     seen: dict[int, membership.Seen] = field(default_factory=dict)
+    knows: bool = False  # that an engine has served
     gone: str | ServeError | None = None  # how its ranks ended, or the error that says all
 
     def __str__(self) -> str:
@@ -49,8 +50,9 @@ class _Node:
         return f"node {self.number}, host {self.joined.host} at {self.joined.address}"
 
 
-def start_on_nodes(options: Options) -> Roster:
-    """Start the ranks of this node, and those of the others as these join. Raises OptionError."""
+def start_on_nodes(options: Options, *, replaces: bool = False) -> Roster:
+    """Start the ranks of this node, and those of the others as these join. replaces: an engine has served before.
+    Raises OptionError."""
     if options.node_rank:
         raise OptionError("--node-rank: only the command serve-llm runs other nodes than 0")
     assert options.master_addr is not None
@@ -58,9 +60,11 @@ def start_on_nodes(options: Options) -> Roster:
     endpoint = Endpoint(listening_address(options), options.cluster_secret or "")
     try:
         num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
-        return Roster(
-            num_ranks, lambda url: Nodes(options, endpoint, port, url), endpoint, JOIN_SECONDS + FETCH_SECONDS
-        )
+
+        def launch(url: str) -> Nodes:
+            return Nodes(options, endpoint, port, url, replaces=replaces)
+
+        return Roster(num_ranks, launch, endpoint, JOIN_SECONDS + FETCH_SECONDS)
     except BaseException:
         endpoint.close()
         raise
@@ -82,8 +86,8 @@ def listening_address(options: Options) -> str:
 class Nodes:
     """See `roster.Launched`. A thread of its own talks to the other nodes."""
 
-    def __init__(self, options: Options, endpoint: Endpoint, port: int, url: str) -> None:
-        """port: where other nodes join. url: where ranks say Hello."""
+    def __init__(self, options: Options, endpoint: Endpoint, port: int, url: str, *, replaces: bool = False) -> None:
+        """port: where other nodes join. url: where ranks say Hello. replaces: an engine has served before."""
         self._options, self._url = options, url
         self._port = port
         own, *others = shares(options.tensor_parallel_size * options.pipeline_parallel_size, options.nnodes)
@@ -93,6 +97,7 @@ class Nodes:
         self._where = joined_at.removeprefix("tcp://")
         self._ending = threading.Event()
         self._cause = ""
+        self._has_served = replaces
         self._deadline = time.monotonic() + JOIN_SECONDS
         self._next_beat = 0.0
         if options.cluster_secret is None:
@@ -123,6 +128,9 @@ class Nodes:
             return self._local.state(rank)
         return node.seen[rank].state if rank in node.seen else ""
 
+    def serve(self) -> None:
+        self._has_served = True
+
     def end(self, cause: str = "") -> None:
         self._cause = self._cause or cause
         self._ending.set()
@@ -133,6 +141,7 @@ class Nodes:
         try:
             while not self._ending.is_set():
                 self._listen(POLL_SECONDS)
+                self._tell()
                 self._look()
         except Exception as error:
             logger.exception("the connection to other nodes failed")
@@ -185,6 +194,14 @@ class Nodes:
     def _say(self, peer: bytes, message: membership.ToNode) -> bool:
         return send(self._socket, peer, membership.encode(message))
 
+    def _tell(self) -> None:
+        """Whoever does not know it yet that an engine which dies is replaced."""
+        if not self._has_served or not self._options.max_restarts:
+            return
+        for node in self._nodes.values():
+            if node.peer is not None and not node.knows:
+                node.knows = self._say(node.peer, membership.Serving())
+
     def _look(self) -> None:
         """Once a second: who is lost, and who has not come in time."""
         now = time.monotonic()
@@ -205,6 +222,7 @@ class Nodes:
 
     def _say_goodbye(self) -> None:
         """Tell all that are still there, and wait until they have gone."""
+        self._tell()
         peers = [node.peer for node in self._nodes.values() if node.peer is not None and node.gone is None]
         left = [peer for peer in peers if self._say(peer, membership.End(self._cause))]
         deadline = time.monotonic() + END_SECONDS

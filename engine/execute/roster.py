@@ -46,6 +46,9 @@ class Launched(Protocol):
     def state(self, rank: int) -> str:
         """What a silent rank's process does: "stopped", "running", "waiting", or "" if that cannot be seen."""
 
+    def serve(self) -> None:
+        """The engine is ready."""
+
     def end(self, cause: str = "") -> None:
         """End all ranks that still run, and wait for that. cause: why, unless all is in order. Idempotent."""
 
@@ -137,6 +140,10 @@ class Roster:
 
         self._watcher = threading.Thread(target=run, name="watch ranks", daemon=True)
         self._watcher.start()
+
+    def serve(self) -> None:
+        """Tell whoever started ranks that the engine is ready."""
+        self._launched.serve()
 
     def fail(self, error: ServeError) -> None:
         """The first failure stays."""

@@ -19,17 +19,21 @@ from serve_llm.engine.options import Options
 from serve_llm.engine.wire import RayCluster
 
 
-def start_ranks(options: Options, given: RayCluster | None = None, engine: int = 0) -> tuple[Choice, Roster | None]:
+def start_ranks(
+    options: Options, given: RayCluster | None = None, engine: int = 0, *, replaces: bool = False
+) -> tuple[Choice, Roster | None]:
     """The executor, and its ranks; None if they run inside the engine's process.
 
     given: the Ray cluster that the server is part of. engine: index among the data-parallel ones.
-    Raises OptionError if the executor cannot run so many ranks.
+    replaces: an engine has served before. Raises OptionError if the executor cannot run so many ranks.
     """
     choice = choose(facts := look_around(options, given is not None and given.placement_group is not None))
     if choice.backend == "inprocess":
         return choice, None
     if choice.backend == "mp":
-        return choice, start_on_nodes(options) if facts.num_nodes > 1 else mp.start_ranks(facts.num_ranks)
+        if facts.num_nodes > 1:
+            return choice, start_on_nodes(options, replaces=replaces)
+        return choice, mp.start_ranks(facts.num_ranks)
     try:
         roster, device = _start_on_ray(options, given, engine)
     except OptionError as error:

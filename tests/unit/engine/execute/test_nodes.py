@@ -17,7 +17,7 @@ from serve_llm.engine.execute import follower as follower_module
 from serve_llm.engine.execute import membership
 from serve_llm.engine.execute import nodes as nodes_module
 from serve_llm.engine.execute.follower import Follower, Stopped
-from serve_llm.engine.execute.membership import End, Failed, Join, Refused, Report, Run, Seen
+from serve_llm.engine.execute.membership import End, Failed, Join, Refused, Report, Run, Seen, Serving
 from serve_llm.engine.execute.nodes import Nodes, listening_address
 from serve_llm.engine.options import Options
 from serve_llm.engine.parallel.encrypted import Endpoint, Line, send
@@ -43,6 +43,9 @@ class NoRanks:
 
     def pid(self, rank: int) -> int:
         return 100 + rank
+
+    def serve(self) -> None:
+        pass
 
     def end(self, cause: str = "") -> None:
         self.ends += 1
@@ -75,10 +78,12 @@ def until(true: Callable[[], object]) -> None:
 class Master:
     """`Nodes`, and how to reach it."""
 
-    def __init__(self, secret: str = "s") -> None:
-        self.endpoint = Endpoint("127.0.0.1", secret)
+    def __init__(self, *, replaces: bool = False, **options: object) -> None:
+        self.endpoint = Endpoint("127.0.0.1", "s")
         self.port = free_port()
-        self.nodes = Nodes(options_of(self.port), self.endpoint, self.port, "tcp://127.0.0.1:1")
+        self.nodes = Nodes(
+            options_of(self.port, **options), self.endpoint, self.port, "tcp://127.0.0.1:1", replaces=replaces
+        )
         self.lines: list[Line] = []
 
     def line(self) -> Line:
@@ -192,6 +197,30 @@ def test_all_are_told_the_end_and_why(master: Master) -> None:
     assert not ending.is_alive()
 
 
+@pytest.mark.parametrize(
+    ("replaces", "serves", "max_restarts", "are_told"),
+    [(False, False, 10, False), (False, True, 10, True), (True, False, 10, True), (True, True, 0, False)],
+)
+def test_nodes_are_told_once_that_an_engine_is_replaced(
+    replaces: bool, serves: bool, max_restarts: int, are_told: bool
+) -> None:
+    master = Master(replaces=replaces, max_restarts=max_restarts)
+    try:
+        line, _ = master.join(1)
+        if serves:
+            master.nodes.serve()
+        ending = threading.Thread(target=master.nodes.end, args=("rank 3 died",))
+        ending.start()
+        said = [hear(line)]
+        while said[-1] != End("rank 3 died"):
+            said.append(hear(line))
+        assert said == [Serving(), End("rank 3 died")][not are_told :]
+        line.close()
+        ending.join(LIMIT)
+    finally:
+        master.close()
+
+
 def test_node_0_listens_on_its_own_address_only() -> None:
     assert listening_address(options_of(1)) == "127.0.0.1"
     with pytest.raises(OptionError, match=r"--host-ip 192\.0\.2\.1 is no address of this host"):
@@ -223,14 +252,20 @@ class Following:
         self.result: int | BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        self.peer, frame = self.socket.recv_multipart()
-        self.joined = membership.decode_from_node(frame)
+        self.joined = self.await_join()
 
     def _run(self) -> None:
         try:
             self.result = self.follower.run()
         except (ServeError, Stopped) as error:
             self.result = error
+
+    def await_join(self) -> Join:
+        while True:
+            assert self.socket.poll(LIMIT * 1000)
+            self.peer, frame = self.socket.recv_multipart()
+            if isinstance(message := membership.decode_from_node(frame), Join):
+                return message
 
     def say(self, message: membership.ToNode) -> None:
         assert send(self.socket, self.peer, membership.encode(message))
@@ -240,7 +275,7 @@ class Following:
         return membership.decode_from_node(self.socket.recv_multipart()[1])
 
     def run(self, **options: object) -> None:
-        self.say(Run([2, 3], False, options_of(1, max_restarts=0, **options), "tcp://127.0.0.1:1"))
+        self.say(Run([2, 3], False, options_of(1, **options), "tcp://127.0.0.1:1"))
 
     def end(self) -> int | BaseException | None:
         self._thread.join(LIMIT)
@@ -266,6 +301,21 @@ def test_a_follower_from_join_to_end(following: Following) -> None:
     following.say(End("rank 3 died"))
     error = following.end()
     assert isinstance(error, EngineError) and str(error) == "Node 0 ends: rank 3 died" and ranks.ends == 1
+
+
+def test_a_follower_joins_again_once_an_engine_has_served(
+    following: Following, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower_module, "BEAT_SECONDS", 0.0)
+    address = following.follower._master
+    following.run(master_addr=address)
+    following.say(Serving())
+    for cause in ("rank 3 died", "another node is lost while starting"):
+        following.say(End(cause))
+        following.await_join()
+        following.run(master_addr=address)
+    following.say(End(""))
+    assert following.end() == 0
 
 
 def test_a_follower_that_is_told_of_an_orderly_end(following: Following) -> None:

@@ -48,6 +48,9 @@ class Ranks:
     def state(self, rank: int) -> str:
         return self.states[rank]
 
+    def serve(self) -> None:
+        pass
+
     def end(self, cause: str = "") -> None:
         self.ends += 1
 
