@@ -117,14 +117,16 @@ def serving(*options: str) -> Iterator[tuple[Daemon, Daemon]]:
 
 
 @contextmanager
-def request_under_way(url: str) -> Iterator[list[str]]:
-    """A long completion; enters when its first event is there. The lines of its answer, once it has ended."""
+def request_under_way(url: str, seconds: float = LIMIT) -> Iterator[list[str]]:
+    """A long completion, with a deadline; enters when its first event is there. The lines of its answer, once it has
+    ended."""
     lines: list[str] = []
     begun = threading.Event()
 
     def run() -> None:
         long = body(prompt="import", max_tokens=1000, stream=True)
-        request = urllib.request.Request(url + "/v1/completions", long.encode(), {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", "X-Request-Timeout": str(seconds)}
+        request = urllib.request.Request(url + "/v1/completions", long.encode(), headers)
         with urllib.request.urlopen(request, timeout=LIMIT) as answer:
             for line in answer:
                 lines.append(line.decode().strip())
@@ -231,21 +233,26 @@ def test_a_rank_that_dies_on_the_other_host_costs_no_stream_and_the_node_joins_a
         assert (master.wait(LIMIT), follower.wait(LIMIT)) == (0, 0)
 
 
-def test_streams_wait_for_a_host_that_comes_back() -> None:
+def test_streams_wait_for_a_host_that_comes_back_no_longer_than_their_deadline() -> None:
     hosts = Hosts()
-    with hosts.node(0, "demo", *SMALL, "-pp", "2") as master:
-        with hosts.node(1) as follower:
-            master.wait_until_serving()
-            with request_under_way(master.url) as lines:
+    with hosts.node(0, "demo", *SMALL, "-pp", "2") as master, hosts.node(1) as follower:
+        master.wait_until_serving()
+        with request_under_way(master.url) as lines:
+            with request_under_way(master.url, seconds=8) as hasty:
                 os.kill(follower.process.pid, signal.SIGKILL)
                 master.wait_until_logged("died in a step by loss of its node.*; it is replaced")
-                with hosts.node(1) as other:
-                    while "data: [DONE]" not in lines:
-                        assert master.process.poll() is None and other.process.poll() is None
-                        time.sleep(0.05)
-                    assert not any("error" in line for line in lines)
-                    master.signal(signal.SIGTERM)
-                    assert (master.wait(LIMIT), other.wait(LIMIT)) == (0, 0)
+            assert re.search(
+                r"time is over: it waited for an engine that is replaced: rank 1 \(node 1, host \S+ at 127\.0\.0\.1, "
+                r"pid \d+\) died in a step by loss of its node.*deadline_exceeded",
+                hasty[-4],
+            )
+            with hosts.node(1) as other:
+                while "data: [DONE]" not in lines:
+                    assert master.process.poll() is None and other.process.poll() is None
+                    time.sleep(0.05)
+                assert not any("error" in line for line in lines)
+                master.signal(signal.SIGTERM)
+                assert (master.wait(LIMIT), other.wait(LIMIT)) == (0, 0)
 
 
 @pytest.mark.parametrize("victim", ["engine", "daemon"])
@@ -332,20 +339,24 @@ def test_a_master_address_of_another_host() -> None:
         assert re.search(r"serve-llm: (--master-addr 192\.0\.2\.1 is 192|no way from this host)", master.log[-1])
 
 
+def node_on(machines: Machines, number: int, *options: str, rank: int) -> Daemon:
+    """A node of two, of which node 0 is on the first machine."""
+    network = ("--nnodes", "2", "--master-addr", f"{machines[0].address}:{PORT}", "--node-rank", str(rank))
+    environ = {"SERVE_LLM_CLUSTER_SECRET": "s3cret"}
+    return Daemon(*options, *network, environ=environ, machine=machines[number])
+
+
 def on_machines(machines: Machines, stack: ExitStack, *options: str) -> tuple[Daemon, Daemon, str]:
     """Node 0 and 1 on the first two machines, once they serve, and the URL."""
-    network = ("--nnodes", "2", "--master-addr", f"{machines[0].address}:{PORT}")
-    environ = {"SERVE_LLM_CLUSTER_SECRET": "s3cret"}
-    master = Daemon("demo", *SMALL, *options, *network, "--host", "0.0.0.0", environ=environ, machine=machines[0])
-    stack.enter_context(master)
-    follower = stack.enter_context(Daemon(*network, "--node-rank", "1", environ=environ, machine=machines[1]))
+    master = stack.enter_context(node_on(machines, 0, "demo", *SMALL, *options, "--host", "0.0.0.0", rank=0))
+    follower = stack.enter_context(node_on(machines, 1, rank=1))
     url = master.wait_until_serving().replace("0.0.0.0", machines[0].address)
     return master, follower, url
 
 
 def test_two_machines_serve_a_third_and_a_power_cut_is_named(expected: list[str]) -> None:
     with Machines(3) as machines, ExitStack() as stack:
-        master, _, url = on_machines(machines, stack, "-tp", "2", "-pp", "2")
+        master, _, url = on_machines(machines, stack, *ONCE, "-tp", "2", "-pp", "2")
         run = machines[2].run(sys.executable, "-c", COMPLETE, url, body(), seconds=LIMIT)
         assert json.loads(run.stdout) == expected, run.stderr
         client = machines[2].popen(sys.executable, "-c", STREAM, url, body(max_tokens=1000), stdout=subprocess.PIPE)
@@ -362,9 +373,25 @@ def test_two_machines_serve_a_third_and_a_power_cut_is_named(expected: list[str]
         assert "died in a step by loss of its node" in rest and rest.rstrip().endswith("data: [DONE]")
 
 
+def test_after_a_power_cut_a_stream_goes_on_with_another_machine() -> None:
+    with Machines(4) as machines, ExitStack() as stack:
+        master, _, url = on_machines(machines, stack, "-tp", "2", "-pp", "2")
+        long = body(prompt="import", max_tokens=300, seed=3, temperature=1)
+        undisturbed = json.loads(machines[3].run(sys.executable, "-c", COMPLETE, url, long, seconds=LIMIT).stdout)
+        client = machines[3].popen(sys.executable, "-c", STREAM, url, long, stdout=subprocess.PIPE)
+        assert client.stdout is not None
+        first = client.stdout.readline()
+        machines[1].power_off()
+        master.wait_until_logged("died in a step by loss of its node.*; it is replaced")
+        stack.enter_context(node_on(machines, 2, rank=1))
+        rest, _ = client.communicate(timeout=LIMIT)
+        *events, end = [line.removeprefix("data: ") for line in (first + rest).split("\n") if line]
+        assert end == "[DONE]" and ["".join(json.loads(event)["choices"][0]["text"] for event in events)] == undisturbed
+
+
 def test_a_tensor_group_over_machines_and_a_cut_cable(expected: list[str]) -> None:
     with Machines(3) as machines, ExitStack() as stack:
-        master, follower, url = on_machines(machines, stack, "-tp", "4")
+        master, follower, url = on_machines(machines, stack, *ONCE, "-tp", "4")
         run = machines[2].run(sys.executable, "-c", COMPLETE, url, body(), seconds=LIMIT)
         assert json.loads(run.stdout) == expected, run.stderr
         assert any("crosses hosts (10.77.0.1, 10.77.0.2)" in line for line in master.log)
