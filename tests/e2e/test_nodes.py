@@ -118,8 +118,7 @@ def serving(*options: str) -> Iterator[tuple[Daemon, Daemon]]:
 
 @contextmanager
 def request_under_way(url: str, seconds: float = LIMIT) -> Iterator[list[str]]:
-    """A long completion, with a deadline; enters when its first event is there. The lines of its answer, once it has
-    ended."""
+    """A long completion with a deadline; enters at its first event. The lines of its answer, once it has ended."""
     lines: list[str] = []
     begun = threading.Event()
 
@@ -342,8 +341,7 @@ def test_a_master_address_of_another_host() -> None:
 def node_on(machines: Machines, number: int, *options: str, rank: int) -> Daemon:
     """A node of two, of which node 0 is on the first machine."""
     network = ("--nnodes", "2", "--master-addr", f"{machines[0].address}:{PORT}", "--node-rank", str(rank))
-    environ = {"SERVE_LLM_CLUSTER_SECRET": "s3cret"}
-    return Daemon(*options, *network, environ=environ, machine=machines[number])
+    return Daemon(*options, *network, environ={"SERVE_LLM_CLUSTER_SECRET": "s3cret"}, machine=machines[number])
 
 
 def on_machines(machines: Machines, stack: ExitStack, *options: str) -> tuple[Daemon, Daemon, str]:
@@ -384,8 +382,7 @@ def test_after_a_power_cut_a_stream_goes_on_with_another_machine() -> None:
         machines[1].power_off()
         master.wait_until_logged("died in a step by loss of its node.*; it is replaced")
         stack.enter_context(node_on(machines, 2, rank=1))
-        rest, _ = client.communicate(timeout=LIMIT)
-        *events, end = [line.removeprefix("data: ") for line in (first + rest).split("\n") if line]
+        *events, end = re.findall("^data: (.+)$", first + client.communicate(timeout=LIMIT)[0], re.MULTILINE)
         assert end == "[DONE]" and ["".join(json.loads(event)["choices"][0]["text"] for event in events)] == undisturbed
 
 

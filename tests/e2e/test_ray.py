@@ -230,6 +230,16 @@ def start_ray(machine: Machine, folder: Path, num_cpus: int, head: str = "", **e
     wait_until(lambda: "Ray runtime started" in log.read_text(), f"Ray started on {machine.name}")
 
 
+def serve_on(host: Machine, folder: Path, log: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
+    """A daemon on this machine, once it serves, and the URL of completions."""
+    where = ("--host", host.address, "--port", "8000")
+    with log.open("w") as output:
+        daemon = host.popen(SERVE_LLM, "demo", *SMALL, *RAY, *options, *where, env=environment(folder), stderr=output)
+    wait_until(lambda: daemon.poll() is not None or "Serving demo" in log.read_text(), "serving")
+    assert daemon.poll() is None, log.read_text()
+    return daemon, f"http://{host.address}:8000/v1/completions"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_cpus", "engine", "first", "last"),
@@ -254,12 +264,7 @@ def test_two_nodes_serve_and_a_node_that_is_gone_is_named(
             start_ray(machine, folder, count, head.address)
         nodes = [head, *others]
         host, lost = nodes[engine], nodes[last]
-        url = f"http://{host.address}:8000/v1/completions"
-        command = [SERVE_LLM, "demo", *SMALL, *RAY, "-tp", "2", "-pp", "2", "--host", host.address, "--port", "8000"]
-        with log.open("w") as output:
-            daemon = host.popen(*command, env=environment(folder), stderr=output)
-        wait_until(lambda: daemon.poll() is not None or "Serving demo" in log.read_text(), "serving")
-        assert daemon.poll() is None, log.read_text()
+        daemon, url = serve_on(host, folder, log, *ONCE, "-tp", "2", "-pp", "2")
         assert f"Ray places rank 0 1 on {nodes[first].address}, rank 2 3 on {lost.address}" in log.read_text()
         answer = client.run(sys.executable, "-c", ASK, url, json.dumps(BODY | {"model": "demo"}), seconds=LIMIT)
         assert [choice["text"] for choice in json.loads(answer.stdout)["choices"]] == expected
@@ -276,6 +281,28 @@ def test_two_nodes_serve_and_a_node_that_is_gone_is_named(
         assert re.search(named, events[-2])
         assert daemon.wait(LIMIT) != 0
         assert re.search("serve-llm: " + named, log.read_text().splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_a_stream_goes_on_when_a_node_has_come_in_the_place_of_a_lost_one(tmp_path: Path, folder: Path) -> None:
+    skip_without_ray()
+    long = json.dumps({"prompt": "import", "max_tokens": 200, "ignore_eos": True, "temperature": 1, "seed": 3})
+    with Machines(4, private=[str(folder)]) as machines:
+        client, head, lost, spare = machines
+        start_ray(head, folder, 2)
+        start_ray(lost, folder, 2, head.address)
+        daemon, url = serve_on(head, folder, log := tmp_path / "log", "-tp", "2", "-pp", "2")
+        undisturbed = json.loads(client.run(sys.executable, "-c", ASK, url, long, seconds=LIMIT).stdout)["choices"]
+        streamed = json.dumps(json.loads(long) | {"stream": True})
+        stream = client.popen(sys.executable, "-c", ASK, url, streamed, stdout=subprocess.PIPE)
+        assert stream.stdout is not None
+        first = stream.stdout.readline()
+        lost.power_off()
+        wait_until(lambda: "4 ranks need 4 CPUs, but the Ray cluster has 2" in log.read_text(), "too few devices")
+        start_ray(spare, folder, 2, head.address)
+        *events, end = [line.removeprefix("data: ") for line in [first, *stream.stdout] if line.strip()]
+        assert end == "[DONE]\n" and daemon.poll() is None, events[-1]
+        assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == undisturbed[0]["text"]
 
 
 @pytest.mark.slow

@@ -1,14 +1,21 @@
 """Rounds of 32 mixed streams, in each of which something dies or hangs at a random moment: every stream is complete and
 equal to the undisturbed run, no process is left over, and nothing grows. The seed makes a failure repeatable.
+
+With `pytest -s` it prints the figures of docs/reliability.md.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import re
 import signal
+import statistics
 import time
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -22,6 +29,15 @@ LIMIT = 120.0
 SETTLED = 5  # the round from which on nothing may grow
 
 
+class Held(NamedTuple):
+    """By the server, and by the engine and its ranks together."""
+
+    server_bytes: int  # resident
+    server_files: int  # open descriptors
+    engine_bytes: int
+    engine_files: int
+
+
 @dataclass
 class Chaos:
     """A daemon and the dice."""
@@ -29,24 +45,31 @@ class Chaos:
     daemon: Daemon
     rng: random.Random
     num_ranks: int
+    struck: Counter[str] = field(default_factory=Counter)  # "engine" or "rank 2" -> how often it was the victim
+
+    @property
+    def num_victims(self) -> int:
+        return 1 + (self.num_ranks if self.num_ranks > 1 else 0)
 
     def victims(self) -> list[int]:
-        """The engine and its ranks."""
+        """The engine and its ranks, in their order."""
         engine = self.daemon.engine_pid()
-        return [engine, *(self.daemon.rank_pids(engine).values() if self.num_ranks > 1 else ())]
+        return [engine, *(pid for _, pid in sorted(self.daemon.rank_pids(engine).items()))]
 
-    def strike(self, number: signal.Signals) -> int:
-        """Send a signal to one of them; the engine's pid."""
-        victims = self.victims()
-        os.kill(self.rng.choice(victims), number)
-        return victims[0]
+    def strike(self, number: signal.Signals, victims: list[int]) -> None:
+        """Send a signal to one of them."""
+        chosen = self.rng.randrange(len(victims))
+        self.struck[f"rank {chosen - 1}" if chosen else "engine"] += 1
+        os.kill(victims[chosen], number)
 
-    def await_other_engine(self, than: int) -> int:
+    def await_other_victims(self, than: int) -> list[int]:
+        """The next engine and its ranks, as soon as their processes are there."""
         deadline = time.monotonic() + LIMIT
         while True:
-            found = [pid for pid in self.daemon.engine_pids() if pid != than]
-            if found:
-                return found[0]
+            if [pid for pid in self.daemon.engine_pids() if pid != than]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if len(found := self.victims()) == self.num_victims:
+                        return found
             assert time.monotonic() < deadline, "\n".join(self.daemon.log[-30:])
             time.sleep(0.01)
 
@@ -59,19 +82,29 @@ class Chaos:
 
     def fault(self, kind: str) -> None:
         recoveries = int(self.daemon.metrics()["serve_llm_recovery_seconds_count"])
-        engine = self.strike(signal.SIGSTOP if kind == "hang" else signal.SIGKILL)
+        victims = self.victims()
+        self.strike(signal.SIGSTOP if kind == "hang" else signal.SIGKILL, victims)
         if kind == "during recovery":
-            os.kill(self.await_other_engine(engine), signal.SIGKILL)
+            self.strike(signal.SIGKILL, self.await_other_victims(victims[0]))
         if kind == "two in a row":
             self.await_recovery(recoveries + 1)
-            self.strike(signal.SIGKILL)
+            self.strike(signal.SIGKILL, self.victims())
             recoveries += 1
         self.await_recovery(recoveries + 1)
 
-    def held(self) -> tuple[int, int]:
-        """(resident bytes, open descriptors) of the server."""
-        server = psutil.Process(self.daemon.process.pid)
-        return server.memory_info().rss, server.num_fds()
+    def held(self) -> Held:
+        server, *others = map(psutil.Process, (self.daemon.process.pid, *self.victims()))
+        return Held(
+            server.memory_info().rss,
+            server.num_fds(),
+            sum(process.memory_info().rss for process in others),
+            sum(process.num_fds() for process in others),
+        )
+
+    def recoveries(self) -> list[float]:
+        """Seconds of each, from the log."""
+        lines = (re.search(r"The engine is ready again after ([\d.]+) s", line) for line in self.daemon.log)
+        return [float(found[1]) for found in lines if found]
 
 
 KINDS = ("death", "during recovery", "two in a row", "hang")
@@ -82,7 +115,7 @@ def run(chaos: Chaos, rounds: int) -> None:
     undisturbed = Streams(url, mixed()).finish()
     num_events = undisturbed.num_events
     seen: set[int] = set()
-    before = (0, 0)
+    before = chaos.held()
     for number in range(1, rounds + 1):
         seen |= set(chaos.victims())
         streams = Streams(url, mixed())
@@ -90,16 +123,18 @@ def run(chaos: Chaos, rounds: int) -> None:
         chaos.fault(KINDS[number % len(KINDS)])
         assert streams.finish() == undisturbed, f"round {number}"
         now = chaos.victims()
-        assert len(now) == 1 + (chaos.num_ranks if chaos.num_ranks > 1 else 0)
+        assert len(now) == chaos.num_victims
         assert not [pid for pid in seen - set(now) if psutil.pid_exists(pid)], "a process was left over"
         if number == min(SETTLED, rounds - 1):
             before = chaos.held()
     metrics = chaos.daemon.metrics()
     assert metrics["serve_llm_generation_tokens_total"] == (rounds + 1) * undisturbed.num_tokens
     assert metrics["serve_llm_num_requests_running"] == metrics["serve_llm_num_requests_waiting"] == 0
-    after = chaos.held()
-    assert after[0] <= 1.03 * before[0], f"resident memory grew from {before[0]:,} to {after[0]:,} bytes"
-    assert after[1] <= 1.03 * before[1] + 2, f"open descriptors grew from {before[1]} to {after[1]}"
+    after, recoveries = chaos.held(), chaos.recoveries()
+    print(f"\n{rounds} rounds; victims: {dict(sorted(chaos.struck.items()))}; {before} -> {after}")
+    print(f"recovered {len(recoveries)} times: median {statistics.median(recoveries)} s, at most {max(recoveries)} s")
+    for name, first, last in zip(Held._fields, before, after, strict=True):
+        assert last <= 1.03 * first + (2 if name.endswith("files") else 0), f"{name} grew from {first:,} to {last:,}"
 
 
 @pytest.mark.parametrize(
