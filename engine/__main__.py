@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -50,9 +51,11 @@ class ZmqChannel:
         self._socket.send(wire.encode(step))
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(directory: Path) -> None:
+    """directory: the parent's, for its sockets."""
     while os.read(0, 4096):
         pass
+    shutil.rmtree(directory, ignore_errors=True)
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)  # with its ranks: one that is stopped does not notice that this process ends
     os._exit(EngineError.exit_code)
@@ -116,8 +119,8 @@ def _serve(channel: ZmqChannel, pulse: Pulse, start: wire.Start, choice: Choice,
 def main() -> int:
     # The terminal sends Ctrl-C to the whole group; the parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     address = sys.argv[sys.argv.index("--connect") + 1]
+    threading.Thread(target=_end_with_parent, args=(beside(address).parent,), daemon=True).start()
     pulse = Pulse(beside(address))
     threading.Thread(target=pulse.beat, daemon=True).start()
     channel = ZmqChannel(address)

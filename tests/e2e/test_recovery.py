@@ -142,11 +142,19 @@ def test_the_request_that_kills_ends_with_an_error_and_all_others_finish(fault: 
         assert restarts(daemon, reason if ranks == 1 else "rank") == 3
 
 
-def test_a_step_that_hangs() -> None:
-    with Daemon(*SMALL, "--step-timeout", "2", environ=FAULTS) as daemon:
+@pytest.mark.parametrize(
+    ("ranks", "named"),
+    [
+        (1, r"the engine process \d+ hangs in a step: no result for 2 s \(--step-timeout\); it is replaced"),
+        (2, r"rank 0 \(host \S+, pid \d+\); rank 1 .*, waiting: no answer in a step for 2 s; it is replaced"),
+    ],
+    ids=["one rank", "two ranks"],
+)
+def test_a_step_that_hangs(ranks: int, named: str) -> None:
+    with Daemon(*SMALL, "--step-timeout", "2", "-tp", str(ranks), environ=FAULTS) as daemon:
         undisturbed = Streams(daemon.wait_until_serving(), mixed(12)).finish()
         bad = Streams(daemon.url, [{"prompt": [SLEEPER], "max_tokens": 9}])
-        daemon.wait_until_logged(r"hangs in a step: no result for 2 s \(--step-timeout\); it is replaced")
+        daemon.wait_until_logged(named)
         streams = Streams(daemon.url, mixed(12), patiently=True)
         assert bad.finish().errors == [500]
         assert streams.finish() == undisturbed

@@ -100,7 +100,10 @@ def test_every_child_ends_with_the_daemon_however_it_ends() -> None:
         urllib.request.urlopen(daemon.url + "/tokenize", large, timeout=30).close()
         children = psutil.Process(daemon.process.pid).children(recursive=True)
         assert len(children) >= 2
+        (directory,) = {Path(word[6:]).parent for child in children for word in child.cmdline() if word[:6] == "ipc://"}
+        assert directory.is_dir()
         daemon.process.kill()
         for child in children:
             child.wait(10)
             assert not Path(f"/proc/{child.pid}").exists()
+        assert not directory.exists()

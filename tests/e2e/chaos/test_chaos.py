@@ -26,6 +26,7 @@ from support.streams import Streams, mixed
 OPTIONS = ("demo", "--kv-cache-memory", "64MiB", "--max-restarts", "1000000")
 SEED = 11
 LIMIT = 120.0
+COUNTERS = ("_total", "_count", "_sum", "_bucket")
 SETTLED = 5  # the round from which on nothing may grow
 
 
@@ -46,6 +47,7 @@ class Chaos:
     rng: random.Random
     num_ranks: int
     struck: Counter[str] = field(default_factory=Counter)  # "engine" or "rank 2" -> how often it was the victim
+    counters: dict[str, float] = field(default_factory=dict)
 
     @property
     def num_victims(self) -> int:
@@ -92,6 +94,12 @@ class Chaos:
             recoveries += 1
         self.await_recovery(recoveries + 1)
 
+    def check_counters(self) -> None:
+        """None has gone back since the last time."""
+        found = {name: value for name, value in self.daemon.metrics().items() if name.endswith(COUNTERS)}
+        assert not [name for name, value in self.counters.items() if found.get(name, 0.0) < value]
+        self.counters = found
+
     def held(self) -> Held:
         server, *others = map(psutil.Process, (self.daemon.process.pid, *self.victims()))
         return Held(
@@ -121,6 +129,7 @@ def run(chaos: Chaos, rounds: int) -> None:
         streams = Streams(url, mixed())
         streams.wait_for(chaos.rng.randrange(1, num_events // 2))
         chaos.fault(KINDS[number % len(KINDS)])
+        chaos.check_counters()
         assert streams.finish() == undisturbed, f"round {number}"
         now = chaos.victims()
         assert len(now) == chaos.num_victims
