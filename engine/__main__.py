@@ -18,6 +18,7 @@ from pathlib import Path
 import zmq
 
 from serve_llm.engine import wire
+from serve_llm.engine.config import check
 from serve_llm.engine.devices import claim_gpus
 from serve_llm.engine.errors import EngineError, ServeError
 from serve_llm.engine.execute.choose import Choice
@@ -25,6 +26,7 @@ from serve_llm.engine.execute.roster import Roster
 from serve_llm.engine.execute.start import start_ranks
 from serve_llm.engine.hub import read_config
 from serve_llm.engine.logs import configure
+from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.pulse import Pulse, beside
 from serve_llm.engine.types import ModelFacts
 
@@ -66,6 +68,9 @@ def serve(channel: ZmqChannel, pulse: Pulse) -> None:
     (start,) = channel.receive(None)[:1]
     assert isinstance(start, wire.Start)
     options = start.options
+    raw = read_config(Path(start.directory))
+    spec, _ = read_model(raw)
+    check(options, spec.max_position, len(spec.layers))  # at once: ranks and torch take long
     configure(options.log_level, f"engine {start.engine}" if options.data_parallel_size > 1 else "")
     on_ray = options.distributed_executor_backend == "ray" or (start.ray and start.ray.placement_group)
     if options.device != "cpu" and not on_ray:  # Ray gives each rank its own
@@ -75,18 +80,24 @@ def serve(channel: ZmqChannel, pulse: Pulse) -> None:
         choice, roster = start_ranks(options, start.ray, start.engine, replaces=start.replaces)
         if roster is not None:
             stack.push(lambda kind, error, trace: roster.close(error))
-        _serve(channel, pulse, start, choice, roster)
+        _serve(channel, pulse, start, raw, choice, roster)
 
 
-def _serve(channel: ZmqChannel, pulse: Pulse, start: wire.Start, choice: Choice, roster: Roster | None) -> None:
-    """roster: ranks that start at the same time as this process."""
+def _serve(
+    channel: ZmqChannel,
+    pulse: Pulse,
+    start: wire.Start,
+    raw: dict[str, object],
+    choice: Choice,
+    roster: Roster | None,
+) -> None:
+    """raw: config.json. roster: ranks that start at the same time as this process."""
     began = time.perf_counter()
     # After the logger is set up and ranks are started, because these import torch: the longest part of a small model's
     # start.
     from serve_llm.engine import loop, startup
 
     logger.info("Engine modules imported in %.2f s", time.perf_counter() - began)
-    raw = read_config(Path(start.directory))
     config, spec, weights = startup.resolve_all(start.options, start.directory, raw, choice)
     executor = startup.build_executor(config, spec, weights, raw, roster)
     engine = loop.Engine(config, executor, show=pulse.show)

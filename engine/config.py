@@ -92,11 +92,7 @@ def resolve(
     stores_int8: whether the checkpoint's layers are quantised to int8.
     Raises OptionError when an option cannot work here, ModelError when the checkpoint's type is not served.
     """
-    if options.max_model_len is not None and options.max_model_len > model_max_len:
-        raise OptionError(
-            f"--max-model-len: {options.max_model_len} is more than the {model_max_len} tokens that this model allows"
-        )
-    _check_split(options, num_layers)
+    check(options, model_max_len, num_layers)
     return Config(
         directory=directory,
         load_format=options.load_format,
@@ -128,14 +124,21 @@ def checkpoint_dtype(raw: Mapping[str, object]) -> str:
     return str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
-def _check_split(options: Options, num_layers: int) -> None:
-    """Raises OptionError where the shares of ranks and stages do not fit together or to the model."""
+def check(options: Options, model_max_len: int, num_layers: int) -> None:
+    """Raises OptionError where an option does not fit to the model, whatever the device. See `resolve`."""
+    if options.max_model_len is not None and options.max_model_len > model_max_len:
+        raise OptionError(
+            f"--max-model-len: {options.max_model_len} is more than the {model_max_len} tokens that this model allows; "
+            "give less, or leave it away"
+        )
     tensor, stages = options.tensor_parallel_size, options.pipeline_parallel_size
     split, layers = options.tensor_parallel_split, options.pipeline_parallel_layers
     if split is not None and len(split) != tensor:
         raise OptionError(f"--tensor-parallel-split: {len(split)} shares, but --tensor-parallel-size is {tensor}")
     if stages > num_layers:
-        raise OptionError(f"--pipeline-parallel-size: {stages} stages, but the model has only {num_layers} layers")
+        raise OptionError(
+            f"--pipeline-parallel-size: {stages} stages, but the model has only {num_layers} layers; give fewer"
+        )
     if layers is not None and len(layers) != stages:
         raise OptionError(
             f"--pipeline-parallel-layers: {len(layers)} numbers, but --pipeline-parallel-size is {stages}"

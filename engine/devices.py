@@ -9,7 +9,7 @@ import re
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from serve_llm.engine.errors import OptionError
+from serve_llm.engine.errors import CapacityError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -20,13 +20,13 @@ def claim_gpus(
     """Leave in CUDA_VISIBLE_DEVICES the GPUs of this engine: each of several takes the next `per_engine` of the visible
     ones. A single engine sees them all, and a host without GPUs is left alone.
 
-    Raises OptionError if there are too few for all engines.
+    Raises CapacityError if there are too few for all engines.
     """
     names = gpu_names(environ.get(VISIBLE), devices)
     if num_engines == 1 or not names:
         return
     if len(names) < num_engines * per_engine:
-        raise OptionError(
+        raise CapacityError(
             f"--data-parallel-size: {num_engines} engines need {num_engines * per_engine} GPUs, but {len(names)} can "
             "be seen; use fewer engines, --distributed-executor-backend ray, or --device cpu"
         )

@@ -54,6 +54,12 @@ class EngineDead(EngineError):
     pass
 
 
+# What to do about a process that ended in this way, and about one that ended in another.
+HINTS = {
+    "signal SIGKILL": "the system may be out of memory: if so, lower --kv-cache-memory or use fewer ranks per host"
+}
+ASK_LOG = "the server's log may say more"
+
 BY_NAME: dict[str, type[ServeError]] = {
     kind.__name__: kind
     for kind in (

@@ -54,7 +54,10 @@ def resolve_tokenizer(tokenizer: str, download_dir: str | None = None) -> Path:
     Raises ModelError like `resolve_model`."""
     if tokenizer == "demo":
         return resolve_model(tokenizer)
-    return _local(tokenizer) or _download(tokenizer, None, download_dir, _TEXT_FILES)
+    try:
+        return _local(tokenizer) or _download(tokenizer, None, download_dir, _TEXT_FILES)
+    except ModelError as error:
+        raise ModelError(f"--tokenizer: {error}") from None
 
 
 def read_json(path: Path) -> dict[str, object]:
@@ -83,7 +86,7 @@ def _local(name: str) -> Path | None:
     if path.is_file():
         raise ModelError(f"{name} is a file; give the checkpoint directory that holds config.json")
     if path.is_absolute() or name.startswith(".") or name.count("/") > 1 or name.endswith("/"):
-        raise ModelError(f"there is no directory {path}")
+        raise ModelError(f"there is no directory {path}: check the path, or give a Hugging Face id (organisation/name)")
     return None
 
 
@@ -110,8 +113,8 @@ def _download(name: str, revision: str | None, download_dir: str | None, pattern
         problem = "neither a local directory nor a possible Hugging Face id (organisation/name)"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-        reason = "HF_HUB_OFFLINE is set" if offline else "the Hub cannot be reached; check the network"
-        problem = f"no local directory, and{at} not (completely) in the cache while {reason}"
+        reason = "HF_HUB_OFFLINE is set; unset it" if offline else "the Hub cannot be reached; check the network"
+        problem = f"no local directory, and{at} not (completely) in the cache, while {reason}"
     except Exception as error:  # whatever else a download can meet: network, disk, permissions
         raise ModelError(f"{name}: download failed: {type(error).__name__}: {' '.join(str(error).split())}") from error
     else:

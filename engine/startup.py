@@ -7,7 +7,7 @@ import logging
 import torch
 
 from serve_llm.engine.config import Config, checkpoint_dtype, resolve
-from serve_llm.engine.errors import OptionError
+from serve_llm.engine.errors import CapacityError
 from serve_llm.engine.execute import memory
 from serve_llm.engine.execute.choose import Choice, choose, look_around
 from serve_llm.engine.execute.executor import Executor
@@ -58,7 +58,7 @@ def resolve_all(
 
 def _device(asked: str) -> str:
     if asked == "cuda" and not torch.cuda.is_available():
-        raise OptionError("--device: cuda was asked for, but torch finds no GPU; use --device cpu")
+        raise CapacityError("--device: cuda was asked for, but torch finds no GPU; use --device cpu")
     if asked == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return asked

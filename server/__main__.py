@@ -7,6 +7,8 @@ engine process next, because its imports take longest; the app and the tokenizer
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
 import os
 import signal
@@ -38,7 +40,8 @@ def main() -> int:
             _become("serve_llm.engine.execute.follower", sys.argv[1:])
         return _run(options)
     except ServeError as error:
-        sys.stderr.write(f"serve-llm: {error}\n")
+        with contextlib.suppress(OSError):  # the disk that keeps the log is full, or its reader gone
+            sys.stderr.write(f"serve-llm: {error}\n")
         return error.exit_code
 
 
@@ -83,7 +86,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
         listener.listen(2048)
     except OSError as error:
-        raise OptionError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port") from None
+        option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        raise OptionError(f"cannot listen on {host} port {port}: {error.strerror}; choose another {option}") from None
     return listener
 
 

@@ -8,7 +8,7 @@ import functools
 import http
 import logging
 import ssl
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import uvicorn
@@ -129,6 +129,16 @@ class Connection(HttpToolsProtocol):
         await send_error(self._too_large, send)
 
 
+def _check_readable(files: Mapping[str, str | None]) -> None:
+    """files: by the option that names each. Raises OptionError; the ssl module would not say which one it is."""
+    for option, path in files.items():
+        try:
+            if path is not None:
+                open(path, "rb").close()
+        except OSError as error:
+            raise OptionError(f"{option} {path}: {error.strerror}; give a PEM file that this user may read") from None
+
+
 class HttpServer(uvicorn.Server):
     """Serves until `should_exit`; what is still open then is closed within `timeout_graceful_shutdown` seconds."""
 
@@ -146,10 +156,14 @@ class HttpServer(uvicorn.Server):
             server_header=False,
             timeout_graceful_shutdown=1,
         )
+        _check_readable({"--ssl-keyfile": ssl_keyfile, "--ssl-certfile": ssl_certfile})
         try:
             config.load()
-        except (OSError, ssl.SSLError) as error:
-            raise OptionError(f"--ssl-keyfile {ssl_keyfile}, --ssl-certfile {ssl_certfile}: {error}") from None
+        except ssl.SSLError as error:
+            raise OptionError(
+                f"--ssl-keyfile {ssl_keyfile}, --ssl-certfile {ssl_certfile}: {error}; both must be PEM files, and the "
+                "certificate made for the key"
+            ) from None
         super().__init__(config)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)  # our own lines say when it starts and stops
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from serve_llm.engine.client import EngineClient
-from serve_llm.engine.errors import EngineDead, EngineError, RankFailed, ServeError
+from serve_llm.engine.errors import ASK_LOG, HINTS, EngineDead, EngineError, RankFailed, ServeError
 from serve_llm.engine.options import Options
 
 logger = logging.getLogger(__name__)
@@ -179,8 +179,8 @@ class EngineProcess:
     def _death(self, phase: str) -> Death:
         code = self._process.returncode
         how = f"exit code {code}" if code is None or code >= 0 else f"signal {signal.Signals(-code).name}"
-        hint = "; the system may be out of memory" if code == -signal.SIGKILL else ""
-        error = EngineDead(f"the engine process {self._process.pid} died {phase} by {how}{hint}")
+        text = f"the engine process {self._process.pid} died {phase} by {how}; {HINTS.get(how, ASK_LOG)}"
+        error = EngineDead(text)
         return Death(self._named(error), "exited" if code is None or code >= 0 else "killed")
 
     async def stop(self, patience: float = STOP_SECONDS) -> None:

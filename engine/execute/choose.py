@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from serve_llm.engine.devices import VISIBLE, gpu_names
-from serve_llm.engine.errors import OptionError
+from serve_llm.engine.errors import CapacityError, OptionError
 from serve_llm.engine.options import Options
 from serve_llm.engine.parallel.layout import shares
 
@@ -30,14 +30,17 @@ class Choice:
 
 
 def choose(facts: Facts) -> Choice:
-    """Raises OptionError for an executor that cannot run so many ranks."""
+    """Raises OptionError for an executor that cannot run so many ranks, CapacityError where GPUs are missing."""
     if facts.num_nodes > 1:
         return _choose_for_nodes(facts)
     ranks, gpus = facts.num_ranks, facts.num_gpus
     if facts.asked == "inprocess" and ranks > 1:
         raise OptionError(f"--distributed-executor-backend: inprocess runs one rank, not {ranks}; use mp or ray")
     if facts.asked == "mp" and gpus is not None and gpus < ranks:
-        raise OptionError(f"--distributed-executor-backend: mp needs {ranks} GPUs on this host, which has {gpus}")
+        raise CapacityError(
+            f"--distributed-executor-backend: mp needs {ranks} GPUs on this host, which has {gpus}; use fewer ranks "
+            "(--tensor-parallel-size, --pipeline-parallel-size), ray, or --device cpu"
+        )
     if facts.asked is not None:
         return Choice(facts.asked, "it was asked for")
     if facts.in_placement_group:
@@ -58,7 +61,7 @@ def _choose_for_nodes(facts: Facts) -> Choice:
     if facts.asked == "inprocess":
         raise OptionError(f"--distributed-executor-backend: inprocess runs on one host, not {facts.num_nodes}; use mp")
     if facts.num_gpus is not None and facts.num_gpus < ranks_here:
-        raise OptionError(f"--nnodes: {ranks_here} ranks on this host need as many GPUs; it has {facts.num_gpus}")
+        raise CapacityError(f"--nnodes: {ranks_here} ranks on this host need as many GPUs; it has {facts.num_gpus}")
     return Choice("mp", f"--nnodes spreads {facts.num_ranks} ranks over {facts.num_nodes} hosts")
 
 

@@ -18,7 +18,7 @@ from ray._private.state import available_resources_per_node  # there is no publi
 from ray._raylet import PlacementGroupID
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from serve_llm.engine.errors import EngineError, OptionError
+from serve_llm.engine.errors import CapacityError, EngineError, OptionError
 from serve_llm.engine.execute import placement
 from serve_llm.engine.execute.discovery import LOCAL
 from serve_llm.engine.execute.placement import Bundle, Node
@@ -88,8 +88,8 @@ class Reservation:
 def reserve(grid: Grid, kind: str, group_id: str | None) -> Reservation:
     """A device for each rank. group_id: of a placement group (hex) to stay within.
 
-    Raises OptionError with counts per node: at once if the cluster has too few devices, after FREE_SECONDS if they are
-    in use.
+    Raises CapacityError with counts per node: at once if the cluster has too few devices, after FREE_SECONDS if they
+    are in use.
     """
     reservation = _take_given(grid, kind, group_id) if group_id is not None else _take_free(grid, kind)
     ranks = placement.bundles_of(reservation.places, grid)
@@ -116,7 +116,7 @@ def _take_free(grid: Grid, kind: str) -> Reservation:
             return Reservation(kind, places, group, indices, made=True)
         remove_placement_group(group)  # somebody was faster
         if time.monotonic() > deadline:
-            raise OptionError(placement.too_few(_nodes(kind), grid, kind))
+            raise CapacityError(placement.too_few(_nodes(kind), grid, kind))
 
 
 def _take_given(grid: Grid, kind: str, group_id: str) -> Reservation:
@@ -138,7 +138,7 @@ def _wait_for_places(look: Callable[[], list[Node]], grid: Grid, kind: str, wher
         nodes = look()
         try:
             return placement.place_ranks(nodes, grid, kind, where)
-        except OptionError:
+        except CapacityError:
             if sum(node.seen for node in nodes) < grid.size or time.monotonic() > deadline:
                 raise
         time.sleep(POLL_SECONDS)

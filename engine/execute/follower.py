@@ -17,7 +17,7 @@ from types import FrameType
 from serve_llm.engine import values
 from serve_llm.engine.arguments import parse_args
 from serve_llm.engine.devices import VISIBLE, gpu_names
-from serve_llm.engine.errors import BY_NAME, EngineError, OptionError, PeerLost, ServeError
+from serve_llm.engine.errors import BY_NAME, CapacityError, EngineError, OptionError, PeerLost, ServeError
 from serve_llm.engine.execute import membership
 from serve_llm.engine.execute.launch import LocalRanks
 from serve_llm.engine.execute.nodes import OPEN
@@ -69,7 +69,7 @@ class Follower:
             try:
                 self._take_part(url, MASTER_SECONDS if deadline is None else max(0.0, deadline - time.monotonic()))
                 return 0
-            except (EngineGone, OptionError) as error:
+            except (EngineGone, OptionError, CapacityError) as error:
                 if self._ranks is not None and isinstance(error, EngineGone):
                     deadline = time.monotonic() + REJOIN_SECONDS
                 if deadline is None or time.monotonic() > deadline or not self._is_replaced:
@@ -132,7 +132,7 @@ class Follower:
         membership.check_same(self._options, options)
         num_gpus = len(gpu_names(os.environ.get(VISIBLE)))
         if order.on_gpus and num_gpus < len(order.ranks):
-            raise OptionError(f"{len(order.ranks)} ranks on this host need as many GPUs; it has {num_gpus}")
+            raise CapacityError(f"{len(order.ranks)} ranks on this host need as many GPUs; it has {num_gpus}")
         where = self._options.download_dir or options.download_dir
         directory = resolve_model(options.model, options.revision, where, weights=options.load_format == "auto")
         hosts.fingerprint(directory)  # says which file is broken, before processes are started for it

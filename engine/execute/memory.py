@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 CPU_SHARE = 0.4  # of the free memory, at most, unless --kv-cache-memory says otherwise
 CPU_CONCURRENCY = 16  # requests of full length for which the default CPU cache has room, memory permitting
+RANK_BYTES = 128 << 20  # that Python and torch take in each rank's process
 CPU_SMALLEST = 256 << 20  # bytes; a small model's default cache is at least this
 
 
@@ -72,6 +73,27 @@ def default_cpu_bytes(one_request: int, local_ranks: int, free: int) -> int:
     local_ranks: that share the machine's memory. free: bytes of it, once all weights are loaded."""
     wanted = max(CPU_CONCURRENCY * one_request, CPU_SMALLEST // local_ranks)
     return min(wanted, int(CPU_SHARE * free) // local_ranks)
+
+
+def check_free(num_bytes: int, local_ranks: int, free: int) -> None:
+    """Raises CapacityError if the KV caches that --kv-cache-memory names do not fit into a machine's memory: they would
+    as long as nothing is in them. num_bytes: of each of `local_ranks` ranks. free: once weights are loaded."""
+    if num_bytes * local_ranks > free:
+        each = f" for each of {local_ranks} ranks" if local_ranks > 1 else ""
+        raise CapacityError(
+            f"--kv-cache-memory: {size_text(num_bytes)}{each}, but only {size_text(free)} of memory are free here; "
+            f"give at most {free // local_ranks} bytes, or leave it away"
+        )
+
+
+def check_ranks(num_ranks: int, free: int) -> None:
+    """Raises CapacityError if so many ranks of one host do not fit, whatever the model. free: bytes of memory."""
+    if num_ranks * RANK_BYTES > free:
+        raise CapacityError(
+            f"{num_ranks} ranks on this host take at least {size_text(num_ranks * RANK_BYTES)} of memory before a "
+            f"weight is loaded, but only {size_text(free)} are free; lower --tensor-parallel-size or "
+            "--pipeline-parallel-size, or use more hosts"
+        )
 
 
 def check_capacity(layout: CacheLayout, max_model_len: int, max_chunk: int, device: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from serve_llm.engine.errors import OptionError
+from serve_llm.engine.errors import CapacityError
 from serve_llm.engine.parallel.layout import Grid
 
 
@@ -40,10 +40,10 @@ def place_ranks(nodes: Sequence[Node], grid: Grid, kind: str, where: str = "Ray 
     """The node of each rank. kind: of device, "CPU" or "GPU". where: what the nodes are, for people.
 
     Groups that no node can hold any more, which are those of the last stages, are spread over as few nodes as possible.
-    Raises OptionError that counts devices per node if too few are free.
+    Raises CapacityError that counts devices per node if too few are free.
     """
     if sum(node.free for node in nodes) < grid.size:
-        raise OptionError(too_few(nodes, grid, kind, where))
+        raise CapacityError(too_few(nodes, grid, kind, where))
     ordered = sorted(nodes, key=_order)
     left = {node.id: node.free for node in ordered}
     places: list[Node] = []

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import zmq
 
-from serve_llm.engine.errors import BY_NAME, EngineError, OptionError, ServeError
+from serve_llm.engine.errors import BY_NAME, CapacityError, EngineError, ServeError
 from serve_llm.engine.execute import control
 from serve_llm.engine.execute.launch import SECRET_VARIABLE
 from serve_llm.engine.execute.steps import RingSource, SocketSource, StepSource
@@ -96,7 +96,7 @@ def run(link: Control, rank: int, directory: str | None = None) -> None:
     configure(begin.log_level, f"rank {rank}")
     if config.device == "cuda":
         if not torch.cuda.is_available():
-            raise OptionError("torch finds no GPU on this host: is it built for CUDA, and the driver there?")
+            raise CapacityError("torch finds no GPU on this host: is it built for CUDA, and the driver there?")
         torch.cuda.set_device(begin.device_index % torch.cuda.device_count())  # under Ray a rank sees its own only
     grid = Grid(config.tensor_parallel_size, config.pipeline_parallel_size)
     neighbours = neighbours_of(grid, rank, begin, link.address)

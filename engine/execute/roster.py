@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 import msgspec
 import zmq
 
-from serve_llm.engine.errors import BY_NAME, EngineError, PeerLost, RankFailed, ServeError
+from serve_llm.engine.errors import ASK_LOG, BY_NAME, HINTS, EngineError, PeerLost, RankFailed, ServeError
 from serve_llm.engine.execute import control
 from serve_llm.engine.parallel.encrypted import BEAT_SECONDS, LOST_SECONDS, PING, Endpoint, send
 
@@ -199,8 +199,7 @@ class Roster:
             if isinstance(how, ServeError):
                 self._failures.setdefault(rank, how)
             elif rank not in self._failures:
-                hint = "; the system may be out of memory" if "SIGKILL" in how else ""
-                text = f"{self._who(rank)} died {self._doing(rank)} by {how}{hint}"
+                text = f"{self._who(rank)} died {self._doing(rank)} by {how}; {HINTS.get(how, ASK_LOG)}"
                 self._failures[rank] = RankFailed(text)
                 self._without_words.add(rank)
 

@@ -9,13 +9,15 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from serve_llm.engine.devices import claim_gpus
-from serve_llm.engine.errors import OptionError
+from serve_llm.engine.errors import CapacityError, OptionError
+from serve_llm.engine.execute import memory
 from serve_llm.engine.execute.choose import Choice, choose, look_around
 from serve_llm.engine.execute.discovery import LOCAL, find_cluster
 from serve_llm.engine.execute.executors import mp
 from serve_llm.engine.execute.nodes import start_on_nodes
 from serve_llm.engine.execute.roster import Roster
 from serve_llm.engine.options import Options
+from serve_llm.engine.parallel.layout import shares
 from serve_llm.engine.wire import RayCluster
 
 
@@ -25,19 +27,21 @@ def start_ranks(
     """The executor, and its ranks; None if they run inside the engine's process.
 
     given: the Ray cluster that the server is part of. engine: index among the data-parallel ones.
-    replaces: an engine has served before. Raises OptionError if the executor cannot run so many ranks.
+    replaces: an engine has served before. Raises OptionError if the executor cannot run so many ranks, CapacityError
+    if devices or memory are missing.
     """
     choice = choose(facts := look_around(options, given is not None and given.placement_group is not None))
     if choice.backend == "inprocess":
         return choice, None
     if choice.backend == "mp":
+        memory.check_ranks(len(shares(facts.num_ranks, facts.num_nodes)[0]), memory.free_memory())
         if facts.num_nodes > 1:
             return choice, start_on_nodes(options, replaces=replaces)
         return choice, mp.start_ranks(facts.num_ranks)
     try:
         roster, device = _start_on_ray(options, given, engine)
-    except OptionError as error:
-        raise OptionError(f"--distributed-executor-backend: ray, because {choice.reason}: {error}") from None
+    except (OptionError, CapacityError) as error:
+        raise type(error)(f"--distributed-executor-backend: ray, because {choice.reason}: {error}") from None
     return replace(choice, device=device), roster
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from serve_llm.engine.config import Config
-from serve_llm.engine.execute import memory
+from serve_llm.engine.errors import CapacityError, EngineError
+from serve_llm.engine.execute import memory, shortage
 from serve_llm.engine.execute.inputs import Rows
 from serve_llm.engine.execute.memory import CacheLayout
 from serve_llm.engine.execute.threads import choose_threads, usable_cores
@@ -60,8 +61,10 @@ class Worker:
         self._cache_dtype = torch.int8 if config.kv_cache_dtype == "int8" else self._dtype
         self._whole_groups, self._groups = spec.kv_groups, shard.kv_groups(spec)
         self._shard, self._neighbours = shard, neighbours
-        self._decoder = self._load(spec, weights)
-        self._layout = self._plan()
+        with shortage.told_as(CapacityError, "while loading the weights"):
+            self._decoder = self._load(spec, weights)
+        with shortage.told_as(CapacityError, "while trying a step of the largest size"):
+            self._layout = self._plan()
         self.num_blocks = self._layout.num_blocks
         self._sampling = choose_sampling(self._device)
         self._vocabulary = Vocabulary(shard.vocabularies(spec.vocab_size), neighbours.tensor, self._sampling)
@@ -72,8 +75,9 @@ class Worker:
     def allocate(self, num_blocks: int) -> CacheLayout:
         """Make the KV cache, of the smallest `num_blocks` of all ranks, and the rows."""
         self._layout = replace(self._layout, num_blocks=num_blocks)
-        self._caches = allocate_cache(self._layout, self._groups, self._cache_dtype, self._device)
-        self._rows = Rows(self._layout.groups, self._config.max_num_seqs, self._config.max_model_len)
+        with shortage.told_as(CapacityError, "while allocating the KV cache"):
+            self._caches = allocate_cache(self._layout, self._groups, self._cache_dtype, self._device)
+            self._rows = Rows(self._layout.groups, self._config.max_num_seqs, self._config.max_model_len)
         return self._layout
 
     def _load(self, spec: ModelSpec, weights: WeightMap) -> Decoder:
@@ -109,6 +113,8 @@ class Worker:
         empty = planned(0)
         one_request = empty.block_bytes * empty.blocks_per_request(config.max_model_len, config.max_num_batched_tokens)
         if config.kv_cache_memory is not None:
+            if config.device == "cpu":
+                memory.check_free(config.kv_cache_memory, self._neighbours.local_ranks, memory.free_memory())
             return planned(config.kv_cache_memory)
         if config.device == "cpu":
             return planned(memory.default_cpu_bytes(one_request, self._neighbours.local_ranks, memory.free_memory()))
@@ -138,6 +144,7 @@ class Worker:
         others = total - free - torch.cuda.memory_reserved(device)
         return max(0, int(total * config.gpu_memory_utilization) - others - peak)
 
+    @shortage.told_as(EngineError, "in a step")
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[ChunkResult]:
         """Compute a batch. On the rank that samples one result per chunk, in order; on others none."""

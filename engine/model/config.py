@@ -73,8 +73,8 @@ class Config:
     def _missing(self, key: str) -> ModelError:
         return ModelError(f"{self._where}: {key} is missing")
 
-    def integer(self, key: str, default: int | None = None, *, lowest: int = 1) -> int:
-        """A whole number of at least `lowest`; without a default it must be there."""
+    def integer(self, key: str, default: int | None = None, *, lowest: int = 1, highest: int = 2**31 - 1) -> int:
+        """A whole number from `lowest` to `highest`; without a default it must be there."""
         value = self._take(key)
         if value is None:
             if default is None:
@@ -82,7 +82,13 @@ class Config:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
             raise self._wrong(key, f"an integer of at least {lowest}", value)
+        if value > highest:
+            raise self._wrong(key, f"an integer of at most {highest}", value)
         return value
+
+    def layers(self, key: str) -> int:
+        """The number of layers: each is an entry in lists before a weight is read, so what cannot be is refused."""
+        return self.integer(key, highest=10_000)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number above 0; without a default it must be there."""

@@ -103,7 +103,7 @@ def _open(path: Path) -> _File:
         file: _File = safetensors.safe_open(path, framework="pt")
         return file
     except (OSError, safetensors.SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+        raise ModelError(f"{path} cannot be read: {error}; copy or download it again") from error
 
 
 def _read_index(path: Path) -> dict[str, str]:

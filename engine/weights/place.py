@@ -135,7 +135,8 @@ def placement(
             own.reverse()
         if checkpoint.shape(source) != tuple(expected):
             raise ModelError(
-                f"{source} has shape {list(checkpoint.shape(source))}, but config.json asks for {expected}"
+                f"{source} has shape {list(checkpoint.shape(source))}, but config.json asks for {expected}: "
+                "are they of the same model?"
             )
         tensor = checkpoint.read(source, tuple(own))
         if f"{name}_scale" in sources:

@@ -33,7 +33,10 @@ def converted(directory: Path) -> Path:
     """A directory with tokenizer.json and tokenizer_config.json made from what `directory` has. Raises ModelError."""
     sources = [directory / name for name in _SOURCES if (directory / name).is_file()]
     if not any(path.suffix in (".txt", ".model") or path.name == "vocab.json" for path in sources):
-        raise ModelError(f"{directory} has no tokenizer: neither tokenizer.json nor vocab.json, *.model or vocab.txt")
+        raise ModelError(
+            f"{directory} has no tokenizer: neither tokenizer.json nor vocab.json, *.model or vocab.txt; name one by "
+            "--tokenizer"
+        )
     digest = hashlib.sha256()
     for path in sources:
         content = path.read_bytes()
@@ -54,7 +57,9 @@ def _convert(directory: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
         # -P: the caller's directory must not shadow what the child imports.
         command = [sys.executable, "-P", "-m", __name__, str(directory.resolve()), work]
-        done = subprocess.run(command, capture_output=True, text=True)
+        # Nobody may be asked whether to run the checkpoint's own code, and nothing more is downloaded.
+        environ = os.environ | {"HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environ)
         if done.returncode != 0 or not (Path(work) / "tokenizer.json").is_file():
             last = (done.stderr.strip().splitlines() or ["no tokenizer.json came out"])[-1]
             raise ModelError(f"{directory}: the tokenizer cannot be converted: {last}")
@@ -71,7 +76,7 @@ def main(source: str, target: str) -> None:
     """Runs in the child process only."""
     from transformers import AutoTokenizer
 
-    AutoTokenizer.from_pretrained(source, use_fast=True).save_pretrained(target)
+    AutoTokenizer.from_pretrained(source, use_fast=True, trust_remote_code=False).save_pretrained(target)
 
 
 if __name__ == "__main__":

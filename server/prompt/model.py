@@ -87,6 +87,9 @@ def _defaults(generation: dict[str, object]) -> dict[str, float]:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ModelError(f"generation_config.json: {name} must be a number, not {value!r}")
+            raise ModelError(
+                f"generation_config.json: {name} must be a number, not {value!r}; correct it, or use "
+                "--generation-config none"
+            )
         found[name] = int(value) if name == "top_k" else value
     return found

@@ -109,8 +109,13 @@ class ChatTemplate:
 def load_template(chosen: str | None, directory: Path, named_tokens: Mapping[str, str]) -> ChatTemplate | None:
     """The template that the user chose (a file, or the template itself), else the checkpoint's; None without either.
     Raises OptionError, ModelError."""
-    source = _checkpoint_source(directory) if chosen is None else _chosen_source(chosen)
-    return None if source is None else ChatTemplate(source, named_tokens)
+    if chosen is None:
+        source = _checkpoint_source(directory)
+        return None if source is None else ChatTemplate(source, named_tokens)
+    try:
+        return ChatTemplate(_chosen_source(chosen), named_tokens)
+    except ModelError as error:
+        raise OptionError(f"--chat-template {chosen}: {error}") from None
 
 
 def _chosen_source(chosen: str) -> str:
@@ -118,7 +123,9 @@ def _chosen_source(chosen: str) -> str:
         return chosen
     try:
         return Path(chosen).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise OptionError(f"--chat-template {chosen}: {error.strerror}; give a file, or the template itself") from None
+    except UnicodeDecodeError as error:
         raise OptionError(f"--chat-template {chosen}: {error}") from None
 
 

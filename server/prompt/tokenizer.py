@@ -130,7 +130,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     try:
         rust = RustTokenizer.from_file(str(directory / "tokenizer.json"))
     except Exception as error:  # the library raises plain Exception
-        raise ModelError(f"{directory / 'tokenizer.json'}: {error}") from None
+        raise ModelError(f"{directory / 'tokenizer.json'} cannot be read: {error}; copy or download it again") from None
     return Tokenizer(rust, read_named_tokens(directory))
 
 

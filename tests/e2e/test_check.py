@@ -50,7 +50,8 @@ def test_this_host_alone() -> None:
     assert "127.0.0.1" in run.stdout and "from  to" not in run.stdout
     assert (run.returncode == 0) == ("No problem found." in run.stdout)
     run = subprocess.run([*CHECK, "./nothing"], capture_output=True, text=True, timeout=LIMIT_SECONDS)
-    assert run.returncode == 1 and any("there is no directory nothing; copy" in line for line in problems(run.stdout))
+    found = problems(run.stdout)
+    assert run.returncode == 1 and any("there is no directory nothing" in line and "; copy" in line for line in found)
 
 
 @pytest.mark.parametrize(

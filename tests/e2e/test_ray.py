@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from serve_llm.engine.errors import EngineError, OptionError
+from serve_llm.engine.errors import CapacityError, EngineError, OptionError
 from support.daemon import SERVE_LLM, Daemon
 from support.namespaces import Machine, Machines
 from support.ray_nodes import STORE_BYTES, RayNodes, environment, skip_without_ray
@@ -137,7 +137,7 @@ def test_on_a_cluster_each_tensor_parallel_group_has_a_node(folder: Path) -> Non
             (group,) = nodes.ask("groups")
             assert len(group) == len(set(group)) == 2  # a bundle of two for each stage, each on another node
             code, log = run("demo", *SMALL, *RAY, "-tp", "2", environ=nodes.environ)
-            assert code == OptionError.exit_code
+            assert code == CapacityError.exit_code
             assert re.search(
                 r"^serve-llm: --distributed-executor-backend: ray, because it was asked for: 2 ranks need 2 CPUs, but "
                 r"the Ray cluster has 4, of which 0 are free \([\d.]+ \(this node\) 0 of 2 free; [\d.]+ 0 of 2 free\)",
@@ -147,11 +147,11 @@ def test_on_a_cluster_each_tensor_parallel_group_has_a_node(folder: Path) -> Non
         wait_until(lambda: nodes.ask("free") == 4, "all devices are free again")
         assert nodes.ask("groups") == []
         code, log = run("demo", *SMALL, *RAY, "-tp", "5", environ=nodes.environ)
-        assert code == OptionError.exit_code and "5 ranks need 5 CPUs, but the Ray cluster has 4" in log
+        assert code == CapacityError.exit_code and "5 ranks need 5 CPUs, but the Ray cluster has 4" in log
         # A cluster with GPUs is asked for them, wherever the engine runs.
         code, log = run("demo", *RAY, "-tp", "2", "-pp", "2", environ=nodes.environ)
         assert re.search(r"Ray places rank 0 1 on [\d.]+, rank 2 3 on [\d.]+, one GPU each", log)
-        assert code == OptionError.exit_code
+        assert code == CapacityError.exit_code
         assert re.search(
             r"serve-llm: rank \d \(node [\d.]+, pid \d+\) failed .*: torch finds no GPU", log.splitlines()[-1]
         )

@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-KILLER, RAISER, SLEEPER = 4001, 4002, 4003  # tokens of the demo model; its prompts in text hold none of them
+KILLER, RAISER, SLEEPER, STARVER = (
+    4001,
+    4002,
+    4003,
+    4004,
+)  # tokens of the demo model; its prompts in text hold none of them
 _FOLDER = str(Path(__file__).with_name("faulty"))
 FAULTS = {"PYTHONPATH": os.pathsep.join(filter(None, (_FOLDER, os.environ.get("PYTHONPATH"))))}

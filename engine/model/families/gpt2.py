@@ -38,7 +38,7 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
         vocab_size=config.integer("vocab_size"),
         width=width,
         max_position=max_position,
-        layers=tuple(layer(index) for index in range(config.integer("n_layer"))),
+        layers=tuple(layer(index) for index in range(config.layers("n_layer"))),
         final_norm=norm,
         tied_head=config.flag("tie_word_embeddings", True),
         positions=LearnedPositions(max_position),

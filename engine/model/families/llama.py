@@ -19,7 +19,7 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
         "LlamaForCausalLM",
         default_kv_heads=None,
         default_max_position=2048,
-        windows=[None] * config.integer("num_hidden_layers"),
+        windows=[None] * config.layers("num_hidden_layers"),
         qkv_bias=bias,
         output_bias=bias,
         ffn_bias=config.flag("mlp_bias", False),
@@ -85,7 +85,7 @@ def read_decoder(
 
 def read_windows(config: Config) -> list[int | None]:
     """Qwen's way to say which layers have a sliding window: all from max_window_layers on, or layer_types."""
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.layers("num_hidden_layers")
     sliding = config.flag("use_sliding_window", False)
     window = None if config.is_null("sliding_window") else config.integer("sliding_window", 4096)
     first = config.integer("max_window_layers", 28, lowest=0)

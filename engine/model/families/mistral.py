@@ -16,7 +16,7 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
         "MistralForCausalLM",
         default_kv_heads=8,
         default_max_position=131072,
-        windows=[window] * config.integer("num_hidden_layers"),
+        windows=[window] * config.layers("num_hidden_layers"),
     )
     config.done()
     return spec, weights(spec)

@@ -34,7 +34,7 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
         vocab_size=config.integer("vocab_size"),
         width=width,
         max_position=max_position,
-        layers=(layer,) * config.integer("num_hidden_layers"),
+        layers=(layer,) * config.layers("num_hidden_layers"),
         final_norm=norm if before and not removed else None,
         tied_head=config.flag("tie_word_embeddings", True),
         positions=LearnedPositions(max_position + POSITION_OFFSET, POSITION_OFFSET),

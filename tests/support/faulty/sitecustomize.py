@@ -1,5 +1,7 @@
 """Faults from outside, for processes that are started with this folder on PYTHONPATH: a prompt that holds one of the
-tokens below makes the worker that computes it die, raise, or sleep. Nothing of the product knows of this."""
+tokens below makes the worker that computes it die, raise, sleep, or find no memory; FAULT_AT_START, such as "raise 1",
+makes a rank do the first two, or the last, while it loads (rank 0: also the one in the engine's process). Nothing of
+the product knows of this."""
 
 import importlib.abc
 import importlib.machinery
@@ -8,14 +10,34 @@ import signal
 import sys
 import time
 
-KILLER, RAISER, SLEEPER = 4001, 4002, 4003
+KILLER, RAISER, SLEEPER, STARVER = 4001, 4002, 4003, 4004
 WORKER = "serve_llm.engine.execute.worker"
+
+
+def own_rank():
+    return sys.argv[sys.argv.index("--rank") + 1] if "--rank" in sys.argv else "0"
+
+
+def out_of_memory(*_, **__):
+    import torch
+
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full.")
 
 
 class Loader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module):
         super().exec_module(module)
-        execute = module.Worker.execute
+        execute, load = module.Worker.execute, module.load_model
+
+        def faulty_load(*args, **given):
+            what, _, rank = os.environ.get("FAULT_AT_START", "").partition(" ")
+            if what and rank == own_rank():
+                if what == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if what == "raise":
+                    raise ZeroDivisionError("simulated")
+                out_of_memory()
+            return load(*args, **given)
 
         def faulty(self, batch):
             ids = {token_id for row in batch.new_rows for token_id in row.ids}
@@ -25,9 +47,12 @@ class Loader(importlib.machinery.SourceFileLoader):
                 raise MemoryError("simulated")
             if SLEEPER in ids:
                 time.sleep(600)
+            if STARVER in ids:
+                self._decoder.forward = out_of_memory
             return execute(self, batch)
 
         module.Worker.execute = faulty
+        module.load_model = faulty_load
 
 
 class Finder(importlib.abc.MetaPathFinder):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from serve_llm.engine.devices import VISIBLE, claim_gpus, gpu_names
-from serve_llm.engine.errors import OptionError
+from serve_llm.engine.errors import CapacityError
 
 
 def host(folder: Path, num_gpus: int) -> Path:
@@ -56,5 +56,5 @@ def test_one_engine_and_a_host_without_gpus_are_left_alone(tmp_path: Path) -> No
 
 def test_too_few_are_an_error(tmp_path: Path) -> None:
     devices = host(tmp_path, 8)
-    with pytest.raises(OptionError, match=r"^--data-parallel-size: 3 engines need 6 GPUs, but 5 can be seen"):
+    with pytest.raises(CapacityError, match=r"^--data-parallel-size: 3 engines need 6 GPUs, but 5 can be seen"):
         claim_gpus({VISIBLE: "0,1,2,3,4"}, 0, 3, 2, devices)

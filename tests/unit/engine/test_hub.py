@@ -125,7 +125,7 @@ def test_offline(on_the_hub: Callable[[Download], None], monkeypatch: pytest.Mon
 
     on_the_hub(download)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ModelError, match=r"HF_HUB_OFFLINE is set$"):
+    with pytest.raises(ModelError, match=r"HF_HUB_OFFLINE is set; unset it$"):
         resolve_model("org/model")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve_llm.engine.errors import OptionError
+from serve_llm.engine.errors import CapacityError, OptionError
 from serve_llm.engine.execute.choose import Facts, choose, look_around
 from serve_llm.engine.options import Options
 
@@ -35,7 +35,7 @@ def test_rule(
 def test_executors_that_cannot_run_so_many() -> None:
     with pytest.raises(OptionError, match="--distributed-executor-backend: inprocess runs one rank, not 2"):
         choose(Facts("inprocess", 2, False, None))
-    with pytest.raises(OptionError, match="mp needs 4 GPUs on this host, which has 2"):
+    with pytest.raises(CapacityError, match="mp needs 4 GPUs on this host, which has 2"):
         choose(Facts("mp", 4, False, 2))
 
 

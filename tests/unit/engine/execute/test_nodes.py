@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_llm.engine.errors import EngineError, ModelError, OptionError, ServeError
+from serve_llm.engine.errors import CapacityError, EngineError, ModelError, OptionError, ServeError
 from serve_llm.engine.execute import follower as follower_module
 from serve_llm.engine.execute import membership
 from serve_llm.engine.execute import nodes as nodes_module
@@ -328,15 +328,17 @@ def test_a_follower_without_the_model_says_so(following: Following, tmp_path: Pa
     options = replace(following.follower._options, model=str(tmp_path / "none"), node_rank=0)
     following.follower._options = replace(options, model="", node_rank=1)
     following.say(Run([2], False, membership.without_secrets(options), "tcp://127.0.0.1:1"))
-    assert following.hear() == Failed("ModelError", f"there is no directory {tmp_path / 'none'}")
+    said = following.hear()
+    assert isinstance(said, Failed) and said.kind == "ModelError"
+    assert said.message.startswith(f"there is no directory {tmp_path / 'none'}: ")
     assert isinstance(following.end(), ModelError)
 
 
 def test_a_follower_with_too_few_gpus_says_so(following: Following, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower_module, "gpu_names", lambda _: ["0"])
     following.say(Run([2, 3], True, options_of(1, master_addr=following.follower._master), "tcp://127.0.0.1:1"))
-    assert following.hear() == Failed("OptionError", "2 ranks on this host need as many GPUs; it has 1")
-    assert isinstance(following.end(), OptionError)
+    assert following.hear() == Failed("CapacityError", "2 ranks on this host need as many GPUs; it has 1")
+    assert isinstance(following.end(), CapacityError)
 
 
 def test_a_follower_whose_node_0_is_gone(following: Following) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_llm.engine.errors import OptionError
+from serve_llm.engine.errors import CapacityError
 from serve_llm.engine.execute.placement import (
     Bundle,
     Node,
@@ -57,14 +57,14 @@ def test_addresses_are_ordered_as_numbers() -> None:
 
 def test_too_few_devices_are_counted_per_node() -> None:
     nodes = [Node("a", "10.0.0.2", 2, 0), Node("b", "10.0.0.1", 2, 1, is_driver=True)]
-    with pytest.raises(OptionError) as raised:
+    with pytest.raises(CapacityError) as raised:
         place_ranks(nodes, Grid(2, 1), "GPU")
     assert str(raised.value) == (
         "2 ranks need 2 GPUs, but the Ray cluster has 4, of which 1 are free (10.0.0.1 (this node) 1 of 2 free; "
         "10.0.0.2 0 of 2 free): end what uses the others, or lower --tensor-parallel-size or --pipeline-parallel-size"
     )
     with pytest.raises(
-        OptionError, match=r"5 ranks need 5 CPUs, but the Ray cluster has 0.*no nodes.*make the Ray cluster larger"
+        CapacityError, match=r"5 ranks need 5 CPUs, but the Ray cluster has 0.*no nodes.*make the Ray cluster larger"
     ):
         place_ranks([], Grid(5, 1), "CPU")
 
@@ -86,7 +86,7 @@ CLUSTERS = st.lists(st.integers(0, 6), min_size=1, max_size=6).flatmap(
 @given(CLUSTERS, GRIDS, st.randoms())
 def test_every_plan_is_sound(nodes: list[Node], grid: Grid, shuffler: random.Random) -> None:
     if sum(node.free for node in nodes) < grid.size:
-        with pytest.raises(OptionError):
+        with pytest.raises(CapacityError):
             place_ranks(nodes, grid, "CPU")
         return
     places = place_ranks(nodes, grid, "CPU")
@@ -112,7 +112,7 @@ def test_given_bundles_are_filled_and_never_overfilled(nodes: list[Node], grid: 
     bundles = [Bundle(index, node.id, free + index % 2, free) for index, (node, free) in enumerate(spots)]
     within = nodes_within(bundles, nodes)
     if sum(bundle.free for bundle in bundles) < grid.size:
-        with pytest.raises(OptionError, match="the Ray placement group has"):
+        with pytest.raises(CapacityError, match="the Ray placement group has"):
             place_ranks(within, grid, "CPU", "Ray placement group")
         return
     places = place_ranks(within, grid, "CPU")

@@ -87,7 +87,9 @@ def test_wrong_shapes_are_named(family: str, tmp_path: Path) -> None:
     right, wrong = list(whole[name].shape), [whole[name].shape[0] - 1, whole[name].shape[1]]
     with pytest.raises(ModelError) as caught:
         load(tmp_path)
-    assert str(caught.value) == f"{name} has shape {wrong}, but config.json asks for {right}"
+    assert (
+        str(caught.value) == f"{name} has shape {wrong}, but config.json asks for {right}: are they of the same model?"
+    )
 
 
 def test_integers_are_refused(tmp_path: Path) -> None:

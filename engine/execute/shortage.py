@@ -1,0 +1,41 @@
+"""Memory that runs out, said in the user's words: a start that does not fit, a step that took too much.
+
+Knows how torch and numpy complain, nothing of models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from serve_llm.engine.errors import CapacityError, EngineError, ServeError
+
+_REMEDIES: dict[type[ServeError], str] = {
+    CapacityError: "lower --kv-cache-memory, --gpu-memory-utilization, --max-num-seqs or --max-model-len, or use more "
+    "ranks",  # at start
+    EngineError: "lower --max-num-batched-tokens, --max-num-seqs, --kv-cache-memory or --gpu-memory-utilization",
+}
+
+
+@contextlib.contextmanager
+def told_as(kind: type[ServeError], when: str) -> Iterator[None]:
+    """Raises `kind`, CapacityError or EngineError, where memory runs out inside. when: such as "in a step"."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not _is_shortage(error):
+            raise
+        raise kind(f"out of memory {when}: {_words(error)}; {_REMEDIES[kind]}") from error
+
+
+def _is_shortage(error: Exception) -> bool:
+    # torch's allocator of CPU memory raises a RuntimeError like any other.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _words(error: Exception) -> str:
+    """What was asked for, without the statistics that torch adds."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.partition(" Including non-PyTorch memory")[0].rstrip(".")

@@ -1,0 +1,162 @@
+"""Whatever goes wrong, the last line on stderr names what, where and the remedy, the exit code is that of its class
+(docs/reliability.md), no traceback stands above what is no bug of ours, and no process stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from serve_llm.engine.errors import EngineError
+from serve_llm.engine.hub import resolve_model
+from support.daemon import SERVE_LLM, Daemon
+from support.faults import FAULTS, RAISER, STARVER
+from support.first_causes import ALL, ONE, TWO, Fault
+
+END_SECONDS = 120.0  # for a daemon that cannot start, on a busy machine
+MARK = "FIRST_CAUSE_TEST"  # a variable that all processes of a daemon inherit
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Processes that were started, by whomever, from one with this mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark:
+                found.append(process)
+        except psutil.Error:  # it ended, or is another user's
+            continue
+    return found
+
+
+def nobody_is_left(mark: str) -> bool:
+    """Within seconds: who was killed is gone a moment later."""
+    _, alive = psutil.wait_procs(marked(mark), timeout=5)
+    return not alive
+
+
+@pytest.fixture(scope="module")
+def taken() -> Iterator[int]:
+    """A port on which somebody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, taken: int
+) -> Iterator[dict[str, Future[None]]]:
+    """Every fault that a test asks for, by its name; two at a time, for most of it is one process's waiting for
+    another."""
+    faults = [item.callspec.params.get("fault") for item in request.session.items if hasattr(item, "callspec")]
+    with ThreadPoolExecutor(2) as pool:
+        chosen = [fault for fault in faults if isinstance(fault, Fault)]
+        yield {
+            fault.name: pool.submit(start_with, fault, tmp_path_factory.mktemp("fault") / "model", taken)
+            for fault in chosen
+        }
+        pool.shutdown(cancel_futures=True)  # after the first failure of `pytest -x`
+
+
+def start_with(fault: Fault, model: Path, taken: int) -> None:
+    """model: where the demo checkpoint is copied to, to be damaged. taken: a port."""
+    shutil.copytree(resolve_model("demo"), model, ignore=shutil.ignore_patterns("__pycache__"))
+    fault.damage(model)
+    arguments = [argument.format(model=model, port=taken) for argument in fault.arguments]
+    arguments += [] if "--port" in arguments else ["--port", "0"]
+    mark = uuid.uuid4().hex
+    environ = os.environ | fault.environ | {MARK: mark}
+    done = subprocess.run([SERVE_LLM, *arguments], capture_output=True, text=True, timeout=END_SECONDS, env=environ)
+    pattern = fault.line.replace("{model}", re.escape(str(model))).replace("{port}", str(taken))
+    assert re.fullmatch(f"serve-llm: {pattern}", done.stderr.splitlines()[-1]), done.stderr
+    assert done.returncode == fault.code and done.stdout == ""
+    assert fault.is_bug == ("Traceback" in done.stderr)
+    assert nobody_is_left(mark)
+
+
+@pytest.mark.parametrize("fault", ALL, ids=lambda fault: fault.name)
+def test_at_start(fault: Fault, outcomes: dict[str, Future[None]]) -> None:
+    outcomes[fault.name].result()
+
+
+def complete(url: str, prompt: list[int] | str) -> int:
+    """The status of a short completion."""
+    body = json.dumps({"model": "demo", "prompt": prompt, "max_tokens": 4}).encode()
+    request = urllib.request.Request(url + "/v1/completions", body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=END_SECONDS) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "token", "line", "is_bug"),
+    [
+        (
+            ONE,
+            STARVER,
+            "out of memory in a step: CUDA out of memory. Tried .*; lower --max-num-batched-tokens.*",
+            False,
+        ),
+        (TWO, RAISER, r"rank [01] \(host \S+, pid \d+\) failed in a step: MemoryError: simulated", True),
+    ],
+    ids=["a GPU that is full in a step", "a rank that fails in a step"],
+)
+def test_past_the_last_restart(arguments: tuple[str, ...], token: int, line: str, is_bug: bool) -> None:
+    mark = uuid.uuid4().hex
+    with Daemon(*arguments, "--max-restarts", "0", environ=FAULTS | {MARK: mark}) as daemon:
+        assert complete(daemon.wait_until_serving(), [5, token, 6]) == 500
+        assert daemon.wait() == EngineError.exit_code
+        assert re.fullmatch(f"serve-llm: {line}", daemon.log[-1]), daemon.log
+        assert is_bug == any("Traceback" in entry for entry in daemon.log)
+    assert nobody_is_left(mark)
+
+
+def test_a_log_that_cannot_be_written_ends_nothing(taken: int) -> None:
+    """As on a disk that is full: the service goes on, and a start that fails has the exit code of its cause."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with open("/dev/full", "w") as full:
+        failed = subprocess.Popen([SERVE_LLM, "demo", "--port", str(taken)], stderr=full)
+        process = subprocess.Popen([SERVE_LLM, *ONE, "--port", str(port)], stderr=full)
+    try:
+        assert failed.wait(END_SECONDS) == 2
+        deadline = time.monotonic() + END_SECONDS
+        while (status := ready(url)) != 200:
+            assert process.poll() is None and time.monotonic() < deadline, status
+            time.sleep(0.05)
+        assert complete(url, "import") == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(END_SECONDS) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ready(url: str) -> int | None:
+    """The status of /ready, None while nothing listens."""
+    try:
+        with urllib.request.urlopen(url + "/ready", timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+    except urllib.error.URLError:
+        return None
