@@ -86,7 +86,7 @@ def _defaults(generation: dict[str, object]) -> dict[str, float]:
         value = generation.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e9:
             raise ModelError(
                 f"generation_config.json: {name} must be a number, not {value!r}; correct it, or use "
                 "--generation-config none"

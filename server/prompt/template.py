@@ -130,16 +130,19 @@ def _chosen_source(chosen: str) -> str:
 
 
 def _checkpoint_source(directory: Path) -> str | None:
-    if (directory / "chat_template.jinja").is_file():
-        return (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    if (path := directory / "chat_template.jinja").is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{path}: {error}; give another one by --chat-template") from None
     for name in ("chat_template.json", "tokenizer_config.json"):
         found = read_json(directory / name).get("chat_template") if (directory / name).is_file() else None
         if isinstance(found, str):
             return found
         if isinstance(found, list):  # several by name
-            by_name = {entry["name"]: entry["template"] for entry in found if isinstance(entry, dict)}
-            if "default" in by_name:
-                return str(by_name["default"])
+            by_name = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+            if isinstance(default := by_name.get("default"), str):
+                return default
     return None
 
 

@@ -109,6 +109,8 @@ def _read_decoding(rust: RustTokenizer) -> Decoding | None:
         return None
     decoder = msgspec.json.decode(rust.decoder.__getstate__(), type=_Step)
     steps = [step for step in decoder.decoders or [decoder] if step.type != "Fuse"]
+    if not steps:
+        return None
     first, last = steps[0], steps[-1]
     match [step.type for step in steps]:
         case ["ByteLevel"]:
@@ -129,7 +131,9 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         directory = converted(directory)
     try:
         rust = RustTokenizer.from_file(str(directory / "tokenizer.json"))
-    except Exception as error:  # the library raises plain Exception
+    except BaseException as error:  # the library raises plain Exception, and for bugs of its own what is not even that
+        if isinstance(error, KeyboardInterrupt):
+            raise
         raise ModelError(f"{directory / 'tokenizer.json'} cannot be read: {error}; copy or download it again") from None
     return Tokenizer(rust, read_named_tokens(directory))
 

@@ -51,7 +51,7 @@ def read_decoder(
     head_dim = config.integer("head_dim", default_head_dim or width // heads)
     if heads % kv_heads:
         raise ModelError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
-    if head_dim % 2:
+    if head_dim % 2 or not head_dim:
         raise ModelError(f"config.json: rotary embedding needs an even head size, but it is {head_dim}")
     rope, context = read_rope(config, config.integer("max_position_embeddings", default_max_position))
     norm = Norm("rms", config.number("rms_norm_eps", 1e-6))

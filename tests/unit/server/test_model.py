@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, models, processors
 
 from serve_llm.engine.errors import ModelError
 from serve_llm.engine.hub import resolve_model
@@ -122,3 +123,86 @@ def test_a_failed_conversion_says_why_and_leaves_nothing(tmp_path: Path, monkeyp
     with pytest.raises(ModelError, match="cannot be converted"):
         load_tokenizer(tmp_path)
     assert list((tmp_path / "cache" / "serve-llm" / "tokenizers").iterdir()) == []
+
+
+def test_a_conversion_runs_no_code_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source, ran = tmp_path / "model", tmp_path / "ran"
+    source.mkdir()
+    (source / "vocab.json").write_text("{}")
+    (source / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Evil: pass\n")
+    auto = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+    (source / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}))
+    (source / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Evil", "auto_map": auto}))
+    with pytest.raises(ModelError, match="cannot be converted"):
+        load_tokenizer(source)
+    assert not ran.exists()
+
+
+HOSTILE = [
+    None,
+    True,
+    -1,
+    10**4000,
+    float("nan"),
+    "",
+    "../../etc/passwd",
+    [],
+    [[]],
+    [{}],
+    {},
+    {"type": "x"},
+    {"content": 5},
+]
+RAW = [b"", b"\xff\xfe", b"null", b"{", b"[" * 100_000, b'{"eos_token_id":' + b"9" * 5000 + b"}"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize("key", ["chat_template", "eos_token", "eos_token_id", "vocab_size", "temperature", "top_k"])
+def test_any_value_loads_or_is_the_models_error(checkpoint: Path, name: str, key: str) -> None:
+    small_tokenizer(checkpoint)
+    for value in HOSTILE:
+        change(checkpoint / name, **{key: value})
+        with contextlib.suppress(ModelError):
+            load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "tokenizer.json"],
+)
+def test_any_bytes_load_or_are_the_models_error(checkpoint: Path, name: str) -> None:
+    small_tokenizer(checkpoint)
+    for content in RAW:
+        (checkpoint / name).write_bytes(content)
+        with contextlib.suppress(ModelError):
+            load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "section", ["decoder", "model", "normalizer", "pre_tokenizer", "post_processor", "added_tokens"]
+)
+def test_any_tokenizer_loads_or_is_the_models_error(checkpoint: Path, section: str) -> None:
+    small_tokenizer(checkpoint)
+    kept = json.loads((checkpoint / "tokenizer.json").read_text())
+    for value in [*HOSTILE, {"type": "Fuse"}, {"type": "Sequence", "decoders": []}]:
+        (checkpoint / "tokenizer.json").write_text(json.dumps(kept | {section: value}))
+        with contextlib.suppress(ModelError):
+            load(checkpoint)
+
+
+def small_tokenizer(directory: Path) -> None:
+    """Quick to load, again and again."""
+    Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])).save(str(directory / "tokenizer.json"))
+
+
+def test_a_panic_of_the_library_is_the_models_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):  # as pyo3 has it
+        pass
+
+    def panic(path: str) -> None:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr("serve_llm.server.prompt.tokenizer.RustTokenizer.from_file", panic)
+    with pytest.raises(ModelError, match="index out of bounds"):
+        load(checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -42,6 +43,49 @@ def test_unsupported_architecture_is_one_line_that_lists_the_supported_ones() ->
     message = str(caught.value)
     assert "\n" not in message and "MambaForCausalLM" in message
     assert all(name in message for name in ARCHITECTURES)
+
+
+HOSTILE = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**70,
+    1.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    [],
+    [1],
+    ["x"],
+    {},
+    {"type": "x"},
+]
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 331, "n_embd": 60, "n_head": 6, "n_layer": 3}
+OPT = LLAMA | {"architectures": ["OPTForCausalLM"], "ffn_dim": 97, "word_embed_proj_dim": 60}
+
+
+@pytest.mark.parametrize(
+    "config", [LLAMA, QWEN2, MISTRAL, GPT2, OPT], ids=lambda config: str(config["architectures"][0])
+)
+def test_any_value_of_any_key_is_read_or_is_the_models_error(config: dict[str, Any]) -> None:
+    """And quickly: a number of layers that cannot be fills no memory."""
+    keys = [
+        *config,
+        "head_dim",
+        "rope_theta",
+        "rope_scaling",
+        "sliding_window",
+        "layer_types",
+        "max_position_embeddings",
+    ]
+    for key in [*keys, "quantization_config", "tie_word_embeddings", "rms_norm_eps", "hidden_act", "auto_map"]:
+        for value in HOSTILE:
+            with contextlib.suppress(ModelError):
+                assert len(read_model(config | {key: value})[0].layers) <= 3 or value == 1
 
 
 @pytest.mark.parametrize("architectures", [None, [], "LlamaForCausalLM", [3]])

@@ -67,6 +67,28 @@ def test_an_index_names_files_of_its_own_directory_only(tmp_path: Path, name: st
         Checkpoint(directory)
 
 
+def test_links_are_followed_and_what_they_lead_to_is_checked(tmp_path: Path) -> None:
+    """The Hub's cache consists of links; one to something else gives away nothing of it."""
+    blobs, directory = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    blobs.mkdir()
+    directory.mkdir(parents=True)
+    write(blobs / "0123", {"a": tensor(0, 64, [16])})
+    (directory / "x.safetensors").symlink_to(blobs / "0123")
+    (directory / INDEX).write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+    assert Checkpoint(directory).shape("a") == (16,)
+    (tmp_path / "secret").write_text('{"password": "tiger"}')
+    for name in ("x.safetensors", INDEX):
+        (directory / name).unlink()
+        (directory / name).symlink_to(tmp_path / "secret")
+        with pytest.raises(ModelError, match=rf"{name} (cannot be read|is not an index)") as caught:
+            Checkpoint(directory)
+        assert "tiger" not in str(caught.value)
+    (directory / INDEX).unlink()
+    (directory / SINGLE).symlink_to(directory / SINGLE)  # to itself
+    with pytest.raises(ModelError, match="holds neither"):
+        Checkpoint(directory)
+
+
 @pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": 3}', '{"weight_map": ["a"]}', "[" * 100_000])
 def test_an_index_that_is_none_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / INDEX).write_text(content)
