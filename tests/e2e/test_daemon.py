@@ -13,12 +13,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
-from serve_llm.engine.hub import resolve_model
 from support.daemon import SERVE_LLM, Daemon
 
 LONG = {"model": "demo", "prompt": "import", "max_tokens": 40, "ignore_eos": True, "stream": True}
@@ -138,44 +136,6 @@ def test_a_signal_while_starting_ends_engine_and_daemon() -> None:
         daemon.signal(signal.SIGTERM)
         assert daemon.wait() == 0
         assert not psutil.pid_exists(children[0].pid)
-
-
-@pytest.fixture
-def broken(tmp_path: Path) -> Path:
-    """The demo checkpoint under another name, to be damaged."""
-    source = resolve_model("demo")
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((source / name).read_bytes())
-    return tmp_path
-
-
-def run(*arguments: str) -> tuple[int, str]:
-    """Exit code and last line of a daemon that cannot start."""
-    done = subprocess.run([SERVE_LLM, *arguments, "--port", "0"], capture_output=True, text=True, timeout=60)
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stderr.splitlines()[-1]
-
-
-def test_first_causes_at_start(broken: Path) -> None:
-    config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
-    code, line = run(str(broken))
-    assert (code, line[:58]) == (3, "serve-llm: architecture MambaForCausalLM is not supported;") and "Qwen3" in line
-    (broken / "config.json").write_text(json.dumps(config | {"wormholes": 7}))
-    assert run(str(broken)) == (
-        3,
-        "serve-llm: config.json: unknown keys, which may mean another computation: wormholes",
-    )
-    (broken / "config.json").write_text(json.dumps(config))
-    weights = (broken / "model.safetensors").read_bytes()
-    (broken / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    code, line = run(str(broken))
-    assert code == 3 and "model.safetensors" in line
-    assert run(str(broken), "--max-model-len", "1M")[0] == 2
-    code, line = run("demo", "--kv-cache-memory", "1MiB")
-    assert code == 4 and "--max-model-len to at most" in line
-    code, line = run("/does/not/exist")
-    assert code == 3 and "/does/not/exist" in line
 
 
 def test_a_taken_port_is_named_at_once() -> None:

@@ -102,12 +102,20 @@ def test_an_idle_daemon_leaves_the_cores_alone() -> None:
         assert any(is_idle() for _ in range(5)), "at first there is something left to do: a process still starts"
 
 
+def network_addresses(daemon: Daemon) -> set[str]:
+    """Where any of a daemon's processes takes connections or datagrams: "127.0.0.1:8000"."""
+    server = psutil.Process(daemon.process.pid)
+    sockets = [found for process in (server, *server.children(recursive=True)) for found in process.net_connections()]
+    return {f"{found.laddr.ip}:{found.laddr.port}" for found in sockets if found.status in ("LISTEN", "NONE")}
+
+
 def test_two_by_two_ranks_serve_the_tokens_of_one() -> None:
     expected = serve_and_complete("demo")
     with Daemon("demo", *SMALL, "-tp", "2", "-pp", "2") as daemon:
         assert complete(daemon.wait_until_serving(), "demo") == expected
         ranks = daemon.rank_pids()
         assert sorted(ranks) == [0, 1, 2, 3]
+        assert network_addresses(daemon) == {daemon.url.removeprefix("http://")}
         log = "\n".join(daemon.log)
     assert gone(list(ranks.values()))
     for line in (
@@ -289,7 +297,7 @@ def test_options_that_do_not_go_together() -> None:
     assert line == "serve-llm: --distributed-executor-backend: inprocess runs one rank, not 2; use mp or ray"
     code, line = run("demo", "-pp", "7")
     assert code == OptionError.exit_code
-    assert line == "serve-llm: --pipeline-parallel-size: 7 stages, but the model has only 6 layers"
+    assert line == "serve-llm: --pipeline-parallel-size: 7 stages, but the model has only 6 layers; give fewer"
 
 
 def test_one_rank_may_be_a_process_too() -> None:
