@@ -243,8 +243,11 @@ class Gate:
             ticket.end(Unavailable(MESSAGES["draining"]))
 
 
+SMALL_BYTES = 2**16  # of a body, that always find room: large ones that come slowly shut out no usual request
+
+
 class Bodies:
-    """Bytes of bodies that are being read, for all requests together."""
+    """Bytes of bodies that are being read, for all requests together; of each, what is more than SMALL_BYTES."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -258,12 +261,13 @@ class Bodies:
 
         def take(num_bytes: int) -> None:
             nonlocal own
-            if self._held + num_bytes > self._limit:
+            more = max(0, own + num_bytes - max(own, SMALL_BYTES))
+            if self._held + more > self._limit:
                 raise Unavailable("too many large requests are being read")
             own += num_bytes
-            self._held += num_bytes
+            self._held += more
 
         try:
             yield take
         finally:
-            self._held -= own
+            self._held -= max(0, own - SMALL_BYTES)

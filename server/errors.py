@@ -9,6 +9,7 @@ ServeError (engine.errors)
     NotFound           404   no such route
     ModelNotFound      404   no such model
     WrongMethod        405
+    RequestStalled     408   the client stopped in the middle of its request
     TooLarge           413   the body is longer than the server reads
     HeaderTooLarge     431
     Unavailable        503   starting, draining, full, or the engine is gone; retry later
@@ -33,9 +34,14 @@ class RequestError(ServeError):
     """`message` is one clear line for whoever sent the request."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message = _short(message, 1000)
+        self.param = None if param is None else _short(param, 100)
+        super().__init__(self.message)
+
+
+def _short(text: str, most: int) -> str:
+    """A message may quote what a client sent, which may be megabytes."""
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 class InvalidRequest(RequestError, ValueError):
@@ -63,6 +69,10 @@ class ModelNotFound(RequestError):
 
 
 class WrongMethod(RequestError):
+    pass
+
+
+class RequestStalled(RequestError):
     pass
 
 
@@ -105,6 +115,7 @@ ANSWERS: dict[type[ServeError], Answer] = {
     ModelNotFound: Answer(404, "invalid_request_error", "model_not_found", {}),
     NotFound: Answer(404, "invalid_request_error", "not_found", {}),
     WrongMethod: Answer(405, "invalid_request_error", "method_not_allowed", {}),
+    RequestStalled: Answer(408, "invalid_request_error", "request_stalled", {}),
     TooLarge: Answer(413, "invalid_request_error", "body_too_large", {}),
     HeaderTooLarge: Answer(431, "invalid_request_error", "header_too_large", {}),
     Unavailable: Answer(503, "server_error", "unavailable", {}),

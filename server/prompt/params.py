@@ -24,8 +24,8 @@ class Range(msgspec.Struct, frozen=True):
         return low and (self.high is None or value <= self.high)  # false for NaN
 
     def __str__(self) -> str:
-        low = f"greater than {self.low:g}" if self.above else f"at least {self.low:g}"
-        return low if self.high is None else f"{low} and at most {self.high:g}"
+        low = f"greater than {self.low}" if self.above else f"at least {self.low}"
+        return low if self.high is None else f"{low} and at most {self.high}"
 
 
 LARGEST = 2**31 - 1  # of a number whose real limit is the model's

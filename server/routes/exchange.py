@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serve_llm.server.admission import Applicant
-from serve_llm.server.errors import RequestError, TooLarge
+from serve_llm.server.errors import RequestError, TooLarge, Unsupported
 from serve_llm.server.generate import Generation
 from serve_llm.server.prompt.jobs import Generate
 from serve_llm.server.reply.body import body
@@ -34,6 +34,8 @@ _SSE_HEADERS = [
 async def run_job(service: Service, request: Request, kind: str, result: type[Result]) -> Result:
     """Reads the body and does the job (`prompt.jobs`) with it. Raises RequestError."""
     service.gate.check()
+    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise Unsupported(f"Content-Encoding {encoding} is not supported: send the body as it is", "Content-Encoding")
     with service.bodies.reading() as take:
         chunks, size, limit = [], 0, service.limits.body_bytes
         async for chunk in request.stream():

@@ -7,9 +7,10 @@ null field is an absent field everywhere; an unknown one is an error.
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from serve_llm.engine.limits import Limits
@@ -28,9 +29,17 @@ def _few(value: object) -> object:
     return value
 
 
+def _token_key(key: str) -> int:
+    """JSON's keys are strings; two of them must not mean the same token."""
+    if not re.fullmatch(r"-?(0|[1-9]\d{0,18})", key, re.ASCII):
+        raise ValueError("keys must be token ids")
+    return int(key)
+
+
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
-Biases = Annotated[dict[Annotated[int, Strict(False)], float], BeforeValidator(_few)]
+TokenKey = Annotated[int, BeforeValidator(_token_key, json_schema_input_type=str)]
+Biases = Annotated[dict[TokenKey, float], BeforeValidator(_few)]
 
 Ignored = Annotated[object | None, Field(description="Accepted, because real clients send it; has no effect.")]
 

@@ -68,7 +68,7 @@ class Canary(threading.Thread):
                     self.gaps.append(now - last)
                     last = now
                 ended = ended or line == b"data: [DONE]\n"
-                if b'"error"' in line:
+                if line.startswith(b'data: {"error"'):
                     self.failure = line.decode()
             if not ended:
                 self.failure = self.failure or "the stream broke off"

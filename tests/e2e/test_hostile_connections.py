@@ -63,13 +63,108 @@ def test_a_long_header_is_431(strict: Daemon, header: bytes) -> None:
         assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "header_too_large"
 
 
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+def refusal(answer: bytes) -> tuple[int, str | None]:
+    """(status, code) of an answer in the shape of all errors."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return int(head[9:12]), error["code"]
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n\r\n"])
+def test_a_client_that_sends_nothing_is_let_go(strict: Daemon, sent: bytes) -> None:
+    with connect(strict) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" if sent else b"")
+        client.sendall(sent)
+        assert read_all(client).partition(b"\r\n\r\n")[2] == (b'{"status":"ok"}' if sent else b"")
+
+
 @pytest.mark.parametrize(
-    "sent", [b"", b"GET /hea", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"]
+    "sent", [b"GET /hea", POST + b"Content-Length: 100\r\n\r\n{", POST + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"]
 )
-def test_a_client_that_falls_silent_is_let_go(strict: Daemon, sent: bytes) -> None:
+def test_a_client_that_falls_silent_is_told_so(strict: Daemon, sent: bytes) -> None:
     with connect(strict) as client:
         client.sendall(sent)
-        assert read_all(client) == b""
+        assert refusal(read_all(client)) == (408, "request_stalled")
+
+
+def test_a_body_that_trickles_is_refused(strict: Daemon) -> None:
+    with connect(strict) as client:
+        client.sendall(POST + b"Content-Length: 1000000\r\n\r\n")
+        client.settimeout(0.05)
+        answer = b""
+        for _ in range(200):
+            try:
+                client.sendall(b" ")
+                if data := client.recv(65536):
+                    answer += data
+                else:
+                    break
+            except TimeoutError:
+                pass
+            except OSError:
+                break
+        assert refusal(answer) == (408, "request_stalled")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"NONSENSE / HTTP/1.1\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
+        POST + b"Content-Length: x\r\n\r\n",
+        POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        POST + b"X: a\x00b\r\n\r\n",
+    ],
+)
+def test_what_is_not_http_is_answered_like_any_error(strict: Daemon, sent: bytes) -> None:
+    with connect(strict) as client:
+        client.sendall(sent)
+        assert refusal(read_all(client)) == (400, None)
+
+
+def test_trailers_count_as_header(strict: Daemon) -> None:
+    with connect(strict) as client:
+        client.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n" + b"X: y\r\n" * 2000)
+        assert refusal(read_all(client)) == (431, "header_too_large")
+
+
+@pytest.mark.parametrize("close", [b"", b"Connection: close\r\n"])
+def test_the_answer_to_an_enormous_body_is_read(strict: Daemon, close: bytes) -> None:
+    with connect(strict) as client:
+        client.sendall(POST + close + b"Content-Length: 100000000\r\n\r\n")
+        client.sendall(b"x" * 100_000_000)  # all of it, before the answer is looked at
+        answer = client.recv(65536)
+        assert refusal(answer) == (413, "body_too_large")
+
+
+def test_a_body_without_end_is_cut_off(strict: Daemon) -> None:
+    with connect(strict) as client:
+        client.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
+        with pytest.raises(OSError):
+            while True:
+                client.sendall(chunk)
+
+
+def generate(max_tokens: int) -> bytes:
+    body = json.dumps({"prompt": "x", "max_tokens": max_tokens, "n": 8, "ignore_eos": True, "stream": True}).encode()
+    return POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+def test_a_client_that_leaves_ends_all_that_it_asked_for(strict: Daemon) -> None:
+    before = strict.metrics()["serve_llm_generation_tokens_total"]
+    with connect(strict) as client:
+        client.sendall(generate(1900) * 3)  # the second and third wait for the first
+        assert client.recv(65536)
+    while strict.metrics()["serve_llm_num_requests_running"]:
+        pass
+    assert strict.metrics()["serve_llm_generation_tokens_total"] - before < 8 * 1900
 
 
 def test_a_client_that_does_not_read_is_let_go_and_costs_little(strict: Daemon) -> None:
@@ -80,6 +175,9 @@ def test_a_client_that_does_not_read_is_let_go_and_costs_little(strict: Daemon) 
     with connect(strict, receive_buffer=4096) as client:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
+        while strict.metrics()["serve_llm_num_requests_running"]:
+            pass
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")  # which is no sign of reading
         strict.wait_until_logged("the client did not read its answer")
     while strict.metrics()["serve_llm_num_requests_running"]:
         pass

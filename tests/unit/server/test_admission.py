@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serve_llm.engine.errors import EngineDead
-from serve_llm.server.admission import REQUEST_TOKENS, Applicant, Bodies, Gate, Ticket
+from serve_llm.server.admission import REQUEST_TOKENS, SMALL_BYTES, Applicant, Bodies, Gate, Ticket
 from serve_llm.server.errors import DeadlineExceeded, RequestError, Unavailable
 from serve_llm.server.replicas import Replicas
 from serve_llm.server.throughput import Throughput
@@ -202,10 +202,16 @@ def test_throughput_forgets_slowly() -> None:
 def test_bodies_are_bounded_together_and_given_back() -> None:
     bodies = Bodies(100)
     with bodies.reading() as first:
+        first(SMALL_BYTES)
         first(60)
         with pytest.raises(Unavailable), bodies.reading() as second:
+            second(SMALL_BYTES + 30)
             second(30)
-            second(30)
+        with bodies.reading() as small:
+            small(SMALL_BYTES // 2)
+            small(SMALL_BYTES // 2)
         first(40)
+        with bodies.reading() as small:
+            small(SMALL_BYTES)  # there is always room for it
     with bodies.reading() as third:
-        third(100)
+        third(SMALL_BYTES + 100)

@@ -275,6 +275,10 @@ BAD: list[tuple[dict[str, object], int, str | None]] = [
     ({"stop": ["x"] * 17}, 400, "stop"),
     ({"stop": {"a": 1}}, 400, "stop"),
     ({"logit_bias": {"x": 1}}, 400, "logit_bias.x"),
+    *(
+        ({"logit_bias": {key: 1}}, 400, "logit_bias")
+        for key in ("1.0", "01", "+1", "1_0", " 1", "\uff11", "", "9" * 5000)
+    ),
     ({"logit_bias": {"5": 101}}, 400, "logit_bias"),
     ({"logit_bias": {"99999": 1}}, 400, "logit_bias"),
     ({"best_of": 2}, 400, "best_of"),

@@ -120,7 +120,7 @@ def test_templates_in_requests_need_an_option(served: Served) -> None:
         ("json-depth=3", "completions", {"metadata": [[]]}, {"metadata": [[[]]]}, None),
         ("json-values=50", "completions", {"prompt": [5] * 20}, {"prompt": [5] * 60}, None),
         ("body-bytes=100", "completions", {}, {"prompt": "x" * 100}, None),
-        ("all-bodies-bytes=100", "completions", {}, {"prompt": "x" * 100}, None),
+        ("all-bodies-bytes=100", "completions", {}, {"prompt": "x" * 2**17}, None),
     ],
 )
 def test_limits(serve: Serve, limit: str, path: str, fine: object, refused: object, param: str | None) -> None:

@@ -240,6 +240,22 @@ def test_every_error_has_an_answer() -> None:
     )
 
 
+def test_an_error_quotes_no_megabytes(served: Served) -> None:
+    for body in (
+        {"x" * 10**6: 1},
+        {"prompt": "x", "model": "y" * 10**6},
+        b'{"prompt": "x", "seed": 1%s}' % (b"0" * 4000),
+    ):
+        reply = served.post("/v1/completions", body)
+        assert reply.status in (400, 404) and len(reply.content) < 2000
+
+
+def test_compressed_bodies_are_refused_by_name(served: Served) -> None:
+    reply = served.post("/v1/completions", {"prompt": "x"}, {"content-encoding": "gzip"})
+    assert reply.status == 400 and "Content-Encoding gzip" in reply.json()["error"]["message"]
+    assert served.post("/v1/completions", {"prompt": "x"}, {"content-encoding": "identity"}).status == 200
+
+
 def test_the_log_has_the_request_but_no_text(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "serve_llm")
     served.complete(prompt="a secret prompt")
