@@ -33,7 +33,10 @@ class Limits:
     prompts: int = _limit(2048, _count, "prompts of a request")
     n: int = _limit(128, _count, "choices per prompt")
     choices: int = _limit(2048, _count, "choices of a request: prompts times n")
-    prompt_tokens: int = _limit(2**22, _count, "prompt tokens of a request, counted for every choice")
+    prompt_tokens: int = _limit(
+        2**22, _count, "tokens of a request's prompts and other lists, counted for every choice"
+    )
+    logprobs: int = _limit(2**23, _count, "log-probabilities that a request may ask for, of all choices together")
     stop_strings: int = _limit(16, _count, "stop strings")
     stop_characters: int = _limit(1024, _count, "characters of a stop string or bad word")
     bad_words: int = _limit(256, _count, "bad words")

@@ -70,14 +70,21 @@ def _mask(scores: Tensor, sampling: Sampling, prompt_ids: Ids, output_ids: Ids) 
 
 
 def _bad_word_ends(bad_words: Iterable[tuple[int, ...]], prompt_ids: Ids, output_ids: Ids) -> set[int]:
-    """The last ids of the bad words whose other ids are the latest ones; a word may begin in the prompt."""
+    """The last ids of the bad words whose other ids are the latest ones; a word may begin in the prompt. In every step
+    all words are looked at, so most are let go after one comparison."""
     ends = set()
-    for *beginning, end in bad_words:
-        split = max(0, len(beginning) - len(output_ids))
-        latest = [*prompt_ids[len(prompt_ids) - split :], *output_ids[len(output_ids) - len(beginning) + split :]]
-        if split <= len(prompt_ids) and latest == beginning:
-            ends.add(end)
+    latest = next((int(ids[-1]) for ids in (output_ids, prompt_ids) if len(ids)), None)
+    for word in bad_words:
+        if len(word) == 1 or (word[-2] == latest and _ends_with(prompt_ids, output_ids, word[:-1])):
+            ends.add(word[-1])
     return ends
+
+
+def _ends_with(prompt_ids: Ids, output_ids: Ids, ids: tuple[int, ...]) -> bool:
+    split = max(0, len(ids) - len(output_ids))
+    if split > len(prompt_ids):
+        return False
+    return (*prompt_ids[len(prompt_ids) - split :], *output_ids[len(output_ids) - len(ids) + split :]) == ids
 
 
 def _index(ids: Iterable[int], scores: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from serve_llm.engine.types import ModelFacts
 from serve_llm.server.errors import ContextTooLong, InvalidRequest, Unsupported
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.template import ChatTemplate
-from serve_llm.server.prompt.validate import TextRequest, check_text, prepare
+from serve_llm.server.prompt.validate import TextRequest, check_text, check_volume, prepare
 from serve_llm.server.schema.chat import ChatMessage, ChatRequest, TemplateBody
 from serve_llm.server.schema.common import SamplingBody, parse_body
 from serve_llm.server.schema.completions import CompletionRequest
@@ -78,7 +78,6 @@ def chat(content: bytes, context: Context) -> Generate:
             param="messages",
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
-            max_prompt_tokens=context.limits.prompt_tokens,
         )
     except ContextTooLong as error:
         if error.param != "max_tokens" or body.max_completion_tokens is None:
@@ -86,6 +85,7 @@ def chat(content: bytes, context: Context) -> Generate:
         raise ContextTooLong(
             error.message.replace("max_tokens", "max_completion_tokens"), "max_completion_tokens"
         ) from None
+    check_volume(request, context.limits, "messages")
     return _generate(request, body, model)
 
 
@@ -115,8 +115,8 @@ def completion(content: bytes, context: Context) -> Generate:
         default_max_tokens=_DEFAULT_MAX_TOKENS,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
-        max_prompt_tokens=context.limits.prompt_tokens,
     )
+    check_volume(request, context.limits, "prompt")
     return _generate(request, body, model)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -24,13 +25,14 @@ import msgspec
 from serve_llm.engine.options import Options
 from serve_llm.engine.types import ModelFacts
 from serve_llm.server import errors
-from serve_llm.server.errors import InvalidRequest, RequestError, Unavailable
+from serve_llm.server.errors import DeadlineExceeded, InvalidRequest, RequestError, Unavailable
 from serve_llm.server.prompt.jobs import JOBS, Context, NotHere
 
 Result = TypeVar("Result", bound=msgspec.Struct)
 
 SMALL_BYTES = 8192  # of a body: about a millisecond of work, for which the event loop may stand still
 MAX_JOBS = 256  # at a time, most of which wait
+MAX_WAIT_SECONDS = 10.0  # for a job's turn, as far as can be told
 START_SECONDS = 60.0  # for a worker's imports and the tokenizer
 GRACE_SECONDS = 0.5  # for a job's answer to be read after its time was over
 LENGTH = struct.Struct(">I")  # before each message
@@ -57,6 +59,12 @@ class Refused(msgspec.Struct, array_like=True, tag=True):
     param: str | None
 
 
+class Broken(msgspec.Struct, array_like=True, tag=True):
+    """A bug of ours."""
+
+    traceback: str
+
+
 class Done(msgspec.Struct, array_like=True, tag=True):
     result: bytes  # a struct of `jobs`, encoded
 
@@ -68,34 +76,40 @@ class PromptPool:
         self._context = context
         self._setup = Setup(str(context.model.directory), options, context.facts)
         self._seconds = context.limits.prompt_seconds
-        self._size = max(1, min(4, (os.cpu_count() or 1) // 2))
+        self._size = max(2, min(4, (os.cpu_count() or 1) // 2))  # two at least: one may be busy with a bomb
         self._threads: ThreadPoolExecutor | None = None
         self._own = threading.local()  # each thread has a worker of its own
         self._workers: set[Worker] = set()
         self._num_jobs = 0
+        self._job_seconds = 0.0  # that jobs take lately
         self._is_closed = False
 
     def warm(self) -> None:
         """Start the first worker now, so that nobody waits for it."""
         self._executor().submit(self._worker)
 
-    async def run(self, kind: str, content: bytes, result: type[Result]) -> Result:
-        """What `JOBS[kind]` makes of a body. Raises RequestError."""
+    async def run(self, kind: str, content: bytes, result: type[Result], deadline: float | None = None) -> Result:
+        """What `JOBS[kind]` makes of a body. Raises RequestError; DeadlineExceeded where its turn comes
+        after the `deadline` (in time.perf_counter()'s seconds)."""
         if len(content) <= SMALL_BYTES:
             with contextlib.suppress(NotHere):
                 found = JOBS[kind](content, self._context)
                 assert isinstance(found, result)
                 return found
-        if self._num_jobs >= MAX_JOBS:
-            raise Unavailable("too many large requests wait to be read")
+        wait = self._num_jobs / self._size * self._job_seconds
+        if self._num_jobs >= MAX_JOBS or (self._num_jobs > self._size and wait > MAX_WAIT_SECONDS):
+            raise Unavailable("too many large requests wait to be read", retry_after=max(1, round(wait)))
         self._num_jobs += 1
         try:
-            reply = await asyncio.get_running_loop().run_in_executor(self._executor(), self._run_apart, kind, content)
+            work = functools.partial(self._run_apart, kind, content, deadline)
+            reply = await asyncio.get_running_loop().run_in_executor(self._executor(), work)
         finally:
             self._num_jobs -= 1
         if isinstance(reply, Refused):
             error: RequestError = getattr(errors, reply.kind)(reply.message, reply.param)
             raise error
+        if isinstance(reply, Broken):
+            raise RuntimeError(reply.traceback)
         return msgspec.msgpack.decode(reply.result, type=result)
 
     def close(self) -> None:
@@ -123,13 +137,18 @@ class PromptPool:
             worker.start(self._setup)
         return worker
 
-    def _run_apart(self, kind: str, content: bytes) -> Done | Refused:
+    def _run_apart(self, kind: str, content: bytes, deadline: float | None) -> Done | Refused | Broken:
+        worker, began = self._worker(), time.perf_counter()
+        if deadline is not None and began > deadline:
+            raise DeadlineExceeded("the request's time was over before it was read")
         try:
-            return self._worker().run(Job(kind, content), self._seconds)
+            return worker.run(Job(kind, content), self._seconds)
         except TimeoutError:
             raise InvalidRequest(f"reading, template and tokenizing took more than {self._seconds:g} s") from None
         except (OSError, EOFError, ValueError):
             raise InvalidRequest("the process that read the request ended: it takes too much memory") from None
+        finally:
+            self._job_seconds = 0.7 * self._job_seconds + 0.3 * (time.perf_counter() - began)
 
 
 class Worker:
@@ -156,11 +175,11 @@ class Worker:
             self.end()
             raise Unavailable(f"the process that reads large requests did not start: {error}") from None
 
-    def run(self, job: Job, seconds: float) -> Done | Refused:
+    def run(self, job: Job, seconds: float) -> Done | Refused | Broken:
         """Raises TimeoutError, EOFError or OSError when it takes too much; the process is gone then."""
         try:
             self._send(msgspec.msgpack.encode(job))
-            return msgspec.msgpack.decode(self._receive(seconds + GRACE_SECONDS), type=Done | Refused)
+            return msgspec.msgpack.decode(self._receive(seconds + GRACE_SECONDS), type=Done | Refused | Broken)
         except EOFError:
             self.end()
             if self._process.returncode == -signal.SIGALRM:  # its own alarm clock

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
+from serve_llm.engine.limits import Limits
 from serve_llm.engine.types import ModelFacts, Sampling
 from serve_llm.server.errors import ContextTooLong, InvalidRequest
 from serve_llm.server.prompt.model import ServedModel
@@ -48,14 +49,12 @@ def prepare(
     default_max_tokens: int | None = None,
     priority: int = 0,
     cache_salt: str = "",
-    max_prompt_tokens: int | None = None,
 ) -> TextRequest:
     """Checks everything against the model. Raises InvalidRequest.
 
     `param`: the field that the prompts came from. `echo`: put each prompt in front of its choices and their logprobs,
     as the text that the client sent or, for None, as the ids' text. `default_max_tokens`: where `params.max_tokens` is
-    None, no more than that, even if there is room. `max_prompt_tokens`: every choice's prompt counted, because each is
-    a copy on its way to the engine.
+    None, no more than that, even if there is room.
     """
     for name, ids in (
         ("stop_token_ids", params.stop_token_ids),
@@ -75,8 +74,6 @@ def prepare(
         _check_ids(ids, facts.vocab_size, param)
         cut.append(ids)
         samplings.append(_sampling(params, max_tokens, bad_words_ids, model, facts.vocab_size))
-    if max_prompt_tokens is not None and sum(map(len, cut)) * params.n > max_prompt_tokens:
-        raise InvalidRequest(f"prompts times n are more than {max_prompt_tokens} tokens in one request", param)
     echoes = None
     if echo is not None:
         echoes = [
@@ -94,6 +91,30 @@ def prepare(
         priority=priority,
         cache_salt=cache_salt,
     )
+
+
+def check_volume(request: TextRequest, limits: Limits, param: str) -> None:
+    """Refuses what would take too much memory on its way to the engine and back. Raises InvalidRequest."""
+    num_ids = num_logprobs = 0
+    for ids, one in zip(request.prompts, request.samplings, strict=True):
+        num_ids += len(ids) + len(one.logit_bias) + len(one.allowed_token_ids) + sum(map(len, one.bad_words_ids))
+        num_ids += len(request.params.stop_token_ids or ())
+        if one.logprobs is not None:
+            num_logprobs += one.max_tokens * (one.logprobs + 1)
+        if one.prompt_logprobs is not None:
+            num_logprobs += len(ids) * (one.prompt_logprobs + 1)
+    n = request.params.n
+    if num_ids * n > limits.prompt_tokens:
+        raise InvalidRequest(
+            f"prompts and other lists of tokens, times n, are {num_ids * n} tokens, more than {limits.prompt_tokens}",
+            param,
+        )
+    if num_logprobs * n > limits.logprobs:
+        raise InvalidRequest(
+            f"up to {num_logprobs * n} log-probabilities are asked for, more than {limits.logprobs}: ask for fewer "
+            "tokens, choices or logprobs",
+            "logprobs",
+        )
 
 
 def _check_ids(ids: Collection[int], vocab_size: int, param: str) -> None:

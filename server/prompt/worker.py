@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,7 +20,7 @@ from serve_llm.engine.limits import Limits
 from serve_llm.server.errors import InvalidRequest, RequestError
 from serve_llm.server.prompt.jobs import JOBS, Context
 from serve_llm.server.prompt.model import ServedModel
-from serve_llm.server.prompt.pool import LENGTH, Done, Job, Refused, Setup
+from serve_llm.server.prompt.pool import LENGTH, Broken, Done, Job, Refused, Setup
 
 MEMORY_BYTES = 2**30  # that jobs may take besides what the process has at its start
 
@@ -34,6 +35,7 @@ def main() -> None:
     trusts = setup.options.trust_request_chat_template
     context = Context(model, setup.facts, limits, trusts_templates=trusts, is_apart=True)
     _limit_memory()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what libraries print when memory runs out is no news for the log
     _write(answer, b"")
     while message := _read(receive):
         job = msgspec.msgpack.decode(message, type=Job)
@@ -43,13 +45,15 @@ def main() -> None:
         _write(answer, msgspec.msgpack.encode(reply))
 
 
-def _run(job: Job, context: Context) -> Done | Refused:
+def _run(job: Job, context: Context) -> Done | Refused | Broken:
     try:
         return Done(msgspec.msgpack.encode(JOBS[job.kind](job.content, context)))
     except RequestError as error:
         return Refused(type(error).__name__, error.message, error.param)
     except (MemoryError, RecursionError) as error:
         return Refused(InvalidRequest.__name__, f"the request takes too much to read: {type(error).__name__}", None)
+    except Exception:
+        return Broken(traceback.format_exc())
 
 
 def _limit_memory() -> None:

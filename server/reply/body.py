@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from serve_llm.server.reply.delta import Delta, TokenCounts
 from serve_llm.server.reply.shape import Head, Shape, usage_of
+from serve_llm.server.reply.slices import Turns, choice_fields
 
 
-def body(shape: Shape, head: Head, deltas: list[Delta], counts: TokenCounts) -> bytes:
+async def body(shape: Shape, head: Head, deltas: list[Delta], counts: TokenCounts) -> bytes:
     """`deltas`: one per choice, each with everything."""
-    return shape.reply(head, deltas, usage_of(counts)).model_dump_json(exclude_unset=True).encode()
+    turns = Turns()
+    reply = shape.reply(head, usage_of(counts)).model_dump(exclude_unset=True)
+    reply["choices"] = [await choice_fields(shape.choice, delta, turns) for delta in deltas]
+    return msgspec.json.encode(reply)

@@ -27,6 +27,7 @@ class Delta(msgspec.Struct):
     finish_reason: FinishReason | None = None  # set in the last one of its choice
     stop_reason: int | str | None = None  # the stop id or stop string that ended the text, if one did
     prompt_logprobs: list[TokenLogprobs] | None = None  # in the first one, if they were asked for
+    prompt_start: int = 1  # position in the prompt of the first of them
 
 
 class TokenCounts(msgspec.Struct, frozen=True):

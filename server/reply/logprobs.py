@@ -62,9 +62,9 @@ def chat_logprobs(entries: Sequence[TokenEntry], count: int, tokenizer: Tokenize
 def prompt_logprobs(
     found: Sequence[TokenLogprobs], ids: Sequence[int], count: int, tokenizer: Tokenizer
 ) -> PromptLogprobs:
-    """One dictionary by token id per prompt token, null for the first: the `count` likeliest and the token itself."""
-    shown: PromptLogprobs = [None]
-    for token_id, logprobs in zip(ids[1:], found, strict=True):
+    """One dictionary by token id per prompt token: the `count` likeliest and the token itself."""
+    shown: PromptLogprobs = []
+    for token_id, logprobs in zip(ids, found, strict=True):
         ranked = [(*pair, rank) for rank, pair in enumerate(_likeliest(logprobs, count), start=1)]
         ranked.append((token_id, _finite(logprobs.logprob), logprobs.rank))
         shown.append(

@@ -35,7 +35,11 @@ class Shape(Protocol):
 
     plain: tuple[bytes, bytes]
 
-    def reply(self, head: Head, deltas: list[Delta], usage: Usage) -> BaseModel: ...
+    def reply(self, head: Head, usage: Usage) -> BaseModel:
+        """Without choices."""
+
+    def choice(self, delta: Delta) -> BaseModel:
+        """One of a reply."""
 
     def event(self, head: Head, delta: Delta | None) -> Event:
         """Without usage; without a choice if there is no delta."""
@@ -71,30 +75,31 @@ class _Details:
             if delta.first:
                 fields["prompt_token_ids"] = prompt_ids
         if delta.prompt_logprobs is not None:
-            count = self.request.params.prompt_logprobs or 0
-            fields["prompt_logprobs"] = prompt_logprobs(delta.prompt_logprobs, prompt_ids, count, self.tokenizer)
+            count, start = self.request.params.prompt_logprobs or 0, delta.prompt_start
+            ids = prompt_ids[start : start + len(delta.prompt_logprobs)]
+            shown = prompt_logprobs(delta.prompt_logprobs, ids, count, self.tokenizer)
+            fields["prompt_logprobs"] = [None, *shown] if start == 1 else shown  # none for the very first token
         return fields
 
 
 class CompletionShape(_Details):
     plain = (b'"text":', b',"logprobs":null,"finish_reason":null}')
 
-    def reply(self, head: Head, deltas: list[Delta], usage: Usage) -> BaseModel:
-        reply = self._object(head, deltas)
+    def reply(self, head: Head, usage: Usage) -> BaseModel:
+        reply = self._object(head, [])
         reply.usage = usage
         return reply
 
     def event(self, head: Head, delta: Delta | None) -> Event:
-        return self._object(head, [] if delta is None else [delta])
+        return self._object(head, [] if delta is None else [self.choice(delta)])
 
     def opening(self, head: Head, delta: Delta) -> Event | None:
         return None
 
-    def _object(self, head: Head, deltas: list[Delta]) -> completions.Completion:
-        choices = [self._choice(delta) for delta in deltas]
+    def _object(self, head: Head, choices: list[completions.CompletionChoice]) -> completions.Completion:
         return completions.Completion(object="text_completion", choices=choices, **msgspec.structs.asdict(head))
 
-    def _choice(self, delta: Delta) -> completions.CompletionChoice:
+    def choice(self, delta: Delta) -> completions.CompletionChoice:
         logprobs = None
         if self.num_logprobs is not None:
             logprobs = completion_logprobs(delta.entries, self.num_logprobs, self.tokenizer)
@@ -104,18 +109,12 @@ class CompletionShape(_Details):
 class ChatShape(_Details):
     plain = (b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null}')
 
-    def reply(self, head: Head, deltas: list[Delta], usage: Usage) -> BaseModel:
-        choices = [
-            chat.ChatChoice(
-                message=chat.ChatReplyMessage(role="assistant", content=delta.text),
-                logprobs=self._logprobs(delta),
-                **self.ending(delta),  # type: ignore[arg-type]
-            )
-            for delta in deltas
-        ]
-        return chat.ChatCompletion(
-            object="chat.completion", choices=choices, usage=usage, **msgspec.structs.asdict(head)
-        )
+    def reply(self, head: Head, usage: Usage) -> BaseModel:
+        return chat.ChatCompletion(object="chat.completion", choices=[], usage=usage, **msgspec.structs.asdict(head))
+
+    def choice(self, delta: Delta) -> BaseModel:
+        message = chat.ChatReplyMessage(role="assistant", content=delta.text)
+        return chat.ChatChoice(message=message, logprobs=self._logprobs(delta), **self.ending(delta))  # type: ignore[arg-type]
 
     def event(self, head: Head, delta: Delta | None) -> Event:
         choices = []

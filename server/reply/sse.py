@@ -10,6 +10,7 @@ import msgspec
 from serve_llm.server.errors import RequestError, error_body
 from serve_llm.server.reply.delta import Delta, TokenCounts
 from serve_llm.server.reply.shape import Event, Head, Shape, usage_of
+from serve_llm.server.reply.slices import Turns, choice_fields, is_long
 
 DONE = b"data: [DONE]\n\n"
 
@@ -28,17 +29,15 @@ class Events:
         self._before, self._after = _templates(shape, head, include_usage)
         self._starts: dict[int, bytes] = {}  # by choice
 
-    def encode(self, deltas: list[Delta], counts: TokenCounts | None) -> bytes:
+    async def encode(self, deltas: list[Delta], counts: TokenCounts | None) -> bytes:
         """The events for what is new. `counts` is needed for continuous usage only."""
-        if self._continuous:
-            return b"".join(self._event(delta, counts) for delta in deltas)
-        events = []
+        events, turns = [], Turns()
         for delta in deltas:
-            if self._shape.is_plain(delta):
-                if delta.text:  # else nothing is certain yet
-                    events.append(self._start(delta.index) + _json(delta.text) + self._after)
-            else:
-                events.append(self._event(delta, None))
+            if self._continuous or not self._shape.is_plain(delta):
+                events.append(await self._event(delta, counts, turns))
+            elif delta.text:  # else nothing is certain yet
+                events.append(self._start(delta.index) + _json(delta.text) + self._after)
+            await turns.pause()
         return b"".join(events)
 
     def end(self, counts: TokenCounts) -> bytes:
@@ -60,18 +59,23 @@ class Events:
             start = self._starts[index] = self._before % index
         return start
 
-    def _event(self, delta: Delta, counts: TokenCounts | None) -> bytes:
-        found = [self._shape.opening(self._head, delta) if delta.first else None, self._shape.event(self._head, delta)]
-        lines = []
-        for event in found:
-            if event is None:
-                continue
-            if counts is not None:
-                event.usage = usage_of(counts)
-            elif self._include_usage:
-                event.usage = None
-            lines.append(_line(event))
-        return b"".join(lines)
+    async def _event(self, delta: Delta, counts: TokenCounts | None, turns: Turns) -> bytes:
+        opening = self._shape.opening(self._head, delta) if delta.first else None
+        long = is_long(delta)
+        event = self._shape.event(self._head, None if long else delta)
+        for one in (event, opening):
+            if one is not None and counts is not None:
+                one.usage = usage_of(counts)
+            elif one is not None and self._include_usage:
+                one.usage = None
+        start = b"" if opening is None else _line(opening)
+        if not long:
+            return start + _line(event)
+        fields = event.model_dump(exclude_unset=True)
+        fields["choices"] = [
+            await choice_fields(lambda part: self._shape.event(self._head, part).choices[0], delta, turns)
+        ]
+        return start + b"data: " + _json(fields) + b"\n\n"
 
 
 def _line(event: Event) -> bytes:

@@ -27,6 +27,6 @@ def router(service: Service) -> APIRouter:
 async def answer(service: Service, request: Request) -> Response:
     """Everything up to the generation, which starts when the response is sent. Raises RequestError."""
     caller = service.caller(request)
-    made = await run_job(service, request, "chat", Generate)
+    made = await run_job(service, request, "chat", Generate, caller.deadline)
     shape = ChatShape(service.model.tokenizer, made.request, made.return_token_ids)
     return GenerationResponse(service, caller, made, shape, service.head("chatcmpl", made.model))

@@ -31,7 +31,9 @@ _SSE_HEADERS = [
 ]
 
 
-async def run_job(service: Service, request: Request, kind: str, result: type[Result]) -> Result:
+async def run_job(
+    service: Service, request: Request, kind: str, result: type[Result], deadline: float | None = None
+) -> Result:
     """Reads the body and does the job (`prompt.jobs`) with it. Raises RequestError."""
     service.gate.check()
     if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
@@ -44,7 +46,7 @@ async def run_job(service: Service, request: Request, kind: str, result: type[Re
                 raise TooLarge(f"the body is longer than {limit} bytes")
             take(len(chunk))
             chunks.append(chunk)
-        return await service.prompts.run(kind, b"".join(chunks), result)
+        return await service.prompts.run(kind, b"".join(chunks), result, deadline)
 
 
 class GenerationResponse(Response):
@@ -89,7 +91,7 @@ class GenerationResponse(Response):
     async def _send_body(self, send: Send) -> None:
         deltas = await self._generation.whole()
         if not self._generation.closed:
-            content = body(self._shape, self._head, deltas, self._generation.counts())
+            content = await body(self._shape, self._head, deltas, self._generation.counts())
             headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": content})
@@ -104,7 +106,7 @@ class GenerationResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
         try:
             while deltas:
-                content = events.encode(deltas, generation.counts() if continuous else None)
+                content = await events.encode(deltas, generation.counts() if continuous else None)
                 if content:
                     await send({"type": "http.response.body", "body": content, "more_body": True})
                 deltas = await generation.next()

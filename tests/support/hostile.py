@@ -24,7 +24,7 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    families = (numbers, types, texts, ids, sizes, malformed, templates, routes, headers)
+    families = (numbers, types, texts, ids, sizes, costly, malformed, templates, routes, headers)
     return [case for family in families for case in family()]
 
 
@@ -123,6 +123,25 @@ def sizes() -> Iterator[Case]:
     yield Case("body", COMPLETIONS, b" " * (17 * 2**20))
     yield Case("values", COMPLETIONS, b'{"prompt": [' + b"1," * 2_000_000 + b"1]}")
     yield Case("tokenize", "/tokenize", json.dumps({"prompt": 3, "x": "y" * 10**6}).encode())
+
+
+def costly() -> Iterator[Case]:
+    """Within the limits, and much work: it must not stall others."""
+    found = [
+        completion("bad words", n=16, max_tokens=20, bad_words=[f"{number} " * 200 for number in range(256)]),
+        completion("biases", n=64, max_tokens=5, logit_bias={str(number): 1 for number in range(4096)}),
+        completion("logprobs", n=32, max_tokens=100, logprobs=20, ignore_eos=True),
+        completion("prompt logprobs", prompt=[[number + 5] * 1000 for number in range(8)], prompt_logprobs=20),
+        completion("echo", prompt=[[number + 5] * 1000 for number in range(8)], logprobs=20, echo=True),
+        completion("choices", n=128, prompt=["x"] * 8, stream=True),
+        chat("top logprobs", n=32, max_tokens=100, logprobs=True, top_logprobs=20),
+    ]
+    found.append(Case("tokens", "/tokenize", json.dumps({"prompt": "word and word " * 40_000}).encode()))
+    found.append(Case("text", "/detokenize", json.dumps({"tokens": [300] * 500_000}).encode()))
+    for case in found:
+        yield case._replace(statuses=CLIENT_ERROR | {200})
+    yield completion("all logprobs", n=128, prompt=["x"] * 16, max_tokens=2000, logprobs=20)
+    yield completion("all bad words", n=128, bad_words=[f"{number} " * 200 for number in range(256)])
 
 
 def malformed() -> Iterator[Case]:

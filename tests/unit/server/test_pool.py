@@ -12,7 +12,7 @@ import pytest
 
 from serve_llm.engine.limits import Limits
 from serve_llm.engine.options import Options
-from serve_llm.server.errors import InvalidRequest
+from serve_llm.server.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from serve_llm.server.prompt.jobs import Context, Tokens
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import SMALL_BYTES, PromptPool
@@ -61,6 +61,23 @@ def test_a_process_that_dies_or_hangs_is_replaced(pool: PromptPool, number: sign
         with pytest.raises(InvalidRequest, match="more than 1 s"):
             asyncio.run(pool.run("tokenize", large(), Tokens))
         assert time.monotonic() - began < 10
+    assert asyncio.run(pool.run("tokenize", large(), Tokens)).ids
+
+
+def test_a_bug_in_a_process_apart_is_not_the_clients_fault(pool: PromptPool) -> None:
+    with pytest.raises(RuntimeError, match="KeyError: 'nonsense'"):
+        asyncio.run(pool.run("nonsense", large(), Tokens))
+
+
+def test_a_crowd_is_refused_and_deadlines_hold(pool: PromptPool) -> None:
+    async def crowd() -> list[object]:
+        jobs = (pool.run("tokenize", large(), Tokens, time.perf_counter() - 1) for _ in range(4))
+        return await asyncio.gather(*jobs, return_exceptions=True)
+
+    pool._job_seconds = 30.0  # as after many bombs
+    *late, refused = asyncio.run(crowd())
+    assert [type(one) for one in late] == [DeadlineExceeded] * 3
+    assert isinstance(refused, Unavailable) and refused.retry_after == 45
     assert asyncio.run(pool.run("tokenize", large(), Tokens)).ids
 
 

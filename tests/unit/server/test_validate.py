@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
+from serve_llm.engine.limits import Limits
 from serve_llm.server.errors import InvalidRequest
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.params import SamplingParams
-from serve_llm.server.prompt.validate import TextRequest, check_text, prepare
+from serve_llm.server.prompt.validate import TextRequest, check_text, check_volume, prepare
 from support.fakes import facts
 
 FACTS = facts(max_model_len=32, vocab_size=4096)
@@ -87,9 +89,25 @@ def test_ids_outside_the_vocabulary_are_refused(
     assert caught.value.param == param
 
 
-def test_too_many_tokens_in_one_request_are_refused(model: ServedModel) -> None:
-    with pytest.raises(InvalidRequest, match="in one request"):
-        prepare([[40] * 40_000], SamplingParams(n=128), model, facts(max_model_len=50_000), max_prompt_tokens=2**22)
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        ({"n": 5}, "more than 4000"),
+        ({"logit_bias": dict.fromkeys(range(4000), 1)}, "more than 4000"),
+        ({"allowed_token_ids": list(range(4000))}, "more than 4000"),
+        ({"stop_token_ids": list(range(4000))}, "more than 4000"),
+        ({"bad_words": ["x y z " * 500, "q " * 500]}, "more than 4000"),
+        ({"logprobs": 20, "max_tokens": 50}, "1050 log-probabilities"),
+        ({"logprobs": 4, "n": 3, "max_tokens": 99}, "1485 log-probabilities"),
+        ({"prompt_logprobs": 1}, "2000 log-probabilities"),
+    ],
+)
+def test_too_much_in_one_request_is_refused(model: ServedModel, params: dict[str, object], problem: str) -> None:
+    limits = Limits(prompt_tokens=4000, logprobs=1000)
+    for given, expected in ((params, pytest.raises(InvalidRequest, match=problem)), ({}, nullcontext())):
+        request = prepare([[40] * 1000], SamplingParams(**given), model, facts(max_model_len=5000))
+        with expected:
+            check_volume(request, limits, "prompt")
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(model: ServedModel) -> None:
