@@ -42,7 +42,7 @@ class Limits:
     bad_words: int = _limit(256, _count, "bad words")
     logit_bias: int = _limit(4096, _count, "tokens with a bias")
     template_characters: int = _limit(2**22, _count, "characters that the chat template writes")
-    prompt_seconds: float = _limit(3.0, values.seconds, "seconds that parsing, template and tokenizing may take")
+    prompt_seconds: float = _limit(2.0, values.seconds, "seconds that parsing, template and tokenizing may take")
     stall_seconds: float = _limit(
         30.0, values.seconds, "seconds for which a client may read, or send, nothing, and that a MiB of a body may take"
     )

@@ -53,6 +53,7 @@ class Ticket:
         self.num_requests, self.num_tokens = applicant.num_requests, applicant.num_tokens  # that still wait
         self.began_at: float | None = None  # None: nothing was sent, so it can still be refused
         self.num_generated = 0  # tokens of each choice, set before the end
+        self.is_whole = False  # ended by itself, set before the end
         self.num_restarts = gate.num_restarts
         self._gate = gate
 
@@ -227,7 +228,7 @@ class Gate:
             return
         del self._open[ticket]
         if ticket.began_at is not None and ticket.num_generated and ticket.num_restarts == self.num_restarts:
-            self._pace.count(ticket.num_generated, self._clock() - ticket.began_at)
+            self._pace.count(ticket.num_generated, self._clock() - ticket.began_at, is_whole=ticket.is_whole)
         if ticket.num_requests:
             self.take_out(ticket, ticket.num_requests, ticket.num_tokens, served=False)
         if not self._open:

@@ -97,6 +97,11 @@ class Generation:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
+    @property
+    def is_whole(self) -> bool:
+        """All choices have ended by themselves."""
+        return not self._open and not self.closed and self._error is None
+
     def close(self) -> None:
         """Abort what is still open; who waits in `next` or `whole` gets nothing more. Idempotent."""
         self.closed = True

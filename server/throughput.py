@@ -13,19 +13,26 @@ class Pace:
     """How long requests go on after their first token: seconds per token, and tokens, of the latest ones."""
 
     def __init__(self) -> None:
-        self._requests = self._tokens = self._seconds = 0.0
+        self._requests = self._whole_tokens = 0.0  # of those that ended by themselves
+        self._tokens = self._seconds = self._error = 0.0
 
-    def count(self, num_tokens: int, seconds: float) -> None:
-        """A request has ended."""
-        self._requests = KEPT * self._requests + 1
+    def count(self, num_tokens: int, seconds: float, *, is_whole: bool) -> None:
+        """A request has ended. `is_whole`: by itself. Others would have had more tokens."""
+        if self._tokens:
+            expected = num_tokens * self._seconds / self._tokens
+            self._error = KEPT * self._error + (1 - KEPT) * abs(seconds - expected)
         self._tokens = KEPT * self._tokens + num_tokens
         self._seconds = KEPT * self._seconds + seconds
+        if is_whole:
+            self._requests = KEPT * self._requests + 1
+            self._whole_tokens = KEPT * self._whole_tokens + num_tokens
 
     def seconds_for(self, max_tokens: int) -> float:
-        """What a request that may generate so many is expected to take: it may as well stop as early as others do."""
+        """What a request that may generate so many will hardly exceed: it may as well stop as early as others do."""
         if not self._tokens:
             return 0.0
-        return min(max_tokens, self._tokens / self._requests) * self._seconds / self._tokens
+        usual = self._whole_tokens / self._requests if self._requests else max_tokens
+        return min(max_tokens, usual) * self._seconds / self._tokens + 2 * self._error
 
 
 class Throughput:

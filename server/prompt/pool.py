@@ -76,7 +76,7 @@ class PromptPool:
         self._context = context
         self._setup = Setup(str(context.model.directory), options, context.facts)
         self._seconds = context.limits.prompt_seconds
-        self._size = max(2, min(4, (os.cpu_count() or 1) // 2))  # two at least: one may be busy with a bomb
+        self._size = max(3, min(4, (os.cpu_count() or 1) // 2))  # of few cores too: some may be busy with bombs
         self._threads: ThreadPoolExecutor | None = None
         self._own = threading.local()  # each thread has a worker of its own
         self._workers: set[Worker] = set()

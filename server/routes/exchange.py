@@ -86,6 +86,7 @@ class GenerationResponse(Response):
                 watch.cancel()
                 if timer is not None:
                     timer.cancel()
+                ticket.is_whole = generation.is_whole
                 ticket.num_generated = generation.counts().completion // len(generation.choices)
 
     async def _send_body(self, send: Send) -> None:

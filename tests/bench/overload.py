@@ -62,9 +62,9 @@ async def request(port: int, key: str, rng: random.Random, tally: Tally, deadlin
     return status
 
 
-async def closed_loop(port: int, seconds: float) -> float:
+async def closed_loop(port: int, seconds: float, rng: random.Random) -> float:
     """Goodput with CLIENTS clients that wait for each answer."""
-    tally, rng = Tally(), random.Random(1)
+    tally = Tally()
     ends = time.monotonic() + seconds
 
     async def client(number: int) -> None:
@@ -76,9 +76,11 @@ async def closed_loop(port: int, seconds: float) -> float:
     return tally.good / (time.monotonic() - began)
 
 
-async def open_loop(port: int, seconds: float, rates: dict[str, float], deadline: float) -> tuple[float, Tally]:
+async def open_loop(
+    port: int, seconds: float, rates: dict[str, float], deadline: float, rng: random.Random
+) -> tuple[float, Tally]:
     """Goodput with requests that arrive at random, each key at its rate per second."""
-    tally, rng, sent = Tally(), random.Random(2), []
+    tally, sent = Tally(), []
     total, began = sum(rates.values()), time.monotonic()
     at = began
     while (at := at + rng.expovariate(total)) < began + seconds:
@@ -94,12 +96,13 @@ def jain(values: list[float]) -> float:
 
 
 async def measure(port: int, seconds: float) -> dict[str, float]:
-    await closed_loop(port, 2.0)  # warm
-    peak = await closed_loop(port, seconds)
+    rng = random.Random(1)  # one for all, so that no prompt is cached from a phase before
+    await closed_loop(port, 2.0, rng)  # warm
+    peak = await closed_loop(port, seconds, rng)
     deadline = 2 * CLIENTS / peak
-    even, tally = await open_loop(port, seconds, {key: 3 * peak / len(KEYS) for key in KEYS}, deadline)
+    even, tally = await open_loop(port, seconds, {key: 3 * peak / len(KEYS) for key in KEYS}, deadline, rng)
     rates = {key: 3 * peak / 19 * (10 if key == KEYS[0] else 1) for key in KEYS}
-    _, uneven = await open_loop(port, seconds, rates, deadline)
+    _, uneven = await open_loop(port, seconds, rates, deadline, rng)
     return {
         "peak_requests_per_second": round(peak, 1),
         "deadline_seconds": round(deadline, 2),

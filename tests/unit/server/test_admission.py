@@ -8,7 +8,7 @@ from serve_llm.engine.errors import EngineDead
 from serve_llm.server.admission import REQUEST_TOKENS, SMALL_BYTES, Applicant, Bodies, Gate, Ticket
 from serve_llm.server.errors import DeadlineExceeded, RequestError, Unavailable
 from serve_llm.server.replicas import Replicas
-from serve_llm.server.throughput import Throughput
+from serve_llm.server.throughput import Pace, Throughput
 from support.fakes import ScriptedEngine
 
 
@@ -164,7 +164,7 @@ def test_what_others_took_after_their_first_token_counts_as_well() -> None:
         with desk.admit() as ticket:
             ticket.began(10)
             desk.now += 4.0
-            ticket.num_generated = 40
+            ticket.num_generated, ticket.is_whole = 40, True
     with pytest.raises(Unavailable, match="about 1"):  # 10 of the tokens that take 0.1 s each
         desk.admit(seconds=0.9)
     waiting = desk.admit(seconds=1.5)
@@ -175,6 +175,24 @@ def test_what_others_took_after_their_first_token_counts_as_well() -> None:
     begun.began(10)
     begun.expire()
     assert len(desk.ended) == 1
+
+
+def test_those_that_were_cut_short_do_not_make_requests_look_short() -> None:
+    pace = Pace()
+    for _ in range(50):
+        pace.count(40, 4.0, is_whole=True)
+        pace.count(10, 1.0, is_whole=False)
+    assert pace.seconds_for(100) == pytest.approx(4.0)
+    for _ in range(200):  # all are late now, and slower
+        pace.count(10, 2.0, is_whole=False)
+    assert pace.seconds_for(100) == pytest.approx(8.0, rel=0.01)
+
+
+def test_a_pace_that_varies_is_not_counted_on() -> None:
+    pace = Pace()
+    for place in range(200):
+        pace.count(10, 1.0 if place % 2 else 3.0, is_whole=True)
+    assert 3.5 < pace.seconds_for(10) < 4.5  # the mean and twice what it is off
 
 
 def test_draining_ends_what_is_left_with_the_reason() -> None:
