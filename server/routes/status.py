@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from importlib.metadata import version
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
@@ -14,6 +15,8 @@ from serve_llm.server.errors import Unavailable
 from serve_llm.server.routes.document import described
 from serve_llm.server.routes.service import VERSION, Service
 from serve_llm.server.schema.models import Health, Status, StatusEngine, StatusKv, StatusQueue, Version
+
+TORCH_VERSION = version("torch")  # which only the engine imports
 
 
 def router(service: Service) -> APIRouter:
@@ -78,5 +81,5 @@ def status_of(service: Service) -> Status:
         ),
         restarts=replicas.num_restarts,
         first_cause=replicas.first_cause,
-        versions={"serve-llm": VERSION, "python": platform.python_version()},
+        versions={"serve-llm": VERSION, "python": platform.python_version(), "torch": TORCH_VERSION},
     )

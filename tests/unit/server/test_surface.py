@@ -160,7 +160,7 @@ def test_status_says_what_the_server_does(serve: Serve) -> None:
     assert found["engines"][0]["num_ranks"] == 2 and found["engines"][0]["num_running"] == 3
     assert found["engines"][0]["kv_cache"] == {"tokens": 4096, "blocks": 256, "usage": 0.0}
     assert found["queue"]["max_requests"] == 7 and found["queue"]["refused"]["queue_full"] == 0
-    assert set(found["versions"]) == {"serve-llm", "python"}
+    assert set(found["versions"]) == {"serve-llm", "python", "torch"}
     served.engine.ready = False
     assert served.get("/status").json()["phase"] == "recovering" and served.complete().status == 503
     served.gate.draining = True
