@@ -108,7 +108,7 @@ def test_a_process_that_ends_while_it_starts_is_named_at_once() -> None:
         engine = EngineProcess(Options.from_kwargs("demo"), "/model", 0)
         assert engine._process.stdin is not None
         engine._process.stdin.close()
-        with pytest.raises(process_module.EngineDead, match=r"died while starting by exit code 1$"):
+        with pytest.raises(process_module.EngineDead, match=r"died while starting by exit code 1; the server's log"):
             await engine.start()
         await engine.stop()
 
