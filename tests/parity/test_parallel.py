@@ -85,9 +85,9 @@ def test_as_one_rank(family: str, tensor: int, pipeline: int, root: Path) -> Non
 @pytest.mark.parametrize("family", ["mistral", "gpt2"])
 def test_small_chunks_and_preemption(family: str, root: Path) -> None:
     directory, wanted, expected = case(family, root)
-    options = {"block_size": 8, "max_model_len": 40, "max_num_batched_tokens": 7, "tensor": 2, "pipeline": 2}
+    options = {"block_size": 8, "max_model_len": 40, "max_num_batched_tokens": 12, "tensor": 2, "pipeline": 2}
     layout = make_engine(directory, **options).layout
-    memory = (layout.blocks_per_request(40, 7) + 2) * layout.block_bytes
+    memory = (layout.blocks_per_request(40, 12) + 2) * layout.block_bytes
     engine = make_engine(directory, **options, kv_cache_memory=memory)
     check(generate(engine, wanted), expected)
     assert engine.scheduler.stats().num_preemptions > 0
