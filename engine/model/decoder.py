@@ -49,6 +49,8 @@ class Decoder:
                 name = "embedding.weight" if spec.tied_head else "head.weight"
                 embedding = build.table(name, spec.vocab_size, outer, part=own)
             self._leave.append(build.kernels.pack(embedding, None))
+            if spec.logits_multiplier != 1.0:
+                self._leave.append(lambda logits: logits.mul_(spec.logits_multiplier))
         group_of = {layer: index for index, group in enumerate(spec.kv_groups) for layer in group.layers}
         self._group_of_layer = [group_of[layer] for layer in shard.layers]
         self._ropes, self._rope_of_layer = _ropes([spec.layers[index] for index in shard.layers], device)

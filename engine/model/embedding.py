@@ -15,11 +15,13 @@ Entrance = Callable[[Tensor, Tensor], Tensor]  # ids, positions: (tokens,) int64
 
 
 def entrance(spec: ModelSpec, table: Tensor, build: Builder) -> Entrance:
-    """Of the first stage: the embedding, then a projection and learned positions if there are.
+    """Of the first stage: the embedding and its multiplier, then a projection and learned positions if there are.
 
     table: (own rows of the vocabulary, embedding width).
     """
     enter = _embedding(table, build.shard.vocabulary(spec.vocab_size), build.neighbours.tensor)
+    if spec.embedding_multiplier != 1.0:
+        enter = _multiplied(enter, spec.embedding_multiplier)
     if spec.embedding_width is not None:
         enter = _projected(enter, spec.width, spec.embedding_width, build)
     if spec.positions is not None:
@@ -45,6 +47,10 @@ def _embedding(table: Tensor, own: range, group: Group) -> Entrance:
         return group.all_reduce(rows.masked_fill_(foreign.unsqueeze(1), 0.0))
 
     return embed
+
+
+def _multiplied(embed: Entrance, multiplier: float) -> Entrance:
+    return lambda ids, positions: embed(ids, positions).mul_(multiplier)
 
 
 def _projected(embed: Entrance, width: int, embedding_width: int, build: Builder) -> Entrance:

@@ -142,6 +142,8 @@ class ModelSpec:
     tied_head: bool
     positions: LearnedPositions | None = None
     embedding_width: int | None = None  # None: width; else projections stand after the embedding and before the head
+    embedding_multiplier: float = 1.0
+    logits_multiplier: float = 1.0
     int8: Int8 | None = None  # None: everything is computed in the model's dtype
 
     def with_int8(self) -> ModelSpec:

@@ -15,9 +15,8 @@ import pytest
 from serve_llm.engine.types import FinishReason
 from support.engine import generate, greedy, make_engine
 from support.reference import reference_greedy
-from support.tiny import make_checkpoint
+from support.tiny import FAMILIES, make_checkpoint
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "opt")
 NEW_TOKENS = 12
 TOLERANCE = 1e-3
 

@@ -40,6 +40,13 @@ SIZES: dict[str, dict[str, Any]] = {
     "mistral": {**_LLAMA_LIKE, "sliding_window": 37},
     "qwen2": {**_LLAMA_LIKE, "use_sliding_window": True, "sliding_window": 21, "max_window_layers": 2},
     "qwen3": {**_LLAMA_LIKE, "tie_word_embeddings": True},
+    "granite": {
+        **_LLAMA_LIKE,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 1.5,
+    },
     "gpt2": {"vocab_size": 331, "n_embd": 57, "n_inner": 97, "n_layer": 3, "n_head": 3, "n_positions": 256},
     "opt": {
         "vocab_size": 331,

@@ -32,6 +32,7 @@ VARIANTS = {
     "qwen2-tied": {"tie_word_embeddings": True},
     "qwen3": {},
     "qwen3-biases": {"attention_bias": True, "tie_word_embeddings": False},
+    "granite": {},
     "gpt2": {},
     "gpt2-untied": {"tie_word_embeddings": False},
     "opt": {},

@@ -109,7 +109,7 @@ def test_every_key_that_transformers_writes_is_known(family: str, tmp_path: Path
     config = json.loads((tmp_path / "config.json").read_text())
     spec = spec_of(config)
     assert spec.vocab_size == SIZES[family]["vocab_size"]
-    for unknown in ("attention_multiplier", "layer_scale"):
+    for unknown in ("layer_multiplier", "layer_scale"):
         with pytest.raises(ModelError, match=rf"config.json: unknown keys.*: {unknown}$"):
             read_model({**config, unknown: 2.0})
     assert spec_of({**config, "layer_scale": None}) == spec  # null is absent
