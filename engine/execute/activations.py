@@ -98,9 +98,10 @@ def _layer(step: Step, layer: Layer, group: GroupLayout, width: int, shard: Shar
     """
     rows = step.tokens * width * step.element
     held = rows * (2 if layer.placement == "pre" else 1)
+    made = rows if layer.placement == "inside" else 0  # before its norm
     attention = held + _attention(step, layer.mixer, group, width, shard)
     ffn = 2 * held + _ffn(step, layer.ffn, width, len(shard.ffn(layer.ffn)))
-    return max(attention, ffn, held + 2 * rows + _norm_of_sum(step, layer.norm, step.tokens * width))
+    return max(attention, ffn, held + 2 * rows + made + _norm_of_sum(step, layer.norm, step.tokens * width))
 
 
 def _norm_of_sum(step: Step, norm: Norm, elements: int) -> int:
@@ -151,12 +152,13 @@ def _attention(step: Step, mixer: Attention, group: GroupLayout, width: int, sha
 
 def _heads(step: Step, mixer: Attention, queries: int, keys: int, qkv: int) -> tuple[int, int]:
     """The peak from the joint product, of `qkv` bytes, to what attention reads, and what is left: the queries."""
+    normed = qkv if mixer.projection_norm_eps is None else qkv + step.wide(queries + keys) + (queries + keys) * FLOAT
     if step.compiled_attention:
-        return qkv + queries * step.element, queries * step.element
-    peak, left = qkv, qkv
+        return max(normed, qkv + queries * step.element), queries * step.element
+    peak, left = normed, qkv
     turned = 0  # queries and keys apart from qkv
     if mixer.head_norm_eps is not None:
-        peak = qkv + _rms_norm(step, queries)
+        peak = max(peak, qkv + _rms_norm(step, queries))
         turned, left = (queries + keys) * step.element, queries * step.element
     if mixer.rope is not None:
         peak = max(peak, qkv + turned + step.wide(queries) + 2 * queries * FLOAT)

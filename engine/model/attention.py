@@ -1,4 +1,4 @@
-"""The attention part of a layer: projections, optional norms of heads, rope, cache, scores. Weights by `Builder`.
+"""The attention part of a layer: projections, optional norms of them or of heads, rope, cache, scores. By `Builder`.
 
 A rank computes its own query heads over the KV heads that they read; the output projection sums over the ranks.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from serve_llm.engine.model import spec
-from serve_llm.engine.model.build import Builder
+from serve_llm.engine.model.build import Builder, Part, RowWise
 from serve_llm.engine.model.inputs import GroupInputs, StepInputs
 from serve_llm.engine.parallel.layout import HeadShare
 from serve_llm.kernels.rope import Angles, HeadNorms
@@ -26,12 +27,14 @@ class Attention:
         self.heads, self.scale, self.window = len(own.heads), mixer.scale, mixer.window
         queries, keys = _elements(own.heads, mixer.head_dim), _elements(own.kv_heads, mixer.head_dim)
         whole_queries, whole_keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
-        self.qkv = build.columns(
+        project: RowWise = build.columns(
             {"q": whole_queries, "k": whole_keys, "v": whole_keys},
             width,
             {"q": queries, "k": keys, "v": keys},
             bias=mixer.qkv_bias,
         )
+        eps = mixer.projection_norm_eps
+        self.qkv = project if eps is None else _normed(project, mixer, eps, own, build)
         self.output = build.rows("output", width, whole_queries, queries, bias=mixer.output_bias)
         self.norms: HeadNorms | None = None
         if mixer.head_norm_eps is not None:
@@ -57,13 +60,13 @@ class Attention:
 
 
 class HeadlessAttention(Attention):
-    """On a rank without a head (more ranks than heads): it takes part in the sum and has nothing to add but a bias."""
+    """On a rank without a head (more ranks than heads): it takes part in the sums and has nothing to add but a bias."""
 
     def forward(
         self, hidden: Tensor, inputs: StepInputs, group: GroupInputs, cache: Tensor, angles: Angles | None
     ) -> Tensor:
         """hidden: (tokens, width) -> (tokens, width)."""
-        return self.output(hidden[:, :0])
+        return self.output(self.qkv(hidden))
 
 
 def attention(mixer: spec.Attention, width: int, build: Builder) -> Attention:
@@ -74,6 +77,37 @@ def attention(mixer: spec.Attention, width: int, build: Builder) -> Attention:
 
 def _elements(heads: range, head_dim: int) -> range:
     return range(heads.start * head_dim, heads.stop * head_dim)
+
+
+def _normed(project: RowWise, mixer: spec.Attention, eps: float, own: HeadShare, build: Builder) -> RowWise:
+    """The joint projection with an rms norm over the queries of all ranks, and one over their keys.
+
+    Ranks add up their squares; a KV head that several ranks hold is counted by the first of them. In float32, rounded
+    once.
+    """
+    queries, keys = _elements(own.heads, mixer.head_dim), _elements(own.kv_heads, mixer.head_dim)
+    weight = torch.cat(
+        [
+            build.tensor("q_norm.weight", mixer.heads * mixer.head_dim, part=Part(0, queries)),
+            build.tensor("k_norm.weight", mixer.kv_heads * mixer.head_dim, part=Part(0, keys)),
+        ]
+    )
+    shared = mixer.head_dim if own.before else 0  # keys that a rank before counts
+    group, ends = build.neighbours.tensor, (len(queries), len(queries) + len(keys))
+    counts = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
+
+    def forward(x: Tensor) -> Tensor:
+        qkv = project(x)
+        wide = qkv[:, : ends[1]].float()
+        squares = wide.square()
+        parts = (squares[:, : ends[0]], squares[:, ends[0] + shared :])
+        sums = group.all_reduce(torch.stack([part.sum(-1) for part in parts], 1))
+        wide[:, : ends[0]] *= torch.rsqrt(sums[:, :1] / counts[0] + eps)
+        wide[:, ends[0] :] *= torch.rsqrt(sums[:, 1:] / counts[1] + eps)
+        torch.mul(wide, weight, out=qkv[:, : ends[1]])
+        return qkv
+
+    return forward
 
 
 def _attend(own: HeadShare, group: int, attend: Attend) -> Attend:

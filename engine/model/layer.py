@@ -23,10 +23,14 @@ Join = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Norms(NamedTuple):
-    """Around one half f of a layer: after(x + f(before(x)))."""
+    """Around one half f of a layer: after(x + inside(f(before(x))))."""
 
-    before: Norm | None
-    after: Norm | None
+    before: Norm | None = None
+    inside: Norm | None = None
+    after: Norm | None = None
+
+
+FIELDS = {"pre": "before", "inside": "inside", "post": "after"}  # which norm a placement is
 
 
 class Layer:
@@ -34,9 +38,7 @@ class Layer:
         self.mixer = attention(layer.mixer, width, build.within("attention"))
         self.ffn = dense(layer.ffn, width, build.within("ffn"))
         first, last = (build.norm(name, layer.norm, width) for name in ("attention_norm", "ffn_norm"))
-        self.first, self.last = (
-            Norms(norm, None) if layer.placement == "pre" else Norms(None, norm) for norm in (first, last)
-        )
+        self.first, self.last = (Norms(**{FIELDS[layer.placement]: norm}) for norm in (first, last))
         self._join = join(self.first, self.last)
 
     def forward(
@@ -63,22 +65,26 @@ class Layer:
 def enter(first: Norms | None) -> Callable[[Tensor], Tensor]:
     """From hidden rows to what the half within these norms reads of them."""
     if first is None or first.before is None:
-        return lambda hidden: hidden
+        return _as_it_is
     return first.before
 
 
 def join(done: Norms, following: Norms | None) -> Join:
     """From hidden rows and what one half made of them to hidden rows and what the following half, if any, reads."""
-    if done.after is None and following is not None and following.before is not None:
+    if done == Norms() and following is not None and following.before is not None:
         return following.before.of_sum
     add = _added if done.after is None else done.after.of_sum
-    read = enter(following)
+    read, inside = enter(following), done.inside or _as_it_is
 
     def joined(hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        _, hidden = add(hidden, delta)
+        _, hidden = add(hidden, inside(delta))
         return hidden, read(hidden)
 
     return joined
+
+
+def _as_it_is(hidden: Tensor) -> Tensor:
+    return hidden
 
 
 def _added(hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:

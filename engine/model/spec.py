@@ -74,6 +74,7 @@ class Attention:
     qkv_bias: bool = False
     output_bias: bool = False
     head_norm_eps: float | None = None  # of an rms norm of every query and key head, before rope; None: no norm
+    projection_norm_eps: float | None = None  # of rms norms of all query heads as one, and of all key heads
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Layer:
     mixer: Attention
     ffn: Dense
     norm: Norm  # of both halves
-    placement: Literal["pre", "post"] = "pre"  # x + f(norm(x)), or norm(x + f(x))
+    placement: Literal["pre", "post", "inside"] = "pre"  # x + f(norm(x)), norm(x + f(x)), or x + norm(f(x))
 
 
 @dataclass(frozen=True)

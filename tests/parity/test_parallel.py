@@ -108,6 +108,11 @@ def test_small_chunks_and_preemption(family: str, root: Path) -> None:
         ("qwen3", {"pipeline": 3, "layers": (2, 1, 2)}, {"num_hidden_layers": 5}),
         ("mistral", {"tensor": 2, "pipeline": 2, "split": (1, 2), "layers": (1, 2)}, {}),
         ("opt", {"tensor": 2, "pipeline": 2}, {"do_layer_norm_before": False, "word_embed_proj_dim": 33}),
+        (
+            "olmo2",
+            {"tensor": 3},
+            {"hidden_size": 56, "num_attention_heads": 28, "num_key_value_heads": 2},
+        ),  # shared keys
         ("gpt2", {"pipeline": 2}, {"tie_word_embeddings": False}),
         ("llama", {"tensor": 7}, {"vocab_size": 337, "intermediate_size": 5}),  # ranks without feed-forward columns
     ],

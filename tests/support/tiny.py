@@ -47,6 +47,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.4,
         "logits_scaling": 1.5,
     },
+    "olmo2": {k: v for k, v in _LLAMA_LIKE.items() if k != "head_dim"},
     "gpt2": {"vocab_size": 331, "n_embd": 57, "n_inner": 97, "n_layer": 3, "n_head": 3, "n_positions": 256},
     "opt": {
         "vocab_size": 331,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model.config import Config
@@ -35,6 +35,7 @@ def read_decoder(
     *,
     default_kv_heads: int | None,  # None: as many as heads
     default_max_position: int,
+    default_norm_eps: float = 1e-6,
     windows: Sequence[int | None],  # one for each layer
     default_head_dim: int | None = None,  # None: hidden_size / heads
     qkv_bias: bool = False,
@@ -54,7 +55,7 @@ def read_decoder(
     if head_dim % 2 or not head_dim:
         raise ModelError(f"config.json: rotary embedding needs an even head size, but it is {head_dim}")
     rope, context = read_rope(config, config.integer("max_position_embeddings", default_max_position))
-    norm = Norm("rms", config.number("rms_norm_eps", 1e-6))
+    norm = Norm("rms", config.number("rms_norm_eps", default_norm_eps))
     config.choice("hidden_act", {"silu": "silu", "swish": "silu"}, "silu")
     ffn = Dense(config.integer("intermediate_size"), "silu", gated=True, bias=ffn_bias)
 
@@ -104,8 +105,14 @@ def read_windows(config: Config) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def weights(spec: ModelSpec) -> WeightMap:
-    """The names of LlamaForCausalLM and its descendants, for the parameters that the spec has."""
+LLAMA_NORMS = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+
+
+def weights(spec: ModelSpec, norms: Mapping[str, str] = LLAMA_NORMS) -> WeightMap:
+    """The names of LlamaForCausalLM and its descendants, for the parameters that the spec has.
+
+    norms: parameter -> the name in a layer of the checkpoint.
+    """
     mixer, ffn = spec.layers[0].mixer, spec.layers[0].ffn
 
     def linear(source: str, parameter: str, bias: bool) -> list[Row]:
@@ -113,18 +120,17 @@ def weights(spec: ModelSpec) -> WeightMap:
         return [Row(f"model.layers.{{layer}}.{source}.{k}", (f"layers.{{layer}}.{parameter}.{k}",)) for k in kinds]
 
     rows = [
-        *linear("input_layernorm", "attention_norm", False),
+        *(row for parameter, source in norms.items() for row in linear(source, parameter, False)),
         *linear("self_attn.q_proj", "attention.q", mixer.qkv_bias),
         *linear("self_attn.k_proj", "attention.k", mixer.qkv_bias),
         *linear("self_attn.v_proj", "attention.v", mixer.qkv_bias),
         *linear("self_attn.o_proj", "attention.output", mixer.output_bias),
-        *linear("post_attention_layernorm", "ffn_norm", False),
         *linear("mlp.gate_proj", "ffn.gate", ffn.bias),
         *linear("mlp.up_proj", "ffn.up", ffn.bias),
         *linear("mlp.down_proj", "ffn.down", ffn.bias),
         Row("model.norm.weight", ("final_norm.weight",)),
     ]
-    if mixer.head_norm_eps is not None:
+    if mixer.head_norm_eps is not None or mixer.projection_norm_eps is not None:
         rows += linear("self_attn.q_norm", "attention.q_norm", False)
         rows += linear("self_attn.k_norm", "attention.k_norm", False)
     return WeightMap(

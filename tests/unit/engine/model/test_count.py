@@ -33,6 +33,7 @@ VARIANTS = {
     "qwen3": {},
     "qwen3-biases": {"attention_bias": True, "tie_word_embeddings": False},
     "granite": {},
+    "olmo2": {},
     "gpt2": {},
     "gpt2-untied": {"tie_word_embeddings": False},
     "opt": {},

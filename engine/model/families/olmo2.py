@@ -1,0 +1,31 @@
+"""OLMo 2 (Olmo2ForCausalLM): Llama with norms of what each half makes, and of whole query and key projections."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.families.llama import read_decoder, weights
+from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.weight_map import WeightMap
+
+
+def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+    """Defaults of absent keys are transformers' own (Olmo2Config)."""
+    bias = config.flag("attention_bias", False)
+    plain = read_decoder(
+        config,
+        "Olmo2ForCausalLM",
+        default_kv_heads=None,
+        default_max_position=2048,
+        default_norm_eps=1e-5,
+        windows=[None] * config.layers("num_hidden_layers"),
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+    layer = plain.layers[0]
+    mixer = replace(layer.mixer, projection_norm_eps=layer.norm.eps)
+    spec = replace(plain, layers=(replace(layer, mixer=mixer, placement="inside"),) * len(plain.layers))
+    config.done()
+    norms = {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"}
+    return spec, weights(spec, norms)
