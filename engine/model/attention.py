@@ -6,13 +6,14 @@ A rank computes its own query heads over the KV heads that they read; the output
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from serve_llm.engine.model import spec
-from serve_llm.engine.model.build import Builder, Part, RowWise
+from serve_llm.engine.model.build import Builder, Load, Part, RowWise
 from serve_llm.engine.model.inputs import GroupInputs, StepInputs
 from serve_llm.engine.parallel.layout import HeadShare
 from serve_llm.kernels.rope import Angles, HeadNorms
@@ -71,8 +72,29 @@ class HeadlessAttention(Attention):
 
 def attention(mixer: spec.Attention, width: int, build: Builder) -> Attention:
     """The attention of this rank."""
+    if mixer.rope is not None and mixer.rope.dims is not None:
+        build = replace(build, load=_reordered(build.load, mixer.head_dim, mixer.rope.dims))
     kind = Attention if build.shard.attention(mixer).heads else HeadlessAttention
     return kind(mixer, width, build)
+
+
+def _reordered(load: Load, head_dim: int, dims: int) -> Load:
+    """`load` for heads of which only the first `dims` numbers are turned, i together with i + dims / 2.
+
+    Kernels turn i together with i + head_dim / 2. So the numbers of every query and key head change places, which no
+    score depends on: both halves of what is turned come to the front of the head's halves, what stays behind them.
+    """
+    turned, still = list(range(dims)), list(range(dims, head_dim))
+    half, middle = dims // 2, (head_dim - dims) // 2
+    order = [*turned[:half], *still[:middle], *turned[half:], *still[middle:]]
+
+    def reordered(name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+        tensor = load(name, shape, part)
+        if name.split(".")[-2] not in ("q", "k", "q_norm", "k_norm"):
+            return tensor
+        return tensor.view(-1, head_dim, *shape[1:])[:, order].flatten(0, 1)
+
+    return reordered
 
 
 def _elements(heads: range, head_dim: int) -> range:

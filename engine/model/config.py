@@ -101,6 +101,16 @@ class Config:
             raise self._wrong(key, "a number above 0", value)
         return float(value)
 
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of so many finite numbers above 0, which must be there."""
+        values = self._take(key)
+        if values is None:
+            raise self._missing(key)
+        if not isinstance(values, list) or len(values) != count:
+            raise self._wrong(key, f"a list of {count} numbers", values)
+        listed = Config({f"{key}[{index}]": value for index, value in enumerate(values)}, self._where)
+        return tuple(listed.number(f"{key}[{index}]") for index in range(count))
+
     def flag(self, key: str, default: bool) -> bool:
         value = self._take(key)
         if value is None:

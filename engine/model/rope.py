@@ -7,21 +7,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from serve_llm.engine.model.spec import DynamicScaling, LinearScaling, Llama3Scaling, Rope, YarnScaling
+from serve_llm.engine.model.spec import DynamicScaling, LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 
 AnglesOf = Callable[[Tensor], tuple[Tensor, Tensor]]  # positions (tokens,) -> cos, sin (tokens, head_dim / 2) float32
 
 
 def angles_of(rope: Rope, head_dim: int, device: torch.device) -> AnglesOf:
-    """The function from positions (tokens,) int64 to cos and sin, each (tokens, head_dim / 2) float32."""
+    """The function from positions (tokens,) int64 to cos and sin, each (tokens, head_dim / 2) float32.
+
+    Where only a part of each head is turned, the pairs behind it are turned by nothing: cos 1, sin 0.
+    """
+    if rope.dims is not None:
+        turned, still = angles_of(replace(rope, dims=None), rope.dims, device), (0, (head_dim - rope.dims) // 2)
+
+        def padded(positions: Tensor) -> tuple[Tensor, Tensor]:
+            cos, sin = turned(positions)
+            return functional.pad(cos, still, value=1.0), functional.pad(sin, still)
+
+        return padded
     if isinstance(rope.scaling, DynamicScaling):
         return _dynamic(rope.base, rope.scaling, head_dim, device)
     frequencies = inverse_frequencies(rope, head_dim).to(device)
-    magnitude = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
+    magnitude = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling | LongScaling) else 1.0
 
     def at(positions: Tensor) -> tuple[Tensor, Tensor]:
         angle = positions[:, None].float() * frequencies
@@ -40,6 +53,8 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
         return _llama3(plain, scaling)
     if isinstance(scaling, YarnScaling):
         return _yarn(plain, scaling, rope.base, head_dim)
+    if isinstance(scaling, LongScaling):
+        return plain / torch.tensor(scaling.factors)
     return plain
 
 

@@ -51,9 +51,27 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
+class LongScaling:
+    """LongRoPE (arXiv:2402.13753): each frequency divided by its own factor, cos and sin times `attention_factor`."""
+
+    factors: tuple[float, ...]  # of a model whose sequences may be longer than original_length
+    short_factors: tuple[float, ...]  # of one where none is
+    attention_factor: float
+    original_length: int
+
+
+@dataclass(frozen=True)
 class Rope:
     base: float
-    scaling: LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | None = None
+    scaling: LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongScaling | None = None
+    dims: int | None = None  # only so many, the first, of each head are turned; None: all
+
+    def with_max_length(self, max_model_len: int) -> Rope:
+        """The same rope where no sequence is longer than `max_model_len`."""
+        scaling = self.scaling
+        if not isinstance(scaling, LongScaling) or max_model_len > scaling.original_length:
+            return self
+        return replace(self, scaling=replace(scaling, factors=scaling.short_factors))
 
 
 @dataclass(frozen=True)
@@ -152,17 +170,19 @@ class ModelSpec:
         return self if self.int8 is not None else replace(self, int8=Int8(stored=False))
 
     def with_max_length(self, max_model_len: int) -> ModelSpec:
-        """The same model where no sequence is longer than `max_model_len`: windows that never close are none.
+        """The same model where no sequence is longer than `max_model_len`: windows that never close are none, and
+        longrope's factors are those for such sequences.
 
         Build the decoder and count KV groups from one and the same spec, this one.
         """
 
-        def widened(layer: Layer) -> Layer:
-            if layer.mixer.window is None or layer.mixer.window < max_model_len:
-                return layer
-            return replace(layer, mixer=replace(layer.mixer, window=None))
+        def limited(layer: Layer) -> Layer:
+            window, rope = layer.mixer.window, layer.mixer.rope
+            window = None if window is None or window >= max_model_len else window
+            rope = None if rope is None else rope.with_max_length(max_model_len)
+            return replace(layer, mixer=replace(layer.mixer, window=window, rope=rope))
 
-        return replace(self, layers=tuple(widened(layer) for layer in self.layers))
+        return replace(self, layers=tuple(limited(layer) for layer in self.layers))
 
     @cached_property
     def kv_groups(self) -> tuple[KVGroup, ...]:

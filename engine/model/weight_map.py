@@ -6,7 +6,7 @@ split over ranks, or fused into one product, never depends on how a checkpoint h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from serve_llm.engine.model.spec import Int8, product_of
@@ -18,12 +18,14 @@ Transform = Literal["none", "transpose"]
 class Row:
     """One tensor of the checkpoint and the parameters that it fills; `{layer}` stands for each layer's number.
 
-    More than one parameter: the tensor, once transformed, is cut along its first dimension in this order.
+    More than one parameter: the tensor, once transformed, is cut along its first dimension in this order, by `sizes` or
+    else evenly.
     """
 
     source: str
     parameters: tuple[str, ...]
     transform: Transform = "none"
+    sizes: tuple[int, ...] = ()  # rows of each parameter
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,9 @@ class WeightMap:
             for layer in range(num_layers) if "{layer}" in row.source else (0,):
                 source = row.source.format(layer=layer)
                 parameters = tuple(parameter.format(layer=layer) for parameter in row.parameters)
-                result[source] = Row(source, parameters, row.transform)
+                result[source] = replace(row, source=source, parameters=parameters)
                 products = [product_of(parameter) for parameter in parameters]
                 if int8 is not None and int8.stored and all(product and int8.takes(product) for product in products):
-                    result[f"{source}_scale"] = Row(f"{source}_scale", tuple(f"{name}_scale" for name in parameters))
+                    scales = tuple(f"{name}_scale" for name in parameters)
+                    result[f"{source}_scale"] = Row(f"{source}_scale", scales, sizes=row.sizes)
         return result

@@ -124,12 +124,13 @@ def placement(
         if name not in sources:
             raise ModelError(f"no tensor of the checkpoint is known to fill {name}")
         source, row = sources[name]
-        first = row.parameters.index(name) * shape[0]
+        sizes = row.sizes or (shape[0],) * len(row.parameters)
+        first = sum(sizes[: row.parameters.index(name)])
         own = [range(first, first + shape[0]), *(range(size) for size in shape[1:])]
         if part is not None:
             before = first if part.dimension == 0 else 0
             own[part.dimension] = range(before + part.own.start, before + part.own.stop)
-        expected = [shape[0] * len(row.parameters), *shape[1:]]
+        expected = [sum(sizes), *shape[1:]]
         if row.transform == "transpose":
             expected.reverse()
             own.reverse()

@@ -22,7 +22,7 @@ from serve_llm.engine.weights.place import assign, placement
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.reference import activation, attention, linear, linear_int8, norm, rope
 from serve_llm.kernels.table import Kernels
-from support.forward import CPU, Harness, load
+from support.forward import CPU, Harness, load, load_whole
 from support.reference import reference_greedy, reference_logprobs
 from support.tiny import FAMILIES, make_checkpoint
 
@@ -68,6 +68,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-tied-biases": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "olmo2-tied-biases": ("olmo2", {"attention_bias": True, "tie_word_embeddings": True}),
     "olmo2-compiled": ("olmo2", {"hidden_size": 96}),
+    "phi3-partial-tied": (
+        "phi3",
+        {
+            "rope_parameters": {"rope_theta": 500.0, "rope_type": "default", "partial_rotary_factor": 0.6},
+            "tie_word_embeddings": True,
+            "sliding_window": None,
+        },
+    ),
     "gpt2-untied-inverse": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}),
     "gpt2-gelu-unscaled": ("gpt2", {"activation_function": "gelu", "scale_attn_weights": False, "n_inner": None}),
     "opt-post-narrow": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 33}),
@@ -137,6 +145,26 @@ def test_dynamic_rope_beyond_its_length(tmp_path: Path) -> None:
     assert ours == reference_greedy(tmp_path, prompt, 50)[0]
 
 
+@pytest.mark.parametrize("partial", [1.0, 0.6])
+def test_longrope_follows_the_longest_sequence(partial: float, tmp_path: Path) -> None:
+    """transformers chooses the factors by each sequence's length, and computes it all again when that changes."""
+    pairs = round(5 * partial)
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": partial,
+        "short_factor": [1.0, 1.1, 1.3, 1.7, 2.9][:pairs],
+        "long_factor": [1.2, 1.9, 3.0, 4.5, 7.0][:pairs],
+    }
+    chosen = prompts(make_checkpoint(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=64))
+    spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))
+    for limit, fitting in ((64, chosen[:6]), (65, chosen[6:])):
+        limited = spec.with_max_length(limit)
+        decoder = load_whole(tmp_path, limited, weight_map)
+        for prompt, ours in zip(fitting, Harness(limited, decoder, torch.float32).logprobs(fitting), strict=True):
+            assert (ours - reference_logprobs(tmp_path, prompt)).abs().max() < TOLERANCE
+
+
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_bfloat16(variant: str, tmp_path: Path) -> None:
     """The logprobs of float32's greedy tokens differ by less than 0.05 on average, about as transformers'."""
@@ -176,7 +204,7 @@ def test_half_precision_files_in_float32(stored: str, tmp_path: Path) -> None:
 def test_old_config_and_shards(family: str, tmp_path: Path) -> None:
     """What transformers 4 wrote, in several files, is the same model."""
     new, old = tmp_path / "new", tmp_path / "old"
-    rope = {} if family in ("gpt2", "opt") else {"rope": "yarn"}
+    rope = {} if family in ("gpt2", "opt", "phi3") else {"rope": "yarn"}
     chosen = prompts(make_checkpoint(new, family, **rope))
     make_checkpoint(old, family, old_config=True, max_shard_size="50KB", **rope)
     assert len(list(old.glob("*.safetensors"))) > 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import string
 from pathlib import Path
@@ -35,6 +36,7 @@ _LLAMA_LIKE: dict[str, Any] = {
     "max_position_embeddings": 256,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
+_PLAIN_HEADS = {key: value for key, value in _LLAMA_LIKE.items() if key != "head_dim"}  # of hidden_size / heads: 10
 SIZES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA_LIKE,
     "mistral": {**_LLAMA_LIKE, "sliding_window": 37},
@@ -47,7 +49,8 @@ SIZES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.4,
         "logits_scaling": 1.5,
     },
-    "olmo2": {k: v for k, v in _LLAMA_LIKE.items() if k != "head_dim"},
+    "olmo2": _PLAIN_HEADS,
+    "phi3": {**_PLAIN_HEADS, "sliding_window": 37, "intermediate_size": 107},
     "gpt2": {"vocab_size": 331, "n_embd": 57, "n_inner": 97, "n_layer": 3, "n_head": 3, "n_positions": 256},
     "opt": {
         "vocab_size": 331,
@@ -79,7 +82,7 @@ def make_checkpoint(
     dtype: of the file. old_config: config.json as transformers 4 wrote it. max_shard_size: "20KB" gives several files.
     std: of the weights; the default makes the likeliest token stand out.
     """
-    sizes = {**SIZES[family], **overrides}
+    sizes = copy.deepcopy({**SIZES[family], **overrides})  # transformers writes into rope_parameters
     if rope := sizes.pop("rope", None):
         sizes["rope_parameters"] = {"rope_theta": 10000.0, **ROPE_SCALINGS[rope]}
     ids = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}

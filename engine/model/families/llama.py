@@ -42,6 +42,7 @@ def read_decoder(
     output_bias: bool = False,
     ffn_bias: bool = False,
     head_norm: bool = False,
+    partial_rotary: float | None = None,  # as of read_rope
 ) -> ModelSpec:
     """A decoder with rms norm before each half, rope, gated silu feed-forward. The caller ends with config.done()."""
     width = config.integer("hidden_size")
@@ -52,9 +53,8 @@ def read_decoder(
     head_dim = config.integer("head_dim", default_head_dim or width // heads)
     if heads % kv_heads:
         raise ModelError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
-    if head_dim % 2 or not head_dim:
-        raise ModelError(f"config.json: rotary embedding needs an even head size, but it is {head_dim}")
-    rope, context = read_rope(config, config.integer("max_position_embeddings", default_max_position))
+    max_position = config.integer("max_position_embeddings", default_max_position)
+    rope, context = read_rope(config, max_position, head_dim, partial_rotary)
     norm = Norm("rms", config.number("rms_norm_eps", default_norm_eps))
     config.choice("hidden_act", {"silu": "silu", "swish": "silu"}, "silu")
     ffn = Dense(config.integer("intermediate_size"), "silu", gated=True, bias=ffn_bias)
@@ -105,36 +105,47 @@ def read_windows(config: Config) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-LLAMA_NORMS = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+PRE_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
+INPUTS = {
+    "self_attn.q_proj": "attention.q",
+    "self_attn.k_proj": "attention.k",
+    "self_attn.v_proj": "attention.v",
+    "mlp.gate_proj": "ffn.gate",
+    "mlp.up_proj": "ffn.up",
+}
+OUTPUTS = {"self_attn.o_proj": "attention.output", "mlp.down_proj": "ffn.down"}
+QK_NORMS = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
 
 
-def weights(spec: ModelSpec, norms: Mapping[str, str] = LLAMA_NORMS) -> WeightMap:
-    """The names of LlamaForCausalLM and its descendants, for the parameters that the spec has.
+def weights(spec: ModelSpec, names: Mapping[str, str] = PRE_NORMS | INPUTS | OUTPUTS) -> WeightMap:
+    """The names of LlamaForCausalLM and its descendants, and for each whether the spec has weight and bias or one.
 
-    norms: parameter -> the name in a layer of the checkpoint.
+    names: in a layer of the checkpoint -> the parameters that this fills, with spaces between.
     """
-    mixer, ffn = spec.layers[0].mixer, spec.layers[0].ffn
-
-    def linear(source: str, parameter: str, bias: bool) -> list[Row]:
-        kinds = ("weight", "bias") if bias else ("weight",)
-        return [Row(f"model.layers.{{layer}}.{source}.{k}", (f"layers.{{layer}}.{parameter}.{k}",)) for k in kinds]
-
-    rows = [
-        *(row for parameter, source in norms.items() for row in linear(source, parameter, False)),
-        *linear("self_attn.q_proj", "attention.q", mixer.qkv_bias),
-        *linear("self_attn.k_proj", "attention.k", mixer.qkv_bias),
-        *linear("self_attn.v_proj", "attention.v", mixer.qkv_bias),
-        *linear("self_attn.o_proj", "attention.output", mixer.output_bias),
-        *linear("mlp.gate_proj", "ffn.gate", ffn.bias),
-        *linear("mlp.up_proj", "ffn.up", ffn.bias),
-        *linear("mlp.down_proj", "ffn.down", ffn.bias),
-        Row("model.norm.weight", ("final_norm.weight",)),
-    ]
+    layer = spec.layers[0]
+    mixer, ffn = layer.mixer, layer.ffn
     if mixer.head_norm_eps is not None or mixer.projection_norm_eps is not None:
-        rows += linear("self_attn.q_norm", "attention.q_norm", False)
-        rows += linear("self_attn.k_norm", "attention.k_norm", False)
+        names = {**names, **QK_NORMS}
+    sizes = {"attention.q": mixer.heads * mixer.head_dim, "ffn.gate": ffn.width, "ffn.up": ffn.width}
+    sizes |= dict.fromkeys(("attention.k", "attention.v"), mixer.kv_heads * mixer.head_dim)
+    biased = dict.fromkeys(("attention.q", "attention.k", "attention.v"), mixer.qkv_bias)
+    biased |= dict.fromkeys(("ffn.gate", "ffn.up", "ffn.down"), ffn.bias)
+    biased |= {"attention.output": mixer.output_bias}
+
+    def rows(source: str, filled: str) -> list[Row]:
+        parameters = filled.split()
+        return [
+            Row(
+                f"model.layers.{{layer}}.{source}.{kind}",
+                tuple(f"layers.{{layer}}.{parameter}.{kind}" for parameter in parameters),
+                sizes=tuple(sizes[parameter] for parameter in parameters) if len(parameters) > 1 else (),
+            )
+            for kind in (("weight", "bias") if biased.get(parameters[0]) else ("weight",))
+        ]
+
+    inside = [row for source, filled in names.items() for row in rows(source, filled)]
     return WeightMap(
-        rows=tuple(rows),
+        rows=(*inside, Row("model.norm.weight", ("final_norm.weight",))),
         embedding="model.embed_tokens.weight",
         head="lm_head.weight",
         prefix="model.",

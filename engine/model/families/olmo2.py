@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families.llama import read_decoder, weights
+from serve_llm.engine.model.families.llama import INPUTS, OUTPUTS, read_decoder, weights
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 
@@ -27,5 +27,5 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
     mixer = replace(layer.mixer, projection_norm_eps=layer.norm.eps)
     spec = replace(plain, layers=(replace(layer, mixer=mixer, placement="inside"),) * len(plain.layers))
     config.done()
-    norms = {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"}
-    return spec, weights(spec, norms)
+    norms = {"post_attention_layernorm": "attention_norm", "post_feedforward_layernorm": "ffn_norm"}
+    return spec, weights(spec, norms | INPUTS | OUTPUTS)

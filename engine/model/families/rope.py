@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.spec import DynamicScaling, LinearScaling, Llama3Scaling, Rope, YarnScaling
+from serve_llm.engine.model.spec import DynamicScaling, LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 
-KINDS = {kind: kind for kind in ("default", "linear", "dynamic", "llama3", "yarn")}
+KINDS = {kind: kind for kind in ("default", "linear", "dynamic", "llama3", "yarn", "longrope")} | {"su": "longrope"}
 DEFAULT_BASE = 10000.0
 
 
-def read_rope(config: Config, max_position: int) -> tuple[Rope, int]:
+def read_rope(config: Config, max_position: int, head_dim: int, partial: float | None = None) -> tuple[Rope, int]:
     """The rope, and the longest context in tokens that it makes usable.
 
     max_position: max_position_embeddings. Of linear and dynamic scaling it is the length before scaling (so say
     transformers' docs), so the context is that times the factor; of yarn it may be either, so the context is the
     larger of it and original_max_position_embeddings times the factor; of the others it is the context.
+    partial: default of partial_rotary_factor, a share of each head; None: the family does not read that key.
     """
     scaling = config.inner("rope_scaling") or config.inner("rope_parameters")
     config.ignore("rope_scaling", "rope_parameters")
     base = config.number("rope_theta", DEFAULT_BASE)
+    if partial is not None:
+        partial = config.number("partial_rotary_factor", partial)
+        partial = partial if scaling is None else scaling.number("partial_rotary_factor", partial)
+    dims = head_dim if partial is None else int(head_dim * partial)
+    if dims % 2 or not 0 < dims <= head_dim or head_dim % 2:
+        raise ModelError(f"config.json: rotary embedding needs an even head size, but it is {dims} of {head_dim}")
+    part = None if dims == head_dim else dims
     if scaling is None:
-        return Rope(base), max_position
+        return Rope(base, dims=part), max_position
     base = scaling.number("rope_theta", base)
     older = scaling.choice("type", KINDS, "default")
     kind = scaling.choice("rope_type", KINDS, older)
-    rope, context = _scaled(kind, scaling, base, max_position)
+    if kind == "longrope":
+        rope, context = Rope(base, _long(config, scaling, max_position, dims // 2)), max_position
+    else:
+        rope, context = _scaled(kind, scaling, base, max_position)
     scaling.done()
-    return rope, context
+    return replace(rope, dims=part), context
 
 
 def _scaled(kind: str, scaling: Config, base: float, max_position: int) -> tuple[Rope, int]:
@@ -55,6 +68,19 @@ def _scaled(kind: str, scaling: Config, base: float, max_position: int) -> tuple
         )
         return Rope(base, yarn), max(max_position, int(original * factor))
     return Rope(base), max_position
+
+
+def _long(config: Config, scaling: Config, max_position: int, pairs: int) -> LongScaling:
+    original = scaling.integer("original_max_position_embeddings", max_position, lowest=2)
+    original = config.integer("original_max_position_embeddings", original, lowest=2)  # Phi-3 has it here
+    factor = scaling.number("factor", max_position / original)
+    computed = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return LongScaling(
+        factors=scaling.numbers("long_factor", pairs),
+        short_factors=scaling.numbers("short_factor", pairs),
+        attention_factor=scaling.number("attention_factor", computed),
+        original_length=original,
+    )
 
 
 def _yarn_attention_factor(scaling: Config, factor: float) -> float:

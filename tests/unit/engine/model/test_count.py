@@ -34,6 +34,7 @@ VARIANTS = {
     "qwen3-biases": {"attention_bias": True, "tie_word_embeddings": False},
     "granite": {},
     "olmo2": {},
+    "phi3": {},
     "gpt2": {},
     "gpt2-untied": {"tie_word_embeddings": False},
     "opt": {},

@@ -31,7 +31,7 @@ CASES = [
 
 def both(parameters: dict[str, object], head_dim: int, max_position: int = 256) -> tuple[Rope, LlamaConfig]:
     written = {"rope_theta": 10000.0, **parameters}
-    rope, _ = read_rope(Config({"rope_parameters": written}), max_position)
+    rope, _ = read_rope(Config({"rope_parameters": written}), max_position, head_dim)
     config = LlamaConfig(head_dim=head_dim, max_position_embeddings=max_position, rope_parameters=dict(written))
     return rope, config
 

@@ -1,0 +1,33 @@
+"""Phi-3, Phi-3.5 and Phi-4 (Phi3ForCausalLM): Llama with joint weights, longrope and, in part of each head, no rope."""
+
+from __future__ import annotations
+
+from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.families.llama import OUTPUTS, PRE_NORMS, read_decoder, weights
+from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.weight_map import WeightMap
+
+NAMES = {
+    **PRE_NORMS,
+    "self_attn.qkv_proj": "attention.q attention.k attention.v",
+    "mlp.gate_up_proj": "ffn.gate ffn.up",
+    **OUTPUTS,
+}
+
+
+def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+    """Defaults of absent keys are transformers' own (Phi3Config)."""
+    window = config.integer("sliding_window", 0)
+    spec = read_decoder(
+        config,
+        "Phi3ForCausalLM",
+        default_kv_heads=None,
+        default_max_position=4096,
+        default_norm_eps=1e-5,
+        partial_rotary=1.0,
+        windows=[window or None] * config.layers("num_hidden_layers"),
+    )
+    config.ignore("original_max_position_embeddings")  # where there is no longrope
+    config.ignore("resid_pdrop", "embd_pdrop")
+    config.done()
+    return spec, weights(spec, NAMES)
