@@ -76,6 +76,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": None,
         },
     ),
+    "starcoder2-no-biases": ("starcoder2", {"use_bias": False, "tie_word_embeddings": True, "sliding_window": None}),
+    "starcoder2-compiled": ("starcoder2", {"hidden_size": 96}),
     "gpt2-untied-inverse": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}),
     "gpt2-gelu-unscaled": ("gpt2", {"activation_function": "gelu", "scale_attn_weights": False, "n_inner": None}),
     "opt-post-narrow": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 33}),

@@ -40,7 +40,7 @@ def quantization_config(ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
 
 def is_linear(name: str) -> bool:
     """Whether a tensor of a Llama-like or OPT checkpoint is the weight of a linear module of its layers."""
-    return name.endswith(("proj.weight", "fc1.weight", "fc2.weight"))
+    return name.endswith(("proj.weight", "fc1.weight", "fc2.weight", "c_fc.weight"))
 
 
 def quantise_checkpoint(

@@ -35,16 +35,18 @@ def read_decoder(
     *,
     default_kv_heads: int | None,  # None: as many as heads
     default_max_position: int,
-    default_norm_eps: float = 1e-6,
+    default_tied: bool = False,
     windows: Sequence[int | None],  # one for each layer
     default_head_dim: int | None = None,  # None: hidden_size / heads
+    norm: Norm | None = None,  # None: rms, of rms_norm_eps
+    ffn: Dense | None = None,  # None: gated silu
     qkv_bias: bool = False,
     output_bias: bool = False,
-    ffn_bias: bool = False,
+    ffn_bias: bool = False,  # of the gated one
     head_norm: bool = False,
     partial_rotary: float | None = None,  # as of read_rope
 ) -> ModelSpec:
-    """A decoder with rms norm before each half, rope, gated silu feed-forward. The caller ends with config.done()."""
+    """A decoder with norms before each half and rope. The caller ends with config.done()."""
     width = config.integer("hidden_size")
     heads = config.integer("num_attention_heads")
     if config.is_null("num_key_value_heads"):
@@ -55,9 +57,10 @@ def read_decoder(
         raise ModelError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
     max_position = config.integer("max_position_embeddings", default_max_position)
     rope, context = read_rope(config, max_position, head_dim, partial_rotary)
-    norm = Norm("rms", config.number("rms_norm_eps", default_norm_eps))
-    config.choice("hidden_act", {"silu": "silu", "swish": "silu"}, "silu")
-    ffn = Dense(config.integer("intermediate_size"), "silu", gated=True, bias=ffn_bias)
+    norm = norm or Norm("rms", config.number("rms_norm_eps", 1e-6))
+    if ffn is None:
+        config.choice("hidden_act", {"silu": "silu", "swish": "silu"}, "silu")
+        ffn = Dense(config.integer("intermediate_size"), "silu", gated=True, bias=ffn_bias)
 
     def layer(window: int | None) -> Layer:
         mixer = Attention(
@@ -80,7 +83,7 @@ def read_decoder(
         max_position=context,
         layers=tuple(layer(window) for window in windows),
         final_norm=norm,
-        tied_head=config.flag("tie_word_embeddings", False),
+        tied_head=config.flag("tie_word_embeddings", default_tied),
     )
 
 
@@ -106,18 +109,17 @@ def read_windows(config: Config) -> list[int | None]:
 
 
 PRE_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
-INPUTS = {
+ATTENTION = {
     "self_attn.q_proj": "attention.q",
     "self_attn.k_proj": "attention.k",
     "self_attn.v_proj": "attention.v",
-    "mlp.gate_proj": "ffn.gate",
-    "mlp.up_proj": "ffn.up",
+    "self_attn.o_proj": "attention.output",
 }
-OUTPUTS = {"self_attn.o_proj": "attention.output", "mlp.down_proj": "ffn.down"}
+GATED = {"mlp.gate_proj": "ffn.gate", "mlp.up_proj": "ffn.up", "mlp.down_proj": "ffn.down"}
 QK_NORMS = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
 
 
-def weights(spec: ModelSpec, names: Mapping[str, str] = PRE_NORMS | INPUTS | OUTPUTS) -> WeightMap:
+def weights(spec: ModelSpec, names: Mapping[str, str] = PRE_NORMS | ATTENTION | GATED) -> WeightMap:
     """The names of LlamaForCausalLM and its descendants, and for each whether the spec has weight and bias or one.
 
     names: in a layer of the checkpoint -> the parameters that this fills, with spaces between.
@@ -130,7 +132,8 @@ def weights(spec: ModelSpec, names: Mapping[str, str] = PRE_NORMS | INPUTS | OUT
     sizes |= dict.fromkeys(("attention.k", "attention.v"), mixer.kv_heads * mixer.head_dim)
     biased = dict.fromkeys(("attention.q", "attention.k", "attention.v"), mixer.qkv_bias)
     biased |= dict.fromkeys(("ffn.gate", "ffn.up", "ffn.down"), ffn.bias)
-    biased |= {"attention.output": mixer.output_bias}
+    biased |= dict.fromkeys(("attention_norm", "ffn_norm"), layer.norm.kind == "layer")
+    biased["attention.output"] = mixer.output_bias
 
     def rows(source: str, filled: str) -> list[Row]:
         parameters = filled.split()
@@ -144,8 +147,10 @@ def weights(spec: ModelSpec, names: Mapping[str, str] = PRE_NORMS | INPUTS | OUT
         ]
 
     inside = [row for source, filled in names.items() for row in rows(source, filled)]
+    kinds = ("weight", "bias") if layer.norm.kind == "layer" else ("weight",)
+    final = [Row(f"model.norm.{kind}", (f"final_norm.{kind}",)) for kind in kinds]
     return WeightMap(
-        rows=(*inside, Row("model.norm.weight", ("final_norm.weight",))),
+        rows=(*inside, *final),
         embedding="model.embed_tokens.weight",
         head="lm_head.weight",
         prefix="model.",

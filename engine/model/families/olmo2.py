@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families.llama import INPUTS, OUTPUTS, read_decoder, weights
-from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.families.llama import ATTENTION, GATED, read_decoder, weights
+from serve_llm.engine.model.spec import ModelSpec, Norm
 from serve_llm.engine.model.weight_map import WeightMap
 
 
@@ -18,7 +18,7 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
         "Olmo2ForCausalLM",
         default_kv_heads=None,
         default_max_position=2048,
-        default_norm_eps=1e-5,
+        norm=Norm("rms", config.number("rms_norm_eps", 1e-5)),
         windows=[None] * config.layers("num_hidden_layers"),
         qkv_bias=bias,
         output_bias=bias,
@@ -28,4 +28,4 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
     spec = replace(plain, layers=(replace(layer, mixer=mixer, placement="inside"),) * len(plain.layers))
     config.done()
     norms = {"post_attention_layernorm": "attention_norm", "post_feedforward_layernorm": "ffn_norm"}
-    return spec, weights(spec, norms | INPUTS | OUTPUTS)
+    return spec, weights(spec, norms | ATTENTION | GATED)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families.llama import OUTPUTS, PRE_NORMS, read_decoder, weights
-from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.families.llama import PRE_NORMS, read_decoder, weights
+from serve_llm.engine.model.spec import ModelSpec, Norm
 from serve_llm.engine.model.weight_map import WeightMap
 
 NAMES = {
     **PRE_NORMS,
     "self_attn.qkv_proj": "attention.q attention.k attention.v",
+    "self_attn.o_proj": "attention.output",
     "mlp.gate_up_proj": "ffn.gate ffn.up",
-    **OUTPUTS,
+    "mlp.down_proj": "ffn.down",
 }
 
 
@@ -23,7 +24,7 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
         "Phi3ForCausalLM",
         default_kv_heads=None,
         default_max_position=4096,
-        default_norm_eps=1e-5,
+        norm=Norm("rms", config.number("rms_norm_eps", 1e-5)),
         partial_rotary=1.0,
         windows=[window or None] * config.layers("num_hidden_layers"),
     )

@@ -35,6 +35,7 @@ VARIANTS = {
     "granite": {},
     "olmo2": {},
     "phi3": {},
+    "starcoder2": {},
     "gpt2": {},
     "gpt2-untied": {"tie_word_embeddings": False},
     "opt": {},

@@ -1,0 +1,31 @@
+"""StarCoder2 (Starcoder2ForCausalLM): Llama's attention with biases and a window, layer norms, a plain feed-forward."""
+
+from __future__ import annotations
+
+from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.families.gpt2 import ACTIVATIONS
+from serve_llm.engine.model.families.llama import ATTENTION, PRE_NORMS, read_decoder, weights
+from serve_llm.engine.model.spec import Dense, ModelSpec, Norm
+from serve_llm.engine.model.weight_map import WeightMap
+
+
+def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+    """Defaults of absent keys are transformers' own (Starcoder2Config)."""
+    bias = config.flag("use_bias", True)
+    activation = config.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh")
+    window = config.integer("sliding_window", 0)
+    spec = read_decoder(
+        config,
+        "Starcoder2ForCausalLM",
+        default_kv_heads=2,
+        default_max_position=4096,
+        default_tied=True,
+        windows=[window or None] * config.layers("num_hidden_layers"),
+        norm=Norm("layer", config.number("norm_epsilon", 1e-5)),
+        ffn=Dense(config.integer("intermediate_size"), activation, bias=bias),
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+    config.ignore("residual_dropout", "embedding_dropout")
+    config.done()
+    return spec, weights(spec, PRE_NORMS | ATTENTION | {"mlp.c_fc": "ffn.up", "mlp.c_proj": "ffn.down"})
