@@ -111,6 +111,15 @@ class Config:
         listed = Config({f"{key}[{index}]": value for index, value in enumerate(values)}, self._where)
         return tuple(listed.number(f"{key}[{index}]") for index in range(count))
 
+    def integers(self, key: str, *, lowest: int = 0, highest: int) -> tuple[int, ...] | None:
+        """A list of whole numbers from `lowest` to `highest`, or None when it is absent."""
+        values = self._take(key)
+        if values is None:
+            return None
+        if not isinstance(values, list) or not all(type(item) is int and lowest <= item <= highest for item in values):
+            raise self._wrong(key, f"a list of integers from {lowest} to {highest}", values)
+        return tuple(values)
+
     def flag(self, key: str, default: bool) -> bool:
         value = self._take(key)
         if value is None:

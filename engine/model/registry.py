@@ -9,7 +9,19 @@ from dataclasses import replace
 from serve_llm.engine.config import Config as Settings
 from serve_llm.engine.errors import ModelError, UnsupportedModel
 from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families import gpt2, granite, llama, mistral, olmo2, opt, phi3, qwen2, qwen3, starcoder2
+from serve_llm.engine.model.families import (
+    gpt2,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+    starcoder2,
+)
 from serve_llm.engine.model.spec import Int8, ModelSpec, product_of
 from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.quant import scheme
@@ -25,6 +37,7 @@ FAMILIES: dict[str, Callable[[Config], tuple[ModelSpec, WeightMap]]] = {
     "Olmo2ForCausalLM": olmo2.read,
     "OPTForCausalLM": opt.read,
     "Phi3ForCausalLM": phi3.read,
+    "SmolLM3ForCausalLM": smollm3.read,
     "Starcoder2ForCausalLM": starcoder2.read,
 }
 

@@ -78,6 +78,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoder2-no-biases": ("starcoder2", {"use_bias": False, "tie_word_embeddings": True, "sliding_window": None}),
     "starcoder2-compiled": ("starcoder2", {"hidden_size": 96}),
+    "smollm3-every-fourth": ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 4, "std": 0.2}),
+    "smollm3-chosen-biases": (
+        "smollm3",
+        {"no_rope_layers": [0, 1, 0], "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    ),
     "gpt2-untied-inverse": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}),
     "gpt2-gelu-unscaled": ("gpt2", {"activation_function": "gelu", "scale_attn_weights": False, "n_inner": None}),
     "opt-post-narrow": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 33}),

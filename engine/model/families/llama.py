@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families.rope import read_rope
+from serve_llm.engine.model.families.rope import DEFAULT_BASE, read_rope
 from serve_llm.engine.model.spec import Attention, Dense, Layer, ModelSpec, Norm
 from serve_llm.engine.model.weight_map import Row, WeightMap
 
@@ -35,6 +35,7 @@ def read_decoder(
     *,
     default_kv_heads: int | None,  # None: as many as heads
     default_max_position: int,
+    default_rope_base: float = DEFAULT_BASE,
     default_tied: bool = False,
     windows: Sequence[int | None],  # one for each layer
     default_head_dim: int | None = None,  # None: hidden_size / heads
@@ -56,7 +57,7 @@ def read_decoder(
     if heads % kv_heads:
         raise ModelError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
     max_position = config.integer("max_position_embeddings", default_max_position)
-    rope, context = read_rope(config, max_position, head_dim, partial_rotary)
+    rope, context = read_rope(config, max_position, head_dim, partial_rotary, default_rope_base)
     norm = norm or Norm("rms", config.number("rms_norm_eps", 1e-6))
     if ffn is None:
         config.choice("hidden_act", {"silu": "silu", "swish": "silu"}, "silu")

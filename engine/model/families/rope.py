@@ -13,7 +13,9 @@ KINDS = {kind: kind for kind in ("default", "linear", "dynamic", "llama3", "yarn
 DEFAULT_BASE = 10000.0
 
 
-def read_rope(config: Config, max_position: int, head_dim: int, partial: float | None = None) -> tuple[Rope, int]:
+def read_rope(
+    config: Config, max_position: int, head_dim: int, partial: float | None = None, default_base: float = DEFAULT_BASE
+) -> tuple[Rope, int]:
     """The rope, and the longest context in tokens that it makes usable.
 
     max_position: max_position_embeddings. Of linear and dynamic scaling it is the length before scaling (so say
@@ -23,7 +25,7 @@ def read_rope(config: Config, max_position: int, head_dim: int, partial: float |
     """
     scaling = config.inner("rope_scaling") or config.inner("rope_parameters")
     config.ignore("rope_scaling", "rope_parameters")
-    base = config.number("rope_theta", DEFAULT_BASE)
+    base = config.number("rope_theta", default_base)
     if partial is not None:
         partial = config.number("partial_rotary_factor", partial)
         partial = partial if scaling is None else scaling.number("partial_rotary_factor", partial)

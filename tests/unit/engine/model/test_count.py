@@ -36,6 +36,7 @@ VARIANTS = {
     "olmo2": {},
     "phi3": {},
     "starcoder2": {},
+    "smollm3": {},
     "gpt2": {},
     "gpt2-untied": {"tie_word_embeddings": False},
     "opt": {},

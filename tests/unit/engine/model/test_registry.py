@@ -160,6 +160,20 @@ def test_refused_of_qwen(architecture: str, change: dict[str, Any], message: str
         read_model({**QWEN2, "architectures": [architecture], **change})
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 9}, "sliding windows of SmolLM3 are not served"),
+        ({"layer_types": ["sliding_attention"] * 3}, "sliding windows of SmolLM3 are not served"),
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 3 layers"),
+        ({"no_rope_layers": [1, 0, 2]}, "no_rope_layers must be a list of integers from 0 to 1"),
+    ],
+)
+def test_refused_of_smollm3(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_model({**LLAMA, "architectures": ["SmolLM3ForCausalLM"], "num_key_value_heads": 3, **change})
+
+
 def test_gpt2_and_opt_refuse_what_they_cannot_do() -> None:
     gpt2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 331, "n_embd": 57, "n_layer": 1, "n_head": 3}
     with pytest.raises(ModelError, match="add_cross_attention asks for cross-attention"):

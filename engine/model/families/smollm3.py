@@ -1,0 +1,53 @@
+"""SmolLM3 (SmolLM3ForCausalLM): Llama without rope in every fourth layer (NoPE, arXiv:2501.18795)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from serve_llm.engine.errors import ModelError
+from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.families.llama import read_decoder, weights
+from serve_llm.engine.model.spec import Layer, ModelSpec
+from serve_llm.engine.model.weight_map import WeightMap
+
+
+def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+    """Defaults of absent keys are transformers' own (SmolLM3Config). Windows, which no published model has, are not
+    served."""
+    bias = config.flag("attention_bias", False)
+    num_layers = config.layers("num_hidden_layers")
+    plain = read_decoder(
+        config,
+        "SmolLM3ForCausalLM",
+        default_kv_heads=4,
+        default_max_position=32768,
+        default_rope_base=2_000_000.0,
+        default_tied=True,
+        windows=[None] * num_layers,
+        qkv_bias=bias,
+        output_bias=bias,
+        ffn_bias=config.flag("mlp_bias", False),
+    )
+    if config.flag("use_sliding_window", False) or "sliding_attention" in (config.names("layer_types") or ()):
+        raise ModelError("config.json: use_sliding_window and layer_types: sliding windows of SmolLM3 are not served")
+    config.ignore("sliding_window", "max_window_layers")
+
+    def layer(index: int, turned: int) -> Layer:
+        whole = plain.layers[index]
+        return whole if turned else replace(whole, mixer=replace(whole.mixer, rope=None))
+
+    turns = _turns(config, num_layers)
+    spec = replace(plain, layers=tuple(layer(index, turned) for index, turned in enumerate(turns)))
+    config.done()
+    return spec, weights(spec)
+
+
+def _turns(config: Config, num_layers: int) -> tuple[int, ...]:
+    """1 for each layer with rope, 0 for each without. The file's name for it, no_rope_layers, says the opposite."""
+    interval = config.integer("no_rope_layer_interval", 4)
+    turns = config.integers("no_rope_layers", highest=1)
+    if turns is None:
+        return tuple(int((index + 1) % interval != 0) for index in range(num_layers))
+    if len(turns) < num_layers:
+        raise ModelError(f"config.json: no_rope_layers has {len(turns)} entries for {num_layers} layers")
+    return turns[:num_layers]
