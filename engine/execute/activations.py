@@ -97,10 +97,11 @@ def _layer(step: Step, layer: Layer, group: GroupLayout, width: int, shard: Shar
     asked for.
     """
     rows = step.tokens * width * step.element
-    held = rows * (2 if layer.placement == "pre" else 1)
+    held = rows * (2 if layer.placement in ("pre", "parallel") else 1)
     made = rows if layer.placement == "inside" else 0  # before its norm
     attention = held + _attention(step, layer.mixer, group, width, shard)
-    ffn = 2 * held + _ffn(step, layer.ffn, width, len(shard.ffn(layer.ffn)))
+    between = rows if layer.placement == "parallel" else held
+    ffn = held + between + _ffn(step, layer.ffn, width, len(shard.ffn(layer.ffn)))
     return max(attention, ffn, held + 2 * rows + made + _norm_of_sum(step, layer.norm, step.tokens * width))
 
 

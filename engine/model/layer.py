@@ -37,8 +37,7 @@ class Layer:
     def __init__(self, layer: spec.Layer, width: int, build: Builder) -> None:
         self.mixer = attention(layer.mixer, width, build.within("attention"))
         self.ffn = dense(layer.ffn, width, build.within("ffn"))
-        first, last = (build.norm(name, layer.norm, width) for name in ("attention_norm", "ffn_norm"))
-        self.first, self.last = (Norms(**{FIELDS[layer.placement]: norm}) for norm in (first, last))
+        self.first, self.last = _norms(layer, width, build)
         self._join = join(self.first, self.last)
 
     def forward(
@@ -60,6 +59,41 @@ class Layer:
             hidden, made = hidden[rows], made[rows]
         hidden, made = self._join(hidden, made)  # the same name: nothing holds what was added any longer
         return hidden, self.ffn(made)
+
+
+class ParallelLayer(Layer):
+    """Both halves read the same norm of the hidden rows."""
+
+    def forward(
+        self,
+        hidden: Tensor,
+        read: Tensor,
+        inputs: StepInputs,
+        group: GroupInputs,
+        cache: Tensor,
+        angles: Angles | None,
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As of `Layer`."""
+        made = self.mixer.forward(read, inputs, group, cache, angles)
+        if rows is not None:
+            hidden, made, read = hidden[rows], made[rows], read[rows]
+        made = hidden + made  # the same name: nothing holds what was added any longer
+        return made, self.ffn(read)
+
+
+def layer_of(layer: spec.Layer, width: int, build: Builder) -> Layer:
+    """The layer of this rank."""
+    return (ParallelLayer if layer.placement == "parallel" else Layer)(layer, width, build)
+
+
+def _norms(layer: spec.Layer, width: int, build: Builder) -> tuple[Norms, Norms]:
+    """Around attention, and around the feed-forward part."""
+    first = build.norm("attention_norm", layer.norm, width)
+    if layer.placement == "parallel":
+        return Norms(before=first), Norms()
+    field = FIELDS[layer.placement]
+    return Norms(**{field: first}), Norms(**{field: build.norm("ffn_norm", layer.norm, width)})
 
 
 def enter(first: Norms | None) -> Callable[[Tensor], Tensor]:

@@ -20,6 +20,7 @@ from serve_llm.engine.model.families import (
     qwen2,
     qwen3,
     smollm3,
+    stablelm,
     starcoder2,
 )
 from serve_llm.engine.model.spec import Int8, ModelSpec, product_of
@@ -38,6 +39,7 @@ FAMILIES: dict[str, Callable[[Config], tuple[ModelSpec, WeightMap]]] = {
     "OPTForCausalLM": opt.read,
     "Phi3ForCausalLM": phi3.read,
     "SmolLM3ForCausalLM": smollm3.read,
+    "StableLmForCausalLM": stablelm.read,
     "Starcoder2ForCausalLM": starcoder2.read,
 }
 

@@ -109,8 +109,9 @@ class Dense:
 class Layer:
     mixer: Attention
     ffn: Dense
-    norm: Norm  # of both halves
-    placement: Literal["pre", "post", "inside"] = "pre"  # x + f(norm(x)), norm(x + f(x)), or x + norm(f(x))
+    norm: Norm  # of each half, or of both where they are parallel
+    # x + f(norm(x)), norm(x + f(x)), x + norm(f(x)), or both halves read the same: x + f(norm(x)) + g(norm(x))
+    placement: Literal["pre", "post", "inside", "parallel"] = "pre"
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "smollm3",
         {"no_rope_layers": [0, 1, 0], "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
     ),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": False}),
+    "stablelm-compiled": (
+        "stablelm",
+        {
+            "hidden_size": 96,
+            "rope_parameters": {"rope_theta": 500.0, "rope_type": "default", "partial_rotary_factor": 0.5},
+            "tie_word_embeddings": True,
+        },
+    ),
     "gpt2-untied-inverse": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}),
     "gpt2-gelu-unscaled": ("gpt2", {"activation_function": "gelu", "scale_attn_weights": False, "n_inner": None}),
     "opt-post-narrow": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 33}),
@@ -117,7 +126,7 @@ def test_without_compiled_kernels(family: str, tmp_path: Path, monkeypatch: pyte
     test_float32(family, tmp_path)
 
 
-@pytest.mark.parametrize("variant", ["llama-compiled", "opt-post-narrow", "gpt2"])
+@pytest.mark.parametrize("variant", ["llama-compiled", "opt-post-narrow", "gpt2", "olmo2", "stablelm-parallel"])
 def test_wanted_rows_are_those_of_all(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family, overrides = VARIANTS[variant]
     chosen = prompts(make_checkpoint(tmp_path, family, **overrides))

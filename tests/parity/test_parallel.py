@@ -113,6 +113,8 @@ def test_small_chunks_and_preemption(family: str, root: Path) -> None:
             {"tensor": 3},
             {"hidden_size": 56, "num_attention_heads": 28, "num_key_value_heads": 2},
         ),  # shared keys
+        ("stablelm", {"tensor": 3}, {"use_parallel_residual": True}),
+        ("stablelm", {"tensor": 2, "pipeline": 2}, {"use_parallel_residual": True}),
         ("gpt2", {"pipeline": 2}, {"tie_word_embeddings": False}),
         ("llama", {"tensor": 7}, {"vocab_size": 337, "intermediate_size": 5}),  # ranks without feed-forward columns
     ],

@@ -159,6 +159,12 @@ def test_logits_as_the_peak(dtype: str, tmp_path: Path) -> None:
         compare(tmp_path, grid, dtype=dtype, max_num_seqs=200, max_num_batched_tokens=300)
 
 
+def test_parallel_halves(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "stablelm", use_parallel_residual=True)
+    for grid in (ONE, Grid(3, 1), Grid(1, 2)):
+        compare(tmp_path, grid, max_num_seqs=32, max_num_batched_tokens=600)
+
+
 def test_more_ranks_than_heads(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     compare(tmp_path, Grid(8, 1), max_num_seqs=32)

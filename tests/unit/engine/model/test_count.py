@@ -37,6 +37,8 @@ VARIANTS = {
     "phi3": {},
     "starcoder2": {},
     "smollm3": {},
+    "stablelm": {},
+    "stablelm-parallel": {"use_parallel_residual": True},
     "gpt2": {},
     "gpt2-untied": {"tie_word_embeddings": False},
     "opt": {},

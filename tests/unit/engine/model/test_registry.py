@@ -14,7 +14,7 @@ import pytest
 from serve_llm.engine.errors import ModelError, UnsupportedModel
 from serve_llm.engine.model.registry import FAMILIES as ARCHITECTURES
 from serve_llm.engine.model.registry import read_model
-from serve_llm.engine.model.spec import KVGroup, LinearScaling, ModelSpec, YarnScaling
+from serve_llm.engine.model.spec import KVGroup, LinearScaling, ModelSpec, Rope, YarnScaling
 from support.tiny import FAMILIES, SIZES, make_checkpoint
 
 LLAMA: dict[str, Any] = {
@@ -172,6 +172,13 @@ def test_refused_of_qwen(architecture: str, change: dict[str, Any], message: str
 def test_refused_of_smollm3(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         read_model({**LLAMA, "architectures": ["SmolLM3ForCausalLM"], "num_key_value_heads": 3, **change})
+
+
+def test_stablelm_refuses_norms_of_heads() -> None:
+    stablelm = {**LLAMA, "architectures": ["StableLmForCausalLM"], "num_key_value_heads": 3}
+    assert spec_of(stablelm).layers[0].mixer.rope == Rope(10000.0, dims=2)
+    with pytest.raises(ModelError, match="qk_layernorm asks for layer norms of heads"):
+        read_model({**stablelm, "qk_layernorm": True})
 
 
 def test_gpt2_and_opt_refuse_what_they_cannot_do() -> None:

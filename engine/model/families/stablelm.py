@@ -1,0 +1,34 @@
+"""StableLM (StableLmForCausalLM): Llama with layer norms, rope in a part of each head, and halves in parallel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from serve_llm.engine.errors import ModelError
+from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.families.llama import ATTENTION, GATED, PRE_NORMS, read_decoder, weights
+from serve_llm.engine.model.spec import ModelSpec, Norm
+from serve_llm.engine.model.weight_map import WeightMap
+
+
+def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+    """Defaults of absent keys are transformers' own (StableLmConfig)."""
+    if config.flag("qk_layernorm", False):
+        raise ModelError("config.json: qk_layernorm asks for layer norms of heads, which this program does not serve")
+    spec = read_decoder(
+        config,
+        "StableLmForCausalLM",
+        default_kv_heads=32,
+        default_max_position=4096,
+        partial_rotary=0.25,
+        windows=[None] * config.layers("num_hidden_layers"),
+        norm=Norm("layer", config.number("layer_norm_eps", 1e-5)),
+        qkv_bias=config.flag("use_qkv_bias", False),
+    )
+    names = PRE_NORMS
+    if config.flag("use_parallel_residual", False):
+        spec = replace(spec, layers=tuple(replace(layer, placement="parallel") for layer in spec.layers))
+        names = {source: norm for source, norm in PRE_NORMS.items() if norm != "ffn_norm"}
+    config.ignore("hidden_dropout")
+    config.done()
+    return spec, weights(spec, names | ATTENTION | GATED)
