@@ -155,6 +155,12 @@ class Config:
             raise self._wrong(key, "an object", value)
         return Config(value, f"{self._where}: {key}")
 
+    def refuse(self, *keys: str) -> None:
+        """Flags that this family serves only when they are off."""
+        for key in keys:
+            if self.flag(key, False):
+                raise ModelError(f"{self._where}: {key} is not supported")
+
     def ignore(self, *keys: str) -> None:
         """Keys that this family knows to be without effect on inference."""
         self._taken.update(keys)

@@ -30,5 +30,7 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
     )
     config.ignore("original_max_position_embeddings")  # where there is no longrope
     config.ignore("resid_pdrop", "embd_pdrop")
+    config.ignore("full_attn_mod", "interpolate_factor")  # of Phi-4-mini; transformers does not read them
+    config.refuse("attention_bias", "mlp_bias", "lm_head_bias")
     config.done()
     return spec, weights(spec, NAMES)

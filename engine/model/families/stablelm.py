@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model.config import Config
 from serve_llm.engine.model.families.llama import ATTENTION, GATED, PRE_NORMS, read_decoder, weights
 from serve_llm.engine.model.spec import ModelSpec, Norm
@@ -13,8 +12,7 @@ from serve_llm.engine.model.weight_map import WeightMap
 
 def read(config: Config) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (StableLmConfig)."""
-    if config.flag("qk_layernorm", False):
-        raise ModelError("config.json: qk_layernorm asks for layer norms of heads, which this program does not serve")
+    config.refuse("qk_layernorm")  # a layer norm of every head, with weights of its own
     spec = read_decoder(
         config,
         "StableLmForCausalLM",

@@ -48,6 +48,13 @@ DISTILL_QWEN = """{"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0
 "rope_theta": 10000, "sliding_window": 4096, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
 "transformers_version": "4.44.0", "use_cache": true, "use_mrope": false, "use_sliding_window": false,
 "vocab_size": 151936}"""
+STARCODER2_15B = """{"architectures": ["Starcoder2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 0,
+"eos_token_id": 0, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 6144, "initializer_range": 0.01275,
+"intermediate_size": 24576, "max_position_embeddings": 16384, "mlp_type": "default", "model_type": "starcoder2",
+"norm_epsilon": 1e-05, "norm_type": "layer_norm", "num_attention_heads": 48, "num_hidden_layers": 40,
+"num_key_value_heads": 4, "rms_norm_eps": 1e-05, "rope_theta": 100000, "sliding_window": 4096,
+"tie_word_embeddings": false, "torch_dtype": "float32", "transformers_version": "4.37.0.dev0", "use_bias": true,
+"use_cache": true, "vocab_size": 49152}"""
 QWEN3_06B = """{"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
 "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
 "initializer_range": 0.02, "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28,
@@ -55,6 +62,18 @@ QWEN3_06B = """{"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, 
 "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null,
 "tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true,
 "use_sliding_window": false, "vocab_size": 151936}"""
+
+PHI4_MINI = """{"architectures": ["Phi3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+"bos_token_id": 199999, "embd_pdrop": 0.0, "eos_token_id": 199999, "full_attn_mod": 1, "hidden_act": "silu",
+"hidden_size": 3072, "initializer_range": 0.02, "intermediate_size": 8192, "interpolate_factor": 1,
+"lm_head_bias": false, "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "phi3",
+"num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8,
+"original_max_position_embeddings": 4096, "pad_token_id": 199999, "partial_rotary_factor": 0.75, "resid_pdrop": 0.0,
+"rms_norm_eps": 1e-05, "rope_scaling": {"long_factor": [FACTORS], "short_factor": [FACTORS], "type": "longrope"},
+"rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+"transformers_version": "4.45.0", "use_cache": true, "vocab_size": 200064}""".replace(
+    "FACTORS", ", ".join(["1.5"] * 48)
+)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +85,8 @@ QWEN3_06B = """{"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, 
         (SMOLLM2, 30, 3, 64, None, 8192, True),
         (MISTRAL_7B, 32, 8, 128, 4096, 32768, False),
         (DISTILL_QWEN, 28, 2, 128, None, 131072, False),
+        (PHI4_MINI, 32, 8, 128, 262144, 131072, True),
+        (STARCODER2_15B, 40, 4, 128, 4096, 16384, False),
         (QWEN3_06B, 28, 8, 128, None, 40960, True),
     ],
 )

@@ -174,10 +174,18 @@ def test_refused_of_smollm3(change: dict[str, Any], message: str) -> None:
         read_model({**LLAMA, "architectures": ["SmolLM3ForCausalLM"], "num_key_value_heads": 3, **change})
 
 
+def test_phi3_refuses_biases_and_another_number_of_factors() -> None:
+    phi3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.8}
+    with pytest.raises(ModelError, match="lm_head_bias is not supported"):
+        read_model({**phi3, "lm_head_bias": True})
+    with pytest.raises(ModelError, match="rope_scaling: long_factor must be a list of 4 numbers"):
+        read_model({**phi3, "rope_scaling": {"type": "longrope", "long_factor": [1.0] * 5, "short_factor": [1.0] * 5}})
+
+
 def test_stablelm_refuses_norms_of_heads() -> None:
     stablelm = {**LLAMA, "architectures": ["StableLmForCausalLM"], "num_key_value_heads": 3}
     assert spec_of(stablelm).layers[0].mixer.rope == Rope(10000.0, dims=2)
-    with pytest.raises(ModelError, match="qk_layernorm asks for layer norms of heads"):
+    with pytest.raises(ModelError, match="qk_layernorm is not supported"):
         read_model({**stablelm, "qk_layernorm": True})
 
 
