@@ -126,7 +126,7 @@ def _normed(project: RowWise, mixer: spec.Attention, eps: float, own: HeadShare,
         sums = group.all_reduce(torch.stack([part.sum(-1) for part in parts], 1))
         wide[:, : ends[0]] *= torch.rsqrt(sums[:, :1] / counts[0] + eps)
         wide[:, ends[0] :] *= torch.rsqrt(sums[:, 1:] / counts[1] + eps)
-        torch.mul(wide, weight, out=qkv[:, : ends[1]])
+        qkv[:, : ends[1]] = wide.mul_(weight)
         return qkv
 
     return forward

@@ -159,6 +159,13 @@ def test_logits_as_the_peak(dtype: str, tmp_path: Path) -> None:
         compare(tmp_path, grid, dtype=dtype, max_num_seqs=200, max_num_batched_tokens=300)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_norms_of_projections_with_compiled_attention(dtype: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "olmo2", hidden_size=96)
+    for grid in (ONE, Grid(3, 1)):
+        compare(tmp_path, grid, dtype=dtype, max_num_seqs=32, max_num_batched_tokens=600)
+
+
 def test_parallel_halves(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "stablelm", use_parallel_residual=True)
     for grid in (ONE, Grid(3, 1), Grid(1, 2)):
