@@ -81,28 +81,36 @@ def peak_bytes(spec: ModelSpec, shard: Shard, groups: tuple[GroupLayout, ...], c
     step = Step.largest(config, element)
     compiled = step.on_cpu and all(group.head_dim in COMPILED_HEAD_DIMS for group in spec.kv_groups)
     step = replace(step, int8=spec.int8 is not None, compiled_attention=compiled)
+    last = len(spec.layers) - 1
     kinds = {
-        (spec.layers[index], group) for group, of in zip(groups, spec.kv_groups, strict=True) for index in of.layers
+        (spec.layers[index], group, step.sampled if index == last else step.tokens)
+        for group, of in zip(groups, spec.kv_groups, strict=True)
+        for index in of.layers
+        if index in shard.layers
     }
-    ropes = {(layer.mixer.rope, layer.mixer.head_dim) for layer, _ in kinds if layer.mixer.rope is not None}
+    ropes = {(layer.mixer.rope, layer.mixer.head_dim) for layer, *_ in kinds if layer.mixer.rope is not None}
     angles = sum(step.tokens * head_dim * FLOAT for _, head_dim in ropes)
-    layers = max(angles + _layer(step, layer, group, spec.width, shard) for layer, group in kinds)
+    layers = max(angles + _layer(step, layer, group, spec.width, shard, going_on) for layer, group, going_on in kinds)
     return max(layers, _logits(step, spec, shard)) if shard.is_last else layers
 
 
-def _layer(step: Step, layer: Layer, group: GroupLayout, width: int, shard: Shard) -> int:
+def _layer(step: Step, layer: Layer, group: GroupLayout, width: int, shard: Shard, going_on: int) -> int:
     """Hidden rows and what a half reads of them; the decoder keeps those of before the layer until it is done.
 
-    The last layer is counted like the others: its second half takes all tokens where log-probabilities of prompts are
-    asked for.
+    going_on: tokens of which the second half is computed, in the last layer those that are sampled; all of a prompt
+    whose log-probabilities are asked for are not counted.
     """
-    rows = step.tokens * width * step.element
-    held = rows * (2 if layer.placement in ("pre", "parallel") else 1)
-    made = rows if layer.placement == "inside" else 0  # before its norm
+    row = width * step.element
+    copies = 2 if layer.placement in ("pre", "parallel") else 1
+    held = copies * step.tokens * row
     attention = held + _attention(step, layer.mixer, group, width, shard)
-    between = rows if layer.placement == "parallel" else held
-    ffn = held + between + _ffn(step, layer.ffn, width, len(shard.ffn(layer.ffn)))
-    return max(attention, ffn, held + 2 * rows + made + _norm_of_sum(step, layer.norm, step.tokens * width))
+    made = step.tokens * row  # by attention
+    chosen = 2 * going_on * row if going_on < step.tokens else 0  # of the hidden rows and what was made
+    inside = going_on * row if layer.placement == "inside" else 0  # before its norm
+    joined = going_on * row + inside + _norm_of_sum(step, layer.norm, going_on * width)
+    between = (1 if layer.placement == "parallel" else copies) * going_on * row
+    ffn = held + between + _ffn(step, layer.ffn, width, len(shard.ffn(layer.ffn)), going_on)
+    return max(attention, ffn, held + made + chosen, held + (chosen or made) + joined)
 
 
 def _norm_of_sum(step: Step, norm: Norm, elements: int) -> int:
@@ -118,13 +126,13 @@ def _rms_norm(step: Step, elements: int) -> int:
     return step.wide(elements) + elements * FLOAT + elements * step.element
 
 
-def _ffn(step: Step, ffn: Dense, width: int, columns: int) -> int:
-    peak, up = step.linear(step.tokens, width, columns * (2 if ffn.gated else 1))
-    elements = step.tokens * columns
+def _ffn(step: Step, ffn: Dense, width: int, columns: int, rows: int) -> int:
+    peak, up = step.linear(rows, width, columns * (2 if ffn.gated else 1))
+    elements = rows * columns
     floats = {"silu": 2, "gelu": 3, "gelu_tanh": 4, "relu": 0}[ffn.activation]  # float32 copies alive at once
     active = elements * step.element
     inner = active if step.on_cpu or not floats else step.wide(elements) + floats * elements * FLOAT
-    down, _ = step.linear(step.tokens, columns, width)
+    down, _ = step.linear(rows, columns, width)
     return max(peak, up + inner, active + down)
 
 

@@ -105,7 +105,8 @@ def enter(first: Norms | None) -> Callable[[Tensor], Tensor]:
 
 def join(done: Norms, following: Norms | None) -> Join:
     """From hidden rows and what one half made of them to hidden rows and what the following half, if any, reads."""
-    if done == Norms() and following is not None and following.before is not None:
+    plain = done.inside is None and done.after is None
+    if plain and following is not None and following.before is not None:
         return following.before.of_sum
     add = _added if done.after is None else done.after.of_sum
     read, inside = enter(following), done.inside or _as_it_is

@@ -126,6 +126,18 @@ def test_several_ranks(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "phi3", "stablelm"])
+def test_a_last_stage_of_one_layer(family: str, dtype: str, tmp_path: Path) -> None:
+    """With compiled attention, whose peak does not hide that of the feed-forward."""
+    sizes = (
+        {"n_embd": 96, "n_head": 6, "n_layer": 3} if family == "gpt2" else {"hidden_size": 96, "num_hidden_layers": 3}
+    )
+    heads = {} if family == "gpt2" else {"num_attention_heads": 6, "num_key_value_heads": 3}
+    make_checkpoint(tmp_path, family, **sizes, **heads, **({"head_dim": 16} if family in ("llama", "qwen3") else {}))
+    compare(tmp_path, Grid(1, 2), dtype=dtype, max_num_seqs=32, max_num_batched_tokens=600)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_int8(family: str, dtype: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family)
