@@ -16,7 +16,7 @@ from torch import Tensor
 from serve_llm.engine.model.build import Builder, Part, RowWise
 from serve_llm.engine.model.embedding import Entrance, entrance, received
 from serve_llm.engine.model.inputs import StepInputs
-from serve_llm.engine.model.layer import enter, join, layer_of
+from serve_llm.engine.model.layer import Layer, enter, join
 from serve_llm.engine.model.rope import AnglesOf, angles_of
 from serve_llm.engine.model.spec import Layer as LayerSpec
 from serve_llm.engine.model.spec import ModelSpec, Rope
@@ -36,7 +36,7 @@ class Decoder:
             self._enter = entrance(spec, embedding, build)
         else:
             self._enter = received(spec.width, neighbours.previous)
-        layers = [layer_of(spec.layers[index], spec.width, build.within(f"layers.{index}")) for index in shard.layers]
+        layers = [Layer(spec.layers[index], spec.width, build.within(f"layers.{index}")) for index in shard.layers]
         self._layers = layers
         self._first = enter(layers[0].first)
         self._joins = [join(layer.last, following.first) for layer, following in pairwise(layers)]

@@ -20,6 +20,7 @@ from serve_llm.engine.model.norm import Norm
 from serve_llm.kernels.rope import Angles
 
 Join = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Between = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # hidden, made of attention, what it read
 
 
 class Norms(NamedTuple):
@@ -38,7 +39,7 @@ class Layer:
         self.mixer = attention(layer.mixer, width, build.within("attention"))
         self.ffn = dense(layer.ffn, width, build.within("ffn"))
         self.first, self.last = _norms(layer, width, build)
-        self._join = join(self.first, self.last)
+        self._between = _beside if layer.placement == "parallel" else _after(join(self.first, self.last))
 
     def forward(
         self,
@@ -56,35 +57,9 @@ class Layer:
         """
         made = self.mixer.forward(read, inputs, group, cache, angles)
         if rows is not None:
-            hidden, made = hidden[rows], made[rows]
-        hidden, made = self._join(hidden, made)  # the same name: nothing holds what was added any longer
-        return hidden, self.ffn(made)
-
-
-class ParallelLayer(Layer):
-    """Both halves read the same norm of the hidden rows."""
-
-    def forward(
-        self,
-        hidden: Tensor,
-        read: Tensor,
-        inputs: StepInputs,
-        group: GroupInputs,
-        cache: Tensor,
-        angles: Angles | None,
-        rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """As of `Layer`."""
-        made = self.mixer.forward(read, inputs, group, cache, angles)
-        if rows is not None:
             hidden, made, read = hidden[rows], made[rows], read[rows]
-        made = hidden + made  # the same name: nothing holds what was added any longer
-        return made, self.ffn(read)
-
-
-def layer_of(layer: spec.Layer, width: int, build: Builder) -> Layer:
-    """The layer of this rank."""
-    return (ParallelLayer if layer.placement == "parallel" else Layer)(layer, width, build)
+        hidden, made = self._between(hidden, made, read)  # the same name: nothing holds what was added any longer
+        return hidden, self.ffn(made)
 
 
 def _norms(layer: spec.Layer, width: int, build: Builder) -> tuple[Norms, Norms]:
@@ -116,6 +91,16 @@ def join(done: Norms, following: Norms | None) -> Join:
         return hidden, read(hidden)
 
     return joined
+
+
+def _after(joined: Join) -> Between:
+    """The feed-forward part reads the hidden rows that attention has changed."""
+    return lambda hidden, made, read: joined(hidden, made)
+
+
+def _beside(hidden: Tensor, made: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
+    """Both halves read the same norm of the hidden rows."""
+    return hidden + made, read
 
 
 def _as_it_is(hidden: Tensor) -> Tensor:

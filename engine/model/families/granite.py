@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families.llama import read_decoder, weights
+from serve_llm.engine.model.families.llama import read_plain, weights
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 
@@ -16,17 +16,7 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
     residual_multiplier r: rms norms alone read the hidden rows x, and norm(x) with eps is norm(x / r) with eps / r^2.
     So x + r * f(norm(x)) is computed as x / r + f(norm(x / r)), where nothing has to be multiplied.
     """
-    bias = config.flag("attention_bias", False)
-    plain = read_decoder(
-        config,
-        "GraniteForCausalLM",
-        default_kv_heads=None,
-        default_max_position=2048,
-        windows=[None] * config.layers("num_hidden_layers"),
-        qkv_bias=bias,
-        output_bias=bias,
-        ffn_bias=config.flag("mlp_bias", False),
-    )
+    plain = read_plain(config, "GraniteForCausalLM")
     residual = config.number("residual_multiplier", 1.0)
     layer = plain.layers[0]
     norm = replace(layer.norm, eps=layer.norm.eps / residual**2)

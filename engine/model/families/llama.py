@@ -13,10 +13,18 @@ from serve_llm.engine.model.weight_map import Row, WeightMap
 
 def read(config: Config) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (LlamaConfig)."""
+    spec = read_plain(config, "LlamaForCausalLM")
+    config.ignore("max_sequence_length")  # of early conversions; transformers does not read it
+    config.done()
+    return spec, weights(spec)
+
+
+def read_plain(config: Config, architecture: str) -> ModelSpec:
+    """A decoder with Llama's keys and defaults. The caller ends with config.done()."""
     bias = config.flag("attention_bias", False)
-    spec = read_decoder(
+    return read_decoder(
         config,
-        "LlamaForCausalLM",
+        architecture,
         default_kv_heads=None,
         default_max_position=2048,
         windows=[None] * config.layers("num_hidden_layers"),
@@ -24,9 +32,6 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
         output_bias=bias,
         ffn_bias=config.flag("mlp_bias", False),
     )
-    config.ignore("max_sequence_length")  # of early conversions; transformers does not read it
-    config.done()
-    return spec, weights(spec)
 
 
 def read_decoder(
