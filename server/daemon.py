@@ -273,9 +273,8 @@ class HttpServer(uvicorn.Server):
                 "certificate made for the key"
             ) from None
         super().__init__(config)
-        logging.getLogger("uvicorn").setLevel(
-            logging.ERROR
-        )  # our own lines say the rest, and not one for every bad client
+        # Our own lines say the rest, and not one for every bad client.
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
