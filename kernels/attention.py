@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,12 +30,20 @@ QUERY_TILE = 64  # queries of one sequence that are computed together; bounds th
 LOWEST = -1e30  # start of the running maximum: finite, so that a row without any key yet stays free of NaN
 
 
+class Lengths(NamedTuple):
+    """The lengths of a step's sequences where the kernels of a GPU read them; see `paged_attention`."""
+
+    query_starts: Tensor  # (sequences + 1,) int32
+    context_lens: Tensor  # (sequences,) int32; 0: a row that stands for nothing, whose result is 0
+
+
 def write_cache(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Store the new tokens' keys and values, in place.
 
     key, value: (tokens, kv_heads, head_dim). cache: (blocks, 2, kv_heads, block_size, head_dim) of the same dtype, or
     (..., head_dim + 4) int8, rows as in `cache_int8`; its head_dim is contiguous, else it may be a strided view.
-    slots: (tokens,) int64, block * block_size + offset, all different.
+    slots: (tokens,) int64, block * block_size + offset, all different; on a GPU -1 for a token that is not
+    stored.
     """
     if cache.dtype == torch.int8:
         key, value = cache_int8.quantise(key), cache_int8.quantise(value)
@@ -56,6 +65,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    on_device: Lengths | None = None,
 ) -> Tensor:
     """Causal attention of new tokens over their sequences' cached keys and values, the new tokens' own included.
 
@@ -71,6 +81,8 @@ def paged_attention(
     softcap: the scaled scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118).
     sinks: (heads,) float32, one more score for each head, which takes its share of the softmax and adds no value
     (gpt-oss, arXiv:2508.10925).
+    on_device: on a GPU the two lists once more, as tensors. Those count; the lists then only bound the launch, so that
+    a captured launch serves all shorter lengths. On a CPU not given.
     Returns (tokens, heads, head_dim) in the query's dtype.
     """
     scores = _Scores(max(KEY_TILE, cache.shape[3]), scale, softcap, sinks)

@@ -56,6 +56,7 @@ class Attention:
             inputs.context_lens,
             scale=self.scale,
             window=self.window,
+            on_device=inputs.lengths,
         )
         return self.output(mixed.flatten(1))
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from serve_llm.kernels.attention import Lengths
+
 
 @dataclass(frozen=True)
 class GroupInputs:
@@ -25,3 +27,4 @@ class StepInputs:
     query_starts: list[int]  # sequences + 1 offsets into tokens
     context_lens: list[int]  # tokens of each sequence, those of this step included
     groups: tuple[GroupInputs, ...]
+    lengths: Lengths | None = None  # on a GPU: query_starts and context_lens there

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from serve_llm.kernels.attention import Lengths
+
 VARIANTS = ("baseline", "avx2", "avx512", "avx512_bf16")  # as the library numbers them, slowest first
 DTYPES = (torch.bfloat16, torch.float32)
 HEAD_DIMS = range(16, 257, 8)
@@ -88,6 +90,7 @@ class Library:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        on_device: Lengths | None = None,
     ) -> Tensor:
         output = torch.empty(query.shape, dtype=query.dtype)
         starts, contexts = array("i", query_starts), array("i", context_lens)

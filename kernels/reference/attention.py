@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from serve_llm.kernels.attention import Lengths
+
 
 def write_cache(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Same contract as `kernels.attention.write_cache`."""
@@ -29,6 +31,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    on_device: Lengths | None = None,
 ) -> Tensor:
     """Same contract as `kernels.attention.paged_attention`; one query at a time, softmax in float64."""
     group = query.shape[1] // cache.shape[2]
