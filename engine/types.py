@@ -45,6 +45,16 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: int | None = None  # None: off; k: the chosen token's and the k likeliest, of the raw distribution
     prompt_logprobs: int | None = None  # the same for every prompt token but the first
 
+    @property
+    def reads_history(self) -> bool:
+        """Whether the logits of a token are changed by which ids, not only how many, stand before it."""
+        return bool(
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty
+            or self.presence_penalty
+            or any(len(word) > 1 for word in self.bad_words_ids)
+        )
+
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to continue. n choices of one HTTP request are n of these, with `sampling.choice` 0..n-1."""

@@ -9,12 +9,12 @@ are committed later, possibly several batches later.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence as Items
 
 from serve_llm.engine.schedule.batch import Batch, Chunk, ChunkResult, NewRow
-from serve_llm.engine.schedule.blocks import BlockKey, BlockPool
+from serve_llm.engine.schedule.blocks import BlockPool
 from serve_llm.engine.schedule.policy import WaitingQueue
+from serve_llm.engine.schedule.prefix_cache import PrefixCache
 from serve_llm.engine.schedule.sequence import RELEASED, GroupLayout, Sequence, most_blocks
 from serve_llm.engine.types import FinishReason, Output, Request, Stats
 
@@ -31,19 +31,21 @@ class Scheduler:
         max_model_len: int,
         max_chunk: int,
         prefix_caching: bool,
+        ahead: bool = False,
     ) -> None:
-        """`max_chunk`: most tokens of one sequence in one step; bounds what a sliding window holds at a time."""
+        """`max_chunk`: most tokens of one sequence in one step; bounds what a sliding window holds at a time.
+        ahead: a sequence may be in several batches that are under way: workers have the id that they sampled last,
+        before it is committed here."""
         self._groups = tuple(groups)
         self._pool = BlockPool(num_blocks)
         self._max_model_len = max_model_len
         self._max_chunk = max_chunk
-        self._prefix_caching = prefix_caching
-        self._hit_step = max(group.block_size for group in groups)  # block sizes are powers of two
+        self._ahead = ahead
+        self._prefixes = PrefixCache(self._groups, self._pool, prefix_caching)
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # in order of admission
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._pending: Counter[BlockKey] = Counter()  # prefix blocks that running sequences are about to compute
         self._arrivals = 0
         self._stats = Stats()
 
@@ -64,7 +66,7 @@ class Scheduler:
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return
-        sequence.aborted = True
+        sequence.ended = True
         if sequence.row is None:
             self._waiting.remove(sequence)
         elif not sequence.in_flight:
@@ -99,15 +101,15 @@ class Scheduler:
     def schedule(self, budget: int, now: float, depth: int = 1) -> Batch:
         """Choose what to compute next; at most `budget` tokens. Empty if nothing can be (all waits or is in flight).
 
-        depth: batches that are to be under way at a time. A sequence is in at most one of them, and no batch takes more
-        than its share of the sequences, so that there is work for the others.
+        depth: batches that are to be under way at a time with other sequences in each. No batch takes more than its
+        share of them, so that there is work for the others.
         """
         new_rows: list[NewRow] = []
         chunks: list[Chunk] = []
         preemptions, is_refused = self._stats.num_preemptions, False
         share = -(-len(self._running) // depth)
         admissible = -(-(len(self._running) + len(self._waiting)) // depth)
-        ready = [sequence for sequence in self._running if not sequence.in_flight]
+        ready = [sequence for sequence in self._running if not sequence.in_flight or self._may_go_on(sequence)]
         for_prompts = budget - sum(sequence.num_left == 1 for sequence in ready)
         long, long_count, limit = None, 0, budget
         for sequence in ready:
@@ -117,6 +119,8 @@ class Scheduler:
                 count = min(count, -(-for_prompts // 2) if sequence.is_long else for_prompts)
             if count <= 0 or len(chunks) + (long is not None) >= share or sequence.row is None:
                 continue
+            if is_refused and sequence.in_flight:
+                continue  # one that is always in flight could never be preempted
             if not self._make_room(sequence, count):
                 is_refused = True  # who comes later must not take the blocks that it waits for
                 continue
@@ -132,6 +136,16 @@ class Scheduler:
         if long is not None:
             chunks.append(self._chunk(long, self._extended(long, long_count, budget)))
         return Batch(new_rows, chunks)
+
+    def _may_go_on(self, sequence: Sequence) -> bool:
+        """Whether the next chunk of a sequence in flight can be computed before the last one is committed."""
+        if not self._ahead or sequence.ended:
+            return False
+        if sequence.num_coming == 0:
+            return True  # more of a prompt
+        length = len(sequence.ids) + sequence.num_coming
+        has_ended = length - sequence.num_prompt >= sequence.sampling.max_tokens or length >= self._max_model_len
+        return not has_ended and not sequence.sampling.reads_history
 
     def _extended(self, sequence: Sequence, count: int, budget: int) -> int:
         """A chunk's tokens with what others left of the step's budget, if there are blocks free for them."""
@@ -150,10 +164,10 @@ class Scheduler:
         for sequence in self._waiting:
             if budget <= 0 or len(chunks) >= share or not self._free_rows:
                 break
-            hit = self._find_prefix(sequence)
+            hit = self._prefixes.find(sequence)
             # Who has sent tokens already is a stream that was preempted or replayed: it stands still.
             is_long = len(sequence.ids) - hit > limit and not sequence.num_output
-            if self._prefix_is_coming(sequence, hit) or (is_long and has_long):
+            if self._prefixes.is_coming(sequence, hit) or (is_long and has_long):
                 continue
             if not self._enter(sequence, hit, now):
                 break
@@ -172,19 +186,20 @@ class Scheduler:
         outputs = []
         for chunk, result in zip(batch.chunks, results, strict=True):
             sequence = by_row[chunk.row]
-            sequence.in_flight = False
-            if sequence.aborted:
-                self._leave(sequence)
+            sequence.num_coming -= chunk.sample
+            if sequence.ended:
+                sequence.num_scheduled -= chunk.count
+                if not sequence.in_flight:
+                    self._leave(sequence)
                 continue
             sequence.num_computed += chunk.count
-            self._remember_blocks(sequence, chunk)
+            self._prefixes.remember(sequence, chunk.start)
             self._release_behind_windows(sequence)
             output = self._output(sequence, chunk, result)
             if output is not None:
                 outputs.append(output)
                 if output.finish_reason is not None:
-                    del self._sequences[sequence.request.id]
-                    self._leave(sequence)
+                    self.abort(sequence.request.id)
         return outputs
 
     def _output(self, sequence: Sequence, chunk: Chunk, result: ChunkResult) -> Output | None:
@@ -228,10 +243,11 @@ class Scheduler:
             sequence.num_sent_blocks[index] = len(table)
         new_ids = sequence.ids[sequence.num_sent_ids :]
         sequence.num_sent_ids = len(sequence.ids)
-        sequence.in_flight = True
-        last = sequence.num_computed + count == len(sequence.ids)
-        sample = last and sequence.sampling.max_tokens > 0
-        return Chunk(sequence.row, sequence.num_computed, count, new_blocks, sample, new_ids)
+        start = sequence.num_scheduled
+        sequence.num_scheduled += count
+        sample = sequence.num_left == 0 and sequence.sampling.max_tokens > 0
+        sequence.num_coming += sample
+        return Chunk(sequence.row, start, count, new_blocks, sample, new_ids)
 
     # rows and blocks
 
@@ -243,30 +259,29 @@ class Scheduler:
 
     def _enter(self, sequence: Sequence, hit: int, now: float) -> bool:
         """Give a waiting sequence a row and its cached prefix, if all that it has to compute now finds blocks."""
-        cached = [self._cached_blocks(sequence, index, hit) for index in range(len(self._groups))]
-        assert all(blocks is not None for blocks in cached)
-        revived = sum(block != RELEASED and self._pool.is_free(block) for blocks in cached for block in blocks or [])
+        cached = self._prefixes.tables(sequence, hit)
+        revived = sum(block != RELEASED and self._pool.is_free(block) for blocks in cached for block in blocks)
         if self._most_blocks(len(sequence.ids)) - self._held(cached) + revived > self._pool.num_free:
             return False
         for table, blocks in zip(sequence.tables, cached, strict=True):
-            for block in blocks or []:
+            for block in blocks:
                 if block != RELEASED:
                     self._pool.acquire(block)
-            table.extend(blocks or [])
+            table.extend(blocks)
         is_first = sequence.cached_tokens is None  # what is computed again after a preemption is not the tenant's doing
         self._waiting.admit(sequence, len(sequence.ids) - hit if is_first else 0)
         self._running.append(sequence)
         sequence.row = self._free_rows.pop()
-        sequence.num_computed = hit
+        sequence.num_computed = sequence.num_scheduled = hit
         if is_first:
             sequence.cached_tokens, sequence.queued_seconds = hit, now - sequence.arrived_at
             self._stats.prefix_cache_queries += sequence.num_prompt
             self._stats.prefix_cache_hits += hit
-        self._pending.update(self._pending_keys(sequence))
+        self._prefixes.begin(sequence)
         return True
 
-    def _held(self, tables: Items[list[int] | None]) -> int:
-        return sum(block != RELEASED for table in tables for block in table or [])
+    def _held(self, tables: Items[list[int]]) -> int:
+        return sum(block != RELEASED for table in tables for block in table)
 
     def _most_blocks(self, num_tokens: int) -> int:
         """Blocks that a sequence of so many tokens holds at most at a time."""
@@ -288,12 +303,12 @@ class Scheduler:
 
     def _missing(self, sequence: Sequence, count: int) -> list[int]:
         """How many more blocks the next `count` tokens need, group by group."""
-        end = sequence.num_computed + count
+        end = sequence.num_scheduled + count
         return [max(0, -(-end // g.block_size) - len(t)) for g, t in zip(self._groups, sequence.tables, strict=True)]
 
     def _preempt(self, sequence: Sequence) -> None:
         self._leave(sequence)
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_scheduled = 0
         sequence.num_sent_blocks = [0] * len(self._groups)
         sequence.prompt_logprobs = []
         self._waiting.add(sequence)
@@ -302,8 +317,7 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         """Give back the row and all blocks, the last ones first: the start of a prefix is worth most."""
         assert sequence.row is not None
-        self._pending.subtract(self._pending_keys(sequence))
-        self._pending += Counter()  # drops what is zero
+        self._prefixes.end(sequence)
         for table in sequence.tables:
             for block in reversed(table):
                 if block != RELEASED:
@@ -323,69 +337,6 @@ class Scheduler:
                 table[index] = RELEASED
                 index -= 1
 
-    # prefix cache
-
-    def _find_prefix(self, sequence: Sequence) -> int:
-        """Longest cached prefix in tokens; at least one token is left to compute, so that there is a next one."""
-        if not self._prefix_caching or sequence.wants_prompt_logprobs:
-            return 0
-        hit = (len(sequence.ids) - 1) // self._hit_step * self._hit_step
-        for index, group in enumerate(self._groups):
-            if group.window is None:
-                known = 0
-                for number in range(hit // group.block_size):
-                    if self._pool.find((index, sequence.block_hash(group.block_size, number))) is None:
-                        break
-                    known += group.block_size
-                hit = known // self._hit_step * self._hit_step
-        while hit and any(self._cached_blocks(sequence, index, hit) is None for index in range(len(self._groups))):
-            hit -= self._hit_step
-        return hit
-
-    def _cached_blocks(self, sequence: Sequence, index: int, hit: int) -> list[int] | None:
-        """One group's table for the first `hit` tokens, from the cache; None if a block that is needed is not there."""
-        group = self._groups[index]
-        first = 0 if group.window is None else max(0, (hit - group.window + 1) // group.block_size)
-        hashes = sequence.block_hashes(group.block_size, hit // group.block_size)
-        table = [RELEASED] * min(first, len(hashes))
-        for key in hashes[first:]:
-            block = self._pool.find((index, key))
-            if block is None:
-                return None
-            table.append(block)
-        return table
-
-    def _prefix_is_coming(self, sequence: Sequence, hit: int) -> bool:
-        """True if a running sequence is about to compute the block after the hit: wait for it instead."""
-        if not self._prefix_caching or sequence.wants_prompt_logprobs:
-            return False
-        size = self._groups[0].block_size
-        index = hit // size
-        if (index + 1) * size > sequence.num_prompt:
-            return False
-        return self._pending[0, sequence.block_hash(size, index)] > 0
-
-    def _pending_keys(self, sequence: Sequence) -> list[BlockKey]:
-        """Prompt blocks of group 0 that a running sequence has still to compute."""
-        if not self._prefix_caching:
-            return []
-        size = self._groups[0].block_size
-        hashes = sequence.block_hashes(size, sequence.num_prompt // size)
-        return [(0, key) for key in hashes[sequence.num_computed // size :]]
-
-    def _remember_blocks(self, sequence: Sequence, chunk: Chunk) -> None:
-        """Enter the blocks that this chunk filled into the prefix index."""
-        if not self._prefix_caching:
-            return
-        for index, (group, table) in enumerate(zip(self._groups, sequence.tables, strict=True)):
-            before, after = chunk.start // group.block_size, sequence.num_computed // group.block_size
-            hashes = sequence.block_hashes(group.block_size, after)
-            for number in range(before, after):
-                if table[number] != RELEASED:
-                    self._pool.remember(table[number], (index, hashes[number]))
-                if index == 0 and (number + 1) * group.block_size <= sequence.num_prompt:
-                    self._pending[0, hashes[number]] -= 1
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless blocks, rows and queues are conserved (promise 4). Slow: for tests and idle."""
         self._pool.check_integrity([b for s in self._running for t in s.tables for b in t if b != RELEASED])
@@ -393,7 +344,6 @@ class Scheduler:
         assert len(rows) == len(self._running), "a running sequence has no row"
         assert sorted([*self._free_rows, *rows]) == list(range(len(self._free_rows) + len(rows))), "a row is lost"
         assert all(sequence.row is None and not any(sequence.tables) for sequence in self._waiting)
-        live = {s.request.id for s in [*self._running, *self._waiting] if not s.aborted}
+        live = {s.request.id for s in [*self._running, *self._waiting] if not s.ended}
         assert live == set(self._sequences), "a sequence is lost"
-        expected = Counter(key for sequence in self._running for key in self._pending_keys(sequence))
-        assert +self._pending == expected, "pending prefixes differ from what is being computed"
+        self._prefixes.check_integrity(self._running)

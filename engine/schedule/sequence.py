@@ -37,10 +37,11 @@ class Sequence:
         self.num_prompt = len(request.prompt_ids)
         self.ids = request.prompt_ids + request.output_ids
         self.num_computed = 0
+        self.num_scheduled = 0  # num_computed, and the tokens in batches whose results are not committed yet
+        self.num_coming = 0  # ids that these batches sample
         self.row: int | None = None  # None: waiting
-        self.in_flight = False  # part of a batch whose result is not committed yet
         self.is_long = False  # was admitted with a prompt of several steps
-        self.aborted = False
+        self.ended = False  # its request has; it leaves once nothing of it is in flight
         self.cached_tokens: int | None = None  # of the first admission
         self.queued_seconds: float | None = None
         self.reported = False  # cached_tokens and queued_seconds were sent
@@ -59,8 +60,12 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """Tokens to compute before the next one can be sampled; 1 where only the newest is."""
-        return len(self.ids) - self.num_computed
+        """Tokens to schedule before the next one can be sampled; 1 where only the newest is."""
+        return len(self.ids) + self.num_coming - self.num_scheduled
+
+    @property
+    def in_flight(self) -> bool:
+        return self.num_scheduled > self.num_computed
 
     @property
     def wants_prompt_logprobs(self) -> bool:

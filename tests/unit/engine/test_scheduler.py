@@ -31,17 +31,21 @@ class FakeWorkers:
     def __init__(self, groups: tuple[GroupLayout, ...]) -> None:
         self.groups = groups
         self.ids: dict[int, list[int]] = {}
+        self.held: dict[int, list[int]] = {}  # sampled, and not heard of from the scheduler yet
         self.tables: dict[int, list[list[int]]] = {}
         self.slots: dict[tuple[int, int, int], tuple[int, ...]] = {}  # (group, block, offset) -> the ids up to there
 
     def execute(self, batch: Batch) -> list[ChunkResult]:
         for new in batch.new_rows:
-            self.ids[new.row] = list(new.ids)
+            self.ids[new.row], self.held[new.row] = list(new.ids), []
             self.tables[new.row] = [[] for _ in self.groups]
         results = []
         for chunk in batch.chunks:
-            ids, end = self.ids[chunk.row], chunk.start + chunk.count
-            ids.extend(chunk.new_ids)
+            end, held = chunk.start + chunk.count, self.held[chunk.row]
+            assert chunk.new_ids == held[: len(chunk.new_ids)], "another id than the one that was sampled"
+            self.ids[chunk.row] += chunk.new_ids
+            del held[: len(chunk.new_ids)]
+            ids = self.ids[chunk.row] + held
             for index, (group, blocks) in enumerate(zip(self.groups, chunk.new_blocks, strict=True)):
                 table = self.tables[chunk.row][index]
                 table.extend(blocks)
@@ -56,6 +60,7 @@ class FakeWorkers:
             if chunk.sample:
                 assert end == len(ids)
                 result.token_id = token_after(ids)
+                held.append(result.token_id)
             results.append(result)
         return results
 
@@ -73,7 +78,13 @@ def expected_output(request: Request, max_model_len: int) -> tuple[list[int], Fi
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 requests = st.tuples(
-    prompts, st.integers(0, 20), st.integers(-1, 1), st.sampled_from(["", "a"]), st.integers(0, 12), st.booleans()
+    prompts,
+    st.integers(0, 20),
+    st.integers(-1, 1),
+    st.sampled_from(["", "a"]),
+    st.sampled_from([1.0, 1.0, 1.2]),  # a repetition penalty needs all ids
+    st.integers(0, 12),
+    st.booleans(),
 )
 
 
@@ -86,8 +97,9 @@ requests = st.tuples(
     st.integers(1, 3),  # batches under way
     st.integers(0, 20),  # blocks beyond the smallest pool
     st.booleans(),  # prefix caching
+    st.booleans(),  # whether a sequence may be in several batches
 )
-def test_random_loads(specs, groups, budget, rows, depth, spare, caching) -> None:
+def test_random_loads(specs, groups, budget, rows, depth, spare, caching, ahead) -> None:
     max_model_len, max_chunk = 40, budget
     smallest = 10 + (5 + spare if len(groups) == 2 else 0)
     scheduler = Scheduler(
@@ -97,16 +109,17 @@ def test_random_loads(specs, groups, budget, rows, depth, spare, caching) -> Non
         max_model_len=max_model_len,
         max_chunk=max_chunk,
         prefix_caching=caching,
+        ahead=ahead,
     )
     arrivals: dict[int, list[tuple[Request, bool]]] = {}
     wanted: dict[int, Request] = {}
-    for number, (prompt, max_tokens, priority, salt, step, abort) in enumerate(specs):
-        sampling = Sampling(max_tokens=max_tokens, seed=0, stop_token_ids=(7,))
+    for number, (prompt, max_tokens, priority, salt, penalty, step, abort) in enumerate(specs):
+        sampling = Sampling(max_tokens=max_tokens, seed=0, stop_token_ids=(7,), repetition_penalty=penalty)
         request = Request(id=number, prompt_ids=prompt, sampling=sampling, priority=priority, cache_salt=salt)
         arrivals.setdefault(step, []).append((request, abort))
         if not abort:
             wanted[number] = request
-    got = drive(scheduler, FakeWorkers(groups), arrivals, budget, depth)
+    got = drive(scheduler, FakeWorkers(groups), arrivals, budget, depth, ahead)
     for number, request in wanted.items():
         output, reason = expected_output(request, max_model_len)
         assert [i for o in got[number] for i in o.token_ids] == output
@@ -115,7 +128,7 @@ def test_random_loads(specs, groups, budget, rows, depth, spare, caching) -> Non
     assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
 
 
-def drive(scheduler, workers, arrivals, budget, depth) -> dict[int, list[Output]]:
+def drive(scheduler, workers, arrivals, budget, depth, ahead=False) -> dict[int, list[Output]]:
     got: dict[int, list[Output]] = {}
     under_way: list[tuple[Batch, list[ChunkResult]]] = []
     doomed: list[int] = []
@@ -128,11 +141,12 @@ def drive(scheduler, workers, arrivals, budget, depth) -> dict[int, list[Output]
                 doomed.append(request.id)
         while len(under_way) < depth:
             running = scheduler.stats().num_running
-            batch = scheduler.schedule(budget, float(step), depth)
+            batch = scheduler.schedule(budget, float(step), 1 if ahead else depth)
             assert batch.num_tokens <= budget
             rows = {chunk.row for chunk in batch.chunks}
-            assert not rows & {chunk.row for other, _ in under_way for chunk in other.chunks}, "in two batches"
-            assert len(rows - {new.row for new in batch.new_rows}) <= -(-running // depth), "more than its share"
+            if not ahead:
+                assert not rows & {chunk.row for other, _ in under_way for chunk in other.chunks}, "in two batches"
+                assert len(rows - {new.row for new in batch.new_rows}) <= -(-running // depth), "more than its share"
             scheduler.check_integrity()
             if not batch.chunks:
                 break
@@ -260,6 +274,33 @@ def test_sampled_ids_reach_the_workers_with_the_next_chunk() -> None:
         sampled.append(results[0].token_id)
         scheduler.commit(batch, results)
     assert workers.ids[0] == [1, 2, 3, *sampled[:-1]]
+
+
+def test_the_next_step_does_not_wait_for_the_last_ones_ids() -> None:
+    scheduler, workers = make(ahead=True), FakeWorkers(FULL)
+    scheduler.add(Request(id=0, prompt_ids=[1, 2, 3], sampling=Sampling(max_tokens=4, seed=0)), 0.0)
+    penalty = Sampling(max_tokens=4, seed=0, repetition_penalty=1.1)
+    scheduler.add(Request(id=1, prompt_ids=[4], sampling=penalty), 0.0)
+    first = scheduler.schedule(64, 0.0)
+    results = workers.execute(first)
+    second = scheduler.schedule(64, 0.0)
+    assert [(chunk.row, chunk.start, chunk.count, chunk.new_ids) for chunk in second.chunks] == [(0, 3, 1, [])]
+    scheduler.commit(first, results)
+    assert [chunk.row for chunk in scheduler.schedule(64, 0.0).chunks] == [0, 1], "who needs all ids now has them"
+
+
+def test_what_was_computed_past_the_end_is_let_go() -> None:
+    scheduler, workers = make(ahead=True), FakeWorkers(FULL)
+    first_id = token_after([1, 2, 3])
+    sampling = Sampling(max_tokens=9, seed=0, stop_token_ids=(first_id,))
+    scheduler.add(Request(id=0, prompt_ids=[1, 2, 3], sampling=sampling), 0.0)
+    under_way = [(batch := scheduler.schedule(64, 0.0), workers.execute(batch)) for _ in range(2)]
+    (output,) = scheduler.commit(*under_way[0])
+    assert output.finish_reason is FinishReason.STOP and scheduler.stats().kv_cache_usage > 0, (
+        "a step still writes there"
+    )
+    assert not scheduler.schedule(64, 0.0).chunks and scheduler.has_work
+    assert scheduler.commit(*under_way[1]) == [] and scheduler.stats().kv_cache_usage == 0
 
 
 def test_small_requests_that_keep_coming_do_not_starve_a_large_one() -> None:
