@@ -43,12 +43,14 @@ class Checkpoint:
     """
 
     def __init__(self, directory: Path) -> None:
+        self.paths = [directory / SINGLE]
         if (directory / SINGLE).is_file():
             file = _open(directory / SINGLE)
             self._file_of = dict.fromkeys(file.keys(), file)
         elif (directory / INDEX).is_file():
             index = _read_index(directory / INDEX)
-            files = [_open(directory / name) for name in sorted(set(index.values()))]
+            self.paths = [directory / name for name in sorted(set(index.values()))]
+            files = [_open(path) for path in self.paths]
             self._file_of = {tensor: file for file in files for tensor in file.keys()}
             if odd := sorted(self._file_of.keys() ^ index.keys()):
                 raise ModelError(f"{directory / INDEX} and its files do not name the same tensors: {odd[0]}")

@@ -25,6 +25,7 @@ from serve_llm.engine.model.weight_map import Row, WeightMap
 from serve_llm.engine.parallel.comm import Neighbours
 from serve_llm.engine.quant import int8
 from serve_llm.engine.weights.files import Checkpoint
+from serve_llm.engine.weights.upload import read_ahead, way_to
 from serve_llm.kernels.table import choose
 
 Progress = Callable[[int, int], None]  # parameters placed so far, parameters in all
@@ -58,6 +59,8 @@ def load_model(
     else:
         checkpoint = Checkpoint(directory)
         spec, sources = assign(checkpoint, spec, weight_map, str(directory))
+        if device.type != "cpu":
+            read_ahead(checkpoint.paths)
         load = placement(checkpoint, sources, dtype, device)
     expanded = weight_map.expanded(len(spec.layers), spec.int8).values()
     total = sum(shard.holds(parameter) for row in expanded for parameter in row.parameters)
@@ -119,6 +122,7 @@ def placement(
 ) -> Load:
     """The function that reads parameters; what it returns may lie in the mapped file. Weights that have scales come as
     int8, scales as float32. It raises ModelError for a wrong shape or for numbers that are of another kind."""
+    put = way_to(device)
 
     def load(name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         if name not in sources:
@@ -145,24 +149,25 @@ def placement(
                 raise ModelError(
                     f"{source} is stored as {tensor.dtype}, but config.json says that it is quantised to int8"
                 )
-            return tensor.to(device)
+            return put(tensor)
         if not tensor.is_floating_point():
             raise ModelError(f"{source} is stored as {tensor.dtype}, but config.json does not say that it is quantised")
         wanted = torch.float32 if name.endswith("_scale") else dtype
-        return (tensor.T if row.transform == "transpose" else tensor).to(device, wanted)
+        tensor = put(tensor).to(wanted)
+        return tensor.T if row.transform == "transpose" else tensor
 
     return load
 
 
 def dummy(seed: int, dtype: torch.dtype, device: torch.device) -> Load:
     """Random weights for trying sizes and speeds: each depends on `seed` and its own name only, whatever part of it is
-    wanted. Norms are near 1."""
+    wanted, and on the device, whose numbers are its own. Norms are near 1."""
 
     def load(name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
-        values = torch.randn(shape, generator=generator) * 0.02
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()) ^ seed)
+        values = torch.randn(shape, generator=generator, device=device) * 0.02
         if part is not None:
             values = values.narrow(part.dimension, part.own.start, len(part.own)).clone()
-        return (values + 1.0 if name.endswith("norm.weight") else values).to(device, dtype)
+        return (values + 1.0 if name.endswith("norm.weight") else values).to(dtype)
 
     return load
