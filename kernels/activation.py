@@ -40,3 +40,8 @@ def gelu_tanh(x: Tensor) -> Tensor:
 def relu(x: Tensor) -> Tensor:
     """max(x, 0). Any shape; returns shape and dtype of x."""
     return torch.relu(x)
+
+
+def relu2(x: Tensor) -> Tensor:
+    """The square of max(x, 0) (arXiv:2109.08668). Any shape; returns shape and dtype of x."""
+    return torch.relu(x).square_()

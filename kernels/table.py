@@ -33,7 +33,7 @@ class Kernels:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
     rope_and_cache: Callable[[Tensor, int, rope.HeadNorms | None, rope.Angles | None, Tensor, Tensor], Tensor]
-    activations: Mapping[str, Callable[[Tensor], Tensor]]  # silu_and_mul, gelu, gelu_tanh, relu
+    activations: Mapping[str, Callable[[Tensor], Tensor]]  # silu_and_mul, gelu, gelu_tanh, relu, relu2
     pack: Callable[..., linear.Linear]
     pack_int8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
 
@@ -46,7 +46,13 @@ PORTABLE = Kernels(
     rope_and_cache=rope.rope_and_cache,
     activations={
         kernel.__name__: kernel
-        for kernel in (activation.silu_and_mul, activation.gelu, activation.gelu_tanh, activation.relu)
+        for kernel in (
+            activation.silu_and_mul,
+            activation.gelu,
+            activation.gelu_tanh,
+            activation.relu,
+            activation.relu2,
+        )
     },
     pack=linear.pack,
     pack_int8=linear_int8.pack_int8,

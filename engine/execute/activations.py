@@ -129,7 +129,9 @@ def _rms_norm(step: Step, elements: int) -> int:
 def _ffn(step: Step, ffn: Dense, width: int, columns: int, rows: int) -> int:
     peak, up = step.linear(rows, width, columns * (2 if ffn.gated else 1))
     elements = rows * columns
-    floats = {"silu": 2, "gelu": 3, "gelu_tanh": 4, "relu": 0}[ffn.activation]  # float32 copies alive at once
+    floats = {"silu": 2, "gelu": 3, "gelu_tanh": 4, "relu": 0, "relu2": 0}[
+        ffn.activation
+    ]  # float32 copies alive at once
     active = elements * step.element
     inner = active if step.on_cpu or not floats else step.wide(elements) + floats * elements * FLOAT
     down, _ = step.linear(rows, columns, width)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from serve_llm.engine.model.spec import Int8, product_of
 
-Transform = Literal["none", "transpose"]
+Transform = Literal["none", "transpose", "plus_one"]  # plus_one: stored as the distance from 1
 
 
 @dataclass(frozen=True)

@@ -152,9 +152,12 @@ def placement(
             return put(tensor)
         if not tensor.is_floating_point():
             raise ModelError(f"{source} is stored as {tensor.dtype}, but config.json does not say that it is quantised")
-        wanted = torch.float32 if name.endswith("_scale") else dtype
-        tensor = put(tensor).to(wanted)
-        return tensor.T if row.transform == "transpose" else tensor
+        tensor = put(tensor)
+        if row.transform == "transpose":
+            tensor = tensor.T
+        elif row.transform == "plus_one":
+            tensor = tensor.float() + 1.0
+        return tensor.to(torch.float32 if name.endswith("_scale") else dtype)
 
     return load
 

@@ -25,3 +25,8 @@ def gelu_tanh(x: Tensor) -> Tensor:
 def relu(x: Tensor) -> Tensor:
     """Same contract as `kernels.activation.relu`."""
     return x.clamp(min=0)
+
+
+def relu2(x: Tensor) -> Tensor:
+    """Same contract as `kernels.activation.relu2`."""
+    return x.double().clamp(min=0).square().to(x.dtype)

@@ -21,7 +21,7 @@ from serve_llm.engine.weights.files import Checkpoint
 from serve_llm.engine.weights.place import assign, placement
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.reference import activation, attention, linear, linear_int8, norm, rope
-from serve_llm.kernels.table import Kernels
+from serve_llm.kernels.table import PORTABLE, Kernels
 from support.forward import CPU, Harness, load, load_whole
 from support.reference import reference_greedy, reference_logprobs
 from support.tiny import FAMILIES, make_checkpoint
@@ -32,7 +32,7 @@ REFERENCE = Kernels(
     add_rms_norm=norm.add_rms_norm,
     layer_norm=norm.layer_norm,
     rope_and_cache=rope.rope_and_cache,
-    activations={name: getattr(activation, name) for name in ("silu_and_mul", "gelu", "gelu_tanh", "relu")},
+    activations={name: getattr(activation, name) for name in PORTABLE.activations},
     pack=linear.pack,
     pack_int8=linear_int8.pack_int8,
 )
@@ -92,6 +92,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "nemotron-biases-tied": (
+        "nemotron",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_theta": 500.0, "rope_type": "default", "partial_rotary_factor": 0.67},
+        },
+    ),
+    "nemotron-compiled": ("nemotron", {"head_dim": 16}),
     "gpt2-untied-inverse": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}),
     "gpt2-gelu-unscaled": ("gpt2", {"activation_function": "gelu", "scale_attn_weights": False, "n_inner": None}),
     "opt-post-narrow": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 33}),

@@ -8,7 +8,7 @@ from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model.config import Config
 from serve_llm.engine.model.families.rope import DEFAULT_BASE, read_rope
 from serve_llm.engine.model.spec import Attention, Dense, Layer, ModelSpec, Norm
-from serve_llm.engine.model.weight_map import Row, WeightMap
+from serve_llm.engine.model.weight_map import Row, Transform, WeightMap
 
 
 def read(config: Config) -> tuple[ModelSpec, WeightMap]:
@@ -125,10 +125,13 @@ GATED = {"mlp.gate_proj": "ffn.gate", "mlp.up_proj": "ffn.up", "mlp.down_proj": 
 QK_NORMS = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
 
 
-def weights(spec: ModelSpec, names: Mapping[str, str] = PRE_NORMS | ATTENTION | GATED) -> WeightMap:
+def weights(
+    spec: ModelSpec, names: Mapping[str, str] = PRE_NORMS | ATTENTION | GATED, norms: Transform = "none"
+) -> WeightMap:
     """The names of LlamaForCausalLM and its descendants, and for each whether the spec has weight and bias or one.
 
-    names: in a layer of the checkpoint -> the parameters that this fills, with spaces between.
+    names: in a layer of the checkpoint -> the parameters that this fills, with spaces between. norms: how the weights
+    of all norms are stored.
     """
     layer = spec.layers[0]
     mixer, ffn = layer.mixer, layer.ffn
@@ -147,14 +150,17 @@ def weights(spec: ModelSpec, names: Mapping[str, str] = PRE_NORMS | ATTENTION | 
             Row(
                 f"model.layers.{{layer}}.{source}.{kind}",
                 tuple(f"layers.{{layer}}.{parameter}.{kind}" for parameter in parameters),
-                sizes=tuple(sizes[parameter] for parameter in parameters) if len(parameters) > 1 else (),
+                norms if kind == "weight" and parameters[0].endswith("norm") else "none",
+                tuple(sizes[parameter] for parameter in parameters) if len(parameters) > 1 else (),
             )
             for kind in (("weight", "bias") if biased.get(parameters[0]) else ("weight",))
         ]
 
     inside = [row for source, filled in names.items() for row in rows(source, filled)]
     kinds = ("weight", "bias") if layer.norm.kind == "layer" else ("weight",)
-    final = [Row(f"model.norm.{kind}", (f"final_norm.{kind}",)) for kind in kinds]
+    final = [
+        Row(f"model.norm.{kind}", (f"final_norm.{kind}",), norms if kind == "weight" else "none") for kind in kinds
+    ]
     return WeightMap(
         rows=(*inside, *final),
         embedding="model.embed_tokens.weight",

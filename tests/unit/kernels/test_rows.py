@@ -191,7 +191,7 @@ class TestRope:
 
 
 class TestActivation:
-    @pytest.mark.parametrize("name", ["silu_and_mul", "gelu", "gelu_tanh", "relu"])
+    @pytest.mark.parametrize("name", ["silu_and_mul", "gelu", "gelu_tanh", "relu", "relu2"])
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("width", [2, 194, 2048])
     def test_activation(self, name: str, width: int, dtype: torch.dtype, threads: int) -> None:

@@ -37,6 +37,7 @@ VARIANTS = {
     "phi3": {},
     "starcoder2": {},
     "smollm3": {},
+    "nemotron-biases": {"attention_bias": True, "mlp_bias": True},
     "stablelm": {},
     "stablelm-parallel": {"use_parallel_residual": True},
     "gpt2": {},

@@ -62,6 +62,12 @@ QWEN3_06B = """{"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, 
 "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null,
 "tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true,
 "use_sliding_window": false, "vocab_size": 151936}"""
+NEMOTRON_MINI_4B = """{"architectures": ["NemotronForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+"bos_token_id": 2, "eos_token_id": 3, "head_dim": 128, "hidden_act": "relu2", "hidden_size": 3072,
+"initializer_range": 0.0134, "intermediate_size": 9216, "max_position_embeddings": 4096, "mlp_bias": false,
+"model_type": "nemotron", "norm_eps": 1e-05, "num_attention_heads": 24, "num_hidden_layers": 32,
+"num_key_value_heads": 8, "partial_rotary_factor": 0.5, "rope_theta": 10000, "tie_word_embeddings": false,
+"torch_dtype": "bfloat16", "transformers_version": "4.32.0.dev0", "use_cache": true, "vocab_size": 256000}"""
 
 PHI4_MINI = """{"architectures": ["Phi3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
 "bos_token_id": 199999, "embd_pdrop": 0.0, "eos_token_id": 199999, "full_attn_mod": 1, "hidden_act": "silu",
@@ -88,6 +94,7 @@ PHI4_MINI = """{"architectures": ["Phi3ForCausalLM"], "attention_bias": false, "
         (PHI4_MINI, 32, 8, 128, 262144, 131072, True),
         (STARCODER2_15B, 40, 4, 128, 4096, 16384, False),
         (QWEN3_06B, 28, 8, 128, None, 40960, True),
+        (NEMOTRON_MINI_4B, 32, 8, 128, None, 4096, False),
     ],
 )
 def test_understood(
