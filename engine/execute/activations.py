@@ -101,12 +101,12 @@ def _layer(step: Step, layer: Layer, group: GroupLayout, width: int, shard: Shar
     whose log-probabilities are asked for are not counted.
     """
     row = width * step.element
-    copies = 2 if layer.placement in ("pre", "parallel") else 1
+    copies = 2 if layer.placement in ("pre", "sandwich", "parallel") else 1
     held = copies * step.tokens * row
     attention = held + _attention(step, layer.mixer, group, width, shard)
     made = step.tokens * row  # by attention
     chosen = 2 * going_on * row if going_on < step.tokens else 0  # of the hidden rows and what was made
-    inside = going_on * row if layer.placement == "inside" else 0  # before its norm
+    inside = going_on * row if layer.placement in ("inside", "sandwich") else 0  # before its norm
     joined = going_on * row + inside + _norm_of_sum(step, layer.norm, going_on * width)
     between = (1 if layer.placement == "parallel" else copies) * going_on * row
     ffn = held + between + _ffn(step, layer.ffn, width, len(shard.ffn(layer.ffn)), going_on)

@@ -73,19 +73,24 @@ class HeadlessAttention(Attention):
 
 def attention(mixer: spec.Attention, width: int, build: Builder) -> Attention:
     """The attention of this rank."""
-    if mixer.rope is not None and mixer.rope.dims is not None:
-        build = replace(build, load=_reordered(build.load, mixer.head_dim, mixer.rope.dims))
+    rope = mixer.rope
+    if rope is not None and (rope.dims is not None or rope.interleaved):
+        dims = mixer.head_dim if rope.dims is None else rope.dims
+        build = replace(build, load=_reordered(build.load, mixer.head_dim, dims, rope.interleaved))
     kind = Attention if build.shard.attention(mixer).heads else HeadlessAttention
     return kind(mixer, width, build)
 
 
-def _reordered(load: Load, head_dim: int, dims: int) -> Load:
-    """`load` for heads of which only the first `dims` numbers are turned, i together with i + dims / 2.
+def _reordered(load: Load, head_dim: int, dims: int, interleaved: bool) -> Load:
+    """`load` for heads of which only the first `dims` numbers are turned, i together with i + dims / 2, or interleaved:
+    2 i together with 2 i + 1.
 
     Kernels turn i together with i + head_dim / 2. So the numbers of every query and key head change places, which no
     score depends on: both halves of what is turned come to the front of the head's halves, what stays behind them.
     """
     turned, still = list(range(dims)), list(range(dims, head_dim))
+    if interleaved:
+        turned = turned[::2] + turned[1::2]
     half, middle = dims // 2, (head_dim - dims) // 2
     order = [*turned[:half], *still[:middle], *turned[half:], *still[middle:]]
 

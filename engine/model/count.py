@@ -116,7 +116,7 @@ def _layer(layer: Layer, width: int, shard: Shard, is_int8: tuple[bool, ...]) ->
     qkv = queries + 2 * len(own.kv_heads) * mixer.head_dim
     columns = len(shard.ffn(ffn))
     up = columns * (2 if ffn.gated else 1)
-    others = (1 if layer.placement == "parallel" else 2) * _norm(layer.norm, width)
+    others = {"parallel": 1, "sandwich": 4}.get(layer.placement, 2) * _norm(layer.norm, width)
     others += 0 if mixer.head_norm_eps is None else 2 * mixer.head_dim
     others += 0 if mixer.projection_norm_eps is None else queries + len(own.kv_heads) * mixer.head_dim
     shapes = ((qkv, width), (width, queries), (up, width), (width, columns))

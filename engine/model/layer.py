@@ -31,7 +31,13 @@ class Norms(NamedTuple):
     after: Norm | None = None
 
 
-FIELDS = {"pre": "before", "inside": "inside", "post": "after"}  # which norm a placement is
+NORMS = {  # of a placement: where around its half each norm stands, and what follows the half in its name
+    "pre": {"before": "norm"},
+    "post": {"after": "norm"},
+    "inside": {"inside": "norm"},
+    "sandwich": {"before": "norm", "inside": "post_norm"},
+    "parallel": {"before": "norm"},
+}
 
 
 class Layer:
@@ -64,11 +70,12 @@ class Layer:
 
 def _norms(layer: spec.Layer, width: int, build: Builder) -> tuple[Norms, Norms]:
     """Around attention, and around the feed-forward part."""
-    first = build.norm("attention_norm", layer.norm, width)
-    if layer.placement == "parallel":
-        return Norms(before=first), Norms()
-    field = FIELDS[layer.placement]
-    return Norms(**{field: first}), Norms(**{field: build.norm("ffn_norm", layer.norm, width)})
+
+    def around(half: str) -> Norms:
+        names = NORMS[layer.placement]
+        return Norms(**{place: build.norm(f"{half}_{name}", layer.norm, width) for place, name in names.items()})
+
+    return around("attention"), Norms() if layer.placement == "parallel" else around("ffn")
 
 
 def enter(first: Norms | None) -> Callable[[Tensor], Tensor]:
@@ -80,11 +87,11 @@ def enter(first: Norms | None) -> Callable[[Tensor], Tensor]:
 
 def join(done: Norms, following: Norms | None) -> Join:
     """From hidden rows and what one half made of them to hidden rows and what the following half, if any, reads."""
-    plain = done.inside is None and done.after is None
-    if plain and following is not None and following.before is not None:
-        return following.before.of_sum
-    add = _added if done.after is None else done.after.of_sum
-    read, inside = enter(following), done.inside or _as_it_is
+    inside = done.inside or _as_it_is
+    if done.after is None and following is not None and following.before is not None:
+        of_sum = following.before.of_sum
+        return of_sum if done.inside is None else lambda hidden, delta: of_sum(hidden, inside(delta))
+    add, read = _added if done.after is None else done.after.of_sum, enter(following)
 
     def joined(hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         _, hidden = add(hidden, inside(delta))

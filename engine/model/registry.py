@@ -10,6 +10,7 @@ from serve_llm.engine.config import Config as Settings
 from serve_llm.engine.errors import ModelError, UnsupportedModel
 from serve_llm.engine.model.config import Config
 from serve_llm.engine.model.families import (
+    glm,
     gpt2,
     granite,
     llama,
@@ -35,6 +36,8 @@ FAMILIES: dict[str, Callable[[Config], tuple[ModelSpec, WeightMap]]] = {
     "Qwen2ForCausalLM": qwen2.read,
     "Qwen3ForCausalLM": qwen3.read,
     "GraniteForCausalLM": granite.read,
+    "GlmForCausalLM": glm.read,
+    "Glm4ForCausalLM": glm.read_glm4,
     "GPT2LMHeadModel": gpt2.read,
     "NemotronForCausalLM": nemotron.read,
     "Olmo2ForCausalLM": olmo2.read,

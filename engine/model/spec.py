@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Placement = Literal["pre", "post", "inside", "sandwich", "parallel"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Rope:
     base: float
     scaling: LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongScaling | None = None
     dims: int | None = None  # only so many, the first, of each head are turned; None: all
+    interleaved: bool = False  # neighbours are turned together, not the halves of what is turned
 
     def with_max_length(self, max_model_len: int) -> Rope:
         """The same rope where no sequence is longer than `max_model_len`."""
@@ -110,8 +112,9 @@ class Layer:
     mixer: Attention
     ffn: Dense
     norm: Norm  # of each half, or of both where they are parallel
-    # x + f(norm(x)), norm(x + f(x)), x + norm(f(x)), or both halves read the same: x + f(norm(x)) + g(norm(x))
-    placement: Literal["pre", "post", "inside", "parallel"] = "pre"
+    # x + f(norm(x)), norm(x + f(x)), x + norm(f(x)), x + norm(f(norm(x))) with two norms for each half, or both halves
+    # read the same: x + f(norm(x)) + g(norm(x))
+    placement: Placement = "pre"
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "nemotron-compiled": ("nemotron", {"head_dim": 16}),
+    "glm4-whole-heads-tied": (
+        "glm4",
+        {
+            "attention_bias": False,
+            "head_dim": 14,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_theta": 500.0, "rope_type": "default", "partial_rotary_factor": 1.0},
+        },
+    ),
+    "glm4-compiled": ("glm4", {"head_dim": 16}),
     "gpt2-untied-inverse": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}),
     "gpt2-gelu-unscaled": ("gpt2", {"activation_function": "gelu", "scale_attn_weights": False, "n_inner": None}),
     "opt-post-narrow": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 33}),

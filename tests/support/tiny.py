@@ -53,7 +53,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "phi3": {**_PLAIN_HEADS, "sliding_window": 37, "intermediate_size": 107},
     "starcoder2": {**_PLAIN_HEADS, "sliding_window": 37, "tie_word_embeddings": False},
     "smollm3": {**_PLAIN_HEADS, "no_rope_layer_interval": 2},
-    "nemotron": {**_LLAMA_LIKE, "head_dim": 12},  # of which transformers turns half
+    "nemotron": {**_LLAMA_LIKE, "head_dim": 12},
+    "glm": {**_LLAMA_LIKE, "head_dim": 12},  # of which transformers turns half
+    "glm4": {**_LLAMA_LIKE, "head_dim": 12},
     "stablelm": {**_PLAIN_HEADS, "use_qkv_bias": True},
     "gpt2": {"vocab_size": 331, "n_embd": 57, "n_inner": 97, "n_layer": 3, "n_head": 3, "n_positions": 256},
     "opt": {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model.config import Config
 from serve_llm.engine.model.families.rope import DEFAULT_BASE, read_rope
-from serve_llm.engine.model.spec import Attention, Dense, Layer, ModelSpec, Norm
+from serve_llm.engine.model.spec import Attention, Dense, Layer, ModelSpec, Norm, Placement
 from serve_llm.engine.model.weight_map import Row, Transform, WeightMap
 
 
@@ -44,6 +45,7 @@ def read_decoder(
     default_tied: bool = False,
     windows: Sequence[int | None],  # one for each layer
     default_head_dim: int | None = None,  # None: hidden_size / heads
+    placement: Placement = "pre",
     norm: Norm | None = None,  # None: rms, of rms_norm_eps
     ffn: Dense | None = None,  # None: gated silu
     qkv_bias: bool = False,
@@ -51,8 +53,9 @@ def read_decoder(
     ffn_bias: bool = False,  # of the gated one
     head_norm: bool = False,
     partial_rotary: float | None = None,  # as of read_rope
+    interleaved: bool = False,  # as of spec.Rope
 ) -> ModelSpec:
-    """A decoder with norms before each half and rope. The caller ends with config.done()."""
+    """A decoder with rope. The caller ends with config.done()."""
     width = config.integer("hidden_size")
     heads = config.integer("num_attention_heads")
     if config.is_null("num_key_value_heads"):
@@ -67,27 +70,22 @@ def read_decoder(
     if ffn is None:
         config.choice("hidden_act", {"silu": "silu", "swish": "silu"}, "silu")
         ffn = Dense(config.integer("intermediate_size"), "silu", gated=True, bias=ffn_bias)
-
-    def layer(window: int | None) -> Layer:
-        mixer = Attention(
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            rope=rope,
-            window=window,
-            qkv_bias=qkv_bias,
-            output_bias=output_bias,
-            head_norm_eps=norm.eps if head_norm else None,
-        )
-        return Layer(mixer, ffn, norm)
-
+    mixer = Attention(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        rope=replace(rope, interleaved=interleaved),
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        head_norm_eps=norm.eps if head_norm else None,
+    )
     return ModelSpec(
         architecture=architecture,
         vocab_size=config.integer("vocab_size"),
         width=width,
         max_position=context,
-        layers=tuple(layer(window) for window in windows),
+        layers=tuple(Layer(replace(mixer, window=window), ffn, norm, placement) for window in windows),
         final_norm=norm,
         tied_head=config.flag("tie_word_embeddings", default_tied),
     )
@@ -121,6 +119,7 @@ ATTENTION = {
     "self_attn.v_proj": "attention.v",
     "self_attn.o_proj": "attention.output",
 }
+JOINT_GATED = {"mlp.gate_up_proj": "ffn.gate ffn.up", "mlp.down_proj": "ffn.down"}
 GATED = {"mlp.gate_proj": "ffn.gate", "mlp.up_proj": "ffn.up", "mlp.down_proj": "ffn.down"}
 QK_NORMS = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
 

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families.llama import PRE_NORMS, read_decoder, weights
+from serve_llm.engine.model.families.llama import JOINT_GATED, PRE_NORMS, read_decoder, weights
 from serve_llm.engine.model.spec import ModelSpec, Norm
 from serve_llm.engine.model.weight_map import WeightMap
 
-NAMES = {
-    **PRE_NORMS,
-    "self_attn.qkv_proj": "attention.q attention.k attention.v",
-    "self_attn.o_proj": "attention.output",
-    "mlp.gate_up_proj": "ffn.gate ffn.up",
-    "mlp.down_proj": "ffn.down",
-}
+JOINT_ATTENTION = {"self_attn.qkv_proj": "attention.q attention.k attention.v", "self_attn.o_proj": "attention.output"}
 
 
 def read(config: Config) -> tuple[ModelSpec, WeightMap]:
@@ -33,4 +27,4 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
     config.ignore("full_attn_mod", "interpolate_factor")  # of Phi-4-mini; transformers does not read them
     config.refuse("attention_bias", "mlp_bias", "lm_head_bias")
     config.done()
-    return spec, weights(spec, NAMES)
+    return spec, weights(spec, PRE_NORMS | JOINT_ATTENTION | JOINT_GATED)

@@ -38,6 +38,8 @@ VARIANTS = {
     "starcoder2": {},
     "smollm3": {},
     "nemotron-biases": {"attention_bias": True, "mlp_bias": True},
+    "glm": {},
+    "glm4": {},
     "stablelm": {},
     "stablelm-parallel": {"use_parallel_residual": True},
     "gpt2": {},

@@ -68,6 +68,12 @@ NEMOTRON_MINI_4B = """{"architectures": ["NemotronForCausalLM"], "attention_bias
 "model_type": "nemotron", "norm_eps": 1e-05, "num_attention_heads": 24, "num_hidden_layers": 32,
 "num_key_value_heads": 8, "partial_rotary_factor": 0.5, "rope_theta": 10000, "tie_word_embeddings": false,
 "torch_dtype": "bfloat16", "transformers_version": "4.32.0.dev0", "use_cache": true, "vocab_size": 256000}"""
+GLM_4_9B = """{"architectures": ["Glm4ForCausalLM"], "attention_bias": true, "attention_dropout": 0.0,
+"eos_token_id": [151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+"initializer_range": 0.02, "intermediate_size": 13696, "max_position_embeddings": 32768, "model_type": "glm4",
+"num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2, "pad_token_id": 151329,
+"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": false,
+"torch_dtype": "bfloat16", "transformers_version": "4.52.0.dev0", "use_cache": true, "vocab_size": 151552}"""
 
 PHI4_MINI = """{"architectures": ["Phi3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
 "bos_token_id": 199999, "embd_pdrop": 0.0, "eos_token_id": 199999, "full_attn_mod": 1, "hidden_act": "silu",
@@ -95,6 +101,7 @@ PHI4_MINI = """{"architectures": ["Phi3ForCausalLM"], "attention_bias": false, "
         (STARCODER2_15B, 40, 4, 128, 4096, 16384, False),
         (QWEN3_06B, 28, 8, 128, None, 40960, True),
         (NEMOTRON_MINI_4B, 32, 8, 128, None, 4096, False),
+        (GLM_4_9B, 40, 2, 128, None, 32768, False),
     ],
 )
 def test_understood(

@@ -1,0 +1,46 @@
+"""GLM-4 (GlmForCausalLM, Glm4ForCausalLM): Llama with biases of queries, keys and values, interleaved rope in a part of
+each head, and a joint weight of gate and up; in Glm4 with norms around each half."""
+
+from __future__ import annotations
+
+from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.families.llama import ATTENTION, JOINT_GATED, PRE_NORMS, read_decoder, weights
+from serve_llm.engine.model.spec import ModelSpec, Norm, Placement
+from serve_llm.engine.model.weight_map import WeightMap
+
+SANDWICH = {
+    "input_layernorm": "attention_norm",
+    "post_self_attn_layernorm": "attention_post_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "post_mlp_layernorm": "ffn_post_norm",
+}
+
+
+def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+    """GlmForCausalLM. Defaults of absent keys are transformers' own (GlmConfig)."""
+    spec = _read(config, "GlmForCausalLM", "pre")
+    return spec, weights(spec, PRE_NORMS | ATTENTION | JOINT_GATED)
+
+
+def read_glm4(config: Config) -> tuple[ModelSpec, WeightMap]:
+    """Glm4ForCausalLM. Defaults of absent keys are transformers' own (Glm4Config)."""
+    spec = _read(config, "Glm4ForCausalLM", "sandwich")
+    return spec, weights(spec, SANDWICH | ATTENTION | JOINT_GATED)
+
+
+def _read(config: Config, architecture: str, placement: Placement) -> ModelSpec:
+    spec = read_decoder(
+        config,
+        architecture,
+        default_kv_heads=2,
+        default_max_position=131072,
+        default_head_dim=128,
+        partial_rotary=0.5,
+        interleaved=True,
+        placement=placement,
+        norm=Norm("rms", config.number("rms_norm_eps", 1.5625e-7)),
+        windows=[None] * config.layers("num_hidden_layers"),
+        qkv_bias=config.flag("attention_bias", True),
+    )
+    config.done()
+    return spec
