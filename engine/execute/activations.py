@@ -101,7 +101,7 @@ def _layer(step: Step, layer: Layer, group: GroupLayout, width: int, shard: Shar
     whose log-probabilities are asked for are not counted.
     """
     row = width * step.element
-    copies = 2 if layer.placement in ("pre", "sandwich", "parallel") else 1
+    copies = 1 if layer.placement in ("post", "inside") else 2
     held = copies * step.tokens * row
     attention = held + _attention(step, layer.mixer, group, width, shard)
     made = step.tokens * row  # by attention

@@ -98,7 +98,8 @@ def _counts(spec: ModelSpec, shard: Shard) -> Iterator[_Count]:
     if shard.is_last:
         norm = 0 if spec.final_norm is None else _norm(spec.final_norm, spec.width)
         project_out = _Product(outer, spec.width, _is_int8(spec, "project_out"))
-        yield _Count((*((project_out,) if projected else ()), _Product(vocabulary, outer)), norm)
+        head = _Product(vocabulary, outer, bias=spec.head_bias)
+        yield _Count((*((project_out,) if projected else ()), head), norm)
 
 
 def _is_int8(spec: ModelSpec, product: str) -> bool:

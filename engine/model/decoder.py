@@ -48,7 +48,8 @@ class Decoder:
             if not (spec.tied_head and shard.is_first):  # else the embedding is the head
                 name = "embedding.weight" if spec.tied_head else "head.weight"
                 embedding = build.table(name, spec.vocab_size, outer, part=own)
-            self._leave.append(build.kernels.pack(embedding, None))
+            bias = build.tensor("head.bias", spec.vocab_size, part=own) if spec.head_bias else None
+            self._leave.append(build.kernels.pack(embedding, bias))
             if spec.logits_multiplier != 1.0:
                 self._leave.append(lambda logits: logits.mul_(spec.logits_multiplier))
         group_of = {layer: index for index, group in enumerate(spec.kv_groups) for layer in group.layers}

@@ -37,6 +37,7 @@ NORMS = {  # of a placement: where around its half each norm stands, and what fo
     "inside": {"inside": "norm"},
     "sandwich": {"before": "norm", "inside": "post_norm"},
     "parallel": {"before": "norm"},
+    "parallel_norms": {"before": "norm"},
 }
 
 
@@ -45,7 +46,7 @@ class Layer:
         self.mixer = attention(layer.mixer, width, build.within("attention"))
         self.ffn = dense(layer.ffn, width, build.within("ffn"))
         self.first, self.last = _norms(layer, width, build)
-        self._between = _beside if layer.placement == "parallel" else _after(join(self.first, self.last))
+        self._between = _between(layer.placement, self.first, self.last)
 
     def forward(
         self,
@@ -100,14 +101,16 @@ def join(done: Norms, following: Norms | None) -> Join:
     return joined
 
 
-def _after(joined: Join) -> Between:
-    """The feed-forward part reads the hidden rows that attention has changed."""
+def _between(placement: spec.Placement, first: Norms, last: Norms) -> Between:
+    """What the feed-forward part reads: of the hidden rows that attention has changed, or what attention read, or
+    another norm of the same hidden rows."""
+    if placement == "parallel":
+        return lambda hidden, made, read: (hidden + made, read)
+    if placement == "parallel_norms":
+        of_same = enter(last)
+        return lambda hidden, made, read: (hidden + made, of_same(hidden))
+    joined = join(first, last)
     return lambda hidden, made, read: joined(hidden, made)
-
-
-def _beside(hidden: Tensor, made: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
-    """Both halves read the same norm of the hidden rows."""
-    return hidden + made, read
 
 
 def _as_it_is(hidden: Tensor) -> Tensor:

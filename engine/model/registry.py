@@ -10,8 +10,11 @@ from serve_llm.engine.config import Config as Settings
 from serve_llm.engine.errors import ModelError, UnsupportedModel
 from serve_llm.engine.model.config import Config
 from serve_llm.engine.model.families import (
+    falcon,
     glm,
     gpt2,
+    gpt_neox,
+    gptj,
     granite,
     llama,
     mistral,
@@ -35,10 +38,13 @@ FAMILIES: dict[str, Callable[[Config], tuple[ModelSpec, WeightMap]]] = {
     "MistralForCausalLM": mistral.read,
     "Qwen2ForCausalLM": qwen2.read,
     "Qwen3ForCausalLM": qwen3.read,
+    "FalconForCausalLM": falcon.read,
     "GraniteForCausalLM": granite.read,
     "GlmForCausalLM": glm.read,
     "Glm4ForCausalLM": glm.read_glm4,
     "GPT2LMHeadModel": gpt2.read,
+    "GPTJForCausalLM": gptj.read,
+    "GPTNeoXForCausalLM": gpt_neox.read,
     "NemotronForCausalLM": nemotron.read,
     "Olmo2ForCausalLM": olmo2.read,
     "OPTForCausalLM": opt.read,
@@ -82,8 +88,9 @@ def _int8(stored: Stored, spec: ModelSpec, weights: WeightMap) -> Int8:
             raise ModelError(
                 f"config.json: quantization_config: int8 checkpoints of a {spec.architecture} are not served"
             )
-    if not spec.tied_head and not stored.ignores(weights.head.removesuffix(".weight")):
+    head = weights.head.removesuffix(".weight")
+    if not spec.tied_head and not stored.ignores(head):
         raise ModelError(
-            'config.json: quantization_config: "ignore" must name lm_head: the head is served in floating point only'
+            f'config.json: quantization_config: "ignore" must name {head}: the head is served in floating point only'
         )
     return Int8(stored=True, kept=frozenset(kept))

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-Placement = Literal["pre", "post", "inside", "sandwich", "parallel"]
+Placement = Literal["pre", "post", "inside", "sandwich", "parallel", "parallel_norms"]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Layer:
     ffn: Dense
     norm: Norm  # of each half, or of both where they are parallel
     # x + f(norm(x)), norm(x + f(x)), x + norm(f(x)), x + norm(f(norm(x))) with two norms for each half, or both halves
-    # read the same: x + f(norm(x)) + g(norm(x))
+    # read the same x: x + f(norm(x)) + g(norm(x)), by one norm or (parallel_norms) by one each
     placement: Placement = "pre"
 
 
@@ -163,6 +163,7 @@ class ModelSpec:
     layers: tuple[Layer, ...]
     final_norm: Norm | None
     tied_head: bool
+    head_bias: bool = False
     positions: LearnedPositions | None = None
     embedding_width: int | None = None  # None: width; else projections stand after the embedding and before the head
     embedding_multiplier: float = 1.0

@@ -19,13 +19,15 @@ class Row:
     """One tensor of the checkpoint and the parameters that it fills; `{layer}` stands for each layer's number.
 
     More than one parameter: the tensor, once transformed, is cut along its first dimension in this order, by `sizes` or
-    else evenly.
+    else evenly. More than one group: it is that many equal groups of rows, each of which is cut so; a parameter is its
+    rows of the first group, then those of the second, and so on.
     """
 
     source: str
     parameters: tuple[str, ...]
     transform: Transform = "none"
-    sizes: tuple[int, ...] = ()  # rows of each parameter
+    sizes: tuple[int, ...] = ()  # rows of each parameter, of all groups
+    groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -52,5 +54,5 @@ class WeightMap:
                 products = [product_of(parameter) for parameter in parameters]
                 if int8 is not None and int8.stored and all(product and int8.takes(product) for product in products):
                     scales = tuple(f"{name}_scale" for name in parameters)
-                    result[f"{source}_scale"] = Row(f"{source}_scale", scales, sizes=row.sizes)
+                    result[f"{source}_scale"] = Row(f"{source}_scale", scales, sizes=row.sizes, groups=row.groups)
         return result

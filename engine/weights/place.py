@@ -93,7 +93,8 @@ def assign(
     embedding, head = weight_map.embedding, weight_map.head
 
     def canonical(name: str) -> str:
-        return name if name == head or name.startswith(weight_map.prefix) else weight_map.prefix + name
+        known = (weight_map.prefix, head.removesuffix("weight"))  # the head's bias stands beside it
+        return name if name.startswith(known) else weight_map.prefix + name
 
     stored = {canonical(name): name for name in checkpoint.names}
     if spec.tied_head and embedding in stored and head in stored:
@@ -129,11 +130,10 @@ def placement(
             raise ModelError(f"no tensor of the checkpoint is known to fill {name}")
         source, row = sources[name]
         sizes = row.sizes or (shape[0],) * len(row.parameters)
-        first = sum(sizes[: row.parameters.index(name)])
-        own = [range(first, first + shape[0]), *(range(size) for size in shape[1:])]
+        own = [range(size) for size in shape]
         if part is not None:
-            before = first if part.dimension == 0 else 0
-            own[part.dimension] = range(before + part.own.start, before + part.own.stop)
+            own[part.dimension] = part.own
+        own[0], chosen = _rows(row, sizes, name, own[0])
         expected = [sum(sizes), *shape[1:]]
         if row.transform == "transpose":
             expected.reverse()
@@ -149,17 +149,33 @@ def placement(
                 raise ModelError(
                     f"{source} is stored as {tensor.dtype}, but config.json says that it is quantised to int8"
                 )
-            return put(tensor)
+            return put(chosen(tensor))
         if not tensor.is_floating_point():
             raise ModelError(f"{source} is stored as {tensor.dtype}, but config.json does not say that it is quantised")
-        tensor = put(tensor)
-        if row.transform == "transpose":
-            tensor = tensor.T
-        elif row.transform == "plus_one":
+        tensor = put(chosen(tensor.T if row.transform == "transpose" else tensor))
+        if row.transform == "plus_one":
             tensor = tensor.float() + 1.0
         return tensor.to(torch.float32 if name.endswith("_scale") else dtype)
 
     return load
+
+
+def _rows(row: Row, sizes: tuple[int, ...], name: str, own: range) -> tuple[range, Callable[[Tensor], Tensor]]:
+    """Where in its tensor the rows `own` of a parameter are: a range to read, and the function that takes them from it.
+
+    sizes: rows of each parameter of the tensor. Of several groups those are read that `own` reaches into, in whole.
+    """
+    place = row.parameters.index(name)
+    size, before, stride = (number // row.groups for number in (sizes[place], sum(sizes[:place]), sum(sizes)))
+    if row.groups == 1:
+        return range(before + own.start, before + own.stop), lambda tensor: tensor
+    first, last = own.start // size, -(-own.stop // size)
+
+    def chosen(tensor: Tensor) -> Tensor:
+        parts = tensor.reshape(last - first, stride, *tensor.shape[1:])[:, before : before + size]
+        return parts.flatten(0, 1)[own.start - first * size : own.stop - first * size]
+
+    return range(first * stride, last * stride), chosen
 
 
 def dummy(seed: int, dtype: torch.dtype, device: torch.device) -> Load:

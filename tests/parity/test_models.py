@@ -112,6 +112,26 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm4-compiled": ("glm4", {"head_dim": 16}),
+    "gpt_neox-one-after-the-other": (
+        "gpt_neox",
+        {"use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True, "hidden_act": "relu"},
+    ),
+    "gpt_neox-compiled": (
+        "gpt_neox",
+        {
+            "hidden_size": 96,
+            "rope_parameters": {"rope_theta": 500.0, "rope_type": "default", "partial_rotary_factor": 0.25},
+        },
+    ),
+    "falcon-7b": ("falcon", {"new_decoder_architecture": False}),  # one key and value head
+    "falcon-11b": ("falcon", {"num_ln_in_parallel_attn": 1, "bias": True, "tie_word_embeddings": False}),
+    "falcon-one-after-the-other": (
+        "falcon",
+        {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": False, "num_kv_heads": 6},
+    ),
+    "falcon-compiled": ("falcon", {"hidden_size": 96, "ffn_hidden_size": None, "rope": "linear"}),
+    "gptj-tied-whole-heads": ("gptj", {"rotary_dim": 10, "n_inner": None, "tie_word_embeddings": True}),
+    "gptj-compiled": ("gptj", {"n_embd": 96}),
     "gpt2-untied-inverse": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}),
     "gpt2-gelu-unscaled": ("gpt2", {"activation_function": "gelu", "scale_attn_weights": False, "n_inner": None}),
     "opt-post-narrow": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 33}),
@@ -146,7 +166,9 @@ def test_without_compiled_kernels(family: str, tmp_path: Path, monkeypatch: pyte
     test_float32(family, tmp_path)
 
 
-@pytest.mark.parametrize("variant", ["llama-compiled", "opt-post-narrow", "gpt2", "olmo2", "stablelm-parallel"])
+@pytest.mark.parametrize(
+    "variant", ["llama-compiled", "opt-post-narrow", "gpt2", "olmo2", "stablelm-parallel", "falcon"]
+)
 def test_wanted_rows_are_those_of_all(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family, overrides = VARIANTS[variant]
     chosen = prompts(make_checkpoint(tmp_path, family, **overrides))
@@ -240,7 +262,7 @@ def test_half_precision_files_in_float32(stored: str, tmp_path: Path) -> None:
 def test_old_config_and_shards(family: str, tmp_path: Path) -> None:
     """What transformers 4 wrote, in several files, is the same model."""
     new, old = tmp_path / "new", tmp_path / "old"
-    rope = {} if family in ("gpt2", "opt", "phi3") else {"rope": "yarn"}
+    rope = {} if family in ("gpt2", "opt", "gptj", "phi3") else {"rope": "yarn"}
     chosen = prompts(make_checkpoint(new, family, **rope))
     make_checkpoint(old, family, old_config=True, max_shard_size="50KB", **rope)
     assert len(list(old.glob("*.safetensors"))) > 2

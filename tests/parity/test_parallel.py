@@ -116,6 +116,11 @@ def test_small_chunks_and_preemption(family: str, root: Path) -> None:
         ("stablelm", {"tensor": 3}, {"use_parallel_residual": True}),
         ("stablelm", {"tensor": 2, "pipeline": 2}, {"use_parallel_residual": True}),
         ("gpt2", {"pipeline": 2}, {"tie_word_embeddings": False}),
+        ("gpt_neox", {"tensor": 3, "split": (3, 1, 1)}, {"use_parallel_residual": False, "attention_bias": False}),
+        ("falcon", {"tensor": 3}, {"new_decoder_architecture": False}),  # all ranks have the one key and value head
+        ("falcon", {"tensor": 4, "split": (2, 3, 1, 4)}, {"num_ln_in_parallel_attn": 1, "bias": True}),
+        ("falcon", {"tensor": 5}, {"hidden_size": 56, "num_attention_heads": 28, "num_kv_heads": 4}),  # cut groups
+        ("gptj", {"tensor": 2, "pipeline": 2}, {"tie_word_embeddings": True}),
         ("llama", {"tensor": 7}, {"vocab_size": 337, "intermediate_size": 5}),  # ranks without feed-forward columns
     ],
 )

@@ -126,13 +126,15 @@ def test_several_ranks(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "phi3", "stablelm"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "phi3", "stablelm", "gptj"])
 def test_a_last_stage_of_one_layer(family: str, dtype: str, tmp_path: Path) -> None:
     """With compiled attention, whose peak does not hide that of the feed-forward."""
     sizes = (
-        {"n_embd": 96, "n_head": 6, "n_layer": 3} if family == "gpt2" else {"hidden_size": 96, "num_hidden_layers": 3}
+        {"n_embd": 96, "n_head": 6, "n_layer": 3}
+        if family.startswith("gpt")
+        else {"hidden_size": 96, "num_hidden_layers": 3}
     )
-    heads = {} if family == "gpt2" else {"num_attention_heads": 6, "num_key_value_heads": 3}
+    heads = {} if family.startswith("gpt") else {"num_attention_heads": 6, "num_key_value_heads": 3}
     make_checkpoint(tmp_path, family, **sizes, **heads, **({"head_dim": 16} if family in ("llama", "qwen3") else {}))
     compare(tmp_path, Grid(1, 2), dtype=dtype, max_num_seqs=32, max_num_batched_tokens=600)
 
@@ -178,8 +180,16 @@ def test_norms_of_projections_with_compiled_attention(dtype: str, tmp_path: Path
         compare(tmp_path, grid, dtype=dtype, max_num_seqs=32, max_num_batched_tokens=600)
 
 
-def test_parallel_halves(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "stablelm", use_parallel_residual=True)
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("stablelm", {"use_parallel_residual": True}),
+        ("gpt_neox", {"hidden_size": 96, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}),  # compiled
+        ("falcon", {"hidden_size": 96, "bias": True, "num_ln_in_parallel_attn": 1}),
+    ],
+)
+def test_parallel_halves(family: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family, **sizes)
     for grid in (ONE, Grid(3, 1), Grid(1, 2)):
         compare(tmp_path, grid, max_num_seqs=32, max_num_batched_tokens=600)
 

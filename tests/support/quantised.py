@@ -38,9 +38,13 @@ def quantization_config(ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
     }
 
 
+NEOX = ("query_key_value.weight", "attention.dense.weight", "dense_h_to_4h.weight", "dense_4h_to_h.weight")
+GPTJ = ("fc_in.weight", "fc_out.weight")
+
+
 def is_linear(name: str) -> bool:
     """Whether a tensor of a Llama-like or OPT checkpoint is the weight of a linear module of its layers."""
-    return name.endswith(("proj.weight", "fc1.weight", "fc2.weight", "c_fc.weight"))
+    return name.endswith(("proj.weight", "fc1.weight", "fc2.weight", "c_fc.weight", *NEOX, *GPTJ))
 
 
 def quantise_checkpoint(

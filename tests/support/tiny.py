@@ -36,7 +36,14 @@ _LLAMA_LIKE: dict[str, Any] = {
     "max_position_embeddings": 256,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-_PLAIN_HEADS = {key: value for key, value in _LLAMA_LIKE.items() if key != "head_dim"}  # of hidden_size / heads: 10
+
+
+def _without(sizes: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in sizes.items() if key not in keys}
+
+
+_PLAIN_HEADS = _without(_LLAMA_LIKE, "head_dim")  # of hidden_size / heads: 10
+_GPT2 = {"vocab_size": 331, "n_embd": 57, "n_inner": 97, "n_layer": 3, "n_head": 3, "n_positions": 256}
 SIZES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA_LIKE,
     "mistral": {**_LLAMA_LIKE, "sliding_window": 37},
@@ -57,7 +64,18 @@ SIZES: dict[str, dict[str, Any]] = {
     "glm": {**_LLAMA_LIKE, "head_dim": 12},  # of which transformers turns half
     "glm4": {**_LLAMA_LIKE, "head_dim": 12},
     "stablelm": {**_PLAIN_HEADS, "use_qkv_bias": True},
-    "gpt2": {"vocab_size": 331, "n_embd": 57, "n_inner": 97, "n_layer": 3, "n_head": 3, "n_positions": 256},
+    "gpt_neox": {
+        **_without(_PLAIN_HEADS, "num_key_value_heads"),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.6},
+    },
+    "falcon": {
+        **_without(_PLAIN_HEADS, "num_key_value_heads", "intermediate_size"),
+        "new_decoder_architecture": True,
+        "num_kv_heads": 3,
+        "ffn_hidden_size": 97,
+    },
+    "gpt2": _GPT2,
+    "gptj": {**_GPT2, "n_embd": 60, "n_head": 6, "rotary_dim": 6},
     "opt": {
         "vocab_size": 331,
         "hidden_size": 57,
@@ -111,7 +129,10 @@ def _write_old_config(path: Path) -> None:
     if "dtype" in config:
         config["torch_dtype"] = config.pop("dtype")
     if rope := config.pop("rope_parameters", None):
-        config["rope_theta"] = rope.pop("rope_theta")
+        if config["model_type"] == "gpt_neox":
+            config["rotary_emb_base"], config["rotary_pct"] = rope.pop("rope_theta"), rope.pop("partial_rotary_factor")
+        else:
+            config["rope_theta"] = rope.pop("rope_theta")
         config["rope_scaling"] = None if rope["rope_type"] == "default" else {**rope, "type": rope.pop("rope_type")}
     path.write_text(json.dumps(config, indent=2))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model.config import Config
 from serve_llm.engine.model.spec import Activation, Attention, Dense, Layer, LearnedPositions, ModelSpec, Norm
@@ -18,6 +20,25 @@ ACTIVATIONS: dict[str, Activation] = {
 
 def read(config: Config) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (GPT2Config)."""
+    plain = read_plain(config, "GPT2LMHeadModel", default_max_position=1024, default_tied=True)
+    unscaled = not config.flag("scale_attn_weights", True)
+    by_layer = config.flag("scale_attn_by_inverse_layer_idx", False)
+
+    def layer(index: int) -> Layer:
+        whole = plain.layers[index]
+        scale = (1.0 if unscaled else whole.mixer.scale) / (index + 1 if by_layer else 1)
+        return replace(whole, mixer=replace(whole.mixer, scale=scale, qkv_bias=True, output_bias=True))
+
+    layers = tuple(layer(index) for index in range(len(plain.layers)))
+    spec = replace(plain, layers=layers, positions=LearnedPositions(plain.max_position))
+    config.ignore("n_ctx", "n_special", "predict_special_tokens", "output_past")  # of the first checkpoints; never read
+    config.ignore("reorder_and_upcast_attn")  # the order of rounding in half precision; scores are float32 here
+    config.done()
+    return spec, WEIGHTS
+
+
+def read_plain(config: Config, architecture: str, *, default_max_position: int, default_tied: bool) -> ModelSpec:
+    """A decoder with GPT-2's keys, without positions and biases of attention. The caller ends with config.done()."""
     width, heads = config.integer("n_embd"), config.integer("n_head")
     if width % heads:
         raise ModelError(f"config.json: n_embd {width} is not a multiple of n_head {heads}")
@@ -25,30 +46,18 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
     norm = Norm("layer", config.number("layer_norm_epsilon", 1e-5))
     activation = config.choice("activation_function", ACTIVATIONS, "gelu_new")
     ffn = Dense(config.integer("n_inner", 4 * width), activation, bias=True)
-    scale = head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
-    by_layer = config.flag("scale_attn_by_inverse_layer_idx", False)
-
-    def layer(index: int) -> Layer:
-        layer_scale = scale / (index + 1) if by_layer else scale
-        return Layer(Attention(heads, heads, head_dim, layer_scale, qkv_bias=True, output_bias=True), ffn, norm)
-
-    max_position = config.integer("n_positions", 1024)
-    spec = ModelSpec(
-        architecture="GPT2LMHeadModel",
+    layer = Layer(Attention(heads, heads, head_dim, head_dim**-0.5), ffn, norm)
+    config.ignore("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    config.ignore(*(f"summary_{key}" for key in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")))
+    return ModelSpec(
+        architecture=architecture,
         vocab_size=config.integer("vocab_size"),
         width=width,
-        max_position=max_position,
-        layers=tuple(layer(index) for index in range(config.layers("n_layer"))),
+        max_position=config.integer("n_positions", default_max_position),
+        layers=(layer,) * config.layers("n_layer"),
         final_norm=norm,
-        tied_head=config.flag("tie_word_embeddings", True),
-        positions=LearnedPositions(max_position),
+        tied_head=config.flag("tie_word_embeddings", default_tied),
     )
-    config.ignore("n_ctx", "n_special", "predict_special_tokens", "output_past")  # of the first checkpoints; never read
-    config.ignore("resid_pdrop", "embd_pdrop", "attn_pdrop")
-    config.ignore("reorder_and_upcast_attn")  # the order of rounding in half precision; scores are float32 here
-    config.ignore(*(f"summary_{key}" for key in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")))
-    config.done()
-    return spec, WEIGHTS
 
 
 def _rows(source: str, *parameters: str, transform: Transform = "none") -> list[Row]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model.config import Config
@@ -121,16 +121,35 @@ ATTENTION = {
 }
 JOINT_GATED = {"mlp.gate_up_proj": "ffn.gate ffn.up", "mlp.down_proj": "ffn.down"}
 GATED = {"mlp.gate_proj": "ffn.gate", "mlp.up_proj": "ffn.up", "mlp.down_proj": "ffn.down"}
+QKV = "attention.q attention.k attention.v"
 QK_NORMS = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
 
 
+@dataclass(frozen=True)
+class Names:
+    """What a checkpoint calls modules outside its layers, and the list of these."""
+
+    prefix: str = "model."
+    layers: str = "model.layers"
+    embedding: str = "model.embed_tokens"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+
+
+LLAMA = Names()
+
+
 def weights(
-    spec: ModelSpec, names: Mapping[str, str] = PRE_NORMS | ATTENTION | GATED, norms: Transform = "none"
+    spec: ModelSpec,
+    names: Mapping[str, str] = PRE_NORMS | ATTENTION | GATED,
+    outside: Names = LLAMA,
+    norms: Transform = "none",
+    qkv_groups: int = 1,
 ) -> WeightMap:
     """The names of LlamaForCausalLM and its descendants, and for each whether the spec has weight and bias or one.
 
     names: in a layer of the checkpoint -> the parameters that this fills, with spaces between. norms: how the weights
-    of all norms are stored.
+    of all norms are stored. qkv_groups: in a joint weight, of query heads with the key and value head that they read.
     """
     layer = spec.layers[0]
     mixer, ffn = layer.mixer, layer.ffn
@@ -147,23 +166,28 @@ def weights(
         parameters = filled.split()
         return [
             Row(
-                f"model.layers.{{layer}}.{source}.{kind}",
+                f"{outside.layers}.{{layer}}.{source}.{kind}",
                 tuple(f"layers.{{layer}}.{parameter}.{kind}" for parameter in parameters),
                 norms if kind == "weight" and parameters[0].endswith("norm") else "none",
                 tuple(sizes[parameter] for parameter in parameters) if len(parameters) > 1 else (),
+                qkv_groups if filled == QKV else 1,
             )
             for kind in (("weight", "bias") if biased.get(parameters[0]) else ("weight",))
         ]
 
     inside = [row for source, filled in names.items() for row in rows(source, filled)]
     kinds = ("weight", "bias") if layer.norm.kind == "layer" else ("weight",)
-    final = [
-        Row(f"model.norm.{kind}", (f"final_norm.{kind}",), norms if kind == "weight" else "none") for kind in kinds
+    ends = [
+        Row(f"{outside.final_norm}.{kind}", (f"final_norm.{kind}",), norms if kind == "weight" else "none")
+        for kind in kinds
     ]
+    if spec.head_bias:
+        ends.append(Row(f"{outside.head}.bias", ("head.bias",)))
     return WeightMap(
-        rows=(*inside, *final),
-        embedding="model.embed_tokens.weight",
-        head="lm_head.weight",
-        prefix="model.",
-        ignored=(r".*\.rotary_emb\.inv_freq",),  # computed from config.json
+        rows=(*inside, *ends),
+        embedding=f"{outside.embedding}.weight",
+        head=f"{outside.head}.weight",
+        prefix=outside.prefix,
+        # computed from config.json, and the causal mask, stored by old versions
+        ignored=(r".*\.rotary_emb\.inv_freq", r".*\.(attn|attention)\.(bias|masked_bias)"),
     )

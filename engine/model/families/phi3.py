@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families.llama import JOINT_GATED, PRE_NORMS, read_decoder, weights
+from serve_llm.engine.model.families.llama import JOINT_GATED, PRE_NORMS, QKV, read_decoder, weights
 from serve_llm.engine.model.spec import ModelSpec, Norm
 from serve_llm.engine.model.weight_map import WeightMap
 
-JOINT_ATTENTION = {"self_attn.qkv_proj": "attention.q attention.k attention.v", "self_attn.o_proj": "attention.output"}
+JOINT_ATTENTION = {"self_attn.qkv_proj": QKV, "self_attn.o_proj": "attention.output"}
 
 
 def read(config: Config) -> tuple[ModelSpec, WeightMap]:

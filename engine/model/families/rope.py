@@ -30,9 +30,7 @@ def read_rope(
         partial = config.number("partial_rotary_factor", partial)
         partial = partial if scaling is None else scaling.number("partial_rotary_factor", partial)
     dims = head_dim if partial is None else int(head_dim * partial)
-    if dims % 2 or not 0 < dims <= head_dim or head_dim % 2:
-        raise ModelError(f"config.json: rotary embedding needs an even head size, but it is {dims} of {head_dim}")
-    part = None if dims == head_dim else dims
+    part = part_of_head(dims, head_dim)
     if scaling is None:
         return Rope(base, dims=part), max_position
     base = scaling.number("rope_theta", base)
@@ -44,6 +42,13 @@ def read_rope(
         rope, context = _scaled(kind, scaling, base, max_position)
     scaling.done()
     return replace(rope, dims=part), context
+
+
+def part_of_head(dims: int, head_dim: int) -> int | None:
+    """`Rope.dims` where so many numbers of each head are turned. Raises ModelError where they cannot be."""
+    if dims % 2 or not 0 < dims <= head_dim or head_dim % 2:
+        raise ModelError(f"config.json: rotary embedding needs an even head size, but it is {dims} of {head_dim}")
+    return None if dims == head_dim else dims
 
 
 def _scaled(kind: str, scaling: Config, base: float, max_position: int) -> tuple[Rope, int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from serve_llm.engine.model.config import Config
 from serve_llm.engine.model.families.llama import ATTENTION, GATED, PRE_NORMS, read_decoder, weights
 from serve_llm.engine.model.spec import ModelSpec, Norm
@@ -13,6 +11,7 @@ from serve_llm.engine.model.weight_map import WeightMap
 def read(config: Config) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (StableLmConfig)."""
     config.refuse("qk_layernorm")  # a layer norm of every head, with weights of its own
+    parallel = config.flag("use_parallel_residual", False)
     spec = read_decoder(
         config,
         "StableLmForCausalLM",
@@ -22,11 +21,9 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
         windows=[None] * config.layers("num_hidden_layers"),
         norm=Norm("layer", config.number("layer_norm_eps", 1e-5)),
         qkv_bias=config.flag("use_qkv_bias", False),
+        placement="parallel" if parallel else "pre",
     )
-    names = PRE_NORMS
-    if config.flag("use_parallel_residual", False):
-        spec = replace(spec, layers=tuple(replace(layer, placement="parallel") for layer in spec.layers))
-        names = {source: norm for source, norm in PRE_NORMS.items() if norm != "ffn_norm"}
+    norms = {"input_layernorm": "attention_norm"} if parallel else PRE_NORMS
     config.ignore("hidden_dropout")
     config.done()
-    return spec, weights(spec, names | ATTENTION | GATED)
+    return spec, weights(spec, norms | ATTENTION | GATED)

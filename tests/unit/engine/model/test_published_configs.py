@@ -7,7 +7,7 @@ import json
 import pytest
 
 from serve_llm.engine.model.registry import read_model
-from serve_llm.engine.model.spec import Llama3Scaling
+from serve_llm.engine.model.spec import Llama3Scaling, Rope
 
 GPT2_MEDIUM = """{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
 "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
@@ -87,6 +87,70 @@ PHI4_MINI = """{"architectures": ["Phi3ForCausalLM"], "attention_bias": false, "
     "FACTORS", ", ".join(["1.5"] * 48)
 )
 
+PYTHIA_1B = """{"architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu",
+"hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192, "layer_norm_eps": 1e-05,
+"max_position_embeddings": 2048, "model_type": "gpt_neox", "num_attention_heads": 8, "num_hidden_layers": 16,
+"rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": false, "torch_dtype": "float16",
+"transformers_version": "4.24.0", "use_cache": true, "use_parallel_residual": true, "vocab_size": 50304}"""
+GPT_J_6B = """{"activation_function": "gelu_new", "architectures": ["GPTJForCausalLM"], "attn_pdrop": 0.0,
+"bos_token_id": 50256, "embd_pdrop": 0.0, "eos_token_id": 50256, "gradient_checkpointing": false,
+"initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gptj", "n_embd": 4096, "n_head": 16,
+"n_inner": null, "n_layer": 28, "n_positions": 2048, "resid_pdrop": 0.0, "rotary": true, "rotary_dim": 64,
+"scale_attn_weights": true, "summary_activation": null, "summary_first_dropout": 0.1, "summary_proj_to_labels": true,
+"summary_type": "cls_index", "summary_use_proj": true, "task_specific_params": {"text-generation": {"do_sample": true,
+"max_length": 50, "temperature": 1.0}}, "tie_word_embeddings": false, "tokenizer_class": "GPT2Tokenizer",
+"transformers_version": "4.18.0.dev0", "use_cache": true, "vocab_size": 50400}"""
+FALCON_7B = """{"alibi": false, "apply_residual_connection_post_layernorm": false,
+"architectures": ["FalconForCausalLM"], "attention_dropout": 0.0, "auto_map": {"AutoConfig": "x"}, "bias": false,
+"bos_token_id": 11, "eos_token_id": 11, "hidden_dropout": 0.0, "hidden_size": 4544, "initializer_range": 0.02,
+"layer_norm_epsilon": 1e-05, "model_type": "falcon", "multi_query": true, "new_decoder_architecture": false,
+"num_attention_heads": 71, "num_hidden_layers": 32, "parallel_attn": true, "torch_dtype": "bfloat16",
+"transformers_version": "4.27.4", "use_cache": true, "vocab_size": 65024}"""
+FALCON_40B = """{"alibi": false, "apply_residual_connection_post_layernorm": false,
+"architectures": ["FalconForCausalLM"], "attention_dropout": 0.0, "bias": false, "bos_token_id": 11,
+"eos_token_id": 11, "hidden_dropout": 0.0, "hidden_size": 8192, "initializer_range": 0.02,
+"layer_norm_epsilon": 1e-05, "model_type": "falcon", "new_decoder_architecture": true, "num_attention_heads": 128,
+"num_hidden_layers": 60, "num_kv_heads": 8, "parallel_attn": true, "torch_dtype": "bfloat16",
+"transformers_version": "4.27.4", "use_cache": true, "vocab_size": 65024}"""
+FALCON2_11B = """{"activation": "gelu", "alibi": false, "architectures": ["FalconForCausalLM"],
+"attention_dropout": 0.0, "bias": false, "bos_token_id": 11, "eos_token_id": 11, "ff_factor": 4,
+"ffn_hidden_size": 16384, "hidden_dropout": 0.0, "hidden_size": 4096, "initializer_range": 0.02,
+"layer_norm_epsilon": 1e-05, "max_position_embeddings": 8192, "model_type": "falcon", "multi_query": true,
+"new_decoder_architecture": true, "num_attention_heads": 32, "num_hidden_layers": 60, "num_kv_heads": 8,
+"num_ln_in_parallel_attn": 1, "parallel_attn": true, "rope_scaling": null, "rope_theta": 500042.0,
+"tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.39.2", "use_cache": true,
+"vocab_size": 65024}"""
+GRANITE_31_8B = """{"architectures": ["GraniteForCausalLM"], "attention_bias": false, "attention_dropout": 0.1,
+"attention_multiplier": 0.0078125, "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0,
+"hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12800,
+"logits_scaling": 16.0, "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "granite",
+"num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "pad_token_id": 0,
+"residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000000.0,
+"tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.47.0", "use_cache": true,
+"vocab_size": 49155}"""
+OLMO2_7B = """{"architectures": ["Olmo2ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+"eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+"intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "olmo2", "num_attention_heads": 32,
+"num_hidden_layers": 32, "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06,
+"rope_scaling": null, "rope_theta": 500000, "tie_word_embeddings": false, "torch_dtype": "float32",
+"transformers_version": "4.47.0", "use_cache": false, "vocab_size": 100352}"""
+SMOLLM3_3B = """{"architectures": ["SmolLM3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+"bos_token_id": null, "eos_token_id": 128012, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+"intermediate_size": 11008, "layer_types": [LAYERS], "max_position_embeddings": 65536, "max_window_layers": 28,
+"mlp_bias": false, "model_type": "smollm3", "no_rope_layer_interval": 4, "no_rope_layers": [TURNS],
+"num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4, "pad_token_id": 128004,
+"pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 5000000.0, "sliding_window": null,
+"tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0", "use_cache": true,
+"use_sliding_window": false, "vocab_size": 128256}""".replace("LAYERS", ", ".join(['"full_attention"'] * 36)).replace(
+    "TURNS", ", ".join(["1, 1, 1, 0"] * 9)
+)
+STABLELM_2_1_6B = """{"architectures": ["StableLmForCausalLM"], "bos_token_id": 100257, "eos_token_id": 100257,
+"hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 5632,
+"layer_norm_eps": 1e-05, "max_position_embeddings": 4096, "model_type": "stablelm", "num_attention_heads": 32,
+"num_hidden_layers": 24, "num_key_value_heads": 32, "partial_rotary_factor": 0.25, "rope_theta": 10000,
+"tie_word_embeddings": false, "torch_dtype": "float16", "transformers_version": "4.38.0", "use_cache": true,
+"use_qkv_bias": true, "vocab_size": 100352}"""
+
 
 @pytest.mark.parametrize(
     ("text", "num_layers", "kv_heads", "head_dim", "window", "context", "tied"),
@@ -100,6 +164,15 @@ PHI4_MINI = """{"architectures": ["Phi3ForCausalLM"], "attention_bias": false, "
         (PHI4_MINI, 32, 8, 128, 262144, 131072, True),
         (STARCODER2_15B, 40, 4, 128, 4096, 16384, False),
         (QWEN3_06B, 28, 8, 128, None, 40960, True),
+        (PYTHIA_1B, 16, 8, 256, None, 2048, False),
+        (GPT_J_6B, 28, 16, 256, None, 2048, False),
+        (FALCON_7B, 32, 1, 64, None, 2048, True),
+        (FALCON_40B, 60, 8, 64, None, 2048, True),
+        (FALCON2_11B, 60, 8, 128, None, 8192, False),
+        (GRANITE_31_8B, 40, 8, 128, None, 131072, True),
+        (OLMO2_7B, 32, 32, 128, None, 4096, False),
+        (SMOLLM3_3B, 36, 4, 128, None, 65536, True),
+        (STABLELM_2_1_6B, 24, 32, 64, None, 4096, False),
         (NEMOTRON_MINI_4B, 32, 8, 128, None, 4096, False),
         (GLM_4_9B, 40, 2, 128, None, 32768, False),
     ],
@@ -119,3 +192,8 @@ def test_details() -> None:
     assert (opt.embedding_width, opt.layers[0].placement, opt.final_norm) == (512, "post", None)
     rope = read_model(json.loads(LLAMA_32_1B))[0].layers[0].mixer.rope
     assert rope is not None and rope.scaling == Llama3Scaling(32.0, 1.0, 4.0, 8192)
+    assert read_model(json.loads(PYTHIA_1B))[0].layers[0].mixer.rope == Rope(10000.0, dims=64)
+    assert read_model(json.loads(GPT_J_6B))[0].layers[0].mixer.rope == Rope(10000.0, dims=64, interleaved=True)
+    falcons = [read_model(json.loads(text))[0].layers[0] for text in (FALCON_7B, FALCON_40B, FALCON2_11B)]
+    assert [layer.placement for layer in falcons] == ["parallel", "parallel_norms", "parallel"]
+    assert [layer.ffn.width for layer in falcons] == [18176, 32768, 16384]

@@ -189,6 +189,35 @@ def test_stablelm_refuses_norms_of_heads() -> None:
         read_model({**stablelm, "qk_layernorm": True})
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"alibi": True}, "alibi is not supported"),
+        (
+            {"apply_residual_connection_post_layernorm": True},
+            "apply_residual_connection_post_layernorm is not supported",
+        ),
+        ({"num_ln_in_parallel_attn": 2}, "do not go together"),
+        ({"new_decoder_architecture": True, "parallel_attn": False}, "do not go together"),
+        ({"multi_query": False, "num_kv_heads": 3}, "num_kv_heads 3 needs multi_query or new_decoder_architecture"),
+        ({"new_decoder_architecture": True, "num_kv_heads": 4}, "6 attention heads cannot share 4"),
+        ({"activation": "silu"}, "activation 'silu' is not supported"),
+        ({"n_head": 6}, r"unknown keys.*: n_head"),
+    ],
+)
+def test_refused_of_falcon(change: dict[str, Any], message: str) -> None:
+    falcon = {key: value for key, value in LLAMA.items() if key != "intermediate_size"}
+    with pytest.raises(ModelError, match=message):
+        read_model({**falcon, "architectures": ["FalconForCausalLM"], **change})
+
+
+def test_rotary_sizes_that_cannot_be() -> None:
+    with pytest.raises(ModelError, match="even head size, but it is 64 of 10"):
+        read_model({**GPT2, "architectures": ["GPTJForCausalLM"]})
+    with pytest.raises(ModelError, match="even head size, but it is 3 of 10"):
+        read_model({**LLAMA, "architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 0.35})
+
+
 def test_gpt2_and_opt_refuse_what_they_cannot_do() -> None:
     gpt2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 331, "n_embd": 57, "n_layer": 1, "n_head": 3}
     with pytest.raises(ModelError, match="add_cross_attention asks for cross-attention"):

@@ -26,8 +26,14 @@ from support.tiny import FAMILIES, make_checkpoint
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 Tensors = dict[str, Tensor]
-BASE_PREFIX = {"gpt2": "transformer."}  # of all others: "model."
-EXTRAS = {"gpt2": "transformer.h.0.attn.masked_bias", "opt": None}  # of all others: inverse frequencies
+# of all others: "model."
+BASE_PREFIX = {**dict.fromkeys(("gpt2", "gptj", "falcon"), "transformer."), "gpt_neox": "gpt_neox."}
+EXTRAS = {  # of all others: inverse frequencies
+    "gpt2": "transformer.h.0.attn.masked_bias",
+    "gptj": "transformer.h.0.attn.bias",
+    "gpt_neox": "gpt_neox.layers.0.attention.masked_bias",
+    "opt": None,
+}
 
 
 def rewrite(directory: Path, change: Callable[[Tensors], Tensors]) -> None:
@@ -43,7 +49,7 @@ def logprobs(directory: Path) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_missing_tensor_is_named(family: str, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 1})
+    make_checkpoint(tmp_path, family, **{"n_layer" if family in ("gpt2", "gptj") else "num_hidden_layers": 1})
     whole = load_file(tmp_path / "model.safetensors")
     for missing in whole:
         save_file({name: tensor for name, tensor in whole.items() if name != missing}, tmp_path / "model.safetensors")
@@ -82,7 +88,11 @@ def test_a_tensor_under_two_names_is_unused_once(tmp_path: Path) -> None:
 def test_wrong_shapes_are_named(family: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family)
     whole = load_file(tmp_path / "model.safetensors")
-    name = next(name for name in whole if name.endswith(("mlp.down_proj.weight", "mlp.c_fc.weight", "fc1.weight")))
+    name = next(
+        name
+        for name in whole
+        if name.endswith(("mlp.down_proj.weight", "mlp.c_fc.weight", "fc1.weight", "fc_in.weight", "4h.weight"))
+    )
     save_file({**whole, name: whole[name][:-1].contiguous()}, tmp_path / "model.safetensors")
     right, wrong = list(whole[name].shape), [whole[name].shape[0] - 1, whole[name].shape[1]]
     with pytest.raises(ModelError) as caught:
@@ -233,6 +243,24 @@ def test_parts_of_a_fused_tensor_do_not_touch_its_neighbours(tmp_path: Path) -> 
         "layers.1.attention.k.weight", (57, 57), Part(0, range(19, 38))
     )
     assert torch.equal(found, fused.T[57 + 19 : 57 + 38])
+
+
+def test_any_rows_of_groups_of_heads(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "falcon")
+    name = "transformer.h.1.self_attention.query_key_value.weight"
+    fused = load_file(tmp_path / "model.safetensors")[name].view(3, 4, 10, 60)  # of each group 2 queries, key, value
+    parts = {"q": fused[:, :2], "k": fused[:, 2], "v": fused[:, 3]}
+    spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))
+    checkpoint = Checkpoint(tmp_path)
+    load_parameter = placement(checkpoint, assign(checkpoint, spec, weight_map, "here")[1], torch.float32, CPU)
+    for part, expected in parts.items():
+        whole = expected.reshape(-1, 60)
+        for start in range(len(whole)):
+            for stop in range(start, len(whole) + 1):
+                found = load_parameter(
+                    f"layers.1.attention.{part}.weight", tuple(whole.shape), Part(0, range(start, stop))
+                )
+                assert torch.equal(found, whole[start:stop])
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])

@@ -1,0 +1,37 @@
+"""GPT-NeoX and Pythia (GPTNeoXForCausalLM): halves in parallel with a norm each, rope in a part of each head."""
+
+from __future__ import annotations
+
+from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.families.gpt2 import ACTIVATIONS
+from serve_llm.engine.model.families.llama import PRE_NORMS, QKV, Names, read_decoder, weights
+from serve_llm.engine.model.families.rope import DEFAULT_BASE
+from serve_llm.engine.model.spec import Dense, ModelSpec, Norm
+from serve_llm.engine.model.weight_map import WeightMap
+
+FFN = {"mlp.dense_h_to_4h": "ffn.up", "mlp.dense_4h_to_h": "ffn.down"}
+NAMES = {"attention.query_key_value": QKV, "attention.dense": "attention.output"}
+OUTSIDE = Names("gpt_neox.", "gpt_neox.layers", "gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out")
+
+
+def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+    """Defaults of absent keys are transformers' own (GPTNeoXConfig)."""
+    bias = config.flag("attention_bias", True)
+    activation = config.choice("hidden_act", ACTIVATIONS, "gelu")
+    spec = read_decoder(
+        config,
+        "GPTNeoXForCausalLM",
+        default_kv_heads=None,
+        default_max_position=2048,
+        default_rope_base=config.number("rotary_emb_base", DEFAULT_BASE),
+        partial_rotary=config.number("rotary_pct", 0.25),
+        windows=[None] * config.layers("num_hidden_layers"),
+        norm=Norm("layer", config.number("layer_norm_eps", 1e-5)),
+        ffn=Dense(config.integer("intermediate_size"), activation, bias=True),
+        qkv_bias=bias,
+        output_bias=bias,
+        placement="parallel_norms" if config.flag("use_parallel_residual", True) else "pre",
+    )
+    config.ignore("hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob")
+    config.done()
+    return spec, weights(spec, PRE_NORMS | NAMES | FFN, OUTSIDE, qkv_groups=spec.layers[0].mixer.kv_heads)
