@@ -164,11 +164,13 @@ def _attention(step: Step, mixer: Attention, group: GroupLayout, width: int, sha
 def _heads(step: Step, mixer: Attention, queries: int, keys: int, qkv: int) -> tuple[int, int]:
     """The peak from the joint product, of `qkv` bytes, to what attention reads, and what is left: the queries."""
     normed = qkv if mixer.projection_norm_eps is None else qkv + step.wide(queries + keys) + (queries + keys) * FLOAT
+    if mixer.head_norm is not None and mixer.head_norm.kind == "layer":
+        normed = qkv + 2 * (queries + keys) * FLOAT
     if step.compiled_attention:
         return max(normed, qkv + queries * step.element), queries * step.element
     peak, left = normed, qkv
     turned = 0  # queries and keys apart from qkv
-    if mixer.head_norm_eps is not None:
+    if mixer.head_norm is not None and mixer.head_norm.kind == "rms":
         peak = max(peak, qkv + _rms_norm(step, queries))
         turned, left = (queries + keys) * step.element, queries * step.element
     if mixer.rope is not None:

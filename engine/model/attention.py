@@ -34,13 +34,17 @@ class Attention:
             {"q": queries, "k": keys, "v": keys},
             bias=mixer.qkv_bias,
         )
-        eps = mixer.projection_norm_eps
-        self.qkv = project if eps is None else _normed(project, mixer, eps, own, build)
+        if mixer.projection_norm_eps is not None:
+            project = _normed(project, mixer, mixer.projection_norm_eps, own, build)
+        head_norm = mixer.head_norm
+        if head_norm is not None and head_norm.kind == "layer":
+            project = _heads_normed(project, mixer, head_norm.eps, own, build)
+        self.qkv = project
         self.output = build.rows("output", width, whole_queries, queries, bias=mixer.output_bias)
         self.norms: HeadNorms | None = None
-        if mixer.head_norm_eps is not None:
+        if head_norm is not None and head_norm.kind == "rms":
             query, key = (build.tensor(f"{name}_norm.weight", mixer.head_dim) for name in ("q", "k"))
-            self.norms = HeadNorms(query, key, mixer.head_norm_eps)
+            self.norms = HeadNorms(query, key, head_norm.eps)
         self.attend = _attend(own, mixer.heads // mixer.kv_heads, build.kernels.paged_attention)
 
     def forward(
@@ -96,9 +100,11 @@ def _reordered(load: Load, head_dim: int, dims: int, interleaved: bool) -> Load:
 
     def reordered(name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         tensor = load(name, shape, part)
-        if name.split(".")[-2] not in ("q", "k", "q_norm", "k_norm"):
+        of = name.split(".")[-2]
+        if of not in ("q", "k", "q_norm", "k_norm"):
             return tensor
-        return tensor.view(-1, head_dim, *shape[1:])[:, order].flatten(0, 1)
+        inputs = shape[1:] if of in ("q", "k") else ()
+        return tensor.view(-1, head_dim, *inputs)[:, order].view(tensor.shape)
 
     return reordered
 
@@ -133,6 +139,25 @@ def _normed(project: RowWise, mixer: spec.Attention, eps: float, own: HeadShare,
         wide[:, : ends[0]] *= torch.rsqrt(sums[:, :1] / counts[0] + eps)
         wide[:, ends[0] :] *= torch.rsqrt(sums[:, 1:] / counts[1] + eps)
         qkv[:, : ends[1]] = wide.mul_(weight)
+        return qkv
+
+    return forward
+
+
+def _heads_normed(project: RowWise, mixer: spec.Attention, eps: float, own: HeadShare, build: Builder) -> RowWise:
+    """The joint projection with a layer norm of each query and key head. In float32, rounded once."""
+    weight = torch.cat(
+        [
+            build.tensor("q_norm.weight", mixer.heads, mixer.head_dim, part=Part(0, own.heads)),
+            build.tensor("k_norm.weight", mixer.kv_heads, mixer.head_dim, part=Part(0, own.kv_heads)),
+        ]
+    )
+    end = weight.numel()
+
+    def forward(x: Tensor) -> Tensor:
+        qkv = project(x)
+        heads = qkv[:, :end].view(len(qkv), *weight.shape).float()
+        qkv[:, :end] = build.kernels.layer_norm(heads, None, None, eps).mul_(weight).flatten(1)
         return qkv
 
     return forward

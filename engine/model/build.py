@@ -126,5 +126,5 @@ class Builder:
         if spec.kind == "rms":
             return norm.RmsNorm(self.tensor(f"{name}.weight", width), spec.eps, self.kernels)
         weight = self.tensor(f"{name}.weight", width) if spec.affine else None
-        bias = self.tensor(f"{name}.bias", width) if spec.affine else None
+        bias = self.tensor(f"{name}.bias", width) if spec.has_bias else None
         return norm.LayerNorm(weight, bias, spec.eps, self.kernels)

@@ -27,7 +27,7 @@ HARMLESS = frozenset(
     "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k "
     "top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
     "bad_words_ids num_return_sequences exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
-    "remove_invalid_values "
+    "remove_invalid_values cache_implementation "
     # training and execution, without effect on what the model computes at inference
     "use_cache initializer_range attention_dropout chunk_size_feed_forward torchscript use_bfloat16 tf_legacy_loss "
     "attn_implementation _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled "

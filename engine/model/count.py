@@ -118,7 +118,9 @@ def _layer(layer: Layer, width: int, shard: Shard, is_int8: tuple[bool, ...]) ->
     columns = len(shard.ffn(ffn))
     up = columns * (2 if ffn.gated else 1)
     others = {"parallel": 1, "sandwich": 4}.get(layer.placement, 2) * _norm(layer.norm, width)
-    others += 0 if mixer.head_norm_eps is None else 2 * mixer.head_dim
+    if mixer.head_norm is not None:
+        heads = 2 if mixer.head_norm.kind == "rms" else len(own.heads) + len(own.kv_heads)
+        others += heads * mixer.head_dim
     others += 0 if mixer.projection_norm_eps is None else queries + len(own.kv_heads) * mixer.head_dim
     shapes = ((qkv, width), (width, queries), (up, width), (width, columns))
     first = shard.place == 0
@@ -128,4 +130,4 @@ def _layer(layer: Layer, width: int, shard: Shard, is_int8: tuple[bool, ...]) ->
 
 
 def _norm(norm: Norm, width: int) -> int:
-    return width if norm.kind == "rms" else 2 * width if norm.affine else 0
+    return width * (int(norm.kind == "rms" or norm.affine) + int(norm.has_bias))

@@ -10,6 +10,7 @@ from serve_llm.engine.config import Config as Settings
 from serve_llm.engine.errors import ModelError, UnsupportedModel
 from serve_llm.engine.model.config import Config
 from serve_llm.engine.model.families import (
+    cohere,
     falcon,
     glm,
     gpt2,
@@ -40,6 +41,8 @@ FAMILIES: dict[str, Callable[[Config], tuple[ModelSpec, WeightMap]]] = {
     "Qwen3ForCausalLM": qwen3.read,
     "FalconForCausalLM": falcon.read,
     "GraniteForCausalLM": granite.read,
+    "CohereForCausalLM": cohere.read,
+    "Cohere2ForCausalLM": cohere.read_cohere2,
     "GlmForCausalLM": glm.read,
     "Glm4ForCausalLM": glm.read_glm4,
     "GPT2LMHeadModel": gpt2.read,

@@ -80,7 +80,12 @@ class Rope:
 class Norm:
     kind: Literal["rms", "layer"]
     eps: float
-    affine: bool = True  # a layer norm with weight and bias; an rms norm always has its weight
+    affine: bool = True  # a layer norm with a weight; an rms norm always has one
+    bias: bool = True  # of an affine layer norm
+
+    @property
+    def has_bias(self) -> bool:
+        return self.kind == "layer" and self.affine and self.bias
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class Attention:
     window: int | None = None  # tokens that a query sees, itself included; None: all before it
     qkv_bias: bool = False
     output_bias: bool = False
-    head_norm_eps: float | None = None  # of an rms norm of every query and key head, before rope; None: no norm
+    head_norm: Norm | None = None  # of every query and key head, before rope; if a layer norm, each with its own weight
     projection_norm_eps: float | None = None  # of rms norms of all query heads as one, and of all key heads
 
 

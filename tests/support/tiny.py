@@ -63,6 +63,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "nemotron": {**_LLAMA_LIKE, "head_dim": 12},
     "glm": {**_LLAMA_LIKE, "head_dim": 12},  # of which transformers turns half
     "glm4": {**_LLAMA_LIKE, "head_dim": 12},
+    "cohere": {**_PLAIN_HEADS, "use_qk_norm": True, "logit_scale": 0.7},
+    "cohere2": {**_PLAIN_HEADS, "sliding_window": 21, "sliding_window_pattern": 2, "logit_scale": 0.7},
     "stablelm": {**_PLAIN_HEADS, "use_qkv_bias": True},
     "gpt_neox": {
         **_without(_PLAIN_HEADS, "num_key_value_heads"),
@@ -134,6 +136,8 @@ def _write_old_config(path: Path) -> None:
         else:
             config["rope_theta"] = rope.pop("rope_theta")
         config["rope_scaling"] = None if rope["rope_type"] == "default" else {**rope, "type": rope.pop("rope_type")}
+    if config["model_type"] in ("cohere2", "gemma2", "gemma3_text"):
+        config["sliding_window_pattern"] = config.pop("layer_types").index("full_attention") + 1
     path.write_text(json.dumps(config, indent=2))
 
 

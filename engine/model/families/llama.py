@@ -78,7 +78,7 @@ def read_decoder(
         rope=replace(rope, interleaved=interleaved),
         qkv_bias=qkv_bias,
         output_bias=output_bias,
-        head_norm_eps=norm.eps if head_norm else None,
+        head_norm=norm if head_norm else None,
     )
     return ModelSpec(
         architecture=architecture,
@@ -97,19 +97,38 @@ def read_windows(config: Config) -> list[int | None]:
     sliding = config.flag("use_sliding_window", False)
     window = None if config.is_null("sliding_window") else config.integer("sliding_window", 4096)
     first = config.integer("max_window_layers", 28, lowest=0)
+    slides = _slides(config, num_layers)
+    if slides is None:
+        return [window if sliding and index >= first else None for index in range(num_layers)]
+    if any(slides) and not (sliding and window):
+        raise ModelError(
+            "config.json: layer_types names sliding_attention, but use_sliding_window does not give a window"
+        )
+    return [window if slide else None for slide in slides]
+
+
+def read_local_windows(config: Config, default_pattern: int) -> list[int | None]:
+    """Gemma's way to say it: all but each sliding_window_pattern-th, or layer_types."""
+    num_layers = config.layers("num_hidden_layers")
+    window = config.integer("sliding_window", 4096)
+    pattern = config.integer("sliding_window_pattern", default_pattern)
+    slides = _slides(config, num_layers) or [(index + 1) % pattern != 0 for index in range(num_layers)]
+    if any(slides) and config.is_null("sliding_window"):
+        raise ModelError("config.json: sliding_window is null, but some layers have a sliding window")
+    return [window if slide else None for slide in slides]
+
+
+def _slides(config: Config, num_layers: int) -> list[bool] | None:
+    """Which layers have a window by layer_types, if it is there."""
     kinds = config.names("layer_types")
     if kinds is None:
-        return [window if sliding and index >= first else None for index in range(num_layers)]
+        return None
     if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise ModelError(
             "config.json: layer_types must name full_attention or sliding_attention for each of the "
             f"{num_layers} layers, but it is {', '.join(kinds)}"
         )
-    if "sliding_attention" in kinds and not (sliding and window):
-        raise ModelError(
-            "config.json: layer_types names sliding_attention, but use_sliding_window does not give a window"
-        )
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    return [kind == "sliding_attention" for kind in kinds]
 
 
 PRE_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
@@ -153,13 +172,13 @@ def weights(
     """
     layer = spec.layers[0]
     mixer, ffn = layer.mixer, layer.ffn
-    if mixer.head_norm_eps is not None or mixer.projection_norm_eps is not None:
+    if mixer.head_norm is not None or mixer.projection_norm_eps is not None:
         names = {**names, **QK_NORMS}
     sizes = {"attention.q": mixer.heads * mixer.head_dim, "ffn.gate": ffn.width, "ffn.up": ffn.width}
     sizes |= dict.fromkeys(("attention.k", "attention.v"), mixer.kv_heads * mixer.head_dim)
     biased = dict.fromkeys(("attention.q", "attention.k", "attention.v"), mixer.qkv_bias)
     biased |= dict.fromkeys(("ffn.gate", "ffn.up", "ffn.down"), ffn.bias)
-    biased |= dict.fromkeys(("attention_norm", "ffn_norm"), layer.norm.kind == "layer")
+    biased |= dict.fromkeys(("attention_norm", "ffn_norm"), layer.norm.has_bias)
     biased["attention.output"] = mixer.output_bias
 
     def rows(source: str, filled: str) -> list[Row]:
@@ -176,7 +195,7 @@ def weights(
         ]
 
     inside = [row for source, filled in names.items() for row in rows(source, filled)]
-    kinds = ("weight", "bias") if layer.norm.kind == "layer" else ("weight",)
+    kinds = ("weight", "bias") if layer.norm.has_bias else ("weight",)
     ends = [
         Row(f"{outside.final_norm}.{kind}", (f"final_norm.{kind}",), norms if kind == "weight" else "none")
         for kind in kinds

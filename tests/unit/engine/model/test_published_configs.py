@@ -74,6 +74,21 @@ GLM_4_9B = """{"architectures": ["Glm4ForCausalLM"], "attention_bias": true, "at
 "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2, "pad_token_id": 151329,
 "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": false,
 "torch_dtype": "bfloat16", "transformers_version": "4.52.0.dev0", "use_cache": true, "vocab_size": 151552}"""
+COMMAND_R = """{"architectures": ["CohereForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+"bos_token_id": 5, "eos_token_id": 255001, "hidden_act": "silu", "hidden_size": 8192, "initializer_range": 0.02,
+"intermediate_size": 22528, "layer_norm_eps": 1e-05, "logit_scale": 0.0625, "max_position_embeddings": 8192,
+"model_max_length": 131072, "model_type": "cohere", "num_attention_heads": 64, "num_hidden_layers": 40,
+"num_key_value_heads": 64, "pad_token_id": 0, "pretraining_tp": 1, "rope_theta": 8000000.0, "torch_dtype": "float16",
+"transformers_version": "4.38.2", "use_cache": true, "vocab_size": 256000}"""
+COMMAND_R7B = """{"architectures": ["Cohere2ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+"bos_token_id": 5, "cache_implementation": "hybrid", "eos_token_id": 255001, "head_dim": 128, "hidden_act": "silu",
+"hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "layer_norm_eps": 1e-05,
+"layer_switch": 4, "logit_scale": 0.25, "max_position_embeddings": 8192, "model_type": "cohere2",
+"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+"order_of_interleaved_layers": "local_attn_first", "pad_token_id": 0, "position_embedding_type": "rope_gptj",
+"rope_scaling": null, "rope_theta": 50000, "rotary_pct": 1.0, "sliding_window": 4096, "sliding_window_pattern": 4,
+"torch_dtype": "bfloat16", "transformers_version": "4.48.0.dev0", "use_cache": true, "use_embedding_sharing": true,
+"use_gated_activation": true, "use_parallel_block": true, "use_parallel_embedding": true, "vocab_size": 256000}"""
 
 PHI4_MINI = """{"architectures": ["Phi3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
 "bos_token_id": 199999, "embd_pdrop": 0.0, "eos_token_id": 199999, "full_attn_mod": 1, "hidden_act": "silu",
@@ -175,6 +190,7 @@ STABLELM_2_1_6B = """{"architectures": ["StableLmForCausalLM"], "bos_token_id": 
         (STABLELM_2_1_6B, 24, 32, 64, None, 4096, False),
         (NEMOTRON_MINI_4B, 32, 8, 128, None, 4096, False),
         (GLM_4_9B, 40, 2, 128, None, 32768, False),
+        (COMMAND_R, 40, 64, 128, None, 131072, True),
     ],
 )
 def test_understood(
@@ -185,6 +201,21 @@ def test_understood(
     assert group.layers == tuple(range(num_layers))
     assert (group.kv_heads, group.head_dim, group.window) == (kv_heads, head_dim, window)
     assert (spec.max_position, spec.tied_head) == (context, tied)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_layers", "every", "kv_heads", "head_dim", "window", "context"),
+    [(COMMAND_R7B, 32, 4, 8, 128, 4096, 8192)],
+)
+def test_windows_in_all_but_some_layers(
+    text: str, num_layers: int, every: int, kv_heads: int, head_dim: int, window: int, context: int
+) -> None:
+    spec, _ = read_model(json.loads(text))
+    local, whole = spec.kv_groups
+    assert whole.layers == tuple(range(every - 1, num_layers, every))
+    assert sorted((*local.layers, *whole.layers)) == list(range(num_layers))
+    assert {(group.kv_heads, group.head_dim) for group in spec.kv_groups} == {(kv_heads, head_dim)}
+    assert (local.window, whole.window, spec.max_position, spec.tied_head) == (window, None, context, True)
 
 
 def test_details() -> None:

@@ -145,6 +145,22 @@ def test_refused(change: dict[str, Any], message: str) -> None:
         read_model({**LLAMA, **change})
 
 
+def test_windows_by_a_pattern() -> None:
+    cohere2 = {**LLAMA, "architectures": ["Cohere2ForCausalLM"], "num_hidden_layers": 9, "sliding_window": 30}
+
+    def windows(**change: object) -> list[int | None]:
+        return [layer.mixer.window for layer in spec_of({**cohere2, **change}).layers]
+
+    assert windows() == [30, 30, 30, None, 30, 30, 30, None, 30]
+    assert windows(sliding_window_pattern=2) == [30, None] * 4 + [30]
+    assert windows(layer_types=["full_attention"] * 8 + ["sliding_attention"]) == [None] * 8 + [30]
+    assert windows(sliding_window_pattern=1, sliding_window=None) == [None] * 9
+    with pytest.raises(ModelError, match="sliding_window is null, but some layers have"):
+        windows(sliding_window=None)
+    with pytest.raises(ModelError, match="layer_types must name full_attention or sliding_attention for each of the 9"):
+        windows(layer_types=["full_attention"])
+
+
 @pytest.mark.parametrize(
     ("architecture", "change", "message"),
     [

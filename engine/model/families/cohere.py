@@ -1,0 +1,64 @@
+"""Command R (CohereForCausalLM, Cohere2ForCausalLM): halves in parallel, layer norms without biases, interleaved rope;
+Cohere2 with windows in three of four layers and rope in those alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.families.llama import ATTENTION, GATED, read_decoder, read_local_windows, weights
+from serve_llm.engine.model.spec import ModelSpec, Norm
+from serve_llm.engine.model.weight_map import WeightMap
+
+NAMES = {"input_layernorm": "attention_norm"} | ATTENTION | GATED
+
+
+def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+    """CohereForCausalLM. Defaults of absent keys are transformers' own (CohereConfig)."""
+    spec = _read(config, "CohereForCausalLM", [None] * config.layers("num_hidden_layers"))
+    if config.flag("use_qk_norm", False):
+        (mixer,) = {layer.mixer for layer in spec.layers}
+        mixer = replace(mixer, head_norm=spec.layers[0].norm)
+        spec = replace(spec, layers=tuple(replace(layer, mixer=mixer) for layer in spec.layers))
+    # of the first Command R: the context that it is meant for, beyond its max_position_embeddings
+    spec = replace(spec, max_position=config.integer("model_max_length", spec.max_position))
+    config.done()
+    return spec, weights(spec, NAMES)
+
+
+def read_cohere2(config: Config) -> tuple[ModelSpec, WeightMap]:
+    """Cohere2ForCausalLM. Defaults of absent keys are transformers' own (Cohere2Config)."""
+    windows = read_local_windows(config, 4)
+    spec = _read(config, "Cohere2ForCausalLM", windows)
+    spec = replace(
+        spec,
+        layers=tuple(
+            layer if layer.mixer.window else replace(layer, mixer=replace(layer.mixer, rope=None))
+            for layer in spec.layers
+        ),
+    )
+    # of the published ones: the architecture in other words; transformers does not read them
+    config.ignore("layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct")
+    config.ignore("use_embedding_sharing", "use_gated_activation", "use_parallel_block", "use_parallel_embedding")
+    config.done()
+    return spec, weights(spec, NAMES)
+
+
+def _read(config: Config, architecture: str, windows: Sequence[int | None]) -> ModelSpec:
+    bias = config.flag("attention_bias", False)
+    spec = read_decoder(
+        config,
+        architecture,
+        default_kv_heads=None,
+        default_max_position=8192,
+        default_rope_base=500_000.0,
+        default_tied=True,
+        windows=windows,
+        interleaved=True,
+        placement="parallel",
+        norm=Norm("layer", config.number("layer_norm_eps", 1e-5), bias=False),
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+    return replace(spec, logits_multiplier=config.number("logit_scale", 0.0625))
