@@ -53,6 +53,7 @@ class Config:
     executor_backend: str = "inprocess"  # "inprocess" | "mp" | "ray"
     step_timeout: float | None = None  # seconds; None: by the steps so far
     data_parallel_size: int = 1  # engines that share this host's memory and cores
+    allow_unknown_config: tuple[str, ...] = ()  # keys of config.json that are passed over
     cpu_threads: int | None = None  # that each rank computes with; None: see `execute.threads`
 
     @property
@@ -115,6 +116,7 @@ def resolve(
         executor_backend=executor_backend,
         step_timeout=options.step_timeout,
         data_parallel_size=options.data_parallel_size,
+        allow_unknown_config=options.allow_unknown_config,
         cpu_threads=options.cpu_threads,
     )
 

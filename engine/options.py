@@ -91,6 +91,13 @@ class Options:
     enable_prefix_caching: bool = _option(
         True, values.boolean, "compute a prompt's beginning once for all requests that share it", flag="prefix_caching"
     )
+    allow_unknown_config: tuple[str, ...] = _option(
+        (),
+        values.texts,
+        "key of config.json that this program does not know, to be passed over with a warning instead of an error; of "
+        "an object in it rope_scaling.KEY; may be repeated",
+        shown="KEY",
+    )
     seed: int | None = _option(
         None,
         values.whole(0, 2**64 - 1),

@@ -7,6 +7,7 @@ where a file turns out to hold a head of its own beside a tied embedding, it tak
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from serve_llm.engine.execute import activations, memory
 from serve_llm.engine.execute.memory import CacheLayout, capacity_lines, size_text
 from serve_llm.engine.gpus import GPUS
 from serve_llm.engine.machines import Machines
+from serve_llm.engine.model.config import passed_over
 from serve_llm.engine.model.count import weight_bytes
 from serve_llm.engine.model.registry import read_model, served
 from serve_llm.engine.model.shard import Shard, layers_of, shard_of
@@ -27,6 +29,8 @@ from serve_llm.engine.options import Options
 from serve_llm.engine.parallel.layout import Grid
 
 __all__ = ["GridPlan", "Machinery", "Plan", "RankPlan", "capacity_lines", "describe_memory", "make_plan", "size_text"]
+
+logger = logging.getLogger(__name__)
 
 GPUS_PER_NODE = 8
 CUDA_CONTEXT = 600 << 20  # bytes that CUDA and its libraries take on a GPU beside torch's tensors; an estimate
@@ -199,7 +203,9 @@ class _Planner:
 def make_plan(options: Options, machines: Machines, raw: Mapping[str, object]) -> Plan:
     """raw: config.json. Raises OptionError for what cannot be combined, ModelError for what cannot be served."""
     device = _device(options, machines)
-    spec, _ = read_model(raw)
+    spec, _ = read_model(raw, options.allow_unknown_config)
+    if options.allow_unknown_config:
+        logger.warning("%s", passed_over(options.allow_unknown_config))
     config = resolve(
         options,
         "",

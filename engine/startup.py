@@ -15,6 +15,7 @@ from serve_llm.engine.execute.executors.inprocess import InProcessExecutor
 from serve_llm.engine.execute.executors.mp import MpExecutor, start_ranks
 from serve_llm.engine.execute.memory import CacheLayout
 from serve_llm.engine.execute.roster import Roster
+from serve_llm.engine.model.config import passed_over
 from serve_llm.engine.model.registry import read_model, served
 from serve_llm.engine.model.shard import describe_split
 from serve_llm.engine.model.spec import ModelSpec
@@ -30,7 +31,9 @@ def resolve_all(
     options: Options, directory: str, raw: dict[str, object], choice: Choice | None = None
 ) -> tuple[Config, ModelSpec, WeightMap]:
     """Decide everything that can be decided before a weight is read. choice: of the executor, if made already."""
-    spec, weights = read_model(raw)
+    spec, weights = read_model(raw, options.allow_unknown_config)
+    if options.allow_unknown_config:
+        logger.warning("%s", passed_over(options.allow_unknown_config))
     choice = choice or choose(look_around(options))
     config = resolve(
         options,

@@ -35,6 +35,7 @@ DAEMON_OPTIONS = (
     "kv_cache_memory",
     "kv_cache_dtype",
     "block_size",
+    "allow_unknown_config",
 )
 DESCRIPTION = (
     "Say whether a model fits, what every rank would hold and how to spread it, from its config.json alone. "

@@ -102,7 +102,7 @@ def run(link: Control, rank: int, directory: str | None = None) -> None:
     neighbours = neighbours_of(grid, rank, begin, link.address)
     source = open_steps(link, rank, begin.steps)
     link.say(control.Joined())
-    spec, weights = read_model(json.loads(begin.model))
+    spec, weights = read_model(json.loads(begin.model), config.allow_unknown_config)
     spec = served(spec, config)
     shard = shard_of(spec, grid, rank, config.tensor_parallel_split, config.pipeline_parallel_layers)
     worker = Worker(config, spec, weights, shard, neighbours)

@@ -6,10 +6,10 @@ Knows no family. Values come as JSON gave them; what leaves is typed. A key that
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-from serve_llm.engine.errors import ModelError
+from serve_llm.engine.errors import ModelError, OptionError
 
 Choice = TypeVar("Choice", bound=str)
 
@@ -47,9 +47,16 @@ REFUSED = {  # these mean another computation: served only when they are off
 
 
 class Config:
-    """config.json, taken key by key. `done()` at the end tells what nobody took."""
+    """config.json, taken key by key. `done()` at the end tells what nobody took.
 
-    def __init__(self, values: Mapping[str, object], where: str = "config.json") -> None:
+    allowed: unknown keys that are passed over, those of an object under a key as "key.inner".
+    """
+
+    def __init__(
+        self, values: Mapping[str, object], where: str = "config.json", allowed: Iterable[str] = (), path: str = ""
+    ) -> None:
+        """path: of an object inside the file, such as "rope_scaling."; its keys are named with it in options."""
+        self._allowed, self._path = frozenset(allowed), path
         self._values = {key: value for key, value in values.items() if value is not None}
         self._null = {key for key, value in values.items() if value is None}
         self._where = where
@@ -153,7 +160,9 @@ class Config:
             return None
         if not isinstance(value, dict):
             raise self._wrong(key, "an object", value)
-        return Config(value, f"{self._where}: {key}")
+        inside = {name.removeprefix(f"{key}.") for name in self._allowed if name.startswith(f"{key}.")}
+        self._allowed -= {f"{key}.{name}" for name in inside}  # the object's own done() looks for them
+        return Config(value, f"{self._where}: {key}", inside, f"{self._path}{key}.")
 
     def refuse(self, *keys: str) -> None:
         """Flags that this family serves only when they are off."""
@@ -166,8 +175,22 @@ class Config:
         self._taken.update(keys)
 
     def done(self) -> None:
-        """Raises ModelError that names what is set and that this program does not know how to honour."""
+        """Raises ModelError that names what is set and that this program does not know how to honour, OptionError for
+        what is allowed and not there."""
         known = self._taken | HARMLESS | REFUSED.keys()
-        unknown = sorted(self._values.keys() - known)
-        if unknown:
-            raise ModelError(f"{self._where}: unknown keys, which may mean another computation: {', '.join(unknown)}")
+        unknown = set(self._values) - known
+        if missing := self._allowed - unknown:
+            name = min(missing)
+            why = "this program knows that key" if name in self._values else "there is no such key"
+            raise OptionError(f"--allow-unknown-config: {self._path}{name}: {why} in {self._where}; leave it away")
+        if refused := sorted(unknown - self._allowed):
+            options = " ".join(f"--allow-unknown-config {self._path}{name}" for name in refused)
+            raise ModelError(
+                f"{self._where}: unknown keys, which may mean another computation: {', '.join(refused)}; "
+                f"where they do not, pass over them by {options}"
+            )
+
+
+def passed_over(keys: Iterable[str]) -> str:
+    """The warning for --allow-unknown-config."""
+    return f"config.json: passed over {', '.join(keys)}: if that means another computation, answers are wrong"

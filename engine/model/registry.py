@@ -3,7 +3,7 @@ it. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from serve_llm.engine.config import Config as Settings
@@ -58,18 +58,18 @@ FAMILIES: dict[str, Callable[[Config], tuple[ModelSpec, WeightMap]]] = {
 }
 
 
-def read_model(config: Mapping[str, object]) -> tuple[ModelSpec, WeightMap]:
-    """What config.json describes.
+def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tuple[ModelSpec, WeightMap]:
+    """What config.json describes. allowed: unknown keys that are passed over, as --allow-unknown-config names them.
 
     Raises UnsupportedModel for an architecture that is not in FAMILIES, ModelError for anything else in the file that
-    cannot be served faithfully; both are one line that names the cause.
+    cannot be served faithfully, OptionError for an allowed key that is not there; all are one line with the cause.
     """
     named = config.get("architectures")
     architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
     if architecture not in FAMILIES:
         what = f"architecture {architecture}" if architecture else "a model whose config.json names no architecture"
         raise UnsupportedModel(f"{what} is not supported; supported: {', '.join(sorted(FAMILIES))}")
-    spec, weights = FAMILIES[architecture](Config(config))
+    spec, weights = FAMILIES[architecture](Config(config, allowed=allowed))
     stored = scheme.read(config.get("quantization_config"))
     return spec if stored is None else replace(spec, int8=_int8(stored, spec, weights)), weights
 

@@ -147,6 +147,15 @@ def test_gpt2_on_three_ranks(tmp_path: Path) -> None:
     }
 
 
+def test_ranks_pass_over_the_keys_that_are_allowed(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "layer_scale": 1.0}))
+    engine = make_engine(tmp_path, tensor_parallel_size=2, allow_unknown_config=("layer_scale",))
+    with contextlib.closing(engine._executor):
+        assert len(generate(engine, [greedy(1, [5, 6], 3)])[1].token_ids) == 3
+
+
 @pytest.mark.skipif(not linear_int8.works(), reason="this processor computes no int8 products")
 def test_an_int8_checkpoint_on_two_stages(tmp_path: Path) -> None:
     """Stages round what one rank rounds, so ids and the bits of logprobs are equal."""

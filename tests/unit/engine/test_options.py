@@ -27,6 +27,7 @@ TYPED: dict[str, tuple[list[str], object]] = {
     "kv_cache_memory": (["--kv-cache-memory", "8GiB"], 8 * 2**30),
     "block_size": (["--block-size", "64"], 64),
     "enable_prefix_caching": (["--no-prefix-caching"], False),
+    "allow_unknown_config": (["--allow-unknown-config", "a", "--allow-unknown-config", "b.c"], ("a", "b.c")),
     "seed": (["--seed", str(2**64 - 1)], 2**64 - 1),
     "served_model_name": (["--served-model-name", "a", "b"], ("a", "b")),
     "tokenizer": (["--tokenizer", "t"], "t"),

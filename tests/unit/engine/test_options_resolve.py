@@ -67,6 +67,7 @@ def test_what_the_user_says_wins() -> None:
         "load_format": "dummy",
         "quantization": "int8",
         "kv_cache_dtype": "int8",
+        "allow_unknown_config": ("layer_scale",),
         "tensor_parallel_size": 2,
         "pipeline_parallel_size": 3,
         "tensor_parallel_split": (3.0, 1.0),

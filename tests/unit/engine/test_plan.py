@@ -56,6 +56,17 @@ def test_a_smaller_grid_than_the_suggested_one_does_not_fit() -> None:
     assert odd.chosen.fits and odd.suggested is not None and odd.suggested.grid.tensor == 4
 
 
+def test_unknown_keys_that_are_allowed(caplog: pytest.LogCaptureFixture) -> None:
+    odd = published.LLAMA_8B | {"layer_scale": 1.0}
+    found = plan(odd, {"gpu": "h100"}, allow_unknown_config="layer_scale")
+    assert found.spec == plan(published.LLAMA_8B, {"gpu": "h100"}).spec
+    assert [record.message for record in caplog.records] == [
+        "config.json: passed over layer_scale: if that means another computation, answers are wrong"
+    ]
+    with pytest.raises(ModelError, match="--allow-unknown-config layer_scale"):
+        plan(odd, {"gpu": "h100"})
+
+
 def test_what_a_rank_holds_by_hand() -> None:
     """Llama 8B on 2 x 2: 16 layers a stage, half of every matrix; the norms whole."""
     found = plan(published.LLAMA_8B, {"gpu": "h100"}, tensor_parallel_size=2, pipeline_parallel_size=2).chosen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from serve_llm.engine.errors import ModelError, UnsupportedModel
+from serve_llm.engine.errors import ModelError, OptionError, UnsupportedModel
 from serve_llm.engine.model.registry import FAMILIES as ARCHITECTURES
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.spec import KVGroup, LinearScaling, ModelSpec, Rope, YarnScaling
@@ -110,8 +111,9 @@ def test_every_key_that_transformers_writes_is_known(family: str, tmp_path: Path
     spec = spec_of(config)
     assert spec.vocab_size == SIZES[family]["vocab_size"]
     for unknown in ("layer_multiplier", "layer_scale"):
-        with pytest.raises(ModelError, match=rf"config.json: unknown keys.*: {unknown}$"):
+        with pytest.raises(ModelError, match=rf"config.json: unknown keys.*: {unknown}; .*-config {unknown}$"):
             read_model({**config, unknown: 2.0})
+        assert read_model({**config, unknown: 2.0}, [unknown])[0] == spec
     assert spec_of({**config, "layer_scale": None}) == spec  # null is absent
     assert spec_of({**config, "do_sample": True, "torch_dtype": "float16", "_name_or_path": "x"}) == spec
 
@@ -159,6 +161,29 @@ def test_windows_by_a_pattern() -> None:
         windows(sliding_window=None)
     with pytest.raises(ModelError, match="layer_types must name full_attention or sliding_attention for each of the 9"):
         windows(layer_types=["full_attention"])
+
+
+def test_unknown_keys_that_are_allowed_and_no_others() -> None:
+    odd = {**LLAMA, "a": 1, "b": 2, "rope_scaling": {"type": "linear", "factor": 2.0, "c": 3}}
+    allowed = ["a", "b", "rope_scaling.c"]
+    plain = spec_of({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert read_model(odd, allowed)[0] == plain
+    with pytest.raises(ModelError, match=r"unknown keys.*: a, b; .*--allow-unknown-config a --allow-unknown-config b$"):
+        read_model(odd, ["rope_scaling.c"])
+    with pytest.raises(ModelError, match=r"rope_scaling: unknown keys.*: c; .*-config rope_scaling\.c$"):
+        read_model(odd, ["a", "b", "c"])
+    for name, why in {
+        "d": "there is no such key in config.json",
+        "rope_scaling.a": "there is no such key in config.json: rope_scaling",
+        "rope_parameters.c": "there is no such key",
+        "head_dim": "there is no such key",
+        "hidden_size": "this program knows that key",
+        "rope_scaling.factor": "this program knows that key",
+    }.items():
+        with pytest.raises(OptionError, match=f"--allow-unknown-config: {re.escape(name)}: {why}"):
+            read_model(odd, [*allowed, name])
+    with pytest.raises(ModelError, match="is_encoder_decoder asks"):
+        read_model({**LLAMA, "is_encoder_decoder": True}, ["is_encoder_decoder"])
 
 
 @pytest.mark.parametrize(
