@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from serve_llm.engine.config import CacheRow, Config
 from serve_llm.engine.model.shard import Shard
-from serve_llm.engine.model.spec import Attention, Dense, Layer, ModelSpec, Norm
+from serve_llm.engine.model.spec import Attention, Dense, Layer, ModelSpec, MoE, Norm
 from serve_llm.engine.parallel.layout import HeadShare
 from serve_llm.engine.schedule.sequence import GroupLayout
 
@@ -109,7 +109,11 @@ def _layer(step: Step, layer: Layer, group: GroupLayout, width: int, shard: Shar
     inside = going_on * row if layer.placement in ("inside", "sandwich") else 0  # before its norm
     joined = going_on * row + inside + _norm_of_sum(step, layer.norm, going_on * width)
     between = (1 if layer.placement == "parallel" else copies) * going_on * row
-    ffn = held + between + _ffn(step, layer.ffn, width, len(shard.ffn(layer.ffn)), going_on)
+    if isinstance(layer.ffn, Dense):
+        made_of = _ffn(step, layer.ffn, width, len(shard.ffn(layer.ffn)), going_on)
+    else:
+        made_of = _experts(step, layer.ffn, width, shard, going_on)
+    ffn = held + between + made_of
     return max(attention, ffn, held + made + chosen, held + (chosen or made) + joined)
 
 
@@ -136,6 +140,19 @@ def _ffn(step: Step, ffn: Dense, width: int, columns: int, rows: int) -> int:
     inner = active if step.on_cpu or not floats else step.wide(elements) + floats * elements * FLOAT
     down, _ = step.linear(rows, columns, width)
     return max(peak, up + inner, active + down)
+
+
+def _experts(step: Step, ffn: MoE, width: int, shard: Shard, rows: int) -> int:
+    """Where one expert gets all tokens, as `kernels.moe` computes it; then the sum, and the shared expert's."""
+    each = rows * width * step.element
+    made = ffn.router.top_k * each
+    peak = made + each + _ffn(step, ffn.expert, width, len(shard.expert_columns(ffn)), rows)
+    summed = made + 2 * rows * width * FLOAT
+    if ffn.shared is None:
+        return max(peak, summed)
+    gated = each + (step.wide(rows * width) if ffn.shared_gate else 0)
+    shared = each + max(_ffn(step, ffn.shared, width, len(shard.ffn(ffn.shared)), rows), gated + each)
+    return max(peak, summed, shared)
 
 
 def _attention(step: Step, mixer: Attention, group: GroupLayout, width: int, shard: Shard) -> int:

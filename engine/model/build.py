@@ -66,6 +66,11 @@ class Builder:
         """A product that every rank computes in whole."""
         return self.columns({name: outputs}, inputs, {name: range(outputs)})
 
+    def plain(self, outputs: Mapping[str, int], inputs: int) -> Linear:
+        """A product of several parameters, side by side, that every rank computes in whole and in the model's dtype."""
+        weights = [self.load(f"{self.prefix}{name}.weight", (count, inputs)) for name, count in outputs.items()]
+        return self.kernels.pack(weights[0], None, weights[1:])
+
     def columns(
         self, outputs: Mapping[str, int], inputs: int, own: Mapping[str, range], *, bias: bool = False
     ) -> Linear:
@@ -88,7 +93,18 @@ class Builder:
         )
 
     def rows(self, name: str, outputs: int, inputs: int, own: range, *, bias: bool = False) -> RowWise:
-        """Row-parallel: takes the inputs in `own` only, (rows, len(own)), and sums what all ranks of the stage have.
+        """Row-parallel: takes the inputs in `own` only, (rows, len(own)), and sums what all ranks of the stage have."""
+        return self.summed(self.addend(name, outputs, inputs, own, bias=bias))
+
+    def summed(self, addend: RowWise) -> RowWise:
+        """The sum of what all ranks of the stage compute."""
+        group = self.neighbours.tensor
+        if group.size == 1:
+            return addend
+        return lambda x: group.all_reduce(addend(x))
+
+    def addend(self, name: str, outputs: int, inputs: int, own: range, *, bias: bool = False) -> Linear:
+        """This rank's share of a row-parallel product, to be summed.
 
         The bias belongs to the first rank's share, so that one rank alone computes what it would without a group.
         """
@@ -96,13 +112,9 @@ class Builder:
         is_first = self.shard.place == 0
         all_or_none = Part(0, range(outputs if is_first else 0))
         added = self.tensor(f"{name}.bias", outputs, part=all_or_none) if bias else None
-        product = self._packed(
+        return self._packed(
             (name,), [weight], lambda: self.tensor(f"{name}.weight_scale", outputs, 1), added if is_first else None
         )
-        group = self.neighbours.tensor
-        if group.size == 1:
-            return product
-        return lambda x: group.all_reduce(product(x))
 
     def _packed(
         self, names: Iterable[str], weights: Sequence[Tensor], scale: Callable[[], Tensor], bias: Tensor | None

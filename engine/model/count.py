@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from serve_llm.engine.model.shard import Shard
-from serve_llm.engine.model.spec import Layer, ModelSpec, Norm
+from serve_llm.engine.model.spec import Dense, Int8, Layer, ModelSpec, MoE, Norm
 
 # As kernels.cpu.linear packs them for AVX-512: outputs in panels of 16, inputs in units of 4 bytes; beside them a
 # float32 bias, and in int8 a scale and a sum of 4 bytes for every output. Padding matters for tiny models only; other
@@ -19,7 +19,6 @@ from serve_llm.engine.model.spec import Layer, ModelSpec, Norm
 PANEL = 16
 UNIT = 4
 SCALE = 4
-IN_LAYER = ("attention.q", "attention.output", "ffn.up", "ffn.down")  # q and up stand for what is fused with them
 
 
 @dataclass(frozen=True)
@@ -88,13 +87,13 @@ def _counts(spec: ModelSpec, shard: Shard) -> Iterator[_Count]:
         positions = 0 if spec.positions is None else spec.positions.count * spec.width
         project_in = _Product(spec.width, outer, _is_int8(spec, "project_in"))
         yield _Count((project_in,) if projected else (), vocabulary * outer + positions)
-    seen: dict[tuple[Layer, tuple[bool, ...]], _Count] = {}
+    kept = _kept(spec.int8)
+    seen: dict[tuple[Layer, frozenset[str]], _Count] = {}
     for index in shard.layers:
-        layer = spec.layers[index]
-        is_int8 = tuple(_is_int8(spec, f"layers.{index}.{product}") for product in IN_LAYER)
-        if (layer, is_int8) not in seen:
-            seen[layer, is_int8] = _layer(layer, spec.width, shard, is_int8)
-        yield seen[layer, is_int8]
+        layer = spec.layers[index], kept.get(index, frozenset())
+        if layer not in seen:
+            seen[layer] = _Layer(spec.width, shard, spec.int8 is not None, layer[1]).count(layer[0])
+        yield seen[layer]
     if shard.is_last:
         norm = 0 if spec.final_norm is None else _norm(spec.final_norm, spec.width)
         project_out = _Product(outer, spec.width, _is_int8(spec, "project_out"))
@@ -106,27 +105,59 @@ def _is_int8(spec: ModelSpec, product: str) -> bool:
     return spec.int8 is not None and spec.int8.takes(product)
 
 
-def _layer(layer: Layer, width: int, shard: Shard, is_int8: tuple[bool, ...]) -> _Count:
-    """Column-parallel, then row-parallel; the bias of a row-parallel product lies on the first rank of the stage.
+def _kept(int8: Int8 | None) -> dict[int, frozenset[str]]:
+    """Layer -> its products that are not computed in int8, such as "ffn.down"."""
+    found: dict[int, set[str]] = {}
+    for product in int8.kept if int8 is not None else ():
+        kind, _, rest = product.partition(".")
+        if kind == "layers":
+            index, _, name = rest.partition(".")
+            found.setdefault(int(index), set()).add(name)
+    return {index: frozenset(names) for index, names in found.items()}
 
-    is_int8: of each product in the order of IN_LAYER.
-    """
-    mixer, ffn = layer.mixer, layer.ffn
-    own = shard.attention(mixer)
-    queries = len(own.heads) * mixer.head_dim
-    qkv = queries + 2 * len(own.kv_heads) * mixer.head_dim
-    columns = len(shard.ffn(ffn))
-    up = columns * (2 if ffn.gated else 1)
-    others = {"parallel": 1, "sandwich": 4}.get(layer.placement, 2) * _norm(layer.norm, width)
-    if mixer.head_norm is not None:
-        heads = 2 if mixer.head_norm.kind == "rms" else len(own.heads) + len(own.kv_heads)
-        others += heads * mixer.head_dim
-    others += 0 if mixer.projection_norm_eps is None else queries + len(own.kv_heads) * mixer.head_dim
-    shapes = ((qkv, width), (width, queries), (up, width), (width, columns))
-    first = shard.place == 0
-    biases = (mixer.qkv_bias, mixer.output_bias and first, ffn.bias, ffn.bias and first)
-    products = tuple(_Product(*shape, *rest) for shape, *rest in zip(shapes, is_int8, biases, strict=True))
-    return _Count(products, others)
+
+@dataclass(frozen=True)
+class _Layer:
+    """How a layer is counted. The bias of a row-parallel product lies on the first rank of the stage."""
+
+    width: int
+    shard: Shard
+    int8: bool
+    kept: frozenset[str]  # not in int8
+
+    def count(self, layer: Layer) -> _Count:
+        mixer, width = layer.mixer, self.width
+        own = self.shard.attention(mixer)
+        queries = len(own.heads) * mixer.head_dim
+        keys = len(own.kv_heads) * mixer.head_dim
+        others = {"parallel": 1, "sandwich": 4}.get(layer.placement, 2) * _norm(layer.norm, width)
+        if mixer.head_norm is not None:
+            heads = 2 if mixer.head_norm.kind == "rms" else len(own.heads) + len(own.kv_heads)
+            others += heads * mixer.head_dim
+        others += 0 if mixer.projection_norm_eps is None else queries + keys
+        output_bias = mixer.output_bias and self.shard.place == 0
+        attention = (
+            self._product("attention.q", queries + 2 * keys, width, mixer.qkv_bias),  # q stands for all three
+            self._product("attention.output", width, queries, output_bias),
+        )
+        ffn = layer.ffn
+        if isinstance(ffn, Dense):
+            return _Count((*attention, *self._dense("ffn", ffn, len(self.shard.ffn(ffn)))), others)
+        return _Count((*attention, *self._experts(ffn)), others)
+
+    def _product(self, name: str, outputs: int, inputs: int, bias: bool) -> _Product:
+        return _Product(outputs, inputs, self.int8 and name not in self.kept, bias)
+
+    def _dense(self, name: str, ffn: Dense, columns: int) -> tuple[_Product, _Product]:
+        up = self._product(f"{name}.up", columns * (2 if ffn.gated else 1), self.width, ffn.bias)  # and gate
+        return up, self._product(f"{name}.down", self.width, columns, ffn.bias and self.shard.place == 0)
+
+    def _experts(self, ffn: MoE) -> Iterator[_Product]:
+        yield _Product(ffn.router.num_experts + ffn.shared_gate, self.width)
+        for number in self.shard.experts(ffn):
+            yield from self._dense(f"ffn.experts.{number}", ffn.expert, len(self.shard.expert_columns(ffn)))
+        if ffn.shared is not None:
+            yield from self._dense("ffn.shared", ffn.shared, len(self.shard.ffn(ffn.shared)))
 
 
 def _norm(norm: Norm, width: int) -> int:

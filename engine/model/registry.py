@@ -19,6 +19,7 @@ from serve_llm.engine.model.families import (
     granite,
     llama,
     mistral,
+    mixtral,
     nemotron,
     olmo2,
     opt,
@@ -37,6 +38,7 @@ from serve_llm.engine.quant.scheme import Stored
 FAMILIES: dict[str, Callable[[Config], tuple[ModelSpec, WeightMap]]] = {
     "LlamaForCausalLM": llama.read,
     "MistralForCausalLM": mistral.read,
+    "MixtralForCausalLM": mixtral.read,
     "Qwen2ForCausalLM": qwen2.read,
     "Qwen3ForCausalLM": qwen3.read,
     "FalconForCausalLM": falcon.read,
@@ -87,7 +89,12 @@ def _int8(stored: Stored, spec: ModelSpec, weights: WeightMap) -> Int8:
         products = [product for product in map(product_of, row.parameters) if product is not None]
         if stored.ignores(row.source.removesuffix(".weight")):
             kept.update(products)
-        elif products and row.transform != "none":
+        elif row.parameters[0].endswith((".router.weight", ".shared_gate.weight")):
+            raise ModelError(
+                f'config.json: quantization_config: "ignore" must name {row.source.removesuffix(".weight")}: routers '
+                "are served in floating point only"
+            )
+        elif products and (row.transform != "none" or row.experts):
             raise ModelError(
                 f"config.json: quantization_config: int8 checkpoints of a {spec.architecture} are not served"
             )

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from serve_llm.engine.model.spec import Attention, Dense, KVGroup, Layer, ModelSpec
+from serve_llm.engine.model.spec import Attention, Dense, KVGroup, Layer, ModelSpec, MoE
 from serve_llm.engine.parallel.layout import Grid, HeadShare, head_shares, shares, stage_layers
 
 UNIT = 16  # feed-forward columns and vocabulary rows are shared out in such units where they divide
@@ -40,11 +40,13 @@ class Shard:
         """Whether this rank samples."""
         return self.rank == self.grid.output_rank
 
-    def holds(self, parameter: str) -> bool:
+    def holds(self, parameter: str, spec: ModelSpec) -> bool:
         """Whether a part of this parameter is here; not asked of embedding.weight and head.weight."""
-        kind, _, rest = parameter.partition(".")
+        kind, *rest = parameter.split(".")
         if kind == "layers":
-            return int(rest.partition(".")[0]) in self.layers
+            ffn = spec.layers[int(rest[0])].ffn
+            elsewhere = rest[2] == "experts" and isinstance(ffn, MoE) and int(rest[3]) not in self.experts(ffn)
+            return int(rest[0]) in self.layers and not elsewhere
         return self.is_first if kind in ("positions", "project_in") else self.is_last
 
     def attention(self, mixer: Attention) -> HeadShare:
@@ -53,6 +55,15 @@ class Shard:
     def ffn(self, ffn: Dense) -> range:
         """Columns of the feed-forward's inner dimension."""
         return shares(ffn.width, self.grid.tensor, self.weights, UNIT)[self.place]
+
+    def experts(self, ffn: MoE) -> range:
+        """Those of which a part is here."""
+        count = ffn.router.num_experts
+        return shares(count, self.grid.tensor, self.weights)[self.place] if ffn.whole else range(count)
+
+    def expert_columns(self, ffn: MoE) -> range:
+        """Columns of the inner dimension of each of them."""
+        return range(ffn.expert.width) if ffn.whole else self.ffn(ffn.expert)
 
     def vocabulary(self, vocab_size: int) -> range:
         """Rows of the embedding and of the head."""
@@ -95,10 +106,18 @@ def layers_of(spec: ModelSpec, grid: Grid, layers: Sequence[int] | None = None) 
 
 
 def layer_cost(layer: Layer, width: int) -> float:
-    """Weights read per token, which is what a step's time follows; an embedding reads one row, a head all of it."""
+    """Weights read per step, which is what its time follows; an embedding reads one row, a head all of it, and the
+    tokens of a busy step go through all experts."""
     mixer, ffn = layer.mixer, layer.ffn
     attention = width * mixer.head_dim * 2 * (mixer.heads + mixer.kv_heads)
-    return attention + width * ffn.width * (3 if ffn.gated else 2)
+    if isinstance(ffn, Dense):
+        return attention + dense_cost(ffn, width)
+    experts = ffn.router.num_experts * (width + dense_cost(ffn.expert, width))
+    return attention + experts + (0 if ffn.shared is None else dense_cost(ffn.shared, width))
+
+
+def dense_cost(ffn: Dense, width: int) -> float:
+    return width * ffn.width * (3 if ffn.gated else 2)
 
 
 def describe_split(
@@ -118,8 +137,13 @@ def describe_split(
             heads = [shard.attention(mixer) for shard in places]
             parts.append(say("query heads", (one.heads for one in heads)))
             parts.append(say(f"KV heads (of {mixer.kv_heads})", (one.kv_heads for one in heads)))
-        for ffn in {layer.ffn.width: layer.ffn for layer in spec.layers}.values():
-            parts.append(say("feed-forward columns", (shard.ffn(ffn) for shard in places)))
+        for ffn in dict.fromkeys(layer.ffn for layer in spec.layers):
+            if isinstance(ffn, Dense):
+                parts.append(say("feed-forward columns", (shard.ffn(ffn) for shard in places)))
+            elif ffn.whole:
+                parts.append(say("experts", (shard.experts(ffn) for shard in places)))
+            else:
+                parts.append(say("columns of each expert", (shard.expert_columns(ffn) for shard in places)))
         parts.append(say("vocabulary rows", places[0].vocabularies(spec.vocab_size)))
         lines.append(f"Tensor parallel, {grid.tensor} ranks: {', '.join(parts)}")
     if grid.pipeline > 1:

@@ -113,9 +113,30 @@ class Dense:
 
 
 @dataclass(frozen=True)
+class Router:
+    """Which `top_k` of the experts a token goes through, by a score of each, and with what weights they are summed."""
+
+    num_experts: int
+    top_k: int
+    scores: Literal["softmax"] = "softmax"  # over all experts
+    normalise: bool = True  # the weights of the chosen are their scores, made to add up to 1; else their scores
+
+
+@dataclass(frozen=True)
+class MoE:
+    """Mixture of experts: the weighted sum of the chosen experts, and of a shared one that every token goes through."""
+
+    router: Router
+    expert: Dense  # each of them
+    shared: Dense | None = None
+    shared_gate: bool = False  # what the shared one makes is multiplied by the sigmoid of a product of one output
+    whole: bool = False  # a rank holds some experts in whole, else a part of each (--enable-expert-parallel)
+
+
+@dataclass(frozen=True)
 class Layer:
     mixer: Attention
-    ffn: Dense
+    ffn: Dense | MoE
     norm: Norm  # of each half, or of both where they are parallel
     # x + f(norm(x)), norm(x + f(x)), x + norm(f(x)), x + norm(f(norm(x))) with two norms for each half, or both halves
     # read the same x: x + f(norm(x)) + g(norm(x)), by one norm or (parallel_norms) by one each

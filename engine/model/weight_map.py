@@ -16,11 +16,13 @@ Transform = Literal["none", "transpose", "plus_one"]  # plus_one: stored as the 
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor of the checkpoint and the parameters that it fills; `{layer}` stands for each layer's number.
+    """One tensor of the checkpoint and the parameters that it fills; `{layer}` stands for each layer's number, and
+    `{expert}` for each expert's.
 
     More than one parameter: the tensor, once transformed, is cut along its first dimension in this order, by `sizes` or
     else evenly. More than one group: it is that many equal groups of rows, each of which is cut so; a parameter is its
-    rows of the first group, then those of the second, and so on.
+    rows of the first group, then those of the second, and so on. Where only the parameters say `{expert}`, the tensor is
+    a stack of one such tensor for each expert.
     """
 
     source: str
@@ -28,6 +30,22 @@ class Row:
     transform: Transform = "none"
     sizes: tuple[int, ...] = ()  # rows of each parameter, of all groups
     groups: int = 1
+    layers: tuple[int, ...] | None = None  # that have such a tensor; None: all
+    experts: int = 0  # how many there are
+
+    def of_experts(self) -> list[Row]:
+        """With the experts written out; what is still a stack has `experts`."""
+        if self.experts == 0:
+            return [self]
+        filled = [
+            tuple(name.replace("{expert}", str(number)) for name in self.parameters) for number in range(self.experts)
+        ]
+        if "{expert}" not in self.source:
+            return [replace(self, parameters=tuple(name for names in filled for name in names))]
+        return [
+            replace(self, source=self.source.replace("{expert}", str(number)), parameters=names, experts=0)
+            for number, names in enumerate(filled)
+        ]
 
 
 @dataclass(frozen=True)
@@ -46,8 +64,9 @@ class WeightMap:
         int8: where the checkpoint stores int8 weights, so that each has a row of scales as well.
         """
         result: dict[str, Row] = {}
-        for row in self.rows:
-            for layer in range(num_layers) if "{layer}" in row.source else (0,):
+        for row in (one for whole in self.rows for one in whole.of_experts()):
+            layers = range(num_layers) if row.layers is None else row.layers
+            for layer in layers if "{layer}" in row.source else (0,):
                 source = row.source.format(layer=layer)
                 parameters = tuple(parameter.format(layer=layer) for parameter in row.parameters)
                 result[source] = replace(row, source=source, parameters=parameters)

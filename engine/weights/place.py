@@ -63,7 +63,7 @@ def load_model(
             read_ahead(checkpoint.paths)
         load = placement(checkpoint, sources, dtype, device)
     expanded = weight_map.expanded(len(spec.layers), spec.int8).values()
-    total = sum(shard.holds(parameter) for row in expanded for parameter in row.parameters)
+    total = sum(shard.holds(parameter, spec) for row in expanded for parameter in row.parameters)
     total += shard.is_first + shard.is_last - (spec.tied_head and shard.is_first and shard.is_last)
     done = 0
 
@@ -129,21 +129,27 @@ def placement(
         if name not in sources:
             raise ModelError(f"no tensor of the checkpoint is known to fill {name}")
         source, row = sources[name]
-        sizes = row.sizes or (shape[0],) * len(row.parameters)
+        each = len(row.parameters) // (row.experts or 1)
+        stacked, place = divmod(row.parameters.index(name), each)
+        sizes = row.sizes or (shape[0],) * each
         own = [range(size) for size in shape]
         if part is not None:
             own[part.dimension] = part.own
-        own[0], chosen = _rows(row, sizes, name, own[0])
+        own[0], chosen = _rows(row.groups, sizes, place, own[0])
         expected = [sum(sizes), *shape[1:]]
         if row.transform == "transpose":
             expected.reverse()
             own.reverse()
+        if row.experts:
+            expected.insert(0, row.experts)
+            own.insert(0, range(stacked, stacked + 1))
         if checkpoint.shape(source) != tuple(expected):
             raise ModelError(
                 f"{source} has shape {list(checkpoint.shape(source))}, but config.json asks for {expected}: "
                 "are they of the same model?"
             )
         tensor = checkpoint.read(source, tuple(own))
+        tensor = tensor[0] if row.experts else tensor
         if f"{name}_scale" in sources:
             if tensor.dtype != torch.int8:
                 raise ModelError(
@@ -160,14 +166,13 @@ def placement(
     return load
 
 
-def _rows(row: Row, sizes: tuple[int, ...], name: str, own: range) -> tuple[range, Callable[[Tensor], Tensor]]:
+def _rows(groups: int, sizes: tuple[int, ...], place: int, own: range) -> tuple[range, Callable[[Tensor], Tensor]]:
     """Where in its tensor the rows `own` of a parameter are: a range to read, and the function that takes them from it.
 
-    sizes: rows of each parameter of the tensor. Of several groups those are read that `own` reaches into, in whole.
+    place: of the parameter. sizes: rows of each parameter of the tensor. Of several groups those are read that `own` reaches into, in whole.
     """
-    place = row.parameters.index(name)
-    size, before, stride = (number // row.groups for number in (sizes[place], sum(sizes[:place]), sum(sizes)))
-    if row.groups == 1:
+    size, before, stride = (number // groups for number in (sizes[place], sum(sizes[:place]), sum(sizes)))
+    if groups == 1:
         return range(before + own.start, before + own.stop), lambda tensor: tensor
     first, last = own.start // size, -(-own.stop // size)
 

@@ -11,14 +11,15 @@ import torch
 from serve_llm.engine.types import Request, Sampling
 from support.engine import Result, generate, greedy, make_engine
 from support.forward import Harness, load
-from support.tiny import FAMILIES, make_checkpoint
+from support.tiny import FAMILIES, WITH_EXPERTS, make_checkpoint
 
 INT8 = {"kv_cache_dtype": "int8"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_are_close_to_those_of_an_exact_cache(family: str, tmp_path: Path) -> None:
-    """Off by less than 6 % of the logits' spread (1.5 % to 5 % measured): a random model of small heads, the hard case.
+    """Off by less than 6 % of the logits' spread (1.5 % to 5 % measured): a random model of small heads, the hard case;
+    less than 12 % (7 % measured) where some tokens go to other experts by it.
     What an int8 cache adds to the error of a bfloat16 model is less than that model's own."""
     rng = random.Random(5)
     vocab_size = make_checkpoint(tmp_path, family)
@@ -29,7 +30,7 @@ def test_logprobs_are_close_to_those_of_an_exact_cache(family: str, tmp_path: Pa
         return rows - rows.mean(-1, keepdim=True)
 
     exact, small = logits(torch.float32, torch.float32), logits(torch.float32, torch.int8)
-    assert 0.001 < (small - exact).norm() / exact.norm() < 0.06
+    assert 0.001 < (small - exact).norm() / exact.norm() < (0.12 if family in WITH_EXPERTS else 0.06)
     assert (small.argmax(-1) == exact.argmax(-1)).float().mean() > 0.85
     half, small = logits(torch.bfloat16, torch.bfloat16), logits(torch.bfloat16, torch.int8)
     assert (small - exact).norm() < 2 * (half - exact).norm()

@@ -24,6 +24,7 @@ CASES = [  # attention has a compiled kernel for heads of 16 numbers, and plain 
     pytest.param(("llama", "float32", {}), marks=pytest.mark.slow),
     pytest.param(("gpt2", "float32", {}), marks=pytest.mark.slow),
     pytest.param(("mistral", "bfloat16", {"head_dim": 16}), marks=pytest.mark.slow),
+    pytest.param(("mixtral", "bfloat16", {"head_dim": 16}), marks=pytest.mark.slow),
 ]
 SAMPLED = Sampling(max_tokens=14, seed=1234, temperature=1.0, logprobs=2)
 PENALISED = Sampling(

@@ -133,10 +133,19 @@ def test_odd_sizes_and_chosen_splits(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "grid"), [("float32", {"tensor": 3}), ("bfloat16", {"tensor": 2}), ("float32", {"pipeline": 2})]
+    ("family", "dtype", "grid"),
+    [
+        ("llama", "float32", {"tensor": 3}),
+        ("llama", "bfloat16", {"tensor": 2}),
+        ("llama", "float32", {"pipeline": 2}),
+        ("mixtral", "float32", {}),
+        ("mixtral", "bfloat16", {"tensor": 2}),
+    ],
 )
-def test_a_rows_bits_do_not_depend_on_its_company(dtype: str, grid: dict[str, int], tmp_path: Path) -> None:
-    vocab_size = make_checkpoint(tmp_path, "llama", dtype=dtype)
+def test_a_rows_bits_do_not_depend_on_its_company(
+    family: str, dtype: str, grid: dict[str, int], tmp_path: Path
+) -> None:
+    vocab_size = make_checkpoint(tmp_path, family, dtype=dtype)
     rng = random.Random(8)
     wanted = Request(
         id=0,

@@ -43,8 +43,10 @@ GPTJ = ("fc_in.weight", "fc_out.weight")
 
 
 def is_linear(name: str) -> bool:
-    """Whether a tensor of a Llama-like or OPT checkpoint is the weight of a linear module of its layers."""
-    return name.endswith(("proj.weight", "fc1.weight", "fc2.weight", "c_fc.weight", *NEOX, *GPTJ))
+    """Whether a tensor of a Llama-like or OPT checkpoint is the weight of a linear module of its layers, routers of
+    experts left out."""
+    ends = ("proj.weight", "fc1.weight", "fc2.weight", "c_fc.weight", "w1.weight", "w2.weight", "w3.weight")
+    return name.endswith((*ends, *NEOX, *GPTJ))
 
 
 def quantise_checkpoint(

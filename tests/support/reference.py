@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 @lru_cache(maxsize=2)
 def reference_model(directory: Path, dtype: str = "float32") -> PreTrainedModel:
-    """The checkpoint in `directory`, converted to `dtype`, attention in its plainest form."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), attn_implementation="eager")
-    return model.eval()
+    """The checkpoint in `directory`, converted to `dtype`, attention and experts in their plainest form."""
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), **plain).eval()
 
 
 @torch.inference_mode()

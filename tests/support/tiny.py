@@ -78,6 +78,8 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "gpt2": _GPT2,
     "gptj": {**_GPT2, "n_embd": 60, "n_head": 6, "rotary_dim": 6},
+    "mixtral": {**_LLAMA_LIKE, "intermediate_size": 37, "sliding_window": 37, "num_local_experts": 5}
+    | {"num_experts_per_tok": 2},
     "opt": {
         "vocab_size": 331,
         "hidden_size": 57,
@@ -89,6 +91,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES = tuple(SIZES)
+WITH_EXPERTS = tuple(family for family, sizes in SIZES.items() if "num_experts_per_tok" in sizes)
 
 
 def make_checkpoint(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model.config import Config
 from serve_llm.engine.model.families.rope import DEFAULT_BASE, read_rope
-from serve_llm.engine.model.spec import Attention, Dense, Layer, ModelSpec, Norm, Placement
+from serve_llm.engine.model.spec import Attention, Dense, Layer, ModelSpec, MoE, Norm, Placement
 from serve_llm.engine.model.weight_map import Row, Transform, WeightMap
 
 
@@ -141,6 +141,7 @@ ATTENTION = {
 JOINT_GATED = {"mlp.gate_up_proj": "ffn.gate ffn.up", "mlp.down_proj": "ffn.down"}
 GATED = {"mlp.gate_proj": "ffn.gate", "mlp.up_proj": "ffn.up", "mlp.down_proj": "ffn.down"}
 QKV = "attention.q attention.k attention.v"
+MOE = ("ffn.router", "ffn.experts.", "ffn.shared")  # parameters of layers with experts
 QK_NORMS = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
 
 
@@ -171,25 +172,31 @@ def weights(
     of all norms are stored. qkv_groups: in a joint weight, of query heads with the key and value head that they read.
     """
     layer = spec.layers[0]
-    mixer, ffn = layer.mixer, layer.ffn
+    mixer = layer.mixer
     if mixer.head_norm is not None or mixer.projection_norm_eps is not None:
         names = {**names, **QK_NORMS}
-    sizes = {"attention.q": mixer.heads * mixer.head_dim, "ffn.gate": ffn.width, "ffn.up": ffn.width}
+    sizes = {"attention.q": mixer.heads * mixer.head_dim}
     sizes |= dict.fromkeys(("attention.k", "attention.v"), mixer.kv_heads * mixer.head_dim)
+    dense = [one.ffn for one in spec.layers if isinstance(one.ffn, Dense)]
+    routed = [one.ffn for one in spec.layers if isinstance(one.ffn, MoE)]
     biased = dict.fromkeys(("attention.q", "attention.k", "attention.v"), mixer.qkv_bias)
-    biased |= dict.fromkeys(("ffn.gate", "ffn.up", "ffn.down"), ffn.bias)
+    biased |= dict.fromkeys(("ffn.gate", "ffn.up", "ffn.down"), any(ffn.bias for ffn in dense))
     biased |= dict.fromkeys(("attention_norm", "ffn_norm"), layer.norm.has_bias)
     biased["attention.output"] = mixer.output_bias
 
     def rows(source: str, filled: str) -> list[Row]:
         parameters = filled.split()
+        kind_of = MoE if parameters[0].startswith(MOE) else Dense if parameters[0].startswith("ffn.") else Dense | MoE
+        layers = tuple(index for index, one in enumerate(spec.layers) if isinstance(one.ffn, kind_of))
         return [
             Row(
                 f"{outside.layers}.{{layer}}.{source}.{kind}",
                 tuple(f"layers.{{layer}}.{parameter}.{kind}" for parameter in parameters),
                 norms if kind == "weight" and parameters[0].endswith("norm") else "none",
-                tuple(sizes[parameter] for parameter in parameters) if len(parameters) > 1 else (),
+                tuple(sizes[parameter] for parameter in parameters) if parameters[0] in sizes else (),
                 qkv_groups if filled == QKV else 1,
+                layers=layers if len(layers) < len(spec.layers) else None,
+                experts=routed[0].router.num_experts if "{expert}" in filled else 0,
             )
             for kind in (("weight", "bias") if biased.get(parameters[0]) else ("weight",))
         ]

@@ -44,6 +44,7 @@ VARIANTS = {
     "cohere-no-head-norm": {"use_qk_norm": False},
     "cohere2": {},
     "stablelm": {},
+    "mixtral": {},
     "stablelm-parallel": {"use_parallel_residual": True},
     "gpt_neox": {},
     "gptj": {},

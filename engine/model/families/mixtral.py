@@ -1,0 +1,36 @@
+"""Mixtral (MixtralForCausalLM): Mistral with experts in the place of every feed-forward part (arXiv:2401.04088)."""
+
+from __future__ import annotations
+
+from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.families.experts import IN_TRAINING, read_router, with_experts
+from serve_llm.engine.model.families.llama import ATTENTION, PRE_NORMS, read_decoder, weights
+from serve_llm.engine.model.spec import ModelSpec, Norm
+from serve_llm.engine.model.weight_map import WeightMap
+
+NAMES = {
+    **PRE_NORMS,
+    **ATTENTION,
+    "block_sparse_moe.gate": "ffn.router",
+    "block_sparse_moe.experts.{expert}.w1": "ffn.experts.{expert}.gate",
+    "block_sparse_moe.experts.{expert}.w3": "ffn.experts.{expert}.up",
+    "block_sparse_moe.experts.{expert}.w2": "ffn.experts.{expert}.down",
+}
+
+
+def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+    """Defaults of absent keys are transformers' own (MixtralConfig)."""
+    window = config.integer("sliding_window", 0)
+    dense = read_decoder(
+        config,
+        "MixtralForCausalLM",
+        default_kv_heads=8,
+        default_max_position=131072,
+        default_rope_base=1_000_000.0,
+        norm=Norm("rms", config.number("rms_norm_eps", 1e-5)),
+        windows=[window or None] * config.layers("num_hidden_layers"),
+    )
+    spec = with_experts(dense, read_router(config, config.integer("num_local_experts", 8, highest=10_000), 2))
+    config.ignore(*IN_TRAINING)
+    config.done()
+    return spec, weights(spec, NAMES)
