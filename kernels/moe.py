@@ -48,13 +48,16 @@ class _OneByOne:
                 rows = x[places // chosen]
                 rows = first(rows)  # the same name: nothing holds what is done with any longer
                 rows = self._activation(rows)
-                made[places] = last(rows)
-        return weighted_sum(made.view(tokens, chosen, -1), weights).to(x.dtype)
+                rows = last(rows)
+                made[places] = rows
+                del rows
+        return weighted_sum(made.view(tokens, chosen, -1), weights)
 
 
 def weighted_sum(made: Tensor, weights: Tensor) -> Tensor:
-    """made: (tokens, chosen, width); weights: (tokens, chosen) float32 -> (tokens, width) float32, added in order."""
-    total = made[:, 0] * weights[:, :1]
+    """made: (tokens, chosen, width), may be overwritten; weights: (tokens, chosen) float32 -> (tokens, width), dtype of
+    made: added in order in float32, rounded once."""
+    total = made[:, 0].float().mul_(weights[:, :1])
     for place in range(1, made.shape[1]):
-        total += made[:, place] * weights[:, place : place + 1]
-    return total
+        total += made[:, place].float().mul_(weights[:, place : place + 1])
+    return total.to(made.dtype).contiguous()

@@ -21,6 +21,7 @@ from serve_llm.engine.schedule.sequence import GroupLayout
 
 FLOAT = 4  # bytes of float32, in which norms, rope, activations and scores are computed
 UNIT = 4  # bytes of which rows of a product on a CPU are made, as in kernels.cpu.linear
+CHOICE = 20  # bytes of a weight, an expert's number and a place in the order of the experts
 KEY_TILE = 128  # tokens of keys that attention visits at a time, as in kernels.attention
 COMPILED_HEAD_DIMS = range(16, 257, 8)  # of attention kernels that make no tensors but results: kernels.cpu.library
 
@@ -130,7 +131,8 @@ def _rms_norm(step: Step, elements: int) -> int:
     return step.wide(elements) + elements * FLOAT + elements * step.element
 
 
-def _ffn(step: Step, ffn: Dense, width: int, columns: int, rows: int) -> int:
+def _ffn(step: Step, ffn: Dense, width: int, columns: int, rows: int, read: int = 0) -> int:
+    """read: bytes of what it reads that go when the first product is done."""
     peak, up = step.linear(rows, width, columns * (2 if ffn.gated else 1))
     elements = rows * columns
     floats = {"silu": 2, "gelu": 3, "gelu_tanh": 4, "relu": 0, "relu2": 0}[
@@ -139,20 +141,19 @@ def _ffn(step: Step, ffn: Dense, width: int, columns: int, rows: int) -> int:
     active = elements * step.element
     inner = active if step.on_cpu or not floats else step.wide(elements) + floats * elements * FLOAT
     down, _ = step.linear(rows, columns, width)
-    return max(peak, up + inner, active + down)
+    return max(read + peak, up + inner, active + down)
 
 
 def _experts(step: Step, ffn: MoE, width: int, shard: Shard, rows: int) -> int:
     """Where one expert gets all tokens, as `kernels.moe` computes it; then the sum, and the shared expert's."""
-    each = rows * width * step.element
-    made = ffn.router.top_k * each
-    peak = made + each + _ffn(step, ffn.expert, width, len(shard.expert_columns(ffn)), rows)
-    summed = made + 2 * rows * width * FLOAT
+    each, wide = rows * width * step.element, step.wide(rows * width)
+    made = ffn.router.top_k * (each + rows * CHOICE)
+    expert = _ffn(step, ffn.expert, width, len(shard.expert_columns(ffn)), rows, read=each)
+    peak = made + max(expert, 2 * wide or each)
     if ffn.shared is None:
-        return max(peak, summed)
-    gated = each + (step.wide(rows * width) if ffn.shared_gate else 0)
-    shared = each + max(_ffn(step, ffn.shared, width, len(shard.ffn(ffn.shared)), rows), gated + each)
-    return max(peak, summed, shared)
+        return peak
+    gated = each + 2 * wide if ffn.shared_gate else each
+    return max(peak, each + max(_ffn(step, ffn.shared, width, len(shard.ffn(ffn.shared)), rows), gated + each))
 
 
 def _attention(step: Step, mixer: Attention, group: GroupLayout, width: int, shard: Shard) -> int:

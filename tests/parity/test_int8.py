@@ -72,7 +72,7 @@ def test_stored_weights(family: str, tmp_path: Path) -> None:
     assert all(torch.equal(left, right) for left, right in zip(ours, chunked, strict=True))
 
 
-@pytest.mark.parametrize("family", ["mixtral"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
 def test_stored_experts(family: str, tmp_path: Path) -> None:
     """As those that are quantised while loading, which `test_close_to_the_float_model` holds against transformers."""
     chosen = prompts(make_checkpoint(tmp_path / "float", family))

@@ -136,6 +136,27 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere-biases-untied": ("cohere", {"use_qk_norm": False, "attention_bias": True, "tie_word_embeddings": False}),
     "cohere-compiled": ("cohere", {"hidden_size": 96}),
     "cohere2-every-fourth": ("cohere2", {"num_hidden_layers": 5, "sliding_window_pattern": 4, "attention_bias": True}),
+    "mixtral-compiled-tied": (
+        "mixtral",
+        {"head_dim": 16, "sliding_window": None, "num_experts_per_tok": 1, "tie_word_embeddings": True},
+    ),
+    "qwen2_moe-normalised-sparse": (
+        "qwen2_moe",
+        {
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 30,
+        },
+    ),
+    "qwen3_moe-all-chosen": ("qwen3_moe", {"num_experts_per_tok": 5, "norm_topk_prob": False, "mlp_only_layers": []}),
+    "qwen3_moe-sliding-biases": (
+        "qwen3_moe",
+        {"use_sliding_window": True, "sliding_window": 30, "attention_bias": True},
+    ),
+    "granitemoeshared-none": ("granitemoeshared", {"shared_intermediate_size": 0, "attention_bias": True}),
     "gpt2-untied-inverse": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}),
     "gpt2-gelu-unscaled": ("gpt2", {"activation_function": "gelu", "scale_attn_weights": False, "n_inner": None}),
     "opt-post-narrow": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 33}),

@@ -122,6 +122,8 @@ def test_small_chunks_and_preemption(family: str, root: Path) -> None:
         ("falcon", {"tensor": 5}, {"hidden_size": 56, "num_attention_heads": 28, "num_kv_heads": 4}),  # cut groups
         ("gptj", {"tensor": 2, "pipeline": 2}, {"tie_word_embeddings": True}),
         ("llama", {"tensor": 7}, {"vocab_size": 337, "intermediate_size": 5}),  # ranks without feed-forward columns
+        ("mixtral", {"tensor": 4}, {"intermediate_size": 3}),
+        ("qwen2_moe", {"tensor": 2, "pipeline": 2, "split": (1, 3)}, {}),
     ],
 )
 def test_odd_sizes_and_chosen_splits(

@@ -126,7 +126,7 @@ def test_several_ranks(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "phi3", "stablelm", "gptj"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "phi3", "stablelm", "gptj", "mixtral"])
 def test_a_last_stage_of_one_layer(family: str, dtype: str, tmp_path: Path) -> None:
     """With compiled attention, whose peak does not hide that of the feed-forward."""
     sizes = (
@@ -135,7 +135,8 @@ def test_a_last_stage_of_one_layer(family: str, dtype: str, tmp_path: Path) -> N
         else {"hidden_size": 96, "num_hidden_layers": 3}
     )
     heads = {} if family.startswith("gpt") else {"num_attention_heads": 6, "num_key_value_heads": 3}
-    make_checkpoint(tmp_path, family, **sizes, **heads, **({"head_dim": 16} if family in ("llama", "qwen3") else {}))
+    head_dim = {"head_dim": 16} if family in ("llama", "qwen3", "mixtral") else {}
+    make_checkpoint(tmp_path, family, **sizes, **heads, **head_dim)
     compare(tmp_path, Grid(1, 2), dtype=dtype, max_num_seqs=32, max_num_batched_tokens=600)
 
 
@@ -192,6 +193,23 @@ def test_parallel_halves(family: str, sizes: dict[str, Any], tmp_path: Path) -> 
     make_checkpoint(tmp_path, family, **sizes)
     for grid in (ONE, Grid(3, 1), Grid(1, 2)):
         compare(tmp_path, grid, max_num_seqs=32, max_num_batched_tokens=600)
+
+
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("family", "width", "shared"),
+    [("qwen2_moe", 20, 40), ("qwen2_moe", 200, 10), ("qwen2_moe", 10, 600), ("qwen3_moe", 300, None)],
+)
+def test_experts_as_the_peak(
+    family: str, width: int, shared: int | None, dtype: str, quantization: str, tmp_path: Path
+) -> None:
+    """All tokens of the step are equal, so they all go to the same experts: the worst case, which the plan counts."""
+    sizes = {"hidden_size": 96, "moe_intermediate_size": width, "shared_expert_intermediate_size": shared}
+    make_checkpoint(tmp_path, family, **{key: size for key, size in sizes.items() if size}, num_hidden_layers=2)
+    how = {"dtype": dtype, "max_num_seqs": 32, "max_num_batched_tokens": 900, "quantization": quantization}
+    compare(tmp_path, **how)
+    compare(tmp_path, Grid(3, 1), **how)
 
 
 def test_more_ranks_than_heads(tmp_path: Path) -> None:

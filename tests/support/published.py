@@ -56,3 +56,6 @@ OPT_30B: dict[str, object] = {
     "word_embed_proj_dim": 7168,
     "torch_dtype": "float16",
 }
+MIXTRAL_8X7B = llama(4096, 14336, 32, 32, 8, 32000, architectures=["MixtralForCausalLM"], num_local_experts=8) | {
+    "num_experts_per_tok": 2
+}

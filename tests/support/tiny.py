@@ -44,18 +44,15 @@ def _without(sizes: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 _PLAIN_HEADS = _without(_LLAMA_LIKE, "head_dim")  # of hidden_size / heads: 10
 _GPT2 = {"vocab_size": 331, "n_embd": 57, "n_inner": 97, "n_layer": 3, "n_head": 3, "n_positions": 256}
+_GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 1.5}
+_EXPERTS = {**_LLAMA_LIKE, "intermediate_size": 37, "num_local_experts": 5, "num_experts_per_tok": 2}
+_QWEN_EXPERTS = {**_PLAIN_HEADS, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 37}
 SIZES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA_LIKE,
     "mistral": {**_LLAMA_LIKE, "sliding_window": 37},
     "qwen2": {**_LLAMA_LIKE, "use_sliding_window": True, "sliding_window": 21, "max_window_layers": 2},
     "qwen3": {**_LLAMA_LIKE, "tie_word_embeddings": True},
-    "granite": {
-        **_LLAMA_LIKE,
-        "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.2,
-        "residual_multiplier": 0.4,
-        "logits_scaling": 1.5,
-    },
+    "granite": {**_LLAMA_LIKE, **_GRANITE},
     "olmo2": _PLAIN_HEADS,
     "phi3": {**_PLAIN_HEADS, "sliding_window": 37, "intermediate_size": 107},
     "starcoder2": {**_PLAIN_HEADS, "sliding_window": 37, "tie_word_embeddings": False},
@@ -78,8 +75,11 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "gpt2": _GPT2,
     "gptj": {**_GPT2, "n_embd": 60, "n_head": 6, "rotary_dim": 6},
-    "mixtral": {**_LLAMA_LIKE, "intermediate_size": 37, "sliding_window": 37, "num_local_experts": 5}
-    | {"num_experts_per_tok": 2},
+    "mixtral": {**_EXPERTS, "sliding_window": 37},
+    "qwen2_moe": {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 23},
+    "qwen3_moe": {**_QWEN_EXPERTS, "head_dim": 14, "mlp_only_layers": [1], "norm_topk_prob": True},
+    "granitemoe": {**_EXPERTS, **_GRANITE},
+    "granitemoeshared": {**_EXPERTS, **_GRANITE, "shared_intermediate_size": 23},
     "opt": {
         "vocab_size": 331,
         "hidden_size": 57,

@@ -11,22 +11,27 @@ from serve_llm.engine.model.weight_map import WeightMap
 
 
 def read(config: Config) -> tuple[ModelSpec, WeightMap]:
-    """Defaults of absent keys are transformers' own (GraniteConfig).
+    """Defaults of absent keys are transformers' own (GraniteConfig)."""
+    spec = read_granite(config, "GraniteForCausalLM")
+    config.done()
+    return spec, weights(spec)
+
+
+def read_granite(config: Config, architecture: str) -> ModelSpec:
+    """A decoder with Llama's keys and Granite's multipliers. The caller ends with config.done().
 
     residual_multiplier r: rms norms alone read the hidden rows x, and norm(x) with eps is norm(x / r) with eps / r^2.
     So x + r * f(norm(x)) is computed as x / r + f(norm(x / r)), where nothing has to be multiplied.
     """
-    plain = read_plain(config, "GraniteForCausalLM")
+    plain = read_plain(config, architecture)
     residual = config.number("residual_multiplier", 1.0)
     layer = plain.layers[0]
     norm = replace(layer.norm, eps=layer.norm.eps / residual**2)
     mixer = replace(layer.mixer, scale=config.number("attention_multiplier", 1.0))
-    spec = replace(
+    return replace(
         plain,
         layers=(replace(layer, mixer=mixer, norm=norm),) * len(plain.layers),
         final_norm=norm,
         embedding_multiplier=config.number("embedding_multiplier", 1.0) / residual,
         logits_multiplier=1.0 / config.number("logits_scaling", 1.0),
     )
-    config.done()
-    return spec, weights(spec)

@@ -95,7 +95,7 @@ def read_windows(config: Config) -> list[int | None]:
     """Qwen's way to say which layers have a sliding window: all from max_window_layers on, or layer_types."""
     num_layers = config.layers("num_hidden_layers")
     sliding = config.flag("use_sliding_window", False)
-    window = None if config.is_null("sliding_window") else config.integer("sliding_window", 4096)
+    window = None if config.is_null("sliding_window") else config.integer("sliding_window", 4096, lowest=0) or None
     first = config.integer("max_window_layers", 28, lowest=0)
     slides = _slides(config, num_layers)
     if slides is None:

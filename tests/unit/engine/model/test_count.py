@@ -45,6 +45,9 @@ VARIANTS = {
     "cohere2": {},
     "stablelm": {},
     "mixtral": {},
+    "qwen2_moe": {},
+    "qwen3_moe": {},
+    "granitemoeshared": {},
     "stablelm-parallel": {"use_parallel_residual": True},
     "gpt_neox": {},
     "gptj": {},
@@ -58,7 +61,7 @@ VARIANTS = {
 }
 
 
-QUANTISED = ["llama", "llama-one-kv-head", "qwen2-tied", "gpt2", "opt-narrow-post"]
+QUANTISED = ["llama", "llama-one-kv-head", "qwen2-tied", "gpt2", "opt-narrow-post", "qwen2_moe", "qwen3_moe"]
 
 
 def build(spec: ModelSpec, grid: Grid, rank: int, device: str, dtype: torch.dtype) -> tuple[Decoder, int]:
@@ -135,6 +138,7 @@ def test_int8(variant: str, stored: bool, tmp_path: Path) -> None:
         ("QWEN3_32B", 5, 1),
         ("GPT2_XL", 2, 2),
         ("OPT_30B", 3, 1),
+        ("MIXTRAL_8X7B", 2, 1),
     ],
 )
 def test_large_models(name: str, tensor: int, pipeline: int) -> None:

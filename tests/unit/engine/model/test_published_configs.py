@@ -6,8 +6,11 @@ import json
 
 import pytest
 
+from serve_llm.engine.model.count import weight_bytes
 from serve_llm.engine.model.registry import read_model
-from serve_llm.engine.model.spec import Llama3Scaling, Rope
+from serve_llm.engine.model.shard import shard_of
+from serve_llm.engine.model.spec import Llama3Scaling, MoE, Rope, Router
+from serve_llm.engine.parallel.layout import Grid
 
 GPT2_MEDIUM = """{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
 "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
@@ -101,6 +104,39 @@ PHI4_MINI = """{"architectures": ["Phi3ForCausalLM"], "attention_bias": false, "
 "transformers_version": "4.45.0", "use_cache": true, "vocab_size": 200064}""".replace(
     "FACTORS", ", ".join(["1.5"] * 48)
 )
+MIXTRAL_8X7B = """{"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
+"eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+"max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2,
+"num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": false,
+"rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": null,
+"tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": true,
+"vocab_size": 32000}"""
+QWEN15_MOE = """{"architectures": ["Qwen2MoeForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+"eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+"intermediate_size": 5632, "max_position_embeddings": 8192, "max_window_layers": 21, "model_type": "qwen2_moe",
+"num_attention_heads": 16, "num_hidden_layers": 24, "num_key_value_heads": 16, "rms_norm_eps": 1e-06,
+"rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+"transformers_version": "4.39.0.dev0", "use_cache": true, "use_sliding_window": false, "vocab_size": 151936,
+"decoder_sparse_step": 1, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+"num_experts_per_tok": 4, "num_experts": 60, "norm_topk_prob": false, "output_router_logits": false,
+"router_aux_loss_coef": 0.001}"""
+QWEN3_30B_A3B = """{"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+"bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+"hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960,
+"max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+"norm_topk_prob": true, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+"num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": false, "rms_norm_eps": 1e-06,
+"rope_scaling": null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": null,
+"tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true,
+"use_sliding_window": false, "vocab_size": 151936}"""
+GRANITE_1B_A400M = """{"architectures": ["GraniteMoeForCausalLM"], "attention_bias": false, "attention_dropout": 0.1,
+"attention_multiplier": 0.015625, "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0,
+"hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02, "intermediate_size": 512, "logits_scaling": 6.0,
+"max_position_embeddings": 4096, "model_type": "granitemoe", "num_attention_heads": 16, "num_experts_per_tok": 8,
+"num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": false,
+"pad_token_id": 0, "residual_multiplier": 0.22, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 10000,
+"router_aux_loss_coef": 0.0, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+"transformers_version": "4.46.0.dev0", "use_cache": true, "vocab_size": 49155}"""
 
 PYTHIA_1B = """{"architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu",
 "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192, "layer_norm_eps": 1e-05,
@@ -191,6 +227,10 @@ STABLELM_2_1_6B = """{"architectures": ["StableLmForCausalLM"], "bos_token_id": 
         (NEMOTRON_MINI_4B, 32, 8, 128, None, 4096, False),
         (GLM_4_9B, 40, 2, 128, None, 32768, False),
         (COMMAND_R, 40, 64, 128, None, 131072, True),
+        (MIXTRAL_8X7B, 32, 8, 128, None, 32768, False),
+        (QWEN15_MOE, 24, 16, 128, None, 8192, False),
+        (QWEN3_30B_A3B, 48, 4, 128, None, 40960, False),
+        (GRANITE_1B_A400M, 24, 8, 64, None, 4096, True),
     ],
 )
 def test_understood(
@@ -228,3 +268,25 @@ def test_details() -> None:
     falcons = [read_model(json.loads(text))[0].layers[0] for text in (FALCON_7B, FALCON_40B, FALCON2_11B)]
     assert [layer.placement for layer in falcons] == ["parallel", "parallel_norms", "parallel"]
     assert [layer.ffn.width for layer in falcons] == [18176, 32768, 16384]
+
+
+@pytest.mark.parametrize(
+    ("text", "experts", "top_k", "width", "normalise", "shared", "billions"),
+    [
+        (MIXTRAL_8X7B, 8, 2, 14336, True, None, 46.7),
+        (QWEN15_MOE, 60, 4, 1408, False, 5632, 14.3),
+        (QWEN3_30B_A3B, 128, 8, 768, True, None, 30.5),
+        (GRANITE_1B_A400M, 32, 8, 512, True, None, 1.3),
+    ],
+)
+def test_experts(
+    text: str, experts: int, top_k: int, width: int, normalise: bool, shared: int | None, billions: float
+) -> None:
+    """billions: of parameters, as their publishers count them."""
+    spec = read_model(json.loads(text))[0]
+    (ffn,) = {layer.ffn for layer in spec.layers}
+    assert isinstance(ffn, MoE)
+    assert ffn.router == Router(experts, top_k, normalise=normalise)
+    assert (ffn.expert.width, ffn.shared and ffn.shared.width, ffn.shared_gate) == (width, shared, shared is not None)
+    loaded = weight_bytes(spec, shard_of(spec, Grid(), 0), 2, "cuda").loaded
+    assert loaded / 2e9 == pytest.approx(billions, abs=0.05)

@@ -1,0 +1,30 @@
+"""Qwen3-MoE (Qwen3MoeForCausalLM): Qwen3 with experts, and one window for all layers if any."""
+
+from __future__ import annotations
+
+from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.families.llama import read_decoder, weights
+from serve_llm.engine.model.families.qwen2_moe import NAMES, read_experts
+from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.weight_map import WeightMap
+
+
+def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+    """Defaults of absent keys are transformers' own (Qwen3MoeConfig)."""
+    bias = config.flag("attention_bias", False)
+    sliding, window = config.flag("use_sliding_window", False), config.integer("sliding_window", 4096)
+    dense = read_decoder(
+        config,
+        "Qwen3MoeForCausalLM",
+        default_kv_heads=4,
+        default_max_position=32768,
+        windows=[window if sliding else None] * config.layers("num_hidden_layers"),
+        qkv_bias=bias,
+        output_bias=bias,
+        head_norm=True,
+    )
+    config.ignore("max_window_layers")  # transformers does not read it
+    # num_experts in what is published, num_local_experts as transformers 5 writes it
+    num_experts = config.integer("num_experts", config.integer("num_local_experts", 128), highest=10_000)
+    spec = read_experts(config, dense, num_experts, default_top_k=8, default_width=768)
+    return spec, weights(spec, NAMES)
