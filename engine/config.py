@@ -50,6 +50,7 @@ class Config:
     pipeline_parallel_size: int = 1
     tensor_parallel_split: tuple[float, ...] | None = None  # one share per rank of a tensor-parallel group; None: even
     pipeline_parallel_layers: tuple[int, ...] | None = None  # one number per stage; None: by cost
+    enable_expert_parallel: bool = False  # ranks hold whole experts
     executor_backend: str = "inprocess"  # "inprocess" | "mp" | "ray"
     step_timeout: float | None = None  # seconds; None: by the steps so far
     data_parallel_size: int = 1  # engines that share this host's memory and cores
@@ -83,6 +84,7 @@ def resolve(
     num_layers: int,
     executor_backend: str,
     stores_int8: bool = False,
+    has_experts: bool = False,
 ) -> Config:
     """Decides everything that follows from the options, the model and the device.
 
@@ -90,10 +92,10 @@ def resolve(
     checkpoint_dtype: the weights' number type as config.json names it, such as "bfloat16".
     model_max_len: the most tokens that the model's positions allow. num_layers: of the model.
     executor_backend: "inprocess", "mp" or "ray", as `execute.choose` found.
-    stores_int8: whether the checkpoint's layers are quantised to int8.
+    stores_int8: whether the checkpoint's layers are quantised to int8. has_experts: whether a layer of the model has.
     Raises OptionError when an option cannot work here, ModelError when the checkpoint's type is not served.
     """
-    check(options, model_max_len, num_layers)
+    check(options, model_max_len, num_layers, has_experts)
     return Config(
         directory=directory,
         load_format=options.load_format,
@@ -113,6 +115,7 @@ def resolve(
         pipeline_parallel_size=options.pipeline_parallel_size,
         tensor_parallel_split=options.tensor_parallel_split,
         pipeline_parallel_layers=options.pipeline_parallel_layers,
+        enable_expert_parallel=options.enable_expert_parallel,
         executor_backend=executor_backend,
         step_timeout=options.step_timeout,
         data_parallel_size=options.data_parallel_size,
@@ -126,7 +129,7 @@ def checkpoint_dtype(raw: Mapping[str, object]) -> str:
     return str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
-def check(options: Options, model_max_len: int, num_layers: int) -> None:
+def check(options: Options, model_max_len: int, num_layers: int, has_experts: bool) -> None:
     """Raises OptionError where an option does not fit to the model, whatever the device. See `resolve`."""
     if options.max_model_len is not None and options.max_model_len > model_max_len:
         raise OptionError(
@@ -148,6 +151,13 @@ def check(options: Options, model_max_len: int, num_layers: int) -> None:
     if layers is not None and sum(layers) != num_layers:
         raise OptionError(
             f"--pipeline-parallel-layers: {sum(layers)} layers in all, but the model has {num_layers} layers"
+        )
+    if options.enable_expert_parallel and not has_experts:
+        raise OptionError("--enable-expert-parallel: this model has no experts; leave it away")
+    if options.enable_expert_parallel and tensor == 1:
+        raise OptionError(
+            "--enable-expert-parallel: one rank has all experts anyway; give a --tensor-parallel-size above 1, or "
+            "leave it away"
         )
 
 

@@ -213,6 +213,12 @@ class Options:
         "layers of each stage, such as 9,8,7 (default: such that the dearest stage is as cheap as can be)",
         shown="LAYERS,LAYERS,...",
     )
+    enable_expert_parallel: bool = _option(
+        False,
+        values.boolean,
+        "each rank of a tensor-parallel group holds some of a layer's experts in whole, instead of a part of each; "
+        "numbers need not divide",
+    )
     distributed_executor_backend: str | None = _option(
         None,
         values.choice("inprocess", "mp", "ray"),

@@ -214,6 +214,7 @@ def make_plan(options: Options, machines: Machines, raw: Mapping[str, object]) -
         model_max_len=spec.max_position,
         num_layers=len(spec.layers),
         stores_int8=spec.int8 is not None,
+        has_experts=spec.has_experts,
         executor_backend="mp",
     )
     spec = served(spec, config)

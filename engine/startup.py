@@ -43,6 +43,7 @@ def resolve_all(
         model_max_len=spec.max_position,
         num_layers=len(spec.layers),
         stores_int8=spec.int8 is not None,
+        has_experts=spec.has_experts,
         executor_backend=choice.backend,
     )
     logger.info(

@@ -27,6 +27,7 @@ DAEMON_OPTIONS = (
     "pipeline_parallel_size",
     "tensor_parallel_split",
     "pipeline_parallel_layers",
+    "enable_expert_parallel",
     "data_parallel_size",
     "max_model_len",
     "max_num_seqs",

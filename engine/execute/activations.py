@@ -148,7 +148,7 @@ def _experts(step: Step, ffn: MoE, width: int, shard: Shard, rows: int) -> int:
     """Where one expert gets all tokens, as `kernels.moe` computes it; then the sum, and the shared expert's."""
     each, wide = rows * width * step.element, step.wide(rows * width)
     made = ffn.router.top_k * (each + rows * CHOICE)
-    expert = _ffn(step, ffn.expert, width, len(shard.expert_columns(ffn)), rows, read=each)
+    expert = _ffn(step, ffn.expert, width, len(shard.expert_columns(ffn)), rows, read=each) if shard.experts(ffn) else 0
     peak = made + max(expert, 2 * wide or each)
     if ffn.shared is None:
         return peak

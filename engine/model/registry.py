@@ -86,6 +86,8 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
 def served(spec: ModelSpec, settings: Settings) -> ModelSpec:
     """The model as the engine's settings have it: build the decoder and count from this one, on every rank."""
     spec = spec.with_max_length(settings.max_model_len)
+    if settings.enable_expert_parallel:
+        spec = spec.with_whole_experts()
     return spec.with_int8() if settings.quantization == "int8" else spec
 
 

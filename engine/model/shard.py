@@ -141,7 +141,7 @@ def describe_split(
             if isinstance(ffn, Dense):
                 parts.append(say("feed-forward columns", (shard.ffn(ffn) for shard in places)))
             elif ffn.whole:
-                parts.append(say("experts", (shard.experts(ffn) for shard in places)))
+                parts.append(say(f"experts (of {ffn.router.num_experts})", (shard.experts(ffn) for shard in places)))
             else:
                 parts.append(say("columns of each expert", (shard.expert_columns(ffn) for shard in places)))
         parts.append(say("vocabulary rows", places[0].vocabularies(spec.vocab_size)))

@@ -200,6 +200,18 @@ class ModelSpec:
         """The same model with its products in int8, made while loading unless the checkpoint holds them."""
         return self if self.int8 is not None else replace(self, int8=Int8(stored=False))
 
+    @property
+    def has_experts(self) -> bool:
+        return any(isinstance(layer.ffn, MoE) for layer in self.layers)
+
+    def with_whole_experts(self) -> ModelSpec:
+        """The same model for ranks that hold whole experts."""
+
+        def of(ffn: Dense | MoE) -> Dense | MoE:
+            return replace(ffn, whole=True) if isinstance(ffn, MoE) else ffn
+
+        return replace(self, layers=tuple(replace(layer, ffn=of(layer.ffn)) for layer in self.layers))
+
     def with_max_length(self, max_model_len: int) -> ModelSpec:
         """The same model where no sequence is longer than `max_model_len`: windows that never close are none, and
         longrope's factors are those for such sequences.

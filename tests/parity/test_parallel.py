@@ -18,7 +18,7 @@ from serve_llm.engine.types import FinishReason, Request, Sampling
 from serve_llm.engine.wire import Submit
 from support.engine import Result, abort, generate, greedy, make_engine
 from support.ranks import ThreadExecutor
-from support.tiny import FAMILIES, make_checkpoint
+from support.tiny import FAMILIES, WITH_EXPERTS, make_checkpoint
 
 GRIDS = [(2, 1), (3, 1), (4, 1), (8, 1), (1, 2), (1, 3), (2, 2)]  # tensor x pipeline; 8: more than any has heads
 TOLERANCE = 1e-4  # of a logprob, float32
@@ -82,6 +82,15 @@ def test_as_one_rank(family: str, tensor: int, pipeline: int, root: Path) -> Non
     check(generate(engine, wanted, arrivals=[number // 3 for number in range(len(wanted))]), expected)
 
 
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (3, 1), (7, 1), (2, 2)])  # 5 experts
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_whole_experts(family: str, tensor: int, pipeline: int, root: Path) -> None:
+    directory, wanted, expected = case(family, root)
+    how = {"enable_expert_parallel": True, "tensor_parallel_size": tensor}
+    engine = make_engine(directory, block_size=8, tensor=tensor, pipeline=pipeline, **how)
+    check(generate(engine, wanted), expected)
+
+
 @pytest.mark.parametrize("family", ["mistral", "gpt2"])
 def test_small_chunks_and_preemption(family: str, root: Path) -> None:
     directory, wanted, expected = case(family, root)
@@ -124,6 +133,11 @@ def test_small_chunks_and_preemption(family: str, root: Path) -> None:
         ("llama", {"tensor": 7}, {"vocab_size": 337, "intermediate_size": 5}),  # ranks without feed-forward columns
         ("mixtral", {"tensor": 4}, {"intermediate_size": 3}),
         ("qwen2_moe", {"tensor": 2, "pipeline": 2, "split": (1, 3)}, {}),
+        (
+            "qwen3_moe",
+            {"tensor": 2, "split": (1, 3), "tensor_parallel_size": 2, "enable_expert_parallel": True},
+            {"num_experts": 7},
+        ),
     ],
 )
 def test_odd_sizes_and_chosen_splits(
@@ -142,6 +156,7 @@ def test_odd_sizes_and_chosen_splits(
         ("llama", "float32", {"pipeline": 2}),
         ("mixtral", "float32", {}),
         ("mixtral", "bfloat16", {"tensor": 2}),
+        ("qwen2_moe", "bfloat16", {"tensor": 3, "tensor_parallel_size": 3, "enable_expert_parallel": True}),
     ],
 )
 def test_a_rows_bits_do_not_depend_on_its_company(

@@ -212,6 +212,15 @@ def test_experts_as_the_peak(
     compare(tmp_path, Grid(3, 1), **how)
 
 
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
+def test_whole_experts(quantization: str, tmp_path: Path) -> None:
+    """All are chosen, so that every rank has as much to do as it can have."""
+    make_checkpoint(tmp_path, "qwen2_moe", hidden_size=96, moe_intermediate_size=80, num_experts_per_tok=5)
+    for grid in (Grid(2, 1), Grid(3, 1), Grid(7, 1)):
+        how = {"max_num_batched_tokens": 900, "quantization": quantization, "enable_expert_parallel": True}
+        compare(tmp_path, grid, max_num_seqs=32, **how)
+
+
 def test_more_ranks_than_heads(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     compare(tmp_path, Grid(8, 1), max_num_seqs=32)

@@ -46,6 +46,7 @@ TYPED: dict[str, tuple[list[str], object]] = {
     "pipeline_parallel_size": (["--pipeline-parallel-size", "2"], 2),
     "tensor_parallel_split": (["--tensor-parallel-split", "3,1"], (3.0, 1.0)),
     "pipeline_parallel_layers": (["--pipeline-parallel-layers", "9,8,7"], (9, 8, 7)),
+    "enable_expert_parallel": (["--enable-expert-parallel"], True),
     "distributed_executor_backend": (["--distributed-executor-backend", "MP"], "mp"),
     "data_parallel_size": (["-dp", "2"], 2),
     "nnodes": (["--nnodes", "2", *NODES], 2),

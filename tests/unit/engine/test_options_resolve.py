@@ -14,6 +14,7 @@ def decide(
     checkpoint_dtype: str = "bfloat16",
     model_max_len: int = 4096,
     stores_int8: bool = False,
+    has_experts: bool = False,
     **options: object,
 ) -> Config:
     said = Options.from_kwargs("demo", **options)
@@ -25,6 +26,7 @@ def decide(
         model_max_len=model_max_len,
         num_layers=24,
         stores_int8=stores_int8,
+        has_experts=has_experts,
         executor_backend="mp" if said.tensor_parallel_size > 1 else "inprocess",
     )
 
@@ -48,6 +50,7 @@ def test_defaults() -> None:
         pipeline_parallel_size=1,
         tensor_parallel_split=None,
         pipeline_parallel_layers=None,
+        enable_expert_parallel=False,
         executor_backend="inprocess",
     )
     assert decide("cuda").max_num_batched_tokens == 8192
@@ -129,6 +132,15 @@ def test_unknown_checkpoint_type() -> None:
 def test_longer_than_the_model() -> None:
     with pytest.raises(OptionError, match=r"--max-model-len: 4097 .* 4096"):
         decide(max_model_len=4097)
+
+
+def test_expert_parallel_needs_experts_and_ranks() -> None:
+    said = {"enable_expert_parallel": True, "tensor_parallel_size": 2}
+    assert decide(**said, has_experts=True).enable_expert_parallel
+    with pytest.raises(OptionError, match=r"^--enable-expert-parallel: this model has no experts"):
+        decide(**said)
+    with pytest.raises(OptionError, match=r"^--enable-expert-parallel: one rank has all experts anyway"):
+        decide(enable_expert_parallel=True, pipeline_parallel_size=2, has_experts=True)
 
 
 @pytest.mark.parametrize(

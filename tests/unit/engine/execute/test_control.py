@@ -42,6 +42,7 @@ CONFIG = replace(
     pipeline_parallel_size=2,
     tensor_parallel_split=(3.0, 1.0),
     pipeline_parallel_layers=(4, 2),
+    enable_expert_parallel=True,
     executor_backend="mp",
 )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from serve_llm.engine.model.build import Builder, Part
 from serve_llm.engine.model.decoder import Decoder
 from serve_llm.engine.model.shard import describe_split, layers_of, shard_of
-from serve_llm.engine.model.spec import Attention, Dense, Layer, LearnedPositions, ModelSpec, Norm
+from serve_llm.engine.model.spec import Attention, Dense, Layer, LearnedPositions, ModelSpec, MoE, Norm, Router
 from serve_llm.engine.parallel.layout import Grid
 from serve_llm.kernels.table import PORTABLE
 from support.ranks import Ranks
@@ -113,6 +113,19 @@ def test_a_tied_embedding_is_read_again_by_the_last_stage() -> None:
     assert all("embedding.weight" in found and "head.weight" not in found for found in names)
     assert ["final_norm.weight" in found for found in names] == [False, False, True, True]
     assert "embedding.weight" not in asked(spec, Grid(1, 3))[1]
+
+
+def test_whole_experts_are_each_on_one_rank() -> None:
+    plain = MODELS["awkward"].layers[0]
+    layer = replace(plain, ffn=MoE(Router(7, 2), Dense(50, "silu", gated=True), shared=Dense(50, "relu")))
+    spec = replace(MODELS["awkward"], layers=(layer,) * 2).with_whole_experts()
+    for rank, found in enumerate(asked(spec, Grid(3, 2))):
+        of_experts = [name for name in found if ".experts." in name]
+        assert {int(name.split(".")[4]) for name in of_experts} == set((range(3), range(3, 5), range(5, 7))[rank % 3])
+        assert all(size(*found[name]) == [*found[name][0]] for name in of_experts)  # in whole
+    names = [f"layers.1.ffn.experts.{number}.up.weight" for number in range(7)]
+    assert sum(shard.holds(name, spec) for shard in Ranks(spec, Grid(3, 2)).shards for name in names) == 7
+    assert describe_split(spec, Grid(3, 1))[0].endswith("experts (of 7) 3+2+2, vocabulary rows 111+110+110")
 
 
 def test_layers_as_chosen_and_by_cost() -> None:
