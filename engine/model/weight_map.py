@@ -21,8 +21,8 @@ class Row:
 
     More than one parameter: the tensor, once transformed, is cut along its first dimension in this order, by `sizes` or
     else evenly. More than one group: it is that many equal groups of rows, each of which is cut so; a parameter is its
-    rows of the first group, then those of the second, and so on. Where only the parameters say `{expert}`, the tensor is
-    a stack of one such tensor for each expert.
+    rows of the first group, then those of the second, and so on. Where only the parameters say `{expert}`, the tensor
+    is a stack of one such tensor for each expert.
     """
 
     source: str

@@ -169,7 +169,8 @@ def placement(
 def _rows(groups: int, sizes: tuple[int, ...], place: int, own: range) -> tuple[range, Callable[[Tensor], Tensor]]:
     """Where in its tensor the rows `own` of a parameter are: a range to read, and the function that takes them from it.
 
-    place: of the parameter. sizes: rows of each parameter of the tensor. Of several groups those are read that `own` reaches into, in whole.
+    place: of the parameter among those of the tensor. sizes: rows of each. Of several groups those are read that `own`
+    reaches into, in whole.
     """
     size, before, stride = (number // groups for number in (sizes[place], sum(sizes[:place]), sum(sizes)))
     if groups == 1:

@@ -193,7 +193,7 @@ def weights(
                 f"{outside.layers}.{{layer}}.{source}.{kind}",
                 tuple(f"layers.{{layer}}.{parameter}.{kind}" for parameter in parameters),
                 norms if kind == "weight" and parameters[0].endswith("norm") else "none",
-                tuple(sizes[parameter] for parameter in parameters) if parameters[0] in sizes else (),
+                tuple(sizes[parameter] for parameter in parameters if len(parameters) > 1 and parameter in sizes),
                 qkv_groups if filled == QKV else 1,
                 layers=layers if len(layers) < len(spec.layers) else None,
                 experts=routed[0].router.num_experts if "{expert}" in filled else 0,

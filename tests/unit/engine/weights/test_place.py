@@ -14,6 +14,7 @@ from torch import Tensor
 from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model.build import Part
 from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.model.spec import MoE
 from serve_llm.engine.parallel.layout import Grid
 from serve_llm.engine.weights.files import Checkpoint
 from serve_llm.engine.weights.place import assign, dummy, load_model, placement
@@ -88,13 +89,11 @@ def test_a_tensor_under_two_names_is_unused_once(tmp_path: Path) -> None:
 def test_wrong_shapes_are_named(family: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family)
     whole = load_file(tmp_path / "model.safetensors")
-    name = next(
-        name
-        for name in whole
-        if name.endswith(("mlp.down_proj.weight", "mlp.c_fc.weight", "fc1.weight", "fc_in.weight", "4h.weight"))
-    )
+    dense = ("mlp.down_proj.weight", "mlp.c_fc.weight", "fc1.weight", "fc_in.weight", "4h.weight")
+    experts = ("experts.0.w1.weight", "experts.0.down_proj.weight", ".output_linear.weight")
+    name = next(name for name in whole if name.endswith((*dense, *experts)))
     save_file({**whole, name: whole[name][:-1].contiguous()}, tmp_path / "model.safetensors")
-    right, wrong = list(whole[name].shape), [whole[name].shape[0] - 1, whole[name].shape[1]]
+    right, wrong = list(whole[name].shape), [whole[name].shape[0] - 1, *whole[name].shape[1:]]
     with pytest.raises(ModelError) as caught:
         load(tmp_path)
     assert (
@@ -214,14 +213,16 @@ def test_parts_are_the_parts_of_the_whole(family: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path)
     sources = assign(checkpoint, spec, weight_map, "here")[1]
     ways = (placement(checkpoint, sources, torch.float32, CPU), dummy(3, torch.float32, CPU))
-    width, ffn = spec.width, spec.layers[0].ffn.width
+    ffn = spec.layers[0].ffn
+    inner, where = (ffn.expert.width, "ffn.experts.3") if isinstance(ffn, MoE) else (ffn.width, "ffn")
+    width = spec.width
     heads = spec.layers[0].mixer.heads * spec.layers[0].mixer.head_dim
     for name, shape in {
         "embedding.weight": (spec.vocab_size, width),
         "layers.1.attention.q.weight": (heads, width),
         "layers.2.attention.output.weight": (width, heads),
-        "layers.0.ffn.up.weight": (ffn, width),
-        "layers.0.ffn.down.weight": (width, ffn),
+        f"layers.0.{where}.up.weight": (inner, width),
+        f"layers.0.{where}.down.weight": (width, inner),
         "layers.0.attention_norm.weight": (width,),
     }.items():
         for load_parameter in ways:
