@@ -69,8 +69,9 @@ def serve(channel: ZmqChannel, pulse: Pulse) -> None:
     assert isinstance(start, wire.Start)
     options = start.options
     raw = read_config(Path(start.directory))
-    spec, _ = read_model(raw, options.allow_unknown_config)
-    check(options, spec.max_position, len(spec.layers), spec.has_experts)  # at once: ranks and torch take long
+    if options.model_impl == "auto":
+        spec, _ = read_model(raw, options.allow_unknown_config)
+        check(options, spec.max_position, len(spec.layers), spec.has_experts)  # at once: ranks and torch take long
     configure(options.log_level, f"engine {start.engine}" if options.data_parallel_size > 1 else "")
     on_ray = options.distributed_executor_backend == "ray" or (start.ray and start.ray.placement_group)
     if options.device != "cpu" and not on_ray:  # Ray gives each rank its own

@@ -128,6 +128,13 @@ class Options:
         "auto: read safetensors; dummy: random weights, for tests",
         shown="auto|dummy",
     )
+    model_impl: str = _option(
+        "auto",
+        values.choice("auto", "transformers"),
+        "auto: the families that this program has code for; transformers: any decoder-only model that takes an "
+        "attention implementation by name, in transformers' own code, which is slower (one rank, not with int8 layers)",
+        shown="auto|transformers",
+    )
     generation_config: str = _option(
         "auto",
         values.choice("auto", "none"),
@@ -346,9 +353,29 @@ def build(kind: type[Kind], given: Given) -> Kind:
     options = msgspec.convert(checked, kind)
     if isinstance(options, Options):
         _check_nodes(options)
+        _check_model_impl(options)
         if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
             raise OptionError("--ssl-keyfile and --ssl-certfile are needed together")
     return options
+
+
+def _check_model_impl(options: Options) -> None:
+    """Raises OptionError where transformers' own code cannot do what is asked."""
+    if options.model_impl == "auto":
+        return
+    refused = {
+        "--tensor-parallel-size": options.tensor_parallel_size > 1,
+        "--pipeline-parallel-size": options.pipeline_parallel_size > 1,
+        "--distributed-executor-backend": options.distributed_executor_backend not in (None, "inprocess"),
+        "--enable-expert-parallel": options.enable_expert_parallel,
+        "--quantization": options.quantization == "int8",
+        "--allow-unknown-config": bool(options.allow_unknown_config),
+    }
+    if wrong := [name for name, is_refused in refused.items() if is_refused]:
+        raise OptionError(
+            "--model-impl: transformers' own code, which runs as one rank in the engine's process, does not go with "
+            f"{', '.join(wrong)}"
+        )
 
 
 def _check_nodes(options: Options) -> None:

@@ -202,6 +202,11 @@ class _Planner:
 
 def make_plan(options: Options, machines: Machines, raw: Mapping[str, object]) -> Plan:
     """raw: config.json. Raises OptionError for what cannot be combined, ModelError for what cannot be served."""
+    if options.model_impl == "transformers":
+        raise OptionError(
+            "--model-impl: what transformers' own code takes is not known before it is loaded; start the server, whose "
+            "log says it, or leave it away"
+        )
     device = _device(options, machines)
     spec, _ = read_model(raw, options.allow_unknown_config)
     if options.allow_unknown_config:

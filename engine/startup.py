@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import torch
 
@@ -18,7 +19,7 @@ from serve_llm.engine.execute.roster import Roster
 from serve_llm.engine.model.config import passed_over
 from serve_llm.engine.model.registry import read_model, served
 from serve_llm.engine.model.shard import describe_split
-from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.spec import ModelSpec, PretrainedSpec
 from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.options import Options
 from serve_llm.engine.parallel.layout import Grid
@@ -26,12 +27,26 @@ from serve_llm.engine.plan import describe_memory
 
 logger = logging.getLogger(__name__)
 
+SLOW = (
+    "%s is served by transformers' own code, the slow path: a dense model takes about a fifth longer than in the code of "
+    "a family, experts more (docs/transformers.md)"
+)
+
 
 def resolve_all(
     options: Options, directory: str, raw: dict[str, object], choice: Choice | None = None
-) -> tuple[Config, ModelSpec, WeightMap]:
-    """Decide everything that can be decided before a weight is read. choice: of the executor, if made already."""
-    spec, weights = read_model(raw, options.allow_unknown_config)
+) -> tuple[Config, ModelSpec | PretrainedSpec, WeightMap | None]:
+    """Decide everything that can be decided before a weight is read. choice: of the executor, if made already.
+
+    The weight map is None where transformers' own code is to be run."""
+    spec: ModelSpec | PretrainedSpec
+    weights = None
+    if options.model_impl == "transformers":
+        from serve_llm.engine.weights.pretrained import read_pretrained  # seconds, for those only who need it
+
+        spec = read_pretrained(Path(directory), options.max_model_len)
+    else:
+        spec, weights = read_model(raw, options.allow_unknown_config)
     if options.allow_unknown_config:
         logger.warning("%s", passed_over(options.allow_unknown_config))
     choice = choice or choose(look_around(options))
@@ -42,8 +57,8 @@ def resolve_all(
         checkpoint_dtype=checkpoint_dtype(raw),
         model_max_len=spec.max_position,
         num_layers=len(spec.layers),
-        stores_int8=spec.int8 is not None,
-        has_experts=spec.has_experts,
+        stores_int8=isinstance(spec, ModelSpec) and spec.int8 is not None,
+        has_experts=isinstance(spec, ModelSpec) and spec.has_experts,
         executor_backend=choice.backend,
     )
     logger.info(
@@ -55,9 +70,11 @@ def resolve_all(
         config.device,
         config.max_model_len,
     )
+    if weights is None:
+        logger.warning(SLOW, spec.architecture)
     if choice.backend != "inprocess":
         logger.info("Executor %s, because %s", choice.backend, choice.reason)
-    return config, served(spec, config), weights
+    return config, served(spec, config) if isinstance(spec, ModelSpec) else spec, weights
 
 
 def _device(asked: str) -> str:
@@ -69,23 +86,33 @@ def _device(asked: str) -> str:
 
 
 def build_executor(
-    config: Config, spec: ModelSpec, weights: WeightMap, raw: dict[str, object], roster: Roster | None = None
+    config: Config,
+    spec: ModelSpec | PretrainedSpec,
+    weights: WeightMap | None,
+    raw: dict[str, object],
+    roster: Roster | None = None,
 ) -> Executor:
     """Load the model on all ranks and allocate the KV cache. Raises CapacityError if that is too small.
 
-    raw: config.json. roster: ranks that have been started for this; they end with the executor.
+    spec, weights: as `resolve_all` gave them. raw: config.json. roster: ranks that have been started for this; they end
+    with the executor.
     """
     grid = Grid(config.tensor_parallel_size, config.pipeline_parallel_size)
-    for line in describe_split(spec, grid, config.tensor_parallel_split, config.pipeline_parallel_layers):
-        logger.info("%s", line)
+    if isinstance(spec, ModelSpec):
+        for line in describe_split(spec, grid, config.tensor_parallel_split, config.pipeline_parallel_layers):
+            logger.info("%s", line)
     executor: Executor
     if config.executor_backend == "inprocess":
         executor = InProcessExecutor(config, spec, weights)
     else:
+        assert isinstance(spec, ModelSpec), "several ranks have a family's model"
         assert roster is not None or config.executor_backend == "mp", "the engine process starts ranks on Ray"
         executor = MpExecutor(config, spec, raw, roster or start_ranks(grid.size))
     try:
-        logger.info("%s", describe_memory(spec, config, executor.layout.num_blocks))
+        if isinstance(spec, ModelSpec):
+            logger.info("%s", describe_memory(spec, config, executor.layout.num_blocks))
+        else:
+            logger.info("KV cache: %s", memory.size_text(executor.layout.num_bytes))
         memory.check_capacity(executor.layout, config.max_model_len, config.max_num_batched_tokens, config.device)
     except BaseException:
         if roster is None:  # else whoever started the ranks ends them, and tells them why

@@ -23,6 +23,7 @@ DAEMON_OPTIONS = (
     "device",
     "dtype",
     "quantization",
+    "model_impl",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "tensor_parallel_split",

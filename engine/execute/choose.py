@@ -68,8 +68,9 @@ def _choose_for_nodes(facts: Facts) -> Choice:
 def look_around(options: Options, in_placement_group: bool = False) -> Facts:
     """The facts, for what the user asked for on this host."""
     gpus = len(gpu_names(os.environ.get(VISIBLE))) if options.device != "cpu" else 0
+    alone = "inprocess" if options.model_impl == "transformers" else None
     return Facts(
-        asked=options.distributed_executor_backend,
+        asked=options.distributed_executor_backend or alone,
         num_ranks=options.tensor_parallel_size * options.pipeline_parallel_size,
         in_placement_group=in_placement_group,
         num_gpus=gpus if gpus or options.device == "cuda" else None,

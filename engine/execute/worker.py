@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,10 +23,9 @@ from serve_llm.engine.execute import memory, shortage
 from serve_llm.engine.execute.inputs import Rows
 from serve_llm.engine.execute.memory import CacheLayout
 from serve_llm.engine.execute.threads import choose_threads, usable_cores
-from serve_llm.engine.model.decoder import Decoder
 from serve_llm.engine.model.inputs import StepInputs
 from serve_llm.engine.model.shard import Shard
-from serve_llm.engine.model.spec import KVGroup, ModelSpec
+from serve_llm.engine.model.spec import KVGroup, ModelSpec, PretrainedSpec
 from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.parallel.comm import Neighbours
 from serve_llm.engine.sample.logprobs import prompt_logprobs
@@ -45,12 +45,24 @@ LOGPROB_ROWS = 64  # prompt positions whose logits are held at a time: 64 x 152k
 NOT_FINITE = "the model gave numbers that are not finite"
 
 
+class Model(Protocol):
+    """What a rank runs: `Decoder`, which says what these do, or `PretrainedDecoder`."""
+
+    def forward(self, inputs: StepInputs, caches: Sequence[Tensor], rows: Tensor | None = None) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
 class Worker:
     """Loads its shard at construction; then `num_blocks` KV blocks have room here, and `allocate` makes as many as all
     ranks agreed on."""
 
     def __init__(
-        self, config: Config, spec: ModelSpec, weights: WeightMap, shard: Shard, neighbours: Neighbours
+        self,
+        config: Config,
+        spec: ModelSpec | PretrainedSpec,
+        weights: WeightMap | None,  # None: of a PretrainedSpec
+        shard: Shard,
+        neighbours: Neighbours,
     ) -> None:
         omp = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
         self.threads = choose_threads(config.cpu_threads, omp, usable_cores(), neighbours.local_ranks)
@@ -59,10 +71,15 @@ class Worker:
         self._device = torch.device(config.device)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._cache_dtype = torch.int8 if config.kv_cache_dtype == "int8" else self._dtype
-        self._whole_groups, self._groups = spec.kv_groups, shard.kv_groups(spec)
         self._shard, self._neighbours = shard, neighbours
         with shortage.told_as(CapacityError, "while loading the weights"):
-            self._decoder = self._load(spec, weights)
+            started = time.perf_counter()
+            if isinstance(spec, PretrainedSpec):
+                self._load_pretrained(spec)
+            else:
+                assert weights is not None, "a family's model has a weight map"
+                self._load(spec, weights)
+            logger.info("Weights loaded and packed in %.2f s", time.perf_counter() - started)
         with shortage.told_as(CapacityError, "while trying a step of the largest size"):
             self._layout = self._plan()
         self.num_blocks = self._layout.num_blocks
@@ -80,16 +97,16 @@ class Worker:
             self._rows = Rows(self._layout.groups, self._config.max_num_seqs, self._config.max_model_len)
         return self._layout
 
-    def _load(self, spec: ModelSpec, weights: WeightMap) -> Decoder:
-        started = time.perf_counter()
+    def _load(self, spec: ModelSpec, weights: WeightMap) -> None:
         config = self._config
+        self._whole_groups, self._groups = spec.kv_groups, self._shard.kv_groups(spec)
         with tqdm(desc="Loading weights", disable=None, leave=False) as bar:  # shown on a terminal only
 
             def advance(done: int, total: int) -> None:
                 bar.total = total
                 bar.update(done - bar.n)
 
-            decoder = load_model(
+            self._decoder: Model = load_model(
                 Path(config.directory),
                 spec,
                 weights,
@@ -101,8 +118,21 @@ class Worker:
                 seed=config.seed,
                 progress=advance,
             )
-        logger.info("Weights loaded and packed in %.2f s", time.perf_counter() - started)
-        return decoder
+
+    def _load_pretrained(self, spec: PretrainedSpec) -> None:
+        from serve_llm.engine.weights.pretrained import load_pretrained  # seconds, for those only who need it
+
+        config = self._config
+        decoder = load_pretrained(
+            Path(config.directory),
+            spec,
+            max_model_len=config.max_model_len,
+            dtype=self._dtype,
+            device=self._device,
+            load_format=config.load_format,
+            seed=config.seed,
+        )
+        self._decoder, self._whole_groups, self._groups = decoder, decoder.kv_groups, decoder.kv_groups
 
     def _plan(self) -> CacheLayout:
         config = self._config

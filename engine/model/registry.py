@@ -77,7 +77,10 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
     architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
     if architecture not in FAMILIES:
         what = f"architecture {architecture}" if architecture else "a model whose config.json names no architecture"
-        raise UnsupportedModel(f"{what} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+        raise UnsupportedModel(
+            f"{what} is not supported; supported: {', '.join(sorted(FAMILIES))}; --model-impl transformers serves many "
+            "others, slowly"
+        )
     spec, weights = FAMILIES[architecture](Config(config, allowed=allowed))
     stored = scheme.read(config.get("quantization_config"))
     return spec if stored is None else replace(spec, int8=_int8(stored, spec, weights)), weights

@@ -235,3 +235,13 @@ class ModelSpec:
             mixer = layer.mixer  # the number of query heads decides which KV heads a rank holds
             members.setdefault((mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.window), []).append(index)
         return tuple(KVGroup(tuple(layers), *key[1:]) for key, layers in members.items())
+
+
+@dataclass(frozen=True)
+class PretrainedSpec:
+    """A model in transformers' own code: what is known of it before it is loaded."""
+
+    architecture: str
+    vocab_size: int
+    max_position: int
+    layers: range

@@ -1,4 +1,5 @@
-"""The whole engine against transformers: every family, float32, random checkpoints with awkward sizes.
+"""The whole engine against transformers: every family, and models in transformers' own code. In float32, random
+checkpoints with awkward sizes.
 
 The same prompts, from one token to several blocks, in every way that the engine may compute them: all at once, in
 chunks, with the prefix cache hit and missed, and with preemption forced. Tokens must be equal, logprobs within 1e-3.
@@ -12,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from serve_llm.engine.loop import Engine
 from serve_llm.engine.types import FinishReason
 from support.engine import generate, greedy, make_engine
 from support.reference import reference_greedy
-from support.tiny import FAMILIES, make_checkpoint
+from support.tiny import FAMILIES, OTHERS, make_checkpoint
 
 NEW_TOKENS = 12
 TOLERANCE = 1e-3
@@ -53,11 +55,16 @@ def check(engine, chosen, expected, first_id: int = 0) -> dict:
     return results
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def engine_of(family: str, directory: Path, **options: object) -> Engine:
+    how = "transformers" if family in OTHERS else "auto"
+    return make_engine(directory, block_size=8, model_impl=how, **options)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 class TestFamily:
     def test_all_at_once_then_from_the_prefix_cache(self, family: str, root: Path) -> None:
         directory, chosen, expected = case(family, root)
-        engine = make_engine(directory, block_size=8)
+        engine = engine_of(family, directory)
         first = check(engine, chosen, expected)
         again = check(engine, chosen, expected, first_id=100)
         assert all(first[n].cached_tokens == 0 for n in range(9))
@@ -66,15 +73,15 @@ class TestFamily:
 
     def test_in_small_chunks_without_prefix_cache(self, family: str, root: Path) -> None:
         directory, chosen, expected = case(family, root)
-        engine = make_engine(directory, block_size=8, max_num_batched_tokens=5, enable_prefix_caching=False)
+        engine = engine_of(family, directory, max_num_batched_tokens=5, enable_prefix_caching=False)
         results = check(engine, chosen, expected)
         assert all(result.cached_tokens == 0 for result in results.values())
 
     def test_with_preemption(self, family: str, root: Path) -> None:
         directory, chosen, expected = case(family, root)
-        roomy = make_engine(directory, block_size=8, max_model_len=64)
+        roomy = engine_of(family, directory, max_model_len=64)
         block_bytes = roomy.layout.block_bytes
         blocks = roomy.layout.blocks_per_request(64, 2048) + 3
-        engine = make_engine(directory, block_size=8, max_model_len=64, kv_cache_memory=blocks * block_bytes)
+        engine = engine_of(family, directory, max_model_len=64, kv_cache_memory=blocks * block_bytes)
         check(engine, chosen, expected)
         assert engine.scheduler.stats().num_preemptions > 0

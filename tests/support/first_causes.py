@@ -225,7 +225,8 @@ MODEL_FAULTS = [
     Fault(
         "an unknown architecture",
         MODEL,
-        "architecture MambaForCausalLM is not supported; supported: .*Qwen3ForCausalLM.*",
+        "architecture MambaForCausalLM is not supported; supported: .*Qwen3ForCausalLM.*; "
+        "--model-impl transformers serves many others, slowly",
         damage=configured(architectures=["MambaForCausalLM"]),
     ),
     Fault("a size that is missing", MODEL, "config.json: hidden_size is missing", damage=configured(hidden_size=None)),

@@ -92,6 +92,25 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 FAMILIES = tuple(SIZES)
 WITH_EXPERTS = tuple(family for family, sizes in SIZES.items() if "num_experts_per_tok" in sizes)
+OTHERS: dict[str, dict[str, Any]] = {  # that no family file describes
+    "olmo": {**_PLAIN_HEADS, "clip_qkv": 1.5},
+    "phi": {**_PLAIN_HEADS, "partial_rotary_factor": 0.4, "qk_layernorm": True},
+    "exaone4": {
+        **_LLAMA_LIKE,
+        "head_dim": 16,
+        "sliding_window": 21,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "minicpm3": {  # values of fewer numbers than keys
+        **_PLAIN_HEADS,
+        "num_key_value_heads": 6,
+        "q_lora_rank": 17,
+        "kv_lora_rank": 11,
+        "qk_nope_head_dim": 7,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 9,
+    },
+}
 
 
 def make_checkpoint(
@@ -111,7 +130,7 @@ def make_checkpoint(
     dtype: of the file. old_config: config.json as transformers 4 wrote it. max_shard_size: "20KB" gives several files.
     std: of the weights; the default makes the likeliest token stand out.
     """
-    sizes = copy.deepcopy({**SIZES[family], **overrides})  # transformers writes into rope_parameters
+    sizes = copy.deepcopy({**{**SIZES, **OTHERS}[family], **overrides})  # transformers writes into rope_parameters
     if rope := sizes.pop("rope", None):
         sizes["rope_parameters"] = {"rope_theta": 10000.0, **ROPE_SCALINGS[rope]}
     ids = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}

@@ -8,8 +8,8 @@ from serve_llm.engine.config import Config
 from serve_llm.engine.execute.executor import StepResult
 from serve_llm.engine.execute.threads import announce
 from serve_llm.engine.execute.worker import Worker
-from serve_llm.engine.model.shard import shard_of
-from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.shard import Shard, shard_of
+from serve_llm.engine.model.spec import ModelSpec, PretrainedSpec
 from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.parallel.comm import Neighbours
 from serve_llm.engine.parallel.layout import Grid
@@ -21,9 +21,10 @@ class InProcessExecutor:
 
     depth = 1
 
-    def __init__(self, config: Config, spec: ModelSpec, weights: WeightMap) -> None:
+    def __init__(self, config: Config, spec: ModelSpec | PretrainedSpec, weights: WeightMap | None) -> None:
         others = Neighbours(local_ranks=config.data_parallel_size)
-        self._worker = Worker(config, spec, weights, shard_of(spec, Grid(), 0), others)
+        shard = Shard(Grid(), 0, spec.layers) if isinstance(spec, PretrainedSpec) else shard_of(spec, Grid(), 0)
+        self._worker = Worker(config, spec, weights, shard, others)
         if config.device == "cpu":
             announce([self._worker.threads])
         self.layout = self._worker.allocate(self._worker.num_blocks)

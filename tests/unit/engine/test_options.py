@@ -35,6 +35,7 @@ TYPED: dict[str, tuple[list[str], object]] = {
     "revision": (["--revision", "main"], "main"),
     "download_dir": (["--download-dir", "/models"], "/models"),
     "load_format": (["--load-format", "dummy"], "dummy"),
+    "model_impl": (["--model-impl", "Transformers"], "transformers"),
     "quantization": (["--quantization", "INT8"], "int8"),
     "kv_cache_dtype": (["--kv-cache-dtype", "int8"], "int8"),
     "generation_config": (["--generation-config", "none"], "none"),
@@ -126,6 +127,25 @@ def test_options_for_several_hosts_that_do_not_go_together(argv: list[str], mess
     with pytest.raises(OptionError) as raised:
         parse_args(argv, {})
     assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["-tp", "2"], "--tensor-parallel-size"),
+        (["-pp", "2", "--quantization", "int8"], "--pipeline-parallel-size, --quantization"),
+        (["--distributed-executor-backend", "ray"], "--distributed-executor-backend"),
+        (["--allow-unknown-config", "key"], "--allow-unknown-config"),
+    ],
+)
+def test_what_does_not_go_with_transformers_own_code(argv: list[str], named: str) -> None:
+    parse_args(["demo", *argv], {})
+    with pytest.raises(OptionError) as raised:
+        parse_args(["demo", "--model-impl", "transformers", *argv], {})
+    assert str(raised.value) == (
+        "--model-impl: transformers' own code, which runs as one rank in the engine's process, does not go with "
+        f"{named}"
+    )
 
 
 def test_only_node_0_need_know_the_model() -> None:

@@ -171,6 +171,11 @@ def test_a_machine_with_gpus_is_not_planned_as_one_without(monkeypatch: pytest.M
     assert plan(published.QWEN2_HALF_B, {"gpu": "h100"}).config.device == "cuda"
 
 
+def test_transformers_own_code_is_not_counted() -> None:
+    with pytest.raises(OptionError, match=r"^--model-impl: what transformers' own code takes is not known before"):
+        make_plan(Options.from_kwargs("m", model_impl="transformers"), Machines(), {})
+
+
 def test_an_unknown_architecture_is_named() -> None:
     with pytest.raises(ModelError, match="MambaForCausalLM"):
         plan({"architectures": ["MambaForCausalLM"]}, {"gpu": "h100"})

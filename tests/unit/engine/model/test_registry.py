@@ -44,6 +44,7 @@ def test_unsupported_architecture_is_one_line_that_lists_the_supported_ones() ->
     message = str(caught.value)
     assert "\n" not in message and "MambaForCausalLM" in message
     assert all(name in message for name in ARCHITECTURES)
+    assert message.endswith("; --model-impl transformers serves many others, slowly")
 
 
 HOSTILE = [

@@ -1,0 +1,201 @@
+"""A decoder whose code is transformers' own, with our attention over our KV cache in the place of its attention.
+
+transformers calls attention functions by name. The one that is registered here hands each call to the step that comes
+along with it, so nothing is global; `trial` has found before which modules call. Knows neither files nor options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from serve_llm.engine.model.inputs import StepInputs
+from serve_llm.engine.model.spec import KVGroup
+from serve_llm.kernels.linear import Linear
+from serve_llm.kernels.table import Kernels
+
+NAME = "serve_llm"  # of our attention, for transformers
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a layer gives to its attention."""
+
+    module: nn.Module
+    query: Tensor  # (heads, tokens, head_dim)
+    key: Tensor  # (kv_heads, tokens, head_dim)
+    value: Tensor  # (kv_heads, tokens, no more than head_dim)
+    mask: Tensor | None  # as the mask function that is registered beside the attention made it
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+    others: Mapping[str, object]  # without influence here; a trial looks through them
+
+
+class Attends(Protocol):
+    """A step that is under way."""
+
+    def attend(self, call: Call) -> Tensor:
+        """The attention of one layer: (tokens, heads, value's dim) of the query's dtype."""
+        ...
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    step: Attends | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """transformers' interface of attention functions: tensors (1, heads, tokens, dim), result (1, tokens, heads, dim).
+    `step` is ours, an argument of the model's forward that it passes through."""
+    if step is None:
+        raise TypeError("what forward is given does not reach the attention functions")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    call = Call(module, query[0], key[0], value[0], attention_mask, scale, softcap, s_aux, others)
+    return step.attend(call).unsqueeze(0).contiguous(), None
+
+
+AttentionInterface.register(NAME, attend)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a trial found of one layer's attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+
+
+def kv_groups(places: Sequence[Place]) -> tuple[KVGroup, ...]:
+    """Of layers in the order of their attention, as `ModelSpec.kv_groups`."""
+    members: dict[tuple[int, int, int | None], list[int]] = {}
+    for index, place in enumerate(places):
+        members.setdefault((place.kv_heads, place.head_dim, place.window), []).append(index)
+    return tuple(KVGroup(tuple(layers), *key) for key, layers in members.items())
+
+
+class PretrainedDecoder:
+    """See `Decoder`: ids and cached keys and values in, hidden rows and logits out."""
+
+    def __init__(
+        self,
+        body: PreTrainedModel,
+        head: PreTrainedModel,
+        places: Mapping[nn.Module, Place],
+        kernels: Kernels,
+        dtype: torch.dtype,
+    ) -> None:
+        """body, head: as `take_apart` gives them, on their device. places: of all modules that call attention, in
+        order. dtype: of the model and its cache."""
+        body.set_attn_implementation(NAME)
+        self._body, self._head = body, head
+        self.kv_groups = kv_groups(list(places.values()))
+        self.places, self.kernels, self.dtype = places, kernels, dtype
+        self.layer_of = {module: index for index, module in enumerate(places)}
+        self.group_of = {layer: index for index, group in enumerate(self.kv_groups) for layer in group.layers}
+
+    def forward(self, inputs: StepInputs, caches: Sequence[Tensor], rows: Tensor | None = None) -> Tensor:
+        """See `Decoder.forward`."""
+        step = _Step(self, inputs, caches)
+        ids, positions = inputs.ids.unsqueeze(0), inputs.positions.unsqueeze(0)
+        hidden: Tensor = self._body(input_ids=ids, position_ids=positions, use_cache=False, step=step)[0][0]
+        return hidden if rows is None else hidden[rows]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Decoder.logits`."""
+        return logits_of(self._head, hidden)
+
+
+def logits_of(head: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """head: as `take_apart` gives it. hidden: (rows, width) -> (rows, vocabulary)."""
+    logits: Tensor = head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
+    return logits
+
+
+@dataclass(frozen=True)
+class _Step:
+    decoder: PretrainedDecoder
+    inputs: StepInputs
+    caches: Sequence[Tensor]
+
+    def attend(self, call: Call) -> Tensor:
+        decoder, inputs = self.decoder, self.inputs
+        place, layer = decoder.places[call.module], decoder.layer_of[call.module]
+        cache, group = self.caches[layer], inputs.groups[decoder.group_of[layer]]
+        width = call.value.shape[-1]
+        value = functional.pad(call.value, (0, place.head_dim - width))  # keys and values share a cache
+        joint = torch.cat((call.query, call.key, value)).to(decoder.dtype).transpose(0, 1).flatten(1)
+        query = decoder.kernels.rope_and_cache(joint, place.heads, None, None, cache, group.slots)
+        mixed = decoder.kernels.paged_attention(
+            query,
+            cache,
+            group.block_table,
+            inputs.query_starts,
+            inputs.context_lens,
+            scale=call.scale,
+            window=place.window,
+            softcap=call.softcap,
+            sinks=None if call.sinks is None else call.sinks.float(),
+            on_device=inputs.lengths,
+        )
+        return mixed[..., :width].to(call.query.dtype)
+
+
+def take_apart(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The layers, and what makes logits of their hidden rows: the same model, whose layers now return the
+    `inputs_embeds` that they are given."""
+    body: PreTrainedModel = model.base_model
+    setattr(model, model.base_model_prefix, _Passage())
+    return body, model
+
+
+class _Passage(nn.Module):
+    def forward(self, *ids: None, inputs_embeds: Tensor, **others: Any) -> _Hidden:
+        return _Hidden(last_hidden_state=inputs_embeds)
+
+
+class _Hidden(MoeModelOutputWithPast):  # type: ignore[misc]
+    """Whatever else the layers of some model give out is None here: a trial finds out where the head needs it."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class PackedLinear(nn.Module):
+    """In the place of a torch.nn.Linear: our product, whose rows do not depend on each other."""
+
+    def __init__(self, product: Linear, weight: Tensor) -> None:
+        super().__init__()
+        self.product = product
+        self.weight = weight.new_empty(0)  # of which some models read the dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.product(x.reshape(-1, x.shape[-1]))
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+@torch.inference_mode()
+def pack_linears(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
+    """Put PackedLinear for all torch.nn.Linear of the dtype, one by one, so that each weight is there twice only for a
+    moment."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and child.weight.dtype == dtype:
+                bias = None if child.bias is None else child.bias.detach()
+                setattr(module, name, PackedLinear(kernels.pack(child.weight.detach(), bias), child.weight))
