@@ -112,8 +112,10 @@ def run_trial(model: PreTrainedModel, vocab_size: int, max_model_len: int) -> Fo
         return _find(model, vocab_size, max_model_len)
     except _Refusal as refusal:
         why = str(refusal)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # whatever the code of any model can raise
-        why = f"its code fails when it is called so: {type(error).__name__}: {error}"
+        why = f"its code fails when it is called so: {type(error).__name__}: {' '.join(str(error).split())}"
     raise UnsupportedModel(f"{type(model).__name__} cannot be served by transformers' own code: {why}")
 
 

@@ -40,6 +40,8 @@ def read_pretrained(directory: Path, max_model_len: int | None) -> PretrainedSpe
     if getattr(config, "quantization_config", None):
         _refuse(_name(config), "its checkpoint is quantised")
     text = config.get_text_config(decoder=True)
+    if not all(isinstance(getattr(text, name, None), int) for name in ("vocab_size", "num_hidden_layers")):
+        _refuse(kind.__name__, "config.json does not say vocab_size and num_hidden_layers")
     longest = getattr(text, "max_position_embeddings", None) or max_model_len
     if longest is None:
         raise OptionError("--max-model-len: config.json does not say how long a sequence may be; give it")
@@ -70,12 +72,12 @@ def load_pretrained(
     transformers.logging.set_verbosity_error()  # what matters of it is said here
     transformers.logging.disable_progress_bar()
     config = _config(directory)
-    if load_format == "dummy":
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=trial.NAME)
-    else:
-        model = _read(directory, config, dtype)
+    try:
+        model = _dummy(config, dtype, seed) if load_format == "dummy" else _read(directory, config, dtype)
+    except (ModelError, MemoryError, RuntimeError):  # torch lacks memory by a RuntimeError
+        raise
+    except Exception as error:  # by whatever class reads it
+        raise ModelError(f"transformers cannot load {directory}: {_line(error)}") from error
     model = model.eval().requires_grad_(False).to(device)
     num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     logger.info("Weights: %.2f MiB", num_bytes / 2**20)
@@ -96,20 +98,24 @@ def _config(directory: Path) -> PreTrainedConfig:
     return config
 
 
+def _dummy(config: PreTrainedConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=trial.NAME)
+
+
 def _read(directory: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=config,
-            dtype=dtype,
-            attn_implementation=trial.NAME,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except Exception as error:  # by whatever class reads it
-        raise ModelError(f"transformers cannot load {directory}: {_line(error)}") from error
+    model, found = AutoModelForCausalLM.from_pretrained(
+        directory,
+        config=config,
+        dtype=dtype,
+        attn_implementation=trial.NAME,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are named below
+    )
     if missing := sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}):
         raise ModelError(f"{directory}: the checkpoint lacks {missing[0]}, or has it in another shape")
     if unused := sorted(found["unexpected_keys"]):

@@ -210,14 +210,26 @@ def test_what_a_trial_refuses(make: Callable[[], PreTrainedModel], why: str) -> 
     assert str(raised.value) == f"{type(model).__name__} cannot be served by transformers' own code: {why}"
 
 
-def test_a_weight_that_is_missing_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "weight"),
+    [
+        ({"num_hidden_layers": 2}, "model.layers.1.mlp.down_proj.weight"),
+        ({"vocab_size": 330}, "lm_head.weight"),
+    ],
+)
+def test_a_weight_that_is_missing_is_named(change: dict[str, int], weight: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "olmo", num_hidden_layers=1)
     config = json.loads((tmp_path / "config.json").read_text())
     with pytest.raises(ModelError) as raised:
-        engine_of(written(tmp_path, **(config | {"num_hidden_layers": 2})))
-    assert str(raised.value) == (
-        f"{tmp_path}: the checkpoint lacks model.layers.1.mlp.down_proj.weight, or has it in another shape"
-    )
+        engine_of(written(tmp_path, **(config | change)))
+    assert str(raised.value) == f"{tmp_path}: the checkpoint lacks {weight}, or has it in another shape"
+
+
+def test_a_checkpoint_that_cannot_be_read(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "olmo")
+    (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(ModelError, match=r"^transformers cannot load .*: "):
+        engine_of(tmp_path)
 
 
 def test_longrope_is_served_where_its_factors_do_not_change(tmp_path: Path) -> None:

@@ -43,3 +43,5 @@ def test_facts_of_a_cpu_host() -> None:
     options = Options.from_kwargs("demo", tensor_parallel_size=3, pipeline_parallel_size=2, device="cpu")
     assert look_around(options) == Facts(None, 6, False, None)
     assert look_around(options, in_placement_group=True).in_placement_group
+    alone = Options.from_kwargs("m", model_impl="transformers", device="cpu")
+    assert choose(look_around(alone, in_placement_group=True)).backend == "inprocess"
