@@ -1,5 +1,5 @@
-"""Writes the generated parts of docs/options.md from the fields of `Options` and `Limits`; --check only says whether
-they are current.
+"""Writes the generated parts of docs/options.md, from the fields of `Options` and `Limits`, and of docs/models.md, from
+the model families; --check only says whether they are current.
 
 Everything outside the marker lines is written by hand and left alone.
 """
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from serve_llm.engine.fields import option_name
 from serve_llm.engine.limits import Limits
 from serve_llm.engine.options import ENVIRONMENT_PREFIX, fields
 
-PAGE = Path(__file__).parent.parent / "docs" / "options.md"
+DOCS = Path(__file__).parent.parent / "docs"
+OPTIONS_PAGE, MODELS_PAGE = DOCS / "options.md", DOCS / "models.md"
 BEGIN, END = "<!-- options: begin (make docs) -->", "<!-- options: end -->"
+MODELS = ("<!-- models: begin (make docs) -->", "<!-- models: end -->")
 LIMITS = ("<!-- limits: begin (make docs) -->", "<!-- limits: end -->")
 
 
@@ -55,9 +58,23 @@ def limits_table() -> str:
     return "\n".join(rows)
 
 
-def updated(page: str) -> str:
+def models_table() -> str:
+    """One row per model architecture."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    import models_page  # with it torch and transformers
+
+    return models_page.table()
+
+
+PAGES: dict[Path, dict[tuple[str, str], Callable[[], str]]] = {
+    OPTIONS_PAGE: {(BEGIN, END): table, LIMITS: limits_table},
+    MODELS_PAGE: {MODELS: models_table},
+}
+
+
+def updated(page: str, parts: Mapping[tuple[str, str], Callable[[], str]]) -> str:
     """The page with what stands between its markers replaced."""
-    for (begin, end), text in (((BEGIN, END), table), (LIMITS, limits_table)):
+    for (begin, end), text in parts.items():
         before, rest = page.split(begin)
         _, after = rest.split(end)
         page = f"{before}{begin}\n{text()}\n{end}{after}"
@@ -65,14 +82,17 @@ def updated(page: str) -> str:
 
 
 def main() -> int:
-    page = PAGE.read_text(encoding="utf-8")
-    wanted = updated(page)
-    if sys.argv[1:] == ["--check"]:
-        if page != wanted:
-            sys.stderr.write("docs/options.md is out of date: run `make docs`\n")
-        return int(page != wanted)
-    PAGE.write_text(wanted, encoding="utf-8")
-    return 0
+    """With --check 1 if a page is out of date, else 0."""
+    outdated = 0
+    for path, parts in PAGES.items():
+        page = path.read_text(encoding="utf-8")
+        wanted = updated(page, parts)
+        if sys.argv[1:] != ["--check"]:
+            path.write_text(wanted, encoding="utf-8")
+        elif page != wanted:
+            sys.stderr.write(f"docs/{path.name} is out of date: run `make docs`\n")
+            outdated = 1
+    return outdated
 
 
 if __name__ == "__main__":

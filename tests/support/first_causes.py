@@ -239,7 +239,7 @@ MODEL_FAULTS = [
     Fault(
         "a key that means another model",
         MODEL,
-        "config.json: unknown keys, which may mean another computation: wormholes; where .* by --allow-unknown-config wormholes",
+        "config.json: unknown keys, which may mean another computation: wormholes; .* --allow-unknown-config wormholes",
         damage=configured(wormholes=7),
     ),
     Fault(

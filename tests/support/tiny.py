@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 ROPE_SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 2.5},
@@ -130,11 +131,7 @@ def make_checkpoint(
     dtype: of the file. old_config: config.json as transformers 4 wrote it. max_shard_size: "20KB" gives several files.
     std: of the weights; the default makes the likeliest token stand out.
     """
-    sizes = copy.deepcopy({**{**SIZES, **OTHERS}[family], **overrides})  # transformers writes into rope_parameters
-    if rope := sizes.pop("rope", None):
-        sizes["rope_parameters"] = {"rope_theta": 10000.0, **ROPE_SCALINGS[rope]}
-    ids = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
-    config = AutoConfig.for_model(family, **{**ids, **sizes})
+    config = _config(family, overrides)
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -146,6 +143,21 @@ def make_checkpoint(
     if old_config:
         _write_old_config(directory / "config.json")
     return int(config.vocab_size)
+
+
+def config_of(family: str, **overrides: Any) -> dict[str, Any]:
+    """config.json as `make_checkpoint` would write it, without a model."""
+    config = _config(family, overrides)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    return dict(json.loads(config.to_json_string()))
+
+
+def _config(family: str, overrides: dict[str, Any]) -> PreTrainedConfig:
+    sizes = copy.deepcopy({**{**SIZES, **OTHERS}[family], **overrides})  # transformers writes into rope_parameters
+    if rope := sizes.pop("rope", None):
+        sizes["rope_parameters"] = {"rope_theta": 10000.0, **ROPE_SCALINGS[rope]}
+    ids = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
+    return AutoConfig.for_model(family, **{**ids, **sizes})
 
 
 def _write_old_config(path: Path) -> None:

@@ -28,8 +28,9 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
         output_bias=bias,
         ffn_bias=config.flag("mlp_bias", False),
     )
-    if config.flag("use_sliding_window", False) or "sliding_attention" in (config.names("layer_types") or ()):
-        raise ModelError("config.json: use_sliding_window and layer_types: sliding windows of SmolLM3 are not served")
+    config.refuse("use_sliding_window")
+    if "sliding_attention" in (config.names("layer_types") or ()):
+        raise ModelError("config.json: layer_types: sliding windows of SmolLM3 are not served")
     config.ignore("sliding_window", "max_window_layers")
 
     def layer(index: int, turned: int) -> Layer:

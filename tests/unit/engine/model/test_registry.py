@@ -205,7 +205,7 @@ def test_refused_of_qwen(architecture: str, change: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"use_sliding_window": True, "sliding_window": 9}, "sliding windows of SmolLM3 are not served"),
+        ({"use_sliding_window": True, "sliding_window": 9}, "use_sliding_window is not supported"),
         ({"layer_types": ["sliding_attention"] * 3}, "sliding windows of SmolLM3 are not served"),
         ({"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 3 layers"),
         ({"no_rope_layers": [1, 0, 2]}, "no_rope_layers must be a list of integers from 0 to 1"),
