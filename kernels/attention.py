@@ -37,21 +37,20 @@ class Lengths(NamedTuple):
     context_lens: Tensor  # (sequences,) int32; 0: a row that stands for nothing, whose result is 0
 
 
-def write_cache(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+def write_cache(key: Tensor, value: Tensor | None, cache: Tensor, slots: Tensor) -> None:
     """Store the new tokens' keys and values, in place.
 
-    key, value: (tokens, kv_heads, head_dim). cache: (blocks, 2, kv_heads, block_size, head_dim) of the same dtype, or
+    key, value: (tokens, kv_heads, head_dim); no value for a cache of one part, (blocks, 1, ...), as `paged_attention`
+    takes it with a value_dim. cache: (blocks, 2, kv_heads, block_size, head_dim) of the same dtype, or
     (..., head_dim + 4) int8, rows as in `cache_int8`; its head_dim is contiguous, else it may be a strided view.
     slots: (tokens,) int64, block * block_size + offset, all different; on a GPU -1 for a token that is not
     stored.
     """
-    if cache.dtype == torch.int8:
-        key, value = cache_int8.quantise(key), cache_int8.quantise(value)
     block_size = cache.shape[3]
     blocks = slots // block_size
     offsets = slots % block_size
-    cache[blocks, 0, :, offsets] = key
-    cache[blocks, 1, :, offsets] = value
+    for part, rows in enumerate((key,) if value is None else (key, value)):
+        cache[blocks, part, :, offsets] = cache_int8.quantise(rows) if cache.dtype == torch.int8 else rows
 
 
 def paged_attention(
@@ -65,6 +64,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    value_dim: int | None = None,
     on_device: Lengths | None = None,
 ) -> Tensor:
     """Causal attention of new tokens over their sequences' cached keys and values, the new tokens' own included.
@@ -81,9 +81,11 @@ def paged_attention(
     softcap: the scaled scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118).
     sinks: (heads,) float32, one more score for each head, which takes its share of the softmax and adds no value
     (gpt-oss, arXiv:2508.10925).
+    value_dim: None: a cache of two parts, keys and values. Else of one, (blocks, 1, kv_heads, block_size, head_dim),
+    and the values are the first value_dim numbers of the keys (multi-head latent attention, arXiv:2405.04434).
     on_device: on a GPU the two lists once more, as tensors. Those count; the lists then only bound the launch, so that
     a captured launch serves all shorter lengths. On a CPU not given.
-    Returns (tokens, heads, head_dim) in the query's dtype.
+    Returns (tokens, heads, value_dim or head_dim) in the query's dtype.
     """
     scores = _Scores(max(KEY_TILE, cache.shape[3]), scale, softcap, sinks)
     length = scores.length
@@ -103,7 +105,7 @@ def paged_attention(
         singles.sort(key=lambda span: -span.num_tiles)
         tokens = torch.tensor([span.token for span in singles], device=query.device)
         output[tokens] = _attend(singles, query[tokens].unsqueeze(1), cache, block_table, scores)[:, 0]
-    return output
+    return output if value_dim is None else output[..., :value_dim]
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def _attend(spans: list[_Span], query: Tensor, cache: Tensor, block_table: Tenso
 
     table = block_table[torch.tensor([span.sequence for span in spans], device=query.device)]
     keys = folded.new_zeros((num_spans, kv_heads, length, padded_dim))
-    values = torch.zeros_like(keys)
+    values = torch.zeros_like(keys) if cache.shape[1] == 2 else keys
     highest, total = how.start(folded, kv_heads, rows)
     result = torch.zeros_like(folded)
     for step in range(spans[0].num_tiles):
@@ -214,17 +216,18 @@ def _unseen(spans: list[_Span], starts: list[int], length: int, device: torch.de
 
 
 def _gather(spans: list[_Span], starts: list[int], cache: Tensor, table: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Copy one tile of each span to keys and values: (spans, kv_heads, length, padded head_dim) float32."""
-    _, _, kv_heads, block_size, _ = cache.shape
+    """Copy one tile of each span to keys and values: (spans, kv_heads, length, padded head_dim) float32; values are the
+    keys themselves where the cache has one part."""
+    _, parts, kv_heads, block_size, _ = cache.shape
     length = keys.shape[2]
     num_blocks = length // block_size
     columns = torch.tensor(starts, device=table.device)[:, None] // block_size
     columns = columns + torch.arange(num_blocks, device=table.device)
     columns.clamp_(max=table.shape[1] - 1)  # past the table is past the context: not seen
     blocks = cache.index_select(0, table[: len(spans)].gather(1, columns).flatten())
-    blocks = blocks.view(len(spans), num_blocks, 2, kv_heads, block_size, -1)
+    blocks = blocks.view(len(spans), num_blocks, parts, kv_heads, block_size, -1)
     shape = (len(spans), kv_heads, num_blocks, block_size, -1)
-    for part, into in enumerate((keys, values)):
+    for part, into in enumerate((keys, values)[:parts]):
         rows, into = blocks[:, :, part].transpose(1, 2), into[: len(spans)].view(shape)
         if rows.dtype == torch.int8:
             cache_int8.dequantise(rows, into[..., : rows.shape[-1] - cache_int8.SCALE_BYTES])

@@ -12,7 +12,7 @@ functional float32 agrees only at multiples of 16. The input is padded with zero
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -46,6 +46,23 @@ def pack(weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = 
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
         return _OneDNN(packed, bias)
     return _Functional(weight, bias, row_multiple=16)
+
+
+def pack_heads(weight: Tensor, pack: Callable[[Tensor], Linear]) -> Linear:
+    """A product for each head: x (rows, heads, inputs) -> (rows, heads, outputs). weight: (heads, outputs, inputs).
+    pack: for one of them, on a CPU; elsewhere it is one product of batched matrices."""
+    if weight.device.type == "cpu":
+        heads, shape = [pack(one) for one in weight], weight.shape[:2]
+
+        def one_by_one(x: Tensor) -> Tensor:
+            y = x.new_empty((x.shape[0], *shape))
+            for index, head in enumerate(heads):
+                y[:, index] = head(x[:, index])
+            return y
+
+        return one_by_one
+    turned = weight.transpose(1, 2).contiguous()
+    return lambda x: torch.bmm(x.transpose(0, 1), turned).transpose(0, 1)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,25 @@ def rope_and_cache(
     return query
 
 
+def rope_and_latent(
+    query: Tensor, latent: Tensor, norm: Tensor, eps: float, angles: Angles | None, cache: Tensor, slots: Tensor
+) -> Tensor:
+    """The same for multi-head latent attention (arXiv:2405.04434): an rms norm of each token's latent numbers, rope of
+    the key behind them that all heads share, and both written to the cache as one row.
+
+    query: (tokens, heads, rope_dim), what is turned of the queries. latent: (tokens, rank + rope_dim), rows may be a
+    strided view. norm: (rank,). angles: of rope_dim. cache: (blocks, 1, 1, block_size, rank + rope_dim).
+    Returns the turned queries (tokens, heads, rope_dim).
+    """
+    numbers, key = latent.split_with_sizes([norm.shape[0], query.shape[2]], 1)
+    key = key.unsqueeze(1)
+    if angles is not None:
+        query, key = apply_rope(query, key, *angles)
+    row = torch.cat((rms_norm(numbers, norm, eps).unsqueeze(1), key), -1)
+    write_cache(row, None, cache, slots)
+    return query
+
+
 def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate dimension i of every head with dimension i + head_dim / 2 (arXiv:2104.09864, the half-split pairing).
 

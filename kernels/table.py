@@ -33,6 +33,7 @@ class Kernels:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
     rope_and_cache: Callable[[Tensor, int, rope.HeadNorms | None, rope.Angles | None, Tensor, Tensor], Tensor]
+    rope_and_latent: Callable[[Tensor, Tensor, Tensor, float, rope.Angles | None, Tensor, Tensor], Tensor]
     activations: Mapping[str, Callable[[Tensor], Tensor]]  # silu_and_mul, gelu, gelu_tanh, relu, relu2
     pack: Callable[..., linear.Linear]
     pack_int8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
@@ -45,6 +46,7 @@ PORTABLE = Kernels(
     add_rms_norm=norm.add_rms_norm,
     layer_norm=norm.layer_norm,
     rope_and_cache=rope.rope_and_cache,
+    rope_and_latent=rope.rope_and_latent,
     activations={
         kernel.__name__: kernel
         for kernel in (
@@ -61,8 +63,11 @@ PORTABLE = Kernels(
 )
 
 
-def choose(device: torch.device, dtype: torch.dtype, head_dims: Collection[int]) -> Kernels:
+def choose(
+    device: torch.device, dtype: torch.dtype, head_dims: Collection[int], latent_dims: Collection[int] = ()
+) -> Kernels:
     """The fastest version of each kernel that runs on the device, for a cache of that dtype and those head sizes.
+    latent_dims: those of caches whose values are a part of the keys.
 
     One log line says so where a CPU has to do without compiled kernels.
     """
@@ -72,9 +77,11 @@ def choose(device: torch.device, dtype: torch.dtype, head_dims: Collection[int])
     if isinstance(compiled, str):
         logger.warning("The model runs on plain torch operations, which is much slower: %s", compiled)
         return PORTABLE
-    unknown = sorted(set(head_dims).difference(library.HEAD_DIMS))
-    if unknown:
-        reason = f"heads of {unknown[0]} numbers have no compiled kernel (16 to 256 in steps of 8 have)"
+    for dims, known in ((head_dims, library.HEAD_DIMS), (latent_dims, library.LATENT_DIMS)):
+        unknown = sorted(set(dims).difference(known))
+        if not unknown:
+            continue
+        reason = f"heads of {unknown[0]} numbers have no compiled kernel ({known[0]} to {known[-1]} in steps of 8 have)"
         logger.warning("Attention runs on plain torch operations, which is much slower: %s", reason)
         return replace(compiled, paged_attention=attention.paged_attention, rope_and_cache=rope.rope_and_cache)
     return compiled

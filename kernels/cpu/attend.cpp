@@ -141,7 +141,7 @@ void multiply(int rows, const uint32_t* a, int64_t a_row, const uint32_t* b, int
 struct Scratch {
   uint32_t* query;    // (MAX_ROWS, units of head_dim)
   uint32_t* keys;     // panels of (units of head_dim, PANEL tokens)
-  uint32_t* values;   // panels of (units of TILE, PANEL of head_dim)
+  uint32_t* values;   // panels of (units of TILE, PANEL of value_dim)
   float* scores;      // (STRIP, TILE)
   uint32_t* weights;  // (STRIP, TILE)
   float* result;      // (STRIP, width)
@@ -152,7 +152,7 @@ struct Scratch {
   int64_t bytes;
 
   Scratch(const Problem& p, void* memory) {
-    const int64_t width = (p.head_dim + PANEL - 1) / PANEL * PANEL;
+    const int64_t width = (p.value_dim + PANEL - 1) / PANEL * PANEL;
     char* next = (char*)memory;
     auto take = [&next](int64_t units) {
       char* found = next;
@@ -346,13 +346,13 @@ void gather_scales(const int8_t* const* rows, int head_dim, float* scales) {
   for (int t = 0; t < TILE; t++) memcpy(scales + t, rows[t] + head_dim, 4);
 }
 
-// A tile's values in panels of (unit of tokens, PANEL of head_dim), up to the unit of token `to`. Columns past head_dim
-// hold anything: they end in columns of the result that nobody reads.
+// A tile's values in panels of (unit of tokens, PANEL of value_dim), up to the unit of token `to`. Columns past
+// value_dim hold anything: they end in columns of the result that nobody reads.
 template <class Number, class Cell>
-void pack_values(const Cell* const* rows, int head_dim, int to, uint32_t* out, Ahead<Cell>& ahead) {
+void pack_values(const Cell* const* rows, int value_dim, int to, uint32_t* out, Ahead<Cell>& ahead) {
   constexpr int units = TILE / Number::PACK;
-  for (int column = 0; column < head_dim; column += PANEL, out += (int64_t)units * PANEL) {
-    const int left = head_dim - column;
+  for (int column = 0; column < value_dim; column += PANEL, out += (int64_t)units * PANEL) {
+    const int left = value_dim - column;
     for (int unit = 0; unit * Number::PACK < to; unit++) {
       const Cell* const* pair = rows + unit * Number::PACK;
       uint32_t* line = out + (int64_t)unit * PANEL;
@@ -441,9 +441,9 @@ void attend_tiles(const Problem& p, const Rows& rows, int first, int last, const
   const View view(p, rows);
   const Scratch s(p, memory);
   const float cap = p.softcap / p.scale;
-  const int width = padded_dim(p.head_dim), units = p.head_dim / Number::PACK;
+  const int width = padded_dim(p.value_dim), units = p.head_dim / Number::PACK;
   const int strips = (rows.count + STRIP - 1) / STRIP, strip_rows = (rows.count + strips - 1) / strips;
-  const int64_t result_row = (p.head_dim + PANEL - 1) / PANEL * PANEL;
+  const int64_t result_row = (p.value_dim + PANEL - 1) / PANEL * PANEL;
   Ahead<Cell> ahead(p, rows, first, last, next);
   for (int r = 0; r < rows.count; r++) sums.highest[r] = -INFINITY, sums.total[r] = 0.0f;
   memset(sums.values, 0, 4 * (int64_t)width * rows.count);
@@ -457,7 +457,7 @@ void attend_tiles(const Problem& p, const Rows& rows, int first, int last, const
     pack_keys<Number>(tokens, p.head_dim, from, to, s.keys, ahead);
     if constexpr (SCALED) gather_scales(tokens, p.head_dim, s.key_scales);
     Tokens<Cell>(p, rows, 1, start).find(from, to, tokens);
-    pack_values<Number>(tokens, p.head_dim, to, s.values, ahead);
+    pack_values<Number>(tokens, p.value_dim, to, s.values, ahead);
     if constexpr (SCALED) gather_scales(tokens, p.head_dim, s.value_scales);
     for (int r = 0; r < rows.count; r += strip_rows) {
       const int count = rows.count - r < strip_rows ? rows.count - r : strip_rows;
@@ -475,7 +475,7 @@ void attend_tiles(const Problem& p, const Rows& rows, int first, int last, const
                                          s.weights + i * TILE / Number::PACK, s.highest[i], s.total[i]);
       }
       multiply<Number>(count, s.weights, TILE / Number::PACK, s.values, (int64_t)TILE / Number::PACK * PANEL,
-                       (seen + Number::PACK - 1) / Number::PACK, p.head_dim, s.result, result_row, ahead);
+                       (seen + Number::PACK - 1) / Number::PACK, p.value_dim, s.result, result_row, ahead);
       for (int i = 0; i < count; i++)
         if (sees[i])
           merge_row(sums.highest[r + i], sums.total[r + i], sums.values + (int64_t)(r + i) * width, s.highest[i],
@@ -504,11 +504,11 @@ void merge(Sums into, Sums from, int rows, int width) {
 }
 
 void finish(const Problem& p, const Rows& rows, Sums sums) {
-  const int group = p.heads / p.kv_heads, width = padded_dim(p.head_dim);
+  const int group = p.heads / p.kv_heads, width = padded_dim(p.value_dim);
   for (int r = 0; r < rows.count; r++) {
     const int64_t token = p.starts[rows.sequence] + (rows.first + r) / group;
     const int64_t head = rows.kv_head * group + (rows.first + r) % group;
-    const int64_t at = (token * p.heads + head) * p.head_dim;
+    const int64_t at = (token * p.heads + head) * p.value_dim;
     const float* values = sums.values + (int64_t)r * width;
     float share = 1.0f / sums.total[r];
     if (p.sinks != nullptr) {
@@ -519,10 +519,10 @@ void finish(const Problem& p, const Rows& rows, Sums sums) {
     }
     if (p.bf16) {
       Bf16* out = (Bf16*)p.output + at;
-      for (int i = 0; i < p.head_dim; i++) out[i] = rounded(values[i] * share);
+      for (int i = 0; i < p.value_dim; i++) out[i] = rounded(values[i] * share);
     } else {
       float* out = (float*)p.output + at;
-      for (int i = 0; i < p.head_dim; i++) out[i] = values[i] * share;
+      for (int i = 0; i < p.value_dim; i++) out[i] = values[i] * share;
     }
   }
 }

@@ -5,20 +5,21 @@
 
 constexpr int TILE = 256;       // keys that are taken at once, from a multiple of TILE on
 constexpr int MAX_ROWS = 128;   // rows of one task: a row is a (query, head) pair that reads the same KV head
-constexpr int MAX_HEAD = 256;
+constexpr int MAX_HEAD = 1024;
 
 // The arguments of paged_attention; strides in elements.
 struct Problem {
   const void* query;  // (tokens, heads, head_dim)
   int64_t query_token, query_head;
-  const void* cache;  // (blocks, 2, kv_heads, block_size, head_dim, or head_dim + 4 bytes of an int8 cache)
-  int64_t cache_block, cache_part, cache_head, cache_token;
+  const void* cache;  // (blocks, 2 or 1, kv_heads, block_size, head_dim, or head_dim + 4 bytes of an int8 cache)
+  int64_t cache_block, cache_part, cache_head, cache_token;  // part: from keys to values, 0 if they start keys' rows
+  int64_t value_dim;  // numbers of a value
   const int32_t* table;  // (sequences, max_blocks)
   int64_t table_row;
   const int32_t* starts;    // (sequences + 1)
   const int32_t* contexts;  // (sequences)
   const float* sinks;       // (heads) or null
-  void* output;             // (tokens, heads, head_dim), dense
+  void* output;             // (tokens, heads, value_dim), dense
   int sequences, heads, kv_heads, head_dim, block_shift;
   int window;  // 0: none
   float scale;
@@ -41,14 +42,14 @@ struct Next {
   bool fetched;
 };
 
-// Softmax-weighted sums so far, for each row: highest score, sum of weights, weighted values (width padded to 16).
+// Softmax-weighted sums so far, for each row: highest score, sum of weights, weighted values (value_dim padded to 16).
 struct Sums {
   float* highest;
   float* total;
   float* values;
 };
 
-inline int padded_dim(int head_dim) { return (head_dim + 15) / 16 * 16; }
+inline int padded_dim(int value_dim) { return (value_dim + 15) / 16 * 16; }
 
 // One instruction set's code. Scratch: bytes of working memory that `attend` needs, aligned to 64.
 struct Variant {

@@ -83,7 +83,7 @@ void share(const std::vector<Rows>& tasks, const std::vector<Part>& parts, int t
 
 void run_whole(const Problem& p, const Variant& variant, const std::vector<Rows>& tasks, int threads) {
   const int64_t scratch = variant.scratch(p);
-  const int width = padded_dim(p.head_dim);
+  const int width = padded_dim(p.value_dim);
   std::vector<Part> parts;
   for (const Rows& rows : tasks) parts.push_back({(int)parts.size(), rows.first_tile, rows.last_tile, 0});
   share(tasks, parts, threads, [&](const Part& part, const Next& next) {
@@ -97,7 +97,7 @@ void run_whole(const Problem& p, const Variant& variant, const std::vector<Rows>
 void run_split(const Problem& p, const Variant& variant, const std::vector<Rows>& tasks, const std::vector<Part>& parts,
                float* memory, int threads) {
   const int64_t scratch = variant.scratch(p);
-  const int width = padded_dim(p.head_dim);
+  const int width = padded_dim(p.value_dim);
   share(tasks, parts, threads, [&](const Part& part, const Next& next) {
     const Rows& rows = tasks[part.task];
     variant.attend(p, rows, part.first, part.last, next, sums_at(memory + part.place, rows.count),
@@ -148,7 +148,7 @@ EXPORT void serve_llm_attention(const Problem* problem, int variant_number, int 
     for (size_t task = 0; task < tasks.size(); task++)
       for (int tile = tasks[task].first_tile; tile <= tasks[task].last_tile; tile++) {
         parts.push_back({(int)task, tile, tile, floats});
-        floats += (sums_size(tasks[task].count, padded_dim(p.head_dim)) + 15) / 16 * 16;
+        floats += (sums_size(tasks[task].count, padded_dim(p.value_dim)) + 15) / 16 * 16;
       }
   }
   if (parts.size() > tasks.size() && 4 * floats <= MOST_SPLIT) {

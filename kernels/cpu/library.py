@@ -19,6 +19,7 @@ from serve_llm.kernels.attention import Lengths
 VARIANTS = ("baseline", "avx2", "avx512", "avx512_bf16")  # as the library numbers them, slowest first
 DTYPES = (torch.bfloat16, torch.float32)
 HEAD_DIMS = range(16, 257, 8)
+LATENT_DIMS = range(16, 1025, 8)  # head_dim of a cache whose values are a part of its keys
 
 
 class Problem(ctypes.Structure):
@@ -33,6 +34,7 @@ class Problem(ctypes.Structure):
         ("cache_part", ctypes.c_int64),
         ("cache_head", ctypes.c_int64),
         ("cache_token", ctypes.c_int64),
+        ("value_dim", ctypes.c_int64),
         ("table", ctypes.c_void_p),
         ("table_row", ctypes.c_int64),
         ("starts", ctypes.c_void_p),
@@ -55,8 +57,8 @@ class Problem(ctypes.Structure):
 class Library:
     """One variant of the kernels.
 
-    For queries, keys and values of one type among DTYPES whose head_dim is among HEAD_DIMS and contiguous, and caches
-    of that type or int8.
+    For queries, keys and values of one type among DTYPES whose head_dim is among HEAD_DIMS or, with a value_dim,
+    LATENT_DIMS, and contiguous, and caches of that type or int8.
     """
 
     def __init__(self, path: Path, variant: str | None = None) -> None:
@@ -90,14 +92,20 @@ class Library:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        value_dim: int | None = None,
         on_device: Lengths | None = None,
     ) -> Tensor:
-        output = torch.empty(query.shape, dtype=query.dtype)
+        block, part, *rest = cache.stride()[:4]
+        if value_dim is None:
+            value_dim = query.shape[2]
+        else:
+            part = 0
+        output = torch.empty((*query.shape[:2], value_dim), dtype=query.dtype)
         starts, contexts = array("i", query_starts), array("i", context_lens)
         block_size = cache.shape[3]
         problem = Problem(
             *(query.data_ptr(), query.stride(0), query.stride(1)),
-            *(cache.data_ptr(), *cache.stride()[:4]),
+            *(cache.data_ptr(), block, part, *rest, value_dim),
             *(block_table.data_ptr(), block_table.stride(0)),
             *(starts.buffer_info()[0], contexts.buffer_info()[0]),
             *(None if sinks is None else sinks.data_ptr(), output.data_ptr()),

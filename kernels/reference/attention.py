@@ -10,14 +10,13 @@ from torch import Tensor
 from serve_llm.kernels.attention import Lengths
 
 
-def write_cache(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+def write_cache(key: Tensor, value: Tensor | None, cache: Tensor, slots: Tensor) -> None:
     """Same contract as `kernels.attention.write_cache`."""
     block_size = cache.shape[3]
-    if cache.dtype == torch.int8:
-        key, value = _rounded(key), _rounded(value)
-    for token, slot in enumerate(slots.tolist()):
-        cache[slot // block_size, 0, :, slot % block_size] = key[token]
-        cache[slot // block_size, 1, :, slot % block_size] = value[token]
+    for part, rows in enumerate((key,) if value is None else (key, value)):
+        stored = _rounded(rows) if cache.dtype == torch.int8 else rows
+        for token, slot in enumerate(slots.tolist()):
+            cache[slot // block_size, part, :, slot % block_size] = stored[token]
 
 
 def paged_attention(
@@ -31,12 +30,13 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    value_dim: int | None = None,
     on_device: Lengths | None = None,
 ) -> Tensor:
     """Same contract as `kernels.attention.paged_attention`; one query at a time, softmax in float64."""
     group = query.shape[1] // cache.shape[2]
     block_size = cache.shape[3]
-    output = torch.empty_like(query)
+    output = torch.empty_like(query)[..., :value_dim]
     for sequence, context_len in enumerate(context_lens):
         start, end = query_starts[sequence], query_starts[sequence + 1]
         for token in range(start, end):
@@ -44,9 +44,13 @@ def paged_attention(
             first = 0 if window is None else max(0, position - window + 1)
             seen = range(first, position + 1)
             slots = [(int(block_table[sequence, p // block_size]), p % block_size) for p in seen]
-            keys = torch.stack([cache[block, 0, :, offset] for block, offset in slots], 1)  # (kv_heads, seen, head_dim)
-            values = torch.stack([cache[block, 1, :, offset] for block, offset in slots], 1)
-            keys, values = (_exact(part).repeat_interleave(group, 0) for part in (keys, values))
+            parts = [  # each (heads, seen, head_dim)
+                _exact(torch.stack([cache[block, part, :, offset] for block, offset in slots], 1)).repeat_interleave(
+                    group, 0
+                )
+                for part in range(cache.shape[1])
+            ]
+            keys, values = parts[0], parts[-1][..., :value_dim]
             scores = torch.einsum("hd,hsd->hs", query[token].double(), keys) * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)

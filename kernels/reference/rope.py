@@ -25,6 +25,18 @@ def rope_and_cache(
     return query
 
 
+def rope_and_latent(
+    query: Tensor, latent: Tensor, norm: Tensor, eps: float, angles: Angles | None, cache: Tensor, slots: Tensor
+) -> Tensor:
+    """Same contract as `kernels.rope.rope_and_latent`."""
+    rank = len(norm)
+    key = latent[:, None, rank:]
+    if angles is not None:
+        query, key = apply_rope(query, key, *angles)
+    write_cache(torch.cat((rms_norm(latent[:, None, :rank], norm, eps), key), -1), None, cache, slots)
+    return query
+
+
 def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Same contract as `kernels.rope.apply_rope`."""
     turn = torch.complex(cos.double(), sin.double()).unsqueeze(1)

@@ -32,6 +32,7 @@ REFERENCE = Kernels(
     add_rms_norm=norm.add_rms_norm,
     layer_norm=norm.layer_norm,
     rope_and_cache=rope.rope_and_cache,
+    rope_and_latent=rope.rope_and_latent,
     activations={name: getattr(activation, name) for name in PORTABLE.activations},
     pack=linear.pack,
     pack_int8=linear_int8.pack_int8,

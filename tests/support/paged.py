@@ -41,15 +41,16 @@ def make_sequence(length: int, shape: Shape, dtype: torch.dtype, seed: int) -> S
 
 
 class Cache:
-    """A strided view into a buffer full of NaN, with a random free list. dtype: torch.int8 for rows of `cache_int8`."""
+    """A strided view into a buffer full of NaN, with a random free list. dtype: torch.int8 for rows of `cache_int8`.
+    parts: 1 where the values are a part of the keys."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, rng: random.Random) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype, rng: random.Random, parts: int = 2) -> None:
         _, kv_heads, head_dim, block_size = shape
         blocks, width = TOKENS // block_size, head_dim + (4 if dtype == torch.int8 else 0)
         self.nothing = -1 if dtype == torch.int8 else torch.nan  # four bytes of -1 are a scale of NaN
-        flat = torch.full((blocks, 3 * 2 * kv_heads * block_size * width + 5), self.nothing, dtype=dtype)
-        inner = 2 * kv_heads * block_size * width
-        self.view = flat[:, inner : 2 * inner].unflatten(1, (2, kv_heads, block_size, width))
+        flat = torch.full((blocks, 3 * parts * kv_heads * block_size * width + 5), self.nothing, dtype=dtype)
+        inner = parts * kv_heads * block_size * width
+        self.view = flat[:, inner : 2 * inner].unflatten(1, (parts, kv_heads, block_size, width))
         self.block_size = block_size
         self.free = list(range(1, blocks))
         rng.shuffle(self.free)
@@ -65,7 +66,10 @@ class Compiled:
         self.paged_attention = library.paged_attention
         self._rope_and_cache = RowKernels(library).rope_and_cache
 
-    def write_cache(self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+    def write_cache(self, key: Tensor, value: Tensor | None, cache: Tensor, slots: Tensor) -> None:
+        if value is None:  # of which there is no compiled one
+            attention.write_cache(key, None, cache, slots)
+            return
         qkv = torch.cat((key, key, value), 1).flatten(1)  # each token's keys in place of its queries
         self._rope_and_cache(qkv, key.shape[1], None, None, cache, slots)
 
@@ -82,7 +86,8 @@ def run(
 ) -> list[Tensor]:
     """Each sequence's outputs, computed side by side in random chunks of at most `chunk` tokens (None: whole).
     how: more arguments of `paged_attention`."""
-    cache = Cache(shape, torch.int8 if int8 else sequences[0].query.dtype, rng)
+    is_latent = how.get("value_dim") is not None
+    cache = Cache(shape, torch.int8 if int8 else sequences[0].query.dtype, rng, parts=1 if is_latent else 2)
     tables = [cache.table(len(sequence)) for sequence in sequences]
     done = [0] * len(sequences)
     outputs: list[list[Tensor]] = [[] for _ in sequences]
@@ -105,7 +110,7 @@ def run(
             cache.view[tables[n][:gone]] = cache.nothing  # given back: anything may stand there
         parts = [(sequences[n], slice(done[n], done[n] + count)) for n, count in zip(members, counts, strict=True)]
         key, value = torch.cat([s.key[part] for s, part in parts]), torch.cat([s.value[part] for s, part in parts])
-        kernels.write_cache(key, value, cache.view, torch.tensor(slots))
+        kernels.write_cache(key, None if is_latent else value, cache.view, torch.tensor(slots))
         lens = [part.stop for _, part in parts]
         query = torch.cat([s.query[part] for s, part in parts])
         result = kernels.paged_attention(query, cache.view, table, starts, lens, scale=0.3, window=window, **how)

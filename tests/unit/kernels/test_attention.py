@@ -111,6 +111,34 @@ def test_with_softcap_sinks_and_int8_bits_do_not_depend_on_batch_or_chunks(
         torch.set_num_threads(before)
 
 
+LATENT: dict[str, tuple[Shape, int]] = {  # the shape, and numbers of a value
+    "small": ((6, 1, 24, 16), 17),
+    "of DeepSeek-V3, few heads": ((4, 1, 576, 64), 512),
+    "with more heads than a task takes rows": ((130, 1, 40, 8), 24),
+}
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", LATENT)
+def test_values_that_are_a_part_of_the_keys(case: str, dtype: torch.dtype, int8: bool) -> None:
+    shape, value_dim = LATENT[case]
+    how = {"value_dim": value_dim, "int8": int8}
+    sequences = [make_sequence(length, shape, dtype, length) for length in (3, 262)]
+    for sequence in sequences:
+        sequence.query *= (24 / shape[2]) ** 0.5  # scores with the spread of the other tests
+    expected = run(sequences, shape, None, random.Random(2), kernels=definition, **how)
+    tolerance = {"atol": 4e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2**-7}
+    for kernels in VERSIONS.values():
+        whole = run(sequences, shape, None, random.Random(1), kernels=kernels, **how)
+        others = [make_sequence(length, shape, dtype, length) for length in (1, 140)]
+        cut = run([*others, *sequences], shape, None, random.Random(3), chunk=70, kernels=kernels, **how)[2:]
+        for ours, again, theirs in zip(whole, cut, expected, strict=True):
+            assert ours.shape == (len(theirs), shape[0], value_dim)
+            torch.testing.assert_close(ours, theirs, **tolerance)
+            assert torch.equal(ours, again)  # whatever stands around it
+
+
 @pytest.mark.parametrize("name", VERSIONS)
 def test_an_int8_cache_costs_little(name: str) -> None:
     """Against the same attention over float32 keys and values: within 3 % of the outputs' spread (each number of normal
@@ -294,6 +322,9 @@ def test_other_heads_take_plain_torch_for_attention(head_dim: int, caplog: pytes
     assert chosen.paged_attention is table.PORTABLE.paged_attention and chosen.pack is not table.PORTABLE.pack
     (line,) = caplog.messages
     assert f"heads of {head_dim} numbers" in line
+    latent = table.choose(torch.device("cpu"), torch.float32, (), {576})
+    assert latent.paged_attention is not table.PORTABLE.paged_attention
+    assert table.choose(torch.device("cpu"), torch.float32, (), {20}).paged_attention is chosen.paged_attention
 
 
 def test_a_variant_that_is_not_there() -> None:
