@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from serve_llm.engine.config import CacheRow, Config
 from serve_llm.engine.model.shard import Shard
-from serve_llm.engine.model.spec import Attention, Dense, Layer, ModelSpec, MoE, Norm
+from serve_llm.engine.model.spec import MLA, Attention, Dense, Layer, Mixer, ModelSpec, MoE, Norm
 from serve_llm.engine.parallel.layout import HeadShare
 from serve_llm.engine.schedule.sequence import GroupLayout
 
@@ -23,7 +23,9 @@ FLOAT = 4  # bytes of float32, in which norms, rope, activations and scores are 
 UNIT = 4  # bytes of which rows of a product on a CPU are made, as in kernels.cpu.linear
 CHOICE = 20  # bytes of a weight, an expert's number and a place in the order of the experts
 KEY_TILE = 128  # tokens of keys that attention visits at a time, as in kernels.attention
-COMPILED_HEAD_DIMS = range(16, 257, 8)  # of attention kernels that make no tensors but results: kernels.cpu.library
+# of attention kernels that make no tensors but results, as in kernels.cpu.library: of keys and values, of latent rows
+COMPILED_HEAD_DIMS = range(16, 257, 8)
+COMPILED_LATENT_DIMS = range(16, 1025, 8)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ def _whole_units(rows: int, inputs: int, element: int) -> int:
 def peak_bytes(spec: ModelSpec, shard: Shard, groups: tuple[GroupLayout, ...], config: Config, element: int) -> int:
     """Of the rank that `shard` belongs to. groups: of the cache; element: bytes of the model's dtype."""
     step = Step.largest(config, element)
-    compiled = step.on_cpu and all(group.head_dim in COMPILED_HEAD_DIMS for group in spec.kv_groups)
+    compiled = step.on_cpu and all(
+        group.head_dim in (COMPILED_LATENT_DIMS if group.is_latent else COMPILED_HEAD_DIMS) for group in spec.kv_groups
+    )
     step = replace(step, int8=spec.int8 is not None, compiled_attention=compiled)
     last = len(spec.layers) - 1
     kinds = {
@@ -89,8 +93,8 @@ def peak_bytes(spec: ModelSpec, shard: Shard, groups: tuple[GroupLayout, ...], c
         for index in of.layers
         if index in shard.layers
     }
-    ropes = {(layer.mixer.rope, layer.mixer.head_dim) for layer, *_ in kinds if layer.mixer.rope is not None}
-    angles = sum(step.tokens * head_dim * FLOAT for _, head_dim in ropes)
+    ropes = {(layer.mixer.rope, layer.mixer.rope_dim) for layer, *_ in kinds if layer.mixer.rope is not None}
+    angles = sum(step.tokens * dims * FLOAT for _, dims in ropes)
     layers = max(angles + _layer(step, layer, group, spec.width, shard, going_on) for layer, group, going_on in kinds)
     return max(layers, _logits(step, spec, shard)) if shard.is_last else layers
 
@@ -104,7 +108,7 @@ def _layer(step: Step, layer: Layer, group: GroupLayout, width: int, shard: Shar
     row = width * step.element
     copies = 1 if layer.placement in ("post", "inside") else 2
     held = copies * step.tokens * row
-    attention = held + _attention(step, layer.mixer, group, width, shard)
+    attention = held + _mixer(step, layer.mixer, group, width, shard)
     made = step.tokens * row  # by attention
     chosen = 2 * going_on * row if going_on < step.tokens else 0  # of the hidden rows and what was made
     inside = going_on * row if layer.placement in ("inside", "sandwich") else 0  # before its norm
@@ -156,6 +160,38 @@ def _experts(step: Step, ffn: MoE, width: int, shard: Shard, rows: int) -> int:
     return max(peak, each + max(_ffn(step, ffn.shared, width, len(shard.ffn(ffn.shared)), rows), gated + each))
 
 
+def _mixer(step: Step, mixer: Mixer, group: GroupLayout, width: int, shard: Shard) -> int:
+    if isinstance(mixer, MLA):
+        return _latent_attention(step, mixer, group, width, len(shard.attention(mixer).heads))
+    return _attention(step, mixer, group, width, shard)
+
+
+def _latent_attention(step: Step, mixer: MLA, group: GroupLayout, width: int, heads: int) -> int:
+    if heads == 0:
+        return step.linear(step.tokens, 0, width)[0]
+    tokens, each, row = step.tokens, mixer.nope_dim + mixer.rope_dim, mixer.head_dim
+    turned, absorbed = tokens * heads * mixer.rope_dim, tokens * heads * mixer.kv_lora_rank * step.element
+    rank = mixer.q_lora_rank
+    peak, live = step.linear(tokens, width, (heads * each if rank is None else rank) + row)
+    if rank is not None:
+        normed = tokens * rank * step.element
+        up_peak, up = step.linear(tokens, rank, heads * each)
+        peak, live = max(peak, live + 2 * normed, live + normed + up_peak), live + up
+    rope = step.wide(turned) + 2 * turned * FLOAT
+    keys = tokens * row * step.element + _rms_norm(step, tokens * mixer.kv_lora_rank)
+    peak = max(peak, live + rope, live + turned * step.element + keys)
+    query = absorbed + turned * step.element
+    peak = max(peak, live + turned * step.element + absorbed + query)
+    mixed, tiles = absorbed, [0]
+    if not step.compiled_attention:
+        mixed = query  # of which the values are a part
+        for spans, rows in ((1, min(tokens - step.singles, 64)), (step.singles, 1)):
+            tiles.append(_tile_attention(step, group, spans, rows, heads, 1, row, parts=1) if spans else 0)
+    values = tokens * heads * mixer.value_dim * step.element
+    summed, _ = step.linear(tokens, heads * mixer.value_dim, width)
+    return max(peak, query + mixed + max(tiles), mixed + values + summed)
+
+
 def _attention(step: Step, mixer: Attention, group: GroupLayout, width: int, shard: Shard) -> int:
     own = shard.attention(mixer)
     heads, kv_heads = len(own.heads), len(own.kv_heads)
@@ -204,17 +240,18 @@ def _queries_per_kv_head(own: HeadShare, group: int) -> int:
 
 
 def _tile_attention(
-    step: Step, group: GroupLayout, spans: int, rows: int, shared: int, kv_heads: int, head_dim: int
+    step: Step, group: GroupLayout, spans: int, rows: int, shared: int, kv_heads: int, head_dim: int, parts: int = 2
 ) -> int:
-    """Of `spans` sequences with so many queries each, over keys tile by tile. shared: query heads of one KV head."""
+    """Of `spans` sequences with so many queries each, over keys tile by tile. shared: query heads of one KV head.
+    parts: keys and values, or rows that are both."""
     length = max(KEY_TILE, group.block_size)
     heads = shared * kv_heads
     padded_rows, padded_dim = -(-rows * shared // 16) * 16, -(-head_dim // 16) * 16
     matrices = spans * kv_heads
     folded = matrices * padded_rows * padded_dim * FLOAT
-    tile = 2 * matrices * length * padded_dim * FLOAT
+    tile = parts * matrices * length * padded_dim * FLOAT
     scores = matrices * padded_rows * length * FLOAT
-    gathered = matrices * length * (2 * step.cache.num_bytes(head_dim) + step.cache.scale_bytes)
+    gathered = matrices * length * (parts * step.cache.num_bytes(head_dim) + step.cache.scale_bytes)
     table = spans * -(-step.context // group.block_size) * 4
     query = spans * rows * heads * head_dim * step.element
     again = step.context > length  # a second tile meets what the first one left

@@ -46,7 +46,7 @@ class CacheLayout:
 
 def bytes_per_token(group: KVGroup, row: CacheRow) -> int:
     """Keys and values of one token in all layers of the group."""
-    return len(group.layers) * 2 * group.kv_heads * row.num_bytes(group.head_dim)
+    return len(group.layers) * (1 if group.is_latent else 2) * group.kv_heads * row.num_bytes(group.head_dim)
 
 
 def plan_cache(

@@ -256,8 +256,8 @@ class Worker:
 def allocate_cache(
     layout: CacheLayout, groups: Sequence[KVGroup], dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """One strided view (blocks, 2, kv_heads, block_size, head_dim) per layer into one flat buffer of equal-byte blocks;
-    of an int8 cache the last dimension holds the scales as well.
+    """One strided view (blocks, parts, kv_heads, block_size, head_dim) per layer into one flat buffer of equal blocks;
+    of an int8 cache the last dimension holds the scales as well. Parts: keys and values, or rows that are both.
 
     A large buffer is not filled: what is never written is never read, and on a CPU takes no memory. There it lies in
     huge pages. A small one on a CPU is touched at once, so that resident memory does not grow later.
@@ -271,9 +271,10 @@ def allocate_cache(
     caches: dict[int, Tensor] = {}
     for group, lie in zip(groups, layout.groups, strict=True):
         row = group.head_dim + (cache_int8.SCALE_BYTES if dtype == torch.int8 else 0)
-        shape = (layout.num_blocks, 2, group.kv_heads, lie.block_size, row)
+        parts = 1 if group.is_latent else 2
+        shape = (layout.num_blocks, parts, group.kv_heads, lie.block_size, row)
         strides = (block_elements, *(row * lie.block_size * n for n in (group.kv_heads, 1)), row, 1)
-        layer_elements = 2 * group.kv_heads * lie.block_size * row
+        layer_elements = parts * group.kv_heads * lie.block_size * row
         for place, layer in enumerate(group.layers):
             caches[layer] = flat.as_strided(shape, strides, place * layer_elements)
     return [caches[layer] for layer in sorted(caches)]

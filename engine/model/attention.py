@@ -26,7 +26,7 @@ class Attention:
         own = build.shard.attention(mixer)
         self.kernels = build.kernels
         self.heads, self.scale, self.window = len(own.heads), mixer.scale, mixer.window
-        queries, keys = _elements(own.heads, mixer.head_dim), _elements(own.kv_heads, mixer.head_dim)
+        queries, keys = elements(own.heads, mixer.head_dim), elements(own.kv_heads, mixer.head_dim)
         whole_queries, whole_keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
         project: RowWise = build.columns(
             {"q": whole_queries, "k": whole_keys, "v": whole_keys},
@@ -109,7 +109,8 @@ def _reordered(load: Load, head_dim: int, dims: int, interleaved: bool) -> Load:
     return reordered
 
 
-def _elements(heads: range, head_dim: int) -> range:
+def elements(heads: range, head_dim: int) -> range:
+    """The numbers of these heads, which stand side by side."""
     return range(heads.start * head_dim, heads.stop * head_dim)
 
 
@@ -119,7 +120,7 @@ def _normed(project: RowWise, mixer: spec.Attention, eps: float, own: HeadShare,
     Ranks add up their squares; a KV head that several ranks hold is counted by the first of them. In float32, rounded
     once.
     """
-    queries, keys = _elements(own.heads, mixer.head_dim), _elements(own.kv_heads, mixer.head_dim)
+    queries, keys = elements(own.heads, mixer.head_dim), elements(own.kv_heads, mixer.head_dim)
     weight = torch.cat(
         [
             build.tensor("q_norm.weight", mixer.heads * mixer.head_dim, part=Part(0, queries)),

@@ -28,12 +28,17 @@ class Part(NamedTuple):
     own: range
 
 
+def in_float32(name: str) -> bool:
+    """Whether the parameter is float32 whatever the model's dtype."""
+    return name.endswith(("_scale", ".correction"))
+
+
 class Load(Protocol):
     """Reads parameters."""
 
     def __call__(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         """The parameter of this name, or only a part of it, on the model's device and of its dtype, but that int8
-        weights are int8 and their scales ("..._scale") float32.
+        weights are int8, and float32 is what `in_float32` says.
 
         shape: of the whole parameter, (outputs, inputs) or (outputs,). What is returned is not to be written: it may be
         part of a mapped file, and whoever keeps it keeps the file mapped.
@@ -66,9 +71,11 @@ class Builder:
         """A product that every rank computes in whole."""
         return self.columns({name: outputs}, inputs, {name: range(outputs)})
 
-    def plain(self, outputs: Mapping[str, int], inputs: int) -> Linear:
-        """A product of several parameters, side by side, that every rank computes in whole and in the model's dtype."""
+    def plain(self, outputs: Mapping[str, int], inputs: int, *, wide: bool = False) -> Linear:
+        """A product of several parameters, side by side, that every rank computes in whole and in the model's dtype, or
+        in float32 and of such rows if it is `wide`."""
         weights = [self.load(f"{self.prefix}{name}.weight", (count, inputs)) for name, count in outputs.items()]
+        weights = [weight.float() if wide else weight for weight in weights]
         return self.kernels.pack(weights[0], None, weights[1:])
 
     def columns(

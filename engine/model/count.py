@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from serve_llm.engine.model.shard import Shard
-from serve_llm.engine.model.spec import Dense, Int8, Layer, ModelSpec, MoE, Norm
+from serve_llm.engine.model.spec import MLA, Attention, Dense, Int8, Layer, Mixer, ModelSpec, MoE, Norm
 
 # As kernels.cpu.linear packs them for AVX-512: outputs in panels of 16, inputs in units of 4 bytes; beside them a
 # float32 bias, and in int8 a scale and a sum of 4 bytes for every output. Padding matters for tiny models only; other
@@ -19,6 +19,7 @@ from serve_llm.engine.model.spec import Dense, Int8, Layer, ModelSpec, MoE, Norm
 PANEL = 16
 UNIT = 4
 SCALE = 4
+FLOAT = 4  # bytes of float32
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class _Product:
     inputs: int
     is_int8: bool = False
     bias: bool = False
+    wide: bool = False  # in float32, whatever the model's dtype and the checkpoint's
 
     def loaded(self, element_bytes: int, stores_int8: bool) -> int:
         bias = self.outputs * element_bytes if self.bias else 0
@@ -44,6 +46,7 @@ class _Product:
 
     def held(self, element_bytes: int) -> int:
         """As packed on a CPU."""
+        element_bytes = max(element_bytes, FLOAT * self.wide)
         if self.outputs * self.inputs == 0:
             return self.outputs * element_bytes if self.bias else 0
         padded = -(-self.outputs // PANEL) * PANEL
@@ -57,6 +60,7 @@ class _Count:
 
     products: tuple[_Product, ...]
     others: int
+    wide: int = 0  # of them in float32, whatever the model's dtype
 
 
 def weight_bytes(spec: ModelSpec, shard: Shard, element_bytes: int, device: str) -> WeightBytes:
@@ -64,13 +68,13 @@ def weight_bytes(spec: ModelSpec, shard: Shard, element_bytes: int, device: str)
     loaded = held = 0
     stores_int8 = spec.int8 is not None and spec.int8.stored
     for count in _counts(spec, shard):
-        others = count.others * element_bytes
+        others = count.others * element_bytes + count.wide * (FLOAT - element_bytes)
         plain = others + sum(product.loaded(element_bytes, stores_int8) for product in count.products)
         loaded += plain
         if device == "cpu":
             held += others + sum(product.held(element_bytes) for product in count.products)
         else:
-            held += plain
+            held += plain + sum(p.loaded(FLOAT - element_bytes, stores_int8) for p in count.products if p.wide)
     if spec.tied_head and shard.is_first and shard.is_last:  # counted as embedding and as head
         head = len(shard.vocabulary(spec.vocab_size)) * (spec.embedding_width or spec.width) * element_bytes
         loaded -= head
@@ -126,24 +130,47 @@ class _Layer:
     kept: frozenset[str]  # not in int8
 
     def count(self, layer: Layer) -> _Count:
-        mixer, width = layer.mixer, self.width
+        products, others = self._mixer(layer.mixer)
+        others += {"parallel": 1, "sandwich": 4}.get(layer.placement, 2) * _norm(layer.norm, self.width)
+        ffn = layer.ffn
+        if isinstance(ffn, Dense):
+            return _Count((*products, *self._dense("ffn", ffn, len(self.shard.ffn(ffn)))), others)
+        correction = ffn.router.num_experts if ffn.router.correction else 0
+        return _Count((*products, *self._experts(ffn)), others + correction, wide=correction)
+
+    def _mixer(self, mixer: Mixer) -> tuple[list[_Product], int]:
+        """Its products, and the elements of everything else in it."""
+        return self._latent(mixer) if isinstance(mixer, MLA) else self._attention(mixer)
+
+    def _attention(self, mixer: Attention) -> tuple[list[_Product], int]:
         own = self.shard.attention(mixer)
         queries = len(own.heads) * mixer.head_dim
         keys = len(own.kv_heads) * mixer.head_dim
-        others = {"parallel": 1, "sandwich": 4}.get(layer.placement, 2) * _norm(layer.norm, width)
+        others = 0
         if mixer.head_norm is not None:
             heads = 2 if mixer.head_norm.kind == "rms" else len(own.heads) + len(own.kv_heads)
             others += heads * mixer.head_dim
         others += 0 if mixer.projection_norm_eps is None else queries + keys
-        output_bias = mixer.output_bias and self.shard.place == 0
-        attention = (
-            self._product("attention.q", queries + 2 * keys, width, mixer.qkv_bias),  # q stands for all three
-            self._product("attention.output", width, queries, output_bias),
-        )
-        ffn = layer.ffn
-        if isinstance(ffn, Dense):
-            return _Count((*attention, *self._dense("ffn", ffn, len(self.shard.ffn(ffn)))), others)
-        return _Count((*attention, *self._experts(ffn)), others)
+        qkv = self._product("attention.q", queries + 2 * keys, self.width, mixer.qkv_bias)  # q stands for all three
+        return [qkv, self._output(queries, mixer.output_bias)], others
+
+    def _latent(self, mixer: MLA) -> tuple[list[_Product], int]:
+        heads, rank = len(self.shard.attention(mixer).heads), mixer.q_lora_rank
+        output = self._output(heads * mixer.value_dim, mixer.bias)
+        if heads == 0:
+            return [output], 0
+        queries = heads * (mixer.nope_dim + mixer.rope_dim)
+        made = (queries if rank is None else rank) + mixer.head_dim  # of the hidden row, one product
+        products = [output, self._product("attention.kv_down", made, self.width, mixer.bias)]
+        if rank is not None:
+            products.append(self._product("attention.q_up", queries, rank, False))
+        for _ in range(heads):
+            products.append(_Product(mixer.kv_lora_rank, mixer.nope_dim))
+            products.append(_Product(mixer.value_dim, mixer.kv_lora_rank))
+        return products, (rank or 0) + mixer.kv_lora_rank
+
+    def _output(self, inputs: int, bias: bool) -> _Product:
+        return self._product("attention.output", self.width, inputs, bias and self.shard.place == 0)
 
     def _product(self, name: str, outputs: int, inputs: int, bias: bool) -> _Product:
         return _Product(outputs, inputs, self.int8 and name not in self.kept, bias)
@@ -153,7 +180,7 @@ class _Layer:
         return up, self._product(f"{name}.down", self.width, columns, ffn.bias and self.shard.place == 0)
 
     def _experts(self, ffn: MoE) -> Iterator[_Product]:
-        yield _Product(ffn.router.num_experts + ffn.shared_gate, self.width)
+        yield _Product(ffn.router.num_experts + ffn.shared_gate, self.width, wide=ffn.router.wide)
         for number in self.shard.experts(ffn):
             yield from self._dense(f"ffn.experts.{number}", ffn.expert, len(self.shard.expert_columns(ffn)))
         if ffn.shared is not None:

@@ -98,5 +98,5 @@ def _ropes(layers: Sequence[LayerSpec], device: torch.device) -> tuple[list[Angl
     of_layer = []
     for layer in layers:
         rope = layer.mixer.rope
-        of_layer.append(0 if rope is None else numbers.setdefault((rope, layer.mixer.head_dim), len(numbers) + 1))
-    return [angles_of(rope, head_dim, device) for rope, head_dim in numbers], of_layer
+        of_layer.append(0 if rope is None else numbers.setdefault((rope, layer.mixer.rope_dim), len(numbers) + 1))
+    return [angles_of(rope, dims, device) for rope, dims in numbers], of_layer

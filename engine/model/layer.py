@@ -12,10 +12,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from serve_llm.engine.model import spec
-from serve_llm.engine.model.attention import attention
+from serve_llm.engine.model.attention import Attention, attention
 from serve_llm.engine.model.build import Builder, RowWise
 from serve_llm.engine.model.ffn import dense
 from serve_llm.engine.model.inputs import GroupInputs, StepInputs
+from serve_llm.engine.model.mla import HeadlessLatentAttention, LatentAttention, latent_attention
 from serve_llm.engine.model.moe import moe
 from serve_llm.engine.model.norm import Norm
 from serve_llm.kernels.rope import Angles
@@ -44,7 +45,7 @@ NORMS = {  # of a placement: where around its half each norm stands, and what fo
 
 class Layer:
     def __init__(self, layer: spec.Layer, width: int, build: Builder) -> None:
-        self.mixer = attention(layer.mixer, width, build.within("attention"))
+        self.mixer = _mixer(layer.mixer, width, build.within("attention"))
         self.ffn = _ffn(layer.ffn, width, build.within("ffn"))
         self.first, self.last = _norms(layer, width, build)
         self._between = _between(layer.placement, self.first, self.last)
@@ -68,6 +69,12 @@ class Layer:
             hidden, made, read = hidden[rows], made[rows], read[rows]
         hidden, made = self._between(hidden, made, read)  # the same name: nothing holds what was added any longer
         return hidden, self.ffn(made)
+
+
+def _mixer(mixer: spec.Mixer, width: int, build: Builder) -> Attention | LatentAttention | HeadlessLatentAttention:
+    if isinstance(mixer, spec.MLA):
+        return latent_attention(mixer, width, build)
+    return attention(mixer, width, build)
 
 
 def _ffn(ffn: spec.Dense | spec.MoE, width: int, build: Builder) -> RowWise:

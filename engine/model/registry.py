@@ -11,6 +11,7 @@ from serve_llm.engine.errors import ModelError, UnsupportedModel
 from serve_llm.engine.model.config import Config
 from serve_llm.engine.model.families import (
     cohere,
+    deepseek,
     falcon,
     glm,
     gpt2,
@@ -54,6 +55,8 @@ FAMILIES: dict[str, Callable[[Config], tuple[ModelSpec, WeightMap]]] = {
     "Cohere2ForCausalLM": cohere.read_cohere2,
     "GlmForCausalLM": glm.read,
     "Glm4ForCausalLM": glm.read_glm4,
+    "DeepseekV2ForCausalLM": deepseek.read_v2,
+    "DeepseekV3ForCausalLM": deepseek.read_v3,
     "GPT2LMHeadModel": gpt2.read,
     "GPTJForCausalLM": gptj.read,
     "GPTNeoXForCausalLM": gpt_neox.read,

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from serve_llm.engine.model.spec import Attention, Dense, KVGroup, Layer, ModelSpec, MoE
+from serve_llm.engine.model.spec import MLA, Dense, KVGroup, Layer, Mixer, ModelSpec, MoE
 from serve_llm.engine.parallel.layout import Grid, HeadShare, head_shares, shares, stage_layers
 
 UNIT = 16  # feed-forward columns and vocabulary rows are shared out in such units where they divide
@@ -44,12 +44,14 @@ class Shard:
         """Whether a part of this parameter is here; not asked of embedding.weight and head.weight."""
         kind, *rest = parameter.split(".")
         if kind == "layers":
-            ffn = spec.layers[int(rest[0])].ffn
+            mixer, ffn = spec.layers[int(rest[0])].mixer, spec.layers[int(rest[0])].ffn
             elsewhere = rest[2] == "experts" and isinstance(ffn, MoE) and int(rest[3]) not in self.experts(ffn)
+            if isinstance(mixer, MLA) and rest[1] == "attention" and rest[2] != "output":
+                elsewhere = not self.attention(mixer).heads
             return int(rest[0]) in self.layers and not elsewhere
         return self.is_first if kind in ("positions", "project_in") else self.is_last
 
-    def attention(self, mixer: Attention) -> HeadShare:
+    def attention(self, mixer: Mixer) -> HeadShare:
         return head_shares(mixer.heads, mixer.kv_heads, self.grid.tensor, self.weights)[self.place]
 
     def ffn(self, ffn: Dense) -> range:
@@ -109,11 +111,21 @@ def layer_cost(layer: Layer, width: int) -> float:
     """Weights read per step, which is what its time follows; an embedding reads one row, a head all of it, and the
     tokens of a busy step go through all experts."""
     mixer, ffn = layer.mixer, layer.ffn
-    attention = width * mixer.head_dim * 2 * (mixer.heads + mixer.kv_heads)
+    attention = _mixer_cost(mixer, width)
     if isinstance(ffn, Dense):
         return attention + dense_cost(ffn, width)
     experts = ffn.router.num_experts * (width + dense_cost(ffn.expert, width))
     return attention + experts + (0 if ffn.shared is None else dense_cost(ffn.shared, width))
+
+
+def _mixer_cost(mixer: Mixer, width: int) -> float:
+    if not isinstance(mixer, MLA):
+        return width * mixer.head_dim * 2 * (mixer.heads + mixer.kv_heads)
+    query, value = mixer.nope_dim + mixer.rope_dim, mixer.nope_dim + mixer.value_dim
+    rank = mixer.q_lora_rank
+    queries = width * mixer.heads * query if rank is None else rank * (width + mixer.heads * query)
+    keys = width * mixer.head_dim + mixer.kv_lora_rank * mixer.heads * value
+    return queries + keys + width * mixer.heads * mixer.value_dim
 
 
 def dense_cost(ffn: Dense, width: int) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 Placement = Literal["pre", "post", "inside", "sandwich", "parallel", "parallel_norms"]
@@ -101,6 +101,56 @@ class Attention:
     head_norm: Norm | None = None  # of every query and key head, before rope; if a layer norm, each with its own weight
     projection_norm_eps: float | None = None  # of rms norms of all query heads as one, and of all key heads
 
+    @property
+    def rope_dim(self) -> int:
+        """Numbers of a head that the rope's angles are for."""
+        return self.head_dim
+
+    def with_max_length(self, max_model_len: int) -> Attention:
+        """See `ModelSpec`."""
+        window, rope = self.window, self.rope
+        return replace(
+            self,
+            window=None if window is None or window >= max_model_len else window,
+            rope=None if rope is None else rope.with_max_length(max_model_len),
+        )
+
+
+@dataclass(frozen=True)
+class MLA:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): of a token one row is cached for all heads, a latent
+    vector, from which each head's key and value would be made, and a key of rope_dim numbers that all heads share.
+
+    So there is one KV head, whose keys are these rows and whose values are their first kv_lora_rank numbers.
+    """
+
+    heads: int
+    q_lora_rank: int | None  # of the queries' latent vector; None: they are made of the hidden row at once
+    kv_lora_rank: int
+    nope_dim: int  # numbers of a query head that meet the key made of the latent vector
+    rope_dim: int  # and those that meet the shared key
+    value_dim: int  # numbers of a head's value
+    scale: float  # of the scores
+    norm_eps: float  # of the rms norms of the latent vectors
+    rope: Rope | None = None
+    interleaved: bool = False  # the checkpoint turns numbers 2i and 2i + 1 together, not i and i + rope_dim / 2
+    bias: bool = False  # of the two products that make latent vectors, and of the output
+
+    kv_heads: ClassVar[int] = 1
+    window: ClassVar[None] = None
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a cached row."""
+        return self.kv_lora_rank + self.rope_dim
+
+    def with_max_length(self, max_model_len: int) -> MLA:
+        """See `ModelSpec`."""
+        return replace(self, rope=None if self.rope is None else self.rope.with_max_length(max_model_len))
+
+
+Mixer = Attention | MLA
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -113,13 +163,26 @@ class Dense:
 
 
 @dataclass(frozen=True)
+class ExpertGroups:
+    """Only experts of the `top_k` best groups are chosen (DeepSeek-V2, arXiv:2405.04434); a group is consecutive."""
+
+    count: int
+    top_k: int
+    best: int  # so many of its highest scores, added up, are a group's
+
+
+@dataclass(frozen=True)
 class Router:
     """Which `top_k` of the experts a token goes through, by a score of each, and with what weights they are summed."""
 
     num_experts: int
     top_k: int
-    scores: Literal["softmax"] = "softmax"  # over all experts
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # over all experts, or of each for itself
     normalise: bool = True  # the weights of the chosen are their scores, made to add up to 1; else their scores
+    factor: float = 1.0  # of the weights
+    groups: ExpertGroups | None = None
+    correction: bool = False  # a number of each expert is added to its score, for the choice only (arXiv:2408.15664)
+    wide: bool = False  # computed in float32, whatever the model's dtype
 
 
 @dataclass(frozen=True)
@@ -135,12 +198,18 @@ class MoE:
 
 @dataclass(frozen=True)
 class Layer:
-    mixer: Attention
+    mixer: Mixer
     ffn: Dense | MoE
     norm: Norm  # of each half, or of both where they are parallel
     # x + f(norm(x)), norm(x + f(x)), x + norm(f(x)), x + norm(f(norm(x))) with two norms for each half, or both halves
     # read the same x: x + f(norm(x)) + g(norm(x)), by one norm or (parallel_norms) by one each
     placement: Placement = "pre"
+
+    @property
+    def attention(self) -> Attention:
+        """The mixer, in a family whose layers have no other."""
+        assert isinstance(self.mixer, Attention)
+        return self.mixer
 
 
 @dataclass(frozen=True)
@@ -157,9 +226,12 @@ class KVGroup:
     kv_heads: int
     head_dim: int
     window: int | None
+    is_latent: bool = False  # one row of a token for keys and values, of `MLA`; else a row for each
 
 
-PRODUCTS = frozenset({"q", "k", "v", "output", "gate", "up", "down", "project_in", "project_out"})
+PRODUCTS = frozenset(
+    {"q", "k", "v", "output", "gate", "up", "down", "project_in", "project_out", "q_down", "q_up", "kv_down"}
+)
 
 
 def product_of(parameter: str) -> str | None:
@@ -218,22 +290,17 @@ class ModelSpec:
 
         Build the decoder and count KV groups from one and the same spec, this one.
         """
-
-        def limited(layer: Layer) -> Layer:
-            window, rope = layer.mixer.window, layer.mixer.rope
-            window = None if window is None or window >= max_model_len else window
-            rope = None if rope is None else rope.with_max_length(max_model_len)
-            return replace(layer, mixer=replace(layer.mixer, window=window, rope=rope))
-
-        return replace(self, layers=tuple(limited(layer) for layer in self.layers))
+        layers = (replace(layer, mixer=layer.mixer.with_max_length(max_model_len)) for layer in self.layers)
+        return replace(self, layers=tuple(layers))
 
     @cached_property
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """In the order of each group's first layer. `StepInputs.groups` and the block tables have the same order."""
-        members: dict[tuple[int, int, int, int | None], list[int]] = {}
+        members: dict[tuple[int, int, int, int | None, bool], list[int]] = {}
         for index, layer in enumerate(self.layers):
             mixer = layer.mixer  # the number of query heads decides which KV heads a rank holds
-            members.setdefault((mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.window), []).append(index)
+            shape = mixer.kv_heads, mixer.head_dim, mixer.window, isinstance(mixer, MLA)
+            members.setdefault((mixer.heads, *shape), []).append(index)
         return tuple(KVGroup(tuple(layers), *key[1:]) for key, layers in members.items())
 
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from serve_llm.engine.errors import ModelError
-from serve_llm.engine.model.build import Builder, Load, Part
+from serve_llm.engine.model.build import Builder, Load, Part, in_float32
 from serve_llm.engine.model.decoder import Decoder
 from serve_llm.engine.model.shard import Shard
-from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.spec import MLA, ModelSpec
 from serve_llm.engine.model.weight_map import Row, WeightMap
 from serve_llm.engine.parallel.comm import Neighbours
 from serve_llm.engine.quant import int8
@@ -74,7 +74,10 @@ def load_model(
         progress(done, total)
         return tensor
 
-    kernels = choose(device, dtype, {layer.mixer.head_dim for layer in spec.layers})
+    dims: tuple[set[int], set[int]] = set(), set()  # of caches with keys and values, and of latent ones
+    for layer in spec.layers:
+        dims[isinstance(layer.mixer, MLA)].add(layer.mixer.head_dim)
+    kernels = choose(device, dtype, *dims)
     decoder = Decoder(spec, Builder(counted, kernels, shard, neighbours, spec.int8), device)
     if checkpoint is not None:
         checkpoint.release()
@@ -161,7 +164,7 @@ def placement(
         tensor = put(chosen(tensor.T if row.transform == "transpose" else tensor))
         if row.transform == "plus_one":
             tensor = tensor.float() + 1.0
-        return tensor.to(torch.float32 if name.endswith("_scale") else dtype)
+        return tensor.to(torch.float32 if in_float32(name) else dtype)
 
     return load
 
@@ -193,6 +196,7 @@ def dummy(seed: int, dtype: torch.dtype, device: torch.device) -> Load:
         values = torch.randn(shape, generator=generator, device=device) * 0.02
         if part is not None:
             values = values.narrow(part.dimension, part.own.start, len(part.own)).clone()
-        return (values + 1.0 if name.endswith("norm.weight") else values).to(dtype)
+        values = values + 1.0 if name.endswith("norm.weight") else values
+        return values.to(torch.float32 if in_float32(name) else dtype)
 
     return load

@@ -24,7 +24,7 @@ from serve_llm.kernels.reference import activation, attention, linear, linear_in
 from serve_llm.kernels.table import PORTABLE, Kernels
 from support.forward import CPU, Harness, load, load_whole
 from support.reference import reference_greedy, reference_logprobs
-from support.tiny import FAMILIES, make_checkpoint
+from support.tiny import FAMILIES, ROPE_SCALINGS, make_checkpoint
 
 REFERENCE = Kernels(
     paged_attention=attention.paged_attention,
@@ -158,6 +158,39 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 30, "attention_bias": True},
     ),
     "granitemoeshared-none": ("granitemoeshared", {"shared_intermediate_size": 0, "attention_bias": True}),
+    "deepseek_v2-groups-yarn": (
+        "deepseek_v2",
+        {
+            "topk_method": "group_limited_greedy",
+            "q_lora_rank": 20,
+            "attention_bias": True,
+            "rope_parameters": {**ROPE_SCALINGS["yarn"], "rope_theta": 500.0, "mscale": 0.7, "mscale_all_dim": 1.3},
+        },
+    ),
+    "deepseek_v2-dense-tied-wide": (
+        "deepseek_v2",
+        {"first_k_dense_replace": 3, "tie_word_embeddings": True, "kv_lora_rank": 570, "std": 0.2},
+    ),
+    "deepseek_v3-halves": (
+        "deepseek_v3",
+        {
+            "rope_interleave": False,
+            "q_lora_rank": None,
+            "kv_lora_rank": 27,  # rows without a compiled kernel
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "deepseek_v3-biases-yarn": (
+        "deepseek_v3",
+        {
+            "attention_bias": True,
+            "rope_parameters": {**ROPE_SCALINGS["yarn"], "rope_theta": 500.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "n_shared_experts": 2,
+        },
+    ),
     "gpt2-untied-inverse": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}),
     "gpt2-gelu-unscaled": ("gpt2", {"activation_function": "gelu", "scale_attn_weights": False, "n_inner": None}),
     "opt-post-narrow": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 33}),

@@ -15,7 +15,7 @@ from serve_llm.engine.model.decoder import Decoder
 from serve_llm.engine.model.inputs import GroupInputs, StepInputs
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.shard import shard_of
-from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.spec import MLA, ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.parallel.comm import Neighbours
 from serve_llm.engine.parallel.layout import Grid
@@ -52,8 +52,10 @@ class Harness:
         if dtype == torch.int8:
             scale, self.nothing = cache_int8.SCALE_BYTES, -1  # four bytes of -1 are a scale of NaN
         self.caches = [
-            torch.full((num_blocks, 2, mixer.kv_heads, block_size, mixer.head_dim + scale), self.nothing, dtype=dtype)
-            for mixer in (layer.mixer for layer in spec.layers)
+            torch.full(
+                (num_blocks, parts, mixer.kv_heads, block_size, mixer.head_dim + scale), self.nothing, dtype=dtype
+            )
+            for mixer, parts in ((layer.mixer, 1 if isinstance(layer.mixer, MLA) else 2) for layer in spec.layers)
         ]
         self.free = [self.rng.sample(range(1, num_blocks), num_blocks - 1) for _ in spec.kv_groups]
         self.tables: dict[int, list[list[int]]] = {}  # sequence -> group -> blocks

@@ -91,6 +91,26 @@ SIZES: dict[str, dict[str, Any]] = {
         "word_embed_proj_dim": 57,
     },
 }
+_LATENT = {
+    **{key: value for key, value in _LLAMA_LIKE.items() if key not in ("head_dim", "num_key_value_heads")},
+    "q_lora_rank": 21,
+    "kv_lora_rank": 26,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 9,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 37,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.7,
+    "n_group": 3,
+    "topk_group": 2,
+    "num_nextn_predict_layers": 0,
+}
+SIZES |= {
+    "deepseek_v2": {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2},
+    "deepseek_v3": {**_LATENT, "num_key_value_heads": 6},
+}
 FAMILIES = tuple(SIZES)
 WITH_EXPERTS = tuple(family for family, sizes in SIZES.items() if "num_experts_per_tok" in sizes)
 OTHERS: dict[str, dict[str, Any]] = {  # that no family file describes
@@ -135,7 +155,8 @@ def make_checkpoint(
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        corrections = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
+        for name, parameter in (*model.named_parameters(), *corrections):
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = "norm" in name or "ln_" in name
             parameter.copy_(noise * 0.2 + 1.0 if is_norm and name.endswith("weight") else noise * std)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model.config import Config
 from serve_llm.engine.model.families.rope import DEFAULT_BASE, read_rope
-from serve_llm.engine.model.spec import Attention, Dense, Layer, ModelSpec, MoE, Norm, Placement
+from serve_llm.engine.model.spec import MLA, Attention, Dense, Layer, Mixer, ModelSpec, MoE, Norm, Placement
 from serve_llm.engine.model.weight_map import Row, Transform, WeightMap
 
 
@@ -173,16 +173,17 @@ def weights(
     """
     layer = spec.layers[0]
     mixer = layer.mixer
-    if mixer.head_norm is not None or mixer.projection_norm_eps is not None:
+    if isinstance(mixer, Attention) and (mixer.head_norm is not None or mixer.projection_norm_eps is not None):
         names = {**names, **QK_NORMS}
-    sizes = {"attention.q": mixer.heads * mixer.head_dim}
-    sizes |= dict.fromkeys(("attention.k", "attention.v"), mixer.kv_heads * mixer.head_dim)
+    sizes = {}
+    if isinstance(mixer, Attention):
+        sizes = {"attention.q": mixer.heads * mixer.head_dim}
+        sizes |= dict.fromkeys(("attention.k", "attention.v"), mixer.kv_heads * mixer.head_dim)
     dense = [one.ffn for one in spec.layers if isinstance(one.ffn, Dense)]
     routed = [one.ffn for one in spec.layers if isinstance(one.ffn, MoE)]
-    biased = dict.fromkeys(("attention.q", "attention.k", "attention.v"), mixer.qkv_bias)
+    biased = _biased(mixer)
     biased |= dict.fromkeys(("ffn.gate", "ffn.up", "ffn.down"), any(ffn.bias for ffn in dense))
     biased |= dict.fromkeys(("attention_norm", "ffn_norm"), layer.norm.has_bias)
-    biased["attention.output"] = mixer.output_bias
 
     def rows(source: str, filled: str) -> list[Row]:
         parameters = filled.split()
@@ -217,3 +218,12 @@ def weights(
         # computed from config.json, and the causal mask, stored by old versions
         ignored=(r".*\.rotary_emb\.inv_freq", r".*\.(attn|attention)\.(bias|masked_bias)"),
     )
+
+
+def _biased(mixer: Mixer) -> dict[str, bool]:
+    """Which of its products have a bias."""
+    if isinstance(mixer, MLA):
+        return dict.fromkeys(("attention.q_down", "attention.kv_down", "attention.output"), mixer.bias)
+    return dict.fromkeys(("attention.q", "attention.k", "attention.v"), mixer.qkv_bias) | {
+        "attention.output": mixer.output_bias
+    }

@@ -24,7 +24,7 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
         output_bias=bias,
     )
     layer = plain.layers[0]
-    mixer = replace(layer.mixer, projection_norm_eps=layer.norm.eps)
+    mixer = replace(layer.attention, projection_norm_eps=layer.norm.eps)
     spec = replace(plain, layers=(replace(layer, mixer=mixer, placement="inside"),) * len(plain.layers))
     config.done()
     norms = {"post_attention_layernorm": "attention_norm", "post_feedforward_layernorm": "ffn_norm"}

@@ -55,7 +55,7 @@ def _weights(spec: ModelSpec) -> WeightMap:
     def inside(source: str, parameter: str, kinds: tuple[str, ...]) -> list[Row]:
         return rows(f"layers.{{layer}}.{source}", f"layers.{{layer}}.{parameter}", *kinds)
 
-    linear = ("weight", "bias") if layer.mixer.qkv_bias else ("weight",)  # all of them alike
+    linear = ("weight", "bias") if layer.attention.qkv_bias else ("weight",)  # all of them alike
     norm = ("weight", "bias") if layer.norm.affine else ()
     found = [
         *rows("embed_positions", "positions", "weight"),

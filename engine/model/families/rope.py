@@ -92,10 +92,21 @@ def _long(config: Config, scaling: Config, max_position: int, pairs: int) -> Lon
 
 def _yarn_attention_factor(scaling: Config, factor: float) -> float:
     """The temperature of arXiv:2309.00071, section 3.4, as a multiplier of cos and sin; or the ratio of two such."""
-
-    def magnitude(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
     mscale, all_dims = scaling.number("mscale", 0.0), scaling.number("mscale_all_dim", 0.0)
-    computed = magnitude(mscale) / magnitude(all_dims) if mscale and all_dims else magnitude(1.0)
+    computed = yarn_magnitude(factor, 1.0)
+    if mscale and all_dims:
+        computed = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dims)
     return scaling.number("attention_factor", computed)
+
+
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def score_factor(config: Config, rope: Rope) -> float:
+    """By what DeepSeek multiplies scores in place of queries and keys: YaRN's temperature of all their numbers, also
+    of those that are not turned. `_yarn_attention_factor` gives what cos and sin have beyond that."""
+    scaling = config.inner("rope_scaling") or config.inner("rope_parameters")
+    if scaling is None or not isinstance(rope.scaling, YarnScaling):
+        return 1.0
+    return yarn_magnitude(rope.scaling.factor, scaling.number("mscale_all_dim", 0.0)) ** 2
