@@ -61,7 +61,7 @@ def pack_heads(weight: Tensor, pack: Callable[[Tensor], Linear]) -> Linear:
             return y
 
         return one_by_one
-    turned = weight.transpose(1, 2).contiguous()
+    turned = weight.transpose(1, 2).clone(memory_format=torch.contiguous_format)
     return lambda x: torch.bmm(x.transpose(0, 1), turned).transpose(0, 1)
 
 

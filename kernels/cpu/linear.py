@@ -119,12 +119,13 @@ class _Packed:
 
     def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """x: (rows, inputs) of the weight's kind -> (rows, outputs) of `dtype`."""
-        if self._missing or x.stride(1) != 1:
+        rows, row_bytes = x.shape[0], x.stride(0) * x.element_size()
+        if self._missing or x.stride(1) != 1 or row_bytes % UNIT:
             x = functional.pad(x, (0, self._missing)).contiguous()
-        rows = x.shape[0]
+            row_bytes = x.stride(0) * x.element_size()
         y = torch.empty((rows, self._outputs), dtype=dtype)
         product = self._product
-        product.x, product.x_row, product.rows = x.data_ptr(), x.stride(0) * x.element_size(), rows
+        product.x, product.x_row, product.rows = x.data_ptr(), row_bytes, rows
         product.y, product.y_bf16 = y.data_ptr(), dtype == torch.bfloat16
         self._compiled.serve_llm_linear(self._reference, self._variant, torch.get_num_threads())
         return y

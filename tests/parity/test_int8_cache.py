@@ -33,7 +33,7 @@ def test_logprobs_are_close_to_those_of_an_exact_cache(family: str, tmp_path: Pa
     assert 0.001 < (small - exact).norm() / exact.norm() < (0.12 if family in WITH_EXPERTS else 0.06)
     assert (small.argmax(-1) == exact.argmax(-1)).float().mean() > 0.85
     half, small = logits(torch.bfloat16, torch.bfloat16), logits(torch.bfloat16, torch.int8)
-    assert (small - exact).norm() < 2 * (half - exact).norm()
+    assert (small - exact).norm() < (3 if family in WITH_EXPERTS else 2) * (half - exact).norm()
 
 
 def logprobs(result: Result) -> list[tuple[int, float]]:

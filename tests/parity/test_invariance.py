@@ -21,6 +21,8 @@ CASES = [  # attention has a compiled kernel for heads of 16 numbers, and plain 
     ("llama", "float32", {"head_dim": 16}),
     ("qwen3", "bfloat16", {"head_dim": 16}),
     ("qwen3", "bfloat16", {}),
+    ("deepseek_v3", "float32", {}),
+    pytest.param(("deepseek_v2", "bfloat16", {"kv_lora_rank": 27}), marks=pytest.mark.slow),
     pytest.param(("llama", "float32", {}), marks=pytest.mark.slow),
     pytest.param(("gpt2", "float32", {}), marks=pytest.mark.slow),
     pytest.param(("mistral", "bfloat16", {"head_dim": 16}), marks=pytest.mark.slow),

@@ -91,7 +91,7 @@ def test_whole_experts(family: str, tensor: int, pipeline: int, root: Path) -> N
     check(generate(engine, wanted), expected)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gpt2"])
+@pytest.mark.parametrize("family", ["mistral", "gpt2", "deepseek_v3"])
 def test_small_chunks_and_preemption(family: str, root: Path) -> None:
     directory, wanted, expected = case(family, root)
     options = {"block_size": 8, "max_model_len": 40, "max_num_batched_tokens": 12, "tensor": 2, "pipeline": 2}
@@ -123,6 +123,7 @@ def test_small_chunks_and_preemption(family: str, root: Path) -> None:
             {"hidden_size": 56, "num_attention_heads": 28, "num_key_value_heads": 2},
         ),  # shared keys
         ("stablelm", {"tensor": 3}, {"use_parallel_residual": True}),
+        ("deepseek_v2", {"tensor": 5, "split": (1, 1, 60, 1, 1)}, {"attention_bias": True, "q_lora_rank": 9}),
         ("stablelm", {"tensor": 2, "pipeline": 2}, {"use_parallel_residual": True}),
         ("gpt2", {"pipeline": 2}, {"tie_word_embeddings": False}),
         ("gpt_neox", {"tensor": 3, "split": (3, 1, 1)}, {"use_parallel_residual": False, "attention_bias": False}),

@@ -48,6 +48,22 @@ _GPT2 = {"vocab_size": 331, "n_embd": 57, "n_inner": 97, "n_layer": 3, "n_head":
 _GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 1.5}
 _EXPERTS = {**_LLAMA_LIKE, "intermediate_size": 37, "num_local_experts": 5, "num_experts_per_tok": 2}
 _QWEN_EXPERTS = {**_PLAIN_HEADS, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 37}
+_LATENT = {
+    **_without(_LLAMA_LIKE, "head_dim", "num_key_value_heads"),
+    "q_lora_rank": 21,
+    "kv_lora_rank": 26,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 9,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 37,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.7,
+    "n_group": 3,
+    "topk_group": 2,
+    "num_nextn_predict_layers": 0,
+}
 SIZES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA_LIKE,
     "mistral": {**_LLAMA_LIKE, "sliding_window": 37},
@@ -81,6 +97,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_QWEN_EXPERTS, "head_dim": 14, "mlp_only_layers": [1], "norm_topk_prob": True},
     "granitemoe": {**_EXPERTS, **_GRANITE},
     "granitemoeshared": {**_EXPERTS, **_GRANITE, "shared_intermediate_size": 23},
+    "deepseek_v2": {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2},
+    "deepseek_v3": {**_LATENT, "num_key_value_heads": 6},
     "opt": {
         "vocab_size": 331,
         "hidden_size": 57,
@@ -90,26 +108,6 @@ SIZES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 256,
         "word_embed_proj_dim": 57,
     },
-}
-_LATENT = {
-    **{key: value for key, value in _LLAMA_LIKE.items() if key not in ("head_dim", "num_key_value_heads")},
-    "q_lora_rank": 21,
-    "kv_lora_rank": 26,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 6,
-    "v_head_dim": 9,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 37,
-    "n_routed_experts": 6,
-    "num_experts_per_tok": 2,
-    "routed_scaling_factor": 1.7,
-    "n_group": 3,
-    "topk_group": 2,
-    "num_nextn_predict_layers": 0,
-}
-SIZES |= {
-    "deepseek_v2": {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2},
-    "deepseek_v3": {**_LATENT, "num_key_value_heads": 6},
 }
 FAMILIES = tuple(SIZES)
 WITH_EXPERTS = tuple(family for family, sizes in SIZES.items() if "num_experts_per_tok" in sizes)

@@ -115,6 +115,8 @@ def test_layouts_of_weights_and_rows(packer: Packer) -> None:
     assert torch.equal(packer.pack(beside[:, 7:])(x), expected)
     assert torch.equal(packer.pack(weight)(torch.cat((x, x), 1)[:, 53:]), expected)
     assert torch.equal(packer.pack(weight)(x.T.contiguous().T), expected)
+    half, wide = weight[:, :10].bfloat16(), random(3, 21).bfloat16()  # rows that do not start at whole units
+    assert torch.equal(packer.pack(half)(wide[:, 3:13]), packer.pack(half)(wide[:, 3:13].contiguous()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from serve_llm.engine.hub import read_config
-from serve_llm.engine.model.build import Builder, Part
+from serve_llm.engine.model.build import Builder, Part, in_float32
 from serve_llm.engine.model.count import weight_bytes
 from serve_llm.engine.model.decoder import Decoder
 from serve_llm.engine.model.registry import read_model
@@ -48,6 +48,8 @@ VARIANTS = {
     "qwen2_moe": {},
     "qwen3_moe": {},
     "granitemoeshared": {},
+    "deepseek_v2": {},
+    "deepseek_v3": {"attention_bias": True},
     "stablelm-parallel": {"use_parallel_residual": True},
     "gpt_neox": {},
     "gptj": {},
@@ -73,7 +75,7 @@ def build(spec: ModelSpec, grid: Grid, rank: int, device: str, dtype: torch.dtyp
         own = list(shape)
         if part is not None:
             own[part.dimension] = len(part.own)
-        kind = torch.float32 if name.endswith("_scale") else dtype
+        kind = torch.float32 if in_float32(name) else dtype
         if spec.int8 is not None and spec.int8.stored and (product := product_of(name)) and spec.int8.takes(product):
             kind = torch.int8
         tensor = torch.zeros(own, dtype=kind, device=device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model.build import Part
 from serve_llm.engine.model.registry import read_model
-from serve_llm.engine.model.spec import MoE
+from serve_llm.engine.model.spec import MLA, MoE
 from serve_llm.engine.parallel.layout import Grid
 from serve_llm.engine.weights.files import Checkpoint
 from serve_llm.engine.weights.place import assign, dummy, load_model, placement
@@ -213,14 +213,16 @@ def test_parts_are_the_parts_of_the_whole(family: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path)
     sources = assign(checkpoint, spec, weight_map, "here")[1]
     ways = (placement(checkpoint, sources, torch.float32, CPU), dummy(3, torch.float32, CPU))
-    ffn = spec.layers[0].ffn
+    mixer, ffn, width = spec.layers[0].mixer, spec.layers[0].ffn, spec.width
     inner, where = (ffn.expert.width, "ffn.experts.3") if isinstance(ffn, MoE) else (ffn.width, "ffn")
-    width = spec.width
-    heads = spec.layers[0].mixer.heads * spec.layers[0].mixer.head_dim
+    if isinstance(mixer, MLA):
+        up = mixer.heads * (mixer.nope_dim + mixer.value_dim)
+        attention = {"kv_up": (up, mixer.kv_lora_rank), "output": (width, mixer.heads * mixer.value_dim)}
+    else:
+        attention = {"q": (mixer.heads * mixer.head_dim, width), "output": (width, mixer.heads * mixer.head_dim)}
     for name, shape in {
         "embedding.weight": (spec.vocab_size, width),
-        "layers.1.attention.q.weight": (heads, width),
-        "layers.2.attention.output.weight": (width, heads),
+        **{f"layers.1.attention.{product}.weight": sizes for product, sizes in attention.items()},
         f"layers.0.{where}.up.weight": (inner, width),
         f"layers.0.{where}.down.weight": (width, inner),
         "layers.0.attention_norm.weight": (width,),
