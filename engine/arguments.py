@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 from serve_llm.engine.errors import OptionError
 from serve_llm.engine.fields import Fields, help_text, option_name
-from serve_llm.engine.options import ENVIRONMENT_PREFIX, Given, Options, build, fields, named, nearest
+from serve_llm.engine.given import Given, build, named, nearest
+from serve_llm.engine.options import ENVIRONMENT_PREFIX, Options, fields
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

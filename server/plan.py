@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from serve_llm.engine.arguments import by_flag, make_parser, merge
 from serve_llm.engine.arguments import read_command_line as read_flags
 from serve_llm.engine.errors import CapacityError
+from serve_llm.engine.given import build
 from serve_llm.engine.hub import find_config
 from serve_llm.engine.machines import Machines
-from serve_llm.engine.options import Options, build, fields
+from serve_llm.engine.options import Options, fields
 from serve_llm.engine.plan import GridPlan, Plan, RankPlan, capacity_lines, make_plan, size_text
 
 DAEMON_OPTIONS = (

@@ -1,5 +1,5 @@
-"""Weights from mapped files to a GPU: read ahead from the disk, and copied by way of two pinned buffers, of which one is
-filled while the other is on its way. So the slowest of disk, memory and bus is what loading waits for.
+"""Weights from mapped files to a GPU: read ahead from the disk, and copied by way of two pinned buffers, one of which
+is filled while the other is on its way. So the slowest of disk, memory and bus is what loading waits for.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
     """CohereForCausalLM. Defaults of absent keys are transformers' own (CohereConfig)."""
     spec = _read(config, "CohereForCausalLM", [None] * config.layers("num_hidden_layers"))
     if config.flag("use_qk_norm", False):
-        (mixer,) = {layer.mixer for layer in spec.layers}
+        (mixer,) = {layer.attention for layer in spec.layers}
         mixer = replace(mixer, head_norm=spec.layers[0].norm)
         spec = replace(spec, layers=tuple(replace(layer, mixer=mixer) for layer in spec.layers))
     # of the first Command R: the context that it is meant for, beyond its max_position_embeddings

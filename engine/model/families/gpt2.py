@@ -26,8 +26,8 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
 
     def layer(index: int) -> Layer:
         whole = plain.layers[index]
-        scale = (1.0 if unscaled else whole.mixer.scale) / (index + 1 if by_layer else 1)
-        return replace(whole, mixer=replace(whole.mixer, scale=scale, qkv_bias=True, output_bias=True))
+        scale = (1.0 if unscaled else whole.attention.scale) / (index + 1 if by_layer else 1)
+        return replace(whole, mixer=replace(whole.attention, scale=scale, qkv_bias=True, output_bias=True))
 
     layers = tuple(layer(index) for index in range(len(plain.layers)))
     spec = replace(plain, layers=layers, positions=LearnedPositions(plain.max_position))
