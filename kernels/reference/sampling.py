@@ -31,12 +31,16 @@ class Logprobs(NamedTuple):
 
 def choose(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     """Same contract as `kernels.sampling.choose`."""
-    logits = logits.float()
-    highest, best = logits.max(dim=1, keepdim=True)
     if all(draw.temperature == 0.0 for draw in draws):
-        return torch.where(highest.isfinite(), best, -1).flatten().tolist()
-    columns = torch.tensor(draws, dtype=torch.float64, device=logits.device).T.unsqueeze(-1)  # (5, rows, 1)
-    temperature, top_k, top_p, min_p, noise = columns
+        highest, best = logits.max(dim=1)
+        return torch.where(highest.isfinite(), best, -1).tolist()
+    return draw_ids(logits.float(), torch.tensor(draws, dtype=torch.float64, device=logits.device)).tolist()
+
+
+def draw_ids(logits: Tensor, draws: Tensor) -> Tensor:
+    """(rows,) int64: what `choose` lists. logits: float32; draws: (rows, 5) float64, columns as in `Draw`."""
+    highest, best = logits.max(dim=1, keepdim=True)
+    temperature, top_k, top_p, min_p, noise = draws.T.unsqueeze(-1)  # (5, rows, 1)
     vocab = logits.shape[1]
     sampled = temperature > 0.0
     # a greedy row keeps its likeliest token only
@@ -44,7 +48,7 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     min_p = torch.where(sampled, min_p, 1.0)
 
     weights = ((logits - highest).double() / temperature).exp()  # (rows, vocab)
-    order = _order(logits)
+    order = ordered(logits)
     kept = weights >= min_p
     kept &= order >= _threshold(order, torch.ones_like(weights), torch.where(top_k > 0, top_k.clamp(max=vocab), vocab))
     weights = torch.where(kept, weights, 0.0)
@@ -54,7 +58,7 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     total = sums[:, -1:]
     target = torch.minimum(noise * total, torch.nextafter(total, torch.zeros_like(total)))
     drawn = torch.searchsorted(sums, target, right=True)
-    return torch.where(highest.isfinite(), torch.where(sampled, drawn, best), -1).flatten().tolist()
+    return torch.where(highest.isfinite(), torch.where(sampled, drawn, best), -1).flatten()
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -74,21 +78,30 @@ def largest(logits: Tensor, k: int) -> list[Tensor]:
 
 def logprobs(logits: Tensor, ids: Sequence[int], k: int) -> list[Logprobs]:
     """Same contract as `kernels.sampling.logprobs`."""
-    logits = logits.float()
-    if not logits.amax(1).isfinite().all():
+    columns = [column.tolist() for column in log_softmax(logits, torch.tensor(ids, device=logits.device), k)]
+    if 0 in columns[1]:
         raise ValueError("logits are not finite")
+    return [Logprobs(*row) for row in zip(*columns, strict=True)]
+
+
+def log_softmax(logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `Logprobs` for all rows, in tensors; rank 0 where a row's maximum is not finite.
+
+    ids: (rows,) int64; -1 gives any number.
+    """
+    logits = logits.float()
     vocab = logits.shape[1]
     wide = logits.double().log_softmax(dim=1)
-    index = torch.tensor(ids, device=logits.device).unsqueeze(1)
+    index = ids.clamp(min=0).unsqueeze(1)
     rank = 1 + (logits > logits.gather(1, index)).sum(1)
     # larger logits first, among equals the lower id
-    order = (_order(logits) << 32) - torch.arange(vocab, device=logits.device)
+    order = (ordered(logits) << 32) - torch.arange(vocab, device=logits.device)
     top = order.topk(min(k, vocab), dim=1).indices
-    columns = (wide.gather(1, index).flatten(), rank, top, wide.gather(1, top))
-    return [Logprobs(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+    rank = torch.where(logits.amax(1).isfinite(), rank, 0)
+    return wide.gather(1, index).flatten(), rank, top, wide.gather(1, top)
 
 
-def _order(values: Tensor) -> Tensor:
+def ordered(values: Tensor) -> Tensor:
     """int64 in the order of float32 values: their bits, those of negative numbers turned round."""
     bits = (values + 0.0).view(torch.int32)  # + 0.0 makes 0 of -0
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
