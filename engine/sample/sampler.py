@@ -5,7 +5,8 @@ Batch invariance: a row's result depends on its own logits, parameters and ids a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,15 @@ class SampleRow(NamedTuple):
 class Sampled(NamedTuple):
     token_id: int
     logprobs: TokenLogprobs | None  # if sampling.logprobs asks for them
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What has been drawn, or will have been when the device comes to it."""
+
+    finish: Callable[[], list[Sampled | None]]  # one of each row, in order; waits
+    is_ready: Callable[[], bool] = lambda: True  # whether `finish` would not wait
+    ids: Tensor | None = None  # (rows,) int64 on the device, -1 for None: where others begin before `finish`
 
 
 class Sampler:

@@ -23,6 +23,7 @@ class Vocabulary:
     def __init__(self, shares: Sequence[range], group: Group, kernels: SamplingKernels) -> None:
         self._shares = tuple(shares)
         self._own = self._shares[group.rank]
+        self.size = sum(map(len, shares))
         self._widest = max(map(len, shares))
         self._group = group
         self._kernels = kernels
