@@ -19,7 +19,8 @@ from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.linear import Packer
 from serve_llm.kernels.cpu.rows import RowKernels
 from serve_llm.kernels.cpu.sampling import CompiledSampling
-from serve_llm.kernels.reference import sampling as sampling_reference
+from serve_llm.kernels.device_sampling import DeviceSampling, ListSampling
+from serve_llm.kernels.reference import device_sampling as device_sampling_reference
 
 logger = logging.getLogger(__name__)
 
@@ -126,9 +127,19 @@ def _ours_are_faster() -> bool:
 def choose_sampling(device: torch.device) -> sampling.SamplingKernels:
     """The fastest version that runs on the device. `choose` has said where there are no compiled kernels."""
     if device.type != "cpu":
-        return sampling_reference
+        return ListSampling(choose_device_sampling(device))
     path = library.find()
     try:
         return sampling if path is None else CompiledSampling(library.Library(path))
     except (OSError, AttributeError):
         return sampling
+
+
+def choose_device_sampling(device: torch.device) -> DeviceSampling:
+    """The fastest version for who does not wait for results; a CPU, where there is nothing to wait for, has only the
+    definition."""
+    if device.type != "cuda":
+        return device_sampling_reference
+    from serve_llm.kernels.triton import sampling as compiled  # Triton is not installed everywhere
+
+    return compiled

@@ -53,20 +53,28 @@ def is_adjusted(sampling: Sampling, num_output: int) -> bool:
 
 
 def _mask(scores: Tensor, sampling: Sampling, prompt_ids: Ids, output_ids: Ids) -> None:
-    """allowed_token_ids, bad_words_ids and min_tokens. Where they leave nothing, the bans give way: an allowed id that
-    ends the request early or completes a bad word is better than none."""
-    banned = _bad_word_ends(sampling.bad_words_ids, prompt_ids, output_ids) if sampling.bad_words_ids else set()
-    if len(output_ids) < sampling.min_tokens:
-        # a checkpoint may name end ids that it has no embedding for
-        banned.update(token_id for token_id in sampling.stop_token_ids if token_id < len(scores))
-    if sampling.allowed_token_ids:
-        allowed = set(sampling.allowed_token_ids)
-        index = _index((allowed - banned) or allowed, scores)
+    allowed, banned = masked(sampling, prompt_ids, output_ids, len(scores))
+    if allowed:
+        index = _index(allowed, scores)
         kept = scores[index]
         scores.fill_(-torch.inf)
         scores[index] = kept
-    elif 0 < len(banned) < len(scores):
+    elif banned:
         scores[_index(banned, scores)] = -torch.inf
+
+
+def masked(sampling: Sampling, prompt_ids: Ids, output_ids: Ids, vocab_size: int) -> tuple[set[int], set[int]]:
+    """What allowed_token_ids, bad_words_ids and min_tokens come to: the ids that alone are possible, if there are any,
+    else those that are not. Where they leave nothing, the bans give way: an allowed id that ends the request early or
+    completes a bad word is better than none."""
+    banned = _bad_word_ends(sampling.bad_words_ids, prompt_ids, output_ids) if sampling.bad_words_ids else set()
+    if len(output_ids) < sampling.min_tokens:
+        # a checkpoint may name end ids that it has no embedding for
+        banned.update(token_id for token_id in sampling.stop_token_ids if token_id < vocab_size)
+    if sampling.allowed_token_ids:
+        allowed = set(sampling.allowed_token_ids)
+        return (allowed - banned) or allowed, set()
+    return set(), banned if len(banned) < vocab_size else set()
 
 
 def _bad_word_ends(bad_words: Iterable[tuple[int, ...]], prompt_ids: Ids, output_ids: Ids) -> set[int]:

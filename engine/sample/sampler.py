@@ -73,14 +73,15 @@ class Sampler:
 
     def draw(self, scores: Tensor, rows: Sequence[SampleRow]) -> list[int]:
         """One column of each row of adjusted logits (rows, columns); -1 where they are not finite."""
-        return self._kernels.choose(scores, [_draw_of(row) for row in rows])
+        return self._kernels.choose(scores, [draw_of(row) for row in rows])
 
 
 def is_greedy(sampling: Sampling) -> bool:
     return sampling.temperature < GREEDY_BELOW
 
 
-def _draw_of(row: SampleRow) -> Draw:
+def draw_of(row: SampleRow) -> Draw:
+    """How a row's token is drawn, its noise included."""
     sampling = row.sampling
     if is_greedy(sampling):
         return GREEDY

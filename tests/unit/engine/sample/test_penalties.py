@@ -111,3 +111,22 @@ def test_same_as_transformers(prompt: list[int], output: list[int], seed: int) -
     assert torch.equal(ours, early(history, rows)[0])
     bias = theirs.SequenceBiasLogitsProcessor([[[3], 2.5], [[4], -100.0]])
     assert torch.equal(adjusted(prompt, output, scores, logit_bias={3: 2.5, 4: -100.0}), bias(history, rows)[0])
+
+
+@pytest.mark.parametrize(
+    "reads, params",
+    [
+        (False, {}),
+        (False, {"min_tokens": 5, "stop_token_ids": (1,)}),
+        (False, {"logit_bias": {1: 2.0}, "allowed_token_ids": (1, 2)}),
+        (False, {"bad_words_ids": ((1,), (2,))}),
+        (True, {"bad_words_ids": ((1,), (2, 3))}),
+        (True, {"repetition_penalty": 1.1}),
+        (True, {"frequency_penalty": -0.1}),
+        (True, {"presence_penalty": 0.1}),
+    ],
+)
+def test_what_reads_the_ids_before_a_token(reads: bool, params: dict[str, object]) -> None:
+    assert Sampling(max_tokens=9, seed=0, **params).reads_history is reads
+    if not reads:  # ids that are not known yet stand as -1
+        assert torch.equal(adjusted([0], [3, 4], **params), adjusted([0], [-1, -1], **params))

@@ -1,0 +1,181 @@
+"""The sampler that does not wait: what it draws, and that nothing is read from the device before `finish`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from serve_llm.engine.execute.transfer import Transfer
+from serve_llm.engine.sample.device import DeviceSampler
+from serve_llm.engine.sample.sampler import Sampled, Sampler, SampleRow
+from serve_llm.engine.sample.vocabulary import Vocabulary
+from serve_llm.engine.types import Sampling
+from serve_llm.kernels.reference import device_sampling, sampling
+from support.triton import NO_TRITON, record
+
+VOCAB, PADDED = 203, 210
+CPU = torch.device("cpu")
+STYLES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "logprobs": 3},
+    {"temperature": 1.2, "min_p": 0.05, "repetition_penalty": 1.2, "presence_penalty": 0.3, "logprobs": 0},
+    {"temperature": 0.0, "logit_bias": {5: 3.0}, "frequency_penalty": 0.5, "bad_words_ids": ((1, 2),), "logprobs": 5},
+    {"temperature": 1.0, "allowed_token_ids": tuple(range(0, VOCAB, 3)), "min_tokens": 9, "stop_token_ids": (0, 3)},
+]
+
+
+class Alone:
+    """A vocabulary that is not shared out."""
+
+    size = VOCAB
+
+    def whole(self, logits: Tensor) -> Tensor:
+        return logits
+
+
+@dataclass
+class LateCopy:
+    """A copy that holds what it was taken of only when it is waited for."""
+
+    log: list[str]
+    source: Tensor
+    is_there: bool = False
+
+    def wait(self) -> Tensor:
+        self.log.append("wait")
+        self.is_there = True
+        return self.source.clone()
+
+
+class LateTransfer:
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.copies: list[LateCopy] = []
+
+    def to_device(self, array: np.ndarray) -> Tensor:
+        self.log.append(f"to device {array.dtype}")
+        return torch.from_numpy(array)
+
+    def to_host(self, tensor: Tensor) -> LateCopy:
+        self.log.append("to host")
+        self.copies.append(LateCopy(self.log, tensor))
+        return self.copies[-1]
+
+
+class Logged:
+    """Kernels that note their calls."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: object, **known: bool) -> object:
+            self._log.append(" ".join((name, *(word for word, value in known.items() if value))))
+            return getattr(device_sampling, name)(*args, **known)
+
+        return call
+
+
+def row(number: int, **params: Any) -> SampleRow:
+    return SampleRow(Sampling(max_tokens=99, seed=number, **params), [1, 2, 3], [4, 1, 4, 1][: number % 5])
+
+
+def random_logits(rows: int, seed: int = 0) -> Tensor:
+    logits = torch.randn(rows, PADDED, generator=torch.Generator().manual_seed(seed)) * 3
+    logits[:, VOCAB:] = 1000.0  # padding of the head
+    return logits
+
+
+def expected(logits: Tensor, rows: list[SampleRow]) -> list[Sampled | None]:
+    return Sampler(VOCAB, sampling).sample(logits.clone(), rows)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_draws_what_the_sampler_draws(dtype: torch.dtype) -> None:
+    rows = [row(number, **STYLES[number % len(STYLES)]) for number in range(30)]
+    logits = random_logits(30).to(dtype)
+    logits[7, 3] = torch.nan
+    before = logits.clone()
+    drawn = DeviceSampler(Alone(), device_sampling, Transfer(CPU)).start(logits, rows)  # type: ignore[arg-type]
+    wanted = expected(before, rows)
+    assert drawn.ids is not None and wanted[7] is None
+    assert drawn.ids.tolist() == [-1 if sampled is None else sampled.token_id for sampled in wanted]
+    assert drawn.finish() == wanted
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num())
+
+
+def test_the_vocabulary_of_a_rank() -> None:
+    class Single:
+        rank, size = 0, 1
+
+    vocabulary = Vocabulary([range(VOCAB)], Single(), sampling)  # type: ignore[arg-type]
+    rows, logits = [row(1)], random_logits(1)
+    drawn = DeviceSampler(vocabulary, device_sampling, Transfer(CPU)).start(logits, rows)  # type: ignore[arg-type]
+    assert drawn.finish() == expected(logits, rows)
+
+
+def test_the_order_of_copies_and_kernels() -> None:
+    log: list[str] = []
+    transfer = LateTransfer(log)
+    rows = [row(number, **style) for number, style in enumerate(STYLES)]
+    logits = random_logits(len(rows))
+    drawn = DeviceSampler(Alone(), Logged(log), transfer).start(logits, rows)  # type: ignore[arg-type]
+    copied = ["to device int32", "adjust", "to device float64", "choose sampled filtered", "to host"]
+    asked = ["to device int64", "log_softmax_gather", *["to host"] * 4]
+    assert log == copied + asked
+    assert not drawn.is_ready()
+    transfer.copies[0].is_there = True
+    assert not drawn.is_ready()  # the ids are there, log-probabilities are not
+    transfer.copies[-1].is_there = True
+    assert drawn.is_ready()
+    assert drawn.finish() == expected(logits, rows)
+    assert log[len(copied + asked) :] == ["wait"] * 5
+
+
+@pytest.mark.parametrize(
+    "style, known", [({"temperature": 0.0}, ""), ({}, " sampled"), ({"top_p": 0.5}, " sampled filtered")]
+)
+def test_no_more_work_than_the_rows_ask_for(style: dict[str, Any], known: str) -> None:
+    log: list[str] = []
+    DeviceSampler(Alone(), Logged(log), LateTransfer(log)).start(random_logits(2), [row(0, **style), row(3, **style)])  # type: ignore[arg-type]
+    assert log == ["to device float64", f"choose{known}", "to host"]
+
+
+def test_ids_that_are_not_there_yet_count() -> None:
+    """Of a row whose parameters do not look at its ids only the number of these is read."""
+    params: dict[str, Any] = {"temperature": 1.0, "min_tokens": 3, "stop_token_ids": (7,), "logit_bias": {7: 50.0}}
+    params |= {"bad_words_ids": ((8,),), "logprobs": 1}
+    assert not Sampling(max_tokens=1, seed=1, **params).reads_history
+    logits = random_logits(1)
+    for count in (2, 3):
+        known = SampleRow(Sampling(max_tokens=99, seed=5, **params), [1, 2], [3] * count)
+        coming = known._replace(output_ids=np.array([3] * (count - 1) + [-1]))
+        sampler = DeviceSampler(Alone(), device_sampling, Transfer(CPU))  # type: ignore[arg-type]
+        (found,) = sampler.start(logits, [coming]).finish()
+        assert [found] == expected(logits, [known]) and found is not None
+        assert (found.token_id == 7) == (count == 3)
+
+
+def test_nothing_is_read_from_the_device() -> None:
+    """A meta tensor has no numbers: whoever reads one gets an error."""
+    pytest.importorskip("triton", reason=NO_TRITON)
+    from serve_llm.kernels.triton import sampling as compiled
+
+    class ToMeta(LateTransfer):
+        def to_device(self, array: np.ndarray) -> Tensor:
+            return super().to_device(array).to("meta")
+
+    rows = [row(number, **style) for number, style in enumerate(STYLES)]
+    sampler = DeviceSampler(Alone(), compiled, ToMeta([]))
+    logits = torch.empty((len(rows), PADDED), device="meta", dtype=torch.bfloat16)
+    launches = record(lambda: sampler.start(logits, rows))
+    names = {launch.kernel.name for launch in launches}
+    assert {"_adjust", "_peaks", "_threshold", "_weigh", "_draw", "_spread", "_take"} <= names
+    with pytest.raises(RuntimeError):
+        logits[0, 0].item()
