@@ -72,13 +72,13 @@ def assert_same_draws(logits: torch.Tensor, draws: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("vocab, dtype", CASES)
 def test_draws_what_the_definition_draws(vocab: int, dtype: torch.dtype) -> None:
-    assert_same_draws(random_logits(8, vocab, vocab).to(dtype), random_draws(8, vocab))
+    assert_same_draws(random_logits(6, vocab, vocab).to(dtype), random_draws(6, vocab))
 
 
 @pytest.mark.parametrize("distinct", [1, 3])
 def test_equal_logits_stay_or_go_together(distinct: int) -> None:
-    logits = torch.randint(0, distinct, (6, 4099), generator=torch.Generator().manual_seed(distinct)).float()
-    assert_same_draws(logits, random_draws(6, distinct))
+    logits = torch.randint(0, distinct, (4, 4099), generator=torch.Generator().manual_seed(distinct)).float()
+    assert_same_draws(logits, random_draws(4, distinct))
 
 
 def test_more_values_above_the_bound_than_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,16 +126,16 @@ def test_rows_without_a_finite_maximum(draw: Draw) -> None:
 
 
 def test_a_row_is_the_same_alone_and_in_other_memory() -> None:
-    logits, draws = random_logits(5, 700, 4), random_draws(5, 4)
+    logits, draws = random_logits(3, 700, 4), random_draws(3, 4)
     together = KERNELS.choose(logits, draws)
-    wide = torch.nan_to_num(torch.full((5, 900), math.nan))
+    wide = torch.full((3, 900), math.nan)
     wide[:, :700] = logits
-    for row in range(5):
+    for row in range(3):
         assert KERNELS.choose(wide[row : row + 1, :700], draws[row : row + 1])[0] == together[row]
         assert KERNELS.choose(logits.T.contiguous().T[row : row + 1], draws[row : row + 1])[0] == together[row]
 
 
-@pytest.mark.parametrize("k", [0, 1, 5, 300])
+@pytest.mark.parametrize("k", [0, 5, 300])
 @pytest.mark.parametrize("vocab, dtype", [(1, torch.float32), (100, torch.float16), (4500, torch.bfloat16)])
 def test_log_softmax(vocab: int, dtype: torch.dtype, k: int) -> None:
     logits = random_logits(3, vocab, vocab).to(dtype)
