@@ -1,0 +1,86 @@
+"""Linear layers in 8-bit floating point (W8A8, float8_e4m3fn): weights scaled per output, activations per row as they
+come. Knows tensors only.
+
+The product is `torch._scaled_mm` with one scale per row of either side: a private operator, so `works` tries it. It
+wants sizes in multiples of 16, to which weights are padded once and rows as they are rounded. The number format is that
+of arXiv:2209.05433; the scheme that of compressed-tensors' "float-quantized" with scales per channel and token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from serve_llm.kernels import linear
+from serve_llm.kernels.linear import Linear
+
+DTYPE = torch.float8_e4m3fn
+LARGEST = 448.0  # of a number
+SMALLEST_ROW = 1e-30  # a row whose largest magnitude is less becomes zeros; keeps its reciprocal finite
+MULTIPLE = 16  # that the product's sizes have to be of
+Quantise = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
+
+def quantise_rows(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """x: (rows, inputs), any float dtype -> float8_e4m3fn numbers (rows, width), zeros behind the inputs, and scales
+    (rows, 1) float32: largest magnitude / 448. Rounded to nearest, halves to even.
+
+    In a row that holds NaN or infinity there is NaN among the numbers.
+    """
+    wide = functional.pad(x, (0, width - x.shape[1])).float()
+    largest = wide.abs().nan_to_num(0.0, torch.inf).amax(1, keepdim=True).clamp_min_(SMALLEST_ROW)
+    most = torch.tensor(LARGEST, device=x.device)  # a number / tensor rounds twice
+    return (wide * (most / largest)).to(DTYPE), largest / most
+
+
+def pack_fp8(
+    weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, quantise: Quantise = quantise_rows
+) -> Linear:
+    """The layer x @ (weight * scale).T + bias in bfloat16, x rounded row by row to 8 bits. Where `works()`.
+
+    weight: (outputs, inputs) float8_e4m3fn; scale: (outputs, 1) float32; bias: (outputs,) bfloat16, or None. x and the
+    result: bfloat16. Sums are float32; rows that hold NaN or infinity give NaN. Outputs or inputs may be none at all;
+    without inputs the result is the bias, or zeros. quantise: what rounds the rows, a version of `quantise_rows`.
+    """
+    outputs, inputs = weight.shape
+    if weight.numel() == 0:
+        return linear.pack(weight.bfloat16(), bias)
+    missing = -outputs % MULTIPLE
+    padded = functional.pad(weight.view(torch.uint8), (0, -inputs % MULTIPLE, 0, missing)).view(DTYPE)
+    scales = functional.pad(scale, (0, 0, 0, missing)).t().contiguous()
+    return _Scaled(padded.t(), scales, None if bias is None else functional.pad(bias, (0, missing)), outputs, quantise)
+
+
+@cache
+def works(device: torch.device) -> bool:
+    """Whether this torch computes the product on the device, and right. GPUs need compute capability 8.9 or more."""
+    numbers = torch.eye(MULTIPLE, device=device).mul_(2.0).to(DTYPE)
+    scales = torch.full((MULTIPLE, 1), 0.5, device=device)
+    try:
+        y = pack_fp8(numbers, scales)(torch.eye(MULTIPLE, dtype=torch.bfloat16, device=device))
+    except (AttributeError, NotImplementedError, RuntimeError, ValueError):
+        return False
+    return torch.equal(y, torch.eye(MULTIPLE, dtype=torch.bfloat16, device=device))
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    weight: Tensor  # (inputs, outputs) float8_e4m3fn, inputs side by side in memory; padded, as are the next two
+    scale: Tensor  # (1, outputs) float32
+    bias: Tensor | None
+    outputs: int  # without the padding
+    quantise: Quantise
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not len(x):
+            return x.new_empty(0, self.outputs)
+        numbers, scales = self.quantise(x, self.weight.shape[0])
+        y = torch._scaled_mm(
+            numbers, self.weight, scales, self.scale, self.bias, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+        return y[:, : self.outputs]

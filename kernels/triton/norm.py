@@ -1,0 +1,86 @@
+"""Norms of rows, in Triton. Contracts stand at the functions of the same names in `kernels/norm.py`.
+
+One program holds one row in registers: it is read once and written once, and its bits depend on that row alone. A
+thread has 8 numbers up to rows of 8192, so that each load is 16 bytes of a 16-bit type.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NUMBERS_PER_THREAD = 8
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    rows = dense_rows(x)
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel():
+        _rms_norm[(rows.shape[0],)](rows, rows, weight, normed, eps, rows.stride(0), ADD=False, **sizes(rows.shape[1]))
+    return normed
+
+
+def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    hidden, total = dense_rows(hidden), delta.contiguous()
+    normed = torch.empty_like(total)
+    if hidden.numel():
+        _rms_norm[(hidden.shape[0],)](
+            hidden, total, weight, normed, eps, hidden.stride(0), ADD=True, **sizes(hidden.shape[1])
+        )
+    return total, normed
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    rows = dense_rows(x)
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel():
+        _layer_norm[(rows.shape[0],)](rows, weight, bias, normed, eps, rows.stride(0), **sizes(rows.shape[1]))
+    return normed
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """x as (rows, width) with dense rows; copied only where it has to be."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def sizes(width: int) -> dict[str, int]:
+    """Of a program that holds a whole row of `width` numbers."""
+    block = triton.next_power_of_2(width)
+    return {"WIDTH": width, "BLOCK": block, "num_warps": min(max(block // (32 * NUMBERS_PER_THREAD), 1), 32)}
+
+
+@triton.jit
+def _rms_norm(
+    x, delta, weight, normed, eps, x_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
+):  # with ADD the norm of x + delta, which takes delta's memory
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    wide = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        places = delta + row * WIDTH + column
+        total = (wide + tl.load(places, mask=inside, other=0.0).to(tl.float32)).to(delta.dtype.element_ty)
+        tl.store(places, total, mask=inside)
+        wide = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    rounded = (wide * scale).to(normed.dtype.element_ty).to(tl.float32)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + row * WIDTH + column, (rounded * factor).to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _layer_norm(x, weight, bias, normed, eps, x_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    wide = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
+    centred = tl.where(inside, wide - tl.sum(wide, 0) / WIDTH, 0.0)
+    result = centred * tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
+    if weight is not None:
+        result *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        result += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + row * WIDTH + column, result.to(normed.dtype.element_ty), mask=inside)

@@ -1,0 +1,131 @@
+"""Head norms, rope and the cache write of an attention layer in one launch, in Triton. The contract stands at
+`kernels.rope.rope_and_cache`.
+
+A program has one token and a few heads that are all queries, all keys or all values:
+
+    heads of a token   q0 .. q7 | q8 .. q13  .  . | k0  k1  .  .  .  . | v0  v1  .  .  .  .       (. masked)
+    program            0        | 1               | 2                  | 3
+
+so it reads the token's angles once for all of them, and what is done to a head is decided for the program as a whole.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from serve_llm.kernels.rope import Angles, HeadNorms
+
+NUMBERS = 1024  # of a program
+NUMBERS_PER_THREAD = 16  # 8 of each half of a head: loads of 16 bytes of a 16-bit type
+
+
+def rope_and_cache(
+    qkv: Tensor, heads: int, norms: HeadNorms | None, angles: Angles | None, cache: Tensor, slots: Tensor
+) -> Tensor:
+    tokens = qkv.shape[0]
+    _, _, kv_heads, block_size, head_dim = cache.shape
+    query = qkv.new_empty((tokens, heads, head_dim))
+    half = triton.next_power_of_2(triton.cdiv(head_dim, 2))
+    tile = min(max(NUMBERS // (2 * half), 1), triton.next_power_of_2(max(heads, kv_heads)))
+    grid = (tokens, triton.cdiv(heads, tile) + 2 * triton.cdiv(kv_heads, tile))
+    if tokens:
+        _rope_and_cache[grid](
+            *(qkv, query, cache, slots),
+            *((None, None) if angles is None else angles),
+            *((None, None, 0.0) if norms is None else norms),
+            *(qkv.stride(0), *cache.stride()[:4]),
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=block_size,
+            TILE=tile,
+            HALF=half,
+            num_warps=max(2 * tile * half // (32 * NUMBERS_PER_THREAD), 1),
+        )
+    return query
+
+
+@triton.jit
+def _rope_and_cache(
+    qkv,
+    query,
+    cache,
+    slots,
+    cos,
+    sin,
+    query_norm,
+    key_norm,
+    eps,
+    qkv_row,
+    cache_block,
+    cache_part,
+    cache_head,
+    cache_offset,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    query_tiles: tl.constexpr = (HEADS + TILE - 1) // TILE
+    kv_tiles: tl.constexpr = (KV_HEADS + TILE - 1) // TILE
+    middle: tl.constexpr = (HEAD_DIM + 1) // 2
+    is_query = tile < query_tiles
+    is_value = tile >= query_tiles + kv_tiles
+    count = tl.where(is_query, HEADS, KV_HEADS)
+    start = tl.where(is_query, 0, tl.where(is_value, HEADS + KV_HEADS, HEADS))
+    first_tile = tl.where(is_query, 0, tl.where(is_value, query_tiles + kv_tiles, query_tiles))
+    head = (tile - first_tile) * TILE + tl.arange(0, TILE)[:, None]
+    column = tl.arange(0, HALF)[None, :]
+    in_left = (head < count) & (column < middle)
+    in_right = (head < count) & (column < HEAD_DIM - middle)
+    places = qkv + token * qkv_row + (start + head) * HEAD_DIM + column
+    left = tl.load(places, mask=in_left, other=0.0)  # (TILE, HALF): the first half of each head
+    right = tl.load(places + middle, mask=in_right, other=0.0)
+
+    if query_norm is not None:
+        if is_query:
+            left, right = _normed(left, right, query_norm, column, eps, HEAD_DIM, middle)
+        elif not is_value:
+            left, right = _normed(left, right, key_norm, column, eps, HEAD_DIM, middle)
+    if cos is not None:
+        if not is_value:
+            left, right = _turned(left, right, cos + token * middle, sin + token * middle, column, middle)
+
+    if is_query:
+        places = query + (token * HEADS + head) * HEAD_DIM + column
+        tl.store(places, left, mask=in_left)
+        tl.store(places + middle, right, mask=in_right)
+    else:
+        slot = tl.load(slots + token)
+        if slot >= 0:
+            row = cache + slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_offset
+            places = row + tl.where(is_value, cache_part, 0) + head.to(tl.int64) * cache_head + column
+            tl.store(places, left, mask=in_left)
+            tl.store(places + middle, right, mask=in_right)
+
+
+@triton.jit
+def _normed(left, right, weight, column, eps, HEAD_DIM: tl.constexpr, middle: tl.constexpr):
+    """rms norm of each head, rounded where `kernels.norm.rms_norm` rounds."""
+    one, other = left.to(tl.float32), right.to(tl.float32)
+    squares = tl.sum(one * one, 1) + tl.sum(other * other, 1)
+    scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+    one, other = (one * scale).to(left.dtype).to(tl.float32), (other * scale).to(right.dtype).to(tl.float32)
+    one *= tl.load(weight + column, mask=column < middle, other=0.0).to(tl.float32)
+    other *= tl.load(weight + middle + column, mask=column < HEAD_DIM - middle, other=0.0).to(tl.float32)
+    return one.to(left.dtype), other.to(right.dtype)
+
+
+@triton.jit
+def _turned(left, right, cos, sin, column, middle: tl.constexpr):
+    """Each pair of a number on the left and one on the right turned by its angle."""
+    along = tl.load(cos + column, mask=column < middle, other=0.0)
+    across = tl.load(sin + column, mask=column < middle, other=0.0)
+    one, other = left.to(tl.float32), right.to(tl.float32)
+    return (one * along - other * across).to(left.dtype), (other * along + one * across).to(right.dtype)

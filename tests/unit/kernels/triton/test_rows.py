@@ -1,0 +1,217 @@
+"""Triton's kernels for rows, interpreted: equal to the plain torch operations, and a row's bits depend on that row
+alone. Compiled: they fit, and memory is read in the largest pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_llm.kernels import activation, linear_fp8, norm, rope
+from serve_llm.kernels.reference import activation as activation_definition
+from serve_llm.kernels.reference import norm as norm_definition
+from serve_llm.kernels.rope import HeadNorms
+from support.triton import NO_TRITON, assert_fits, compile_for, record
+
+pytest.importorskip("triton", reason=NO_TRITON)
+from serve_llm.kernels.triton.activation import ACTIVATIONS
+from serve_llm.kernels.triton.fp8 import quantise_rows
+from serve_llm.kernels.triton.norm import add_rms_norm, layer_norm, rms_norm
+from serve_llm.kernels.triton.rope import rope_and_cache
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+WIDTHS = [1, 7, 896, 1500]
+ROWS = 8
+ROUNDING = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 2e-6}  # two units in the last place
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_equal(ours: Tensor, theirs: Tensor) -> None:
+    """To the bit in types of 16 bits, but where a sum in another order tips a rounding."""
+    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+    torch.testing.assert_close(ours, theirs, rtol=ROUNDING[ours.dtype], atol=2e-6, equal_nan=True)
+    assert ours.dtype == torch.float32 or (ours != theirs).sum() <= 1 + 0.005 * ours.numel()
+
+
+def assert_rows_alone(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Any rows of x have the bits that all of x gives."""
+    whole = function(x)
+    for first, last in ((0, 1), (3, 5), (5, len(x))):
+        assert torch.equal(function(x[first:last]), whole[first:last])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestNorm:
+    @pytest.mark.parametrize("width", WIDTHS)
+    def test_rms_norm(self, width: int, dtype: torch.dtype) -> None:
+        weight, x = random(width, dtype=dtype, seed=1), random(ROWS, width, dtype=dtype) * 3
+        assert_equal(rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6))
+        assert_rows_alone(lambda rows: rms_norm(rows, weight, 1e-6), x)
+
+    def test_shapes_and_strides(self, dtype: torch.dtype) -> None:
+        weight, x = random(24, dtype=dtype, seed=1), random(5, 3, 40, dtype=dtype)
+        for part in (x[:, :, 8:32], x[:, 1, :24], x[:1, :1, :24], x[:0, :, :24], x[:, :, :24].transpose(0, 1)):
+            assert_equal(rms_norm(part, weight, 1e-6), norm.rms_norm(part, weight, 1e-6))
+        across = random(24, 6, dtype=dtype).T
+        assert_equal(rms_norm(across, weight, 1e-6), norm.rms_norm(across, weight, 1e-6))
+
+    @pytest.mark.parametrize("width", WIDTHS)
+    def test_add_rms_norm(self, width: int, dtype: torch.dtype) -> None:
+        weight, hidden = random(width, dtype=dtype, seed=1), random(ROWS, width, dtype=dtype) * 3
+        delta, kept = random(ROWS, width, dtype=dtype, seed=2), hidden.clone()
+        wanted = hidden + delta
+        total, normed = add_rms_norm(hidden, delta, weight, 1e-6)
+        assert torch.equal(total, wanted) and total.data_ptr() == delta.data_ptr()
+        assert torch.equal(normed, rms_norm(wanted, weight, 1e-6))
+        assert torch.equal(hidden, kept)
+
+    @pytest.mark.parametrize("affine", ["both", "weight", "none"])
+    @pytest.mark.parametrize("width", [7, 896])
+    def test_layer_norm(self, width: int, affine: str, dtype: torch.dtype) -> None:
+        weight = None if affine == "none" else random(width, dtype=dtype, seed=1) + 1
+        bias = random(width, dtype=dtype, seed=2) if affine == "both" else None
+        x = random(ROWS, width, dtype=dtype) * 3 + 5
+        # of a difference of numbers: what is lost is a share of the terms, not of what is left
+        ours, exact = layer_norm(x, weight, bias, 1e-5), norm_definition.layer_norm(x, weight, bias, 1e-5)
+        torch.testing.assert_close(ours, exact, rtol=ROUNDING[dtype], atol=4 * ROUNDING[dtype])
+        assert dtype == torch.float32 or (ours != exact).float().mean() < 0.01
+        assert_rows_alone(lambda rows: layer_norm(rows, weight, bias, 1e-5), x)
+
+    def test_what_is_not_finite(self, dtype: torch.dtype) -> None:
+        weight, x = random(24, dtype=dtype), random(4, 24, dtype=dtype)
+        x[1, 23], x[2, 5], x[3] = torch.nan, torch.inf, 0.0
+        ours = rms_norm(x, weight, 1e-6)
+        assert ours[1].isnan().all() and ours[2].isnan().any() and not ours[3].any()
+        torch.testing.assert_close(ours, norm.rms_norm(x, weight, 1e-6), rtol=2**-7, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu", "gelu_tanh"])
+class TestActivation:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("width", [1, 7, 1500])
+    def test_equals_torch(self, width: int, name: str, dtype: torch.dtype) -> None:
+        x = random(ROWS, 2 * width, dtype=dtype) * 4
+        ours = ACTIVATIONS[name](x)
+        if name == "silu_and_mul":  # rounded between silu and the product, which the definition is not
+            assert_equal(ours, activation.silu_and_mul(x))
+        else:
+            exact = getattr(activation_definition, name)(x)
+            torch.testing.assert_close(ours, exact, rtol=ROUNDING[dtype], atol=1e-6)
+        assert_rows_alone(ACTIVATIONS[name], x)
+
+    def test_strides_and_no_rows(self, name: str) -> None:
+        x = random(9, 100)[:, 3:67]
+        assert torch.equal(ACTIVATIONS[name](x), ACTIVATIONS[name](x.clone()))
+        assert torch.equal(ACTIVATIONS[name](x.T.contiguous().T), ACTIVATIONS[name](x))
+        assert ACTIVATIONS[name](x[:0]).shape == (0, 32 if name == "silu_and_mul" else 64)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_far_out_and_not_finite(self, name: str, dtype: torch.dtype) -> None:
+        x = torch.tensor([[-1000.0, -90.0, 0.0, 90.0, 1000.0, torch.inf, -torch.inf, torch.nan]], dtype=dtype)
+        if name == "silu_and_mul":
+            x = torch.cat((x, torch.ones_like(x)), -1)
+        ours, theirs = ACTIVATIONS[name](x), getattr(activation, name)(x)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-30, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 3, 16), (5, 1, 80), (18, 2, 64)])
+@pytest.mark.parametrize(("with_norms", "with_angles"), [(False, False), (False, True), (True, False), (True, True)])
+def test_rope_and_cache(
+    heads: int, kv_heads: int, head_dim: int, with_norms: bool, with_angles: bool, dtype: torch.dtype
+) -> None:
+    block_size = 8
+    whole = random(ROWS, (heads + 2 * kv_heads) * head_dim + 5, dtype=dtype)
+    qkv = whole[:, 2:-3]  # rows lie apart
+    weights = HeadNorms(random(head_dim, dtype=dtype), random(head_dim, dtype=dtype, seed=3), 1e-6)
+    angle = random(ROWS, head_dim // 2, seed=2) * 3
+    slots = torch.randperm(10 * block_size, generator=torch.Generator().manual_seed(0))[:ROWS]
+
+    def run(version: Callable[..., Tensor], rows: list[int]) -> tuple[Tensor, Tensor]:
+        """The cache is a view of one that has all layers."""
+        cache = torch.zeros((10, 3, 2, kv_heads, block_size, head_dim), dtype=dtype)
+        angles = (angle[rows].cos(), angle[rows].sin()) if with_angles else None
+        query = version(qkv[rows], heads, weights if with_norms else None, angles, cache[:, 1], slots[rows])
+        return query, cache
+
+    (query, cache), theirs = run(rope_and_cache, list(range(ROWS))), run(rope.rope_and_cache, list(range(ROWS)))
+    assert query.is_contiguous()
+    assert_equal(query, theirs[0])
+    assert_equal(cache, theirs[1])
+    if not with_norms and dtype != torch.float32:
+        assert torch.equal(query, theirs[0]) and torch.equal(cache, theirs[1])
+    alone, written = run(rope_and_cache, [4, 7])
+    assert torch.equal(alone, query[[4, 7]])
+    places = [(slot // block_size, 1, slice(None), slice(None), slot % block_size) for slot in slots[[4, 7]].tolist()]
+    assert all(torch.equal(written[place], cache[place]) for place in places)
+
+
+def test_tokens_without_a_slot_are_not_stored() -> None:
+    cache = torch.full((3, 2, 2, 4, 16), 7.0)
+    qkv, slots = random(4, 6 * 16), torch.tensor([-1, 5, -1, 11])
+    query = rope_and_cache(qkv, 2, None, None, cache, slots)
+    assert torch.equal(query, qkv.view(4, 6, 16)[:, :2])
+    assert torch.equal(cache[1, 0, :, 1], qkv.view(4, 6, 16)[1, 2:4])
+    assert torch.equal(cache[2, 1, :, 3], qkv.view(4, 6, 16)[3, 4:])
+    assert (cache == 7.0).sum() == cache.numel() - 2 * 2 * 2 * 16
+    assert rope_and_cache(qkv[:0], 2, None, None, cache, slots[:0]).shape == (0, 2, 16)
+
+
+class TestFp8Rows:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("width", [1, 16, 887, 1500])
+    def test_equals_torch_to_the_bit(self, width: int, dtype: torch.dtype) -> None:
+        x = (random(ROWS, width) * torch.logspace(-4, 4, ROWS)[:, None]).to(dtype)
+        x[3] = 0.0
+        padded = -(-width // 16) * 16
+        for part in (x, x[:, : width // 2 + 1]):
+            (numbers, scales), theirs = quantise_rows(part, padded), linear_fp8.quantise_rows(part, padded)
+            assert numbers.shape == (ROWS, padded) and torch.equal(
+                numbers.view(torch.uint8), theirs[0].view(torch.uint8)
+            )
+            assert torch.equal(scales, theirs[1])
+        assert_rows_alone(lambda rows: quantise_rows(rows, padded)[0].float(), x)
+
+    def test_what_is_not_finite_shows(self) -> None:
+        x = random(3, 50)
+        x[0, 49], x[1, 3] = torch.nan, -torch.inf
+        for version in (quantise_rows, linear_fp8.quantise_rows):
+            numbers, scales = version(x, 64)
+            assert (numbers.float() * scales).isnan().any(1).tolist() == [True, True, False]
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def rope_of(heads: int, kv_heads: int, head_dim: int) -> Tensor:
+    angle, head = empty(3, head_dim // 2, dtype=torch.float32), empty(head_dim)
+    qkv, layers = empty(3, (heads + 2 * kv_heads) * head_dim), empty(10, 3, 2, kv_heads, 16, head_dim)
+    slots = empty(3, dtype=torch.int64)
+    return rope_and_cache(qkv, heads, HeadNorms(head, head, 1e-6), (angle, angle), layers[:, 1], slots)
+
+
+def test_compiled_for_a_gpu() -> None:
+    """The widths of Llama 3 from 8B to 405B, and heads of Qwen2.5 0.5B."""
+    rows, weight, wide = empty(3, 4096), empty(4096), torch.empty((3, 16384), device="meta")
+    calls: list[Callable[[], object]] = [
+        lambda: add_rms_norm(rows, rows, weight, 1e-6),
+        lambda: add_rms_norm(wide, wide, wide[0], 1e-6),
+        lambda: layer_norm(rows, weight, weight, 1e-6),
+        *(partial(function, empty(3, 2 * 14336)) for function in ACTIVATIONS.values()),
+        lambda: rope_of(32, 8, 128),
+        lambda: rope_of(14, 2, 64),
+        lambda: quantise_rows(empty(3, 28672), 28672),
+    ]
+    found = compile_for([launch for call in calls for launch in record(call)])
+    assert_fits(found)
+    assert len(found) == len(calls)
+    for kernel in found:
+        assert kernel.registers <= 64
+        assert "ld.global.v4" in kernel.ptx and "st.global.v4" in kernel.ptx, kernel.launch
