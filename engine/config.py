@@ -44,7 +44,7 @@ class Config:
     gpu_memory_utilization: float
     enable_prefix_caching: bool
     seed: int  # of dummy weights
-    quantization: str = "none"  # "none" | "int8": of the layers' products
+    quantization: str = "none"  # "none" | "int8" | "fp8": of the layers' products
     kv_cache_dtype: str = "auto"  # "auto": as dtype | "int8"
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -69,6 +69,8 @@ class Config:
     @property
     def types(self) -> str:
         """For people: "bfloat16", or "bfloat16 with layers in int8"."""
+        if self.quantization == "fp8":
+            return f"{self.dtype} with layers in fp8"
         settings = {"layers": self.quantization, "KV cache": self.kv_cache_dtype}
         small = [what for what, dtype in settings.items() if dtype == "int8"]
         return f"{self.dtype} with {' and '.join(small)} in int8" if small else self.dtype
@@ -96,11 +98,12 @@ def resolve(
     Raises OptionError when an option cannot work here, ModelError when the checkpoint's type is not served.
     """
     check(options, model_max_len, num_layers, has_experts)
+    dtype = _dtype(options.dtype, checkpoint_dtype, device)
     return Config(
         directory=directory,
         load_format=options.load_format,
         device=device,
-        dtype=_dtype(options.dtype, checkpoint_dtype, device),
+        dtype=dtype,
         max_model_len=options.max_model_len or model_max_len,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens or DEFAULT_STEP_TOKENS[device],
@@ -109,7 +112,7 @@ def resolve(
         gpu_memory_utilization=options.gpu_memory_utilization,
         enable_prefix_caching=options.enable_prefix_caching,
         seed=options.seed or 0,
-        quantization=_quantization(options.quantization, stores_int8, device),
+        quantization=_quantization(options.quantization, stores_int8, device, dtype),
         kv_cache_dtype=_kv_cache_dtype(options.kv_cache_dtype, device),
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
@@ -161,7 +164,17 @@ def check(options: Options, model_max_len: int, num_layers: int, has_experts: bo
         )
 
 
-def _quantization(asked: str, stores_int8: bool, device: str) -> str:
+def _quantization(asked: str, stores_int8: bool, device: str, dtype: str) -> str:
+    if asked == "fp8":
+        if device != "cuda":
+            raise OptionError("--quantization: fp8 is served on a GPU only; on a CPU take int8")
+        if stores_int8:
+            raise OptionError("--quantization: the checkpoint is int8 and cannot be made fp8; take one in bfloat16")
+        if dtype != "bfloat16":
+            raise OptionError(
+                f"--quantization: fp8 needs --dtype bfloat16, not {dtype}: its products give no other type"
+            )
+        return "fp8"
     if not stores_int8 and asked != "int8":
         return "none"
     if device != "cpu":

@@ -39,10 +39,10 @@ class Options:
     )
     quantization: str = _option(
         "auto",
-        values.choice("auto", "int8"),
-        "auto: as the checkpoint is stored; int8: the layers' weights rounded to 8 bits while loading, activations row "
-        "by row as they come (CPU only; head and embedding keep their type)",
-        shown="auto|int8",
+        values.choice("auto", "int8", "fp8"),
+        "auto: as the checkpoint is stored; int8 (on a CPU) or fp8 (on a GPU): the layers' weights rounded to 8 bits "
+        "while loading, activations row by row as they come (head and embedding keep their type)",
+        shown="auto|int8|fp8",
     )
     max_model_len: int | None = _option(
         None,

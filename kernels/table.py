@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from serve_llm.kernels import activation, attention, linear, linear_int8, moe, norm, rope, sampling
+from serve_llm.kernels import activation, attention, linear, linear_fp8, linear_int8, moe, norm, rope, sampling
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.linear import Packer
 from serve_llm.kernels.cpu.rows import RowKernels
@@ -38,6 +38,7 @@ class Kernels:
     activations: Mapping[str, Callable[[Tensor], Tensor]]  # silu_and_mul, gelu, gelu_tanh, relu, relu2
     pack: Callable[..., linear.Linear]
     pack_int8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
+    pack_fp8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
     pack_experts: Callable[[Iterable[tuple[linear.Linear, linear.Linear]], moe.Activation, range], moe.Experts]
 
 
@@ -60,6 +61,7 @@ PORTABLE = Kernels(
     },
     pack=linear.pack,
     pack_int8=linear_int8.pack_int8,
+    pack_fp8=linear_fp8.pack_fp8,
     pack_experts=moe.pack_experts,
 )
 

@@ -39,7 +39,7 @@ class Step:
     element: int  # bytes of the model's dtype
     on_cpu: bool
     cache: CacheRow
-    int8: bool = False
+    in_8_bits: bool = False  # products of the layers
     compiled_attention: bool = False  # on a CPU other kernels are compiled in any case
 
     @classmethod
@@ -61,7 +61,7 @@ class Step:
 
     def linear(self, rows: int, inputs: int, outputs: int) -> tuple[int, int]:
         """The peak of a product of the layers, and what is left of it."""
-        if not self.int8:
+        if not self.in_8_bits:
             return self.head(rows, inputs, outputs)
         result = rows * outputs * self.element
         numbers = rows * inputs
@@ -85,7 +85,7 @@ def peak_bytes(spec: ModelSpec, shard: Shard, groups: tuple[GroupLayout, ...], c
     compiled = step.on_cpu and all(
         group.head_dim in (COMPILED_LATENT_DIMS if group.is_latent else COMPILED_HEAD_DIMS) for group in spec.kv_groups
     )
-    step = replace(step, int8=spec.int8 is not None, compiled_attention=compiled)
+    step = replace(step, in_8_bits=spec.int8 is not None or spec.fp8, compiled_attention=compiled)
     last = len(spec.layers) - 1
     kinds = {
         (spec.layers[index], group, step.sampled if index == last else step.tokens)

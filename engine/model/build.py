@@ -14,7 +14,7 @@ from serve_llm.engine.model import norm
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import Int8, Norm
 from serve_llm.engine.parallel.comm import Neighbours
-from serve_llm.engine.quant.int8 import quantise
+from serve_llm.engine.quant import fp8, int8
 from serve_llm.kernels.linear import Linear
 from serve_llm.kernels.table import Kernels
 
@@ -52,6 +52,7 @@ class Builder:
     shard: Shard
     neighbours: Neighbours
     int8: Int8 | None = None
+    fp8: bool = False  # of all products; not beside int8
     prefix: str = ""
 
     def within(self, name: str) -> Builder:
@@ -128,6 +129,8 @@ class Builder:
     ) -> Linear:
         """The product in the layout and the numbers that it is computed in. weights: whose outputs follow each other.
         scale: reads what is stored with int8 weights; (outputs, 1) float32."""
+        if self.fp8:
+            return self.kernels.pack_fp8(*fp8.quantise(torch.cat(tuple(weights))), bias)
         taken = {name: self.int8 is not None and self.int8.takes(self.prefix + name) for name in names}
         if len(set(taken.values())) > 1:
             apart = ", ".join(
@@ -139,7 +142,7 @@ class Builder:
         weight = torch.cat(tuple(weights))
         if self.int8.stored:
             return self.kernels.pack_int8(weight, scale(), bias)
-        return self.kernels.pack_int8(*quantise(weight), bias)
+        return self.kernels.pack_int8(*int8.quantise(weight), bias)
 
     def norm(self, name: str, spec: Norm, width: int) -> norm.Norm:
         if spec.kind == "rms":

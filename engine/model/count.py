@@ -1,8 +1,8 @@
 """How many bytes of weights a rank holds, from the spec alone: the arithmetic of what `decoder` builds. Torch-free.
 
 Two figures. `loaded`: what is read from the checkpoint. `held`: what lies in memory afterwards, with what the fast
-layout adds on a CPU: padding, and a second copy of an embedding that is also the head. Products in int8 have a scale in
-float32 for every output.
+layout adds on a CPU: padding, and a second copy of an embedding that is also the head. Products in 8 bits have a scale
+in float32 for every output.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ PANEL = 16
 UNIT = 4
 SCALE = 4
 FLOAT = 4  # bytes of float32
+MULTIPLE = 16  # as kernels.linear_fp8 pads outputs and inputs
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,23 @@ class _Product:
 
     outputs: int
     inputs: int
-    is_int8: bool = False
+    in_8_bits: bool = False
     bias: bool = False
     wide: bool = False  # in float32, whatever the model's dtype and the checkpoint's
 
     def loaded(self, element_bytes: int, stores_int8: bool) -> int:
         bias = self.outputs * element_bytes if self.bias else 0
-        if self.is_int8 and stores_int8:
+        if self.in_8_bits and stores_int8:
             return self.outputs * (self.inputs + SCALE) + bias
         return self.outputs * self.inputs * element_bytes + bias
+
+    def held_on_gpu(self, element_bytes: int) -> int:
+        """In 8 bits as padded for torch's product."""
+        element_bytes = max(element_bytes, FLOAT * self.wide)
+        if not self.in_8_bits or self.outputs * self.inputs == 0:
+            return self.loaded(element_bytes, stores_int8=False)
+        outputs, inputs = (-(-size // MULTIPLE) * MULTIPLE for size in (self.outputs, self.inputs))
+        return outputs * (inputs + SCALE + (element_bytes if self.bias else 0))
 
     def held(self, element_bytes: int) -> int:
         """As packed on a CPU."""
@@ -50,8 +59,8 @@ class _Product:
         if self.outputs * self.inputs == 0:
             return self.outputs * element_bytes if self.bias else 0
         padded = -(-self.outputs // PANEL) * PANEL
-        row = -(-self.inputs * (1 if self.is_int8 else element_bytes) // UNIT) * UNIT
-        return padded * (row + SCALE * (2 * self.is_int8 + self.bias))
+        row = -(-self.inputs * (1 if self.in_8_bits else element_bytes) // UNIT) * UNIT
+        return padded * (row + SCALE * (2 * self.in_8_bits + self.bias))
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ def weight_bytes(spec: ModelSpec, shard: Shard, element_bytes: int, device: str)
         if device == "cpu":
             held += others + sum(product.held(element_bytes) for product in count.products)
         else:
-            held += plain + sum(p.loaded(FLOAT - element_bytes, stores_int8) for p in count.products if p.wide)
+            held += others + sum(product.held_on_gpu(element_bytes) for product in count.products)
     if spec.tied_head and shard.is_first and shard.is_last:  # counted as embedding and as head
         head = len(shard.vocabulary(spec.vocab_size)) * (spec.embedding_width or spec.width) * element_bytes
         loaded -= head
@@ -89,24 +98,24 @@ def _counts(spec: ModelSpec, shard: Shard) -> Iterator[_Count]:
     projected = spec.embedding_width is not None
     if shard.is_first:
         positions = 0 if spec.positions is None else spec.positions.count * spec.width
-        project_in = _Product(spec.width, outer, _is_int8(spec, "project_in"))
+        project_in = _Product(spec.width, outer, _in_8_bits(spec, "project_in"))
         yield _Count((project_in,) if projected else (), vocabulary * outer + positions)
     kept = _kept(spec.int8)
     seen: dict[tuple[Layer, frozenset[str]], _Count] = {}
     for index in shard.layers:
         layer = spec.layers[index], kept.get(index, frozenset())
         if layer not in seen:
-            seen[layer] = _Layer(spec.width, shard, spec.int8 is not None, layer[1]).count(layer[0])
+            seen[layer] = _Layer(spec.width, shard, spec.fp8 or spec.int8 is not None, layer[1]).count(layer[0])
         yield seen[layer]
     if shard.is_last:
         norm = 0 if spec.final_norm is None else _norm(spec.final_norm, spec.width)
-        project_out = _Product(outer, spec.width, _is_int8(spec, "project_out"))
+        project_out = _Product(outer, spec.width, _in_8_bits(spec, "project_out"))
         head = _Product(vocabulary, outer, bias=spec.head_bias)
         yield _Count((*((project_out,) if projected else ()), head), norm)
 
 
-def _is_int8(spec: ModelSpec, product: str) -> bool:
-    return spec.int8 is not None and spec.int8.takes(product)
+def _in_8_bits(spec: ModelSpec, product: str) -> bool:
+    return spec.fp8 or (spec.int8 is not None and spec.int8.takes(product))
 
 
 def _kept(int8: Int8 | None) -> dict[int, frozenset[str]]:
@@ -126,8 +135,8 @@ class _Layer:
 
     width: int
     shard: Shard
-    int8: bool
-    kept: frozenset[str]  # not in int8
+    in_8_bits: bool
+    kept: frozenset[str]  # products that are not
 
     def count(self, layer: Layer) -> _Count:
         products, others = self._mixer(layer.mixer)
@@ -173,7 +182,7 @@ class _Layer:
         return self._product("attention.output", self.width, inputs, bias and self.shard.place == 0)
 
     def _product(self, name: str, outputs: int, inputs: int, bias: bool) -> _Product:
-        return _Product(outputs, inputs, self.int8 and name not in self.kept, bias)
+        return _Product(outputs, inputs, self.in_8_bits and name not in self.kept, bias)
 
     def _dense(self, name: str, ffn: Dense, columns: int) -> tuple[_Product, _Product]:
         up = self._product(f"{name}.up", columns * (2 if ffn.gated else 1), self.width, ffn.bias)  # and gate

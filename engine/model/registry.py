@@ -94,6 +94,8 @@ def served(spec: ModelSpec, settings: Settings) -> ModelSpec:
     spec = spec.with_max_length(settings.max_model_len)
     if settings.enable_expert_parallel:
         spec = spec.with_whole_experts()
+    if settings.quantization == "fp8":
+        return spec.with_fp8()
     return spec.with_int8() if settings.quantization == "int8" else spec
 
 

@@ -267,6 +267,7 @@ class ModelSpec:
     embedding_multiplier: float = 1.0
     logits_multiplier: float = 1.0
     int8: Int8 | None = None  # None: everything is computed in the model's dtype
+    fp8: bool = False  # products of the layers in 8-bit floats (W8A8), made while loading; embedding and head never are
 
     def with_int8(self) -> ModelSpec:
         """The same model with its products in int8, made while loading unless the checkpoint holds them."""
@@ -283,6 +284,10 @@ class ModelSpec:
             return replace(ffn, whole=True) if isinstance(ffn, MoE) else ffn
 
         return replace(self, layers=tuple(replace(layer, ffn=of(layer.ffn)) for layer in self.layers))
+
+    def with_fp8(self) -> ModelSpec:
+        """The same model with its products in 8-bit floats, made while loading."""
+        return replace(self, fp8=True)
 
     def with_max_length(self, max_model_len: int) -> ModelSpec:
         """The same model where no sequence is longer than `max_model_len`: windows that never close are none, and

@@ -23,7 +23,7 @@ from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import MLA, ModelSpec
 from serve_llm.engine.model.weight_map import Row, WeightMap
 from serve_llm.engine.parallel.comm import Neighbours
-from serve_llm.engine.quant import int8
+from serve_llm.engine.quant import fp8, int8
 from serve_llm.engine.weights.files import Checkpoint
 from serve_llm.engine.weights.upload import read_ahead, way_to
 from serve_llm.kernels.table import choose
@@ -51,6 +51,8 @@ def load_model(
     """
     if spec.int8 is not None:
         int8.check()
+    if spec.fp8:
+        fp8.check(device)
     load: Load
     checkpoint = None
     if load_format == "dummy":
@@ -78,7 +80,7 @@ def load_model(
     for layer in spec.layers:
         dims[isinstance(layer.mixer, MLA)].add(layer.mixer.head_dim)
     kernels = choose(device, dtype, *dims)
-    decoder = Decoder(spec, Builder(counted, kernels, shard, neighbours, spec.int8), device)
+    decoder = Decoder(spec, Builder(counted, kernels, shard, neighbours, spec.int8, spec.fp8), device)
     if checkpoint is not None:
         checkpoint.release()
     return decoder

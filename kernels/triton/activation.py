@@ -32,6 +32,11 @@ def _gelu_tanh(x):  # (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)), which keeps its d
     return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
 
 
+@triton.jit
+def _relu2(x):  # what is below 0, and not NaN, becomes 0
+    return tl.where(x < 0.0, 0.0, x * x)
+
+
 def _and_mul(function: triton.JITFunction, gate_up: Tensor) -> Tensor:
     """function(gate), rounded, times up. gate_up: (tokens, 2 * width) -> (tokens, width)."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -56,6 +61,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu_and_mul": partial(_and_mul, _silu),
     "gelu": partial(_of_each, _gelu),
     "gelu_tanh": partial(_of_each, _gelu_tanh),
+    "relu2": partial(_of_each, _relu2),
 }
 
 

@@ -109,6 +109,20 @@ def test_quantization(asked: str, stored: bool) -> None:
             decide("cuda", quantization=asked, stores_int8=stored)
 
 
+def test_fp8_is_for_gpus_and_bfloat16() -> None:
+    config = decide("cuda", quantization="fp8")
+    assert config.quantization == "fp8" and config.types == "bfloat16 with layers in fp8"
+    assert decide("cuda", "float16", quantization="fp8", dtype="bfloat16").quantization == "fp8"
+    refused = {
+        "fp8 is served on a GPU only; on a CPU take int8": ("cpu", "bfloat16", False),
+        "the checkpoint is int8 and cannot be made fp8": ("cuda", "bfloat16", True),
+        "fp8 needs --dtype bfloat16, not float16": ("cuda", "float16", False),
+    }
+    for message, (device, dtype, stores_int8) in refused.items():
+        with pytest.raises(OptionError, match=f"^--quantization: {message}"):
+            decide(device, dtype, stores_int8=stores_int8, quantization="fp8")
+
+
 def test_an_int8_cache_is_for_cpus() -> None:
     assert decide(kv_cache_dtype="int8").types == "bfloat16 with KV cache in int8"
     assert decide(kv_cache_dtype="int8", quantization="int8").types == "bfloat16 with layers and KV cache in int8"

@@ -1,5 +1,5 @@
-"""Products in 8-bit floating point: rows and weights rounded to the nearest number, and torch's product of them, which a
-CPU has as well, equal to the definition."""
+"""Products in 8-bit floats: rows and weights rounded to the nearest number, and torch's product of them, which a CPU
+has as well, equal to the definition."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def build(spec: ModelSpec, grid: Grid, rank: int, device: str, dtype: torch.dtyp
 
     ranks = Ranks(spec, grid)
     kernels = choose(torch.device(device), dtype, {layer.mixer.head_dim for layer in spec.layers})
-    builder = Builder(load, kernels, ranks.shards[rank], ranks.neighbours[rank], spec.int8)
+    builder = Builder(load, kernels, ranks.shards[rank], ranks.neighbours[rank], spec.int8, spec.fp8)
     return Decoder(spec, builder, torch.device("cpu")), asked
 
 
@@ -151,3 +151,16 @@ def test_large_models(name: str, tensor: int, pipeline: int) -> None:
         decoder, asked = build(spec, grid, rank, "meta", torch.bfloat16)
         expected = weight_bytes(spec, shard_of(spec, grid, rank), 2, "cuda")
         assert (expected.loaded, expected.held) == (asked, resident.weight_bytes(decoder))
+
+
+@pytest.mark.parametrize("variant", QUANTISED)
+def test_fp8(variant: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, variant.split("-")[0], **VARIANTS[variant])
+    spec = read_model(read_config(tmp_path))[0].with_fp8()
+    for tensor, pipeline in GRIDS:
+        grid = Grid(tensor, pipeline)
+        for rank in range(grid.size):
+            decoder, asked = build(spec, grid, rank, "meta", torch.bfloat16)
+            expected = weight_bytes(spec, shard_of(spec, grid, rank), 2, "cuda")
+            assert (expected.loaded, expected.held) == (asked, resident.weight_bytes(decoder))
+            assert expected.held < expected.loaded

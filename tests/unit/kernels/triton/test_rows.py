@@ -91,7 +91,7 @@ class TestNorm:
         torch.testing.assert_close(ours, norm.rms_norm(x, weight, 1e-6), rtol=2**-7, atol=1e-7, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", ["silu_and_mul", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("name", [*ACTIVATIONS])
 class TestActivation:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("width", [1, 7, 1500])

@@ -1,0 +1,93 @@
+"""Layers in 8-bit floats, on a CPU, which has torch's product as well: close to transformers, by whichever kernels."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_llm.engine.errors import OptionError
+from serve_llm.engine.model.build import Builder
+from serve_llm.engine.model.decoder import Decoder
+from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.model.shard import shard_of
+from serve_llm.engine.parallel.comm import Neighbours
+from serve_llm.engine.parallel.layout import Grid
+from serve_llm.engine.weights import place
+from serve_llm.engine.weights.files import Checkpoint
+from serve_llm.engine.weights.place import assign, placement
+from serve_llm.kernels import linear_fp8
+from serve_llm.kernels.reference import linear_fp8 as reference
+from serve_llm.kernels.table import PORTABLE, Kernels
+from support.engine import make_engine
+from support.forward import CPU, Harness, load_whole
+from support.reference import reference_logprobs
+from support.tiny import make_checkpoint
+
+pytestmark = pytest.mark.skipif(not linear_fp8.works(CPU), reason="this torch has no product of 8-bit floats on a CPU")
+BF16 = torch.bfloat16
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(vocab_size) for _ in range(length)] for length in (1, 16, 17, 40, 150)]
+
+
+def logprobs(directory: Path, chosen: list[list[int]], kernels: Kernels) -> Tensor:
+    """Of the checkpoint in 8 bits, all prompts one below the other."""
+    spec, weight_map = read_model(json.loads((directory / "config.json").read_text()))
+    spec = spec.with_fp8()
+    checkpoint = Checkpoint(directory)
+    read = placement(checkpoint, assign(checkpoint, spec, weight_map, str(directory))[1], BF16, CPU)
+    builder = Builder(read, kernels, shard_of(spec, Grid(), 0), Neighbours(), fp8=spec.fp8)
+    return torch.cat(Harness(spec, Decoder(spec, builder, CPU), BF16).logprobs(chosen))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "opt"])
+def test_close_to_the_float_model(family: str, tmp_path: Path) -> None:
+    """Random weights: measured error of logprobs 6 to 10 % of their spread."""
+    chosen = prompts(make_checkpoint(tmp_path, family, std=0.1))
+    ours = logprobs(tmp_path, chosen, PORTABLE)
+    exact = torch.cat([reference_logprobs(tmp_path, prompt) for prompt in chosen])
+    spread = exact - exact.mean(-1, keepdim=True)
+    assert 0.01 < (ours - exact).norm() / spread.norm() < 0.14
+    defined = logprobs(tmp_path, chosen, replace(PORTABLE, pack_fp8=reference.pack_fp8))
+    assert (ours - defined).norm() / spread.norm() < 0.02  # roundings that fell out otherwise
+
+
+def test_loaded_as_the_option_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All products of the layers are, each as it is fused, but not the head."""
+    make_checkpoint(tmp_path, "llama", dtype="bfloat16")
+    spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))
+    packed: list[tuple[torch.dtype, int]] = []
+    pack = linear_fp8.pack_fp8
+
+    def noted(weight: Tensor, scale: Tensor, bias: Tensor | None) -> linear_fp8.Linear:
+        packed.append((weight.dtype, weight.shape[0]))
+        return pack(weight, scale, bias)
+
+    monkeypatch.setattr(place, "choose", lambda *args: replace(PORTABLE, pack_fp8=noted))
+    load_whole(tmp_path, spec.with_fp8(), weight_map, dtype=BF16)
+    mixer, ffn = spec.layers[0].mixer, spec.layers[0].ffn
+    qkv = (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim
+    assert packed == [(linear_fp8.DTYPE, outputs) for outputs in (qkv, spec.width, 2 * ffn.width, spec.width)] * len(
+        spec.layers
+    )
+    packed.clear()
+    load_whole(tmp_path, spec, weight_map, dtype=BF16)
+    assert not packed
+
+
+def test_refused_where_there_is_no_such_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path, "llama", dtype="bfloat16")
+    spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))
+    monkeypatch.setattr("serve_llm.engine.quant.fp8.works", lambda device: False)
+    with pytest.raises(OptionError, match=r"^--quantization fp8: this GPU.*compute capability 8\.9"):
+        load_whole(tmp_path, spec.with_fp8(), weight_map, dtype=BF16)
+    with pytest.raises(OptionError, match=r"^--quantization: fp8 is served on a GPU only; on a CPU take int8"):
+        make_engine(tmp_path, quantization="fp8")
