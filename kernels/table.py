@@ -72,22 +72,44 @@ def choose(
     """The fastest version of each kernel that runs on the device, for a cache of that dtype and those head sizes.
     latent_dims: those of caches whose values are a part of the keys.
 
-    One log line says so where a CPU has to do without compiled kernels.
+    One log line says so where a CPU has to do without compiled kernels, or a GPU without Triton's.
     """
-    if device.type != "cpu":
+    if device.type not in ("cpu", "cuda"):
         return PORTABLE
-    compiled = with_library(library.find(), dtype)
+    compiled = with_library(library.find(), dtype) if device.type == "cpu" else with_triton()
     if isinstance(compiled, str):
         logger.warning("The model runs on plain torch operations, which is much slower: %s", compiled)
         return PORTABLE
     for dims, known in ((head_dims, library.HEAD_DIMS), (latent_dims, library.LATENT_DIMS)):
         unknown = sorted(set(dims).difference(known))
-        if not unknown:
+        if not unknown or device.type != "cpu":
             continue
         reason = f"heads of {unknown[0]} numbers have no compiled kernel ({known[0]} to {known[-1]} in steps of 8 have)"
         logger.warning("Attention runs on plain torch operations, which is much slower: %s", reason)
         return replace(compiled, paged_attention=attention.paged_attention, rope_and_cache=rope.rope_and_cache)
     return compiled
+
+
+def with_triton() -> Kernels | str:
+    """Kernels with Triton's among them, or why they cannot be used. They take all dtypes and head sizes."""
+    try:
+        from serve_llm.kernels.triton.activation import ACTIVATIONS
+        from serve_llm.kernels.triton.attention import paged_attention
+        from serve_llm.kernels.triton.fp8 import quantise_rows
+        from serve_llm.kernels.triton.norm import add_rms_norm, layer_norm, rms_norm
+        from serve_llm.kernels.triton.rope import rope_and_cache
+    except ImportError as error:
+        return f"Triton's kernels cannot be imported: {error}"
+    return replace(
+        PORTABLE,
+        paged_attention=paged_attention,
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        layer_norm=layer_norm,
+        rope_and_cache=rope_and_cache,
+        activations={**PORTABLE.activations, **ACTIVATIONS},
+        pack_fp8=partial(linear_fp8.pack_fp8, quantise=quantise_rows),
+    )
 
 
 def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:

@@ -1,0 +1,72 @@
+"""A GPU's kernels: Triton's where they can be imported, one line that says so where not, and a whole model on them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.weights import place
+from serve_llm.kernels import table
+from support.forward import Harness, load_whole
+from support.tiny import make_checkpoint
+from support.triton import NO_TRITON
+
+pytest.importorskip("triton", reason=NO_TRITON)
+from serve_llm.kernels.triton import activation, attention, fp8, norm, rope
+
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_gpu_has_tritons(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    kernels = table.choose(GPU, dtype, {64, 576})
+    assert kernels.rms_norm is norm.rms_norm and kernels.add_rms_norm is norm.add_rms_norm
+    assert kernels.layer_norm is norm.layer_norm and kernels.rope_and_cache is rope.rope_and_cache
+    assert kernels.paged_attention is attention.paged_attention
+    assert kernels.pack_fp8.keywords == {"quantise": fp8.quantise_rows}  # type: ignore[attr-defined]
+    assert kernels.activations.keys() == table.PORTABLE.activations.keys()
+    own = {name for name, kernel in kernels.activations.items() if kernel != table.PORTABLE.activations[name]}
+    assert own == set(activation.ACTIVATIONS) and "relu" not in own
+    assert not caplog.records
+
+
+def test_without_triton_plain_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for name in [name for name in sys.modules if name.startswith("serve_llm.kernels.triton.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with caplog.at_level(logging.WARNING):
+        assert table.choose(GPU, torch.bfloat16, {64}) is table.PORTABLE
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "plain torch operations, which is much slower: Triton's kernels cannot be imported" in caplog.text
+
+
+def test_other_devices_have_neither(caplog: pytest.LogCaptureFixture) -> None:
+    assert table.choose(torch.device("meta"), torch.bfloat16, {64}) is table.PORTABLE
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "opt", "nemotron"])
+def test_a_model_on_the_kernels_for_rows(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, interpreted, beside the portable attention; in chunks, so that rows have company of all kinds."""
+    rng = random.Random(3)
+    vocab_size = make_checkpoint(tmp_path, family, std=0.1)
+    prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in (1, 12)]
+    spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))
+
+    def logprobs(kernels: table.Kernels) -> torch.Tensor:
+        monkeypatch.setattr(place, "choose", lambda *args: kernels)
+        decoder = load_whole(tmp_path, spec, weight_map)
+        return torch.cat(Harness(spec, decoder, torch.float32).logprobs(prompts, max_chunk=7))
+
+    interpreted = table.with_triton()
+    assert isinstance(interpreted, table.Kernels)
+    ours = logprobs(replace(interpreted, paged_attention=table.PORTABLE.paged_attention))
+    assert (ours - logprobs(table.PORTABLE)).abs().max() < 2e-4
