@@ -3,7 +3,7 @@
 Each time is the median of repeated calls. GB/s count the weights or cached keys and values read once, or what a
 kernel for rows reads and writes; GFLOP/s the multiplications and additions (of the causal half in a prefill), each also
 as a share of what the machine was measured to give in the same run: a sum over memory beyond the caches, and a large
-bfloat16 matrix product.
+bfloat16 matrix product. Where there is a GPU its kernels are timed instead: `bench_gpu`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -162,9 +162,20 @@ def limits() -> tuple[float, float]:
 
 
 def main() -> None:
+    if torch.cuda.is_available():
+        from serve_llm.kernels import bench_gpu
+
+        bench_gpu.main()
+        return
     bandwidth, peak = limits()
     print(f"{torch.get_num_threads()} threads: memory {bandwidth:.0f} GB/s, bf16 matrix product {peak:.0f} GFLOP/s")
-    times = linear_times() | attention_times() | cold_attention_times() | row_times() | sampling_times()
+    report(
+        linear_times() | attention_times() | cold_attention_times() | row_times() | sampling_times(), bandwidth, peak
+    )
+
+
+def report(times: Mapping[str, Timed], bandwidth: float, peak: float) -> None:
+    """bandwidth: GB/s, peak: GFLOP/s, of which the shares are."""
     for name, timed in times.items():
         gigabytes, gigaflops = timed.num_bytes / timed.us / 1000, timed.operations / timed.us / 1000
         reads = f"{gigabytes:7.1f} GB/s {gigabytes / bandwidth:5.0%}"
