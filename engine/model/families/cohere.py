@@ -16,11 +16,8 @@ NAMES = {"input_layernorm": "attention_norm"} | ATTENTION | GATED
 
 def read(config: Config) -> tuple[ModelSpec, WeightMap]:
     """CohereForCausalLM. Defaults of absent keys are transformers' own (CohereConfig)."""
-    spec = _read(config, "CohereForCausalLM", [None] * config.layers("num_hidden_layers"))
-    if config.flag("use_qk_norm", False):
-        (mixer,) = {layer.attention for layer in spec.layers}
-        mixer = replace(mixer, head_norm=spec.layers[0].norm)
-        spec = replace(spec, layers=tuple(replace(layer, mixer=mixer) for layer in spec.layers))
+    windows = [None] * config.layers("num_hidden_layers")
+    spec = _read(config, "CohereForCausalLM", windows, head_norm=config.flag("use_qk_norm", False))
     # of the first Command R: the context that it is meant for, beyond its max_position_embeddings
     spec = replace(spec, max_position=config.integer("model_max_length", spec.max_position))
     config.done()
@@ -45,7 +42,7 @@ def read_cohere2(config: Config) -> tuple[ModelSpec, WeightMap]:
     return spec, weights(spec, NAMES)
 
 
-def _read(config: Config, architecture: str, windows: Sequence[int | None]) -> ModelSpec:
+def _read(config: Config, architecture: str, windows: Sequence[int | None], head_norm: bool = False) -> ModelSpec:
     bias = config.flag("attention_bias", False)
     spec = read_decoder(
         config,
@@ -60,5 +57,6 @@ def _read(config: Config, architecture: str, windows: Sequence[int | None]) -> M
         norm=Norm("layer", config.number("layer_norm_eps", 1e-5), bias=False),
         qkv_bias=bias,
         output_bias=bias,
+        head_norm=head_norm,
     )
     return replace(spec, logits_multiplier=config.number("logit_scale", 0.0625))

@@ -20,14 +20,14 @@ ACTIVATIONS: dict[str, Activation] = {
 
 def read(config: Config) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (GPT2Config)."""
-    plain = read_plain(config, "GPT2LMHeadModel", default_max_position=1024, default_tied=True)
+    plain = read_plain(config, "GPT2LMHeadModel", default_max_position=1024, default_tied=True, attention_bias=True)
     unscaled = not config.flag("scale_attn_weights", True)
     by_layer = config.flag("scale_attn_by_inverse_layer_idx", False)
 
     def layer(index: int) -> Layer:
         whole = plain.layers[index]
-        scale = (1.0 if unscaled else whole.attention.scale) / (index + 1 if by_layer else 1)
-        return replace(whole, mixer=replace(whole.attention, scale=scale, qkv_bias=True, output_bias=True))
+        scale = (1.0 if unscaled else whole.mixer.scale) / (index + 1 if by_layer else 1)
+        return replace(whole, mixer=replace(whole.mixer, scale=scale))
 
     layers = tuple(layer(index) for index in range(len(plain.layers)))
     spec = replace(plain, layers=layers, positions=LearnedPositions(plain.max_position))
@@ -37,8 +37,10 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
     return spec, WEIGHTS
 
 
-def read_plain(config: Config, architecture: str, *, default_max_position: int, default_tied: bool) -> ModelSpec:
-    """A decoder with GPT-2's keys, without positions and biases of attention. The caller ends with config.done()."""
+def read_plain(
+    config: Config, architecture: str, *, default_max_position: int, default_tied: bool, attention_bias: bool = False
+) -> ModelSpec:
+    """A decoder with GPT-2's keys, without positions. The caller ends with config.done()."""
     width, heads = config.integer("n_embd"), config.integer("n_head")
     if width % heads:
         raise ModelError(f"config.json: n_embd {width} is not a multiple of n_head {heads}")
@@ -46,7 +48,8 @@ def read_plain(config: Config, architecture: str, *, default_max_position: int, 
     norm = Norm("layer", config.number("layer_norm_epsilon", 1e-5))
     activation = config.choice("activation_function", ACTIVATIONS, "gelu_new")
     ffn = Dense(config.integer("n_inner", 4 * width), activation, bias=True)
-    layer = Layer(Attention(heads, heads, head_dim, head_dim**-0.5), ffn, norm)
+    bias = attention_bias
+    layer = Layer(Attention(heads, heads, head_dim, head_dim**-0.5, qkv_bias=bias, output_bias=bias), ffn, norm)
     config.ignore("resid_pdrop", "embd_pdrop", "attn_pdrop")
     config.ignore(*(f"summary_{key}" for key in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")))
     return ModelSpec(
