@@ -124,11 +124,13 @@ def seen() -> dict[str, Family]:
 def table() -> str:
     """One row per architecture."""
     families = seen()
-    from parity.test_parallel import GRIDS
+    from parity.test_parallel import EXPERT_GRIDS, GRIDS
 
-    ranks = ", ".join(f"{tensor} x {pipeline}" for tensor, pipeline in GRIDS)
+    ranks, whole = (
+        ", ".join(f"{tensor} x {pipeline}" for tensor, pipeline in sizes) for sizes in (GRIDS, EXPERT_GRIDS)
+    )
     rows = [
-        f"Tensor x pipeline parallel sizes that each is tested at: {ranks}.",
+        f"Tensor x pipeline parallel sizes that each is tested at: {ranks}; with whole experts on the ranks: {whole}.",
         f"Kinds of rope scaling, where there is rope: {', '.join(KINDS)}.",
         f"Refused in every family unless off: {', '.join(f'`{key}`' for key in REFUSED)}.",
         "",

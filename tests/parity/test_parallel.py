@@ -21,6 +21,7 @@ from support.ranks import ThreadExecutor
 from support.tiny import FAMILIES, WITH_EXPERTS, make_checkpoint
 
 GRIDS = [(2, 1), (3, 1), (4, 1), (8, 1), (1, 2), (1, 3), (2, 2)]  # tensor x pipeline; 8: more than any has heads
+EXPERT_GRIDS = [(2, 1), (3, 1), (7, 1), (2, 2)]  # of 5 whole experts
 TOLERANCE = 1e-4  # of a logprob, float32
 STYLES: list[dict[str, object]] = [
     {"temperature": 0.0},
@@ -82,7 +83,7 @@ def test_as_one_rank(family: str, tensor: int, pipeline: int, root: Path) -> Non
     check(generate(engine, wanted, arrivals=[number // 3 for number in range(len(wanted))]), expected)
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (3, 1), (7, 1), (2, 2)])  # 5 experts
+@pytest.mark.parametrize(("tensor", "pipeline"), EXPERT_GRIDS)
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_whole_experts(family: str, tensor: int, pipeline: int, root: Path) -> None:
     directory, wanted, expected = case(family, root)
