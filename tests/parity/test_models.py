@@ -20,7 +20,7 @@ from serve_llm.engine.parallel.layout import Grid
 from serve_llm.engine.weights.files import Checkpoint
 from serve_llm.engine.weights.place import assign, placement
 from serve_llm.kernels.cpu import library
-from serve_llm.kernels.reference import activation, attention, linear, linear_int8, moe, norm, rope
+from serve_llm.kernels.reference import activation, attention, linear, linear_fp8, linear_int8, moe, norm, rope
 from serve_llm.kernels.table import PORTABLE, Kernels
 from support.forward import CPU, Harness, load, load_whole
 from support.reference import reference_greedy, reference_logprobs
@@ -36,6 +36,7 @@ REFERENCE = Kernels(
     activations={name: getattr(activation, name) for name in PORTABLE.activations},
     pack=linear.pack,
     pack_int8=linear_int8.pack_int8,
+    pack_fp8=linear_fp8.pack_fp8,
     pack_experts=moe.pack_experts,
 )
 TOLERANCE = 2e-4  # of a logprob, float32: sums of these models in another order differ by up to 1.1e-4
