@@ -11,7 +11,10 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def dot(left, right, total):
-    """total + left @ right, with float32 sums: (m, k) @ (k, n), m at least 16. Products of float32 are exact ones."""
+    """total + left @ right in float32: (m, k) @ (k, n), m at least 16. total: None for 0.
+
+    float32 is multiplied as such, not in TF32.
+    """
     if INTERPRETED:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, total, input_precision="ieee")

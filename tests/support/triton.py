@@ -99,21 +99,23 @@ def _launch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lau
     bound = inspect.signature(function.fn).bind(*args, **named)
     bound.apply_defaults()
     signature, constexprs, divisible = {}, {}, []
+    as_they_come = set(function.kwargs.get("do_not_specialize") or ())
+    unaligned = as_they_come.union(function.kwargs.get("do_not_specialize_on_alignment") or ())
     for name, value in bound.arguments.items():
-        kind = "constexpr" if "constexpr" in str(parameters[name].annotation) else _type(value)
+        kind = "constexpr" if "constexpr" in str(parameters[name].annotation) else _type(value, name in as_they_come)
         signature[name] = kind
         if kind == "constexpr":
             constexprs[name] = Kernel(value.fn.__module__, value.fn.__name__) if hasattr(value, "fn") else value
-        elif kind[0] in "*i" and (value.data_ptr() if kind[0] == "*" else value) % 16 == 0:
+        elif name not in unaligned and kind[0] in "*i" and (value.data_ptr() if kind[0] == "*" else value) % 16 == 0:
             divisible.append(name)
     return Launch(
         Kernel(function.fn.__module__, function.fn.__name__), signature, constexprs, tuple(divisible), options
     )
 
 
-def _type(value: Any) -> str:
-    """The rule of Triton's own launcher: 1 and None become constants."""
-    if value is None or (type(value) is int and value == 1):
+def _type(value: Any, as_it_comes: bool) -> str:
+    """The rule of Triton's own launcher: None becomes a constant, and 1 where the kernel does not say otherwise."""
+    if value is None or (type(value) is int and value == 1 and not as_it_comes):
         return "constexpr"
     if isinstance(value, torch.Tensor):
         return "*" + TYPES[value.dtype]
