@@ -1,0 +1,126 @@
+"""What the parts of the GPU check share: where they run, the models that they make, and how they take time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from report import Report
+
+from serve_llm.engine.hub import resolve_model
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "dtype": "bfloat16",
+}
+QWEN_HALF_B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "dtype": "bfloat16",
+}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 4096,
+}
+TINY |= {"num_key_value_heads": 2}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part runs. rehearse: on a CPU, tiny models, for nothing but to see that the part works."""
+
+    report: Report
+    rehearse: bool
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.rehearse else "cuda"
+
+    def sized(self, full: int, tiny: int) -> int:
+        return tiny if self.rehearse else full
+
+    def folder(self, shape: dict[str, object], name: str) -> str:
+        """A checkpoint without weights: config.json and the demo model's tokenizer."""
+        folder = Path(tempfile.gettempdir()) / f"serve-llm-gpu-check-{name}{'-tiny' if self.rehearse else ''}"
+        folder.mkdir(exist_ok=True)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(Path(resolve_model("demo")) / file, folder)
+        (folder / "config.json").write_text(json.dumps(shape | (TINY if self.rehearse else {})))
+        return str(folder)
+
+    def options(self) -> dict[str, object]:
+        """Of an engine for this place."""
+        small = {"kv_cache_memory": "256MiB", "dtype": "bfloat16"} if self.rehearse else {}
+        return {"device": self.device, "load_format": "dummy", "log_level": "warning", **small}
+
+
+def place(name: str) -> Place:
+    """From the command line of a part."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--rehearse", action="store_true")
+    given = parser.parse_args()
+    return Place(Report(name, given.file), given.rehearse)
+
+
+def seconds(call: Callable[[], object], repeats: int = 5, warm: int = 2) -> float:
+    """Median of so many calls, each waited for."""
+    times = []
+    for number in range(warm + repeats):
+        wait()
+        began = time.perf_counter()
+        call()
+        wait()
+        if number >= warm:
+            times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def limits(rehearse: bool) -> tuple[float, float]:
+    """Bytes/s of a copy, read and written; operations/s of a bfloat16 matrix product of random numbers."""
+    device = "cpu" if rehearse else "cuda"
+    source = torch.empty(1 << (20 if rehearse else 32), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    bandwidth = 2 * len(source) / seconds(lambda: target.copy_(source))
+    size = 256 if rehearse else 8192
+    square = torch.randn((size, size), device=device).bfloat16()
+    return bandwidth, 2 * size**3 / seconds(lambda: square @ square)

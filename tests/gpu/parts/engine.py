@@ -1,0 +1,105 @@
+"""The whole engine on the card: tokens of tiny models of every family equal to transformers' on a CPU, in float32; the
+same tokens as the engine on a CPU for a mixed load; nothing that depends on what else is computed, where that is
+promised.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+
+from parts import common
+from serve_llm.engine.loop import Engine
+from serve_llm.engine.types import Request, Sampling
+from support.engine import Result, generate, greedy, make_engine
+from support.reference import reference_greedy
+from support.tiny import FAMILIES, make_checkpoint
+
+TOLERANCE = 1e-3  # of log-probabilities in float32
+
+
+def prompts(vocab_size: int, lengths: tuple[int, ...]) -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+def family(here: common.Place, name: str, folder: Path) -> None:
+    vocab_size = make_checkpoint(folder, name)
+    asked = prompts(vocab_size, (1, 9, 33))
+    expected = [reference_greedy(folder, prompt, 10) for prompt in asked]
+    engine = make_engine(folder, block_size=16, max_num_batched_tokens=23, device=here.device)
+    found = generate(engine, [greedy(number, prompt, 10, logprobs=1) for number, prompt in enumerate(asked)])
+    difference = 0.0
+    same = True
+    for number, (ids, logprobs) in enumerate(expected):
+        result = found[number]
+        same = same and result.token_ids == ids
+        pairs = zip(result.logprobs, logprobs, strict=True)
+        difference = max(difference, *(abs(ours.logprob - theirs) for ours, theirs in pairs))
+    value = f"logprobs differ by {difference:.1e}" if same else "other tokens"
+    here.report.check(f"{name}: as transformers, float32", same and difference < TOLERANCE, value)
+
+
+def mixed_load(here: common.Place, folder: Path) -> None:
+    vocab_size = make_checkpoint(folder, "llama")
+    rng = random.Random(3)
+    requests = []
+    for number, prompt in enumerate(prompts(vocab_size, tuple(rng.choice((1, 3, 17, 40)) for _ in range(40)))):
+        kinds: tuple[dict[str, object], ...] = (
+            {"temperature": 0.0},
+            {"temperature": 0.9, "top_p": 0.9},
+            {"temperature": 1.2, "top_k": 9, "logprobs": 2},
+            {"temperature": 0.0, "repetition_penalty": 1.3},
+            {"temperature": 0.7, "min_p": 0.05, "bad_words_ids": ((1,), (2, 3))},
+        )
+        sampling = Sampling(**({"max_tokens": 24, "seed": number} | kinds[number % len(kinds)]))  # type: ignore[arg-type]
+        requests.append(Request(id=number, prompt_ids=prompt, sampling=sampling))
+    arrivals = [rng.randrange(20) for _ in requests]
+    sizes = {"max_num_seqs": 24, "max_num_batched_tokens": 64}
+    expected = generate(make_engine(folder, device="cpu", **sizes), requests, arrivals)
+    for name, options in {"": {}, ", --enforce-eager": {"enforce_eager": True}}.items():
+        engine = make_engine(folder, device=here.device, **sizes, **options)
+        found = generate(engine, requests, arrivals)
+        same = sum(found[number].token_ids == result.token_ids for number, result in expected.items())
+        here.report.check(f"mixed load as on a CPU{name}", same == len(requests), f"{same} of {len(requests)} requests")
+        if not here.rehearse and not options:
+            here.report.check("decode steps were captured", captured(engine) > 0, f"{captured(engine)} graphs")
+
+
+def captured(engine: Engine) -> int:
+    return len(engine._executor._worker._runner.graphs._graphs)  # type: ignore[attr-defined]
+
+
+def invariance(here: common.Place, folder: Path) -> None:
+    """In bfloat16, where another order of additions shows at once."""
+    vocab_size = make_checkpoint(folder, "llama")
+    asked = prompts(vocab_size, (1, 5, 17, 40, 64, 100))
+    requests = [greedy(number, prompt, 24, logprobs=1) for number, prompt in enumerate(asked)]
+    options = {"dtype": "bfloat16", "device": here.device, "batch_invariant": True, "enable_prefix_caching": False}
+    together = generate(make_engine(folder, max_num_batched_tokens=50, **options), requests)
+    apart: dict[int, Result] = {}
+    for request in requests:
+        apart |= generate(make_engine(folder, max_num_batched_tokens=256, **options), [request])
+    same = all(
+        (together[number].token_ids, together[number].logprobs) == (result.token_ids, result.logprobs)
+        for number, result in apart.items()
+    )
+    here.report.check("--batch-invariant: alone and in company the same bits", same)
+
+
+def main() -> None:
+    here = common.place("engine")
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        mixed_load(here, root / "mixed")
+        invariance(here, root / "invariance")
+        for name in FAMILIES[:3] if here.rehearse else FAMILIES:
+            try:
+                family(here, name, root / name)
+            except Exception as error:  # the next one may be well
+                here.report.check(f"{name}: as transformers, float32", False, repr(error)[:200])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""transformers' own generation with continuous batching on the same card, beside ours on the same requests."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from parts import common
+from serve_llm import LLM, SamplingParams
+
+
+def main() -> None:
+    here = common.place("peer")
+    folder = here.folder(common.LLAMA_8B, "8b")
+    count, prompt_tokens, output = here.sized(64, 2), here.sized(256, 16), here.sized(128, 4)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(300, 4000) for _ in range(prompt_tokens)] for _ in range(count)]
+    params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
+    with LLM(folder, max_num_seqs=count, gpu_memory_utilization=0.4, **here.options()) as llm:
+        llm.generate([prompt[:8] for prompt in prompts], params, use_tqdm=False)
+        began = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        ours = count * output / (time.perf_counter() - began)
+    here.report.measured(f"ours, {count} requests of {prompt_tokens} in, {output} out", ours, "tokens/s")
+    if here.rehearse:
+        here.report.not_run("transformers, generate_batch", "it is made for GPUs")
+        return
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device(here.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    chosen = GenerationConfig(max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    model.generate_batch(inputs=prompts[:2], generation_config=chosen, progress_bar=False)
+    began = time.perf_counter()
+    found = model.generate_batch(inputs=prompts, generation_config=chosen, progress_bar=False)
+    tokens = sum(len(result.generated_tokens) for result in found.values())
+    theirs = tokens / (time.perf_counter() - began)
+    here.report.measured("transformers, generate_batch", theirs, "tokens/s")
+    here.report.measured("ours over transformers", ours / theirs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Several ranks on one card, as processes that exchange tensors by gloo: the tokens of one rank. NCCL with one rank,
+inside a captured graph. What needs more cards is said not to have run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+import torch
+
+from parts import common
+from serve_llm.engine import startup
+from serve_llm.engine.execute.choose import Choice
+from serve_llm.engine.execute.graphs import CudaCapture
+from serve_llm.engine.hub import read_config
+from serve_llm.engine.loop import Engine
+from serve_llm.engine.options import Options
+from serve_llm.engine.parallel.torch_group import TorchGroup, host_store
+from support.engine import generate, greedy, make_engine
+from support.tiny import make_checkpoint
+
+
+def spread(here: common.Place, folder: Path, tensor: int, pipeline: int) -> Engine:
+    ranks = tensor * pipeline
+    options = Options.from_kwargs(
+        str(folder),
+        device=here.device,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        distributed_executor_backend="mp",
+        kv_cache_memory="64MiB",
+        max_num_seqs=16,
+    )
+    raw = read_config(folder)
+    config, spec, weights = startup.resolve_all(options, str(folder), raw, Choice("mp", "to share a card", here.device))
+    if not here.rehearse:
+        config = dataclasses.replace(config, ranks_per_gpu=ranks, enforce_eager=True)
+    return Engine(config, startup.build_executor(config, spec, weights, raw))
+
+
+def nccl_in_a_graph() -> bool:
+    store = host_store("127.0.0.1")
+    group = TorchGroup(store, "alone", 0, 1, "127.0.0.1", backend="nccl")
+    x = torch.ones(1000, device="cuda")
+    group.all_reduce(x.clone())  # the communicator is made at the first call
+    captured = CudaCapture(torch.device("cuda"))(lambda: group.all_reduce(x * 2))
+    x.fill_(3.0)
+    captured.replay()
+    torch.cuda.synchronize()
+    return bool((captured.output == 6.0).all())
+
+
+def main() -> None:
+    here = common.place("ranks")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        vocab_size = make_checkpoint(folder, "llama")
+        prompts = [list(range(length)) for length in (1, 8, 30)] + [[vocab_size - 1] * 5]
+        requests = [greedy(number, prompt, 16) for number, prompt in enumerate(prompts)]
+        expected = generate(make_engine(folder, device=here.device), requests)
+        for tensor, pipeline in ((2, 1), (1, 2), (2, 2)):
+            engine = spread(here, folder, tensor, pipeline)
+            found = generate(engine, requests)
+            same = all(found[number].token_ids == result.token_ids for number, result in expected.items())
+            here.report.check(f"TP={tensor}, PP={pipeline} on one card: tokens of one rank", same)
+            engine._executor.close()
+    if here.rehearse:
+        return
+    here.report.check("NCCL, one rank, in a captured graph", nccl_in_a_graph())
+    here.report.not_run("NCCL between cards, in graphs and out of them", "one card")
+    here.report.not_run("symmetric-memory all-reduce", "one card")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Packages that a GPU machine without a package index lacks: fetched as wheels here, unpacked there.
+
+    python3 tests/gpu/wheels.py        where there is an index: fills .whl/ at the root of the tree
+
+Python 3.12 on x86-64. What the machine has anyway (torch, Triton, transformers, numpy, ...) is not taken along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+PACKAGES = [
+    *("pyzmq", "msgspec", "fastapi", "starlette", "uvicorn", "httptools", "h11", "click"),
+    *("pydantic", "pydantic-core", "annotated-types", "annotated-doc", "typing-inspection", "anyio", "idna", "sniffio"),
+]
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+MOST_BYTES = 60 << 20  # of the tree and the wheels
+
+
+def fetch(folder: Path) -> None:
+    """Raises CalledProcessError where one cannot be had."""
+    folder.mkdir(exist_ok=True)
+    where = [word for platform in PLATFORMS for word in ("--platform", platform)]
+    python = ["--python-version", "3.12", "--implementation", "cp", "--only-binary=:all:"]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *python, *where]
+    # Its version is the one that pydantic was made for.
+    subprocess.run(
+        [*command, "--dest", str(folder), *(name for name in PACKAGES if name != "pydantic-core")], check=True
+    )
+    (wheel,) = folder.glob("pydantic-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = archive.read(metadata).decode().splitlines()
+    core = next(line.partition(":")[2].strip() for line in lines if line.startswith("Requires-Dist: pydantic-core"))
+    subprocess.run([*command, "--dest", str(folder), core.replace(" ", "")], check=True)
+
+
+def unpack(folder: Path, to: Path) -> list[Path]:
+    """The folders that belong on sys.path: one, or none where there are no wheels."""
+    found = sorted(folder.glob("*.whl")) if sys.version_info[:2] == (3, 12) else []
+    for wheel in found:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(to)
+    return [to] if found else []
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process that leads a group, and whatever it left behind."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+if __name__ == "__main__":
+    root = Path(__file__).resolve().parents[2]
+    fetch(root / ".whl")
+    size = sum(path.stat().st_size for path in (root / ".whl").glob("*.whl"))
+    print(f"{size / 2**20:.1f} MiB of wheels in {root / '.whl'}")
