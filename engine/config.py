@@ -56,6 +56,10 @@ class Config:
     data_parallel_size: int = 1  # engines that share this host's memory and cores
     allow_unknown_config: tuple[str, ...] = ()  # keys of config.json that are passed over
     cpu_threads: int | None = None  # that each rank computes with; None: see `execute.threads`
+    enforce_eager: bool = True  # no captured graphs of decode steps
+    batch_invariant: bool = True  # a CPU is in any case
+    ranks_per_gpu: int = 1  # more only where a card is to show what several would do
+    async_scheduling: bool = False  # the next step is scheduled and begun before the ids of the last one are known
 
     @property
     def element_bytes(self) -> int:
@@ -124,6 +128,10 @@ def resolve(
         data_parallel_size=options.data_parallel_size,
         allow_unknown_config=options.allow_unknown_config,
         cpu_threads=options.cpu_threads,
+        enforce_eager=options.enforce_eager or device == "cpu",
+        batch_invariant=options.batch_invariant or device == "cpu",
+        # Between stages ids travel with the next batch, and other sequences fill the time.
+        async_scheduling=device == "cuda" and options.pipeline_parallel_size == 1,
     )
 
 

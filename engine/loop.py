@@ -51,7 +51,9 @@ class Engine:
             max_model_len=config.max_model_len,
             max_chunk=config.max_num_batched_tokens,
             prefix_caching=config.enable_prefix_caching,
+            ahead=config.async_scheduling,
         )
+        self._shares = 1 if config.async_scheduling else executor.depth
         self._executor = executor
         self._clock = clock
         self._show = show
@@ -85,7 +87,7 @@ class Engine:
         while len(self._under_way) < self._executor.depth:
             now = self._clock()
             limit = self._budget.next(self.scheduler.num_running, self.scheduler.num_waiting)
-            batch = self.scheduler.schedule(limit, now, self._executor.depth)
+            batch = self.scheduler.schedule(limit, now, self._shares)
             if not batch.chunks:
                 break
             self._show(self.scheduler.in_flight)

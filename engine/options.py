@@ -58,6 +58,14 @@ class Options:
     gpu_memory_utilization: float = _option(
         0.9, values.share, "share of the GPU's memory that weights and KV cache may take"
     )
+    enforce_eager: bool = _option(
+        False, values.boolean, "on a GPU: launch every kernel by itself, without captured graphs of decode steps"
+    )
+    batch_invariant: bool = _option(
+        False,
+        values.boolean,
+        "on a GPU: tokens that do not depend on what else is computed, for some speed (always so on a CPU)",
+    )
     kv_cache_memory: int | None = _option(
         None,
         values.positive(values.parse_bytes),

@@ -40,6 +40,7 @@ class Kernels:
     pack_int8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
     pack_fp8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
     pack_experts: Callable[[Iterable[tuple[linear.Linear, linear.Linear]], moe.Activation, range], moe.Experts]
+    capturable: bool = False  # they read lengths on the device and nothing back from it: a GPU may replay a launch
 
 
 PORTABLE = Kernels(
@@ -67,16 +68,22 @@ PORTABLE = Kernels(
 
 
 def choose(
-    device: torch.device, dtype: torch.dtype, head_dims: Collection[int], latent_dims: Collection[int] = ()
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dims: Collection[int],
+    latent_dims: Collection[int] = (),
+    *,
+    batch_invariant: bool = False,
 ) -> Kernels:
     """The fastest version of each kernel that runs on the device, for a cache of that dtype and those head sizes.
-    latent_dims: those of caches whose values are a part of the keys.
+    latent_dims: those of caches whose values are a part of the keys. batch_invariant: whether a GPU's results must not
+    depend on what else is computed; a CPU's never do.
 
     One log line says so where a CPU has to do without compiled kernels, or a GPU without Triton's.
     """
     if device.type not in ("cpu", "cuda"):
         return PORTABLE
-    compiled = with_library(library.find(), dtype) if device.type == "cpu" else with_triton()
+    compiled = with_library(library.find(), dtype) if device.type == "cpu" else with_triton(batch_invariant)
     if isinstance(compiled, str):
         logger.warning("The model runs on plain torch operations, which is much slower: %s", compiled)
         return PORTABLE
@@ -90,25 +97,28 @@ def choose(
     return compiled
 
 
-def with_triton() -> Kernels | str:
+def with_triton(batch_invariant: bool) -> Kernels | str:
     """Kernels with Triton's among them, or why they cannot be used. They take all dtypes and head sizes."""
     try:
         from serve_llm.kernels.triton.activation import ACTIVATIONS
         from serve_llm.kernels.triton.attention import paged_attention
         from serve_llm.kernels.triton.fp8 import quantise_rows
+        from serve_llm.kernels.triton.linear import pack
         from serve_llm.kernels.triton.norm import add_rms_norm, layer_norm, rms_norm
         from serve_llm.kernels.triton.rope import rope_and_cache
     except ImportError as error:
         return f"Triton's kernels cannot be imported: {error}"
     return replace(
         PORTABLE,
-        paged_attention=paged_attention,
+        paged_attention=partial(paged_attention, batch_invariant=batch_invariant),
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         layer_norm=layer_norm,
         rope_and_cache=rope_and_cache,
         activations={**PORTABLE.activations, **ACTIVATIONS},
+        pack=pack if batch_invariant else linear.pack,
         pack_fp8=partial(linear_fp8.pack_fp8, quantise=quantise_rows),
+        capturable=True,
     )
 
 

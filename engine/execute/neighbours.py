@@ -17,6 +17,7 @@ from serve_llm.engine.parallel.layout import Grid
 from serve_llm.engine.parallel.ring import Ring
 from serve_llm.engine.parallel.shm import Handle
 from serve_llm.engine.parallel.shm_group import PEER_SECONDS, ShmLink, shm_group
+from serve_llm.engine.parallel.staged import StagedGroup, StagedLink
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -45,7 +46,8 @@ class _Builder:
         self._grid, self._rank, self._begin, self._address = grid, rank, begin, address
         self._dtype: torch.dtype = getattr(torch, begin.config.dtype)
         self._device = torch.device(begin.config.device)
-        self._backend = "nccl" if begin.config.device == "cuda" else "gloo"
+        # NCCL does not serve ranks that share a card.
+        self._backend = "nccl" if begin.config.device == "cuda" and begin.config.ranks_per_gpu == 1 else "gloo"
         self._store: Store | None = None
         if begin.span is not None:
             from serve_llm.engine.parallel.torch_group import join_store
@@ -68,8 +70,12 @@ class _Builder:
 
         assert self._store is not None
         name = f"tensor-parallel group of stage {self._grid.stage(self._rank)}"
-        if self._backend == "nccl":
-            return TorchGroup(self._store, name, place, len(peers), self._address, PEER_SECONDS, "nccl")
+        if self._device.type == "cuda":
+            in_order = self._begin.config.batch_invariant
+            group = TorchGroup(
+                self._store, name, place, len(peers), self._address, PEER_SECONDS, self._backend, in_order
+            )
+            return group if self._backend == "nccl" else StagedGroup(group)
         hosts = [span.host_ids[peer] for peer in peers]
         local = shm_group(opened, hosts[:place].count(hosts[place])) if opened else Alone()
         if len(set(hosts)) == 1:
@@ -93,4 +99,6 @@ class _Builder:
         first, second = sorted((self._rank, other))
         place, name = int(self._rank == second), f"link from rank {first} to rank {second}"
         pair = TorchGroup(self._store, name, place, 2, self._address, PEER_SECONDS, self._backend)
+        if self._device.type == "cuda" and self._backend == "gloo":
+            return StagedLink(pair.link(1 - place, self._dtype), self._device)
         return pair.link(1 - place, self._dtype, self._device)

@@ -13,6 +13,8 @@ import os
 import signal
 import sys
 import threading
+import time
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -29,7 +31,10 @@ from serve_llm.engine.parallel.ring import Ring
 from serve_llm.engine.parallel.shm import Closed
 
 if TYPE_CHECKING:
+    from serve_llm.engine.execute.runner import Started
     from serve_llm.engine.execute.worker import Worker
+
+LOOK_SECONDS = 20e-6  # between two looks at whether a step has been computed or another one has come
 
 logger = logging.getLogger("serve_llm.engine.execute.rank")  # also when run by -m
 
@@ -122,17 +127,23 @@ def open_steps(link: Control, rank: int, steps: control.RingEnds | control.Steps
 
 
 def compute(worker: Worker, source: StepSource, answers: bool) -> None:
-    """Steps, until the channel is closed."""
+    """Steps, until the channel is closed. On a GPU the next one is begun while the last one is computed."""
     import msgspec
 
     from serve_llm.engine.schedule.batch import Batch
 
     decode = msgspec.msgpack.Decoder(Batch).decode
     encode = msgspec.msgpack.Encoder().encode
+    begun: deque[Started] = deque()
     while True:
-        results = worker.execute(decode(source.receive()))
-        if answers:
-            source.answer(encode(results))
+        if begun and begun[0].is_ready():
+            source.answer(encode(begun.popleft().finish()))
+        elif not begun or source.ready:
+            started = worker.start(decode(source.receive()))
+            if answers:
+                begun.append(started)
+        else:
+            time.sleep(LOOK_SECONDS)
 
 
 def end_with_engine(url: str, secret: str, rank: int) -> None:

@@ -48,6 +48,10 @@ class StepChannel(Protocol):
 class StepSource(Protocol):
     """A rank's end. Both calls raise Closed when the engine has closed the channel."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether `receive` would return or raise at once."""
+
     def receive(self) -> bytes:
         """The next step; waits for ever."""
 
@@ -91,6 +95,10 @@ class RingSource:
     def __init__(self, steps: Ring, reader: int, answers: Ring | None) -> None:
         self._steps = steps.reader(reader)
         self._answers = answers.writer() if answers is not None else None
+
+    @property
+    def ready(self) -> bool:
+        return self._steps.ready
 
     def receive(self) -> bytes:
         return self._steps.receive()
@@ -172,6 +180,10 @@ class SocketSource:
         self._socket = dealer(zmq.Context.instance(), url, secret)
         self._socket.connect(url)
         self._socket.send(str(rank).encode())
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._socket.poll(0))
 
     def receive(self) -> bytes:
         return self._socket.recv()

@@ -22,7 +22,7 @@ class Arriving:
 
     @property
     def is_there(self) -> bool:
-        return self.event is None or self.event.query()
+        return self.event is None or self.event.query()  # type: ignore[no-untyped-call]
 
     def wait(self) -> Tensor:
         """The numbers, once they are there."""

@@ -1,7 +1,4 @@
-"""One rank: its shard of a model, its KV cache, its rows and the sampler. Runs a Batch to its sampled ids.
-
-Knows nothing of requests, queues or time; the scheduler's Batch says all.
-"""
+"""One rank: loads its shard of a model, plans and allocates its KV cache, and has a `Runner` compute steps."""
 
 from __future__ import annotations
 
@@ -11,45 +8,30 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from serve_llm.engine.config import Config
-from serve_llm.engine.errors import CapacityError, EngineError
+from serve_llm.engine.errors import CapacityError
 from serve_llm.engine.execute import memory, shortage
-from serve_llm.engine.execute.inputs import Rows
 from serve_llm.engine.execute.memory import CacheLayout
+from serve_llm.engine.execute.profile import free_on_gpu
+from serve_llm.engine.execute.runner import Model, Runner, Started
 from serve_llm.engine.execute.threads import choose_threads, usable_cores
-from serve_llm.engine.model.inputs import StepInputs
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import KVGroup, ModelSpec, PretrainedSpec
 from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.parallel.comm import Neighbours
-from serve_llm.engine.sample.logprobs import prompt_logprobs
-from serve_llm.engine.sample.sampler import Sampler, SampleRow
-from serve_llm.engine.sample.split import SplitSampler
 from serve_llm.engine.sample.vocabulary import Vocabulary
-from serve_llm.engine.schedule.batch import Batch, Chunk, ChunkResult, NewRow
-from serve_llm.engine.types import Sampling, TokenLogprobs
+from serve_llm.engine.schedule.batch import Batch
 from serve_llm.engine.weights.place import load_model
 from serve_llm.kernels import cache_int8
 from serve_llm.kernels.huge_pages import use_huge_pages
 from serve_llm.kernels.table import choose_sampling
 
 logger = logging.getLogger(__name__)
-
-LOGPROB_ROWS = 64  # prompt positions whose logits are held at a time: 64 x 152k x 4 bytes = 39 MB
-NOT_FINITE = "the model gave numbers that are not finite"
-
-
-class Model(Protocol):
-    """What a rank runs: `Decoder`, which says what these do, or `PretrainedDecoder`."""
-
-    def forward(self, inputs: StepInputs, caches: Sequence[Tensor], rows: Tensor | None = None) -> Tensor: ...
-    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class Worker:
@@ -80,22 +62,26 @@ class Worker:
                 assert weights is not None, "a family's model has a weight map"
                 self._load(spec, weights)
             logger.info("Weights loaded and packed in %.2f s", time.perf_counter() - started)
+        vocabularies = shard.vocabularies(spec.vocab_size)
+        self._vocabulary = Vocabulary(vocabularies, neighbours.tensor, choose_sampling(self._device))
         with shortage.told_as(CapacityError, "while trying a step of the largest size"):
             self._layout = self._plan()
         self.num_blocks = self._layout.num_blocks
-        self._sampling = choose_sampling(self._device)
-        self._vocabulary = Vocabulary(shard.vocabularies(spec.vocab_size), neighbours.tensor, self._sampling)
-        self._sampler: Sampler | SplitSampler = Sampler(spec.vocab_size, self._sampling)
-        if neighbours.tensor.size > 1:
-            self._sampler = SplitSampler(self._sampler, self._vocabulary, neighbours.tensor)
 
     def allocate(self, num_blocks: int) -> CacheLayout:
         """Make the KV cache, of the smallest `num_blocks` of all ranks, and the rows."""
         self._layout = replace(self._layout, num_blocks=num_blocks)
         with shortage.told_as(CapacityError, "while allocating the KV cache"):
-            self._caches = allocate_cache(self._layout, self._groups, self._cache_dtype, self._device)
-            self._rows = Rows(self._layout.groups, self._config.max_num_seqs, self._config.max_model_len)
+            self._runner = self._make_runner(self._layout)
         return self._layout
+
+    def _make_runner(self, layout: CacheLayout) -> Runner:
+        caches = allocate_cache(layout, self._groups, self._cache_dtype, self._device)
+        return Runner(self._config, self._decoder, caches, layout, self._vocabulary, self._shard)
+
+    def start(self, batch: Batch) -> Started:
+        """See `Runner.start`."""
+        return self._runner.start(batch)
 
     def _load(self, spec: ModelSpec, weights: WeightMap) -> None:
         config = self._config
@@ -116,6 +102,7 @@ class Worker:
                 device=self._device,
                 load_format=config.load_format,
                 seed=config.seed,
+                batch_invariant=config.batch_invariant,
                 progress=advance,
             )
 
@@ -148,109 +135,8 @@ class Worker:
             return planned(config.kv_cache_memory)
         if config.device == "cpu":
             return planned(memory.default_cpu_bytes(one_request, self._neighbours.local_ranks, memory.free_memory()))
-        return planned(self._free_on_gpu(empty))
-
-    def _free_on_gpu(self, empty: CacheLayout) -> int:
-        """Bytes left for the cache on a GPU: its share, less what a step of the largest size was seen to take."""
-        config, device = self._config, self._device
-        small = CacheLayout(empty.groups, empty.block_bytes, empty.blocks_per_request(config.max_model_len, 1) + 1)
-        self._caches = allocate_cache(small, self._groups, self._cache_dtype, device)
-        self._rows = Rows(small.groups, 1, config.max_model_len)
-        count = min(config.max_num_batched_tokens, config.max_model_len - 1)
-        table = [[0] * -(-count // group.block_size) for group in small.groups]
-        torch.cuda.reset_peak_memory_stats(device)
-        with torch.inference_mode():
-            new = NewRow(0, [0] * count, count, Sampling(max_tokens=1, seed=0), None)
-            chunk = Chunk(0, 0, count, table, True, [])
-            self._rows.apply(Batch([new], [chunk]))
-            hidden = self._decoder.forward(self._rows.build([chunk], device), self._caches)
-            if self._shard.is_last:
-                rows = hidden[-1:].expand(min(config.max_num_seqs, count), -1)
-                self._vocabulary.whole(self._decoder.logits(rows)).float()
-        peak = torch.cuda.max_memory_allocated(device) - small.num_bytes
-        self._caches = []
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-        others = total - free - torch.cuda.memory_reserved(device)
-        return max(0, int(total * config.gpu_memory_utilization) - others - peak)
-
-    @shortage.told_as(EngineError, "in a step")
-    @torch.inference_mode()
-    def execute(self, batch: Batch) -> list[ChunkResult]:
-        """Compute a batch. On the rank that samples one result per chunk, in order; on others none."""
-        self._rows.apply(batch)
-        inputs = self._rows.build(batch.chunks, self._device)
-        if not self._shard.is_last:
-            self._decoder.forward(inputs, self._caches)
-            return []
-        wanted, starts = self._wanted(batch.chunks, inputs)
-        hidden = self._decoder.forward(inputs, self._caches, wanted)
-        results = [ChunkResult() for _ in batch.chunks]
-        self._add_prompt_logprobs(batch.chunks, starts, hidden, results)
-        self._add_samples(batch.chunks, starts, hidden, results)
-        return results if self._shard.is_output else []
-
-    def _wanted(self, chunks: Sequence[Chunk], inputs: StepInputs) -> tuple[Tensor | None, list[int]]:
-        """The tokens whose hidden rows are needed, None if all are, and where the rows of each chunk start among them:
-        all of a chunk with prompt logprobs, else the last one if it is sampled. At least one, needed or not."""
-        wanted: list[int] = []
-        starts = [0]
-        for chunk, first, end in zip(chunks, inputs.query_starts, inputs.query_starts[1:], strict=False):
-            if self._wants_prompt_logprobs(chunk):
-                wanted += range(first, end)
-            elif chunk.sample:
-                wanted.append(end - 1)
-            starts.append(len(wanted))
-        if len(wanted) == len(inputs.ids):
-            return None, starts
-        return torch.tensor(wanted or [0], device=self._device), starts
-
-    def _wants_prompt_logprobs(self, chunk: Chunk) -> bool:
-        row = self._rows[chunk.row]
-        return row.prompt_logprobs is not None and chunk.start < row.num_prompt
-
-    def _add_samples(
-        self, chunks: Sequence[Chunk], starts: Sequence[int], hidden: Tensor, results: list[ChunkResult]
-    ) -> None:
-        sampled = [index for index, chunk in enumerate(chunks) if chunk.sample]
-        if not sampled:
-            return
-        rows = []
-        for index in sampled:
-            row = self._rows[chunks[index].row]
-            ids = self._rows.ids(chunks[index].row)
-            rows.append(SampleRow(row.sampling, ids[: row.num_prompt], ids[row.num_prompt :]))
-        last = [starts[index + 1] - 1 for index in sampled]
-        if len(last) < len(hidden):
-            hidden = hidden[torch.tensor(last, device=self._device)]
-        choices = self._sampler.sample(self._decoder.logits(hidden), rows)
-        for index, choice in zip(sampled, choices, strict=True):
-            if choice is None:
-                results[index].error = NOT_FINITE
-            else:
-                results[index].token_id, results[index].logprobs = choice.token_id, choice.logprobs
-
-    def _add_prompt_logprobs(
-        self, chunks: Sequence[Chunk], starts: Sequence[int], hidden: Tensor, results: list[ChunkResult]
-    ) -> None:
-        for index, chunk in enumerate(chunks):
-            row = self._rows[chunk.row]
-            if self._wants_prompt_logprobs(chunk):
-                assert row.prompt_logprobs is not None
-                ids = self._rows.ids(chunk.row)[: row.num_prompt]
-                following = ids[chunk.start + 1 : chunk.start + chunk.count + 1]
-                first = starts[index]
-                found: list[TokenLogprobs] = []
-                for start in range(0, len(following), LOGPROB_ROWS):
-                    part = following[start : start + LOGPROB_ROWS]
-                    logits = self._decoder.logits(hidden[first + start : first + start + len(part)])
-                    whole = self._vocabulary.whole(logits)
-                    if self._shard.is_output:
-                        try:
-                            found += prompt_logprobs(self._sampling, whole, part.tolist(), row.prompt_logprobs)
-                        except ValueError:
-                            results[index].error = NOT_FINITE
-                results[index].prompt_logprobs = found
+        small = replace(empty, num_blocks=empty.blocks_per_request(config.max_model_len, 1) + 1)
+        return planned(free_on_gpu(config, self._make_runner(small), small.num_bytes, self._device))
 
 
 def allocate_cache(

@@ -93,6 +93,8 @@ def kv_groups(places: Sequence[Place]) -> tuple[KVGroup, ...]:
 class PretrainedDecoder:
     """See `Decoder`: ids and cached keys and values in, hidden rows and logits out."""
 
+    capturable = False  # nobody knows what others' code reads back from a device
+
     def __init__(
         self,
         body: PreTrainedModel,

@@ -112,8 +112,9 @@ class TorchGroup:
     """A `comm.Group`, and the links between its members.
 
     With gloo, all_reduce keeps the promise of `Group`: values are gathered and added in rank order (gloo's own ring
-    starts each slice at another rank). With NCCL it is NCCL's own all-reduce, whose order of additions depends on the
-    size of the tensor and on the topology: the same bits on every rank, but the promise about rows is NOT kept yet.
+    starts each slice at another rank). With NCCL only if it is told to be `in_order`; otherwise it is NCCL's own
+    all-reduce, whose order of additions depends on the size of the tensor and on the topology: the same bits on every
+    rank, and less to move.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class TorchGroup:
         address: str,
         seconds: float = 60.0,
         backend: str = "gloo",
+        in_order: bool = False,
     ) -> None:
         """name: of the group, once per store, for messages as well. address: this host's, to listen on (gloo).
         seconds: limit for all members to arrive and for each operation. Raises EngineError."""
@@ -138,11 +140,11 @@ class TorchGroup:
             self._backend = (
                 _gloo(shared, rank, size, address, seconds) if backend == "gloo" else _nccl(shared, rank, size, seconds)
             )
-        self._exact = backend == "gloo"
+        self._in_order = in_order or backend == "gloo"
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Group.all_reduce`, and this class for NCCL."""
-        if self._exact:
+        if self._in_order:
             return add_in_order(self.all_gather(x))
         with self._failing("all-reduce"):
             self._backend.allreduce([x]).wait()

@@ -51,6 +51,11 @@ class Sampler:
         self._vocab_size = vocab_size
         self._kernels = kernels
 
+    def start(self, logits: Tensor, rows: Sequence[SampleRow]) -> Drawn:
+        """`sample`, which it does at once."""
+        sampled = self.sample(logits, rows)
+        return Drawn(lambda: sampled)
+
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled | None]:
         """The next token of each row; None where the model gave NaN or infinity, or left no allowed token possible.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from serve_llm.engine.parallel.comm import Group
 from serve_llm.engine.sample.penalties import is_adjusted
-from serve_llm.engine.sample.sampler import Sampled, Sampler, SampleRow, is_greedy
+from serve_llm.engine.sample.sampler import Drawn, Sampled, Sampler, SampleRow, is_greedy
 from serve_llm.engine.sample.vocabulary import Vocabulary
 
 FEW = 128  # the largest top_k for which candidates are gathered instead of whole rows
@@ -25,6 +25,11 @@ class SplitSampler:
         self._sampler = sampler
         self._vocabulary = vocabulary
         self._draws = group.rank == 0
+
+    def start(self, logits: Tensor, rows: Sequence[SampleRow]) -> Drawn:
+        """`sample`, which it does at once."""
+        sampled = self.sample(logits, rows)
+        return Drawn(lambda: sampled)
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled | None]:
         """As `Sampler.sample`, on the group's first rank; what others return is of no use. logits: (rows, own)."""

@@ -18,27 +18,28 @@ TOO_MANY = -1  # stands in place of the first candidate's id
 
 
 class Vocabulary:
-    """shares: each rank's columns, in rank order; some may be empty. Logits come in the head's dtype."""
+    """shares: each rank's columns, in rank order; some may be empty. Logits come in the head's dtype, and of one rank
+    may have more columns, which are padding of the head."""
 
     def __init__(self, shares: Sequence[range], group: Group, kernels: SamplingKernels) -> None:
         self._shares = tuple(shares)
         self._own = self._shares[group.rank]
         self.size = sum(map(len, shares))
         self._widest = max(map(len, shares))
-        self._group = group
-        self._kernels = kernels
+        self.group = group
+        self.kernels = kernels
 
     def whole(self, logits: Tensor) -> Tensor:
         """(rows, own) -> (rows, vocab_size), on every rank; float32 where ranks exchange them."""
-        if self._group.size == 1:
+        if self.group.size == 1:
             return logits
-        parts = self._group.all_gather(functional.pad(logits.float(), (0, self._widest - len(self._own))))
+        parts = self.group.all_gather(functional.pad(logits.float(), (0, self._widest - len(self._own))))
         return torch.cat([part[:, : len(own)] for part, own in zip(parts, self._shares, strict=True)], 1)
 
     def likeliest(self, logits: Tensor) -> list[int]:
         """The id of each row's largest logit, of equal ones the lowest; -1 where that is not finite. On every rank."""
         if self._own:
-            ids = self._kernels.likeliest(logits)
+            ids = self.kernels.likeliest(logits)
             values = logits.gather(1, ids.unsqueeze(1)).squeeze(1).float()
         else:
             values = logits.new_full((len(logits),), -torch.inf, dtype=torch.float32)
@@ -57,7 +58,7 @@ class Vocabulary:
         slots = 2 * k
         values = logits.new_full((len(logits), slots), -torch.inf, dtype=torch.float32)
         ids = torch.zeros_like(values, dtype=torch.int64)
-        for row, found in enumerate(self._kernels.largest(logits, min(k, len(self._own))) if self._own else []):
+        for row, found in enumerate(self.kernels.largest(logits, min(k, len(self._own))) if self._own else []):
             if len(found) > slots:
                 ids[row, 0] = TOO_MANY - self._own.start
             else:
@@ -70,5 +71,5 @@ class Vocabulary:
     def _gather(self, values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """All ranks' values float32 and local ids as global ones, one behind the other."""
         bits = (ids + self._own.start).int().view(torch.float32)  # one gather, of one dtype, carries both
-        both = torch.stack(self._group.all_gather(torch.stack([values, bits])))  # (ranks, 2, ...)
+        both = torch.stack(self.group.all_gather(torch.stack([values, bits])))  # (ranks, 2, ...)
         return both[:, 0], both[:, 1].contiguous().view(torch.int32).long()

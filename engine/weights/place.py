@@ -42,11 +42,13 @@ def load_model(
     device: torch.device,
     load_format: str = "auto",
     seed: int = 0,
+    batch_invariant: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Decoder:
     """Build the shard's part of the model of `spec`, with weights of `dtype` on `device`.
 
     load_format: "auto" reads the checkpoint in `directory`; "dummy" reads nothing and makes random weights from `seed`.
+    batch_invariant: of a GPU, see `kernels.table.choose`.
     Raises ModelError when the checkpoint cannot be read or is not what spec and weight_map say.
     """
     if spec.int8 is not None:
@@ -79,7 +81,7 @@ def load_model(
     dims: tuple[set[int], set[int]] = set(), set()  # of caches with keys and values, and of latent ones
     for layer in spec.layers:
         dims[isinstance(layer.mixer, MLA)].add(layer.mixer.head_dim)
-    kernels = choose(device, dtype, *dims)
+    kernels = choose(device, dtype, *dims, batch_invariant=batch_invariant)
     decoder = Decoder(spec, Builder(counted, kernels, shard, neighbours, spec.int8, spec.fp8), device)
     if checkpoint is not None:
         checkpoint.release()

@@ -104,9 +104,9 @@ def compare(directory: Path, grid: Grid = ONE, **more: Any) -> None:
     for worker, expected in zip(workers, planned.ranks, strict=True):
         worker.allocate(num_blocks)
         assert resident.weight_bytes(worker._decoder) == expected.weights
-        assert worker._caches[0].untyped_storage().nbytes() == expected.kv_cache
-        worker.execute(batch)  # what is made once for good is not of the step
-        total = expected.weights + expected.kv_cache + resident.peak_bytes(functools.partial(worker.execute, batch))
+        assert worker._runner._caches[0].untyped_storage().nbytes() == expected.kv_cache
+        worker.start(batch)  # what is made once for good is not of the step
+        total = expected.weights + expected.kv_cache + resident.peak_bytes(functools.partial(worker.start, batch))
         assert abs(expected.total - total) <= 0.03 * total
 
 

@@ -155,7 +155,7 @@ class ThreadExecutor:
     """See `Executor`: one thread per rank. Batches travel as bytes, as they do between processes."""
 
     def __init__(self, config: Config, spec: ModelSpec, weights: WeightMap, ranks: Ranks) -> None:
-        self.depth = ranks.grid.pipeline
+        self.depth = 2 if config.async_scheduling else ranks.grid.pipeline
         self.ranks = ranks
         self.workers = run_together(
             ranks.grid.size,
@@ -184,7 +184,7 @@ def _serve(shard: Shard, worker: Worker, inbox: Queue, ranks: Ranks) -> None:
     while (item := inbox.get()) is not END:
         message, future = item
         try:
-            results = worker.execute(msgspec.msgpack.decode(message, type=Batch))
+            results = worker.start(msgspec.msgpack.decode(message, type=Batch)).finish()
             assert shard.is_output or results == []
             if shard.is_output:
                 future.set_result(results)

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 
 from serve_llm.engine.config import Config
 from serve_llm.engine.execute.executor import StepResult
+from serve_llm.engine.execute.runner import Started
 from serve_llm.engine.execute.threads import announce
 from serve_llm.engine.execute.worker import Worker
 from serve_llm.engine.model.shard import Shard, shard_of
@@ -16,10 +17,24 @@ from serve_llm.engine.parallel.layout import Grid
 from serve_llm.engine.schedule.batch import Batch
 
 
-class InProcessExecutor:
-    """See `Executor`. Each future is done when `execute` returns."""
+class Answer(Future[StepResult]):
+    """A step that has been begun; `result` waits for it in the calling thread."""
 
-    depth = 1
+    def __init__(self, started: Started) -> None:
+        super().__init__()
+        self._started = started
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        if not self.done():
+            try:
+                self.set_result(self._started.finish())
+            except Exception as error:
+                self.set_exception(error)
+        return super().result(timeout)
+
+
+class InProcessExecutor:
+    """See `Executor`."""
 
     def __init__(self, config: Config, spec: ModelSpec | PretrainedSpec, weights: WeightMap | None) -> None:
         others = Neighbours(local_ranks=config.data_parallel_size)
@@ -27,15 +42,16 @@ class InProcessExecutor:
         self._worker = Worker(config, spec, weights, shard, others)
         if config.device == "cpu":
             announce([self._worker.threads])
+        self.depth = 2 if config.async_scheduling else 1
         self.layout = self._worker.allocate(self._worker.num_blocks)
 
     def execute(self, batch: Batch) -> Future[StepResult]:
-        future: Future[StepResult] = Future()
         try:
-            future.set_result(self._worker.execute(batch))
+            return Answer(self._worker.start(batch))
         except Exception as error:
-            future.set_exception(error)
-        return future
+            failed: Future[StepResult] = Future()
+            failed.set_exception(error)
+            return failed
 
     def check(self) -> None:
         """Nothing happens between steps."""

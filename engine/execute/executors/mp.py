@@ -62,7 +62,7 @@ class MpExecutor:
         a message that names it.
         """
         self._grid = Grid(config.tensor_parallel_size, config.pipeline_parallel_size)
-        self.depth = self._grid.pipeline
+        self.depth = 2 if config.async_scheduling else self._grid.pipeline
         self._roster = roster
         self._under_way: deque[Answer] = deque()
         self._step_timeout = config.step_timeout

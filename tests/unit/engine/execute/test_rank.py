@@ -1,13 +1,19 @@
-"""A rank that nobody on its host watches over."""
+"""A rank that nobody on its host watches over, and the order in which a rank begins steps and answers them."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
+import msgspec
+import pytest
+
 from serve_llm.engine.errors import EngineError
-from serve_llm.engine.execute import control
+from serve_llm.engine.execute import control, rank
+from serve_llm.engine.execute.runner import Started
 from serve_llm.engine.parallel.encrypted import Endpoint
+from serve_llm.engine.parallel.shm import Closed
+from serve_llm.engine.schedule.batch import Batch, Chunk, ChunkResult
 
 LIMIT = 60.0
 
@@ -27,3 +33,61 @@ def test_it_says_that_it_lives_and_ends_with_the_engine() -> None:
             process.kill()
             endpoint.close()
     assert process.returncode == EngineError.exit_code and "rank 3 ends: the connection to 127.0.0.1:" in log
+
+
+class Script:
+    """Steps that come, and computing that ends, as the test says. Both ends of a rank, on which nothing waits."""
+
+    def __init__(self, coming: list[int], seconds: int) -> None:
+        """coming: after so many looks the next step is there. seconds: looks until a step has been computed."""
+        self.coming, self.seconds = coming, seconds
+        self.log: list[str] = []
+        self.looks = self.begun = self.answered = 0
+        self.done_at: list[int] = []
+
+    @property
+    def ready(self) -> bool:
+        self.looks += 1
+        if self.begun == len(self.coming):
+            return self.answered == self.begun  # then it is closed
+        return self.looks >= self.coming[self.begun]
+
+    def receive(self) -> bytes:
+        if self.begun == len(self.coming):
+            raise Closed("no more steps")
+        return msgspec.msgpack.encode(Batch([], [Chunk(0, self.begun, 1, [], True, [])]))
+
+    def answer(self, message: bytes) -> None:
+        (result,) = msgspec.msgpack.decode(message, type=list[ChunkResult])
+        assert result.token_id == self.answered, "in the order of the steps"
+        self.log.append(f"answer {self.answered}")
+        self.answered += 1
+
+    def start(self, batch: Batch) -> Started:
+        number = batch.chunks[0].start
+        self.log.append(f"begin {number}")
+        self.begun += 1
+        self.done_at.append(self.looks + self.seconds)
+        return Started(lambda: self.looks >= self.done_at[number], lambda: [ChunkResult(token_id=number)])
+
+
+@pytest.mark.parametrize(
+    ("coming", "seconds", "log"),
+    [
+        ([0, 0, 0], 0, "begin 0, answer 0, begin 1, answer 1, begin 2, answer 2"),  # as on a CPU
+        ([0, 1, 2], 5, "begin 0, begin 1, begin 2, answer 0, answer 1, answer 2"),  # a GPU that has the next at once
+        ([0, 9, 18], 3, "begin 0, answer 0, begin 1, answer 1, begin 2, answer 2"),  # an engine that is slower
+    ],
+)
+def test_the_next_step_is_begun_as_soon_as_it_is_there(coming: list[int], seconds: int, log: str) -> None:
+    script = Script(coming, seconds)
+    with pytest.raises(Closed):
+        rank.compute(script, script, answers=True)  # type: ignore[arg-type]
+    assert ", ".join(script.log) == log
+
+
+def test_a_rank_without_answers_waits_for_steps_alone() -> None:
+    script = Script([0, 0], seconds=10**9)
+    with pytest.raises(Closed):
+        rank.compute(script, script, answers=False)  # type: ignore[arg-type]
+    assert script.log == ["begin 0", "begin 1"]

@@ -20,7 +20,7 @@ from support.tiny import make_checkpoint
 from support.triton import NO_TRITON
 
 pytest.importorskip("triton", reason=NO_TRITON)
-from serve_llm.kernels.triton import activation, attention, fp8, norm, rope
+from serve_llm.kernels.triton import activation, attention, fp8, linear, norm, rope
 
 GPU = torch.device("cuda")
 
@@ -30,12 +30,19 @@ def test_a_gpu_has_tritons(dtype: torch.dtype, caplog: pytest.LogCaptureFixture)
     kernels = table.choose(GPU, dtype, {64, 576})
     assert kernels.rms_norm is norm.rms_norm and kernels.add_rms_norm is norm.add_rms_norm
     assert kernels.layer_norm is norm.layer_norm and kernels.rope_and_cache is rope.rope_and_cache
-    assert kernels.paged_attention is attention.paged_attention
+    assert kernels.paged_attention.func is attention.paged_attention  # type: ignore[attr-defined]
+    assert kernels.pack is table.PORTABLE.pack and kernels.capturable
     assert kernels.pack_fp8.keywords == {"quantise": fp8.quantise_rows}  # type: ignore[attr-defined]
     assert kernels.activations.keys() == table.PORTABLE.activations.keys()
     own = {name for name, kernel in kernels.activations.items() if kernel != table.PORTABLE.activations[name]}
     assert own == set(activation.ACTIVATIONS) and "relu" not in own
     assert not caplog.records
+
+
+def test_what_is_batch_invariant() -> None:
+    kernels = table.choose(GPU, torch.bfloat16, {64}, batch_invariant=True)
+    assert kernels.pack is linear.pack
+    assert kernels.paged_attention.keywords == {"batch_invariant": True}  # type: ignore[attr-defined]
 
 
 def test_without_triton_plain_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -62,11 +69,11 @@ def test_a_model_on_the_kernels_for_rows(family: str, tmp_path: Path, monkeypatc
     spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))
 
     def logprobs(kernels: table.Kernels) -> torch.Tensor:
-        monkeypatch.setattr(place, "choose", lambda *args: kernels)
+        monkeypatch.setattr(place, "choose", lambda *args, **more: kernels)
         decoder = load_whole(tmp_path, spec, weight_map)
         return torch.cat(Harness(spec, decoder, torch.float32).logprobs(prompts, max_chunk=7))
 
-    interpreted = table.with_triton()
+    interpreted = table.with_triton(batch_invariant=False)
     assert isinstance(interpreted, table.Kernels)
     ours = logprobs(replace(interpreted, paged_attention=table.PORTABLE.paged_attention))
     assert (ours - logprobs(table.PORTABLE)).abs().max() < 2e-4

@@ -1,0 +1,105 @@
+"""What an engine does on a GPU, without one: steps begun before the last one's ids are known, decode steps captured and
+replayed, rows of padding. The same tokens and log-probabilities as the plain engine on a CPU, for mixed loads.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from serve_llm.engine.types import Request, Sampling
+from serve_llm.kernels import table
+from support.engine import Result, generate, greedy, make_engine
+from support.gpu_path import graphs_of, make_gpu_engine
+from support.tiny import make_checkpoint
+from support.triton import NO_TRITON
+
+
+def load(vocab_size: int, count: int = 24) -> tuple[list[Request], list[int]]:
+    """Requests of every kind, and the steps before which they come."""
+    rng = random.Random(3)
+    kinds: list[dict[str, object]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "top_p": 0.9},
+        {"temperature": 1.3, "top_k": 7, "logprobs": 2},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+        {"temperature": 0.0, "stop_token_ids": tuple(range(0, vocab_size, 5)), "min_tokens": 3},
+        {"temperature": 0.7, "bad_words_ids": ((1,), (2, 3)), "logit_bias": {4: 2.0}},
+        {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 0},
+    ]
+    requests = []
+    for number in range(count):
+        prompt = [rng.randrange(vocab_size) for _ in range(rng.choice((1, 3, 9, 17, 40)))]
+        sampling = Sampling(**({"max_tokens": rng.choice((1, 2, 12, 30)), "seed": number} | kinds[number % len(kinds)]))
+        requests.append(Request(id=number, prompt_ids=prompt, sampling=sampling))
+    return requests, [rng.randrange(30) for _ in range(count)]
+
+
+def assert_same(found: dict[int, Result], expected: dict[int, Result]) -> None:
+    for number, wanted in expected.items():
+        result = found[number]
+        assert (result.token_ids, result.finish_reason) == (wanted.token_ids, wanted.finish_reason), f"request {number}"
+        theirs = [*wanted.logprobs, *(wanted.prompt_logprobs or [])]
+        for ours, other in zip([*result.logprobs, *(result.prompt_logprobs or [])], theirs, strict=True):
+            assert (ours.rank, ours.top_ids) == (other.rank, other.top_ids)
+            assert [ours.logprob, *ours.top_logprobs] == pytest.approx([other.logprob, *other.top_logprobs], abs=1e-4)
+
+
+OPTIONS = {"block_size": 8, "max_num_seqs": 20, "max_num_batched_tokens": 37}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_same_tokens_as_the_plain_engine(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocab_size = make_checkpoint(tmp_path, family)
+    requests, arrivals = load(vocab_size)
+    expected = generate(make_engine(tmp_path, **OPTIONS), requests, arrivals)
+    engine = make_gpu_engine(tmp_path, monkeypatch, **OPTIONS)
+    assert_same(generate(engine, requests, arrivals), expected)
+    captured = graphs_of(engine)._capture.sizes
+    assert len(captured) >= 2 and len(set(captured)) == len(captured), "each size that was met again, once"
+
+
+def test_with_preemption_without_graphs_and_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocab_size = make_checkpoint(tmp_path, "llama")
+    requests, arrivals = load(vocab_size)
+    expected = generate(make_engine(tmp_path, **OPTIONS), requests, arrivals)
+    small = {"max_model_len": 80, "kv_cache_memory": 14 * block_bytes(tmp_path)}
+    engine = make_gpu_engine(tmp_path, monkeypatch, **OPTIONS, **small)
+    assert_same(generate(engine, requests), expected)
+    assert engine.scheduler.stats().num_preemptions > 0
+    assert_same(
+        generate(make_gpu_engine(tmp_path, monkeypatch, enforce_eager=True, **OPTIONS), requests, arrivals), expected
+    )
+    assert_same(generate(make_gpu_engine(tmp_path, monkeypatch, tensor=2, **OPTIONS), requests, arrivals), expected)
+
+
+def block_bytes(directory: Path) -> int:
+    return make_engine(directory, **OPTIONS).layout.block_bytes
+
+
+def test_a_request_that_ends_while_its_next_step_is_computed_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocab_size = make_checkpoint(tmp_path, "llama")
+    engine = make_gpu_engine(tmp_path, monkeypatch, **OPTIONS)
+    prompt = list(range(9))
+    first = generate(engine, [greedy(0, prompt, 6)])[0].token_ids
+    stopped = greedy(1, prompt, 6, stop_token_ids=(first[2],))
+    found = generate(engine, [stopped, greedy(2, prompt, 6), greedy(3, [vocab_size - 1], 6)], [0, 0, 3])
+    assert found[1].token_ids == first[:3] and found[2].token_ids == first
+
+
+def test_with_tritons_kernels_in_its_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason=NO_TRITON)
+    kernels = table.with_triton(batch_invariant=True)
+    assert isinstance(kernels, table.Kernels), kernels
+    vocab_size = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2, layer_types=None)
+    requests = load(vocab_size, count=5)[0]
+    requests = [replace(request, sampling=replace(request.sampling, max_tokens=5)) for request in requests]
+    expected = generate(make_engine(tmp_path, **OPTIONS), requests)
+    engine = make_gpu_engine(tmp_path, monkeypatch, kernels, **OPTIONS)
+    assert_same(generate(engine, requests), expected)
+    assert graphs_of(engine)._capture.sizes

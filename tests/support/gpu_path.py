@@ -1,0 +1,112 @@
+"""What a GPU does with a step, done on a CPU: lengths that are read where kernels read them, captured steps that are
+replayed over their buffers, results that are looked at only when the engine asks for them.
+
+The kernels are plain ones that keep the contract of a GPU's: numbers of the host count for nothing but bounds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_llm.engine import startup
+from serve_llm.engine.execute import runner
+from serve_llm.engine.execute.graphs import Captured
+from serve_llm.engine.hub import read_config
+from serve_llm.engine.loop import Engine
+from serve_llm.engine.options import Options
+from serve_llm.engine.parallel.layout import Grid
+from serve_llm.engine.weights import place
+from serve_llm.kernels import attention, rope, table
+from serve_llm.kernels.attention import Lengths
+from support.ranks import Ranks, ThreadExecutor
+
+
+def paged_attention(
+    query: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    query_starts: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    on_device: Lengths | None = None,
+    **how: object,
+) -> Tensor:
+    assert on_device is not None, "lengths are to be on the device"
+    starts, contexts = (lengths.tolist() for lengths in on_device)
+    counts = [end - start for start, end in itertools.pairwise(starts)]
+    bounds = [end - start for start, end in itertools.pairwise(query_starts)]
+    assert all(count <= bound for count, bound in zip(counts, bounds, strict=True)), "more queries than were told"
+    assert all(found <= bound for found, bound in zip(contexts, context_lens, strict=True)), "longer than was told"
+    live = [index for index, context in enumerate(contexts) if context > 0]
+    output = torch.zeros((*query.shape[:2], int(how.get("value_dim") or query.shape[2])), dtype=query.dtype)
+    for index in live:
+        rows = slice(starts[index], starts[index + 1])
+        table_row = block_table[index : index + 1]
+        output[rows] = attention.paged_attention(
+            query[rows], cache, table_row, [0, counts[index]], [contexts[index]], **how
+        )
+    return output
+
+
+def rope_and_cache(
+    qkv: Tensor,
+    heads: int,
+    norms: rope.HeadNorms | None,
+    angles: rope.Angles | None,
+    cache: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    stored = slots >= 0
+    query = rope.rope_and_cache(qkv.clone(), heads, norms, angles, torch.empty_like(cache), slots.clamp(min=0))
+    kept = None if angles is None else (angles[0][stored], angles[1][stored])
+    rope.rope_and_cache(qkv[stored], heads, norms, kept, cache, slots[stored])
+    return query
+
+
+KERNELS = replace(table.PORTABLE, paged_attention=paged_attention, rope_and_cache=rope_and_cache, capturable=True)
+
+
+class Recorder:
+    """Captures as a GPU does: what was computed is computed again, from the same tensors into the same one."""
+
+    def __init__(self, *_: object) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, compute: Callable[[], Tensor]) -> Captured:
+        output = torch.full_like(compute(), torch.nan)
+        self.sizes.append(len(output))
+
+        def replay() -> None:
+            output.copy_(compute())
+
+        return Captured(replay, output)
+
+
+def make_gpu_engine(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, kernels: table.Kernels = KERNELS, tensor: int = 1, **more: object
+) -> Engine:
+    """An engine that works as on a GPU. more: fields of Config, or options."""
+    monkeypatch.setattr(place, "choose", lambda *_, **__: kernels)
+    monkeypatch.setattr(runner, "CudaCapture", Recorder)
+    as_on_gpu = {"async_scheduling": True, "enforce_eager": False}
+    fields = {name: more.pop(name, value) for name, value in as_on_gpu.items()}
+    options = Options.from_kwargs(str(directory), **({"kv_cache_memory": "16MiB", "max_num_seqs": 40} | more))
+    raw = read_config(directory)
+    config, spec, weights = startup.resolve_all(options, str(directory), raw)
+    config = replace(config, **fields)
+    if tensor == 1:
+        return Engine(config, startup.build_executor(config, spec, weights, raw))
+    return Engine(config, ThreadExecutor(config, spec, weights, Ranks(spec, Grid(tensor, 1))))
+
+
+def graphs_of(engine: Engine) -> runner.DecodeGraphs:
+    found = engine._executor._worker._runner.graphs  # type: ignore[attr-defined]
+    assert found is not None
+    return found
