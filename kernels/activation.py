@@ -24,6 +24,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return (wide / torch.exp(-wide).add_(1.0)).to(up.dtype) * up
 
 
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """gelu_tanh(gate) * up, with gelu_tanh rounded before the product. Shapes as of `silu_and_mul`."""
+    gate, up = gate_up.chunk(2, -1)
+    return gelu_tanh(gate) * up
+
+
 def gelu(x: Tensor) -> Tensor:
     """x * P(Z <= x) for a standard normal Z (arXiv:1606.08415). Any shape; returns shape and dtype of x."""
     wide = x.float()

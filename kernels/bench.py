@@ -133,6 +133,7 @@ def row_times() -> dict[str, Timed]:
                 2 * qkv.nbytes + 2 * angles[0].nbytes,
             ),
             "silu_and_mul": (partial(kernels.activations["silu_and_mul"], up), up.nbytes * 3 // 2),
+            "gelu_tanh_and_mul": (partial(kernels.activations["gelu_tanh_and_mul"], up), up.nbytes * 3 // 2),
             "gelu": (partial(kernels.activations["gelu"], up), 2 * up.nbytes),
             "gelu_tanh": (partial(kernels.activations["gelu_tanh"], up), 2 * up.nbytes),
         }

@@ -10,10 +10,13 @@ from torch.nn import functional
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps), rounded to x's dtype, times weight (arXiv:1910.07467).
 
-    x: (..., width), any float dtype; computed in float32. weight: (width,). Returns the shape and dtype of x.
+    x: (..., width), any float dtype; computed in float32. weight: (width,), of x's dtype; or float32, and then the
+    product alone is rounded, as in Gemma. Returns the shape and dtype of x.
     """
     wide = x.float()
     scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    if weight.dtype != x.dtype:
+        return (wide * scale * weight).to(x.dtype)
     return weight * (wide * scale).to(x.dtype)
 
 

@@ -15,7 +15,7 @@ Angles = tuple[Tensor, Tensor]  # cos, sin: (tokens, head_dim / 2) float32, dens
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of every query head and every key head; weights (head_dim,)."""
+    """RMS norms of every query head and every key head; weights (head_dim,), both of a dtype that `rms_norm` takes."""
 
     query: Tensor
     key: Tensor

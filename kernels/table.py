@@ -35,7 +35,7 @@ class Kernels:
     layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
     rope_and_cache: Callable[[Tensor, int, rope.HeadNorms | None, rope.Angles | None, Tensor, Tensor], Tensor]
     rope_and_latent: Callable[[Tensor, Tensor, Tensor, float, rope.Angles | None, Tensor, Tensor], Tensor]
-    activations: Mapping[str, Callable[[Tensor], Tensor]]  # silu_and_mul, gelu, gelu_tanh, relu, relu2
+    activations: Mapping[str, Callable[[Tensor], Tensor]]  # silu_and_mul, gelu_tanh_and_mul, ...
     pack: Callable[..., linear.Linear]
     pack_int8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
     pack_fp8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
@@ -54,6 +54,7 @@ PORTABLE = Kernels(
         kernel.__name__: kernel
         for kernel in (
             activation.silu_and_mul,
+            activation.gelu_tanh_and_mul,
             activation.gelu,
             activation.gelu_tanh,
             activation.relu,
@@ -142,6 +143,7 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
         activations={
             **PORTABLE.activations,
             "silu_and_mul": rows.silu_and_mul,
+            "gelu_tanh_and_mul": rows.gelu_tanh_and_mul,
             "gelu": rows.gelu,
             "gelu_tanh": rows.gelu_tanh,
         },

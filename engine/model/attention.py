@@ -25,7 +25,7 @@ class Attention:
     def __init__(self, mixer: spec.Attention, width: int, build: Builder) -> None:
         own = build.shard.attention(mixer)
         self.kernels = build.kernels
-        self.heads, self.scale, self.window = len(own.heads), mixer.scale, mixer.window
+        self.heads, self.scale, self.window, self.softcap = len(own.heads), mixer.scale, mixer.window, mixer.softcap
         queries, keys = elements(own.heads, mixer.head_dim), elements(own.kv_heads, mixer.head_dim)
         whole_queries, whole_keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
         project: RowWise = build.columns(
@@ -43,7 +43,7 @@ class Attention:
         self.output = build.rows("output", width, whole_queries, queries, bias=mixer.output_bias)
         self.norms: HeadNorms | None = None
         if head_norm is not None and head_norm.kind == "rms":
-            query, key = (build.tensor(f"{name}_norm.weight", mixer.head_dim) for name in ("q", "k"))
+            query, key = (build.rms_weight(f"{name}_norm", head_norm, mixer.head_dim) for name in ("q", "k"))
             self.norms = HeadNorms(query, key, head_norm.eps)
         self.attend = _attend(own, mixer.heads // mixer.kv_heads, build.kernels.paged_attention)
 
@@ -60,6 +60,7 @@ class Attention:
             inputs.context_lens,
             scale=self.scale,
             window=self.window,
+            softcap=self.softcap,
             on_device=inputs.lengths,
         )
         return self.output(mixed.flatten(1))
@@ -98,8 +99,10 @@ def _reordered(load: Load, head_dim: int, dims: int, interleaved: bool) -> Load:
     half, middle = dims // 2, (head_dim - dims) // 2
     order = [*turned[:half], *still[:middle], *turned[half:], *still[middle:]]
 
-    def reordered(name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
-        tensor = load(name, shape, part)
+    def reordered(
+        name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        tensor = load(name, shape, part, dtype)
         of = name.split(".")[-2]
         if of not in ("q", "k", "q_norm", "k_norm"):
             return tensor

@@ -36,9 +36,11 @@ def in_float32(name: str) -> bool:
 class Load(Protocol):
     """Reads parameters."""
 
-    def __call__(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
-        """The parameter of this name, or only a part of it, on the model's device and of its dtype, but that int8
-        weights are int8, and float32 is what `in_float32` says.
+    def __call__(
+        self, name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The parameter of this name, or only a part of it, on the model's device and of `dtype`, by default the
+        model's, but that int8 weights are int8, and float32 is what `in_float32` says.
 
         shape: of the whole parameter, (outputs, inputs) or (outputs,). What is returned is not to be written: it may be
         part of a mapped file, and whoever keeps it keeps the file mapped.
@@ -144,9 +146,14 @@ class Builder:
             return self.kernels.pack_int8(weight, scale(), bias)
         return self.kernels.pack_int8(*int8.quantise(weight), bias)
 
+    def rms_weight(self, name: str, spec: Norm, width: int) -> Tensor:
+        """Of the rms norm of this name, in the dtype that says where `kernels.norm.rms_norm` rounds."""
+        dtype = torch.float32 if spec.wide else None
+        return self.load(f"{self.prefix}{name}.weight", (width,), dtype=dtype).clone()
+
     def norm(self, name: str, spec: Norm, width: int) -> norm.Norm:
         if spec.kind == "rms":
-            return norm.RmsNorm(self.tensor(f"{name}.weight", width), spec.eps, self.kernels)
+            return norm.RmsNorm(self.rms_weight(name, spec, width), spec.eps, self.kernels)
         weight = self.tensor(f"{name}.weight", width) if spec.affine else None
         bias = self.tensor(f"{name}.bias", width) if spec.has_bias else None
         return norm.LayerNorm(weight, bias, spec.eps, self.kernels)

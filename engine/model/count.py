@@ -108,10 +108,10 @@ def _counts(spec: ModelSpec, shard: Shard) -> Iterator[_Count]:
             seen[layer] = _Layer(spec.width, shard, spec.fp8 or spec.int8 is not None, layer[1]).count(layer[0])
         yield seen[layer]
     if shard.is_last:
-        norm = 0 if spec.final_norm is None else _norm(spec.final_norm, spec.width)
+        norm, wide = (0, 0) if spec.final_norm is None else _norm(spec.final_norm, spec.width)
         project_out = _Product(outer, spec.width, _in_8_bits(spec, "project_out"))
         head = _Product(vocabulary, outer, bias=spec.head_bias)
-        yield _Count((*((project_out,) if projected else ()), head), norm)
+        yield _Count((project_out, head) if projected else (head,), norm, wide)
 
 
 def _in_8_bits(spec: ModelSpec, product: str) -> bool:
@@ -139,35 +139,37 @@ class _Layer:
     kept: frozenset[str]  # products that are not
 
     def count(self, layer: Layer) -> _Count:
-        products, others = self._mixer(layer.mixer)
-        others += {"parallel": 1, "sandwich": 4}.get(layer.placement, 2) * _norm(layer.norm, self.width)
+        products, others, wide = self._mixer(layer.mixer)
+        norms = {"parallel": 1, "sandwich": 4}.get(layer.placement, 2)
+        norm, wide_norm = _norm(layer.norm, norms * self.width)
+        others, wide = others + norm, wide + wide_norm
         ffn = layer.ffn
         if isinstance(ffn, Dense):
-            return _Count((*products, *self._dense("ffn", ffn, len(self.shard.ffn(ffn)))), others)
+            return _Count((*products, *self._dense("ffn", ffn, len(self.shard.ffn(ffn)))), others, wide)
         correction = ffn.router.num_experts if ffn.router.correction else 0
-        return _Count((*products, *self._experts(ffn)), others + correction, wide=correction)
+        return _Count((*products, *self._experts(ffn)), others + correction, wide + correction)
 
-    def _mixer(self, mixer: Mixer) -> tuple[list[_Product], int]:
-        """Its products, and the elements of everything else in it."""
+    def _mixer(self, mixer: Mixer) -> tuple[list[_Product], int, int]:
+        """Its products, the elements of everything else in it, and how many of them are in float32."""
         return self._latent(mixer) if isinstance(mixer, MLA) else self._attention(mixer)
 
-    def _attention(self, mixer: Attention) -> tuple[list[_Product], int]:
+    def _attention(self, mixer: Attention) -> tuple[list[_Product], int, int]:
         own = self.shard.attention(mixer)
         queries = len(own.heads) * mixer.head_dim
         keys = len(own.kv_heads) * mixer.head_dim
-        others = 0
+        others = wide = 0
         if mixer.head_norm is not None:
             heads = 2 if mixer.head_norm.kind == "rms" else len(own.heads) + len(own.kv_heads)
-            others += heads * mixer.head_dim
+            others, wide = _norm(mixer.head_norm, heads * mixer.head_dim)
         others += 0 if mixer.projection_norm_eps is None else queries + keys
         qkv = self._product("attention.q", queries + 2 * keys, self.width, mixer.qkv_bias)  # q stands for all three
-        return [qkv, self._output(queries, mixer.output_bias)], others
+        return [qkv, self._output(queries, mixer.output_bias)], others, wide
 
-    def _latent(self, mixer: MLA) -> tuple[list[_Product], int]:
+    def _latent(self, mixer: MLA) -> tuple[list[_Product], int, int]:
         heads, rank = len(self.shard.attention(mixer).heads), mixer.q_lora_rank
         output = self._output(heads * mixer.value_dim, mixer.bias)
         if heads == 0:
-            return [output], 0
+            return [output], 0, 0
         queries = heads * (mixer.nope_dim + mixer.rope_dim)
         made = (queries if rank is None else rank) + mixer.head_dim  # of the hidden row, one product
         products = [output, self._product("attention.kv_down", made, self.width, mixer.bias)]
@@ -176,7 +178,7 @@ class _Layer:
         for _ in range(heads):
             products.append(_Product(mixer.kv_lora_rank, mixer.nope_dim))
             products.append(_Product(mixer.value_dim, mixer.kv_lora_rank))
-        return products, (rank or 0) + mixer.kv_lora_rank
+        return products, (rank or 0) + mixer.kv_lora_rank, 0
 
     def _output(self, inputs: int, bias: bool) -> _Product:
         return self._product("attention.output", self.width, inputs, bias and self.shard.place == 0)
@@ -196,5 +198,7 @@ class _Layer:
             yield from self._dense("ffn.shared", ffn.shared, len(self.shard.ffn(ffn.shared)))
 
 
-def _norm(norm: Norm, width: int) -> int:
-    return width * (int(norm.kind == "rms" or norm.affine) + int(norm.has_bias))
+def _norm(norm: Norm, width: int) -> tuple[int, int]:
+    """Elements of its weight and bias, and how many of them are in float32."""
+    elements = width * (int(norm.kind == "rms" or norm.affine) + int(norm.has_bias))
+    return elements, elements if norm.wide else 0

@@ -54,6 +54,8 @@ class Decoder:
             self._leave.append(build.kernels.pack(embedding, bias))
             if spec.logits_multiplier != 1.0:
                 self._leave.append(lambda logits: logits.mul_(spec.logits_multiplier))
+            if (cap := spec.logits_softcap) is not None:
+                self._leave.append(lambda logits: logits.div_(cap).tanh_().mul_(cap))
         group_of = {layer: index for index, group in enumerate(spec.kv_groups) for layer in group.layers}
         self._group_of_layer = [group_of[layer] for layer in shard.layers]
         self._ropes, self._rope_of_layer = _ropes([spec.layers[index] for index in shard.layers], device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,7 +22,10 @@ def entrance(spec: ModelSpec, table: Tensor, build: Builder) -> Entrance:
     """
     enter = _embedding(table, build.shard.vocabulary(spec.vocab_size), build.neighbours.tensor)
     if spec.embedding_multiplier != 1.0:
-        enter = _multiplied(enter, spec.embedding_multiplier)
+        multiplier = spec.embedding_multiplier
+        if spec.rounds_multiplier:
+            multiplier = float(torch.tensor(multiplier, dtype=table.dtype))
+        enter = _multiplied(enter, multiplier)
     if spec.embedding_width is not None:
         enter = _projected(enter, spec.width, spec.embedding_width, build)
     if spec.positions is not None:

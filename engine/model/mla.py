@@ -108,8 +108,8 @@ def _halved(load: Load, mixer: spec.MLA) -> Load:
     each = mixer.nope_dim + mixer.rope_dim
     rows = {"q": each, "q_up": each, "kv_down": mixer.head_dim}
 
-    def halved(name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
-        tensor, size = load(name, shape, part), rows.get(name.split(".")[-2])
+    def halved(name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        tensor, size = load(name, shape, part, dtype), rows.get(name.split(".")[-2])
         if size is None:
             return tensor
         first = size - mixer.rope_dim

@@ -13,6 +13,7 @@ from serve_llm.engine.model.families import (
     cohere,
     deepseek,
     falcon,
+    gemma,
     glm,
     gpt2,
     gpt_neox,
@@ -53,6 +54,8 @@ FAMILIES: dict[str, Callable[[Config], tuple[ModelSpec, WeightMap]]] = {
     "GraniteMoeSharedForCausalLM": granite_moe.read_shared,
     "CohereForCausalLM": cohere.read,
     "Cohere2ForCausalLM": cohere.read_cohere2,
+    "Gemma2ForCausalLM": gemma.read_gemma2,
+    "Gemma3ForCausalLM": gemma.read_gemma3,
     "GlmForCausalLM": glm.read,
     "Glm4ForCausalLM": glm.read_glm4,
     "DeepseekV2ForCausalLM": deepseek.read_v2,
@@ -69,6 +72,10 @@ FAMILIES: dict[str, Callable[[Config], tuple[ModelSpec, WeightMap]]] = {
     "Starcoder2ForCausalLM": starcoder2.read,
 }
 
+OTHERS = {  # not served, but a relative is
+    "Gemma3ForConditionalGeneration": "it reads images; of Gemma 3 the text models (Gemma3ForCausalLM) are served",
+}
+
 
 def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tuple[ModelSpec, WeightMap]:
     """What config.json describes. allowed: unknown keys that are passed over, as --allow-unknown-config names them.
@@ -80,9 +87,10 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
     architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
     if architecture not in FAMILIES:
         what = f"architecture {architecture}" if architecture else "a model whose config.json names no architecture"
+        why = f": {OTHERS[architecture]}" if architecture in OTHERS else ""
         raise UnsupportedModel(
-            f"{what} is not supported; supported: {', '.join(sorted(FAMILIES))}; --model-impl transformers serves many "
-            "others, slowly"
+            f"{what} is not supported{why}; supported: {', '.join(sorted(FAMILIES))}; "
+            "--model-impl transformers serves many others, slowly"
         )
     spec, weights = FAMILIES[architecture](Config(config, allowed=allowed))
     stored = scheme.read(config.get("quantization_config"))

@@ -82,6 +82,7 @@ class Norm:
     eps: float
     affine: bool = True  # a layer norm with a weight; an rms norm always has one
     bias: bool = True  # of an affine layer norm
+    wide: bool = False  # of an rms norm: its weight is in float32, whatever the model's dtype
 
     @property
     def has_bias(self) -> bool:
@@ -96,6 +97,7 @@ class Attention:
     scale: float  # of the scores
     rope: Rope | None = None  # None: positions come from elsewhere
     window: int | None = None  # tokens that a query sees, itself included; None: all before it
+    softcap: float | None = None  # the scaled scores s become softcap * tanh(s / softcap)
     qkv_bias: bool = False
     output_bias: bool = False
     head_norm: Norm | None = None  # of every query and key head, before rope; if a layer norm, each with its own weight
@@ -265,7 +267,9 @@ class ModelSpec:
     positions: LearnedPositions | None = None
     embedding_width: int | None = None  # None: width; else projections stand after the embedding and before the head
     embedding_multiplier: float = 1.0
+    rounds_multiplier: bool = False  # embedding_multiplier, to the model's dtype
     logits_multiplier: float = 1.0
+    logits_softcap: float | None = None  # as of attention; after the multiplier
     int8: Int8 | None = None  # None: everything is computed in the model's dtype
     fp8: bool = False  # products of the layers in 8-bit floats (W8A8), made while loading; embedding and head never are
 

@@ -71,9 +71,11 @@ def load_model(
     total += shard.is_first + shard.is_last - (spec.tied_head and shard.is_first and shard.is_last)
     done = 0
 
-    def counted(name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+    def counted(
+        name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         nonlocal done
-        tensor = load(name, shape, part)
+        tensor = load(name, shape, part, dtype)
         done += 1
         progress(done, total)
         return tensor
@@ -126,13 +128,13 @@ def _listed(names: list[str]) -> str:
 
 
 def placement(
-    checkpoint: Checkpoint, sources: dict[str, tuple[str, Row]], dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint, sources: dict[str, tuple[str, Row]], model_dtype: torch.dtype, device: torch.device
 ) -> Load:
     """The function that reads parameters; what it returns may lie in the mapped file. Weights that have scales come as
     int8, scales as float32. It raises ModelError for a wrong shape or for numbers that are of another kind."""
     put = way_to(device)
 
-    def load(name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+    def load(name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
         if name not in sources:
             raise ModelError(f"no tensor of the checkpoint is known to fill {name}")
         source, row = sources[name]
@@ -168,7 +170,7 @@ def placement(
         tensor = put(chosen(tensor.T if row.transform == "transpose" else tensor))
         if row.transform == "plus_one":
             tensor = tensor.float() + 1.0
-        return tensor.to(torch.float32 if in_float32(name) else dtype)
+        return tensor.to(torch.float32 if in_float32(name) else dtype or model_dtype)
 
     return load
 
@@ -191,16 +193,16 @@ def _rows(groups: int, sizes: tuple[int, ...], place: int, own: range) -> tuple[
     return range(first * stride, last * stride), chosen
 
 
-def dummy(seed: int, dtype: torch.dtype, device: torch.device) -> Load:
+def dummy(seed: int, model_dtype: torch.dtype, device: torch.device) -> Load:
     """Random weights for trying sizes and speeds: each depends on `seed` and its own name only, whatever part of it is
     wanted, and on the device, whose numbers are its own. Norms are near 1."""
 
-    def load(name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+    def load(name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()) ^ seed)
         values = torch.randn(shape, generator=generator, device=device) * 0.02
         if part is not None:
             values = values.narrow(part.dimension, part.own.start, len(part.own)).clone()
         values = values + 1.0 if name.endswith("norm.weight") else values
-        return values.to(torch.float32 if in_float32(name) else dtype)
+        return values.to(torch.float32 if in_float32(name) else dtype or model_dtype)
 
     return load

@@ -19,8 +19,10 @@ constexpr int PIECE = 512;            // numbers of a row that a thread takes at
 
 // ---- norms
 
-template <class Cell>
-void rms_norm_row(const Cell* x, const Cell* delta, const Cell* weight, float eps, Cell* total, Cell* normed, int width) {
+// A weight of more digits than a Cell is for a product that is rounded once.
+template <class Cell, class Weight>
+void rms_norm_row(const Cell* x, const Cell* delta, const Weight* weight, float eps, Cell* total, Cell* normed,
+                  int width) {
   constexpr int CHAINS = 4;  // sums that are added to in turn, so that none waits for the one before
   Vec sums[CHAINS] = {};
   auto add = [&](int i, int count, Vec& sum) {
@@ -40,13 +42,14 @@ void rms_norm_row(const Cell* x, const Cell* delta, const Cell* weight, float ep
   const Vec scale = all(1.0f / sqrtf(squares / width + eps));
   if (delta != nullptr) x = total;
   by_vectors(0, width, [&](int i, int count) {
-    const Vec scaled = rounded_to<Cell>(load_cells(x + i, count) * scale);
+    Vec scaled = load_cells(x + i, count) * scale;
+    if constexpr (sizeof(Weight) == sizeof(Cell)) scaled = rounded_to<Cell>(scaled);
     store_cells(normed + i, scaled * load_cells(weight + i, count), count);
   });
 }
 
-template <class Cell>
-void rms_norm(const Cell* x, const Cell* delta, const Cell* weight, float eps, Cell* total, Cell* normed, int64_t rows,
+template <class Cell, class Weight>
+void rms_norm(const Cell* x, const Cell* delta, const Weight* weight, float eps, Cell* total, Cell* normed, int64_t rows,
               int width, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1 && rows * width > MOST_ALONE)
   for (int64_t row = 0; row < rows; row++) {
@@ -83,6 +86,11 @@ inline Vec gated(Vec x, Vec y) {
   const Vec power = exp_negative(y < -y ? y : -y), one = all(1.0f);
   return x * (y < Vec{} ? power : one) / (one + power);
 }
+
+template <class Cell>
+struct Silu {
+  Vec operator()(Vec x) const { return gated<Cell>(x, x); }
+};
 
 template <class Cell>
 struct Gelu {  // x times the normal distribution function
@@ -131,14 +139,14 @@ void elementwise(const Cell* x, Cell* y, int64_t count, int threads) {
   });
 }
 
-template <class Cell>
-void silu_and_mul(const Cell* gate_up, int64_t stride, Cell* y, int64_t rows, int width, int threads) {
+template <template <class> class Function, class Cell>
+void and_mul(const Cell* gate_up, int64_t stride, Cell* y, int64_t rows, int width, int threads) {
   pieces(rows, width, threads, [=](int64_t row, int start, int end) {
     const Cell *gate = gate_up + row * stride, *up = gate + width;
     Cell* to = y + row * width;
     by_vectors(start, end, [=](int i, int count) {
-      const Vec x = load_cells(gate + i, count);
-      store_cells(to + i, rounded_to<Cell>(gated<Cell>(x, x)) * load_cells(up + i, count), count);
+      const Vec y = Function<Cell>()(load_cells(gate + i, count));
+      store_cells(to + i, rounded_to<Cell>(y) * load_cells(up + i, count), count);
     });
   });
 }
@@ -151,6 +159,7 @@ struct Heads {
   int64_t qkv_token;
   const float *cos, *sin;               // (tokens, head_dim / 2), or null: nothing is turned
   const void *query_norm, *key_norm;  // (head_dim), or null
+  int wide_norms;                     // they are float32, whatever a Cell is
   float eps;
   void* query;  // (tokens, heads, head_dim), dense
   void* cache;  // (blocks, 2, kv_heads, block_size, head_dim), or int8 rows with their scales
@@ -163,10 +172,14 @@ struct Heads {
 constexpr int MAX_HEAD = 256;
 
 template <class Cell>
-void turn_head(const Cell* from, const Cell* norm, float eps, const float* cos, const float* sin, Cell* to, int size) {
+void turn_head(const Cell* from, const void* norm, const Heads& h, const float* cos, const float* sin, Cell* to) {
+  const int size = h.head_dim;
   Cell normed[MAX_HEAD];
   if (norm != nullptr) {
-    rms_norm_row<Cell>(from, nullptr, norm, eps, nullptr, normed, size);
+    if (h.wide_norms)
+      rms_norm_row<Cell>(from, nullptr, (const float*)norm, h.eps, nullptr, normed, size);
+    else
+      rms_norm_row<Cell>(from, nullptr, (const Cell*)norm, h.eps, nullptr, normed, size);
     from = normed;
   }
   if (cos == nullptr) {
@@ -197,10 +210,10 @@ void rope_and_cache(const Heads& h, int threads) {
     const float* cos = h.cos == nullptr ? nullptr : h.cos + (int64_t)token * angles;
     const float* sin = h.sin == nullptr ? nullptr : h.sin + (int64_t)token * angles;
     for (int head = 0; head < h.heads; head++, from += size)
-      turn_head(from, (const Cell*)h.query_norm, h.eps, cos, sin, query + head * size, size);
+      turn_head(from, h.query_norm, h, cos, sin, query + head * size);
     for (int head = 0; head < h.kv_heads; head++, from += size) {
       Cell turned[MAX_HEAD];
-      turn_head(from, (const Cell*)h.key_norm, h.eps, cos, sin, turned, size);
+      turn_head(from, h.key_norm, h, cos, sin, turned);
       write_row(turned, size, h.int8, key + head * h.cache_head * element);
     }
     for (int head = 0; head < h.kv_heads; head++, from += size)
@@ -251,16 +264,22 @@ void quantise_rows(const Cell* x, int64_t stride, uint8_t* numbers, float* scale
     __VA_ARGS__;                    \
   }
 
-// Dense rows of `width`. delta and total, which may be the same, are null for a norm without a sum before it.
-KERNEL(rms_norm)(int bf16, const void* x, const void* delta, const void* weight, float eps, void* total, void* normed,
-                 int64_t rows, int width, int threads) {
-  BY_TYPE(rms_norm((const Cell*)x, (const Cell*)delta, (const Cell*)weight, eps, (Cell*)total, (Cell*)normed, rows,
-                   width, threads))
+// Dense rows of `width`. delta and total, which may be the same, are null for a norm without a sum before it. wide: the
+// weight is float32, whatever a Cell is.
+KERNEL(rms_norm)(int bf16, const void* x, const void* delta, int wide, const void* weight, float eps, void* total,
+                 void* normed, int64_t rows, int width, int threads) {
+  BY_TYPE(auto run = [=](auto* weight) {
+    rms_norm((const Cell*)x, (const Cell*)delta, weight, eps, (Cell*)total, (Cell*)normed, rows, width, threads);
+  }; wide ? run((const float*)weight) : run((const Cell*)weight))
 }
 
 // stride: between rows of gate_up, in elements; width: of y.
 KERNEL(silu_and_mul)(int bf16, const void* gate_up, int64_t stride, void* y, int64_t rows, int width, int threads) {
-  BY_TYPE(silu_and_mul((const Cell*)gate_up, stride, (Cell*)y, rows, width, threads))
+  BY_TYPE(and_mul<Silu>((const Cell*)gate_up, stride, (Cell*)y, rows, width, threads))
+}
+
+KERNEL(gelu_tanh_and_mul)(int bf16, const void* gate_up, int64_t stride, void* y, int64_t rows, int width, int threads) {
+  BY_TYPE(and_mul<GeluTanh>((const Cell*)gate_up, stride, (Cell*)y, rows, width, threads))
 }
 
 KERNEL(gelu)(int bf16, const void* x, void* y, int64_t count, int threads) {
@@ -272,13 +291,13 @@ KERNEL(gelu_tanh)(int bf16, const void* x, void* y, int64_t count, int threads) 
 }
 
 KERNEL(rope_and_cache)(int bf16, const void* qkv, int64_t qkv_token, const float* cos, const float* sin,
-                       const void* query_norm, const void* key_norm, float eps, void* query, void* cache,
-                       int64_t cache_block, int64_t cache_part, int64_t cache_head, int64_t cache_token,
+                       const void* query_norm, const void* key_norm, int wide_norms, float eps, void* query,
+                       void* cache, int64_t cache_block, int64_t cache_part, int64_t cache_head, int64_t cache_token,
                        const int64_t* slots, int int8, int tokens, int heads, int kv_heads, int head_dim, int block_size,
                        int threads) {
-  const Heads h = {qkv,         qkv_token,  cos,        sin,         query_norm, key_norm, eps,   query,    cache,
-                   cache_block, cache_part, cache_head, cache_token, slots,      int8,     tokens, heads,  kv_heads,
-                   head_dim,    block_size};
+  const Heads h = {qkv,   qkv_token,   cos,        sin,        query_norm,  key_norm, wide_norms, eps,   query,
+                   cache, cache_block, cache_part, cache_head, cache_token, slots,    int8,       tokens, heads,
+                   kv_heads, head_dim, block_size};
   BY_TYPE(rope_and_cache<Cell>(h, threads))
 }
 

@@ -7,6 +7,7 @@ the call is kept to the least: plain addresses and numbers, types declared once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
@@ -23,13 +24,17 @@ class RowKernels:
 
     def __init__(self, library: Library) -> None:
         pointer, kernel = c_void_p, library.function
-        self._rms_norm = kernel("rms_norm", c_int, *[pointer] * 3, c_float, *[pointer] * 2, c_int64, c_int, c_int)
-        self._silu_and_mul = kernel("silu_and_mul", c_int, pointer, c_int64, pointer, c_int64, c_int, c_int)
+        self._rms_norm = kernel(
+            "rms_norm", *(c_int, pointer, pointer, c_int, pointer), c_float, *[pointer] * 2, c_int64, c_int, c_int
+        )
+        gated = (c_int, pointer, c_int64, pointer, c_int64, c_int, c_int)
+        self._silu_and_mul = kernel("silu_and_mul", *gated)
+        self._gelu_tanh_and_mul = kernel("gelu_tanh_and_mul", *gated)
         self._gelu = kernel("gelu", c_int, pointer, pointer, c_int64, c_int)
         self._gelu_tanh = kernel("gelu_tanh", c_int, pointer, pointer, c_int64, c_int)
         qkv, ropes, places = (
             (c_int, pointer, c_int64),
-            (*[pointer] * 4, c_float),
+            (*[pointer] * 4, c_int, c_float),
             (*[pointer] * 2, *[c_int64] * 4, pointer),
         )
         self._rope_and_cache = kernel("rope_and_cache", *qkv, *ropes, *places, *[c_int] * 7)
@@ -39,8 +44,8 @@ class RowKernels:
         x = x.contiguous()
         normed, width = torch.empty_like(x), weight.size(0)
         self._rms_norm(
-            *(x.dtype == BF16, x.data_ptr(), None, weight.data_ptr(), eps, None, normed.data_ptr()),
-            *(x.numel() // width, width, torch.get_num_threads()),
+            *(x.dtype == BF16, x.data_ptr(), None, weight.dtype != BF16, weight.data_ptr(), eps, None),
+            *(normed.data_ptr(), x.numel() // width, width, torch.get_num_threads()),
         )
         return normed
 
@@ -48,15 +53,21 @@ class RowKernels:
         hidden, total = hidden.contiguous(), delta.contiguous()
         normed, width = torch.empty_like(hidden), weight.size(0)
         self._rms_norm(
-            *(hidden.dtype == BF16, hidden.data_ptr(), total.data_ptr(), weight.data_ptr(), eps),
-            *(total.data_ptr(), normed.data_ptr(), hidden.numel() // width, width, torch.get_num_threads()),
+            *(hidden.dtype == BF16, hidden.data_ptr(), total.data_ptr(), weight.dtype != BF16, weight.data_ptr()),
+            *(eps, total.data_ptr(), normed.data_ptr(), hidden.numel() // width, width, torch.get_num_threads()),
         )
         return total, normed
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return self._and_mul(self._silu_and_mul, gate_up)
+
+    def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor:
+        return self._and_mul(self._gelu_tanh_and_mul, gate_up)
+
+    def _and_mul(self, kernel: Callable[..., None], gate_up: Tensor) -> Tensor:
         rows, width = gate_up.size(0), gate_up.size(1) // 2
         y = gate_up.new_empty((rows, width))
-        self._silu_and_mul(
+        kernel(
             *(y.dtype == BF16, gate_up.data_ptr(), gate_up.stride(0), y.data_ptr(), rows, width),
             torch.get_num_threads(),
         )
@@ -88,11 +99,12 @@ class RowKernels:
         head_dim = qkv.size(1) // (heads + 2 * kv_heads)
         query = qkv.new_empty((tokens, heads, head_dim))
         cos, sin = (None, None) if angles is None else (angles[0].data_ptr(), angles[1].data_ptr())
-        query_norm, key_norm, eps = (None, None, 0.0)
+        query_norm, key_norm, wide, eps = (None, None, False, 0.0)
         if norms is not None:
-            query_norm, key_norm, eps = norms.query.data_ptr(), norms.key.data_ptr(), norms.eps
+            query_norm, key_norm, wide = norms.query.data_ptr(), norms.key.data_ptr(), norms.query.dtype != BF16
+            eps = norms.eps
         self._rope_and_cache(
-            *(qkv.dtype == BF16, qkv.data_ptr(), qkv.stride(0), cos, sin, query_norm, key_norm, eps),
+            *(qkv.dtype == BF16, qkv.data_ptr(), qkv.stride(0), cos, sin, query_norm, key_norm, wide, eps),
             *(query.data_ptr(), cache.data_ptr(), *cache.stride()[:4], slots.data_ptr(), cache.dtype == torch.int8),
             *(tokens, heads, kv_heads, head_dim, block_size, torch.get_num_threads()),
         )

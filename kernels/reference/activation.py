@@ -12,6 +12,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return (functional.silu(gate) * up).to(gate_up.dtype)
 
 
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """Same contract as `kernels.activation.gelu_tanh_and_mul`, rounded once."""
+    gate, up = gate_up.double().chunk(2, -1)
+    return (functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
 def gelu(x: Tensor) -> Tensor:
     """Same contract as `kernels.activation.gelu`."""
     return functional.gelu(x.double()).to(x.dtype)

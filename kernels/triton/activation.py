@@ -59,6 +59,7 @@ def _of_each(function: triton.JITFunction, x: Tensor) -> Tensor:
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu_and_mul": partial(_and_mul, _silu),
+    "gelu_tanh_and_mul": partial(_and_mul, _gelu_tanh),
     "gelu": partial(_of_each, _gelu),
     "gelu_tanh": partial(_of_each, _gelu_tanh),
     "relu2": partial(_of_each, _relu2),

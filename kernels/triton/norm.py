@@ -66,9 +66,11 @@ def _rms_norm(
         tl.store(places, total, mask=inside)
         wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    rounded = (wide * scale).to(normed.dtype.element_ty).to(tl.float32)
+    scaled = wide * scale
+    if weight.dtype.element_ty == normed.dtype.element_ty:
+        scaled = scaled.to(normed.dtype.element_ty).to(tl.float32)
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + row * WIDTH + column, (rounded * factor).to(normed.dtype.element_ty), mask=inside)
+    tl.store(normed + row * WIDTH + column, (scaled * factor).to(normed.dtype.element_ty), mask=inside)
 
 
 @triton.jit

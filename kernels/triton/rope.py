@@ -116,7 +116,9 @@ def _normed(left, right, weight, column, eps, HEAD_DIM: tl.constexpr, middle: tl
     one, other = left.to(tl.float32), right.to(tl.float32)
     squares = tl.sum(one * one, 1) + tl.sum(other * other, 1)
     scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-    one, other = (one * scale).to(left.dtype).to(tl.float32), (other * scale).to(right.dtype).to(tl.float32)
+    one, other = one * scale, other * scale
+    if weight.dtype.element_ty == left.dtype:
+        one, other = one.to(left.dtype).to(tl.float32), other.to(right.dtype).to(tl.float32)
     one *= tl.load(weight + column, mask=column < middle, other=0.0).to(tl.float32)
     other *= tl.load(weight + middle + column, mask=column < HEAD_DIM - middle, other=0.0).to(tl.float32)
     return one.to(left.dtype), other.to(right.dtype)

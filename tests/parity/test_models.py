@@ -192,6 +192,26 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_shared_experts": 2,
         },
     ),
+    "gemma2-plain-untied": (
+        "gemma2",
+        {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma2-compiled": ("gemma2", {"head_dim": 24}),
+    "gemma3-softcap-untied": (
+        "gemma3_text",
+        {
+            "final_logit_softcapping": 9.0,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "rope_parameters": None,
+        },
+    ),
+    "gemma3-compiled": ("gemma3_text", {"head_dim": 24, "num_hidden_layers": 7, "sliding_window_pattern": 6}),
     "gpt2-untied-inverse": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}),
     "gpt2-gelu-unscaled": ("gpt2", {"activation_function": "gelu", "scale_attn_weights": False, "n_inner": None}),
     "opt-post-narrow": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 33}),

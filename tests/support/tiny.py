@@ -75,6 +75,23 @@ SIZES: dict[str, dict[str, Any]] = {
     "starcoder2": {**_PLAIN_HEADS, "sliding_window": 37, "tie_word_embeddings": False},
     "smollm3": {**_PLAIN_HEADS, "no_rope_layer_interval": 2},
     "nemotron": {**_LLAMA_LIKE, "head_dim": 12},
+    "gemma2": {
+        **_LLAMA_LIKE,
+        "sliding_window": 21,
+        "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 4.0,
+        "final_logit_softcapping": 9.0,
+    },
+    "gemma3_text": {
+        **_LLAMA_LIKE,
+        "sliding_window": 21,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 20,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0},
+        },
+    },
     "glm": {**_LLAMA_LIKE, "head_dim": 12},  # of which transformers turns half
     "glm4": {**_LLAMA_LIKE, "head_dim": 12},
     "cohere": {**_PLAIN_HEADS, "use_qk_norm": True, "logit_scale": 0.7},
@@ -110,6 +127,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES = tuple(SIZES)
+LESS_ONE = ("gemma2", "gemma3_text", "nemotron")  # whose norms' weights are stored less 1
 WITH_EXPERTS = tuple(family for family, sizes in SIZES.items() if "num_experts_per_tok" in sizes)
 OTHERS: dict[str, dict[str, Any]] = {  # that no family file describes
     "olmo": {**_PLAIN_HEADS, "clip_qkv": 1.5},
@@ -157,7 +175,8 @@ def make_checkpoint(
         for name, parameter in (*model.named_parameters(), *corrections):
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = "norm" in name or "ln_" in name
-            parameter.copy_(noise * 0.2 + 1.0 if is_norm and name.endswith("weight") else noise * std)
+            middle = 0.0 if family in LESS_ONE else 1.0
+            parameter.copy_(noise * 0.2 + middle if is_norm and name.endswith("weight") else noise * std)
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
     if old_config:
         _write_old_config(directory / "config.json")
@@ -174,7 +193,9 @@ def config_of(family: str, **overrides: Any) -> dict[str, Any]:
 def _config(family: str, overrides: dict[str, Any]) -> PreTrainedConfig:
     sizes = copy.deepcopy({**{**SIZES, **OTHERS}[family], **overrides})  # transformers writes into rope_parameters
     if rope := sizes.pop("rope", None):
-        sizes["rope_parameters"] = {"rope_theta": 10000.0, **ROPE_SCALINGS[rope]}
+        scaled = {"rope_theta": 10000.0, **ROPE_SCALINGS[rope]}
+        nested = "full_attention" in sizes.get("rope_parameters", {})
+        sizes["rope_parameters"] = {**sizes["rope_parameters"], "full_attention": scaled} if nested else scaled
     ids = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
     return AutoConfig.for_model(family, **{**ids, **sizes})
 
@@ -184,6 +205,8 @@ def _write_old_config(path: Path) -> None:
     if "dtype" in config:
         config["torch_dtype"] = config.pop("dtype")
     if rope := config.pop("rope_parameters", None):
+        if "sliding_attention" in rope:
+            config["rope_local_base_freq"], rope = rope["sliding_attention"]["rope_theta"], rope["full_attention"]
         if config["model_type"] == "gpt_neox":
             config["rotary_emb_base"], config["rotary_pct"] = rope.pop("rope_theta"), rope.pop("partial_rotary_factor")
         else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model.config import Config
 from serve_llm.engine.model.families.rope import DEFAULT_BASE, read_rope
-from serve_llm.engine.model.spec import MLA, Attention, Dense, Layer, Mixer, ModelSpec, MoE, Norm, Placement
+from serve_llm.engine.model.spec import MLA, Attention, Dense, Layer, Mixer, ModelSpec, MoE, Norm, Placement, Rope
 from serve_llm.engine.model.weight_map import Row, Transform, WeightMap
 
 
@@ -52,6 +52,7 @@ def read_decoder(
     output_bias: bool = False,
     ffn_bias: bool = False,  # of the gated one
     head_norm: bool = False,
+    rope: tuple[Rope, int] | None = None,  # None: by read_rope
     partial_rotary: float | None = None,  # as of read_rope
     interleaved: bool = False,  # as of spec.Rope
 ) -> ModelSpec:
@@ -65,7 +66,7 @@ def read_decoder(
     if heads % kv_heads:
         raise ModelError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
     max_position = config.integer("max_position_embeddings", default_max_position)
-    rope, context = read_rope(config, max_position, head_dim, partial_rotary, default_rope_base)
+    turned, context = rope or read_rope(config, max_position, head_dim, partial_rotary, default_rope_base)
     norm = norm or Norm("rms", config.number("rms_norm_eps", 1e-6))
     if ffn is None:
         config.choice("hidden_act", {"silu": "silu", "swish": "silu"}, "silu")
@@ -75,7 +76,7 @@ def read_decoder(
         kv_heads=kv_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rope=replace(rope, interleaved=interleaved),
+        rope=replace(turned, interleaved=interleaved),
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         head_norm=norm if head_norm else None,

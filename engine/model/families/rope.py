@@ -14,7 +14,12 @@ DEFAULT_BASE = 10000.0
 
 
 def read_rope(
-    config: Config, max_position: int, head_dim: int, partial: float | None = None, default_base: float = DEFAULT_BASE
+    config: Config,
+    max_position: int,
+    head_dim: int,
+    partial: float | None = None,
+    default_base: float = DEFAULT_BASE,
+    scaling: Config | None = None,
 ) -> tuple[Rope, int]:
     """The rope, and the longest context in tokens that it makes usable.
 
@@ -22,8 +27,9 @@ def read_rope(
     transformers' docs), so the context is that times the factor; of yarn it may be either, so the context is the
     larger of it and original_max_position_embeddings times the factor; of the others it is the context.
     partial: default of partial_rotary_factor, a share of each head; None: the family does not read that key.
+    scaling: what stands in the place of rope_scaling or rope_parameters, where that is not one of these keys.
     """
-    scaling = config.inner("rope_scaling") or config.inner("rope_parameters")
+    scaling = scaling or config.inner("rope_scaling") or config.inner("rope_parameters")
     config.ignore("rope_scaling", "rope_parameters")
     base = config.number("rope_theta", default_base)
     if partial is not None:

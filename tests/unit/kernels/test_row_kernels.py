@@ -15,6 +15,7 @@ from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.library import Library
 from serve_llm.kernels.cpu.rows import RowKernels
 from serve_llm.kernels.reference import activation as activation_definition
+from serve_llm.kernels.reference import norm as norm_definition
 from serve_llm.kernels.rope import HeadNorms
 
 COMPILED = library.find()
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(COMPILED is None, reason="no C++ compiler at ins
 VARIANTS = [] if COMPILED is None else list(Library(COMPILED).variants)
 DTYPES = [torch.float32, torch.bfloat16]
 WIDTHS = [1, 7, 24, 63, 896, 4864]
-ACTIVATIONS = ["silu_and_mul", "gelu", "gelu_tanh"]
+ACTIVATIONS = ["silu_and_mul", "gelu_tanh_and_mul", "gelu", "gelu_tanh"]
 ROWS = 40
 
 
@@ -88,6 +89,16 @@ class TestNorm:
 
         assert_rows_alone(both, torch.cat((hidden, delta), -1))
 
+    @pytest.mark.parametrize("width", WIDTHS)
+    def test_a_weight_in_float32_is_rounded_once(self, kernels: RowKernels, width: int) -> None:
+        weight, x = random(width, seed=1) + 1, random(ROWS, width, dtype=torch.bfloat16) * 3
+        ours = kernels.rms_norm(x, weight, 1e-6)
+        assert_close(ours, norm.rms_norm(x, weight, 1e-6))
+        assert (ours != norm_definition.rms_norm(x, weight, 1e-6)).float().mean() < 0.01
+        total, normed = kernels.add_rms_norm(x, torch.zeros_like(x), weight, 1e-6)
+        assert same_bits(total, x) and same_bits(normed, ours)
+        assert_rows_alone(lambda rows: kernels.rms_norm(rows, weight, 1e-6), x)
+
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_what_is_not_finite(self, kernels: RowKernels, dtype: torch.dtype) -> None:
         weight, x = random(24, dtype=dtype), random(4, 24, dtype=dtype)
@@ -137,7 +148,7 @@ class TestActivation:
     @pytest.mark.parametrize("name", ACTIVATIONS)
     def test_far_out_and_not_finite(self, kernels: RowKernels, name: str, dtype: torch.dtype) -> None:
         x = torch.tensor([[-1000.0, -90.0, 0.0, 90.0, 1000.0, torch.inf, -torch.inf, torch.nan]], dtype=dtype)
-        if name == "silu_and_mul":
+        if name.endswith("_and_mul"):
             x = torch.cat((x, torch.ones_like(x)), -1)
         ours, theirs = getattr(kernels, name)(x), getattr(activation, name)(x)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-30, equal_nan=True)
@@ -151,14 +162,17 @@ class TestActivation:
 class TestRopeAndCache:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("head_dim", [16, 24, 64, 256])
-    @pytest.mark.parametrize(("with_norms", "with_angles"), [(False, False), (False, True), (True, True)])
+    @pytest.mark.parametrize(
+        ("with_norms", "with_angles"), [(None, False), (None, True), ("narrow", True), ("wide", True)]
+    )
     def test_equals_torch(
-        self, kernels: RowKernels, head_dim: int, with_norms: bool, with_angles: bool, dtype: torch.dtype
+        self, kernels: RowKernels, head_dim: int, with_norms: str | None, with_angles: bool, dtype: torch.dtype
     ) -> None:
         heads, kv_heads, block_size = 6, 3, 8
         whole = random(ROWS, (heads + 2 * kv_heads) * head_dim + 5, dtype=dtype)
         qkv = whole[:, 2:-3]  # rows lie apart
-        norms = HeadNorms(random(head_dim, dtype=dtype), random(head_dim, dtype=dtype, seed=3), 1e-6)
+        weights = [random(head_dim, dtype=torch.float32 if with_norms == "wide" else dtype, seed=n) for n in (0, 3)]
+        norms = HeadNorms(*weights, 1e-6)
         angle = random(ROWS, head_dim // 2, seed=2) * 3
         slots = torch.randperm(10 * block_size, generator=torch.Generator().manual_seed(0))[:ROWS]
 

@@ -152,6 +152,12 @@ class TestNorm:
         assert_equal(norm.rms_norm(x, weight, 1e-6), norm_definition.rms_norm(x, weight, 1e-6))
         assert_rows_alone(lambda rows: norm.rms_norm(rows, weight, 1e-6), x)
 
+    def test_a_weight_in_float32_is_rounded_once(self) -> None:
+        weight, x = random(97, seed=1) + 1, random(MAX_ROWS, 97, dtype=torch.bfloat16)
+        ours, definition = norm.rms_norm(x, weight, 1e-6), norm_definition.rms_norm(x, weight, 1e-6)
+        assert ours.dtype == torch.bfloat16 and (ours != definition).float().mean() < 0.001
+        assert_rows_alone(lambda rows: norm.rms_norm(rows, weight, 1e-6), x)
+
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_rms_norm_of_heads(self, dtype: torch.dtype) -> None:
         weight, x = random(14, dtype=dtype), random(MAX_ROWS, 3, 14, dtype=dtype)
@@ -191,7 +197,7 @@ class TestRope:
 
 
 class TestActivation:
-    @pytest.mark.parametrize("name", ["silu_and_mul", "gelu", "gelu_tanh", "relu", "relu2"])
+    @pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul", "gelu", "gelu_tanh", "relu", "relu2"])
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("width", [2, 194, 2048])
     def test_activation(self, name: str, width: int, dtype: torch.dtype, threads: int) -> None:

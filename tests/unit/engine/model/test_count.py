@@ -43,6 +43,8 @@ VARIANTS = {
     "cohere": {},
     "cohere-no-head-norm": {"use_qk_norm": False},
     "cohere2": {},
+    "gemma2": {},
+    "gemma3_text-biases": {"attention_bias": True},
     "stablelm": {},
     "mixtral": {},
     "qwen2_moe": {},
@@ -66,16 +68,16 @@ VARIANTS = {
 QUANTISED = ["llama", "llama-one-kv-head", "qwen2-tied", "gpt2", "opt-narrow-post", "qwen2_moe", "qwen3_moe"]
 
 
-def build(spec: ModelSpec, grid: Grid, rank: int, device: str, dtype: torch.dtype) -> tuple[Decoder, int]:
+def build(spec: ModelSpec, grid: Grid, rank: int, device: str, model_dtype: torch.dtype) -> tuple[Decoder, int]:
     """The rank's decoder with empty tensors, and the bytes that it asked the loader for."""
     asked = 0
 
-    def load(name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+    def load(name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
         nonlocal asked
         own = list(shape)
         if part is not None:
             own[part.dimension] = len(part.own)
-        kind = torch.float32 if in_float32(name) else dtype
+        kind = torch.float32 if in_float32(name) else dtype or model_dtype
         if spec.int8 is not None and spec.int8.stored and (product := product_of(name)) and spec.int8.takes(product):
             kind = torch.int8
         tensor = torch.zeros(own, dtype=kind, device=device)
@@ -83,7 +85,7 @@ def build(spec: ModelSpec, grid: Grid, rank: int, device: str, dtype: torch.dtyp
         return tensor
 
     ranks = Ranks(spec, grid)
-    kernels = choose(torch.device(device), dtype, {layer.mixer.head_dim for layer in spec.layers})
+    kernels = choose(torch.device(device), model_dtype, {layer.mixer.head_dim for layer in spec.layers})
     builder = Builder(load, kernels, ranks.shards[rank], ranks.neighbours[rank], spec.int8, spec.fp8)
     return Decoder(spec, builder, torch.device("cpu")), asked
 

@@ -121,6 +121,22 @@ COMMAND_R7B = """{"architectures": ["Cohere2ForCausalLM"], "attention_bias": fal
 "rope_scaling": null, "rope_theta": 50000, "rotary_pct": 1.0, "sliding_window": 4096, "sliding_window_pattern": 4,
 "torch_dtype": "bfloat16", "transformers_version": "4.48.0.dev0", "use_cache": true, "use_embedding_sharing": true,
 "use_gated_activation": true, "use_parallel_block": true, "use_parallel_embedding": true, "vocab_size": 256000}"""
+GEMMA_2_2B = """{"architectures": ["Gemma2ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+"attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+"final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+"hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304, "initializer_range": 0.02, "intermediate_size": 9216,
+"max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 8, "num_hidden_layers": 26,
+"num_key_value_heads": 4, "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+"rope_theta": 10000.0, "sliding_window": 4096, "torch_dtype": "float32", "transformers_version": "4.42.4",
+"use_cache": true, "vocab_size": 256000}"""
+GEMMA_3_1B = """{"architectures": ["Gemma3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+"attn_logit_softcapping": null, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+"final_logit_softcapping": null, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+"initializer_range": 0.02, "intermediate_size": 6912, "max_position_embeddings": 32768, "model_type": "gemma3_text",
+"num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1, "pad_token_id": 0,
+"query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": null,
+"rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "torch_dtype": "bfloat16",
+"transformers_version": "4.50.0.dev0", "use_cache": true, "vocab_size": 262144}"""
 
 PHI4_MINI = """{"architectures": ["Phi3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
 "bos_token_id": 199999, "embd_pdrop": 0.0, "eos_token_id": 199999, "full_attn_mod": 1, "hidden_act": "silu",
@@ -274,7 +290,11 @@ def test_understood(
 
 @pytest.mark.parametrize(
     ("text", "num_layers", "every", "kv_heads", "head_dim", "window", "context"),
-    [(COMMAND_R7B, 32, 4, 8, 128, 4096, 8192)],
+    [
+        (COMMAND_R7B, 32, 4, 8, 128, 4096, 8192),
+        (GEMMA_2_2B, 26, 2, 4, 256, 4096, 8192),
+        (GEMMA_3_1B, 26, 6, 1, 256, 512, 32768),
+    ],
 )
 def test_windows_in_all_but_some_layers(
     text: str, num_layers: int, every: int, kv_heads: int, head_dim: int, window: int, context: int
@@ -297,6 +317,10 @@ def test_details() -> None:
     falcons = [read_model(json.loads(text))[0].layers[0] for text in (FALCON_7B, FALCON_40B, FALCON2_11B)]
     assert [layer.placement for layer in falcons] == ["parallel", "parallel_norms", "parallel"]
     assert [layer.ffn.width for layer in falcons] == [18176, 32768, 16384]
+    local, whole = (read_model(json.loads(GEMMA_3_1B))[0].layers[index].mixer for index in (4, 5))
+    assert (local.rope, whole.rope) == (Rope(10000.0), Rope(1000000.0))
+    gemma = read_model(json.loads(GEMMA_2_2B))[0]
+    assert (gemma.layers[0].mixer.softcap, gemma.logits_softcap, gemma.embedding_multiplier) == (50.0, 30.0, 48.0)
 
 
 @pytest.mark.parametrize(

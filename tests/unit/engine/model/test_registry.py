@@ -187,6 +187,30 @@ def test_unknown_keys_that_are_allowed_and_no_others() -> None:
         read_model({**LLAMA, "is_encoder_decoder": True}, ["is_encoder_decoder"])
 
 
+GEMMA3 = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 3}
+
+
+def test_gemma3_ropes_as_either_version_writes_them() -> None:
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    local = {"rope_type": "default", "rope_theta": 500.0}
+    new = {"rope_parameters": {"sliding_attention": local, "full_attention": {**scaling, "rope_theta": 7000.0}}}
+    old = {"rope_theta": 7000.0, "rope_local_base_freq": 500.0, "rope_scaling": scaling}
+    assert spec_of({**GEMMA3, **new}) == spec_of({**GEMMA3, **old})
+    assert spec_of({**GEMMA3, **old}).max_position == 131072  # as the file says it, scaling included
+    for change, message in (
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not served in Gemma 3"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ({"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported"),
+        ({"rope_parameters": {"sliding_attention": {**scaling}}}, "rope_type 'linear' is not supported"),
+        ({"rope_parameters": {"sliding_attention": {**local, "a": 1}}}, "sliding_attention: unknown keys.*: a"),
+        ({"rope_parameters": {"chunked_attention": local}}, "rope_parameters: unknown keys.*: chunked_attention"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            spec_of({**GEMMA3, **change})
+    with pytest.raises(UnsupportedModel, match=r"reads images; of Gemma 3 the text models \(Gemma3ForCausalLM\)"):
+        spec_of({**GEMMA3, "architectures": ["Gemma3ForConditionalGeneration"]})
+
+
 @pytest.mark.parametrize(
     ("architecture", "change", "message"),
     [

@@ -44,7 +44,7 @@ def asked(spec: ModelSpec, grid: Grid, **how: object) -> list[dict[str, tuple[tu
     for shard, neighbours in zip(ranks.shards, ranks.neighbours, strict=True):
         calls: dict[str, tuple[tuple[int, ...], Part | None]] = {}
 
-        def load(name: str, shape: tuple[int, ...], part: Part | None = None, calls=calls) -> Tensor:
+        def load(name: str, shape: tuple[int, ...], part: Part | None = None, dtype=None, calls=calls) -> Tensor:
             assert name not in calls, f"{name} is read twice"
             calls[name] = shape, part
             return torch.empty(size(shape, part), device="meta")

@@ -54,6 +54,10 @@ class TestNorm:
         assert_equal(rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6))
         assert_rows_alone(lambda rows: rms_norm(rows, weight, 1e-6), x)
 
+    def test_a_weight_in_float32_is_rounded_once(self, dtype: torch.dtype) -> None:
+        weight, x = random(1500, seed=1) + 1, random(ROWS, 1500, dtype=dtype) * 3
+        assert_equal(rms_norm(x, weight, 1e-6), norm.rms_norm(x, weight, 1e-6))
+
     def test_shapes_and_strides(self, dtype: torch.dtype) -> None:
         weight, x = random(24, dtype=dtype, seed=1), random(5, 3, 40, dtype=dtype)
         for part in (x[:, :, 8:32], x[:, 1, :24], x[:1, :1, :24], x[:0, :, :24], x[:, :, :24].transpose(0, 1)):
@@ -109,12 +113,12 @@ class TestActivation:
         x = random(9, 100)[:, 3:67]
         assert torch.equal(ACTIVATIONS[name](x), ACTIVATIONS[name](x.clone()))
         assert torch.equal(ACTIVATIONS[name](x.T.contiguous().T), ACTIVATIONS[name](x))
-        assert ACTIVATIONS[name](x[:0]).shape == (0, 32 if name == "silu_and_mul" else 64)
+        assert ACTIVATIONS[name](x[:0]).shape == (0, 32 if name.endswith("_and_mul") else 64)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_far_out_and_not_finite(self, name: str, dtype: torch.dtype) -> None:
         x = torch.tensor([[-1000.0, -90.0, 0.0, 90.0, 1000.0, torch.inf, -torch.inf, torch.nan]], dtype=dtype)
-        if name == "silu_and_mul":
+        if name.endswith("_and_mul"):
             x = torch.cat((x, torch.ones_like(x)), -1)
         ours, theirs = ACTIVATIONS[name](x), getattr(activation, name)(x)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-30, equal_nan=True)
@@ -122,14 +126,18 @@ class TestActivation:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 3, 16), (5, 1, 80), (18, 2, 64)])
-@pytest.mark.parametrize(("with_norms", "with_angles"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("with_norms", "with_angles"),
+    [(None, False), (None, True), ("narrow", False), ("narrow", True), ("wide", True)],
+)
 def test_rope_and_cache(
-    heads: int, kv_heads: int, head_dim: int, with_norms: bool, with_angles: bool, dtype: torch.dtype
+    heads: int, kv_heads: int, head_dim: int, with_norms: str | None, with_angles: bool, dtype: torch.dtype
 ) -> None:
     block_size = 8
     whole = random(ROWS, (heads + 2 * kv_heads) * head_dim + 5, dtype=dtype)
     qkv = whole[:, 2:-3]  # rows lie apart
-    weights = HeadNorms(random(head_dim, dtype=dtype), random(head_dim, dtype=dtype, seed=3), 1e-6)
+    kind = torch.float32 if with_norms == "wide" else dtype
+    weights = HeadNorms(random(head_dim, dtype=kind), random(head_dim, dtype=kind, seed=3), 1e-6)
     angle = random(ROWS, head_dim // 2, seed=2) * 3
     slots = torch.randperm(10 * block_size, generator=torch.Generator().manual_seed(0))[:ROWS]
 

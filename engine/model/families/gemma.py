@@ -1,0 +1,115 @@
+"""Gemma 2 and 3 (Gemma2ForCausalLM, Gemma3ForCausalLM): norms around each half, their weights stored less 1 and kept in
+float32, gelu gates, and windows in all but some layers; Gemma 2 with capped scores and logits, Gemma 3 with norms of
+heads, and another rope in the layers with windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from serve_llm.engine.errors import ModelError
+from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.families.llama import ATTENTION, GATED, read_decoder, read_local_windows, weights
+from serve_llm.engine.model.families.rope import DEFAULT_BASE, read_rope
+from serve_llm.engine.model.spec import Activation, Dense, Layer, ModelSpec, Norm, Rope
+from serve_llm.engine.model.weight_map import WeightMap
+
+ACTIVATIONS: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh"}
+NAMES = {
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "attention_post_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "ffn_post_norm",
+    **ATTENTION,
+    **GATED,
+}
+
+
+def read_gemma2(config: Config) -> tuple[ModelSpec, WeightMap]:
+    """Gemma2ForCausalLM. Defaults of absent keys are transformers' own (Gemma2Config)."""
+    spec = _read(config, "Gemma2ForCausalLM", read_local_windows(config, 2), default_max_position=8192)
+    softcap = _softcap(config, "attn_logit_softcapping", 50.0)
+    layers = tuple(replace(layer, mixer=replace(layer.attention, softcap=softcap)) for layer in spec.layers)
+    spec = replace(spec, layers=layers, logits_softcap=_softcap(config, "final_logit_softcapping", 30.0))
+    config.ignore("sliding_window_size")  # of the published ones; transformers does not read it
+    config.done()
+    return spec, weights(spec, NAMES, norms="plus_one")
+
+
+def read_gemma3(config: Config) -> tuple[ModelSpec, WeightMap]:
+    """Gemma3ForCausalLM. Defaults of absent keys are transformers' own (Gemma3TextConfig)."""
+    windows = read_local_windows(config, 6)
+    max_position = config.integer("max_position_embeddings", 131072)  # with what the scaling of rope makes usable
+    local, whole = _ropes(config, max_position)
+    spec = _read(
+        config,
+        "Gemma3ForCausalLM",
+        windows,
+        default_max_position=max_position,
+        rope=(whole, max_position),
+        head_norm=True,
+    )
+
+    def turned(layer: Layer) -> Layer:
+        return layer if layer.mixer.window is None else replace(layer, mixer=replace(layer.attention, rope=local))
+
+    softcap = _softcap(config, "final_logit_softcapping", None)
+    spec = replace(spec, layers=tuple(map(turned, spec.layers)), logits_softcap=softcap)
+    config.ignore("_sliding_window_pattern")  # transformers 5 writes it beside layer_types, which says more
+    if _softcap(config, "attn_logit_softcapping", None):  # transformers knows the key, but does nothing with it
+        raise ModelError("config.json: attn_logit_softcapping is not served in Gemma 3")
+    config.done()
+    return spec, weights(spec, NAMES, norms="plus_one")
+
+
+def _read(
+    config: Config,
+    architecture: str,
+    windows: Sequence[int | None],
+    default_max_position: int,
+    rope: tuple[Rope, int] | None = None,
+    head_norm: bool = False,
+) -> ModelSpec:
+    config.refuse("use_bidirectional_attention")
+    config.ignore("hidden_act")  # hidden_activation has taken its place
+    bias = config.flag("attention_bias", False)
+    activation = config.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")
+    spec = read_decoder(
+        config,
+        architecture,
+        default_kv_heads=4,
+        default_max_position=default_max_position,
+        default_head_dim=256,
+        default_tied=True,
+        windows=windows,
+        placement="sandwich",
+        norm=Norm("rms", config.number("rms_norm_eps", 1e-6), wide=True),
+        ffn=Dense(config.integer("intermediate_size"), activation, gated=True),
+        qkv_bias=bias,
+        output_bias=bias,
+        head_norm=head_norm,
+        rope=rope,
+    )
+    scale = config.number("query_pre_attn_scalar", 256.0) ** -0.5
+    layers = tuple(replace(layer, mixer=replace(layer.attention, scale=scale)) for layer in spec.layers)
+    return replace(spec, layers=layers, embedding_multiplier=spec.width**0.5, rounds_multiplier=True)
+
+
+def _softcap(config: Config, key: str, default: float | None) -> float | None:
+    """null in the file means that there is none."""
+    return None if config.is_null(key) else config.number(key, default or 0.0) or None
+
+
+def _ropes(config: Config, max_position: int) -> tuple[Rope, Rope]:
+    """Of layers with a window, and of the others."""
+    head_dim = config.integer("head_dim", 256)
+    both = config.inner("rope_parameters")
+    local, whole = (both and both.inner(f"{kind}_attention") for kind in ("sliding", "full"))
+    if both is not None:
+        both.done()
+    base = config.number("rope_local_base_freq", DEFAULT_BASE)
+    if local is not None:
+        local.choice("rope_type", {"default": "default"}, "default")
+        base = local.number("rope_theta", base)
+        local.done()
+    return Rope(base), read_rope(config, max_position, head_dim, default_base=1_000_000.0, scaling=whole)[0]
