@@ -263,7 +263,11 @@ def describe_memory(spec: ModelSpec, config: Config, num_blocks: int) -> str:
 
 def _empty_cache(spec: ModelSpec, config: Config, shard: Shard) -> CacheLayout:
     """Of the shard's rank, without blocks."""
-    return memory.plan_cache(spec.kv_groups, shard.kv_groups(spec), config.cache_row, config.block_size, 0)
+    return memory.plan_cache(
+        *(spec.kv_groups, shard.kv_groups(spec), config.cache_row, config.block_size, 0),
+        max_model_len=config.max_model_len,
+        max_chunk=config.max_num_batched_tokens,
+    )
 
 
 def _nodes_needed(planner: _Planner) -> int | None:

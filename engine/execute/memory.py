@@ -1,8 +1,9 @@
 """How much KV cache there is, and how it is cut into blocks. The sums are torch-free.
 
 All KV groups draw equal-byte blocks from one pool: a block holds `block_size` tokens of the group with the most bytes
-per token, and a power of two times as many of a group with fewer. Ranks agree on the tokens in a block and on the
-number of blocks; a block's bytes differ with the KV heads and layers that a rank holds.
+per token, and a power of two times as many of a group with fewer, such that a request of full length takes the fewest
+bytes. Ranks agree on the tokens in a block and on the number of blocks; a block's bytes differ with the KV heads and
+layers that a rank holds.
 """
 
 from __future__ import annotations
@@ -50,22 +51,38 @@ def bytes_per_token(group: KVGroup, row: CacheRow) -> int:
 
 
 def plan_cache(
-    whole: Sequence[KVGroup], own: Sequence[KVGroup], row: CacheRow, block_size: int, num_bytes: int
+    whole: Sequence[KVGroup],
+    own: Sequence[KVGroup],
+    row: CacheRow,
+    block_size: int,
+    num_bytes: int,
+    *,
+    max_model_len: int,
+    max_chunk: int,
 ) -> CacheLayout:
     """Cut `num_bytes` of one rank into blocks.
 
     whole: the model's groups, which alone decide how many tokens of each lie in a block, so that all ranks agree: the
     largest group has `block_size` (a power of two). own: the same groups with the layers and KV heads of this rank; a
     block has the bytes that the neediest of them takes. A rank without any KV has blocks of one element.
+    max_model_len, max_chunk: tokens of the request that takes the fewest bytes, and of one step.
     """
     sizes = [bytes_per_token(group, row) for group in whole]
-    layouts = []
-    for group, size in zip(whole, sizes, strict=True):
-        times = 1 << ((max(sizes) // size).bit_length() - 1)
-        layouts.append(GroupLayout(block_size * times, group.window))
+    # each group in turn fills the blocks to the last byte
+    rooms = sorted(size << (-(-max(sizes) // size) - 1).bit_length() for size in sizes)
+
+    def with_room(room: int) -> CacheLayout:
+        """Blocks of so many bytes for each of `block_size` tokens."""
+        powers = [(room // size).bit_length() - 1 for size in sizes]
+        layouts = [GroupLayout(block_size << power, group.window) for power, group in zip(powers, whole, strict=True)]
+        return CacheLayout(tuple(layouts), room * block_size, 0)
+
+    layouts = min(
+        map(with_room, rooms), key=lambda found: found.block_bytes * found.blocks_per_request(max_model_len, max_chunk)
+    ).groups
     needs = [lie.block_size * bytes_per_token(group, row) for lie, group in zip(layouts, own, strict=True)]
     block_bytes = max(*needs, row.element_bytes)
-    return CacheLayout(tuple(layouts), block_bytes, num_bytes // block_bytes)
+    return CacheLayout(layouts, block_bytes, num_bytes // block_bytes)
 
 
 def default_cpu_bytes(one_request: int, local_ranks: int, free: int) -> int:

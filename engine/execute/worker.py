@@ -125,7 +125,11 @@ class Worker:
         config = self._config
 
         def planned(num_bytes: int) -> CacheLayout:
-            return memory.plan_cache(self._whole_groups, self._groups, config.cache_row, config.block_size, num_bytes)
+            return memory.plan_cache(
+                *(self._whole_groups, self._groups, config.cache_row, config.block_size, num_bytes),
+                max_model_len=config.max_model_len,
+                max_chunk=config.max_num_batched_tokens,
+            )
 
         empty = planned(0)
         one_request = empty.block_bytes * empty.blocks_per_request(config.max_model_len, config.max_num_batched_tokens)

@@ -37,6 +37,11 @@ QWEN2_HALF_B = llama(896, 4864, 24, 14, 2, 151936, architectures=["Qwen2ForCausa
 QWEN3_32B = llama(5120, 25600, 64, 64, 8, 151936, architectures=["Qwen3ForCausalLM"], head_dim=128) | {
     "max_position_embeddings": 40960
 }
+GEMMA3_1B = llama(1152, 6912, 26, 4, 1, 262144, architectures=["Gemma3ForCausalLM"], head_dim=256) | {
+    "max_position_embeddings": 32768,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+}
 GPT2_XL: dict[str, object] = {
     "architectures": ["GPT2LMHeadModel"],
     "n_embd": 1600,

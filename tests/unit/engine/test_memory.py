@@ -15,13 +15,15 @@ from serve_llm.engine.model.shard import shard_of
 from serve_llm.engine.model.spec import Attention, Dense, KVGroup, Layer, ModelSpec, Norm
 from serve_llm.engine.parallel.layout import Grid
 
+FULL = {"max_model_len": 1024, "max_chunk": 64}
+
 
 def test_groups_share_equal_byte_blocks() -> None:
     groups = (
         KVGroup(layers=tuple(range(21)), kv_heads=2, head_dim=64, window=None),
         KVGroup(layers=(21, 22, 23), kv_heads=2, head_dim=64, window=128),
     )
-    layout = memory.plan_cache(groups, groups, CacheRow(2), block_size=16, num_bytes=10_000_000)
+    layout = memory.plan_cache(groups, groups, CacheRow(2), block_size=16, num_bytes=10_000_000, **FULL)
     assert layout.block_bytes == 21 * 2 * 2 * 64 * 2 * 16
     assert [group.block_size for group in layout.groups] == [16, 64]  # 3 layers: room for 7 times as many, so 4 times
     assert layout.num_blocks == 10_000_000 // layout.block_bytes
@@ -33,7 +35,7 @@ def test_groups_share_equal_byte_blocks() -> None:
 )
 def test_a_cache_is_advised_to_lie_in_huge_pages() -> None:
     groups = (KVGroup(layers=(0,), kv_heads=2, head_dim=64, window=None),)
-    layout = memory.plan_cache(groups, groups, CacheRow(2), 16, 16 << 20)
+    layout = memory.plan_cache(groups, groups, CacheRow(2), 16, 16 << 20, **FULL)
     [cache] = allocate_cache(layout, groups, torch.bfloat16, torch.device("cpu"))
     address = cache.data_ptr() + (4 << 20)
     flags: list[str] = []
@@ -50,7 +52,7 @@ def test_a_cache_is_advised_to_lie_in_huge_pages() -> None:
 
 def test_an_int8_cache_counts_its_scales() -> None:
     groups = (KVGroup(layers=tuple(range(24)), kv_heads=2, head_dim=64, window=None),)
-    layout = memory.plan_cache(groups, groups, CacheRow(1, scale_bytes=4), 16, 1 << 28)
+    layout = memory.plan_cache(groups, groups, CacheRow(1, scale_bytes=4), 16, 1 << 28, **FULL)
     assert layout.block_bytes == 24 * 2 * 2 * 68 * 16
     assert layout.num_blocks == (1 << 28) // layout.block_bytes
     caches = allocate_cache(replace(layout, num_blocks=3), groups, torch.int8, torch.device("cpu"))
@@ -68,11 +70,11 @@ def test_ranks_agree_on_tokens_and_blocks_hold_what_a_rank_has(grid: Grid, dtype
     layer = Layer(full, Dense(97, "silu"), Norm("rms", 1e-6))
     sliding = replace(layer, mixer=replace(full, window=21))
     spec = ModelSpec("X", 331, 60, 256, (layer, layer, sliding), None, tied_head=True)
-    whole = memory.plan_cache(spec.kv_groups, spec.kv_groups, row, 8, 1 << 20)
+    whole = memory.plan_cache(spec.kv_groups, spec.kv_groups, row, 8, 1 << 20, **FULL)
     assert [group.block_size for group in whole.groups] == [8, 16]
     for rank in range(grid.size):
         own = shard_of(spec, grid, rank).kv_groups(spec)
-        layout = memory.plan_cache(spec.kv_groups, own, row, 8, 1 << 20)
+        layout = memory.plan_cache(spec.kv_groups, own, row, 8, 1 << 20, **FULL)
         assert layout.groups == whole.groups
         sizes = [group.block_size for group in layout.groups]
         needs = [memory.bytes_per_token(group, row) * size for group, size in zip(own, sizes, strict=True)]
@@ -86,7 +88,7 @@ def test_ranks_agree_on_tokens_and_blocks_hold_what_a_rank_has(grid: Grid, dtype
 
 def test_the_two_lines_say_what_fits(caplog: pytest.LogCaptureFixture) -> None:
     groups = (KVGroup(layers=(0,), kv_heads=1, head_dim=8, window=None),)
-    layout = memory.plan_cache(groups, groups, CacheRow(4), block_size=16, num_bytes=64 * 1000 * 16)
+    layout = memory.plan_cache(groups, groups, CacheRow(4), block_size=16, num_bytes=64 * 1000 * 16, **FULL)
     with caplog.at_level(logging.INFO):
         memory.check_capacity(layout, max_model_len=1600, max_chunk=64, device="cpu")
     assert [record.getMessage() for record in caplog.records] == [
@@ -97,7 +99,7 @@ def test_the_two_lines_say_what_fits(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_too_small_a_cache_says_what_to_change() -> None:
     groups = (KVGroup(layers=(0,), kv_heads=1, head_dim=8, window=None),)
-    layout = memory.plan_cache(groups, groups, CacheRow(4), block_size=16, num_bytes=64 * 16 * 3)
+    layout = memory.plan_cache(groups, groups, CacheRow(4), block_size=16, num_bytes=64 * 16 * 3, **FULL)
     with pytest.raises(
         CapacityError, match=r"room for 4\d tokens, but one request may need 100: .* at least 7,168 bytes"
     ):

@@ -363,7 +363,7 @@ def test_deepseek() -> None:
     assert (router.groups, router.factor, router.correction) == (ExpertGroups(8, 4, best=2), 2.5, True)
     assert weight_bytes(large, shard_of(large, Grid(), 0), 2, "cuda").loaded / 2e9 == pytest.approx(671, abs=0.5)
     assert re.fullmatch(weights.ignored[-1], "model.layers.61.eh_proj.weight")  # of the layer for further tokens
-    cache = plan_cache(large.kv_groups, large.kv_groups, CacheRow(2), 64, 0)
+    cache = plan_cache(large.kv_groups, large.kv_groups, CacheRow(2), 64, 0, max_model_len=4096, max_chunk=2048)
     assert cache.block_bytes == 61 * 64 * 576 * 2  # instead of 61 * 64 * 2 * 128 heads * 128 * 2
 
     stored = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
