@@ -106,7 +106,7 @@ def with_triton(batch_invariant: bool) -> Kernels | str:
         from serve_llm.kernels.triton.fp8 import quantise_rows
         from serve_llm.kernels.triton.linear import pack
         from serve_llm.kernels.triton.norm import add_rms_norm, layer_norm, rms_norm
-        from serve_llm.kernels.triton.rope import rope_and_cache
+        from serve_llm.kernels.triton.rope import rope_and_cache, rope_and_latent
     except ImportError as error:
         return f"Triton's kernels cannot be imported: {error}"
     return replace(
@@ -116,6 +116,7 @@ def with_triton(batch_invariant: bool) -> Kernels | str:
         add_rms_norm=add_rms_norm,
         layer_norm=layer_norm,
         rope_and_cache=rope_and_cache,
+        rope_and_latent=rope_and_latent,
         activations={**PORTABLE.activations, **ACTIVATIONS},
         pack=pack if batch_invariant else linear.pack,
         pack_fp8=partial(linear_fp8.pack_fp8, quantise=quantise_rows),

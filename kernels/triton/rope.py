@@ -1,5 +1,5 @@
-"""Head norms, rope and the cache write of an attention layer in one launch, in Triton. The contract stands at
-`kernels.rope.rope_and_cache`.
+"""Head norms, rope and the cache write of an attention layer in one launch, in Triton. The contracts stand at
+the functions of the same names in `kernels/rope.py`.
 
 A program has one token and a few heads that are all queries, all keys or all values:
 
@@ -7,6 +7,7 @@ A program has one token and a few heads that are all queries, all keys or all va
     program            0        | 1               | 2                  | 3
 
 so it reads the token's angles once for all of them, and what is done to a head is decided for the program as a whole.
+For latent attention the token's first program has its row of the cache, the others its query heads.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ def rope_and_cache(
     tokens = qkv.shape[0]
     _, _, kv_heads, block_size, head_dim = cache.shape
     query = qkv.new_empty((tokens, heads, head_dim))
-    half = triton.next_power_of_2(triton.cdiv(head_dim, 2))
-    tile = min(max(NUMBERS // (2 * half), 1), triton.next_power_of_2(max(heads, kv_heads)))
+    tile, half, num_warps = _tile(max(heads, kv_heads), head_dim)
     grid = (tokens, triton.cdiv(heads, tile) + 2 * triton.cdiv(kv_heads, tile))
     if tokens:
         _rope_and_cache[grid](
@@ -42,9 +42,39 @@ def rope_and_cache(
             BLOCK_SIZE=block_size,
             TILE=tile,
             HALF=half,
-            num_warps=max(2 * tile * half // (32 * NUMBERS_PER_THREAD), 1),
+            num_warps=num_warps,
         )
     return query
+
+
+def rope_and_latent(
+    query: Tensor, latent: Tensor, norm: Tensor, eps: float, angles: Angles | None, cache: Tensor, slots: Tensor
+) -> Tensor:
+    tokens, heads, rope_dim = query.shape
+    turned = query.new_empty(query.shape)
+    tile, half, num_warps = _tile(heads, rope_dim)
+    if tokens:
+        _rope_and_latent[(tokens, 1 + triton.cdiv(heads, tile))](
+            *(query, latent, norm, turned, cache, slots),
+            *((None, None) if angles is None else angles),
+            *(eps, query.stride(0), query.stride(1), latent.stride(0), cache.stride(0), cache.stride(3)),
+            HEADS=heads,
+            ROPE_DIM=rope_dim,
+            RANK=norm.shape[0],
+            BLOCK_SIZE=cache.shape[3],
+            TILE=tile,
+            HALF=half,
+            RANK_BLOCK=triton.next_power_of_2(norm.shape[0]),
+            num_warps=num_warps,
+        )
+    return turned
+
+
+def _tile(heads: int, head_dim: int) -> tuple[int, int, int]:
+    """Heads of a program, numbers of half a head, warps."""
+    half = triton.next_power_of_2(triton.cdiv(head_dim, 2))
+    tile = min(max(NUMBERS // (2 * half), 1), triton.next_power_of_2(heads))
+    return tile, half, max(2 * tile * half // (32 * NUMBERS_PER_THREAD), 1)
 
 
 @triton.jit
@@ -131,3 +161,64 @@ def _turned(left, right, cos, sin, column, middle: tl.constexpr):
     across = tl.load(sin + column, mask=column < middle, other=0.0)
     one, other = left.to(tl.float32), right.to(tl.float32)
     return (one * along - other * across).to(left.dtype), (other * along + one * across).to(right.dtype)
+
+
+@triton.jit
+def _rope_and_latent(
+    query,
+    latent,
+    norm,
+    turned,
+    cache,
+    slots,
+    cos,
+    sin,
+    eps,
+    query_row,
+    query_head,
+    latent_row,
+    cache_block,
+    cache_offset,
+    HEADS: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HALF: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    column = tl.arange(0, HALF)[None, :]
+    if tile == 0:
+        slot = tl.load(slots + token)
+        if slot >= 0:
+            source = latent + token * latent_row
+            row = cache + slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_offset
+            number = tl.arange(0, RANK_BLOCK)
+            inside = number < RANK
+            wide = tl.load(source + number, mask=inside, other=0.0).to(tl.float32)
+            wide *= tl.rsqrt(tl.sum(wide * wide, 0) / RANK + eps)
+            factor = tl.load(norm + number, mask=inside, other=0.0).to(tl.float32)
+            rounded = wide.to(latent.dtype.element_ty).to(tl.float32) * factor
+            tl.store(row + number, rounded.to(cache.dtype.element_ty), mask=inside)
+            _copy_turned(source + RANK + column, row + RANK + column, column >= 0, cos, sin, token, column, ROPE_DIM)
+    else:
+        head = (tile - 1) * TILE + tl.arange(0, TILE)[:, None]
+        source = query + token * query_row + head * query_head + column
+        target = turned + (token * HEADS + head) * ROPE_DIM + column
+        _copy_turned(source, target, head < HEADS, cos, sin, token, column, ROPE_DIM)
+
+
+@triton.jit
+def _copy_turned(source, target, inside, cos, sin, token, column, ROPE_DIM: tl.constexpr):
+    """Heads, one a row, from one place to another."""
+    middle: tl.constexpr = (ROPE_DIM + 1) // 2
+    in_left = inside & (column < middle)
+    in_right = inside & (column < ROPE_DIM - middle)
+    left = tl.load(source, mask=in_left, other=0.0)
+    right = tl.load(source + middle, mask=in_right, other=0.0)
+    if cos is not None:
+        left, right = _turned(left, right, cos + token * middle, sin + token * middle, column, middle)
+    tl.store(target, left, mask=in_left)
+    tl.store(target + middle, right, mask=in_right)

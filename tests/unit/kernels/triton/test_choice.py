@@ -29,6 +29,7 @@ GPU = torch.device("cuda")
 def test_a_gpu_has_tritons(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
     kernels = table.choose(GPU, dtype, {64, 576})
     assert kernels.rms_norm is norm.rms_norm and kernels.add_rms_norm is norm.add_rms_norm
+    assert kernels.rope_and_latent is rope.rope_and_latent
     assert kernels.layer_norm is norm.layer_norm and kernels.rope_and_cache is rope.rope_and_cache
     assert kernels.paged_attention.func is attention.paged_attention  # type: ignore[attr-defined]
     assert kernels.pack is table.PORTABLE.pack and kernels.capturable
@@ -60,7 +61,7 @@ def test_other_devices_have_neither(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "opt", "nemotron"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "opt", "nemotron", "deepseek_v3"])
 def test_a_model_on_the_kernels_for_rows(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, interpreted, beside the portable attention; in chunks, so that rows have company of all kinds."""
     rng = random.Random(3)

@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason=NO_TRITON)
 from serve_llm.kernels.triton.activation import ACTIVATIONS
 from serve_llm.kernels.triton.fp8 import quantise_rows
 from serve_llm.kernels.triton.norm import add_rms_norm, layer_norm, rms_norm
-from serve_llm.kernels.triton.rope import rope_and_cache
+from serve_llm.kernels.triton.rope import rope_and_cache, rope_and_latent
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 WIDTHS = [1, 7, 896, 1500]
@@ -160,6 +160,38 @@ def test_rope_and_cache(
     assert all(torch.equal(written[place], cache[place]) for place in places)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "rank", "rope_dim"), [(5, 40, 16), (18, 64, 64)])
+@pytest.mark.parametrize("with_angles", [False, True])
+def test_rope_and_latent(heads: int, rank: int, rope_dim: int, with_angles: bool, dtype: torch.dtype) -> None:
+    block_size = 8
+    query = random(ROWS, heads, 7 + rope_dim, dtype=dtype)[:, :, 7:]  # both are views of wider rows
+    latent, norms = random(ROWS, 9 + rank + rope_dim, dtype=dtype, seed=1)[:, 9:], random(rank, dtype=dtype, seed=3)
+    angle = random(ROWS, rope_dim // 2, seed=2) * 3
+    slots = torch.randperm(10 * block_size, generator=torch.Generator().manual_seed(0))[:ROWS]
+
+    def run(version: Callable[..., Tensor], rows: list[int], slots: Tensor) -> tuple[Tensor, Tensor]:
+        cache = torch.zeros((10, 3, 1, 1, block_size, rank + rope_dim), dtype=dtype)
+        angles = (angle[rows].cos(), angle[rows].sin()) if with_angles else None
+        return version(query[rows], latent[rows], norms, 1e-6, angles, cache[:, 1], slots), cache
+
+    every = list(range(ROWS))
+    (turned, cache), theirs = run(rope_and_latent, every, slots), run(rope.rope_and_latent, every, slots)
+    assert turned.is_contiguous()
+    assert_equal(turned, theirs[0])
+    assert_equal(cache, theirs[1])
+    unstored = slots.clone()
+    unstored[[0, 4]] = -1
+    kept, written = run(rope_and_latent, every, unstored)
+    assert torch.equal(kept, turned)
+    for slot in slots[[0, 4]].tolist():
+        assert cache[slot // block_size, 1, 0, 0, slot % block_size].any()
+        cache[slot // block_size, 1, 0, 0, slot % block_size] = 0.0
+    assert torch.equal(written, cache)
+    alone, _ = run(rope_and_latent, [4, 7], slots[[4, 7]])
+    assert torch.equal(alone, turned[[4, 7]])
+
+
 def test_tokens_without_a_slot_are_not_stored() -> None:
     cache = torch.full((3, 2, 2, 4, 16), 7.0)
     qkv, slots = random(4, 6 * 16), torch.tensor([-1, 5, -1, 11])
@@ -205,8 +237,14 @@ def rope_of(heads: int, kv_heads: int, head_dim: int) -> Tensor:
     return rope_and_cache(qkv, heads, HeadNorms(head, head, 1e-6), (angle, angle), layers[:, 1], slots)
 
 
+def latent_of(heads: int, rank: int, rope_dim: int) -> Tensor:
+    query, latent = empty(3, heads, 128 + rope_dim)[:, :, 128:], empty(3, 1536 + rank + rope_dim)[:, 1536:]
+    angle, cache = empty(3, rope_dim // 2, dtype=torch.float32), empty(10, 1, 1, 16, rank + rope_dim)
+    return rope_and_latent(query, latent, empty(rank), 1e-6, (angle, angle), cache, empty(3, dtype=torch.int64))
+
+
 def test_compiled_for_a_gpu() -> None:
-    """The widths of Llama 3 from 8B to 405B, and heads of Qwen2.5 0.5B."""
+    """The widths of Llama 3 from 8B to 405B, heads of Qwen2.5 0.5B and of DeepSeek-V3."""
     rows, weight, wide = empty(3, 4096), empty(4096), torch.empty((3, 16384), device="meta")
     calls: list[Callable[[], object]] = [
         lambda: add_rms_norm(rows, rows, weight, 1e-6),
@@ -215,6 +253,7 @@ def test_compiled_for_a_gpu() -> None:
         *(partial(function, empty(3, 2 * 14336)) for function in ACTIVATIONS.values()),
         lambda: rope_of(32, 8, 128),
         lambda: rope_of(14, 2, 64),
+        lambda: latent_of(128, 512, 64),
         lambda: quantise_rows(empty(3, 28672), 28672),
     ]
     found = compile_for([launch for call in calls for launch in record(call)])
