@@ -92,7 +92,7 @@ def _check_model_impl(options: Options) -> None:
         "--pipeline-parallel-size": options.pipeline_parallel_size > 1,
         "--distributed-executor-backend": options.distributed_executor_backend not in (None, "inprocess"),
         "--enable-expert-parallel": options.enable_expert_parallel,
-        "--quantization": options.quantization == "int8",
+        "--quantization": options.quantization != "auto",
         "--allow-unknown-config": bool(options.allow_unknown_config),
     }
     if wrong := [name for name, is_refused in refused.items() if is_refused]:

@@ -127,7 +127,7 @@ class Options:
         "auto",
         values.choice("auto", "transformers"),
         "auto: the families that this program has code for; transformers: any decoder-only model that takes an "
-        "attention implementation by name, in transformers' own code, which is slower (one rank, not with int8 layers)",
+        "attention implementation by name, in transformers' own code, which is slower (one rank, not in 8 bits)",
         shown="auto|transformers",
     )
     generation_config: str = _option(

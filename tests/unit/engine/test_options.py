@@ -134,6 +134,7 @@ def test_options_for_several_hosts_that_do_not_go_together(argv: list[str], mess
     [
         (["-tp", "2"], "--tensor-parallel-size"),
         (["-pp", "2", "--quantization", "int8"], "--pipeline-parallel-size, --quantization"),
+        (["--quantization", "fp8"], "--quantization"),
         (["--distributed-executor-backend", "ray"], "--distributed-executor-backend"),
         (["--allow-unknown-config", "key"], "--allow-unknown-config"),
     ],

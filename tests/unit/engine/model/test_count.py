@@ -165,4 +165,4 @@ def test_fp8(variant: str, tmp_path: Path) -> None:
             decoder, asked = build(spec, grid, rank, "meta", torch.bfloat16)
             expected = weight_bytes(spec, shard_of(spec, grid, rank), 2, "cuda")
             assert (expected.loaded, expected.held) == (asked, resident.weight_bytes(decoder))
-            assert expected.held < expected.loaded
+            assert grid.size > 1 or expected.held < expected.loaded  # small shares are padded by more
