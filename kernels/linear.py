@@ -39,13 +39,13 @@ def pack(weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = 
     """
     weight = torch.cat((weight, *beside)) if beside else weight.contiguous()
     if weight.numel() == 0:
-        return _Functional(weight, bias, row_multiple=1)
+        return Functional(weight, bias, row_multiple=1)
     if weight.device.type != "cpu":
-        return _Functional(weight, bias, row_multiple=1)
+        return Functional(weight, bias, row_multiple=1)
     if _onednn_works(weight.dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
         return _OneDNN(packed, bias)
-    return _Functional(weight, bias, row_multiple=16)
+    return Functional(weight, bias, row_multiple=16)
 
 
 def pack_heads(weight: Tensor, pack: Callable[[Tensor], Linear]) -> Linear:
@@ -84,7 +84,9 @@ class _OneDNN:
 
 
 @dataclass(frozen=True)
-class _Functional:
+class Functional:
+    """The weight as it is: (outputs, inputs)."""
+
     weight: Tensor
     bias: Tensor | None
     row_multiple: int

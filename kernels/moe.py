@@ -51,7 +51,7 @@ class _OneByOne:
                 rows = last(rows)
                 made[places] = rows
                 del rows
-        return weighted_sum(made.view(tokens, chosen, -1), weights)
+        return weighted_sum(made.view(tokens, chosen, x.shape[1]), weights)
 
 
 def weighted_sum(made: Tensor, weights: Tensor) -> Tensor:

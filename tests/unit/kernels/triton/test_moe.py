@@ -1,0 +1,77 @@
+"""All experts in one launch, in the interpreter against the reference; compiled, they fit an H200 and use its units."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from serve_llm.kernels import activation, linear
+from serve_llm.kernels.reference import activation as reference_activation
+from serve_llm.kernels.reference import linear as reference_linear
+from serve_llm.kernels.reference import moe as reference
+from support.experts import make_case
+from support.triton import NO_TRITON, assert_fits, compile_for, record
+
+pytest.importorskip("triton", reason=NO_TRITON)
+from serve_llm.kernels.triton.moe import pack_experts
+
+
+def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> linear.Functional:
+    """As on a GPU."""
+    return linear.Functional(weight, bias, row_multiple=1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen", "own"),
+    [
+        (1, 5, 2, range(5)),
+        (9, 5, 5, range(5)),
+        (40, 3, 2, range(3)),  # 27 rows of each on average, in blocks of 32
+        (90, 2, 1, range(2)),
+        (9, 7, 3, range(2, 5)),
+        (9, 7, 3, range(6, 7)),
+        (9, 7, 3, range(7, 7)),
+        (0, 5, 2, range(5)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_as_the_reference(tokens: int, experts: int, chosen: int, own: range, dtype: torch.dtype) -> None:
+    case = make_case(tokens, experts, chosen, 40, 19, dtype, bias=tokens == 9)
+    asked = case.x, case.weights, case.experts
+    right = reference.pack_experts(case.pairs(own, reference_linear.pack), reference_activation.silu_and_mul, own)
+    found = pack_experts(case.pairs(own, pack), activation.silu_and_mul, own)(*asked)
+    case.check(found, right(*asked))
+
+
+def test_one_expert_takes_all() -> None:
+    case = make_case(70, 6, 1, 40, 19, torch.float32)
+    case.experts.fill_(4)
+    asked = case.x, case.weights, case.experts
+    right = reference.pack_experts(
+        case.pairs(range(6), reference_linear.pack), reference_activation.silu_and_mul, range(6)
+    )
+    found = pack_experts(case.pairs(range(6), pack), activation.silu_and_mul, range(6))(*asked)
+    case.check(found, right(*asked))
+
+
+def test_compiled() -> None:
+    """Mixtral's and Qwen3-30B-A3B's sizes, and a part of the latter that no power of two divides."""
+
+    def launch(tokens: int, experts: int, chosen: int, width: int, inner: int, dtype: torch.dtype) -> None:
+        def weight(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        pair = pack(weight(2 * inner, width), None), pack(weight(width, inner), None)
+        packed = pack_experts([pair] * experts, lambda rows: rows[:, :inner].contiguous(), range(experts))
+        numbers = torch.zeros((tokens, chosen), dtype=torch.int64, device="meta")
+        packed(weight(tokens, width), torch.empty((tokens, chosen), device="meta"), numbers)
+
+    sizes = [(1, 128, 8, 2048, 768), (4096, 8, 2, 4096, 14336), (64, 128, 8, 2048, 250)]
+    launches = record(lambda: [launch(*size, torch.bfloat16) for size in sizes])
+    exact = record(lambda: launch(64, 8, 2, 1024, 3584, torch.float32))
+    found = compile_for(launches + exact)
+    assert_fits(found)
+    products = [each for each in found[: len(launches)] if each.launch.kernel.name == "_product"]
+    assert len(products) == 6
+    for product in products:
+        assert product.has_wgmma if product.launch.constexprs["ROWS"] >= 64 else product.has_mma
