@@ -24,6 +24,7 @@ from serve_llm.kernels.sampling import Draw
 
 CPU = torch.device("cpu")
 LINEARS = [(9728, 896), (2048, 8192), (151936, 896)]  # outputs, inputs
+EXPERTS = [(128, 8, 2048, 768), (8, 2, 1024, 3584)]  # experts, chosen of them, width, inner
 HEADS = [(14, 2, 64), (32, 8, 128)]  # heads, kv_heads, head_dim
 VOCABULARY = 151936
 DRAWS = {
@@ -65,6 +66,24 @@ def linear_times() -> dict[str, Timed]:
             x = torch.randn((rows, inputs)).bfloat16()
             us = median_us(partial(layer, x))
             found[f"linear {outputs}x{inputs} bf16, {rows} rows"] = Timed(us, weight.nbytes, 2 * rows * weight.numel())
+    return found
+
+
+def expert_times() -> dict[str, Timed]:
+    """Of random choices, as the weights of a random model give them."""
+    found = {}
+    kernels = table.choose(CPU, torch.bfloat16, {64})
+    for experts, chosen, width, inner in EXPERTS:
+        first, last = (torch.randn(shape).bfloat16() for shape in ((2 * inner, width), (width, inner)))
+        pairs = ((kernels.pack(first, None), kernels.pack(last, None)) for _ in range(experts))
+        packed = kernels.pack_experts(pairs, kernels.activations["silu_and_mul"], range(experts))
+        for rows in (1, 8, 64, 512):
+            x = torch.randn((rows, width)).bfloat16()
+            weights, numbers = torch.randn((rows, experts)).softmax(-1).topk(chosen)
+            read = len(numbers.unique()) * (first.nbytes + last.nbytes)
+            name = f"experts {experts}/{chosen} {inner}x{width} bf16, {rows} rows"
+            operations = 2 * rows * chosen * (first.numel() + last.numel())
+            found[name] = Timed(median_us(partial(packed, x, weights, numbers)), read, operations)
     return found
 
 
@@ -170,9 +189,8 @@ def main() -> None:
         return
     bandwidth, peak = limits()
     print(f"{torch.get_num_threads()} threads: memory {bandwidth:.0f} GB/s, bf16 matrix product {peak:.0f} GFLOP/s")
-    report(
-        linear_times() | attention_times() | cold_attention_times() | row_times() | sampling_times(), bandwidth, peak
-    )
+    times = linear_times() | expert_times() | attention_times() | cold_attention_times() | row_times() | sampling_times()
+    report(times, bandwidth, peak)
 
 
 def report(times: Mapping[str, Timed], bandwidth: float, peak: float) -> None:
