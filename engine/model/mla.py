@@ -77,7 +77,7 @@ class HeadlessLatentAttention:
 
 def latent_attention(mixer: spec.MLA, width: int, build: Builder) -> LatentAttention | HeadlessLatentAttention:
     """The latent attention of this rank."""
-    if mixer.interleaved:
+    if mixer.rope is not None and mixer.rope.interleaved:
         build = replace(build, load=_halved(build.load, mixer))
     kind = LatentAttention if build.shard.attention(mixer).heads else HeadlessLatentAttention
     return kind(mixer, width, build)

@@ -135,7 +135,6 @@ class MLA:
     scale: float  # of the scores
     norm_eps: float  # of the rms norms of the latent vectors
     rope: Rope | None = None
-    interleaved: bool = False  # the checkpoint turns numbers 2i and 2i + 1 together, not i and i + rope_dim / 2
     bias: bool = False  # of the two products that make latent vectors, and of the output
 
     kv_heads: ClassVar[int] = 1

@@ -116,8 +116,7 @@ def _read_mixer(config: Config, default_max_position: int, interleaved: bool) ->
         value_dim=config.integer("v_head_dim", 128),
         scale=(nope_dim + rope_dim) ** -0.5 * score_factor(config, rope),
         norm_eps=NORM_EPS,
-        rope=rope,
-        interleaved=interleaved,
+        rope=replace(rope, interleaved=interleaved),
         bias=bias,
     )
     return mixer, context
