@@ -43,6 +43,17 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return (0.5 * wide * (1.0 + torch.tanh(inner))).to(x.dtype)
 
 
+ALPHA, LIMIT = 1.702, 7.0  # of swigluoai
+
+
+def swigluoai_and_mul(gate_up: Tensor) -> Tensor:
+    """(up + 1) * gate * sigmoid(ALPHA * gate), where gate is at most LIMIT, and up from -LIMIT to LIMIT (gpt-oss,
+    arXiv:2508.10925). gate_up: (tokens, 2 * width), gate first. Returns (tokens, width) in the same dtype."""
+    gate, up = gate_up.chunk(2, -1)
+    gate, up = gate.clamp(max=LIMIT).float(), up.clamp(-LIMIT, LIMIT).float().add_(1.0)
+    return gate.div_((gate * -ALPHA).exp_().add_(1.0)).mul_(up).to(gate_up.dtype)
+
+
 def relu(x: Tensor) -> Tensor:
     """max(x, 0). Any shape; returns shape and dtype of x."""
     return torch.relu(x)

@@ -59,6 +59,7 @@ PORTABLE = Kernels(
             activation.gelu_tanh,
             activation.relu,
             activation.relu2,
+            activation.swigluoai_and_mul,
         )
     },
     pack=linear.pack,

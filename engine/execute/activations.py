@@ -139,11 +139,12 @@ def _ffn(step: Step, ffn: Dense, width: int, columns: int, rows: int, read: int 
     """read: bytes of what it reads that go when the first product is done."""
     peak, up = step.linear(rows, width, columns * (2 if ffn.gated else 1))
     elements = rows * columns
-    floats = {"silu": 2, "gelu": 3, "gelu_tanh": 4, "relu": 0, "relu2": 0}[
-        ffn.activation
-    ]  # float32 copies alive at once
+    # float32 copies alive at once
+    floats = {"silu": 2, "gelu": 3, "gelu_tanh": 4, "relu": 0, "relu2": 0, "swigluoai": 3}[ffn.activation]
     active = elements * step.element
     inner = active if step.on_cpu or not floats else step.wide(elements) + floats * elements * FLOAT
+    if ffn.activation == "swigluoai":  # of which there is no compiled kernel
+        inner = floats * elements * FLOAT + (active if step.element != FLOAT else 0)
     down, _ = step.linear(rows, columns, width)
     return max(read + peak, up + inner, active + down)
 

@@ -45,6 +45,7 @@ class Attention:
         if head_norm is not None and head_norm.kind == "rms":
             query, key = (build.rms_weight(f"{name}_norm", head_norm, mixer.head_dim) for name in ("q", "k"))
             self.norms = HeadNorms(query, key, head_norm.eps)
+        self.sinks = build.tensor("sinks", mixer.heads, part=Part(0, own.heads)) if mixer.sinks else None
         self.attend = _attend(own, mixer.heads // mixer.kv_heads, build.kernels.paged_attention)
 
     def forward(
@@ -61,6 +62,7 @@ class Attention:
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
+            sinks=self.sinks,
             on_device=inputs.lengths,
         )
         return self.output(mixed.flatten(1))
@@ -182,7 +184,9 @@ def _attend(own: HeadShare, group: int, attend: Attend) -> Attend:
         return attend
     front, behind, heads = max(counts) - counts[0], max(counts) - counts[-1], len(own.heads)
 
-    def padded(query: Tensor, *args: object, **kwargs: object) -> Tensor:
-        return attend(functional.pad(query, (0, 0, front, behind)), *args, **kwargs)[:, front : front + heads]
+    def padded(query: Tensor, *args: object, sinks: Tensor | None, **kwargs: object) -> Tensor:
+        query = functional.pad(query, (0, 0, front, behind))
+        sinks = None if sinks is None else functional.pad(sinks, (front, behind))
+        return attend(query, *args, sinks=sinks, **kwargs)[:, front : front + heads]
 
     return padded

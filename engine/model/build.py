@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
 def in_float32(name: str) -> bool:
     """Whether the parameter is float32 whatever the model's dtype."""
-    return name.endswith(("_scale", ".correction"))
+    return name.endswith(("_scale", ".correction", ".sinks"))
 
 
 class Load(Protocol):
@@ -74,12 +74,13 @@ class Builder:
         """A product that every rank computes in whole."""
         return self.columns({name: outputs}, inputs, {name: range(outputs)})
 
-    def plain(self, outputs: Mapping[str, int], inputs: int, *, wide: bool = False) -> Linear:
+    def plain(self, outputs: Mapping[str, int], inputs: int, *, wide: bool = False, bias: bool = False) -> Linear:
         """A product of several parameters, side by side, that every rank computes in whole and in the model's dtype, or
         in float32 and of such rows if it is `wide`."""
         weights = [self.load(f"{self.prefix}{name}.weight", (count, inputs)) for name, count in outputs.items()]
         weights = [weight.float() if wide else weight for weight in weights]
-        return self.kernels.pack(weights[0], None, weights[1:])
+        added = torch.cat([self.tensor(f"{name}.bias", count) for name, count in outputs.items()]) if bias else None
+        return self.kernels.pack(weights[0], added, weights[1:])
 
     def columns(
         self, outputs: Mapping[str, int], inputs: int, own: Mapping[str, range], *, bias: bool = False
@@ -113,13 +114,16 @@ class Builder:
             return addend
         return lambda x: group.all_reduce(addend(x))
 
-    def addend(self, name: str, outputs: int, inputs: int, own: range, *, bias: bool = False) -> Linear:
+    def addend(
+        self, name: str, outputs: int, inputs: int, own: range, *, bias: bool = False, alone: bool = False
+    ) -> Linear:
         """This rank's share of a row-parallel product, to be summed.
 
-        The bias belongs to the first rank's share, so that one rank alone computes what it would without a group.
+        The bias belongs to the first rank's share, so that one rank alone computes what it would without a group; or to
+        this rank's, if it is `alone` in having a share.
         """
         weight = self.load(f"{self.prefix}{name}.weight", (outputs, inputs), Part(1, own))
-        is_first = self.shard.place == 0
+        is_first = alone or self.shard.place == 0
         all_or_none = Part(0, range(outputs if is_first else 0))
         added = self.tensor(f"{name}.bias", outputs, part=all_or_none) if bias else None
         return self._packed(

@@ -145,7 +145,8 @@ class _Layer:
         others, wide = others + norm, wide + wide_norm
         ffn = layer.ffn
         if isinstance(ffn, Dense):
-            return _Count((*products, *self._dense("ffn", ffn, len(self.shard.ffn(ffn)))), others, wide)
+            dense = self._dense("ffn", ffn, len(self.shard.ffn(ffn)), self.shard.place == 0)
+            return _Count((*products, *dense), others, wide)
         correction = ffn.router.num_experts if ffn.router.correction else 0
         return _Count((*products, *self._experts(ffn)), others + correction, wide + correction)
 
@@ -162,8 +163,9 @@ class _Layer:
             heads = 2 if mixer.head_norm.kind == "rms" else len(own.heads) + len(own.kv_heads)
             others, wide = _norm(mixer.head_norm, heads * mixer.head_dim)
         others += 0 if mixer.projection_norm_eps is None else queries + keys
+        sinks = len(own.heads) if mixer.sinks else 0
         qkv = self._product("attention.q", queries + 2 * keys, self.width, mixer.qkv_bias)  # q stands for all three
-        return [qkv, self._output(queries, mixer.output_bias)], others, wide
+        return [qkv, self._output(queries, mixer.output_bias)], others + sinks, wide + sinks
 
     def _latent(self, mixer: MLA) -> tuple[list[_Product], int, int]:
         heads, rank = len(self.shard.attention(mixer).heads), mixer.q_lora_rank
@@ -186,16 +188,17 @@ class _Layer:
     def _product(self, name: str, outputs: int, inputs: int, bias: bool) -> _Product:
         return _Product(outputs, inputs, self.in_8_bits and name not in self.kept, bias)
 
-    def _dense(self, name: str, ffn: Dense, columns: int) -> tuple[_Product, _Product]:
+    def _dense(self, name: str, ffn: Dense, columns: int, adds_bias: bool) -> tuple[_Product, _Product]:
         up = self._product(f"{name}.up", columns * (2 if ffn.gated else 1), self.width, ffn.bias)  # and gate
-        return up, self._product(f"{name}.down", self.width, columns, ffn.bias and self.shard.place == 0)
+        return up, self._product(f"{name}.down", self.width, columns, ffn.bias and adds_bias)
 
     def _experts(self, ffn: MoE) -> Iterator[_Product]:
-        yield _Product(ffn.router.num_experts + ffn.shared_gate, self.width, wide=ffn.router.wide)
+        router, first, columns = ffn.router, self.shard.place == 0, len(self.shard.expert_columns(ffn))
+        yield _Product(router.num_experts + ffn.shared_gate, self.width, bias=router.bias, wide=router.wide)
         for number in self.shard.experts(ffn):
-            yield from self._dense(f"ffn.experts.{number}", ffn.expert, len(self.shard.expert_columns(ffn)))
+            yield from self._dense(f"ffn.experts.{number}", ffn.expert, columns, first or ffn.whole)
         if ffn.shared is not None:
-            yield from self._dense("ffn.shared", ffn.shared, len(self.shard.ffn(ffn.shared)))
+            yield from self._dense("ffn.shared", ffn.shared, len(self.shard.ffn(ffn.shared)), first)
 
 
 def _norm(norm: Norm, width: int) -> tuple[int, int]:

@@ -26,11 +26,11 @@ def dense_addend(ffn: Dense, width: int, build: Builder) -> RowWise:
     return forward
 
 
-def products(ffn: Dense, width: int, own: range, build: Builder) -> tuple[Linear, Linear]:
-    """Before and behind the activation, of the columns in `own`."""
+def products(ffn: Dense, width: int, own: range, build: Builder, alone: bool = False) -> tuple[Linear, Linear]:
+    """Before and behind the activation, of the columns in `own`. alone: no other rank has any."""
     names = ("gate", "up") if ffn.gated else ("up",)
     first = build.columns(dict.fromkeys(names, ffn.width), width, dict.fromkeys(names, own), bias=ffn.bias)
-    return first, build.addend("down", width, ffn.width, own, bias=ffn.bias)
+    return first, build.addend("down", width, ffn.width, own, bias=ffn.bias, alone=alone)
 
 
 def activation_of(ffn: Dense, build: Builder) -> RowWise:

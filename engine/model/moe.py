@@ -24,7 +24,7 @@ def moe(ffn: MoE, width: int, build: Builder) -> RowWise:
     count, own, columns = ffn.router.num_experts, build.shard.experts(ffn), build.shard.expert_columns(ffn)
     scores = _scores(ffn, width, build)
     experts = build.kernels.pack_experts(
-        (products(ffn.expert, width, columns, build.within(f"experts.{number}")) for number in own),
+        (products(ffn.expert, width, columns, build.within(f"experts.{number}"), ffn.whole) for number in own),
         activation_of(ffn.expert, build),
         own,
     )
@@ -51,7 +51,7 @@ def moe(ffn: MoE, width: int, build: Builder) -> RowWise:
 def _scores(ffn: MoE, width: int, build: Builder) -> RowWise:
     """The product of the router, with that of the shared gate, if there is one, in its last column."""
     outputs = {"router": ffn.router.num_experts} | ({"shared_gate": 1} if ffn.shared_gate else {})
-    product = build.plain(outputs, width, wide=ffn.router.wide)
+    product = build.plain(outputs, width, wide=ffn.router.wide, bias=ffn.router.bias)
     return (lambda x: product(x.float())) if ffn.router.wide else product
 
 

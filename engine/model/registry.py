@@ -17,6 +17,7 @@ from serve_llm.engine.model.families import (
     glm,
     gpt2,
     gpt_neox,
+    gpt_oss,
     gptj,
     granite,
     granite_moe,
@@ -63,6 +64,7 @@ FAMILIES: dict[str, Callable[[Config], tuple[ModelSpec, WeightMap]]] = {
     "GPT2LMHeadModel": gpt2.read,
     "GPTJForCausalLM": gptj.read,
     "GPTNeoXForCausalLM": gpt_neox.read,
+    "GptOssForCausalLM": gpt_oss.read,
     "NemotronForCausalLM": nemotron.read,
     "Olmo2ForCausalLM": olmo2.read,
     "OPTForCausalLM": opt.read,
@@ -93,6 +95,8 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
             "--model-impl transformers serves many others, slowly"
         )
     spec, weights = FAMILIES[architecture](Config(config, allowed=allowed))
+    if any(row.scales for row in weights.rows):  # the family has read what the file says of it
+        return spec, weights
     stored = scheme.read(config.get("quantization_config"))
     return spec if stored is None else replace(spec, int8=_int8(stored, spec, weights)), weights
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Literal
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai"]
 Placement = Literal["pre", "post", "inside", "sandwich", "parallel", "parallel_norms"]
 
 
@@ -102,6 +102,7 @@ class Attention:
     output_bias: bool = False
     head_norm: Norm | None = None  # of every query and key head, before rope; if a layer norm, each with its own weight
     projection_norm_eps: float | None = None  # of rms norms of all query heads as one, and of all key heads
+    sinks: bool = False  # one more score for each head, which takes its share of the softmax and adds no value
 
     @property
     def rope_dim(self) -> int:
@@ -184,6 +185,7 @@ class Router:
     groups: ExpertGroups | None = None
     correction: bool = False  # a number of each expert is added to its score, for the choice only (arXiv:2408.15664)
     wide: bool = False  # computed in float32, whatever the model's dtype
+    bias: bool = False
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class Row:
     groups: int = 1
     layers: tuple[int, ...] | None = None  # that have such a tensor; None: all
     experts: int = 0  # how many there are
+    scales: str = ""  # the tensor of its scales, where this one holds blocks of `quant.mxfp4`
 
     def of_experts(self) -> list[Row]:
         """With the experts written out; what is still a stack has `experts`."""
@@ -69,7 +70,13 @@ class WeightMap:
             for layer in layers if "{layer}" in row.source else (0,):
                 source = row.source.format(layer=layer)
                 parameters = tuple(parameter.format(layer=layer) for parameter in row.parameters)
-                result[source] = replace(row, source=source, parameters=parameters)
+                result[source] = replace(
+                    row, source=source, parameters=parameters, scales=row.scales.format(layer=layer)
+                )
+                if row.scales:
+                    scales_source = result[source].scales
+                    result[scales_source] = Row(scales_source, ())
+                    continue
                 products = [product_of(parameter) for parameter in parameters]
                 if int8 is not None and int8.stored and all(product and int8.takes(product) for product in products):
                     scales = tuple(f"{name}_scale" for name in parameters)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import MLA, ModelSpec
 from serve_llm.engine.model.weight_map import Row, WeightMap
 from serve_llm.engine.parallel.comm import Neighbours
-from serve_llm.engine.quant import fp8, int8
+from serve_llm.engine.quant import fp8, int8, mxfp4
 from serve_llm.engine.weights.files import Checkpoint
 from serve_llm.engine.weights.upload import read_ahead, way_to
 from serve_llm.kernels.table import choose
@@ -120,6 +120,7 @@ def assign(
     ignored = re.compile("|".join(weight_map.ignored) or r"(?!)")
     if unused := sorted(name for name in checkpoint.names - used if not ignored.fullmatch(canonical(name))):
         raise ModelError(f"{where}: nothing in a {spec.architecture} uses {_listed(unused)}")
+    rows = {source: replace(row, scales=stored.get(row.scales, "")) for source, row in rows.items()}
     return spec, {parameter: (stored[source], row) for source, row in rows.items() for parameter in row.parameters}
 
 
@@ -152,11 +153,9 @@ def placement(
         if row.experts:
             expected.insert(0, row.experts)
             own.insert(0, range(stacked, stacked + 1))
-        if checkpoint.shape(source) != tuple(expected):
-            raise ModelError(
-                f"{source} has shape {list(checkpoint.shape(source))}, but config.json asks for {expected}: "
-                "are they of the same model?"
-            )
+        if row.scales:
+            return put(chosen(_blocks(checkpoint, source, row.scales, own, expected))).to(dtype)
+        _check_shape(checkpoint, source, expected)
         tensor = checkpoint.read(source, tuple(own))
         tensor = tensor[0] if row.experts else tensor
         if f"{name}_scale" in sources:
@@ -173,6 +172,33 @@ def placement(
         return tensor.to(torch.float32 if in_float32(name) else dtype or model_dtype)
 
     return load
+
+
+def _check_shape(checkpoint: Checkpoint, source: str, expected: Sequence[int]) -> None:
+    if checkpoint.shape(source) != tuple(expected):
+        raise ModelError(
+            f"{source} has shape {list(checkpoint.shape(source))}, but config.json asks for {list(expected)}: "
+            "are they of the same model?"
+        )
+
+
+def _blocks(checkpoint: Checkpoint, source: str, scales: str, own: Sequence[range], expected: Sequence[int]) -> Tensor:
+    """The part `own` of a stack of matrices, one of them, that is stored as blocks of MXFP4: (rows, columns) float32.
+    expected: the shape of the stack."""
+    *outer, columns = expected
+    if columns % mxfp4.BLOCK:
+        raise ModelError(
+            f"{source}: config.json asks for rows of {columns} numbers, which are not whole blocks of MXFP4"
+        )
+    count, wanted = columns // mxfp4.BLOCK, own[-1]
+    _check_shape(checkpoint, source, (*outer, count, mxfp4.BLOCK // 2))
+    _check_shape(checkpoint, scales, (*outer, count))
+    read = (*own[:-1], range(wanted.start // mxfp4.BLOCK, -(-wanted.stop // mxfp4.BLOCK)))
+    blocks, exponents = checkpoint.read(source, (*read, range(mxfp4.BLOCK // 2)))[0], checkpoint.read(scales, read)[0]
+    if blocks.dtype != torch.uint8 or exponents.dtype != torch.uint8:
+        raise ModelError(f"{source} is stored as {blocks.dtype}, but config.json says that it is blocks of MXFP4")
+    first = wanted.start - read[-1].start * mxfp4.BLOCK
+    return mxfp4.dequantise(blocks, exponents)[:, first : first + len(wanted)]
 
 
 def _rows(groups: int, sizes: tuple[int, ...], place: int, own: range) -> tuple[range, Callable[[Tensor], Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -26,6 +27,13 @@ def gelu(x: Tensor) -> Tensor:
 def gelu_tanh(x: Tensor) -> Tensor:
     """Same contract as `kernels.activation.gelu_tanh`."""
     return functional.gelu(x.double(), approximate="tanh").to(x.dtype)
+
+
+def swigluoai_and_mul(gate_up: Tensor) -> Tensor:
+    """Same contract as `kernels.activation.swigluoai_and_mul`."""
+    gate, up = gate_up.double().chunk(2, -1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return ((up + 1.0) * gate * torch.sigmoid(1.702 * gate)).to(gate_up.dtype)
 
 
 def relu(x: Tensor) -> Tensor:

@@ -105,8 +105,9 @@ def test_close_to_the_float_model(family: str, tmp_path: Path) -> None:
     ours = torch.cat(logprobs(tmp_path, chosen, int8=True))
     exact = torch.cat([reference_logprobs(tmp_path, prompt) for prompt in chosen])
     spread = exact - exact.mean(-1, keepdim=True)
-    # where experts are chosen by sigmoids, in groups, few of ours are others than the float model's
-    assert 0.001 < (ours - exact).norm() / spread.norm() < (0.15 if family == "deepseek_v3" else 0.06)
+    # random routers choose by small differences, these by the smallest: some experts are others than the float model's
+    limit = 0.15 if family in ("deepseek_v3", "gpt_oss") else 0.06
+    assert 0.001 < (ours - exact).norm() / spread.norm() < limit
     assert (ours.argmax(-1) == exact.argmax(-1)).float().mean() > 0.88
 
 

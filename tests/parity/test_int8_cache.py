@@ -30,7 +30,7 @@ def test_logprobs_are_close_to_those_of_an_exact_cache(family: str, tmp_path: Pa
         return rows - rows.mean(-1, keepdim=True)
 
     exact, small = logits(torch.float32, torch.float32), logits(torch.float32, torch.int8)
-    assert 0.001 < (small - exact).norm() / exact.norm() < (0.12 if family in WITH_EXPERTS else 0.06)
+    assert 0.001 < (small - exact).norm() / exact.norm() < (0.15 if family in WITH_EXPERTS else 0.06)
     assert (small.argmax(-1) == exact.argmax(-1)).float().mean() > 0.85
     half, small = logits(torch.bfloat16, torch.bfloat16), logits(torch.bfloat16, torch.int8)
     assert (small - exact).norm() < (3 if family in WITH_EXPERTS else 2) * (half - exact).norm()

@@ -212,6 +212,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3-compiled": ("gemma3_text", {"head_dim": 24, "num_hidden_layers": 7, "sliding_window_pattern": 6}),
+    "gpt_oss-yarn-compiled": (
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "rope_parameters": {**ROPE_SCALINGS["yarn"], "rope_theta": 500.0, "truncate": False},
+            "attention_bias": False,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
     "gpt2-untied-inverse": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}),
     "gpt2-gelu-unscaled": ("gpt2", {"activation_function": "gelu", "scale_attn_weights": False, "n_inner": None}),
     "opt-post-narrow": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 33}),

@@ -124,6 +124,7 @@ def test_small_chunks_and_preemption(family: str, root: Path) -> None:
             {"hidden_size": 56, "num_attention_heads": 28, "num_key_value_heads": 2},
         ),  # shared keys
         ("stablelm", {"tensor": 3}, {"use_parallel_residual": True}),
+        ("gpt_oss", {"tensor": 5}, {"hidden_size": 56, "num_attention_heads": 14, "num_key_value_heads": 2}),  # sinks
         ("deepseek_v2", {"tensor": 5, "split": (1, 1, 60, 1, 1)}, {"attention_bias": True, "q_lora_rank": 9}),
         ("stablelm", {"tensor": 2, "pipeline": 2}, {"use_parallel_residual": True}),
         ("gpt2", {"pipeline": 2}, {"tie_word_embeddings": False}),

@@ -116,6 +116,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "granitemoeshared": {**_EXPERTS, **_GRANITE, "shared_intermediate_size": 23},
     "deepseek_v2": {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2},
     "deepseek_v3": {**_LATENT, "num_key_value_heads": 6},
+    "gpt_oss": {**_EXPERTS, "sliding_window": 21, "num_local_experts": 5, "intermediate_size": 37},
     "opt": {
         "vocab_size": 331,
         "hidden_size": 57,

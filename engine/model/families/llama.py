@@ -108,10 +108,10 @@ def read_windows(config: Config) -> list[int | None]:
     return [window if slide else None for slide in slides]
 
 
-def read_local_windows(config: Config, default_pattern: int) -> list[int | None]:
+def read_local_windows(config: Config, default_pattern: int, default_window: int = 4096) -> list[int | None]:
     """Gemma's way to say it: all but each sliding_window_pattern-th, or layer_types."""
     num_layers = config.layers("num_hidden_layers")
-    window = config.integer("sliding_window", 4096)
+    window = config.integer("sliding_window", default_window)
     pattern = config.integer("sliding_window_pattern", default_pattern)
     slides = _slides(config, num_layers) or [(index + 1) % pattern != 0 for index in range(num_layers)]
     if any(slides) and config.is_null("sliding_window"):

@@ -50,6 +50,7 @@ VARIANTS = {
     "qwen2_moe": {},
     "qwen3_moe": {},
     "granitemoeshared": {},
+    "gpt_oss": {},
     "deepseek_v2": {},
     "deepseek_v3": {"attention_bias": True},
     "stablelm-parallel": {"use_parallel_residual": True},

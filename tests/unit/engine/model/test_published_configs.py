@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -41,6 +42,17 @@ DEEPSEEK_V3 = """{"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": 
 "type": "yarn"}, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": true,
 "tie_word_embeddings": false, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
 "transformers_version": "4.33.1", "use_cache": true, "v_head_dim": 128, "vocab_size": 129280}"""
+GPT_OSS_20B = """{"architectures": ["GptOssForCausalLM"], "attention_bias": true, "attention_dropout": 0.0,
+"eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+"initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": [TYPES],
+"max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
+"num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": false,
+"pad_token_id": 199999, "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn",
+"model.layers.*.mlp.router", "model.embed_tokens", "lm_head"], "quant_method": "mxfp4"}, "rms_norm_eps": 1e-05,
+"rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+"rope_type": "yarn", "truncate": false}, "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128,
+"swiglu_limit": 7.0, "tie_word_embeddings": false, "transformers_version": "4.55.0.dev0", "use_cache": true,
+"vocab_size": 201088}""".replace("TYPES", ", ".join(['"sliding_attention", "full_attention"'] * 12))
 GPT2_MEDIUM = """{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
 "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
 "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 1024, "n_head": 16, "n_layer": 24,
@@ -387,3 +399,35 @@ def test_deepseek() -> None:
 def test_what_deepseek_files_may_not_say(text: str, change: dict[str, object], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         read_model(json.loads(text) | change)
+
+
+def test_gpt_oss() -> None:
+    spec, weights = read_model(json.loads(GPT_OSS_20B))
+    windowed, whole = spec.kv_groups
+    assert (windowed.window, windowed.layers[:2], whole.window, len(whole.layers)) == (128, (0, 2), None, 12)
+    assert all(layer.attention.sinks for layer in spec.layers)
+    ffn = spec.layers[0].ffn
+    assert isinstance(ffn, MoE)
+    assert ffn.router == Router(32, 4, bias=True) and ffn.expert == Dense(2880, "swigluoai", gated=True, bias=True)
+    assert weight_bytes(spec, shard_of(spec, Grid(), 0), 2, "cuda").loaded / 2e9 == pytest.approx(20.9, abs=0.05)
+    scales = weights.expanded(24)["model.layers.23.mlp.experts.down_proj_blocks"].scales
+    assert scales == "model.layers.23.mlp.experts.down_proj_scales"
+    for change, message in (
+        ({"swiglu_limit": 5.0}, "swiglu_limit other than 7.0"),
+        ({"rope_scaling": None}, "rope_scaling is missing"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8' is not supported"),
+        ({"quantization_config": {"quant_method": "mxfp4", "more": 1}}, "quantization_config: unknown keys.*: more"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            read_model(json.loads(GPT_OSS_20B) | change)
+
+
+def test_windows_of_gpt_oss_give_blocks_back() -> None:
+    """A request of 32768 tokens takes about half of what it would if all layers kept all tokens."""
+    spec = read_model(json.loads(GPT_OSS_20B))[0]
+    layers = tuple(replace(layer, mixer=replace(layer.attention, window=None)) for layer in spec.layers)
+    num_bytes = []
+    for groups in (spec.kv_groups, replace(spec, layers=layers).kv_groups):
+        layout = plan_cache(groups, groups, CacheRow(2), 16, 0)
+        num_bytes.append(layout.block_bytes * layout.blocks_per_request(32768, 2048))
+    assert num_bytes[0] < 0.6 * num_bytes[1]

@@ -90,7 +90,7 @@ def test_wrong_shapes_are_named(family: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family)
     whole = load_file(tmp_path / "model.safetensors")
     dense = ("mlp.down_proj.weight", "mlp.c_fc.weight", "fc1.weight", "fc_in.weight", "4h.weight")
-    experts = ("experts.0.w1.weight", "experts.0.down_proj.weight", ".output_linear.weight")
+    experts = ("experts.0.w1.weight", "experts.0.down_proj.weight", ".output_linear.weight", "experts.down_proj")
     name = next(name for name in whole if name.endswith((*dense, *experts)))
     save_file({**whole, name: whole[name][:-1].contiguous()}, tmp_path / "model.safetensors")
     right, wrong = list(whole[name].shape), [whole[name].shape[0] - 1, *whole[name].shape[1:]]
