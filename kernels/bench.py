@@ -189,7 +189,9 @@ def main() -> None:
         return
     bandwidth, peak = limits()
     print(f"{torch.get_num_threads()} threads: memory {bandwidth:.0f} GB/s, bf16 matrix product {peak:.0f} GFLOP/s")
-    times = linear_times() | expert_times() | attention_times() | cold_attention_times() | row_times() | sampling_times()
+    times = (
+        linear_times() | expert_times() | attention_times() | cold_attention_times() | row_times() | sampling_times()
+    )
     report(times, bandwidth, peak)
 
 
