@@ -44,12 +44,15 @@ def write_cache(key: Tensor, value: Tensor | None, cache: Tensor, slots: Tensor)
     takes it with a value_dim. cache: (blocks, 2, kv_heads, block_size, head_dim) of the same dtype, or
     (..., head_dim + 4) int8, rows as in `cache_int8`; its head_dim is contiguous, else it may be a strided view.
     slots: (tokens,) int64, block * block_size + offset, all different; on a GPU -1 for a token that is not
-    stored.
+    stored, never the first.
     """
-    block_size = cache.shape[3]
+    block_size, idle = cache.shape[3], slots < 0 if slots.is_cuda else None
+    if idle is not None:  # they write once more what the first token does, so that nobody waits to count them
+        slots = torch.where(idle, slots[0], slots)
     blocks = slots // block_size
     offsets = slots % block_size
     for part, rows in enumerate((key,) if value is None else (key, value)):
+        rows = rows if idle is None else torch.where(idle[:, None, None], rows[:1], rows)
         cache[blocks, part, :, offsets] = cache_int8.quantise(rows) if cache.dtype == torch.int8 else rows
 
 

@@ -197,7 +197,9 @@ class TestRope:
 
 
 class TestActivation:
-    @pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul", "gelu", "gelu_tanh", "relu", "relu2"])
+    @pytest.mark.parametrize(
+        "name", ["silu_and_mul", "gelu_tanh_and_mul", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai_and_mul"]
+    )
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("width", [2, 194, 2048])
     def test_activation(self, name: str, width: int, dtype: torch.dtype, threads: int) -> None:
@@ -212,6 +214,8 @@ class TestActivation:
         for function in (activation.gelu, activation.gelu_tanh, activation.relu):
             assert function(x).tolist() == x.clamp(min=0).tolist()
         assert activation.silu_and_mul(torch.cat((x, torch.ones_like(x)), -1)).tolist() == x.clamp(min=0).tolist()
+        clamped = activation.swigluoai_and_mul(torch.cat((x, x), -1)).tolist()[0]
+        assert clamped == [0.0, 0.0, 0.0, 56.0, 56.0]  # (7 + 1) * 7
 
 
 def test_few_sizes_of_rows_reach_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
