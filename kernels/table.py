@@ -106,6 +106,7 @@ def with_triton(batch_invariant: bool) -> Kernels | str:
         from serve_llm.kernels.triton.attention import paged_attention
         from serve_llm.kernels.triton.fp8 import quantise_rows
         from serve_llm.kernels.triton.linear import pack
+        from serve_llm.kernels.triton.moe import pack_experts
         from serve_llm.kernels.triton.norm import add_rms_norm, layer_norm, rms_norm
         from serve_llm.kernels.triton.rope import rope_and_cache, rope_and_latent
     except ImportError as error:
@@ -121,6 +122,7 @@ def with_triton(batch_invariant: bool) -> Kernels | str:
         activations={**PORTABLE.activations, **ACTIVATIONS},
         pack=pack if batch_invariant else linear.pack,
         pack_fp8=partial(linear_fp8.pack_fp8, quantise=quantise_rows),
+        pack_experts=partial(pack_experts, batch_invariant=batch_invariant),
         capturable=True,
     )
 

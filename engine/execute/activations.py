@@ -150,11 +150,17 @@ def _ffn(step: Step, ffn: Dense, width: int, columns: int, rows: int, read: int 
 
 
 def _experts(step: Step, ffn: MoE, width: int, shard: Shard, rows: int) -> int:
-    """Where one expert gets all tokens, as `kernels.moe` computes it; then the sum, and the shared expert's."""
+    """Where one expert gets all tokens, as `kernels.moe` computes it; then the sum, and the shared expert's. On a GPU
+    all experts are computed together, but those in 8 bits."""
     each, wide = rows * width * step.element, step.wide(rows * width)
-    made = ffn.router.top_k * (each + rows * CHOICE)
-    expert = _ffn(step, ffn.expert, width, len(shard.expert_columns(ffn)), rows, read=each) if shard.experts(ffn) else 0
-    peak = made + max(expert, 2 * wide or each)
+    top_k, columns = ffn.router.top_k, len(shard.expert_columns(ffn)) if shard.experts(ffn) else 0
+    made = top_k * each
+    if step.on_cpu or step.in_8_bits:
+        expert = _ffn(step, ffn.expert, width, columns, rows, read=each) if columns else 0
+        peak = made + max(expert, 2 * wide or each)
+    else:
+        peak = max(_ffn(step, ffn.expert, width, columns, top_k * rows), made + each)
+    peak += top_k * rows * CHOICE
     if ffn.shared is None:
         return peak
     gated = each + 2 * wide if ffn.shared_gate else each

@@ -26,11 +26,11 @@ PROGRAMS = 128  # that a weight is cut into, if it has the columns
 
 def pack(weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = ()) -> Linear:
     """See `kernels.linear.pack`; for weights on a GPU. A row's result depends on that row alone."""
-    return _Invariant(torch.cat((weight, *beside)) if beside else weight.contiguous(), bias)
+    return Invariant(torch.cat((weight, *beside)) if beside else weight.contiguous(), bias)
 
 
 @dataclass(frozen=True)
-class _Invariant:
+class Invariant:
     weight: Tensor
     bias: Tensor | None
 

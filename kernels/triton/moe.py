@@ -1,9 +1,10 @@
 """Experts of a mixture on a GPU: tokens are sorted by expert, and one launch for each product computes all experts.
 
-The same contract as `kernels.moe`. Nothing waits for the device and all shapes follow from those of the arguments, so a
-step can be captured as a graph. A program takes some columns of one expert and up to ROWS of its places in the sorted
-order; as it is not known on the host how many places each expert has, there are as many programs as there can be, and
-those left over end at once.
+The same contract as `kernels.moe`, where layers in 8 bits are computed one by one. For all others nothing waits for the
+device and all shapes follow from those of the arguments, so a step can be captured as a graph. A program takes some
+columns of one expert and up to ROWS of its places in the sorted order; as it is not known on the host how many places
+each expert has, there are as many programs as there can be, and those left over end at once. With `batch_invariant`
+blocks are of one size, so that a row's result depends on that row alone.
 
     pairs (token, choice)   0:e2  1:e0  2:e2  3:e1  4:e2
     order                   1 | 3 | 0 2 4          starts 0 1 2 5        blocks of ROWS = 2: e0  e1  e2  e2
@@ -13,15 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from serve_llm.kernels import moe
 from serve_llm.kernels.linear import Functional, Linear
 from serve_llm.kernels.moe import Activation, Experts
+from serve_llm.kernels.triton.linear import Invariant
 from serve_llm.kernels.triton.product import dot
+
+PLAIN = (Functional, Invariant)  # layers that have their weight as it is
 
 
 @triton.jit
@@ -85,48 +91,56 @@ def _sum(made, weights, experts, total, width, first, last, CHOSEN: tl.constexpr
     tl.store(total + token.to(tl.int64) * width + column, sums, column < width)
 
 
-def pack_experts(pairs: Iterable[tuple[Linear, Linear]], activation: Activation, own: range) -> Experts:
-    """See `kernels.moe.pack_experts`. The linear layers are those of `kernels.linear.pack` on a GPU; each is let go of
-    when it has been copied into a stack with the others."""
+def pack_experts(
+    pairs: Iterable[tuple[Linear, Linear]], activation: Activation, own: range, *, batch_invariant: bool = False
+) -> Experts:
+    """See `kernels.moe.pack_experts`. Each layer is let go of when it has been copied into a stack with the others."""
     first, last = _Stack(len(own)), _Stack(len(own))
-    for index, (before, behind) in enumerate(pairs):
+    rest = iter(pairs)
+    for index, (before, behind) in enumerate(rest):
+        if not isinstance(before, PLAIN) or not isinstance(behind, PLAIN):
+            assert index == 0, "the experts of a layer are alike"
+            return moe.pack_experts(chain([(before, behind)], rest), activation, own)
         first.put(index, before)
         last.put(index, behind)
-    return _Grouped(first, last, activation, own)
+    return _Grouped(first, last, activation, own, _Tile(64) if batch_invariant else None)
 
 
 class _Stack:
     """One product of each expert: weight (experts, outputs, inputs), bias (experts, outputs) or None."""
 
     def __init__(self, experts: int) -> None:
-        self.weight, self.bias = torch.empty((experts, 0, 0)), None  # of no experts
         self._experts = experts
+        self.weight = torch.empty((experts, 0, 0))  # of no experts
+        self.bias: Tensor | None = None
 
-    def put(self, index: int, linear: Linear) -> None:
-        assert isinstance(linear, Functional), "packed for a CPU"
+    def put(self, index: int, linear: Functional | Invariant) -> None:
         if index == 0:
             self.weight = linear.weight.new_empty((self._experts, *linear.weight.shape))
             self.bias = None if linear.bias is None else linear.bias.new_empty((self._experts, *linear.bias.shape))
         self.weight[index] = linear.weight
-        if self.bias is not None:
+        if self.bias is not None and linear.bias is not None:
             self.bias[index] = linear.bias
 
 
 @dataclass(frozen=True)
 class _Tile:
     rows: int
-    warps: int
+
+    @property
+    def warps(self) -> int:
+        return 8 if self.rows == 128 else 4
 
     @classmethod
     def of(cls, pairs: int, experts: int) -> _Tile:
         """About as many rows as an expert has on average, since each block reads all of its weights."""
-        rows = min(128, max(16, triton.next_power_of_2(-(-pairs // experts))))
-        return cls(rows, 8 if rows == 128 else 4)
+        return cls(min(128, max(16, triton.next_power_of_2(-(-pairs // experts)))))
 
 
 class _Grouped:
-    def __init__(self, first: _Stack, last: _Stack, activation: Activation, own: range) -> None:
-        self._first, self._last, self._activation, self._own = first, last, activation, own
+    def __init__(self, first: _Stack, last: _Stack, activation: Activation, own: range, tile: _Tile | None) -> None:
+        """tile: for any number of rows; None: by their number."""
+        self._first, self._last, self._activation, self._own, self._tile = first, last, activation, own, tile
         # where a sorted list passes from one expert to the next
         self._borders = torch.arange(own.start, own.stop + 1, dtype=torch.int16, device=first.weight.device)
 
@@ -138,11 +152,12 @@ class _Grouped:
         pairs, width = tokens * chosen, x.shape[1]
         numbers, order = experts.flatten().to(torch.int16).sort(stable=True)
         starts = torch.searchsorted(numbers, self._borders, out_int32=True)
-        tile = _Tile.of(pairs, len(self._own))
+        tile = self._tile or _Tile.of(pairs, len(self._own))
         inner = x.new_empty((pairs, self._first.weight.shape[1]))
         self._multiply(x.contiguous(), self._first, inner, order, starts, chosen, tile, by_token=True)
+        inner = self._activation(inner)
         made = x.new_empty((pairs, width))
-        self._multiply(self._activation(inner), self._last, made, order, starts, chosen, tile, by_token=False)
+        self._multiply(inner, self._last, made, order, starts, chosen, tile, by_token=False)
         columns = min(1024, triton.next_power_of_2(width))
         _sum[(tokens, triton.cdiv(width, columns))](
             made, weights, experts, total, width, self._own.start, self._own.stop, CHOSEN=chosen, COLUMNS=columns

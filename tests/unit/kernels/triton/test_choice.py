@@ -20,7 +20,7 @@ from support.tiny import make_checkpoint
 from support.triton import NO_TRITON
 
 pytest.importorskip("triton", reason=NO_TRITON)
-from serve_llm.kernels.triton import activation, attention, fp8, linear, norm, rope
+from serve_llm.kernels.triton import activation, attention, fp8, linear, moe, norm, rope
 
 GPU = torch.device("cuda")
 
@@ -44,6 +44,8 @@ def test_what_is_batch_invariant() -> None:
     kernels = table.choose(GPU, torch.bfloat16, {64}, batch_invariant=True)
     assert kernels.pack is linear.pack
     assert kernels.paged_attention.keywords == {"batch_invariant": True}  # type: ignore[attr-defined]
+    assert kernels.pack_experts.func is moe.pack_experts  # type: ignore[attr-defined]
+    assert kernels.pack_experts.keywords == {"batch_invariant": True}  # type: ignore[attr-defined]
 
 
 def test_without_triton_plain_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -61,8 +63,21 @@ def test_other_devices_have_neither(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "opt", "nemotron", "deepseek_v3"])
-def test_a_model_on_the_kernels_for_rows(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# layers by Triton as well where rows must not depend on each other, and those alone are taken for experts' on a CPU
+@pytest.mark.parametrize(
+    ("family", "batch_invariant"),
+    [
+        ("qwen3", False),
+        ("gpt2", False),
+        ("opt", False),
+        ("nemotron", False),
+        ("deepseek_v3", False),
+        ("qwen2_moe", True),
+    ],
+)
+def test_a_model_on_the_kernels_for_rows(
+    family: str, batch_invariant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a CPU, interpreted, beside the portable attention; in chunks, so that rows have company of all kinds."""
     rng = random.Random(3)
     vocab_size = make_checkpoint(tmp_path, family, std=0.1)
@@ -74,7 +89,7 @@ def test_a_model_on_the_kernels_for_rows(family: str, tmp_path: Path, monkeypatc
         decoder = load_whole(tmp_path, spec, weight_map)
         return torch.cat(Harness(spec, decoder, torch.float32).logprobs(prompts, max_chunk=7))
 
-    interpreted = table.with_triton(batch_invariant=False)
+    interpreted = table.with_triton(batch_invariant)
     assert isinstance(interpreted, table.Kernels)
     ours = logprobs(replace(interpreted, paged_attention=table.PORTABLE.paged_attention))
     assert (ours - logprobs(table.PORTABLE)).abs().max() < 2e-4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -52,6 +54,22 @@ def test_one_expert_takes_all() -> None:
     )
     found = pack_experts(case.pairs(range(6), pack), activation.silu_and_mul, range(6))(*asked)
     case.check(found, right(*asked))
+
+
+def test_a_rows_bits_are_its_own_where_they_have_to_be() -> None:
+    case = make_case(90, 3, 2, 40, 19, torch.float32)
+    packed = pack_experts(case.pairs(range(3), pack), activation.silu_and_mul, range(3), batch_invariant=True)
+    whole = packed(case.x, case.weights, case.experts)
+    for rows in (slice(0, 1), slice(1, 90), slice(40, 57)):
+        assert torch.equal(packed(case.x[rows], case.weights[rows], case.experts[rows]), whole[rows])
+
+
+def test_layers_in_8_bits_are_computed_one_by_one() -> None:
+    case = make_case(9, 4, 2, 40, 19, torch.float32)
+    asked = case.x, case.weights, case.experts
+    pairs = [(partial(first), partial(last)) for first, last in case.pairs(range(4), pack)]  # of no known kind
+    found = pack_experts(iter(pairs), activation.silu_and_mul, range(4))(*asked)
+    case.check(found, pack_experts(case.pairs(range(4), pack), activation.silu_and_mul, range(4))(*asked))
 
 
 def test_compiled() -> None:
