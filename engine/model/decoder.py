@@ -18,8 +18,8 @@ from serve_llm.engine.model.embedding import Entrance, entrance, received
 from serve_llm.engine.model.inputs import StepInputs
 from serve_llm.engine.model.layer import Layer, enter, join
 from serve_llm.engine.model.rope import AnglesOf, angles_of
-from serve_llm.engine.model.spec import Attention, ModelSpec, Rope
 from serve_llm.engine.model.spec import Layer as LayerSpec
+from serve_llm.engine.model.spec import ModelSpec, Rope
 
 
 class Decoder:
@@ -29,8 +29,7 @@ class Decoder:
     def __init__(self, spec: ModelSpec, build: Builder, device: torch.device) -> None:
         shard, neighbours = build.shard, build.neighbours
         waits = spec.fp8 and spec.has_experts  # such experts are computed one by one, those that have tokens
-        plain = all(isinstance(layer.mixer, Attention) for layer in spec.layers) and not waits
-        self.capturable = build.kernels.capturable and plain
+        self.capturable = build.kernels.capturable and not waits
         outer = spec.embedding_width or spec.width
         own = Part(0, shard.vocabulary(spec.vocab_size))
         self._enter: Entrance

@@ -63,14 +63,32 @@ def rope_and_cache(
     cache: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    stored = slots >= 0
     query = rope.rope_and_cache(qkv.clone(), heads, norms, angles, torch.empty_like(cache), slots.clamp(min=0))
-    kept = None if angles is None else (angles[0][stored], angles[1][stored])
-    rope.rope_and_cache(qkv[stored], heads, norms, kept, cache, slots[stored])
+    stored = slots >= 0
+    rope.rope_and_cache(qkv[stored], heads, norms, _some(angles, stored), cache, slots[stored])
     return query
 
 
-KERNELS = replace(table.PORTABLE, paged_attention=paged_attention, rope_and_cache=rope_and_cache, capturable=True)
+def rope_and_latent(
+    query: Tensor, latent: Tensor, norm: Tensor, eps: float, angles: rope.Angles | None, cache: Tensor, slots: Tensor
+) -> Tensor:
+    turned = rope.rope_and_latent(query, latent, norm, eps, angles, torch.empty_like(cache), slots.clamp(min=0))
+    stored = slots >= 0
+    rope.rope_and_latent(query[stored], latent[stored], norm, eps, _some(angles, stored), cache, slots[stored])
+    return turned
+
+
+def _some(angles: rope.Angles | None, rows: Tensor) -> rope.Angles | None:
+    return None if angles is None else (angles[0][rows], angles[1][rows])
+
+
+KERNELS = replace(
+    table.PORTABLE,
+    paged_attention=paged_attention,
+    rope_and_cache=rope_and_cache,
+    rope_and_latent=rope_and_latent,
+    capturable=True,
+)
 
 
 class Recorder:
