@@ -130,7 +130,7 @@ def _tiles(dtype: torch.dtype, main: int, group: int | None, batch_invariant: bo
     Block numbers are loaded before keys are, so that of the stages about half are keys under way.
     """
     if dtype == torch.float32:  # without tensor cores: exactness is what it is for
-        return Tiles(16, 32, 4, 3) if main <= 256 else Tiles(16, 16, 4, 3)
+        return Tiles(16, 32 if main <= 64 else 16, 4, 3)
     if batch_invariant:
         return Tiles(64, 64, 4, 3) if main <= 128 else Tiles(64, 32, 8, 3)
     if group is None:

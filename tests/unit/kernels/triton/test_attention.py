@@ -144,13 +144,13 @@ def test_a_captured_launch_serves_shorter_contexts(
     step.assert_correct(result)
 
 
-HOWS: list[dict[str, Any]] = [{}, {"window": 150, "how": {"sinks": torch.linspace(-2, 2, 6), "softcap": 9.0}}]
+HOWS: list[dict[str, Any]] = [{}, {"window": 150, "how": {"sinks": torch.linspace(-2, 2, 2), "softcap": 9.0}}]
 
 
 @pytest.mark.parametrize("how", HOWS)
 def test_a_row_has_the_same_bits_in_any_batch(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "FIXED_SPLIT", 128)
-    step = Step((6, 2, 32, None, 16), torch.bfloat16, [1, 30, 1], [290, 300, 30], **how)
+    step = Step((2, 1, 32, None, 16), torch.bfloat16, [1, 60, 1], [290, 300, 30], **how)
     mixed = step.run(ours, batch_invariant=True)
     for rows in (slice(0, 1), slice(1, 2), slice(2, 3)):
         alone = step.run(ours, rows, batch_invariant=True)
@@ -162,9 +162,9 @@ def test_a_row_has_the_same_bits_in_any_batch(how: dict[str, Any], monkeypatch: 
 @pytest.mark.parametrize("how", HOWS)
 def test_a_row_has_the_same_bits_in_any_chunk(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "FIXED_SPLIT", 128)
-    step = Step((6, 2, 32, None, 16), torch.bfloat16, [40], [290], **how)
+    step = Step((2, 1, 32, None, 16), torch.float32, [40], [290], **how)
     whole, query = step.run(ours, batch_invariant=True), step.query
-    for start, end in pairwise([0, 1, 18, 19, 40]):  # some chunks are single tokens, as in decode
+    for start, end in pairwise([0, 1, 18, 19, 38, 39, 40]):  # some chunks are single tokens, as in decode
         step.query, step.counts, step.contexts = query[start:end], [end - start], [290 - 40 + end]
         assert step.run(ours, batch_invariant=True).equal(whole[start:end])
 
@@ -220,7 +220,7 @@ def test_is_compiled_for_hopper(model: str, hopper: dict[str, list[Resources]]) 
 
 
 def test_is_compiled_for_ampere_and_without_tensor_cores() -> None:
-    launches = record(lambda: [launch("Llama 8B", 1), launch("Llama 8B", 8192, torch.float32)])
+    launches = record(lambda: [launch("Llama 8B", 1), launch("Gemma 2 9B", 8192, torch.float32)])
     decode, prefill = compile_for([launches[0], launches[2]], 80)
     assert_fits([decode, prefill])
     assert decode.has_mma and not prefill.has_mma
