@@ -16,6 +16,7 @@ import pytest
 from serve_llm.engine.loop import Engine
 from serve_llm.engine.types import FinishReason
 from support.engine import generate, greedy, make_engine
+from support.matrix import mostly_slow
 from support.reference import reference_greedy
 from support.tiny import FAMILIES, OTHERS, make_checkpoint
 
@@ -60,8 +61,8 @@ def engine_of(family: str, directory: Path, **options: object) -> Engine:
     return make_engine(directory, block_size=8, model_impl=how, **options)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 class TestFamily:
+    @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
     def test_all_at_once_then_from_the_prefix_cache(self, family: str, root: Path) -> None:
         directory, chosen, expected = case(family, root)
         engine = engine_of(family, directory)
@@ -71,12 +72,14 @@ class TestFamily:
         step = max(group.block_size for group in engine.layout.groups)  # a hit ends at a border of every group's blocks
         assert all(again[100 + n].cached_tokens == (len(p) - 1) // step * step for n, p in enumerate(chosen))
 
+    @pytest.mark.parametrize("family", mostly_slow([*FAMILIES, *OTHERS]))
     def test_in_small_chunks_without_prefix_cache(self, family: str, root: Path) -> None:
         directory, chosen, expected = case(family, root)
         engine = engine_of(family, directory, max_num_batched_tokens=5, enable_prefix_caching=False)
         results = check(engine, chosen, expected)
         assert all(result.cached_tokens == 0 for result in results.values())
 
+    @pytest.mark.parametrize("family", mostly_slow([*FAMILIES, *OTHERS]))
     def test_with_preemption(self, family: str, root: Path) -> None:
         directory, chosen, expected = case(family, root)
         roomy = engine_of(family, directory, max_model_len=64)

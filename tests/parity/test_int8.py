@@ -26,6 +26,7 @@ from serve_llm.kernels.reference import linear_int8 as reference
 from serve_llm.kernels.table import choose
 from support.engine import generate, greedy, make_engine
 from support.forward import CPU, Harness, load
+from support.matrix import mostly_slow
 from support.quantised import edit_config, int8_logprobs, quantise_checkpoint
 from support.reference import reference_logprobs
 from support.tiny import FAMILIES, WITH_EXPERTS, make_checkpoint
@@ -59,7 +60,7 @@ def check_against_transformers(ours: list[Tensor], theirs: list[Tensor]) -> None
     assert same.float().mean() > 0.97
 
 
-@pytest.mark.parametrize("family", STORED)
+@pytest.mark.parametrize("family", mostly_slow(STORED))
 def test_stored_weights(family: str, tmp_path: Path) -> None:
     chosen = prompts(make_checkpoint(tmp_path / "float", family))
     head = ("embed_out",) if family == "gpt_neox" else ("lm_head",)
@@ -98,7 +99,7 @@ def test_scales_in_bfloat16_and_modules_that_are_ignored(tmp_path: Path) -> None
     check_against_transformers(logprobs(tmp_path / "int8", chosen), theirs)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES))
 def test_close_to_the_float_model(family: str, tmp_path: Path) -> None:
     """Random weights: measured error of logprobs 1.6 to 3.5 % of their spread, greedy agreement 94 to 98 %."""
     chosen = prompts(make_checkpoint(tmp_path, family, std=0.1))
@@ -112,7 +113,7 @@ def test_close_to_the_float_model(family: str, tmp_path: Path) -> None:
 
 
 # the weights of experts come of float products, which differ in their last bits
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in WITH_EXPERTS])
+@pytest.mark.parametrize("family", mostly_slow(family for family in FAMILIES if family not in WITH_EXPERTS))
 def test_the_reference_of_the_product_gives_the_same_model(family: str, tmp_path: Path) -> None:
     chosen = prompts(make_checkpoint(tmp_path, family))[:6]
     spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))

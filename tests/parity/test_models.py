@@ -23,6 +23,7 @@ from serve_llm.kernels.cpu import library
 from serve_llm.kernels.reference import activation, attention, linear, linear_fp8, linear_int8, moe, norm, rope
 from serve_llm.kernels.table import PORTABLE, Kernels
 from support.forward import CPU, Harness, load, load_whole
+from support.matrix import mostly_slow
 from support.reference import reference_greedy, reference_logprobs
 from support.tiny import FAMILIES, ROPE_SCALINGS, make_checkpoint
 
@@ -234,7 +235,9 @@ def prompts(vocab_size: int) -> list[list[int]]:
     return [[rng.randrange(vocab_size) for _ in range(length)] for length in LENGTHS]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", mostly_slow(VARIANTS, [name for name in VARIANTS if name in FAMILIES or "compiled" in name])
+)
 def test_float32(variant: str, tmp_path: Path) -> None:
     family, overrides = VARIANTS[variant]
     chosen = prompts(make_checkpoint(tmp_path, family, **overrides))
@@ -249,7 +252,7 @@ def test_float32(variant: str, tmp_path: Path) -> None:
     assert whole[-1].max(-1).values.exp().mean() > 0.05  # against 1/331: not a flat distribution, where all would agree
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES))
 def test_without_compiled_kernels(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "find", lambda: None)
     test_float32(family, tmp_path)
@@ -274,7 +277,7 @@ def test_wanted_rows_are_those_of_all(variant: str, tmp_path: Path, monkeypatch:
     Harness(spec, decoder, torch.float32).logprobs(chosen, max_chunk=37)
 
 
-@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize("variant", mostly_slow(FAMILIES))
 def test_greedy_decode(variant: str, tmp_path: Path) -> None:
     chosen = prompts(make_checkpoint(tmp_path, variant, seed=3))
     spec, decoder = load(tmp_path)
@@ -312,7 +315,7 @@ def test_longrope_follows_the_longest_sequence(partial: float, tmp_path: Path) -
             assert (ours - reference_logprobs(tmp_path, prompt)).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize("variant", mostly_slow(FAMILIES))
 def test_bfloat16(variant: str, tmp_path: Path) -> None:
     """The logprobs of float32's greedy tokens differ by less than 0.05 on average, about as transformers'."""
     chosen = prompts(make_checkpoint(tmp_path, variant, std=0.1))
@@ -327,7 +330,7 @@ def test_bfloat16(variant: str, tmp_path: Path) -> None:
     assert error < 1.5 * their_error
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES))
 def test_reference_kernels_run_the_whole_model(family: str, tmp_path: Path) -> None:
     chosen = prompts(make_checkpoint(tmp_path, family))[:6]
     spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))

@@ -26,6 +26,7 @@ from serve_llm.engine.schedule.sequence import GroupLayout
 from serve_llm.engine.types import Sampling
 from serve_llm.kernels.cpu import library
 from support import resident
+from support.matrix import mostly_slow
 from support.quantised import quantise_checkpoint
 from support.tiny import FAMILIES, make_checkpoint
 
@@ -110,7 +111,7 @@ def compare(directory: Path, grid: Grid = ONE, **more: Any) -> None:
         assert abs(expected.total - total) <= 0.03 * total
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32"], ["bfloat16"]))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_rank(family: str, dtype: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family)
@@ -118,7 +119,7 @@ def test_one_rank(family: str, dtype: str, tmp_path: Path) -> None:
     compare(tmp_path, dtype=dtype, max_num_seqs=5, max_num_batched_tokens=700)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES))
 def test_several_ranks(family: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family)
     for grid in (Grid(2, 1), Grid(3, 1), Grid(1, 2), Grid(2, 2)):
@@ -140,8 +141,8 @@ def test_a_last_stage_of_one_layer(family: str, dtype: str, tmp_path: Path) -> N
     compare(tmp_path, Grid(1, 2), dtype=dtype, max_num_seqs=32, max_num_batched_tokens=600)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32"], ["bfloat16"]))
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, ["llama", "gpt2", "mixtral", "deepseek_v3"]))
 def test_int8(family: str, dtype: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family)
     compare(tmp_path, dtype=dtype, max_num_seqs=64, quantization="int8")
@@ -149,8 +150,8 @@ def test_int8(family: str, dtype: str, tmp_path: Path) -> None:
         compare(tmp_path, grid, dtype=dtype, max_num_seqs=32, max_num_batched_tokens=600, quantization="int8")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32"], ["bfloat16"]))
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, ["llama", "gpt2", "mixtral", "deepseek_v3"]))
 def test_int8_caches(family: str, dtype: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family)
     compare(tmp_path, dtype=dtype, max_num_seqs=64, kv_cache_dtype="int8")
