@@ -11,6 +11,7 @@ Knows no CUDA: who captures, and how, comes from outside.
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -135,7 +136,10 @@ class CudaCapture:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 output = compute()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # that a capture has failed, and not why
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         return Captured(graph.replay, output)

@@ -15,9 +15,8 @@ def free_on_gpu(config: Config, runner: Runner, cache_bytes: int, device: torch.
     the largest sizes took. runner: of a small cache of `cache_bytes`, which is not counted."""
     before = torch.cuda.memory_allocated(device)
     prompt = min(config.max_num_batched_tokens, config.max_model_len - 1)
-    taken = _peak(runner, [prompt], device) - before
-    if runner.graphs is not None:  # captured steps have memory of their own
-        taken += _peak(runner, [1] * config.max_num_seqs, device) - before
+    peaks = [_peak(runner, counts, device) - before for counts in ([prompt], [1] * config.max_num_seqs)]
+    taken = max(peaks) if runner.graphs is None else sum(peaks)  # captured steps have memory of their own
     held = before - cache_bytes
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

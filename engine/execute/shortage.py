@@ -6,6 +6,7 @@ Knows how torch and numpy complain, nothing of models.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 import torch
@@ -17,6 +18,8 @@ _REMEDIES: dict[type[ServeError], str] = {
     "ranks",  # at start
     EngineError: "lower --max-num-batched-tokens, --max-num-seqs, --kv-cache-memory or --gpu-memory-utilization",
 }
+_SHORTAGE = re.compile("can't allocate memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED")
+_ADDED = re.compile(" Including non-PyTorch memory| Search for `cuda| CUDA kernel errors might be")
 
 
 @contextlib.contextmanager
@@ -31,11 +34,12 @@ def told_as(kind: type[ServeError], when: str) -> Iterator[None]:
 
 
 def _is_shortage(error: Exception) -> bool:
-    # torch's allocator of CPU memory raises a RuntimeError like any other.
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    # torch's allocator of CPU memory raises a RuntimeError like any other; so does what allocates by itself on a GPU:
+    # a captured graph, a Triton kernel when it is loaded, cuBLAS.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or _SHORTAGE.search(str(error)) is not None
 
 
 def _words(error: Exception) -> str:
-    """What was asked for, without the statistics that torch adds."""
+    """What was asked for, without the statistics and the advice that torch adds."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text.partition(" Including non-PyTorch memory")[0].rstrip(".")
+    return _ADDED.split(text, maxsplit=1)[0].rstrip(".")

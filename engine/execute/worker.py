@@ -139,8 +139,8 @@ class Worker:
             return planned(config.kv_cache_memory)
         if config.device == "cpu":
             return planned(memory.default_cpu_bytes(one_request, self._neighbours.local_ranks, memory.free_memory()))
-        small = replace(empty, num_blocks=empty.blocks_per_request(config.max_model_len, 1) + 1)
-        return planned(free_on_gpu(config, self._make_runner(small), small.num_bytes, self._device))
+        one_block = replace(empty, num_blocks=1)  # in which all tokens of a step that is tried lie
+        return planned(free_on_gpu(config, self._make_runner(one_block), one_block.num_bytes, self._device))
 
 
 def allocate_cache(

@@ -14,9 +14,17 @@ GPU = torch.OutOfMemoryError(
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.20 GiB is "
     "free. Including non-PyTorch memory, this process has 138.6 GiB memory in use. Of the allocated memory ..."
 )
+GRAPH = RuntimeError(
+    "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com/ for more.\nCUDA "
+    "kernel errors might be asynchronously reported at some other API call. non-PyTorch"
+)
+KERNEL, CUBLAS = (
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+)
 
 
-@pytest.mark.parametrize("error", [GPU, MemoryError(), MemoryError("Unable to allocate 1 TiB")], ids=str)
+@pytest.mark.parametrize("error", [GPU, GRAPH, KERNEL, CUBLAS, MemoryError(), MemoryError("Unable to allocate 1 TiB")], ids=str)
 def test_a_shortage_at_start_is_a_matter_of_capacity_and_one_in_a_step_a_failure(error: Exception) -> None:
     with pytest.raises(CapacityError, match=r"^out of memory while loading: .+; lower --kv-cache-memory"):
         with shortage.told_as(CapacityError, "while loading"):
