@@ -54,9 +54,7 @@ def test_the_share_of_the_card_less_others_weights_and_steps(
 ) -> None:
     card = Card(graphs)
     card.patch(monkeypatch)
-    config = replace(
-        CONFIG, gpu_memory_utilization=0.9, max_num_seqs=3, max_num_batched_tokens=512, max_model_len=100
-    )
+    config = replace(CONFIG, gpu_memory_utilization=0.9, max_num_seqs=3, max_num_batched_tokens=512, max_model_len=100)
     free = free_on_gpu(config, cast(Runner, card), GIB, torch.device("cuda"))
     assert card.tried == [[99], [1, 1, 1]]  # a prompt leaves room for a token; logits of all rows in any case
     assert free == 90 * GIB - OTHERS - (HELD - GIB) - taken

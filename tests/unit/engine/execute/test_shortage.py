@@ -24,7 +24,9 @@ KERNEL, CUBLAS = (
 )
 
 
-@pytest.mark.parametrize("error", [GPU, GRAPH, KERNEL, CUBLAS, MemoryError(), MemoryError("Unable to allocate 1 TiB")], ids=str)
+@pytest.mark.parametrize(
+    "error", [GPU, GRAPH, KERNEL, CUBLAS, MemoryError(), MemoryError("Unable to allocate 1 TiB")], ids=str
+)
 def test_a_shortage_at_start_is_a_matter_of_capacity_and_one_in_a_step_a_failure(error: Exception) -> None:
     with pytest.raises(CapacityError, match=r"^out of memory while loading: .+; lower --kv-cache-memory"):
         with shortage.told_as(CapacityError, "while loading"):
