@@ -15,10 +15,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-PACKAGES = [
-    *("pyzmq", "msgspec", "fastapi", "starlette", "uvicorn", "httptools", "h11", "click"),
-    *("pydantic", "pydantic-core", "annotated-types", "annotated-doc", "typing-inspection", "anyio", "idna", "sniffio"),
-]
+PACKAGES = ("pyzmq", "msgspec", "fastapi", "uvicorn", "httptools")  # and what these need
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 MOST_BYTES = 60 << 20  # of the tree and the wheels
 
@@ -26,19 +23,12 @@ MOST_BYTES = 60 << 20  # of the tree and the wheels
 def fetch(folder: Path) -> None:
     """Raises CalledProcessError where one cannot be had."""
     folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.whl"):
+        old.unlink()
     where = [word for platform in PLATFORMS for word in ("--platform", platform)]
     python = ["--python-version", "3.12", "--implementation", "cp", "--only-binary=:all:"]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *python, *where]
-    # Its version is the one that pydantic was made for.
-    subprocess.run(
-        [*command, "--dest", str(folder), *(name for name in PACKAGES if name != "pydantic-core")], check=True
-    )
-    (wheel,) = folder.glob("pydantic-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        lines = archive.read(metadata).decode().splitlines()
-    core = next(line.partition(":")[2].strip() for line in lines if line.startswith("Requires-Dist: pydantic-core"))
-    subprocess.run([*command, "--dest", str(folder), core.replace(" ", "")], check=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", *python, *where, "--dest", str(folder), *PACKAGES]
+    subprocess.run(command, check=True)
 
 
 def unpack(folder: Path, to: Path) -> list[Path]:
