@@ -65,7 +65,7 @@ def test_what_waits_is_seen() -> None:
             waits()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mixtral", "deepseek_v3", "gpt_oss"])
 def test_no_step_waits_and_captured_ones_hold_what_they_need(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
