@@ -11,6 +11,7 @@ The shapes are those of Llama 3 8B. Not run on a GPU yet.
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 
 from serve_llm.kernels import linear_fp8, table
 from serve_llm.kernels.attention import Lengths
@@ -31,6 +33,7 @@ BF16 = torch.bfloat16
 CACHES = 256 << 20  # bytes beyond any GPU's caches
 MOST_CALLS = 64  # in a graph
 BLOCK_SIZE = 16
+PAGE_SIZE = 256  # of torch's attention, in tokens
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,8 @@ def row_calls(
 
 
 def attention_cases(model: Model, steps: tuple[tuple[int, int, int], ...], random: Random) -> Iterator[Case]:
-    """torch's function gets keys and values of each sequence side by side, where ours finds them by a block table."""
+    """Beside ours, which finds keys and values by a block table, torch's own: one that has them side by side, and,
+    from torch 2.12 on, one with a block table."""
     heads, kv_heads, size, scale = model.heads, model.kv_heads, model.head_dim, model.head_dim**-0.5
     kernels = table.choose(random(0).device, BF16, {size})
 
@@ -169,14 +173,35 @@ def attention_cases(model: Model, steps: tuple[tuple[int, int, int], ...], rando
         attend, grouped = functional.scaled_dot_product_attention, heads != kv_heads
         return partial(attend, query, key, value, is_causal=queries == context > 1, scale=scale, enable_gqa=grouped)
 
+    def varlen(sequences: int, queries: int, context: int) -> Call:
+        pages = -(-context // PAGE_SIZE)
+        key, value = random(2, sequences * pages, PAGE_SIZE, kv_heads, size)
+        starts, lengths, block_table = (
+            numbers.to(key.device, torch.int32)
+            for numbers in (
+                torch.arange(0, sequences * queries + 1, queries),
+                torch.full((sequences,), context),
+                torch.randperm(sequences * pages).view(sequences, pages),
+            )
+        )
+        where = (random(sequences * queries, heads, size), key, value, starts, None, queries, context)
+        how = {"scale": scale, "window_size": (-1, 0), "enable_gqa": True}
+        return partial(varlen_attn, *where, **how, seqused_k=lengths, block_table=block_table)
+
+    versions = {"": paged, "torch ": dense} | ({"torch paged ": varlen} if has_paged_varlen() else {})
     for sequences, queries, context in steps:
         tokens = sequences * queries
         pairs = sequences * (queries * (context - queries) + queries * (queries + 1) / 2)
         num_bytes = 4 * sequences * context * kv_heads * size + 4 * tokens * heads * size
-        for version, make in {"": paged, "torch ": dense}.items():
-            if make is paged or queries in (1, context):  # torch knows no queries at the end of a context
+        for version, make in versions.items():
+            if make is not dense or queries in (1, context):  # that knows no queries at the end of a context
                 name = f"{version}attention {heads}/{kv_heads}/{size} bf16, {sequences} x {queries} of {context}"
                 yield Case(name, partial(make, sequences, queries, context), num_bytes, 4 * heads * size * pairs)
+
+
+def has_paged_varlen() -> bool:
+    """Whether this torch has attention over a block table on this machine; it is made for GPUs alone."""
+    return torch.cuda.is_available() and "block_table" in inspect.signature(varlen_attn).parameters
 
 
 def graph_us(case: Case) -> float:
@@ -233,15 +258,14 @@ def limits(random: Random) -> tuple[float, float]:
 
 
 @torch.inference_mode()
-def main() -> None:
+def measure() -> tuple[dict[str, Timed], float, float]:
+    """All cases; GB/s of a copy and GFLOP/s of a bfloat16 matrix product."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device="cuda", dtype=BF16)
 
     bandwidth, peak = limits(random)
-    name = torch.cuda.get_device_name()
-    print(f"{name}: memory {bandwidth:.0f} GB/s, bf16 matrix product {peak:.0f} GFLOP/s")
     times: dict[str, Timed] = {}
     for case in (
         *linear_cases(LLAMA_8B, ROWS, random),
@@ -249,4 +273,11 @@ def main() -> None:
         *row_cases(LLAMA_8B, ROWS, random),
     ):
         times[case.name] = Timed(graph_us(case), case.num_bytes, case.operations)
-    report(times | sampling_times(random, LLAMA_8B.vocabulary), bandwidth, peak)
+    return times | sampling_times(random, LLAMA_8B.vocabulary), bandwidth, peak
+
+
+def main() -> None:
+    times, bandwidth, peak = measure()
+    name = torch.cuda.get_device_name()
+    print(f"{name}: memory {bandwidth:.0f} GB/s, bf16 matrix product {peak:.0f} GFLOP/s")
+    report(times, bandwidth, peak)

@@ -31,6 +31,13 @@ def fetch(folder: Path) -> None:
     subprocess.run(command, check=True)
 
 
+def tree_bytes(root: Path) -> int:
+    """Of all files that travel with a checkout, but for the wheels."""
+    command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\0")
+    return sum((root / name).lstat().st_size for name in names if name and os.path.lexists(root / name))
+
+
 def unpack(folder: Path, to: Path) -> list[Path]:
     """The folders that belong on sys.path: one, or none where there are no wheels."""
     found = sorted(folder.glob("*.whl")) if sys.version_info[:2] == (3, 12) else []
@@ -52,3 +59,5 @@ if __name__ == "__main__":
     fetch(root / ".whl")
     size = sum(path.stat().st_size for path in (root / ".whl").glob("*.whl"))
     print(f"{size / 2**20:.1f} MiB of wheels in {root / '.whl'}")
+    if size + tree_bytes(root) > MOST_BYTES:
+        raise SystemExit(f"the tree and the wheels are more than {MOST_BYTES >> 20} MiB")

@@ -117,10 +117,14 @@ def wait() -> None:
 
 def limits(rehearse: bool) -> tuple[float, float]:
     """Bytes/s of a copy, read and written; operations/s of a bfloat16 matrix product of random numbers."""
-    device = "cpu" if rehearse else "cuda"
-    source = torch.empty(1 << (20 if rehearse else 32), dtype=torch.uint8, device=device)
+    found = _limits("cpu", 1 << 20, 256) if rehearse else _limits("cuda", 1 << 32, 8192)
+    torch.cuda.empty_cache()  # the card's memory is the engine's, which is another process
+    return found
+
+
+def _limits(device: str, num_bytes: int, size: int) -> tuple[float, float]:
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    bandwidth = 2 * len(source) / seconds(lambda: target.copy_(source))
-    size = 256 if rehearse else 8192
     square = torch.randn((size, size), device=device).bfloat16()
-    return bandwidth, 2 * size**3 / seconds(lambda: square @ square)
+    copied, multiplied = seconds(lambda: target.copy_(source)), seconds(lambda: square @ square)
+    return 2 * num_bytes / copied, 2 * size**3 / multiplied

@@ -5,8 +5,10 @@ promised.
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from parts import common
@@ -24,11 +26,12 @@ def prompts(vocab_size: int, lengths: tuple[int, ...]) -> list[list[int]]:
     return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
-def family(here: common.Place, name: str, folder: Path) -> None:
+def family(name: str, folder: Path, device: str) -> tuple[bool, str]:
+    """Whether it is as it should be, and the difference."""
     vocab_size = make_checkpoint(folder, name)
     asked = prompts(vocab_size, (1, 9, 33))
     expected = [reference_greedy(folder, prompt, 10) for prompt in asked]
-    engine = make_engine(folder, block_size=16, max_num_batched_tokens=23, device=here.device)
+    engine = make_engine(folder, block_size=16, max_num_batched_tokens=23, device=device)
     found = generate(engine, [greedy(number, prompt, 10, logprobs=1) for number, prompt in enumerate(asked)])
     difference = 0.0
     same = True
@@ -37,8 +40,21 @@ def family(here: common.Place, name: str, folder: Path) -> None:
         same = same and result.token_ids == ids
         pairs = zip(result.logprobs, logprobs, strict=True)
         difference = max(difference, *(abs(ours.logprob - theirs) for ours, theirs in pairs))
-    value = f"logprobs differ by {difference:.1e}" if same else "other tokens"
-    here.report.check(f"{name}: as transformers, float32", same and difference < TOLERANCE, value)
+    return same and difference < TOLERANCE, f"logprobs differ by {difference:.1e}" if same else "other tokens"
+
+
+def families(here: common.Place, root: Path) -> None:
+    """Several at a time, as most of it is Triton's compiler and transformers on the CPU."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(here.sized(6, 1), mp_context=context) as pool:
+        names = FAMILIES[:3] if here.rehearse else FAMILIES
+        running = {name: pool.submit(family, name, root / name, here.device) for name in names}
+        for name, future in running.items():
+            try:
+                passed, value = future.result()
+            except Exception as error:  # the next one may be well
+                passed, value = False, repr(error)[:200]
+            here.report.check(f"{name}: as transformers, float32", passed, value)
 
 
 def mixed_load(here: common.Place, folder: Path) -> None:
@@ -94,11 +110,7 @@ def main() -> None:
         root = Path(temporary)
         mixed_load(here, root / "mixed")
         invariance(here, root / "invariance")
-        for name in FAMILIES[:3] if here.rehearse else FAMILIES:
-            try:
-                family(here, name, root / name)
-            except Exception as error:  # the next one may be well
-                here.report.check(f"{name}: as transformers, float32", False, repr(error)[:200])
+        families(here, root)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ def main() -> None:
     folder = here.folder(common.LLAMA_8B, "8b")
     count, prompt_tokens, output = here.sized(64, 2), here.sized(256, 16), here.sized(128, 4)
     rng = random.Random(1)
-    prompts = [[rng.randrange(300, 4000) for _ in range(prompt_tokens)] for _ in range(count)]
+    others, prompts = ([[rng.randrange(300, 4000) for _ in range(prompt_tokens)] for _ in range(count)] for _ in range(2))
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     with LLM(folder, max_num_seqs=count, gpu_memory_utilization=0.4, **here.options()) as llm:
-        llm.generate([prompt[:8] for prompt in prompts], params, use_tqdm=False)
+        llm.generate(others, params, use_tqdm=False)  # compiles and captures what the others use
         began = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         ours = count * output / (time.perf_counter() - began)
@@ -32,9 +32,10 @@ def main() -> None:
     with torch.device(here.device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
     chosen = GenerationConfig(max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    model.generate_batch(inputs=prompts[:2], generation_config=chosen, progress_bar=False)
+    how = {"generation_config": chosen, "progress_bar": False, "persistent_manager": True}  # keeps what is captured
+    model.generate_batch(inputs=others, **how)
     began = time.perf_counter()
-    found = model.generate_batch(inputs=prompts, generation_config=chosen, progress_bar=False)
+    found = model.generate_batch(inputs=prompts, **how)
     tokens = sum(len(result.generated_tokens) for result in found.values())
     theirs = tokens / (time.perf_counter() - began)
     here.report.measured("transformers, generate_batch", theirs, "tokens/s")

@@ -4,6 +4,7 @@ inside a captured graph. What needs more cards is said not to have run.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
 from pathlib import Path
@@ -40,7 +41,7 @@ def spread(here: common.Place, folder: Path, tensor: int, pipeline: int) -> Engi
     return Engine(config, startup.build_executor(config, spec, weights, raw))
 
 
-def nccl_in_a_graph() -> bool:
+def nccl_in_a_graph(here: common.Place) -> None:
     store = host_store("127.0.0.1")
     group = TorchGroup(store, "alone", 0, 1, "127.0.0.1", backend="nccl")
     x = torch.ones(1000, device="cuda")
@@ -49,7 +50,8 @@ def nccl_in_a_graph() -> bool:
     x.fill_(3.0)
     captured.replay()
     torch.cuda.synchronize()
-    return bool((captured.output == 6.0).all())
+    here.report.check("NCCL, one rank, in a captured graph", bool((captured.output == 6.0).all()))
+    del captured  # before the communicator, which waits for all graphs that use it
 
 
 def main() -> None:
@@ -61,14 +63,19 @@ def main() -> None:
         requests = [greedy(number, prompt, 16) for number, prompt in enumerate(prompts)]
         expected = generate(make_engine(folder, device=here.device), requests)
         for tensor, pipeline in ((2, 1), (1, 2), (2, 2)):
-            engine = spread(here, folder, tensor, pipeline)
-            found = generate(engine, requests)
+            what = f"TP={tensor}, PP={pipeline} on one card: tokens of one rank"
+            try:
+                engine = spread(here, folder, tensor, pipeline)
+                with contextlib.closing(engine._executor):
+                    found = generate(engine, requests)
+            except Exception as error:  # the next one may be well
+                here.report.check(what, False, repr(error)[:200])
+                continue
             same = all(found[number].token_ids == result.token_ids for number, result in expected.items())
-            here.report.check(f"TP={tensor}, PP={pipeline} on one card: tokens of one rank", same)
-            engine._executor.close()
+            here.report.check(what, same)
     if here.rehearse:
         return
-    here.report.check("NCCL, one rank, in a captured graph", nccl_in_a_graph())
+    nccl_in_a_graph(here)
     here.report.not_run("NCCL between cards, in graphs and out of them", "one card")
     here.report.not_run("symmetric-memory all-reduce", "one card")
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import random
 import time
+from pathlib import Path
 
 from bench.roofline import step_work
 from parts import common
 from serve_llm import LLM, SamplingParams
+from serve_llm.engine.hub import read_config
 from serve_llm.engine.model.registry import read_model
 
 TENSORRT_FP8 = 17744  # output tokens/s that TensorRT-LLM publishes for this shape in FP8, 1000 in and 1000 out
@@ -40,7 +42,7 @@ def decoding(here: common.Place, llm: LLM, spec: object, bandwidth: float) -> No
         steps = here.sized(200 if batch == 1 else 100, 8)
         rate = decode_rate(llm, batch, context, steps)
         work = step_work(spec, [(1, context + steps // 2)] * batch)  # type: ignore[arg-type]
-        share = rate * work.num_bytes / (bandwidth / 2 * 2)
+        share = rate * work.num_bytes / bandwidth
         here.report.measured(f"decode, batch {batch}, context {context}", rate * batch, "tokens/s")
         here.report.measured(f"decode, batch {batch}: share of the bandwidth", share, aim=0.85 if batch == 1 else 0.75)
 
@@ -49,10 +51,6 @@ def main() -> None:
     here = common.place("speed")
     bandwidth, peak = common.limits(here.rehearse)
     folder = here.folder(common.LLAMA_8B, "8b")
-    from pathlib import Path
-
-    from serve_llm.engine.hub import read_config
-
     spec, _ = read_model(read_config(Path(folder)))
     began = time.perf_counter()
     with LLM(folder, max_num_seqs=here.sized(1024, 8), **here.options()) as llm:

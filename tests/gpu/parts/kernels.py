@@ -1,0 +1,291 @@
+"""Every Triton kernel on the card, at the shapes of models and at odd ones, against plain torch in float32; then their
+times, from the kernels' own benchmark.
+
+`--rehearse`: in Triton's interpreter, tiny, without times.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from parts import attention, common
+from parts.attention import TOLERANCE, difference
+from serve_llm.kernels import activation, linear_fp8, moe, norm, rope, table
+from serve_llm.kernels.device_sampling import BANNED, EDIT_COLUMNS, REPEATED, DeviceSampling, Edits
+from serve_llm.kernels.reference import device_sampling as definition
+from serve_llm.kernels.table import Kernels
+from support import experts, triton_rounding
+
+BF16 = torch.bfloat16
+Found = Iterator[tuple[str, float, float]]  # name, difference, what it may be
+
+
+class Numbers:
+    """Random tensors on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._generator = torch.Generator(device).manual_seed(1)
+
+    def __call__(self, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
+        return torch.randn(shape, generator=self._generator, device=self.device).to(dtype)
+
+
+def norms(kernels: Kernels, random: Numbers, widths: tuple[int, ...]) -> Found:
+    for width in widths:
+        for rows in (1, 3, 300):
+            x, delta = random(rows, width) * 3, random(rows, width)
+            for weight in (random(width), random(width, dtype=torch.float32)):
+                wanted = norm.rms_norm(x.float(), weight.float(), 1e-6)
+                yield "rms_norm", difference(kernels.rms_norm(x, weight, 1e-6), wanted), 1e-2
+                total = x + delta
+                wanted = norm.rms_norm(total.float(), weight.float(), 1e-6)
+                found, normed = kernels.add_rms_norm(x, delta.clone(), weight, 1e-6)
+                yield "add_rms_norm", max(difference(found, total), difference(normed, wanted)), 1e-2
+            weight, bias = random(width), random(width)
+            wanted = norm.layer_norm(x.float(), weight.float(), bias.float(), 1e-6)
+            yield "layer_norm", difference(kernels.layer_norm(x, weight, bias, 1e-6), wanted), 1e-2
+
+
+def activations(kernels: Kernels, random: Numbers, widths: tuple[int, ...]) -> Found:
+    for width in widths:
+        for name, call in kernels.activations.items():
+            x = random(33, 2 * width) * 2
+            yield f"activation {name}", difference(call(x), table.PORTABLE.activations[name](x.float())), 1e-2
+
+
+def ropes(kernels: Kernels, random: Numbers, shapes: tuple[tuple[int, int, int], ...]) -> Found:
+    """The queries, and the whole cache: what is not written must stay as it was."""
+    for heads, kv_heads, size in shapes:
+        for tokens in (1, 5, 300):
+            qkv, blocks = random(tokens, (heads + 2 * kv_heads) * size), tokens // 16 + 2
+            angles = (random(tokens, size // 2, dtype=torch.float32).cos(), random(tokens, size // 2).float().sin())
+            weights = rope.HeadNorms(random(size), random(size), 1e-6)
+            cache = random(blocks, 2, kv_heads, 16, size)
+            slots = torch.randperm(blocks * 16, device=random.device)[:tokens]
+            for norms_of_heads in (None, weights):
+                ours, theirs = cache.clone(), cache.float()
+                wide = (
+                    None if norms_of_heads is None else rope.HeadNorms(weights.query.float(), weights.key.float(), 1e-6)
+                )
+                query = kernels.rope_and_cache(qkv.clone(), heads, norms_of_heads, angles, ours, slots)
+                wanted = rope.rope_and_cache(qkv.float(), heads, wide, angles, theirs, slots)
+                yield (
+                    "rope_and_cache",
+                    max(difference(query, wanted), difference(ours, theirs)),
+                    2e-2,
+                )  # rounded three times
+            kept = cache.clone()
+            kernels.rope_and_cache(qkv.clone(), heads, None, angles, kept, torch.full_like(slots, -1))
+            yield "rope_and_cache of tokens without a slot", float(not torch.equal(kept, cache)), 0.5
+
+
+def latent_ropes(kernels: Kernels, random: Numbers, shape: tuple[int, int, int]) -> Found:
+    heads, rank, size = shape
+    for tokens in (1, 5, 300):
+        blocks = tokens // 16 + 2
+        query, latent, weight = random(tokens, heads, size), random(tokens, rank + size), random(rank)
+        angles = (random(tokens, size // 2).float().cos(), random(tokens, size // 2).float().sin())
+        ours = random(blocks, 1, 1, 16, rank + size)
+        theirs, slots = ours.float(), torch.randperm(blocks * 16, device=random.device)[:tokens]
+        turned = kernels.rope_and_latent(query, latent, weight, 1e-6, angles, ours, slots)
+        wanted = rope.rope_and_latent(query.float(), latent.float(), weight.float(), 1e-6, angles, theirs, slots)
+        yield "rope_and_latent", max(difference(turned, wanted), difference(ours, theirs)), 1e-2
+
+
+def products(kernels: Kernels, random: Numbers, shapes: tuple[tuple[int, int], ...]) -> Found:
+    """Batch-invariant ones; rows on their own have the bits that they have among others."""
+    for outputs, inputs in shapes:
+        for dtype in (BF16, torch.float32):
+            weight, bias = random(outputs, inputs, dtype=dtype), random(outputs, dtype=dtype)
+            layer, x = kernels.pack(weight, bias), random(300, inputs, dtype=dtype)
+            y = layer(x)
+            wanted = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+            yield f"--batch-invariant product, {dtype}", difference(y, wanted), TOLERANCE[dtype]
+            alone = all(torch.equal(layer(x[:rows]), y[:rows]) for rows in (1, 7, 64))
+            yield "--batch-invariant product, rows alone", float(not alone), 0.5
+
+
+def products_fp8(kernels: Kernels, random: Numbers, shapes: tuple[tuple[int, int], ...]) -> Found:
+    for outputs, inputs in shapes:
+        weight, scale = linear_fp8.quantise_rows(random(outputs, inputs), inputs)
+        layer, exact = kernels.pack_fp8(weight, scale, None), weight.double() * scale.double()
+        for rows in (1, 17, 300):
+            x = random(rows, inputs)
+            numbers, scales = linear_fp8.quantise_rows(x, inputs)
+            wanted = (numbers.double() * scales.double()) @ exact.t()
+            yield "fp8 product over the rounded numbers", difference(layer(x), wanted), 1e-2
+
+
+def mixtures(
+    kernels: Kernels, random: Numbers, shapes: tuple[tuple[int, int, int, int, int], ...], dtype: torch.dtype = BF16
+) -> Found:
+    for tokens, count, chosen, width, inner in shapes:
+        made = experts.make_case(tokens, count, chosen, width, inner, dtype)
+        x, weights, numbers, first, last = (
+            tensor.to(random.device) for tensor in (made.x, made.weights, made.experts, made.first, made.last)
+        )
+        pairs = ((kernels.pack(one, None), kernels.pack(other, None)) for one, other in zip(first, last, strict=True))
+        ours = kernels.pack_experts(pairs, kernels.activations["silu_and_mul"], range(count))
+        wide = ((_plain(one), _plain(other)) for one, other in zip(first, last, strict=True))
+        plain = moe.pack_experts(wide, activation.silu_and_mul, range(count))
+        yield "experts", difference(ours(x, weights, numbers), plain(x.float(), weights, numbers)), 2e-2
+
+
+def _plain(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda x: x @ weight.float().t()
+
+
+def drawing(kernels: DeviceSampling, random: Numbers, rows: int, columns: int) -> Found:
+    """Shares of rows with another answer: a draw that stands on a border may fall to either side of it."""
+    logits = random(rows, columns) * 3
+    pick = torch.Generator().manual_seed(2)
+    uniform = torch.rand((3, rows), generator=pick, dtype=torch.float64)
+    off = torch.zeros(rows, dtype=torch.float64)
+    ones = off + 1.0
+    ways = {
+        "greedy": (off, off, ones, off),
+        "drawn from all": (ones, off, ones, off),
+        "top_k": (ones, (uniform[1] * 200).ceil(), ones, off),
+        "top_p": (ones * 0.8, off, 0.05 + 0.94 * uniform[1], off),
+        "min_p": (ones * 1.3, off, ones, uniform[1] * 0.5),
+        "all filters": (0.2 + 2 * uniform[2], (uniform[1] * 99).ceil(), 0.5 + 0.49 * uniform[1], uniform[2] * 0.02),
+    }
+    for name, fields in ways.items():
+        draws = torch.stack((*fields, uniform[0]), 1).to(random.device)
+        found = kernels.choose(logits, draws, sampled=name != "greedy", filtered=True)
+        share = (found != definition.choose(logits, draws)).double().mean()
+        yield f"sampling: {name}", float(share), 1e-9 if name == "greedy" else 0.05
+    broken = logits[:2].clone()
+    broken[1, columns // 2] = torch.nan
+    draws = torch.zeros((2, 5), dtype=torch.float64, device=random.device)
+    yield "sampling: NaN is told", float(kernels.choose(broken, draws)[1] != -1), 0.5
+
+
+def log_probabilities(kernels: DeviceSampling, random: Numbers, rows: int, columns: int) -> Found:
+    logits = random(rows, columns) * 3
+    ids = torch.randint(columns, (rows,), generator=torch.Generator().manual_seed(3)).to(random.device)
+    ours, theirs = (version.log_softmax_gather(logits, ids, 20) for version in (kernels, definition))
+    same = torch.equal(ours.rank, theirs.rank) and torch.equal(ours.top_ids, theirs.top_ids)
+    yield "log-softmax: ranks and the 20 likeliest", float(not same), 0.5
+    yield "log-softmax", float((ours.logprob - theirs.logprob).abs().max()), 1e-5
+
+
+def penalties(kernels: DeviceSampling, random: Numbers, columns: int) -> Found:
+    pick = torch.Generator().manual_seed(4)
+    changed = torch.randperm(columns, generator=pick)[:EDIT_COLUMNS].sort().values.int()
+    entries = torch.empty((len(changed), 4), dtype=torch.int32)
+    entries[:, 0] = changed
+    entries[:, 2] = torch.randint(0, (BANNED | REPEATED) + 1, (len(changed),), generator=pick)
+    for column in (1, 3):
+        entries[:, column] = torch.randn(len(changed), generator=pick).view(torch.int32)
+    penalty, end = int(torch.tensor(1.3).view(torch.int32)), min(EDIT_COLUMNS, columns)
+    last = int(torch.searchsorted(changed, end))
+    spans = torch.tensor([[2, 0, len(changed), penalty, 0, 0], [1, 0, last, penalty, 0, end]], dtype=torch.int32)
+    edits = Edits(entries.to(random.device), spans.to(random.device))
+    ours = random(4, columns, dtype=torch.float32)
+    theirs = ours.clone()
+    kernels.adjust(ours, edits)
+    definition.adjust(theirs, edits)
+    finite = theirs.isfinite()
+    yield "bans", float(not torch.equal(ours.isfinite(), finite)), 0.5
+    yield "bias and penalties", float((ours - theirs)[finite].abs().max()), 1e-5
+
+
+def tell(here: common.Place, found: Found, expected: str) -> None:
+    """One row for each name: the worst. expected: what the row is called if it all ends with an error."""
+    worst: dict[str, tuple[float, float]] = {}
+    try:
+        for name, value, most in found:
+            worst[name] = max(worst.get(name, (0.0, most)), (value, most))
+        common.wait()
+    except Exception as error:  # the next kernel may be well
+        here.report.check(expected, False, repr(error)[:200])
+    for name, (value, most) in worst.items():
+        here.report.check(name, value < most, f"{value:.1e}")
+
+
+def check(here: common.Place) -> None:
+    from serve_llm.kernels.triton import sampling  # says in time what cannot be imported
+
+    device = torch.device(here.device)
+    random, tiny = Numbers(device), here.rehearse
+
+    def choose(batch_invariant: bool = False) -> Kernels:
+        found = table.with_triton(batch_invariant)
+        assert isinstance(found, Kernels), found
+        return found
+
+    kernels = choose()
+    columns = here.sized(128256, 5000)
+    tell(here, norms(kernels, random, (57,) if tiny else (57, 896, 4096, 8192)), "norms")
+    tell(here, activations(kernels, random, (57,) if tiny else (57, 4864, 14336)), "activations")
+    heads = ((4, 2, 16),) if tiny else ((32, 8, 128), (14, 2, 64), (8, 4, 256), (6, 3, 14))
+    tell(here, ropes(kernels, random, heads), "rope_and_cache")
+    tell(here, latent_ropes(kernels, random, (4, 24, 16) if tiny else (16, 512, 64)), "rope_and_latent")
+    shapes = ((57, 97),) if tiny else ((57, 97), (6144, 4096), (4096, 14336), (896, 4864))
+    tell(here, products(choose(batch_invariant=True), random, shapes), "--batch-invariant product")
+    if linear_fp8.works(device):
+        tell(here, products_fp8(kernels, random, shapes), "fp8 product")
+    else:
+        here.report.check("fp8 product", tiny, "torch has none here")
+    mixed = ((5, 6, 2, 32, 24),) if tiny else ((1, 32, 8, 2048, 768), (64, 32, 8, 2048, 768), (700, 8, 2, 1024, 3584))
+    tell(here, mixtures(kernels, random, mixed), "experts")
+    tell(here, drawing(sampling, random, here.sized(64, 4), columns), "sampling")
+    tell(here, log_probabilities(sampling, random, here.sized(64, 3), columns), "log-softmax")
+    tell(here, penalties(sampling, random, columns), "bans")
+    for name, call, most in attention.checks(choose, device, tiny):
+        tell(here, ((f"attention: {name}", found(), most) for found in (call,)), f"attention: {name}")
+
+
+def measure(here: common.Place) -> None:
+    """Times in graphs, with shares of what a copy and a large product reach in the same run."""
+    from serve_llm.kernels import bench_gpu
+
+    times, bandwidth, peak = bench_gpu.measure()
+    here.report.measured("bench: copy", bandwidth, "GB/s")
+    here.report.measured("bench: bf16 product", peak / 1000, "TFLOP/s")
+    for name, timed in times.items():
+        read, done = timed.num_bytes / timed.us / 1000 / bandwidth, timed.operations / timed.us / 1000 / peak
+        here.report.measured(f"bench: {name}", timed.us, f"µs, {read:.2f} of the copy, {done:.2f} of the product")
+    if not bench_gpu.has_paged_varlen():
+        here.report.not_run("bench: torch's varlen_attn with a block table", f"not there in torch {torch.__version__}")
+
+
+def interpreted() -> str:
+    """Prepare Triton's interpreter; why it cannot be used, if so."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    warnings.simplefilter("ignore")
+    try:
+        from triton.runtime import interpreter
+
+        interpreter._convert_float = triton_rounding.convert  # as a GPU rounds
+        found = table.with_triton(batch_invariant=True)
+        assert isinstance(found, Kernels), found
+        weight, x = torch.randn(5, 200), torch.randn(3, 200)
+        error = difference(found.pack(weight)(x), x @ weight.t())
+        return "" if error < 1e-5 else f"Triton's interpreter is wrong here: {error:.1e}"
+    except Exception as error:
+        return f"Triton's interpreter fails here: {error!r:.120}"
+
+
+@torch.inference_mode()
+def main() -> None:
+    here = common.place("kernels")
+    if here.rehearse and (reason := interpreted()):
+        here.report.not_run("kernels", reason)
+        return
+    check(here)
+    if here.rehearse:
+        here.report.not_run("bench", "there is no GPU")
+        return
+    measure(here)
+
+
+if __name__ == "__main__":
+    main()
