@@ -66,6 +66,7 @@ class DecodeGraphs:
         ]
         self._buffers: dict[int, _Buffers] = {}
         self._graphs: dict[int, Captured] = {}
+        self._output: Tensor | None = None
 
     def logits(self, step: StepArrays) -> Tensor:
         """Of each sequence's one token: (sequences, columns). The next call may overwrite them."""
@@ -77,9 +78,14 @@ class DecodeGraphs:
         buffers = self._buffers[size]
         buffers.fill(step, self._transfer)
         if is_new:
-            return self._compute(buffers.inputs, buffers.rows)[:count]
+            logits = self._compute(buffers.inputs, buffers.rows)
+            if self._output is None:
+                self._output = logits.new_empty((self._sizes[-1], logits.shape[1]))
+            return logits[:count]
         if size not in self._graphs:
-            self._graphs[size] = self._capture(lambda: self._compute(buffers.inputs, buffers.rows))
+            assert self._output is not None
+            output = self._output[:size]  # one for all sizes: logits of many rows are large
+            self._graphs[size] = self._capture(lambda: output.copy_(self._compute(buffers.inputs, buffers.rows)))
         captured = self._graphs[size]
         captured.replay()
         return captured.output[:count]
@@ -115,10 +121,10 @@ class _Buffers:
             row[:count] = values
         contexts = np.zeros(size, np.int32)
         contexts[:count] = step.context_lens
-        self._numbers.copy_(transfer.to_device(numbers))
-        self._lengths.context_lens.copy_(transfer.to_device(contexts))
+        transfer.fill(self._numbers, numbers)
+        transfer.fill(self._lengths.context_lens, contexts)
         for buffer, table in zip(self._tables, step.tables, strict=True):
-            buffer[:count, : table.shape[1]].copy_(transfer.to_device(table))
+            transfer.fill(buffer[:count, : table.shape[1]], table)
 
 
 class CudaCapture:

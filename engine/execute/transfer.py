@@ -39,10 +39,16 @@ class Transfer:
 
     def to_device(self, array: np.ndarray) -> Tensor:
         """The array's numbers; the array is not to be changed afterwards."""
+        return self._staged(array).to(self.device, non_blocking=True)
+
+    def fill(self, target: Tensor, array: np.ndarray) -> None:
+        """Overwrite a tensor on the device, or a part of one, with numbers of the same type, behind all that has been
+        launched; the array is not to be changed afterwards."""
+        target.copy_(self._staged(array), non_blocking=True)
+
+    def _staged(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor if self.device.type == "cpu" else tensor.pin_memory()
 
     def to_host(self, tensor: Tensor) -> Arriving:
         """Begins behind all that has been launched; what comes later does not change what arrives."""

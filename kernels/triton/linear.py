@@ -57,7 +57,7 @@ def block_columns(outputs: int, element_bytes: int) -> int:
     return min(max(16, 1 << (wanted.bit_length() - 1)), 128 if element_bytes == 2 else 64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _linear(
     x,
     weight,

@@ -104,6 +104,12 @@ class MetaTransfer:
         with self.watch.copying():
             return torch.from_numpy(np.ascontiguousarray(array)).to(META)
 
+    def fill(self, target: Tensor, array: np.ndarray) -> None:
+        self.watch.copies += 1
+        with self.watch.copying():
+            numbers = torch.from_numpy(np.ascontiguousarray(array))
+        assert (target.shape, target.dtype, target.device) == (numbers.shape, numbers.dtype, META)
+
     def to_host(self, tensor: Tensor) -> Arrived:
         assert tensor.device == META and tensor.is_contiguous(), "a copy that is not one of bytes waits"
         with self.watch.copying():

@@ -20,7 +20,7 @@ TENSORRT_FP8 = 17744  # output tokens/s that TensorRT-LLM publishes for this sha
 
 
 def generate(llm: LLM, count: int, prompt_tokens: int, output_tokens: int, seed: int) -> float:
-    """Seconds for so many requests at a time, whose prompts no cache knows."""
+    """Seconds for so many requests at a time. Prompts of another seed are in no cache."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(300, 4000) for _ in range(prompt_tokens)] for _ in range(count)]
     params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
@@ -30,10 +30,11 @@ def generate(llm: LLM, count: int, prompt_tokens: int, output_tokens: int, seed:
 
 
 def decode_rate(llm: LLM, batch: int, context: int, steps: int) -> float:
-    """Tokens per second of each sequence while all are decoded: a long run less a short one."""
+    """Tokens per second of each sequence while all are decoded: a long run less a short one, of the same prompts, which
+    are in the cache by then, as their time would hide what is measured."""
     generate(llm, batch, context, 8, seed=batch)  # compiles and captures what the others use
-    short = generate(llm, batch, context, 8, seed=batch + 1)
-    return steps / (generate(llm, batch, context, 8 + steps, seed=batch + 2) - short)
+    short = generate(llm, batch, context, 8, seed=batch)
+    return steps / (generate(llm, batch, context, 8 + steps, seed=batch) - short)
 
 
 def decoding(here: common.Place, llm: LLM, spec: object, bandwidth: float) -> None:

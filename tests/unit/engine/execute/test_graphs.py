@@ -36,6 +36,7 @@ class Log:
         self.computed: list[StepInputs] = []
         self.rows: list[list[int]] = []
         self.captured: list[int] = []
+        self.places: list[int] = []  # of what is captured
         self.replayed = 0
         self.graphs = DecodeGraphs(
             self.compute, self.capture, Transfer(torch.device("cpu")), GROUPS, max_num_seqs, max_model_len=40
@@ -47,7 +48,9 @@ class Log:
         return (inputs.ids * 10 + inputs.positions).float().unsqueeze(1)
 
     def capture(self, compute: Callable[[], Tensor]) -> Captured:
-        output = torch.zeros_like(compute())
+        made = compute()
+        self.places.append(made.data_ptr())
+        output = torch.zeros_like(made)
         self.captured.append(len(output))
 
         def replay() -> None:
@@ -127,3 +130,10 @@ def test_tables_are_filled_as_far_as_the_step_goes() -> None:
 def test_more_sequences_than_there_may_be_are_a_mistake_of_the_caller() -> None:
     with pytest.raises(IndexError):
         Log(max_num_seqs=4).graphs.logits(step(5))
+
+
+def test_logits_of_all_sizes_have_one_place() -> None:
+    log = Log()
+    for count in (3, 3, 20, 20, 1, 1):
+        log.graphs.logits(step(count))
+    assert log.captured == [4, 20, 1] and len(set(log.places)) == 1
