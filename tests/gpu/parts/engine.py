@@ -11,6 +11,8 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import torch
+
 from parts import common
 from serve_llm.engine.loop import Engine
 from serve_llm.engine.types import Request, Sampling
@@ -46,7 +48,7 @@ def family(name: str, folder: Path, device: str) -> tuple[bool, str]:
 def families(here: common.Place, root: Path) -> None:
     """Several at a time, as most of it is Triton's compiler and transformers on the CPU."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(here.sized(6, 1), mp_context=context) as pool:
+    with ProcessPoolExecutor(here.sized(6, 1), context, torch.set_num_threads, (2,)) as pool:
         names = FAMILIES[:3] if here.rehearse else FAMILIES
         running = {name: pool.submit(family, name, root / name, here.device) for name in names}
         for name, future in running.items():

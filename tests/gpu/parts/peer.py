@@ -17,7 +17,9 @@ def main() -> None:
     folder = here.folder(common.LLAMA_8B, "8b")
     count, prompt_tokens, output = here.sized(64, 2), here.sized(256, 16), here.sized(128, 4)
     rng = random.Random(1)
-    others, prompts = ([[rng.randrange(300, 4000) for _ in range(prompt_tokens)] for _ in range(count)] for _ in range(2))
+    others, prompts = (
+        [[rng.randrange(300, 4000) for _ in range(prompt_tokens)] for _ in range(count)] for _ in range(2)
+    )
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     with LLM(folder, max_num_seqs=count, gpu_memory_utilization=0.4, **here.options()) as llm:
         llm.generate(others, params, use_tqdm=False)  # compiles and captures what the others use
