@@ -154,6 +154,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 30,
         },
     ),
+    "qwen2_moe-all-dense": ("qwen2_moe", {"mlp_only_layers": [0, 1, 2], "num_experts_per_tok": 1, "std": 0.2}),
     "qwen3_moe-all-chosen": ("qwen3_moe", {"num_experts_per_tok": 5, "norm_topk_prob": False, "mlp_only_layers": []}),
     "qwen3_moe-sliding-biases": (
         "qwen3_moe",

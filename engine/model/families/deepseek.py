@@ -150,6 +150,6 @@ def _with_experts(
     spec = with_experts(dense, router, width, shared, where=lambda index: index >= first)
     mixer = dense.layers[0].mixer
     queries = QUERIES if isinstance(mixer, MLA) and mixer.q_lora_rank is None else LATENT_QUERIES
-    found = weights(spec, NAMES | queries | (ROUTED if first < num_layers else {}))
+    found = weights(spec, NAMES | queries | ROUTED)
     further = tuple(rf"model\.layers\.{index}\..*" for index in range(num_layers, num_layers + more))
     return spec, replace(found, ignored=found.ignored + further)

@@ -198,7 +198,7 @@ def weights(
                 tuple(sizes[parameter] for parameter in parameters if len(parameters) > 1 and parameter in sizes),
                 qkv_groups if filled == QKV else 1,
                 layers=layers if len(layers) < len(spec.layers) else None,
-                experts=routed[0].router.num_experts if "{expert}" in filled else 0,
+                experts=routed[0].router.num_experts if routed and "{expert}" in filled else 0,
             )
             for kind in (("weight", "bias") if biased.get(parameters[0]) else ("weight",))
         ]
