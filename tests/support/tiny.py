@@ -211,7 +211,7 @@ def _write_old_config(path: Path) -> None:
         if config["model_type"] == "gpt_neox":
             config["rotary_emb_base"], config["rotary_pct"] = rope.pop("rope_theta"), rope.pop("partial_rotary_factor")
         else:
-            config["rope_theta"] = rope.pop("rope_theta")
+            config |= {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
         config["rope_scaling"] = None if rope["rope_type"] == "default" else {**rope, "type": rope.pop("rope_type")}
     if config["model_type"] in ("cohere2", "gemma2", "gemma3_text"):
         config["sliding_window_pattern"] = config.pop("layer_types").index("full_attention") + 1

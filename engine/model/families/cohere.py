@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from serve_llm.engine.model.config import Config
 from serve_llm.engine.model.families.llama import ATTENTION, GATED, read_decoder, read_local_windows, weights
+from serve_llm.engine.model.families.rope import DEFAULT_BASE
 from serve_llm.engine.model.spec import ModelSpec, Norm
 from serve_llm.engine.model.weight_map import WeightMap
 
@@ -17,7 +18,8 @@ NAMES = {"input_layernorm": "attention_norm"} | ATTENTION | GATED
 def read(config: Config) -> tuple[ModelSpec, WeightMap]:
     """CohereForCausalLM. Defaults of absent keys are transformers' own (CohereConfig)."""
     windows = [None] * config.layers("num_hidden_layers")
-    spec = _read(config, "CohereForCausalLM", windows, head_norm=config.flag("use_qk_norm", False))
+    head_norm = config.flag("use_qk_norm", False)
+    spec = _read(config, "CohereForCausalLM", windows, default_rope_base=500_000.0, head_norm=head_norm)
     # of the first Command R: the context that it is meant for, beyond its max_position_embeddings
     spec = replace(spec, max_position=config.integer("model_max_length", spec.max_position))
     config.done()
@@ -27,7 +29,7 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
 def read_cohere2(config: Config) -> tuple[ModelSpec, WeightMap]:
     """Cohere2ForCausalLM. Defaults of absent keys are transformers' own (Cohere2Config)."""
     windows = read_local_windows(config, 4)
-    spec = _read(config, "Cohere2ForCausalLM", windows)
+    spec = _read(config, "Cohere2ForCausalLM", windows, default_rope_base=DEFAULT_BASE)
     spec = replace(
         spec,
         layers=tuple(
@@ -42,14 +44,21 @@ def read_cohere2(config: Config) -> tuple[ModelSpec, WeightMap]:
     return spec, weights(spec, NAMES)
 
 
-def _read(config: Config, architecture: str, windows: Sequence[int | None], head_norm: bool = False) -> ModelSpec:
+def _read(
+    config: Config,
+    architecture: str,
+    windows: Sequence[int | None],
+    *,
+    default_rope_base: float,
+    head_norm: bool = False,
+) -> ModelSpec:
     bias = config.flag("attention_bias", False)
     spec = read_decoder(
         config,
         architecture,
         default_kv_heads=None,
         default_max_position=8192,
-        default_rope_base=500_000.0,
+        default_rope_base=default_rope_base,
         default_tied=True,
         windows=windows,
         interleaved=True,

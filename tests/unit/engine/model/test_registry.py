@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from serve_llm.engine.errors import ModelError, OptionError, UnsupportedModel
 from serve_llm.engine.model.registry import FAMILIES as ARCHITECTURES
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.spec import KVGroup, LinearScaling, ModelSpec, Rope, YarnScaling
-from support.tiny import FAMILIES, SIZES, make_checkpoint
+from support.tiny import FAMILIES, SIZES, config_of, make_checkpoint
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -117,6 +118,25 @@ def test_every_key_that_transformers_writes_is_known(family: str, tmp_path: Path
         assert read_model({**config, unknown: 2.0}, [unknown])[0] == spec
     assert spec_of({**config, "layer_scale": None}) == spec  # null is absent
     assert spec_of({**config, "do_sample": True, "torch_dtype": "float16", "_name_or_path": "x"}) == spec
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_keys_mean_what_they_mean_to_transformers(family: str) -> None:
+    """Or the file is refused because they are missing."""
+
+    def outcome(config: dict[str, Any]) -> ModelSpec | str:
+        try:
+            return spec_of(config)
+        except ModelError as error:
+            return str(error)
+
+    whole = config_of(family)
+    for key in whole.keys() - {"architectures", "model_type"}:
+        config = {name: value for name, value in whole.items() if name != key}
+        found = outcome(config)
+        if found not in (f"config.json: {key} is missing", "config.json: rope_scaling is missing"):
+            resolved = json.loads(AutoConfig.for_model(**config).to_json_string())
+            assert found == outcome(resolved | {"architectures": whole["architectures"]}), key
 
 
 @pytest.mark.parametrize(
