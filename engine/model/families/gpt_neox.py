@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model.config import Config
 from serve_llm.engine.model.families.gpt2 import ACTIVATIONS
 from serve_llm.engine.model.families.llama import PRE_NORMS, QKV, Names, read_decoder, weights
@@ -17,14 +18,19 @@ OUTSIDE = Names("gpt_neox.", "gpt_neox.layers", "gpt_neox.embed_in", "gpt_neox.f
 def read(config: Config) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (GPTNeoXConfig)."""
     bias = config.flag("attention_bias", True)
+    base, share = config.number("rotary_emb_base", DEFAULT_BASE), config.number("rotary_pct", 0.25)
+    # transformers 4 also wrote these, equal to those two; alone they would have no effect there
+    for key, known in (("rope_theta", base), ("partial_rotary_factor", share)):
+        if config.number(key, known) != known:
+            raise ModelError(f"config.json: {key} contradicts rotary_emb_base {base} and rotary_pct {share}")
     activation = config.choice("hidden_act", ACTIVATIONS, "gelu")
     spec = read_decoder(
         config,
         "GPTNeoXForCausalLM",
         default_kv_heads=None,
         default_max_position=2048,
-        default_rope_base=config.number("rotary_emb_base", DEFAULT_BASE),
-        partial_rotary=config.number("rotary_pct", 0.25),
+        default_rope_base=base,
+        partial_rotary=share,
         windows=[None] * config.layers("num_hidden_layers"),
         norm=Norm("layer", config.number("layer_norm_eps", 1e-5)),
         ffn=Dense(config.integer("intermediate_size"), activation, bias=True),

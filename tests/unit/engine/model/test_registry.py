@@ -304,6 +304,16 @@ def test_rotary_sizes_that_cannot_be() -> None:
         read_model({**LLAMA, "architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 0.35})
 
 
+def test_gpt_neox_has_names_of_its_own_for_rope() -> None:
+    neox = {**LLAMA, "architectures": ["GPTNeoXForCausalLM"], "rotary_emb_base": 500, "rotary_pct": 0.4}
+    spec = spec_of(neox)
+    assert spec.layers[0].attention.rope == Rope(500.0, dims=4)
+    assert spec_of({**neox, "rope_theta": 500.0, "partial_rotary_factor": 0.4}) == spec
+    for contradiction in ({"rope_theta": 10000.0}, {"partial_rotary_factor": 1.0}):
+        with pytest.raises(ModelError, match=f"{next(iter(contradiction))} contradicts rotary_emb_base 500.0 and"):
+            spec_of({**neox, **contradiction})
+
+
 def test_gpt2_and_opt_refuse_what_they_cannot_do() -> None:
     gpt2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 331, "n_embd": 57, "n_layer": 1, "n_head": 3}
     with pytest.raises(ModelError, match="add_cross_attention asks for cross-attention"):
