@@ -5,7 +5,6 @@ Knows no family. Values come as JSON gave them; what leaves is typed. A key that
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
@@ -37,6 +36,7 @@ HARMLESS = frozenset(
     # only in encoder-decoder models, which `REFUSED` keeps out
     "cross_attention_hidden_size tie_encoder_decoder".split()
 )
+TINIEST, LARGEST = 1e-37, 1e38  # of numbers, in float32
 REFUSED = {  # these mean another computation: served only when they are off
     "is_encoder_decoder": "encoder-decoder models",
     "add_cross_attention": "cross-attention layers",
@@ -98,18 +98,19 @@ class Config:
         return self.integer(key, highest=10_000)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0; without a default it must be there."""
+        """A number above 0 that float32 holds, so that sums with it do not leave their range; without a default it must
+        be there."""
         value = self._take(key)
         if value is None:
             if default is None:
                 raise self._missing(key)
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self._wrong(key, "a number above 0", value)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not TINIEST < value < LARGEST:
+            raise self._wrong(key, "a number above 0 that float32 holds", value)
         return float(value)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """A list of so many finite numbers above 0, which must be there."""
+        """A list of so many numbers as of `number`, which must be there."""
         values = self._take(key)
         if values is None:
             raise self._missing(key)

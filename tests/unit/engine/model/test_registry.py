@@ -152,6 +152,11 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family: str) -> None:
         ({"num_hidden_layers": True}, "num_hidden_layers must be an integer"),
         ({"rms_norm_eps": -1}, "rms_norm_eps must be a number"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number"),
+        (
+            {"architectures": ["GraniteForCausalLM"], "residual_multiplier": 1e-300},
+            "residual_multiplier must be a number",
+        ),
+        ({"rope_theta": 10**400}, "rope_theta must be a number"),
         ({"attention_bias": 1}, "attention_bias must be true or false"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling: long_factor is missing"),
         ({"rope_scaling": {"rope_type": "su", "long_factor": [1.0]}}, "long_factor must be a list of 5 numbers"),
