@@ -37,7 +37,7 @@ class Attention:
         if mixer.projection_norm_eps is not None:
             project = _normed(project, mixer, mixer.projection_norm_eps, own, build)
         head_norm = mixer.head_norm
-        if head_norm is not None and head_norm.kind == "layer":
+        if head_norm is not None and head_norm.kind == "layer" and own.heads:
             project = _heads_normed(project, mixer, head_norm.eps, own, build)
         self.qkv = project
         self.output = build.rows("output", width, whole_queries, queries, bias=mixer.output_bias)
@@ -105,7 +105,7 @@ def _reordered(load: Load, head_dim: int, dims: int, interleaved: bool) -> Load:
         name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
         tensor = load(name, shape, part, dtype)
-        of = name.split(".")[-2]
+        of = name.split(".")[3]  # layers.0.attention.q.weight
         if of not in ("q", "k", "q_norm", "k_norm"):
             return tensor
         inputs = shape[1:] if of in ("q", "k") else ()
@@ -152,12 +152,8 @@ def _normed(project: RowWise, mixer: spec.Attention, eps: float, own: HeadShare,
 
 def _heads_normed(project: RowWise, mixer: spec.Attention, eps: float, own: HeadShare, build: Builder) -> RowWise:
     """The joint projection with a layer norm of each query and key head. In float32, rounded once."""
-    weight = torch.cat(
-        [
-            build.tensor("q_norm.weight", mixer.heads, mixer.head_dim, part=Part(0, own.heads)),
-            build.tensor("k_norm.weight", mixer.kv_heads, mixer.head_dim, part=Part(0, own.kv_heads)),
-        ]
-    )
+    names = [f"{kind}_norm.{head}" for kind, heads in (("q", own.heads), ("k", own.kv_heads)) for head in heads]
+    weight = torch.stack([build.tensor(f"{name}.weight", mixer.head_dim) for name in names])
     end = weight.numel()
 
     def forward(x: Tensor) -> Tensor:

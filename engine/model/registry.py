@@ -123,7 +123,7 @@ def _int8(stored: Stored, spec: ModelSpec, weights: WeightMap) -> Int8:
                 f'config.json: quantization_config: "ignore" must name {row.source.removesuffix(".weight")}: routers '
                 "are served in floating point only"
             )
-        elif products and (row.transform != "none" or row.experts):
+        elif products and (row.transform != "none" or row.members):
             raise ModelError(
                 f"config.json: quantization_config: int8 checkpoints of a {spec.architecture} are not served"
             )

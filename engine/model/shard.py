@@ -48,6 +48,9 @@ class Shard:
             elsewhere = rest[2] == "experts" and isinstance(ffn, MoE) and int(rest[3]) not in self.experts(ffn)
             if isinstance(mixer, MLA) and rest[1] == "attention" and rest[2] != "output":
                 elsewhere = not self.attention(mixer).heads
+            if rest[2] in ("q_norm", "k_norm") and len(rest) == 5:  # of each head
+                own = self.attention(mixer)
+                elsewhere = int(rest[3]) not in (own.heads if rest[2] == "q_norm" else own.kv_heads)
             return int(rest[0]) in self.layers and not elsewhere
         return self.is_first if kind in ("positions", "project_in") else self.is_last
 

@@ -17,12 +17,12 @@ Transform = Literal["none", "transpose", "plus_one"]  # plus_one: stored as the 
 @dataclass(frozen=True)
 class Row:
     """One tensor of the checkpoint and the parameters that it fills; `{layer}` stands for each layer's number, and
-    `{expert}` for each expert's.
+    `{member}` for each expert's, or each head's.
 
     More than one parameter: the tensor, once transformed, is cut along its first dimension in this order, by `sizes` or
     else evenly. More than one group: it is that many equal groups of rows, each of which is cut so; a parameter is its
-    rows of the first group, then those of the second, and so on. Where only the parameters say `{expert}`, the tensor
-    is a stack of one such tensor for each expert.
+    rows of the first group, then those of the second, and so on. Where only the parameters say `{member}`, the tensor
+    is a stack of one such tensor for each of them.
     """
 
     source: str
@@ -31,20 +31,20 @@ class Row:
     sizes: tuple[int, ...] = ()  # rows of each parameter, of all groups
     groups: int = 1
     layers: tuple[int, ...] | None = None  # that have such a tensor; None: all
-    experts: int = 0  # how many there are
+    members: int = 0  # how many experts or heads there are
     scales: str = ""  # the tensor of its scales, where this one holds blocks of `quant.mxfp4`
 
-    def of_experts(self) -> list[Row]:
-        """With the experts written out; what is still a stack has `experts`."""
-        if self.experts == 0:
+    def of_members(self) -> list[Row]:
+        """With the members written out; what is still a stack has `members`."""
+        if self.members == 0:
             return [self]
         filled = [
-            tuple(name.replace("{expert}", str(number)) for name in self.parameters) for number in range(self.experts)
+            tuple(name.replace("{member}", str(number)) for name in self.parameters) for number in range(self.members)
         ]
-        if "{expert}" not in self.source:
+        if "{member}" not in self.source:
             return [replace(self, parameters=tuple(name for names in filled for name in names))]
         return [
-            replace(self, source=self.source.replace("{expert}", str(number)), parameters=names, experts=0)
+            replace(self, source=self.source.replace("{member}", str(number)), parameters=names, members=0)
             for number, names in enumerate(filled)
         ]
 
@@ -65,7 +65,7 @@ class WeightMap:
         int8: where the checkpoint stores int8 weights, so that each has a row of scales as well.
         """
         result: dict[str, Row] = {}
-        for row in (one for whole in self.rows for one in whole.of_experts()):
+        for row in (one for whole in self.rows for one in whole.of_members()):
             layers = range(num_layers) if row.layers is None else row.layers
             for layer in layers if "{layer}" in row.source else (0,):
                 source = row.source.format(layer=layer)

@@ -139,7 +139,7 @@ def placement(
         if name not in sources:
             raise ModelError(f"no tensor of the checkpoint is known to fill {name}")
         source, row = sources[name]
-        each = len(row.parameters) // (row.experts or 1)
+        each = len(row.parameters) // (row.members or 1)
         stacked, place = divmod(row.parameters.index(name), each)
         sizes = row.sizes or (shape[0],) * each
         own = [range(size) for size in shape]
@@ -150,14 +150,14 @@ def placement(
         if row.transform == "transpose":
             expected.reverse()
             own.reverse()
-        if row.experts:
-            expected.insert(0, row.experts)
+        if row.members:
+            expected.insert(0, row.members)
             own.insert(0, range(stacked, stacked + 1))
         if row.scales:
             return put(chosen(_blocks(checkpoint, source, row.scales, own, expected))).to(dtype)
         _check_shape(checkpoint, source, expected)
         tensor = checkpoint.read(source, tuple(own))
-        tensor = tensor[0] if row.experts else tensor
+        tensor = tensor[0] if row.members else tensor
         if f"{name}_scale" in sources:
             if tensor.dtype != torch.int8:
                 raise ModelError(

@@ -88,6 +88,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"no_rope_layers": [0, 1, 0], "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
     ),
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": False}),
+    "stablelm-head-norms": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
     "stablelm-compiled": (
         "stablelm",
         {

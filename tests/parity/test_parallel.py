@@ -115,6 +115,7 @@ def test_small_chunks_and_preemption(family: str, root: Path) -> None:
             {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
         ),
         ("llama", {"tensor": 2, "split": (3, 1)}, {}),
+        ("stablelm", {"tensor": 7, "pipeline": 2}, {"qk_layernorm": True}),  # norms of heads, a rank without any
         ("gpt2", {"tensor": 3, "split": (1, 60, 10)}, {}),  # the first rank, which adds the biases, has no head
         ("qwen3", {"pipeline": 3, "layers": (2, 1, 2)}, {"num_hidden_layers": 5}),
         ("mistral", {"tensor": 2, "pipeline": 2, "split": (1, 2), "layers": (1, 2)}, {}),

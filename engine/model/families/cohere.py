@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families.llama import ATTENTION, GATED, read_decoder, read_local_windows, weights
+from serve_llm.engine.model.families.llama import (
+    ATTENTION,
+    GATED,
+    HEAD_NORMS,
+    read_decoder,
+    read_local_windows,
+    weights,
+)
 from serve_llm.engine.model.families.rope import DEFAULT_BASE
 from serve_llm.engine.model.spec import ModelSpec, Norm
 from serve_llm.engine.model.weight_map import WeightMap
@@ -23,7 +30,7 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
     # of the first Command R: the context that it is meant for, beyond its max_position_embeddings
     spec = replace(spec, max_position=config.integer("model_max_length", spec.max_position))
     config.done()
-    return spec, weights(spec, NAMES)
+    return spec, weights(spec, NAMES | HEAD_NORMS if head_norm else NAMES)
 
 
 def read_cohere2(config: Config) -> tuple[ModelSpec, WeightMap]:

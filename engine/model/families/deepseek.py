@@ -35,7 +35,7 @@ LATENT_QUERIES = {
 }
 ROUTED = {"mlp.gate": "ffn.router"} | {
     f"mlp.{source}.{kind}_proj": f"ffn.{parameter}.{kind}"
-    for source, parameter in (("experts.{expert}", "experts.{expert}"), ("shared_experts", "shared"))
+    for source, parameter in (("experts.{member}", "experts.{member}"), ("shared_experts", "shared"))
     for kind in ("gate", "up", "down")
 }
 

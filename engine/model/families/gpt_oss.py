@@ -71,11 +71,11 @@ def _rows(spec: ModelSpec, is_mxfp4: bool) -> list[Row]:
         stack = f"model.layers.{{layer}}.mlp.experts.{source}"
         return Row(
             stack,
-            tuple(f"layers.{{layer}}.ffn.experts.{{expert}}.{product}.{kind}" for product in products),
+            tuple(f"layers.{{layer}}.ffn.experts.{{member}}.{product}.{kind}" for product in products),
             transform,
             sizes=(width,) * len(products) if len(products) > 1 else (),
             groups=width if len(products) > 1 else 1,
-            experts=count,
+            members=count,
             scales=scales and stack.replace("_blocks", scales),
         )
 

@@ -13,8 +13,8 @@ NAMES = {
     **PRE_NORMS,
     **ATTENTION,
     "block_sparse_moe.router.layer": "ffn.router",
-    "block_sparse_moe.input_linear": "ffn.experts.{expert}.gate ffn.experts.{expert}.up",
-    "block_sparse_moe.output_linear": "ffn.experts.{expert}.down",
+    "block_sparse_moe.input_linear": "ffn.experts.{member}.gate ffn.experts.{member}.up",
+    "block_sparse_moe.output_linear": "ffn.experts.{member}.down",
 }
 SHARED = {"shared_mlp.input_linear": "ffn.shared.gate ffn.shared.up", "shared_mlp.output_linear": "ffn.shared.down"}
 

@@ -144,6 +144,7 @@ GATED = {"mlp.gate_proj": "ffn.gate", "mlp.up_proj": "ffn.up", "mlp.down_proj": 
 QKV = "attention.q attention.k attention.v"
 MOE = ("ffn.router", "ffn.experts.", "ffn.shared")  # parameters of layers with experts
 QK_NORMS = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
+HEAD_NORMS = {source: f"{parameter}.{{member}}" for source, parameter in QK_NORMS.items()}  # all of a layer in a stack
 
 
 @dataclass(frozen=True)
@@ -174,14 +175,14 @@ def weights(
     """
     layer = spec.layers[0]
     mixer = layer.mixer
-    if isinstance(mixer, Attention) and (mixer.head_norm is not None or mixer.projection_norm_eps is not None):
-        names = {**names, **QK_NORMS}
     sizes = {}
+    members = _members(spec)
     if isinstance(mixer, Attention):
+        if mixer.projection_norm_eps is not None or (mixer.head_norm is not None and mixer.head_norm.kind == "rms"):
+            names = {**names, **QK_NORMS}
         sizes = {"attention.q": mixer.heads * mixer.head_dim}
         sizes |= dict.fromkeys(("attention.k", "attention.v"), mixer.kv_heads * mixer.head_dim)
     dense = [one.ffn for one in spec.layers if isinstance(one.ffn, Dense)]
-    routed = [one.ffn for one in spec.layers if isinstance(one.ffn, MoE)]
     biased = _biased(mixer)
     biased |= dict.fromkeys(("ffn.gate", "ffn.up", "ffn.down"), any(ffn.bias for ffn in dense))
     biased |= dict.fromkeys(("attention_norm", "ffn_norm"), layer.norm.has_bias)
@@ -198,7 +199,7 @@ def weights(
                 tuple(sizes[parameter] for parameter in parameters if len(parameters) > 1 and parameter in sizes),
                 qkv_groups if filled == QKV else 1,
                 layers=layers if len(layers) < len(spec.layers) else None,
-                experts=routed[0].router.num_experts if routed and "{expert}" in filled else 0,
+                members=members.get(parameters[0].partition(".{member}")[0], 0) if "{member}" in filled else 0,
             )
             for kind in (("weight", "bias") if biased.get(parameters[0]) else ("weight",))
         ]
@@ -219,6 +220,14 @@ def weights(
         # computed from config.json, and the causal mask, stored by old versions
         ignored=(r".*\.rotary_emb\.inv_freq", r".*\.(attn|attention)\.(bias|masked_bias)"),
     )
+
+
+def _members(spec: ModelSpec) -> dict[str, int]:
+    """How many experts or heads there are, by what stands before `{member}` in parameters."""
+    mixer = spec.layers[0].mixer
+    experts = [layer.ffn.router.num_experts for layer in spec.layers if isinstance(layer.ffn, MoE)]
+    counts = {"attention.q_norm": mixer.heads, "attention.k_norm": mixer.kv_heads}
+    return {**counts, "ffn.experts": max(experts, default=0)}
 
 
 def _biased(mixer: Mixer) -> dict[str, bool]:

@@ -12,9 +12,9 @@ NAMES = {
     **PRE_NORMS,
     **ATTENTION,
     "block_sparse_moe.gate": "ffn.router",
-    "block_sparse_moe.experts.{expert}.w1": "ffn.experts.{expert}.gate",
-    "block_sparse_moe.experts.{expert}.w3": "ffn.experts.{expert}.up",
-    "block_sparse_moe.experts.{expert}.w2": "ffn.experts.{expert}.down",
+    "block_sparse_moe.experts.{member}.w1": "ffn.experts.{member}.gate",
+    "block_sparse_moe.experts.{member}.w3": "ffn.experts.{member}.up",
+    "block_sparse_moe.experts.{member}.w2": "ffn.experts.{member}.down",
 }
 
 

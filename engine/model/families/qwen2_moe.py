@@ -14,7 +14,7 @@ NAMES = {
     **ATTENTION,
     **GATED,  # in layers without experts
     "mlp.gate": "ffn.router",
-    **{f"mlp.experts.{{expert}}.{name}_proj": f"ffn.experts.{{expert}}.{name}" for name in ("gate", "up", "down")},
+    **{f"mlp.experts.{{member}}.{name}_proj": f"ffn.experts.{{member}}.{name}" for name in ("gate", "up", "down")},
 }
 SHARED = {
     "mlp.shared_expert_gate": "ffn.shared_gate",

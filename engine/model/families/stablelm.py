@@ -1,16 +1,22 @@
-"""StableLM (StableLmForCausalLM): Llama with layer norms, rope in a part of each head, and halves in parallel."""
+"""StableLM (StableLmForCausalLM): Llama with layer norms, rope in a part of each head, and halves in parallel; in
+StableLM 2 12B with layer norms of heads."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from serve_llm.engine.model.config import Config
 from serve_llm.engine.model.families.llama import ATTENTION, GATED, PRE_NORMS, read_decoder, weights
 from serve_llm.engine.model.spec import ModelSpec, Norm
 from serve_llm.engine.model.weight_map import WeightMap
 
+HEAD_NORMS = {
+    f"self_attn.{name}_layernorm.norms.{{member}}": f"attention.{name}_norm.{{member}}" for name in ("q", "k")
+}
+
 
 def read(config: Config) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (StableLmConfig)."""
-    config.refuse("qk_layernorm")  # a layer norm of every head, with weights of its own
     parallel = config.flag("use_parallel_residual", False)
     spec = read_decoder(
         config,
@@ -23,7 +29,12 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
         qkv_bias=config.flag("use_qkv_bias", False),
         placement="parallel" if parallel else "pre",
     )
-    norms = {"input_layernorm": "attention_norm"} if parallel else PRE_NORMS
+    names = ATTENTION | GATED | ({"input_layernorm": "attention_norm"} if parallel else PRE_NORMS)
+    if config.flag("qk_layernorm", False):
+        layer = spec.layers[0]
+        mixer = replace(layer.attention, head_norm=replace(layer.norm, bias=False))
+        spec = replace(spec, layers=(replace(layer, mixer=mixer),) * len(spec.layers))
+        names |= HEAD_NORMS
     config.ignore("hidden_dropout")
     config.done()
-    return spec, weights(spec, norms | ATTENTION | GATED)
+    return spec, weights(spec, names)

@@ -273,13 +273,6 @@ def test_phi3_refuses_biases_and_another_number_of_factors() -> None:
         read_model({**phi3, "rope_scaling": {"type": "longrope", "long_factor": [1.0] * 5, "short_factor": [1.0] * 5}})
 
 
-def test_stablelm_refuses_norms_of_heads() -> None:
-    stablelm = {**LLAMA, "architectures": ["StableLmForCausalLM"], "num_key_value_heads": 3}
-    assert spec_of(stablelm).layers[0].mixer.rope == Rope(10000.0, dims=2)
-    with pytest.raises(ModelError, match="qk_layernorm is not supported"):
-        read_model({**stablelm, "qk_layernorm": True})
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
