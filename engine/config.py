@@ -58,6 +58,7 @@ class Config:
     cpu_threads: int | None = None  # that each rank computes with; None: see `execute.threads`
     enforce_eager: bool = True  # no captured graphs of decode steps
     batch_invariant: bool = True  # a CPU is in any case
+    all_reduce: str = "nccl"  # "nccl" | "symmetric": of the GPUs of a tensor-parallel group
     ranks_per_gpu: int = 1  # more only where a card is to show what several would do
     async_scheduling: bool = False  # the next step is scheduled and begun before the ids of the last one are known
 
@@ -130,6 +131,7 @@ def resolve(
         cpu_threads=options.cpu_threads,
         enforce_eager=options.enforce_eager or device == "cpu",
         batch_invariant=options.batch_invariant or device == "cpu",
+        all_reduce=_all_reduce(options, device, dtype),
         # Between stages ids travel with the next batch, and other sequences fill the time.
         async_scheduling=device == "cuda" and options.pipeline_parallel_size == 1,
     )
@@ -195,6 +197,24 @@ def _kv_cache_dtype(asked: str, device: str) -> str:
     if asked == "int8" and device != "cpu":
         raise OptionError("--kv-cache-dtype: int8 is served on a CPU only; take auto, or --device cpu")
     return asked
+
+
+def _all_reduce(options: Options, device: str, dtype: str) -> str:
+    if options.all_reduce == "symmetric":
+        if device != "cuda":
+            raise OptionError("--all-reduce: symmetric is for GPUs; leave it away, or use --device cuda")
+        if options.tensor_parallel_size == 1:
+            raise OptionError(
+                "--all-reduce: one rank has nothing to sum; give a --tensor-parallel-size above 1, or leave it away"
+            )
+        if options.batch_invariant:
+            raise OptionError(
+                "--all-reduce: symmetric adds small tensors otherwise than large ones, and --batch-invariant wants all "
+                "alike; leave one of them away"
+            )
+        if dtype == "float16":
+            raise OptionError("--all-reduce: symmetric adds no float16; use --dtype bfloat16, or take nccl")
+    return options.all_reduce
 
 
 def _dtype(asked: str, checkpoint: str, device: str) -> str:

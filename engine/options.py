@@ -66,6 +66,13 @@ class Options:
         values.boolean,
         "on a GPU: tokens that do not depend on what else is computed, for some speed (always so on a CPU)",
     )
+    all_reduce: str = _option(
+        "nccl",
+        values.choice("nccl", "symmetric"),
+        "how GPUs of a tensor-parallel group sum what they have: nccl, or symmetric: small sums through memory that the "
+        "GPUs of one host map from each other, which has not been tried on hardware yet",
+        shown="nccl|symmetric",
+    )
     kv_cache_memory: int | None = _option(
         None,
         values.positive(values.parse_bytes),

@@ -70,13 +70,19 @@ class _Builder:
 
         assert self._store is not None
         name = f"tensor-parallel group of stage {self._grid.stage(self._rank)}"
+        hosts = [span.host_ids[peer] for peer in peers]
         if self._device.type == "cuda":
             in_order = self._begin.config.batch_invariant
             group = TorchGroup(
                 self._store, name, place, len(peers), self._address, PEER_SECONDS, self._backend, in_order
             )
-            return group if self._backend == "nccl" else StagedGroup(group)
-        hosts = [span.host_ids[peer] for peer in peers]
+            if self._backend == "gloo":
+                return StagedGroup(group)
+            if self._begin.config.all_reduce == "nccl":
+                return group
+            from serve_llm.engine.parallel.symmetric import symmetric_group
+
+            return symmetric_group(self._store, name, group, hosts, torch.device("cuda", torch.cuda.current_device()))
         local = shm_group(opened, hosts[:place].count(hosts[place])) if opened else Alone()
         if len(set(hosts)) == 1:
             return local

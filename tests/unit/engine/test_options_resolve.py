@@ -170,3 +170,16 @@ def test_expert_parallel_needs_experts_and_ranks() -> None:
 def test_shares_that_do_not_fit(options: dict[str, object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         decide(**options)
+
+
+def test_symmetric_all_reduce_is_for_gpus_of_a_group_that_may_differ_in_bits() -> None:
+    assert decide("cuda", tensor_parallel_size=2).all_reduce == "nccl"
+    assert decide("cuda", tensor_parallel_size=2, all_reduce="symmetric").all_reduce == "symmetric"
+    for why, device, options in (
+        ("is for GPUs", "cpu", {"tensor_parallel_size": 2}),
+        ("one rank has nothing to sum", "cuda", {}),
+        ("--batch-invariant", "cuda", {"tensor_parallel_size": 2, "batch_invariant": True}),
+        ("float16", "cuda", {"tensor_parallel_size": 2, "dtype": "float16"}),
+    ):
+        with pytest.raises(OptionError, match=f"^--all-reduce: .*{why}"):
+            decide(device, all_reduce="symmetric", **options)

@@ -1,0 +1,162 @@
+"""Which sums go through symmetric memory and which through NCCL, on fakes; and how torch's operators are called."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from serve_llm.engine.errors import OptionError
+from serve_llm.engine.parallel import symmetric
+from serve_llm.engine.parallel.symmetric import ONE_SHOT_BYTES, SYMMETRIC_BYTES, SymmetricGroup, TorchMemory
+from support.ranks import Meeting, MemoryGroup, run_together
+
+CPU = torch.device("cpu")
+WIDTH = 1024  # numbers of a row
+
+
+class Shared:
+    """The memory of all ranks of a group."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.buffer = torch.zeros(SYMMETRIC_BYTES, dtype=torch.uint8)
+        self.calls: list[tuple[str, int]] = []
+        self._meeting, self._rank = meeting, rank
+
+    def one_shot(self, part: Tensor, x: Tensor) -> None:
+        assert x.storage_offset() * x.element_size() % 16 == 0, "a thread would load from where it cannot"
+        self.calls.append(("one shot", x.nbytes))
+        part.copy_(x)
+        x.copy_(self._sum(part))
+
+    def in_place(self, part: Tensor) -> None:
+        self.calls.append(("in place", part.nbytes))
+        part.copy_(self._sum(part))
+
+    def _sum(self, part: Tensor) -> Tensor:
+        assert part.data_ptr() == self.buffer.data_ptr()
+        total = torch.zeros_like(part)
+        for x in self._meeting.exchange(self._rank, "symmetric", part):
+            total += x
+        return total
+
+
+class Ranks:
+    def __init__(self, size: int) -> None:
+        self.meeting = Meeting(size)
+        self.memories = [Shared(self.meeting, rank) for rank in range(size)]
+        self.groups = [
+            SymmetricGroup(MemoryGroup(self.meeting, rank), memory) for rank, memory in enumerate(self.memories)
+        ]
+
+    def all_reduce(self, xs: list[Tensor]) -> list[Tensor]:
+        return run_together(len(xs), lambda rank: self.groups[rank].all_reduce(xs[rank]), self.meeting.abort)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "way"),
+    [
+        (1, torch.bfloat16, "one shot"),
+        (ONE_SHOT_BYTES // WIDTH // 2, torch.bfloat16, "one shot"),
+        (ONE_SHOT_BYTES // WIDTH // 2 + 1, torch.bfloat16, "in place"),
+        (ONE_SHOT_BYTES // WIDTH // 4, torch.float32, "one shot"),
+        (SYMMETRIC_BYTES // WIDTH // 4, torch.float32, "in place"),
+        (SYMMETRIC_BYTES // WIDTH // 4 + 1, torch.float32, None),
+        (3, torch.float16, None),
+    ],
+)
+def test_the_way_follows_from_size_and_dtype(rows: int, dtype: torch.dtype, way: str | None) -> None:
+    ranks = Ranks(2)
+    xs = [torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(2)]
+    wanted = (xs[0].float() + xs[1].float()).to(dtype)
+    for found in ranks.all_reduce([x.clone() for x in xs]):
+        assert torch.equal(found, wanted)
+    size = rows * WIDTH * xs[0].element_size()
+    assert [memory.calls for memory in ranks.memories] == [[] if way is None else [(way, size)]] * 2
+    assert any("all_reduce" in call for call in ranks.meeting.calls) == (way is None)
+
+
+def test_one_after_the_other_through_the_same_memory() -> None:
+    """What stays in the buffer of a larger sum is in no smaller one, and no result is a view of the buffer."""
+    ranks = Ranks(3)
+    kept = []
+    for number, rows in enumerate((200, 1, 70, 2)):
+        wanted = torch.full((rows, WIDTH), 3.0 * number)
+        found = ranks.all_reduce([torch.full((rows, WIDTH), float(number + rank - 1)) for rank in range(3)])
+        kept += [(one, wanted) for one in found]
+    assert all(torch.equal(one, wanted) for one, wanted in kept)
+    assert [way for way, _ in ranks.memories[0].calls] == ["in place", "one shot", "in place", "one shot"]
+
+
+def test_odd_sizes_and_places() -> None:
+    ranks = Ranks(2)
+    odd = [torch.full((1, 3), rank + 1.0) for rank in range(2)]  # 12 bytes
+    assert all(found.tolist() == [[3.0] * 3] for found in ranks.all_reduce(odd))
+    assert ranks.memories[0].calls == []
+    shifted = [torch.full((5 + rank,), rank + 1.0)[1 + rank :].view(1, 4) for rank in range(2)]
+    assert all(found.tolist() == [[3.0] * 4] for found in ranks.all_reduce(shifted))
+    assert ranks.memories[0].calls == [("one shot", 16)]
+    assert ranks.all_reduce([torch.empty(0, 4), torch.empty(0, 4)])[1].shape == (0, 4)
+    gathered = run_together(2, lambda rank: ranks.groups[rank].all_gather(torch.tensor([rank])), ranks.meeting.abort)
+    assert torch.cat(gathered[1]).tolist() == [0, 1]
+
+
+def test_joining_registers_the_group_that_operators_look_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    class Torchs:
+        @staticmethod
+        def empty_strided_p2p(size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+            seen.append((size, stride, device))
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+        @staticmethod
+        def rendezvous(buffer: Tensor, name: str) -> SimpleNamespace:
+            found = c10d._resolve_process_group(name)
+            seen.append((found.rank(), found.size(), name))
+            return SimpleNamespace(multicast_ptr=4096)
+
+    monkeypatch.setattr(c10d, "_SymmetricMemory", Torchs)
+    store = c10d.HashStore()
+    group = symmetric.symmetric_group(store, "group of stage 3", MemoryGroup(Meeting(4), 2), ["here"] * 4, CPU)
+    assert seen == [((SYMMETRIC_BYTES,), (1,), CPU), (2, 4, "group of stage 3, symmetric memory")]
+    assert (group.rank, group.size) == (2, 4)
+    memory = group._memory
+    assert isinstance(memory, TorchMemory) and memory.by_switch and memory.buffer.nbytes == SYMMETRIC_BYTES
+
+
+def test_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match=r"--all-reduce: symmetric needs each .* group on one host, not on 2; take"):
+        symmetric.symmetric_group(c10d.HashStore(), "group of stage 0", MemoryGroup(Meeting(2), 0), ["a", "b"], CPU)
+    # A CPU has no such memory, and torch says so.
+    with pytest.raises(OptionError, match=r"--all-reduce: symmetric: .* cannot map each other's memory .*; take nccl"):
+        symmetric.symmetric_group(c10d.HashStore(), "group of stage 9", MemoryGroup(Meeting(2), 0), ["a", "a"], CPU)
+
+
+@pytest.mark.parametrize(("by_switch", "in_place"), [(True, "multimem_all_reduce_"), (False, "two_shot_all_reduce_")])
+def test_operators_are_called_as_they_are_declared(
+    by_switch: bool, in_place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {
+        "one_shot_all_reduce_copy_out": ["symm_buffer", "local_input", "reduce_op", "group_name", "out"],
+        in_place: ["input", "reduce_op", "group_name"],
+    }
+    called: list[tuple[str, tuple[Any, ...]]] = []
+    for name, names in arguments.items():
+        schema = str(getattr(torch.ops.symm_mem, name).default._schema)
+        assert re.findall(r"(\w+)[,)]", schema.partition(" ->")[0]) == names
+    fake = SimpleNamespace(**{name: lambda *args, name=name: called.append((name, args)) for name in arguments})
+    monkeypatch.setattr(torch.ops, "symm_mem", fake)
+    memory = TorchMemory(torch.empty(0), "a group", None, by_switch)  # type: ignore[arg-type]
+    part, x = torch.zeros(2), torch.ones(2)
+    memory.one_shot(part, x)
+    memory.in_place(part)
+    assert called == [
+        ("one_shot_all_reduce_copy_out", (part, x, "sum", "a group", x)),
+        (in_place, (part, "sum", "a group")),
+    ]
