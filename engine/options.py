@@ -69,8 +69,8 @@ class Options:
     all_reduce: str = _option(
         "nccl",
         values.choice("nccl", "symmetric"),
-        "how GPUs of a tensor-parallel group sum what they have: nccl, or symmetric: small sums through memory that the "
-        "GPUs of one host map from each other, which has not been tried on hardware yet",
+        "how the GPUs of a tensor-parallel group add what they have: nccl, or symmetric: small sums through memory "
+        "that the GPUs of one host map from each other, which has not run on hardware yet",
         shown="nccl|symmetric",
     )
     kv_cache_memory: int | None = _option(

@@ -110,8 +110,8 @@ def symmetric_group(
     """
     if len(set(hosts)) > 1:
         raise OptionError(
-            f"--all-reduce: symmetric needs each tensor-parallel group on one host, not on {len(set(hosts))}; take nccl, "
-            "or --pipeline-parallel-size across hosts"
+            f"--all-reduce: symmetric needs each tensor-parallel group on one host, not on {len(set(hosts))}; take "
+            "nccl, or --pipeline-parallel-size across hosts"
         )
     return SymmetricGroup(group, join(store, f"{name}, symmetric memory", group.rank, group.size, device))
 
