@@ -275,7 +275,7 @@ def _logits(step: Step, spec: ModelSpec, shard: Shard) -> int:
     """The head, over the rows that are sampled, and their hidden rows.
 
     As default requests are sampled: on a CPU in the head's dtype, without the float32 copy that adjusted rows need. In
-    a tensor-parallel group every rank gathers whole rows in float32; on a CPU its own are chosen from the head's first.
+    a tensor-parallel group every rank gathers whole rows; on a CPU its own are chosen from the head's first.
     """
     rows, outer = step.sampled * spec.width, spec.embedding_width or spec.width
     vocabulary = len(shard.vocabulary(spec.vocab_size))
@@ -284,6 +284,7 @@ def _logits(step: Step, spec: ModelSpec, shard: Shard) -> int:
     peak, logits = step.head(step.sampled, outer, vocabulary)
     peak = normed + max(peak, logits + (0 if step.on_cpu else step.wide(step.sampled * vocabulary)))
     if shard.grid.tensor > 1:
-        own, whole = step.sampled * vocabulary * FLOAT, step.sampled * spec.vocab_size * FLOAT
-        peak = max(peak, (2 * logits if step.on_cpu else own) + 2 * whole)
+        count = step.sampled * spec.vocab_size
+        whole, wide = count * step.element, 0 if step.on_cpu else step.wide(count)
+        peak = max(peak, (2 * logits if step.on_cpu else logits) + whole + max(whole, wide))
     return live + peak

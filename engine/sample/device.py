@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from serve_llm.engine.sample.edits import pack
-from serve_llm.engine.sample.sampler import Drawn, Sampled, SampleRow, draw_of
+from serve_llm.engine.sample.sampler import Drawn, Sampled, SampleRow, draw_of, is_greedy, is_plain
 from serve_llm.engine.types import TokenLogprobs
 from serve_llm.kernels.device_sampling import DeviceSampling, Edits
 
@@ -38,8 +38,10 @@ class Head(Protocol):
     """Of `vocabulary.Vocabulary` what is needed here."""
 
     size: int
+    is_shared_out: bool
 
     def whole(self, logits: Tensor, /) -> Tensor: ...
+    def likeliest(self, logits: Tensor, /) -> Tensor: ...
 
 
 class DeviceSampler:
@@ -52,17 +54,15 @@ class DeviceSampler:
 
     def start(self, logits: Tensor, rows: Sequence[SampleRow]) -> Drawn:
         """Begin what `Sampler.sample` does; logits: (rows, own columns or more), not to be changed but by later work
-        of the device. Rows with `Sampling.reads_history` have all their ids; of others their number is enough."""
-        logits = self._vocabulary.whole(logits)[:, : self._vocabulary.size]
-        scores = self._adjusted(logits, rows)
-        draws = np.array([draw_of(row) for row in rows], np.float64)
-        temperature, top_k, top_p, min_p, _ = draws.T
-        ids = self._kernels.choose(
-            scores,
-            self._transfer.to_device(draws),
-            sampled=bool((temperature > 0.0).any()),
-            filtered=bool(((top_k > 0.0) | (top_p < 1.0) | (min_p > 0.0)).any()),
-        )
+        of the device. Rows with `Sampling.reads_history` have all their ids; of others their number is enough.
+
+        Where ranks share out the columns, whole rows are gathered unless all want no more than the likeliest token.
+        """
+        if self._vocabulary.is_shared_out and all(is_plain(row) and is_greedy(row.sampling) for row in rows):
+            ids = self._vocabulary.likeliest(logits)
+        else:
+            logits = self._vocabulary.whole(logits)[:, : self._vocabulary.size]
+            ids = self._choose(logits, rows)
         arriving = [self._transfer.to_host(ids)]
         wanted = [place for place, row in enumerate(rows) if row.sampling.logprobs is not None]
         if wanted:
@@ -74,6 +74,17 @@ class DeviceSampler:
             return [_sampled(row, chosen[place], logprobs.get(place)) for place, row in enumerate(rows)]
 
         return Drawn(finish, lambda: arriving[-1].is_there, ids)
+
+    def _choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        scores = self._adjusted(logits, rows)
+        draws = np.array([draw_of(row) for row in rows], np.float64)
+        temperature, top_k, top_p, min_p, _ = draws.T
+        return self._kernels.choose(
+            scores,
+            self._transfer.to_device(draws),
+            sampled=bool((temperature > 0.0).any()),
+            filtered=bool(((top_k > 0.0) | (top_p < 1.0) | (min_p > 0.0)).any()),
+        )
 
     def _adjusted(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         """Logits with bias, bans and penalties: a copy in float32, if there are any."""

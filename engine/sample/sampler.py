@@ -85,6 +85,11 @@ def is_greedy(sampling: Sampling) -> bool:
     return sampling.temperature < GREEDY_BELOW
 
 
+def is_plain(row: SampleRow) -> bool:
+    """Whether the token is drawn from the logits as they are, and is all that is wanted."""
+    return row.sampling.logprobs is None and not is_adjusted(row.sampling, len(row.output_ids))
+
+
 def draw_of(row: SampleRow) -> Draw:
     """How a row's token is drawn, its noise included."""
     sampling = row.sampling

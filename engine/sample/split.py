@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from serve_llm.engine.parallel.comm import Group
-from serve_llm.engine.sample.penalties import is_adjusted
-from serve_llm.engine.sample.sampler import Drawn, Sampled, Sampler, SampleRow, is_greedy
+from serve_llm.engine.sample.sampler import Drawn, Sampled, Sampler, SampleRow, is_greedy, is_plain
 from serve_llm.engine.sample.vocabulary import Vocabulary
 
 FEW = 128  # the largest top_k for which candidates are gathered instead of whole rows
@@ -38,7 +37,7 @@ class SplitSampler:
         for place, row in enumerate(rows):
             ways[_way(row)].append(place)
         if places := ways["likeliest"]:
-            for place, token_id in zip(places, self._vocabulary.likeliest(logits[places]), strict=True):
+            for place, token_id in zip(places, self._vocabulary.likeliest(logits[places]).tolist(), strict=True):
                 found[place] = None if token_id < 0 else Sampled(token_id, None)
         if places := ways["candidates"]:
             ways["whole"] += self._sample_few(logits, rows, places, found)
@@ -63,9 +62,8 @@ class SplitSampler:
 
 
 def _way(row: SampleRow) -> str:
-    sampling = row.sampling
-    if sampling.logprobs is not None or is_adjusted(sampling, len(row.output_ids)):
+    if not is_plain(row):
         return "whole"
-    if is_greedy(sampling):
+    if is_greedy(row.sampling):
         return "likeliest"
-    return "candidates" if 0 < sampling.top_k <= FEW else "whole"
+    return "candidates" if 0 < row.sampling.top_k <= FEW else "whole"

@@ -27,17 +27,19 @@ class Vocabulary:
         self.size = sum(map(len, shares))
         self._widest = max(map(len, shares))
         self.group = group
+        self.is_shared_out = group.size > 1
         self.kernels = kernels
 
     def whole(self, logits: Tensor) -> Tensor:
-        """(rows, own) -> (rows, vocab_size), on every rank; float32 where ranks exchange them."""
-        if self.group.size == 1:
+        """(rows, own) -> (rows, vocab_size) of the same dtype, on every rank."""
+        if not self.is_shared_out:
             return logits
-        parts = self.group.all_gather(functional.pad(logits.float(), (0, self._widest - len(self._own))))
+        parts = self.group.all_gather(functional.pad(logits, (0, self._widest - len(self._own))))
         return torch.cat([part[:, : len(own)] for part, own in zip(parts, self._shares, strict=True)], 1)
 
-    def likeliest(self, logits: Tensor) -> list[int]:
-        """The id of each row's largest logit, of equal ones the lowest; -1 where that is not finite. On every rank."""
+    def likeliest(self, logits: Tensor) -> Tensor:
+        """(rows,) int64 on the device: the id of each row's largest logit, of equal ones the lowest; -1 where that is
+        not finite. On every rank, none of which waits for the device."""
         if self._own:
             ids = self.kernels.likeliest(logits)
             values = logits.gather(1, ids.unsqueeze(1)).squeeze(1).float()
@@ -46,8 +48,7 @@ class Vocabulary:
             ids = torch.zeros_like(values, dtype=torch.int64)
         values, ids = self._gather(values, ids)  # (ranks, rows)
         rank = values.argmax(0, keepdim=True)  # the first NaN, else the first of equals
-        found = torch.where(values.gather(0, rank).isfinite(), ids.gather(0, rank), -1)
-        return [int(token_id) for token_id in found[0].tolist()]
+        return torch.where(values.gather(0, rank).isfinite(), ids.gather(0, rank), -1)[0]
 
     def candidates(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor, list[int]]:
         """All that can be among each row's k largest logits or equal to the k-th, in the order of ids.

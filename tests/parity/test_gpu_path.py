@@ -76,6 +76,18 @@ def test_with_preemption_without_graphs_and_on_two_ranks(tmp_path: Path, monkeyp
     assert_same(generate(make_gpu_engine(tmp_path, monkeypatch, tensor=2, **OPTIONS), requests, arrivals), expected)
 
 
+def test_greedy_requests_on_three_ranks_exchange_no_whole_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocab_size = make_checkpoint(tmp_path, "llama")
+    requests = [greedy(number, [(7 * number + step) % vocab_size for step in range(5)], 9) for number in range(5)]
+    expected = generate(make_engine(tmp_path, **OPTIONS), requests)
+    engine = make_gpu_engine(tmp_path, monkeypatch, tensor=3, **OPTIONS)
+    tried = len(engine._executor.ranks.meetings[0].calls)  # type: ignore[attr-defined]
+    assert_same(generate(engine, requests), expected)
+    calls = engine._executor.ranks.meetings[0].calls[tried:]  # type: ignore[attr-defined]
+    gathered = {call for call in calls if call.startswith("all_gather")}
+    assert gathered and all(call.startswith("all_gather [2, ") for call in gathered), gathered
+
+
 def block_bytes(directory: Path) -> int:
     return make_engine(directory, **OPTIONS).layout.block_bytes
 

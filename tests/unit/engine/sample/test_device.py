@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from serve_llm.engine.execute.transfer import Transfer
+from serve_llm.engine.parallel.layout import shares
 from serve_llm.engine.sample.device import DeviceSampler
 from serve_llm.engine.sample.sampler import Sampled, Sampler, SampleRow
 from serve_llm.engine.sample.vocabulary import Vocabulary
 from serve_llm.engine.types import Sampling
+from serve_llm.kernels.device_sampling import ListSampling
 from serve_llm.kernels.reference import device_sampling, sampling
+from support.ranks import Meeting, MemoryGroup, run_together
 from support.triton import NO_TRITON, record
 
 VOCAB, PADDED = 203, 210
@@ -34,6 +37,7 @@ class Alone:
     """A vocabulary that is not shared out."""
 
     size = VOCAB
+    is_shared_out = False
 
     def whole(self, logits: Tensor) -> Tensor:
         return logits
@@ -118,6 +122,51 @@ def test_the_vocabulary_of_a_rank() -> None:
     rows, logits = [row(1)], random_logits(1)
     drawn = DeviceSampler(vocabulary, device_sampling, Transfer(CPU)).start(logits, rows)  # type: ignore[arg-type]
     assert drawn.finish() == expected(logits, rows)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_columns_that_ranks_share_out(dtype: torch.dtype, ranks: int) -> None:
+    """Every rank draws what one rank would, exchanges no more than it must, and no float32 of narrower logits."""
+    name = str(dtype)
+    whole = random_logits(12)[:, :VOCAB].to(dtype)
+    whole[5] = whole[5].round()  # with equals
+    whole[6, 150], whole[7, 2] = torch.nan, torch.inf
+    borders = list(shares(VOCAB, ranks))
+    widest = max(map(len, borders))
+    greedy = [row(number, temperature=0.0) for number in range(12)]
+    mixed = [*greedy[:11], row(11, temperature=0.8)]
+    for rows, call in ((greedy, "all_gather [2, 12] torch.float32"), (mixed, f"all_gather [12, {widest}] {name}")):
+        meeting = Meeting(ranks)
+
+        def draw(rank: int, rows: list[SampleRow] = rows, meeting: Meeting = meeting) -> tuple[list[str], Any, Any]:
+            log: list[str] = []
+            vocabulary = Vocabulary(borders, MemoryGroup(meeting, rank), ListSampling(device_sampling))
+            own = whole[:, borders[rank].start : borders[rank].stop]
+            drawn = DeviceSampler(vocabulary, Logged(log), LateTransfer(log)).start(own, rows)  # type: ignore[arg-type]
+            assert log[-1] == "to host" and drawn.ids is not None
+            return log, drawn.ids.tolist(), drawn.finish()
+
+        wanted = expected(whole, rows)
+        assert [place for place, sampled in enumerate(wanted) if sampled is None] == [6, 7]
+        for log, ids, found in run_together(ranks, draw, meeting.abort):
+            assert ids == [-1 if sampled is None else sampled.token_id for sampled in wanted]
+            assert found == wanted
+            assert log == ["to host", "wait"] or (rows is mixed and "choose sampled" in log)
+        assert meeting.calls == [call]
+
+
+def test_the_likeliest_of_ranks_is_not_read_from_the_device() -> None:
+    class Group:
+        rank, size = 1, 2
+
+        def all_gather(self, x: Tensor) -> list[Tensor]:
+            return [x, x]
+
+    vocabulary = Vocabulary([range(3), range(3, 9)], Group(), ListSampling(device_sampling))
+    assert vocabulary.likeliest(torch.empty((4, 6), device="meta", dtype=torch.bfloat16)).shape == (4,)
+    vocabulary = Vocabulary([range(9), range(9, 9)], Group(), ListSampling(device_sampling))
+    assert vocabulary.likeliest(torch.empty((4, 0), device="meta")).shape == (4,)
 
 
 def test_the_order_of_copies_and_kernels() -> None:
