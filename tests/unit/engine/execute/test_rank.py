@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from serve_llm.engine.errors import EngineError
 from serve_llm.engine.execute import control, rank
 from serve_llm.engine.execute.runner import Started
+from serve_llm.engine.execute.steps import SocketSource, SocketSteps
 from serve_llm.engine.parallel.encrypted import Endpoint
 from serve_llm.engine.parallel.shm import Closed
 from serve_llm.engine.schedule.batch import Batch, Chunk, ChunkResult
@@ -91,3 +93,46 @@ def test_a_rank_without_answers_waits_for_steps_alone() -> None:
     with pytest.raises(Closed):
         rank.compute(script, script, answers=False)  # type: ignore[arg-type]
     assert script.log == ["begin 0", "begin 1"]
+
+
+class TwoAtATime:
+    """A worker whose first step ends when the second has been begun; there is no third."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+
+    def start(self, batch: Batch) -> Started:
+        number = batch.chunks[0].start
+        if number == 2:
+            raise Closed("no more steps")
+        self.begun.append(number)
+        return Started(lambda: len(self.begun) == 2, lambda: [ChunkResult(token_id=number)])
+
+
+def test_a_rank_on_another_host_begins_the_next_step_while_one_is_computed() -> None:
+    endpoint = Endpoint("127.0.0.1", "secret")
+    steps = SocketSteps(endpoint, [3])
+
+    def compute() -> bool:
+        source = SocketSource(steps.url, "secret", 3)
+        assert not source.ready
+        try:
+            rank.compute(TwoAtATime(), source, answers=True)  # type: ignore[arg-type]
+        except Closed:
+            return True
+        finally:
+            source._socket.close()
+        return False
+
+    with ThreadPoolExecutor(1) as pool:
+        computed = pool.submit(compute)
+        try:
+            steps.connect(LIMIT)
+            for number in range(2):
+                steps.send(msgspec.msgpack.encode(Batch([], [Chunk(0, number, 1, [], True, [])])))
+            answers = [msgspec.msgpack.decode(steps.receive(LIMIT), type=list[ChunkResult]) for _ in range(2)]
+            steps.send(msgspec.msgpack.encode(Batch([], [Chunk(0, 2, 1, [], True, [])])))
+            assert computed.result(LIMIT)
+        finally:
+            endpoint.close()
+    assert [result.token_id for (result,) in answers] == [0, 1]
