@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from serve_llm.engine.parallel.staged import StagedGroup, StagedLink
-from support.ranks import MemoryGroup, Meeting, run_together
+from support.ranks import Meeting, MemoryGroup, run_together
 
 
 def test_a_group_is_that_of_the_host() -> None:
