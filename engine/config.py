@@ -117,7 +117,7 @@ def resolve(
         gpu_memory_utilization=options.gpu_memory_utilization,
         enable_prefix_caching=options.enable_prefix_caching,
         seed=options.seed or 0,
-        quantization=_quantization(options.quantization, stores_int8, device, dtype),
+        quantization=_quantization(options, stores_int8, device, dtype),
         kv_cache_dtype=_kv_cache_dtype(options.kv_cache_dtype, device),
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
@@ -174,7 +174,8 @@ def check(options: Options, model_max_len: int, num_layers: int, has_experts: bo
         )
 
 
-def _quantization(asked: str, stores_int8: bool, device: str, dtype: str) -> str:
+def _quantization(options: Options, stores_int8: bool, device: str, dtype: str) -> str:
+    asked = options.quantization
     if asked == "fp8":
         if device != "cuda":
             raise OptionError("--quantization: fp8 is served on a GPU only; on a CPU take int8")
@@ -183,6 +184,11 @@ def _quantization(asked: str, stores_int8: bool, device: str, dtype: str) -> str
         if dtype != "bfloat16":
             raise OptionError(
                 f"--quantization: fp8 needs --dtype bfloat16, not {dtype}: its products give no other type"
+            )
+        if options.batch_invariant:
+            raise OptionError(
+                "--batch-invariant: the products of --quantization fp8 are torch's, which add otherwise for another "
+                "number of rows; leave one of them away"
             )
         return "fp8"
     if not stores_int8 and asked != "int8":

@@ -48,7 +48,7 @@ def pack(weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = 
     return Functional(weight, bias, row_multiple=16)
 
 
-def pack_heads(weight: Tensor, pack: Callable[[Tensor], Linear]) -> Linear:
+def pack_heads(weight: Tensor, *, pack: Callable[[Tensor], Linear] = pack) -> Linear:
     """A product for each head: x (rows, heads, inputs) -> (rows, heads, outputs). weight: (heads, outputs, inputs).
     pack: for one of them, on a CPU; elsewhere it is one product of batched matrices."""
     if weight.device.type == "cpu":

@@ -37,6 +37,7 @@ class Kernels:
     rope_and_latent: Callable[[Tensor, Tensor, Tensor, float, rope.Angles | None, Tensor, Tensor], Tensor]
     activations: Mapping[str, Callable[[Tensor], Tensor]]  # silu_and_mul, gelu_tanh_and_mul, ...
     pack: Callable[..., linear.Linear]
+    pack_heads: Callable[[Tensor], linear.Linear]
     pack_int8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
     pack_fp8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
     pack_experts: Callable[[Iterable[tuple[linear.Linear, linear.Linear]], moe.Activation, range], moe.Experts]
@@ -63,6 +64,7 @@ PORTABLE = Kernels(
         )
     },
     pack=linear.pack,
+    pack_heads=linear.pack_heads,
     pack_int8=linear_int8.pack_int8,
     pack_fp8=linear_fp8.pack_fp8,
     pack_experts=moe.pack_experts,
@@ -105,7 +107,7 @@ def with_triton(batch_invariant: bool) -> Kernels | str:
         from serve_llm.kernels.triton.activation import ACTIVATIONS
         from serve_llm.kernels.triton.attention import paged_attention
         from serve_llm.kernels.triton.fp8 import quantise_rows
-        from serve_llm.kernels.triton.linear import pack
+        from serve_llm.kernels.triton.linear import pack, pack_heads
         from serve_llm.kernels.triton.moe import pack_experts
         from serve_llm.kernels.triton.norm import add_rms_norm, layer_norm, rms_norm
         from serve_llm.kernels.triton.rope import rope_and_cache, rope_and_latent
@@ -121,6 +123,7 @@ def with_triton(batch_invariant: bool) -> Kernels | str:
         rope_and_latent=rope_and_latent,
         activations={**PORTABLE.activations, **ACTIVATIONS},
         pack=pack if batch_invariant else linear.pack,
+        pack_heads=pack_heads if batch_invariant else linear.pack_heads,
         pack_fp8=partial(linear_fp8.pack_fp8, quantise=quantise_rows),
         pack_experts=partial(pack_experts, batch_invariant=batch_invariant),
         capturable=True,
@@ -138,6 +141,7 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
         rows, packer = RowKernels(found), Packer(found)
     except (OSError, AttributeError) as error:  # the latter: compiled from older sources
         return f"the compiled kernels cannot be loaded: {error}"
+    pack = packer.pack if _ours_are_faster() else linear.pack
     return replace(
         PORTABLE,
         paged_attention=found.paged_attention,
@@ -151,7 +155,8 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
             "gelu": rows.gelu,
             "gelu_tanh": rows.gelu_tanh,
         },
-        pack=packer.pack if _ours_are_faster() else linear.pack,
+        pack=pack,
+        pack_heads=partial(linear.pack_heads, pack=pack),
         pack_int8=partial(
             packer.pack_int8 if _ours_are_faster() and packer.has(torch.int8) else linear_int8.pack_int8,
             quantise=rows.quantise_rows,

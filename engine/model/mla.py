@@ -17,7 +17,6 @@ from serve_llm.engine.model import spec
 from serve_llm.engine.model.attention import elements
 from serve_llm.engine.model.build import Builder, Load, Part, RowWise
 from serve_llm.engine.model.inputs import GroupInputs, StepInputs
-from serve_llm.kernels.linear import pack_heads
 from serve_llm.kernels.rope import Angles
 
 
@@ -33,8 +32,8 @@ class LatentAttention:
         part = Part(0, elements(own, each))
         made = build.tensor("kv_up.weight", mixer.heads * each, mixer.kv_lora_rank, part=part)
         keys, values = made.view(self.heads, each, -1).split_with_sizes([mixer.nope_dim, mixer.value_dim], 1)
-        self.absorb = pack_heads(keys.transpose(1, 2), build.kernels.pack)
-        self.values = pack_heads(values, build.kernels.pack)
+        self.absorb = build.kernels.pack_heads(keys.transpose(1, 2))
+        self.values = build.kernels.pack_heads(values)
         self.output = _output(mixer, width, own, build)
 
     def forward(

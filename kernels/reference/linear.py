@@ -18,3 +18,9 @@ def pack(weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = 
         return (y if bias is None else y + bias.double()).to(x.dtype)
 
     return linear
+
+
+def pack_heads(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """Same contract as `kernels.linear.pack_heads`."""
+    wide = weight.double()
+    return lambda x: torch.einsum("rhi,hoi->rho", x.double(), wide).to(x.dtype)

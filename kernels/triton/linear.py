@@ -35,20 +35,36 @@ class Invariant:
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        (rows, inputs), outputs = x.shape, self.weight.shape[0]
-        y = x.new_empty((rows, outputs))
-        if y.numel() == 0:
-            return y
-        columns = block_columns(outputs, x.element_size())
-        grid = (triton.cdiv(rows, BLOCK_ROWS), triton.cdiv(outputs, columns))
-        _linear[grid](
-            *(x, self.weight, self.bias, y, rows, outputs, inputs),
-            *(BLOCK_ROWS, columns, BLOCK_INPUTS if x.element_size() == 2 else BLOCK_INPUTS // 2),
-            num_warps=4,
-            num_stages=4 if x.element_size() == 2 else 3,
-        )
+        y = x.new_empty((x.shape[0], self.weight.shape[0]))
+        _multiply(x.contiguous().unsqueeze(1), self.weight.unsqueeze(0), self.bias, y.unsqueeze(1))
         return y
+
+
+def pack_heads(weight: Tensor) -> Linear:
+    """See `kernels.linear.pack_heads`; for weights on a GPU. A row's result depends on that row alone."""
+    weight = weight.contiguous()
+
+    def each_head(x: Tensor) -> Tensor:
+        y = x.new_empty((x.shape[0], *weight.shape[:2]))
+        _multiply(x if x.stride(2) == 1 else x.contiguous(), weight, None, y)
+        return y
+
+    return each_head
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """x: (rows, heads, inputs), weight: (heads, outputs, inputs) dense -> y: (rows, heads, outputs)."""
+    if y.numel() == 0:
+        return
+    heads, outputs, inputs = weight.shape
+    columns = block_columns(heads * outputs, x.element_size())
+    grid = (triton.cdiv(len(x), BLOCK_ROWS), triton.cdiv(outputs, columns), heads)
+    _linear[grid](
+        *(x, weight, bias, y, len(x), outputs, inputs, *x.stride()[:2], *y.stride()[:2]),
+        *(BLOCK_ROWS, columns, BLOCK_INPUTS if x.element_size() == 2 else BLOCK_INPUTS // 2),
+        num_warps=4,
+        num_stages=4 if x.element_size() == 2 else 3,
+    )
 
 
 def block_columns(outputs: int, element_bytes: int) -> int:
@@ -66,16 +82,22 @@ def _linear(
     rows,
     outputs,
     inputs,
+    x_row,
+    x_head,
+    y_row,
+    y_head,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
 ):
-    """One tile of y. Programs that follow each other share their columns, so that a weight is read from memory once."""
+    """One tile of y, of one head. Programs that follow each other share their columns, so that a weight is read from
+    memory once."""
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    head = tl.program_id(2).to(tl.int64)
     step = tl.arange(0, BLOCK_INPUTS)
-    x_rows = x + row.to(tl.int64)[:, None] * inputs
-    weight_rows = weight + column.to(tl.int64)[None, :] * inputs
+    x_rows = x + head * x_head + row.to(tl.int64)[:, None] * x_row
+    weight_rows = weight + (head * outputs + column)[None, :] * inputs
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
     for start in range(0, inputs, BLOCK_INPUTS):
         at = start + step
@@ -85,4 +107,5 @@ def _linear(
     if bias is not None:
         total += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
     inside = (row < rows)[:, None] & (column < outputs)[None, :]
-    tl.store(y + row.to(tl.int64)[:, None] * outputs + column[None, :], total.to(y.dtype.element_ty), mask=inside)
+    places = y + head * y_head + row.to(tl.int64)[:, None] * y_row + column[None, :]
+    tl.store(places, total.to(y.dtype.element_ty), mask=inside)

@@ -104,11 +104,17 @@ def test_a_request_that_ends_while_its_next_step_is_computed_leaves_nothing_behi
     assert found[1].token_ids == first[:3] and found[2].token_ids == first
 
 
-def test_with_tritons_kernels_in_its_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("qwen3", {"num_hidden_layers": 2, "layer_types": None}), ("deepseek_v3", {"num_hidden_layers": 2})],
+)
+def test_with_tritons_kernels_in_its_interpreter(
+    family: str, sizes: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton", reason=NO_TRITON)
     kernels = table.with_triton(batch_invariant=True)
     assert isinstance(kernels, table.Kernels), kernels
-    vocab_size = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2, layer_types=None)
+    vocab_size = make_checkpoint(tmp_path, family, **sizes)
     requests = load(vocab_size, count=5)[0]
     requests = [replace(request, sampling=replace(request.sampling, max_tokens=5)) for request in requests]
     expected = generate(make_engine(tmp_path, **OPTIONS), requests)

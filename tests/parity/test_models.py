@@ -36,6 +36,7 @@ REFERENCE = Kernels(
     rope_and_latent=rope.rope_and_latent,
     activations={name: getattr(activation, name) for name in PORTABLE.activations},
     pack=linear.pack,
+    pack_heads=linear.pack_heads,
     pack_int8=linear_int8.pack_int8,
     pack_fp8=linear_fp8.pack_fp8,
     pack_experts=moe.pack_experts,

@@ -121,6 +121,8 @@ def test_fp8_is_for_gpus_and_bfloat16() -> None:
     for message, (device, dtype, stores_int8) in refused.items():
         with pytest.raises(OptionError, match=f"^--quantization: {message}"):
             decide(device, dtype, stores_int8=stores_int8, quantization="fp8")
+    with pytest.raises(OptionError, match=r"^--batch-invariant: the products of --quantization fp8"):
+        decide("cuda", quantization="fp8", batch_invariant=True)
 
 
 def test_an_int8_cache_is_for_cpus() -> None:

@@ -42,7 +42,7 @@ def test_a_gpu_has_tritons(dtype: torch.dtype, caplog: pytest.LogCaptureFixture)
 
 def test_what_is_batch_invariant() -> None:
     kernels = table.choose(GPU, torch.bfloat16, {64}, batch_invariant=True)
-    assert kernels.pack is linear.pack
+    assert kernels.pack is linear.pack and kernels.pack_heads is linear.pack_heads
     assert kernels.paged_attention.keywords == {"batch_invariant": True}  # type: ignore[attr-defined]
     assert kernels.pack_experts.func is moe.pack_experts  # type: ignore[attr-defined]
     assert kernels.pack_experts.keywords == {"batch_invariant": True}  # type: ignore[attr-defined]

@@ -44,6 +44,20 @@ def test_a_row_does_not_depend_on_the_others() -> None:
         assert torch.equal(layer(x[rows]), whole[rows])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_for_each_head(dtype: torch.dtype) -> None:
+    """From a part of wider rows, as latent attention has them; a row does not depend on the others."""
+    wide, weight = random(70, 3, 50, dtype=dtype, seed=1), random(3, 20, 37, dtype=dtype, seed=2)
+    x = wide[:, :, 5:42]
+    layer = linear.pack_heads(weight)
+    found = layer(x)
+    expected = definition.pack_heads(weight)(x)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1.6e-2 if dtype == torch.bfloat16 else 1e-5)
+    for rows in (slice(0, 1), slice(66, 67), slice(3, 69)):
+        assert torch.equal(layer(x[rows]), found[rows])
+    assert layer(x[:0]).shape == (0, 3, 20)
+
+
 def test_tiles_follow_the_weight_alone() -> None:
     assert [linear.block_columns(outputs, 2) for outputs in (8, 1024, 4096, 6144, 28672, 128256)] == [
         16,
@@ -67,3 +81,11 @@ def test_is_compiled_for_tensor_cores(capability: int) -> None:
     assert_fits(half)
     assert all(each.has_wgmma if capability == 90 else each.has_mma for each in half)
     assert_fits(compile_for(record(lambda: launch(28672, 4096, torch.float32)), capability), stack_bytes=256)
+
+    def heads(outputs: int, inputs: int) -> None:
+        x = torch.empty((7, 128, 576), dtype=torch.bfloat16, device="meta")[:, :, :inputs]
+        linear.pack_heads(torch.empty((128, outputs, inputs), dtype=torch.bfloat16, device="meta"))(x)
+
+    latent = compile_for(record(lambda: [heads(512, 128), heads(128, 512)]), capability)
+    assert_fits(latent)
+    assert all(each.has_wgmma if capability == 90 else each.has_mma for each in latent)
