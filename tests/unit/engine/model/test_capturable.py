@@ -1,0 +1,114 @@
+"""A decode step of every family on a GPU's kernels reads nothing back from the device, so that it can be captured.
+
+It is computed on meta tensors, which have no numbers: whoever wants one on the host gets an error, and so does whoever
+makes a tensor whose shape follows from numbers on the device. Kernels are noted and not run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from serve_llm.engine.model.build import Builder, Part, in_float32
+from serve_llm.engine.model.decoder import Decoder
+from serve_llm.engine.model.inputs import GroupInputs, StepInputs
+from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.model.shard import shard_of
+from serve_llm.engine.model.spec import MLA, Layer, ModelSpec
+from serve_llm.engine.parallel.comm import Neighbours
+from serve_llm.engine.parallel.layout import Grid
+from serve_llm.kernels import table
+from serve_llm.kernels.attention import Lengths
+from support.tiny import FAMILIES, WITH_EXPERTS, config_of
+from support.triton import NO_TRITON, record
+
+META = torch.device("meta")
+ROWS, BLOCKS, BLOCK_SIZE = 5, 9, 8
+
+
+class OnTheDevice(TorchDispatchMode):
+    """No operator meets a tensor of the host: what comes from there has come before the step."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        devices = {x.device.type for x in tree_leaves((args, kwargs, found)) if isinstance(x, Tensor)}
+        assert devices <= {"meta"}, f"{func} with tensors on {devices}"
+        return found
+
+
+def parameter(name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    sizes = list(shape)
+    if part is not None:
+        sizes[part.dimension] = len(part.own)
+    return torch.empty(sizes, dtype=dtype or (torch.float32 if in_float32(name) else torch.bfloat16), device=META)
+
+
+def decoder_of(spec: ModelSpec, batch_invariant: bool = False) -> Decoder:
+    kernels = table.with_triton(batch_invariant)
+    assert isinstance(kernels, table.Kernels), kernels
+    return Decoder(spec, Builder(parameter, kernels, shard_of(spec, Grid(), 0), Neighbours(), fp8=spec.fp8), META)
+
+
+def whole_numbers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=META)
+
+
+def step(spec: ModelSpec) -> StepInputs:
+    group = GroupInputs(whole_numbers(ROWS), whole_numbers(ROWS, 4, dtype=torch.int32))
+    return StepInputs(
+        ids=whole_numbers(ROWS),
+        positions=whole_numbers(ROWS),
+        query_starts=list(range(ROWS + 1)),
+        context_lens=[4 * BLOCK_SIZE] * ROWS,
+        groups=(group,) * len(spec.kv_groups),
+        lengths=Lengths(whole_numbers(ROWS + 1, dtype=torch.int32), whole_numbers(ROWS, dtype=torch.int32)),
+    )
+
+
+def cache_of(layer: Layer) -> Tensor:
+    mixer = layer.mixer
+    parts = 1 if isinstance(mixer, MLA) else 2
+    return torch.empty((BLOCKS, parts, mixer.kv_heads, BLOCK_SIZE, mixer.head_dim), dtype=torch.bfloat16, device=META)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_decode_step_reads_nothing_back(family: str, batch_invariant: bool) -> None:
+    pytest.importorskip("triton", reason=NO_TRITON)
+    spec, _ = read_model(config_of(family))
+    decoder = decoder_of(spec, batch_invariant)
+    assert decoder.capturable
+    made: list[Tensor] = []
+
+    def compute() -> None:
+        with torch.inference_mode(), OnTheDevice():
+            hidden = decoder.forward(step(spec), [cache_of(layer) for layer in spec.layers])
+            made.append(decoder.logits(hidden))
+
+    launches = {launch.kernel.name for launch in record(compute)}
+    assert (made[0].shape[0], made[0].device) == (ROWS, META)
+    assert "_product" in launches if family in WITH_EXPERTS else "_product" not in launches
+
+
+def test_what_would_be_noticed() -> None:
+    x = torch.empty(3, device=META)
+    with torch.inference_mode(), OnTheDevice():
+        assert (x + 1.0).shape == (3,)
+        with pytest.raises(RuntimeError):
+            x.tolist()
+        with pytest.raises(NotImplementedError):
+            x[x > 0]
+        with pytest.raises(AssertionError, match="cpu"):
+            x + torch.tensor([1.0, 2.0, 3.0]).to(META)
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_experts_in_8_bits_are_not_captured(family: str) -> None:
+    """They are computed one by one, those that have tokens: which, the host has to know."""
+    pytest.importorskip("triton", reason=NO_TRITON)
+    assert not decoder_of(read_model(config_of(family))[0].with_fp8()).capturable
