@@ -5,6 +5,7 @@ Every rank of a group makes the same calls in the same order, with tensors of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +28,23 @@ class Group(Protocol):
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """Every rank's x, in rank order; what is returned is the caller's."""
+
+
+class Exchange(Protocol):
+    """Ranks that share out the experts of every layer, each of another engine: they bring different rows."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """As in `Group`."""
+
+    def all_to_all(self, x: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
+        """x: (sum of rows[rank], ...), contiguous, receiver after receiver. rows[a][b]: how many a sends to b, the same
+        on all ranks. What all have sent to this one, sender after sender."""
 
 
 class Link(Protocol):
@@ -52,6 +70,9 @@ class Alone:
     def all_gather(self, x: Tensor) -> list[Tensor]:
         return [x]
 
+    def all_to_all(self, x: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
+        return x
+
 
 @dataclass(frozen=True)
 class Neighbours:
@@ -61,3 +82,4 @@ class Neighbours:
     previous: Link | None = None  # None: the first stage
     next: Link | None = None  # None: the last stage
     local_ranks: int = 1  # that share this host's cores and memory, those of other engines included
+    experts: Exchange = Alone()  # the ranks at this one's place in all engines that share out the experts

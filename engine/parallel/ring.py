@@ -156,19 +156,33 @@ class Reader:
         ring, capacity = self._ring, self._ring.capacity
         done = 0
         while done < len(target):
-            available = self._words[_line(0)] - self._read & _MASK
-            if not available:
-                ring.memory.wait(_line(0), self._read, self._line + 1, _deadline(seconds))
-                continue
-            ring.memory.fence()
-            size = min(len(target) - done, available)
+            size = min(len(target) - done, self._available(seconds))
             place = self._read % capacity
             first = min(size, capacity - place)
             target[done : done + first] = ring.data[place : place + first]
             target[done + first : done + size] = ring.data[: size - first]
             done += size
-            self._read = self._read + size & _MASK
-            ring.memory.fence()
-            self._words[self._line] = self._read
-            if self._words[_line(0) + 1]:
-                ring.memory.wake(self._line)
+            self._advance(size)
+
+    def skip(self, count: int, seconds: float | None = None) -> None:
+        """Pass over the next so many bytes. Errors as in `read_into`."""
+        while count:
+            size = min(count, self._available(seconds))
+            count -= size
+            self._advance(size)
+
+    def _available(self, seconds: float | None) -> int:
+        """Bytes that can be read now; at least one."""
+        memory = self._ring.memory
+        if self._words[_line(0)] == self._read:
+            memory.wait(_line(0), self._read, self._line + 1, _deadline(seconds))
+        memory.fence()
+        return self._words[_line(0)] - self._read & _MASK
+
+    def _advance(self, size: int) -> None:
+        memory = self._ring.memory
+        self._read = self._read + size & _MASK
+        memory.fence()
+        self._words[self._line] = self._read
+        if self._words[_line(0) + 1]:
+            memory.wake(self._line)

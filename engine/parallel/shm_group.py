@@ -8,8 +8,10 @@ the compiled library, it uses the memory of the same rings in its own way (`kern
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,6 +116,35 @@ class ShmGroup:
                 self._read(other, views[other][piece])
         return parts
 
+    def all_to_all(self, x: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
+        """See `Exchange`. A ring holds what its rank sends to all others; each of them skips what is not for it."""
+        received = [sent[self.rank] for sent in rows]
+        found = x.new_empty((sum(received), *x.shape[1:]))
+        parts = torch.split(found, received)
+        own = torch.split(x, list(rows[self.rank]))
+        parts[self.rank].copy_(own[self.rank])
+        unit = x.itemsize * math.prod(x.shape[1:])
+        start = sum(map(len, own[: self.rank])) * unit
+        before, behind = _bytes(x)[:start], _bytes(x)[start + len(own[self.rank]) * unit :]
+        spans = {other: _Span.of(rows[other], other, self.rank, unit) for other in self._readers}
+        views = {other: _bytes(parts[other]) for other in self._readers}
+        longest = max(len(before) + len(behind), *(span.length for span in spans.values()))
+        for piece in _pieces(0, longest, self._piece):
+            self._write(before[piece])
+            self._write(behind[max(0, piece.start - start) : max(0, piece.stop - start)])
+            for other, span in spans.items():
+                passed, wanted, left = span.within(piece)
+                self._skip(other, passed)
+                self._read(other, views[other][wanted])
+                self._skip(other, left)
+        return found
+
+    def _skip(self, other: int, count: int) -> None:
+        try:
+            self._readers[other].skip(count, PEER_SECONDS)
+        except TimeoutError:
+            raise _silent(f"rank {other} of its group") from None
+
     def _write(self, data: memoryview) -> None:
         try:
             self._writer.write(data, PEER_SECONDS)
@@ -125,6 +156,28 @@ class ShmGroup:
             self._readers[other].read_into(target, PEER_SECONDS)
         except TimeoutError:
             raise _silent(f"rank {other} of its tensor-parallel group") from None
+
+
+class _Span(NamedTuple):
+    """What of a rank's stream is for one reader, in bytes."""
+
+    start: int
+    stop: int
+    length: int  # of the stream
+
+    @classmethod
+    def of(cls, rows: Sequence[int], writer: int, reader: int, unit: int) -> _Span:
+        """rows: that the writer sends to each rank; its own are not in the stream. unit: bytes of a row."""
+        sent = [0 if rank == writer else count for rank, count in enumerate(rows)]
+        start = sum(sent[:reader])
+        return cls(start * unit, (start + sent[reader]) * unit, sum(sent) * unit)
+
+    def within(self, piece: slice) -> tuple[int, slice, int]:
+        """Of a piece of the stream: how much to skip, which part of what is for the reader follows, how much to skip
+        after it."""
+        first, last = min(piece.start, self.length), min(piece.stop, self.length)
+        start, stop = (min(max(border, first), last) for border in (self.start, self.stop))
+        return start - first, slice(start - self.start, stop - self.start), last - stop
 
 
 def _pieces(start: int, stop: int, size: int) -> Iterator[slice]:

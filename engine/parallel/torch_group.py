@@ -104,6 +104,7 @@ class _Backend(Protocol):
 
     def allreduce(self, tensors: list[Tensor]) -> dist.Work: ...
     def allgather(self, parts: list[list[Tensor]], tensors: list[Tensor]) -> dist.Work: ...
+    def alltoall_base(self, found: Tensor, x: Tensor, rows_found: list[int], rows: list[int]) -> dist.Work: ...
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
 
@@ -157,6 +158,15 @@ class TorchGroup:
         with self._failing("all-gather"):
             self._backend.allgather([parts], [sent]).wait()
         return [part.view(x.dtype).view(x.shape) for part in parts]
+
+    def all_to_all(self, x: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
+        """See `Exchange.all_to_all`. Any dtype: bytes are moved."""
+        counts = [sent[self.rank] for sent in rows]
+        sent = x.contiguous().flatten(1).view(torch.uint8)
+        found = sent.new_empty((sum(counts), sent.shape[1]))
+        with self._failing("all-to-all"):
+            self._backend.alltoall_base(found, sent, counts, list(rows[self.rank])).wait()
+        return found.view(x.dtype).view(len(found), *x.shape[1:])
 
     def link(self, other: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> TorchLink:
         """The link from this rank to the other, or from the other to this: the two use one direction of it."""

@@ -3,8 +3,8 @@ channel to other hosts (here over the loopback interface, so without a network),
 
 Run: PYTHONPATH=tests python -m bench.messages [--ranks 2] [--count 2000] [--ray] [--python]. Prints a table of us,
 then one JSON line. --ray: also with ranks that are Ray actors on this host, which should cost the same as processes.
---python: sums as they are without the compiled library. Needs as many free cores as ranks: on a busy machine the
-figures say how busy it is.
+--python: sums as they are without the compiled library, and the exchange between engines that share out experts. Needs
+as many free cores as ranks: on a busy machine the figures say how busy it is.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import torch
@@ -30,6 +31,7 @@ from serve_llm.engine.parallel.shm_group import ShmGroup, shm_group
 
 STEP_BYTES, ANSWER_BYTES = 2000, 200  # about what 32 running sequences need
 SHAPES = ((1, 896), (8, 896), (32, 896), (256, 896), (2048, 896))
+TOKENS = (1, 32, 256)  # of each engine
 RING_BYTES = 1 << 20
 WARM_UP = 50
 
@@ -54,9 +56,21 @@ def rank_main(rank: int, count: int, rings: list[Ring], python: bool) -> None:
     for shape in SHAPES:
         x = torch.randn(shape).bfloat16()
         found[f"all_reduce {list(shape)} bf16"] = microseconds(count, lambda x=x: group.all_reduce(x))
+    if isinstance(group, ShmGroup):
+        for tokens in TOKENS:
+            found[f"experts' rows there and back [{tokens}, 896] bf16"] = microseconds(
+                count // 4, partial(exchange, group, tokens)
+            )
     if rank == 0:
         print(json.dumps(found), flush=True)
     answer_steps(source)
+
+
+def exchange(group: ShmGroup, tokens: int) -> None:
+    """What a layer costs engines that share out 64 experts, of which each token goes through 8: evenly spread here."""
+    group.all_gather(torch.zeros(64, dtype=torch.int64))
+    rows = [[tokens * 8 // group.size] * group.size] * group.size
+    group.all_to_all(group.all_to_all(torch.ones(sum(rows[0]), 896, dtype=torch.bfloat16), rows), rows)
 
 
 def answer_steps(source: RingSource) -> None:

@@ -73,6 +73,29 @@ def test_all_gather_gives_everyone_their_own_copies(dtype: torch.dtype) -> None:
         assert [part.tolist() for part in parts] == [[[rank] * 3] * 2 for rank in range(3)]
 
 
+ROWS = [[2, 0, 5], [1, 3, 0], [0, 40, 0]]  # from rank to rank
+
+
+@pytest.mark.parametrize("capacity", [64, 1000, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_to_all_brings_each_its_rows_in_rank_order(capacity: int, dtype: torch.dtype) -> None:
+    inputs = [values(rank, sum(ROWS[rank]), dtype) for rank in range(3)]
+    expected = [torch.cat([inputs[a].split(ROWS[a])[b] for a in range(3)]) for b in range(3)]
+    back = [list(column) for column in zip(*ROWS, strict=True)]
+
+    def work(group: ShmGroup) -> tuple[Tensor, Tensor]:
+        arrived = group.all_to_all(inputs[group.rank], ROWS)
+        return arrived, group.all_to_all(arrived, back)
+
+    for rank, (arrived, returned) in enumerate(on_all(3, capacity, work)):
+        assert torch.equal(arrived, expected[rank]) and torch.equal(returned, inputs[rank])
+
+
+def test_all_to_all_without_rows() -> None:
+    found = on_all(2, 64, lambda group: group.all_to_all(torch.empty(0, 7), [[0, 0], [0, 0]]))
+    assert [tuple(arrived.shape) for arrived in found] == [(0, 7)] * 2
+
+
 def test_an_empty_tensor_has_an_empty_sum() -> None:
     assert [found.shape for found in on_all(2, 64, lambda group: group.all_reduce(torch.empty(0, 4)))] == [(0, 4)] * 2
 

@@ -39,6 +39,10 @@ for dtype in (torch.float32, torch.bfloat16):
         got[name, dtype] = one.all_reduce(x.clone())
         got[name, dtype, "rows"] = torch.cat([one.all_reduce(row.clone()[None]) for row in x])
 got["all"] = group.all_gather(torch.tensor([rank, rank + 10]))
+rows = [[1, 0, 2], [0, 0, 3], [4, 0, 0]]
+sent = torch.arange(sum(rows[rank]) * 2, dtype=torch.bfloat16).view(-1, 2) + 100 * rank
+got["to all"] = group.all_to_all(sent, rows)
+got["to all, none"] = group.all_to_all(sent[:0], [[0] * 3] * 3)
 got["spanning all"] = spanning.all_gather(torch.tensor([[rank == 1]]))
 if rank < 2:
     link = group.link(rank + 1, torch.float16)
@@ -105,6 +109,17 @@ def test_gathers_in_rank_order(got: list[dict[Any, Any]]) -> None:
         assert result["gathered"] == ["I am 0", "I am 1", "I am 2"]
         assert [part.tolist() for part in result["all"]] == [[0, 10], [1, 11], [2, 12]]
         assert [part.tolist() for part in result["spanning all"]] == [[[False]], [[True]], [[False]]]
+
+
+def test_all_to_all_in_rank_order(got: list[dict[Any, Any]]) -> None:
+    expected = [
+        [[0, 1], [200, 201], [202, 203], [204, 205], [206, 207]],
+        [],
+        [[2, 3], [4, 5], [100, 101], [102, 103], [104, 105]],
+    ]
+    for result, arrived in zip(got, expected, strict=True):
+        assert result["to all"].tolist() == arrived
+        assert result["to all, none"].shape == (0, 2)
 
 
 def test_links_keep_order_and_what_was_sent(got: list[dict[Any, Any]]) -> None:
