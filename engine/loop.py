@@ -11,6 +11,7 @@ from typing import Protocol
 
 from serve_llm.engine.config import Config
 from serve_llm.engine.execute.executor import Executor, StepResult
+from serve_llm.engine.parallel.lockstep import Apart, Steps
 from serve_llm.engine.schedule.batch import Batch
 from serve_llm.engine.schedule.policy import TokenBudget
 from serve_llm.engine.schedule.scheduler import Scheduler
@@ -41,8 +42,10 @@ class Engine:
         executor: Executor,
         clock: Callable[[], float] = time.monotonic,
         show: Callable[[Sequence[int]], None] = lambda ids: None,
+        steps: Steps | None = None,
     ) -> None:
-        """`show`: told the ids of the requests that are computed, before each step and after it."""
+        """`show`: told the ids of the requests that are computed, before each step and after it. steps: of engines that
+        need each other for each of theirs."""
         self.layout = executor.layout
         self.scheduler = Scheduler(
             self.layout.groups,
@@ -55,6 +58,7 @@ class Engine:
         )
         self._shares = 1 if config.async_scheduling else executor.depth
         self._executor = executor
+        self._steps = steps or Apart()
         self._clock = clock
         self._show = show
         self._budget = TokenBudget(config.max_num_batched_tokens, CPU_STEP_SECONDS if config.device == "cpu" else None)
@@ -68,7 +72,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._finished)
+        return self.scheduler.has_work or bool(self._finished) or self._steps.is_behind()
 
     def take(self, messages: list[ToEngine]) -> None:
         """Requests and aborts that arrived."""
@@ -88,9 +92,10 @@ class Engine:
             now = self._clock()
             limit = self._budget.next(self.scheduler.num_running, self.scheduler.num_waiting)
             batch = self.scheduler.schedule(limit, now, self._shares)
-            if not batch.chunks:
+            if not batch.chunks and not self._steps.is_behind():
                 break
             self._show(self.scheduler.in_flight)
+            self._steps.enter()
             self._under_way.append((batch, now, self._executor.execute(batch)))
         outputs, self._finished = self._finished, []
         num_tokens = 0
@@ -98,13 +103,21 @@ class Engine:
             batch, started, future = self._under_way.popleft()
             results = future.result()
             num_tokens = batch.num_tokens
-            self._budget.observe(num_tokens, self._clock() - started)
-            outputs += self.scheduler.commit(batch, results)
+            if num_tokens:  # else it was for other engines
+                self._budget.observe(num_tokens, self._clock() - started)
+                outputs += self.scheduler.commit(batch, results)
+                self._num_steps += 1
             self._show(self.scheduler.in_flight)
-            self._num_steps += 1
         stats = self.scheduler.stats()
         stats.num_steps, stats.step_tokens = self._num_steps, num_tokens
         return Step(outputs, stats)
+
+    def leave(self) -> None:
+        """There will be no more work: make the steps that other engines need, until they have none either."""
+        self._steps.leave()
+        while self._steps.follow():
+            self._steps.enter()
+            self._executor.execute(Batch([], [])).result()
 
 
 def run(engine: Engine, channel: Channel) -> None:
@@ -120,6 +133,9 @@ def run(engine: Engine, channel: Channel) -> None:
             continue
         checked = False
         if any(isinstance(message, Shutdown) for message in messages):
+            engine.leave()
             return
         engine.take(messages)
-        channel.send(engine.step())
+        step = engine.step()
+        if messages or step.outputs or step.stats.step_tokens:  # else it was for other engines
+            channel.send(step)
