@@ -27,6 +27,7 @@ from serve_llm.engine.execute.start import start_ranks
 from serve_llm.engine.hub import read_config
 from serve_llm.engine.logs import configure
 from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.parallel.lockstep import Lockstep
 from serve_llm.engine.pulse import Pulse, beside
 from serve_llm.engine.types import ModelFacts
 
@@ -41,11 +42,19 @@ class ZmqChannel:
         self._socket.set_hwm(0)  # nothing is dropped; what is open is bounded by the server's admission
         self._socket.setsockopt(zmq.LINGER, 1000)  # ms, for the last message
         self._socket.connect(address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+
+    def also_wake_for(self, socket: zmq.Socket[bytes]) -> None:
+        """`receive` returns, if only with what has arrived here, when something can be read from this socket."""
+        self._poller.register(socket, zmq.POLLIN)
 
     def receive(self, seconds: float | None) -> list[wire.ToEngine]:
-        messages: list[wire.ToEngine] = []
         timeout = None if seconds is None else int(seconds * 1000)
-        while self._socket.poll(0 if messages else timeout):
+        if timeout != 0:
+            self._poller.poll(timeout)
+        messages: list[wire.ToEngine] = []
+        while self._socket.poll(0):
             messages.append(wire.decode_to_engine(self._socket.recv()))
         return messages
 
@@ -99,9 +108,13 @@ def _serve(
     from serve_llm.engine import loop, startup
 
     logger.info("Engine modules imported in %.2f s", time.perf_counter() - began)
-    config, spec, weights = startup.resolve_all(start.options, start.directory, raw, choice)
-    executor = startup.build_executor(config, spec, weights, raw, roster)
-    engine = loop.Engine(config, executor, show=pulse.show)
+    config, spec, weights = startup.resolve_all(start.options, start.directory, raw, choice, start.engine)
+    lockstep = None
+    if start.meeting is not None:
+        lockstep = Lockstep(Path(start.meeting), start.engine, config.data_parallel_size)
+        channel.also_wake_for(lockstep.socket)
+    executor = startup.build_executor(config, spec, weights, raw, roster, lockstep)
+    engine = loop.Engine(config, executor, show=pulse.show, steps=lockstep)
     layout = executor.layout
     facts = ModelFacts(
         architecture=spec.architecture,
@@ -126,6 +139,8 @@ def _serve(
         raise
     finally:
         executor.close()
+        if lockstep is not None:
+            lockstep.close()
 
 
 def main() -> int:

@@ -27,8 +27,8 @@ class EngineClient:
     """Make it inside a running event loop, in which all its methods are called."""
 
     def __init__(self) -> None:
-        self._directory = tempfile.mkdtemp(prefix="serve-llm-")  # mode 700: only this user reaches the socket
-        self.address = f"ipc://{self._directory}/engine"
+        self.directory = tempfile.mkdtemp(prefix="serve-llm-")  # mode 700: only this user reaches the socket
+        self.address = f"ipc://{self.directory}/engine"
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)  # sends never block; what is open is bounded by admission
@@ -54,10 +54,19 @@ class EngineClient:
             raise EngineError("the engine is still starting")
         return self._facts
 
-    async def start(self, options: Options, directory: str, engine: int = 0, *, replaces: bool = False) -> None:
-        """Tell a connected engine what to serve, which of several it is, and whether it takes the place of one that has
-        served; wait until it is ready. Raises what it failed with."""
-        self._send(wire.Start(options, directory, engine, _ray_cluster(), replaces))
+    async def start(
+        self,
+        options: Options,
+        directory: str,
+        engine: int = 0,
+        *,
+        replaces: bool = False,
+        meeting: str | None = None,
+    ) -> None:
+        """Tell a connected engine what to serve, which of several it is, whether it takes the place of one that has
+        served, and where it meets others that it makes its steps with; wait until it is ready. Raises what it failed
+        with."""
+        self._send(wire.Start(options, directory, engine, _ray_cluster(), replaces, meeting))
         message = wire.decode_from_engine(await self._socket.recv())
         if isinstance(message, wire.Failed):
             self.failure = BY_NAME.get(message.kind, EngineError)(message.message)
@@ -117,7 +126,7 @@ class EngineClient:
         self._socket.close()
         self._context.term()
         self.pulse.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def _send(self, message: wire.ToEngine) -> None:
         self._socket.send(wire.encode(message))

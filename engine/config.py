@@ -54,6 +54,7 @@ class Config:
     executor_backend: str = "inprocess"  # "inprocess" | "mp" | "ray"
     step_timeout: float | None = None  # seconds; None: by the steps so far
     data_parallel_size: int = 1  # engines that share this host's memory and cores
+    data_parallel_rank: int = 0  # which of them this is
     allow_unknown_config: tuple[str, ...] = ()  # keys of config.json that are passed over
     cpu_threads: int | None = None  # that each rank computes with; None: see `execute.threads`
     enforce_eager: bool = True  # no captured graphs of decode steps
@@ -66,6 +67,11 @@ class Config:
     def element_bytes(self) -> int:
         """Of one weight."""
         return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def expert_engines(self) -> int:
+        """Engines that share out whole experts, and so make their steps together."""
+        return self.data_parallel_size if self.enable_expert_parallel else 1
 
     @property
     def cache_row(self) -> CacheRow:
@@ -92,6 +98,7 @@ def resolve(
     executor_backend: str,
     stores_int8: bool = False,
     has_experts: bool = False,
+    data_parallel_rank: int = 0,
 ) -> Config:
     """Decides everything that follows from the options, the model and the device.
 
@@ -100,6 +107,7 @@ def resolve(
     model_max_len: the most tokens that the model's positions allow. num_layers: of the model.
     executor_backend: "inprocess", "mp" or "ray", as `execute.choose` found.
     stores_int8: whether the checkpoint's layers are quantised to int8. has_experts: whether a layer of the model has.
+    data_parallel_rank: which of the engines this is.
     Raises OptionError when an option cannot work here, ModelError when the checkpoint's type is not served.
     """
     check(options, model_max_len, num_layers, has_experts)
@@ -127,6 +135,7 @@ def resolve(
         executor_backend=executor_backend,
         step_timeout=options.step_timeout,
         data_parallel_size=options.data_parallel_size,
+        data_parallel_rank=data_parallel_rank,
         allow_unknown_config=options.allow_unknown_config,
         cpu_threads=options.cpu_threads,
         enforce_eager=options.enforce_eager or device == "cpu",
@@ -167,10 +176,15 @@ def check(options: Options, model_max_len: int, num_layers: int, has_experts: bo
         )
     if options.enable_expert_parallel and not has_experts:
         raise OptionError("--enable-expert-parallel: this model has no experts; leave it away")
-    if options.enable_expert_parallel and tensor == 1:
+    if options.enable_expert_parallel and tensor == 1 and options.data_parallel_size == 1:
         raise OptionError(
-            "--enable-expert-parallel: one rank has all experts anyway; give a --tensor-parallel-size above 1, or "
-            "leave it away"
+            "--enable-expert-parallel: one rank has all experts anyway; give a --tensor-parallel-size or "
+            "--data-parallel-size above 1, or leave it away"
+        )
+    if options.experts_span_engines and stages > 1:
+        raise OptionError(
+            "--enable-expert-parallel: several engines (--data-parallel-size) share out experts only where each has "
+            "one stage; leave --pipeline-parallel-size away"
         )
 
 

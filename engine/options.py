@@ -225,8 +225,8 @@ class Options:
     enable_expert_parallel: bool = _option(
         False,
         values.boolean,
-        "each rank of a tensor-parallel group holds some of a layer's experts in whole, instead of a part of each; "
-        "numbers need not divide",
+        "each rank holds some of a layer's experts in whole, instead of a part of each; they are spread over all "
+        "engines of --data-parallel-size, which then make their steps together; numbers need not divide",
     )
     distributed_executor_backend: str | None = _option(
         None,
@@ -285,6 +285,11 @@ class Options:
     metrics_prefix: str = _option(
         "serve_llm_", values.metric_prefix, "beginning of every metric's name; `vllm:` serves dashboards made for vLLM"
     )
+
+    @property
+    def experts_span_engines(self) -> bool:
+        """Whether the data-parallel engines share out the experts, so that none can work without the others."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
 
     @classmethod
     def from_kwargs(cls, model: str, **options: object) -> Options:

@@ -23,7 +23,7 @@ from serve_llm.engine.machines import Machines
 from serve_llm.engine.model.config import passed_over
 from serve_llm.engine.model.count import weight_bytes
 from serve_llm.engine.model.registry import read_model, served
-from serve_llm.engine.model.shard import Shard, layers_of, shard_of
+from serve_llm.engine.model.shard import Shard, layers_of, own_shard
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.options import Options
 from serve_llm.engine.parallel.layout import Grid
@@ -109,7 +109,8 @@ class _Planner:
         if config.device == "cpu":
             local = -(-grid.size * config.data_parallel_size // self.machinery.nodes)
         stages = layers_of(self.spec, grid, layers)
-        shards = [Shard(grid, rank, stages[grid.stage(rank)], weights) for rank in range(grid.size)]
+        engines = config.expert_engines  # of which the first holds most
+        shards = [Shard(grid, rank, stages[grid.stage(rank)], weights, engines=engines) for rank in range(grid.size)]
         empty = [_empty_cache(self.spec, config, shard) for shard in shards]
         needed = empty[0].blocks_per_request(config.max_model_len, config.max_num_batched_tokens)
         ranks: list[RankPlan] = []
@@ -180,8 +181,12 @@ class _Planner:
 
     def has_devices(self, grid: Grid) -> bool:
         """Whether the ranks of all data-parallel engines find a place. A CPU takes any number."""
-        there = self.machinery.per_node * self.machinery.nodes
-        return self.config.device == "cpu" or grid.size * self.config.data_parallel_size <= there
+        return self.config.device == "cpu" or grid.size * self.config.data_parallel_size <= self.num_devices
+
+    @property
+    def num_devices(self) -> int:
+        """On which those ranks can be: engines that share out experts are on one node."""
+        return self.machinery.per_node * (self.machinery.nodes if self.config.expert_engines == 1 else 1)
 
     def suggest(self) -> tuple[GridPlan | None, GridPlan, str]:
         """The first candidate that fits, the last one looked at, and the reason."""
@@ -192,6 +197,8 @@ class _Planner:
         step = activations.peak_bytes(self.spec, stage, whole.layout.groups, self.config, self.config.element_bytes)
         last = Grid()
         for last, why in self.candidates():
+            if last.pipeline > 1 and self.config.expert_engines > 1:
+                break  # nor can they have stages
             each = step if last.tensor == 1 else 0  # whatever the layers of a stage, its step takes as much
             if self.has_devices(last) and least <= (alone.room - each) * last.size:  # else it lacks room anyhow
                 found = self.spread(last, None, None)
@@ -245,7 +252,7 @@ def _stated(planner: _Planner, options: Options) -> GridPlan | None:
     if not planner.has_devices(grid):
         raise OptionError(
             f"tensor-parallel x pipeline-parallel x data-parallel size needs {grid.size * options.data_parallel_size} "
-            f"GPUs, but there are {planner.machinery.per_node * planner.machinery.nodes}"
+            f"GPUs, but there are {planner.num_devices}"
         )
     return planner.spread(grid, options.tensor_parallel_split, options.pipeline_parallel_layers)
 
@@ -255,7 +262,7 @@ def describe_memory(spec: ModelSpec, config: Config, num_blocks: int) -> str:
     grid = Grid(config.tensor_parallel_size, config.pipeline_parallel_size)
     weights, caches = [], []
     for rank in range(grid.size):
-        shard = shard_of(spec, grid, rank, config.tensor_parallel_split, config.pipeline_parallel_layers)
+        shard = own_shard(spec, config, rank)
         weights.append(size_text(weight_bytes(spec, shard, config.element_bytes, config.device).held))
         caches.append(size_text(num_blocks * _empty_cache(spec, config, shard).block_bytes))
     return f"Weights: {' + '.join(weights)}, KV cache: {' + '.join(caches)}"

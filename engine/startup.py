@@ -11,6 +11,7 @@ from serve_llm.engine.config import Config, checkpoint_dtype, resolve
 from serve_llm.engine.errors import CapacityError
 from serve_llm.engine.execute import memory
 from serve_llm.engine.execute.choose import Choice, choose, look_around
+from serve_llm.engine.execute.columns import Columns
 from serve_llm.engine.execute.executor import Executor
 from serve_llm.engine.execute.executors.inprocess import InProcessExecutor
 from serve_llm.engine.execute.executors.mp import MpExecutor, start_ranks
@@ -23,6 +24,7 @@ from serve_llm.engine.model.spec import ModelSpec, PretrainedSpec
 from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.options import Options
 from serve_llm.engine.parallel.layout import Grid
+from serve_llm.engine.parallel.lockstep import Lockstep
 from serve_llm.engine.plan import describe_memory
 
 logger = logging.getLogger(__name__)
@@ -34,9 +36,10 @@ SLOW = (
 
 
 def resolve_all(
-    options: Options, directory: str, raw: dict[str, object], choice: Choice | None = None
+    options: Options, directory: str, raw: dict[str, object], choice: Choice | None = None, engine: int = 0
 ) -> tuple[Config, ModelSpec | PretrainedSpec, WeightMap | None]:
-    """Decide everything that can be decided before a weight is read. choice: of the executor, if made already.
+    """Decide everything that can be decided before a weight is read. choice: of the executor, if made already. engine:
+    index among the data-parallel ones.
 
     The weight map is None where transformers' own code is to be run."""
     spec: ModelSpec | PretrainedSpec
@@ -60,6 +63,7 @@ def resolve_all(
         stores_int8=isinstance(spec, ModelSpec) and spec.int8 is not None,
         has_experts=isinstance(spec, ModelSpec) and spec.has_experts,
         executor_backend=choice.backend,
+        data_parallel_rank=engine,
     )
     logger.info(
         "Loading %s (%s) from %s as %s on %s, up to %d tokens per request",
@@ -91,23 +95,26 @@ def build_executor(
     weights: WeightMap | None,
     raw: dict[str, object],
     roster: Roster | None = None,
+    lockstep: Lockstep | None = None,
 ) -> Executor:
     """Load the model on all ranks and allocate the KV cache. Raises CapacityError if that is too small.
 
     spec, weights: as `resolve_all` gave them. raw: config.json. roster: ranks that have been started for this; they end
-    with the executor.
+    with the executor. lockstep: with the engines that share out experts.
     """
     grid = Grid(config.tensor_parallel_size, config.pipeline_parallel_size)
     if isinstance(spec, ModelSpec):
-        for line in describe_split(spec, grid, config.tensor_parallel_split, config.pipeline_parallel_layers):
+        split, layers = config.tensor_parallel_split, config.pipeline_parallel_layers
+        for line in describe_split(spec, grid, split, layers, engines=config.expert_engines):
             logger.info("%s", line)
+    column_of = Columns(config, lockstep).of if lockstep is not None else None
     executor: Executor
     if config.executor_backend == "inprocess":
-        executor = InProcessExecutor(config, spec, weights)
+        executor = InProcessExecutor(config, spec, weights, column_of)
     else:
         assert isinstance(spec, ModelSpec), "several ranks have a family's model"
         assert roster is not None or config.executor_backend == "mp", "the engine process starts ranks on Ray"
-        executor = MpExecutor(config, spec, raw, roster or start_ranks(grid.size))
+        executor = MpExecutor(config, spec, raw, roster or start_ranks(grid.size), column_of)
     try:
         if isinstance(spec, ModelSpec):
             logger.info("%s", describe_memory(spec, config, executor.layout.num_blocks))

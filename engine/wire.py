@@ -25,6 +25,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     engine: int = 0  # index among the options.data_parallel_size engines
     ray: RayCluster | None = None
     replaces: bool = False  # another engine, which has served
+    meeting: str | None = None  # directory where engines that make their steps together find each other
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):

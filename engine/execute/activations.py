@@ -150,16 +150,20 @@ def _ffn(step: Step, ffn: Dense, width: int, columns: int, rows: int, read: int 
 
 
 def _experts(step: Step, ffn: MoE, width: int, shard: Shard, rows: int) -> int:
-    """Where one expert gets all tokens, as `kernels.moe` computes it; then the sum, and the shared expert's. On a GPU
-    all experts are computed together, but those in 8 bits."""
+    """Where one expert gets all tokens, those of other engines included, as `kernels.moe` computes it; then the sum,
+    and the shared expert's. On a GPU all experts are computed together, but those in 8 bits."""
     each, wide = rows * width * step.element, step.wide(rows * width)
     top_k, columns = ffn.router.top_k, len(shard.expert_columns(ffn)) if shard.experts(ffn) else 0
     made = top_k * each
+    computed = top_k if shard.engines == 1 else min(top_k, len(shard.experts(ffn))) * shard.engines  # of each row
     if step.on_cpu or step.in_8_bits:
-        expert = _ffn(step, ffn.expert, width, columns, rows, read=each) if columns else 0
-        peak = made + max(expert, 2 * wide or each)
+        busiest = shard.engines * rows
+        expert = _ffn(step, ffn.expert, width, columns, busiest, read=shard.engines * each) if columns else 0
+        peak = computed * each + max(expert, 2 * wide or each)
     else:
-        peak = max(_ffn(step, ffn.expert, width, columns, top_k * rows), made + each)
+        peak = max(_ffn(step, ffn.expert, width, columns, computed * rows), computed * each + each)
+    if shard.engines > 1:  # what comes from all of them, beside what is made of it; what was sent, what comes back
+        peak = max(computed * each + peak, made + computed * each, 3 * made)
     peak += top_k * rows * CHOICE
     if ffn.shared is None:
         return peak

@@ -64,6 +64,13 @@ class Rings(msgspec.Struct, frozen=True):
     next: Handle | None  # to the next stage
 
 
+class Column(msgspec.Struct, frozen=True):
+    """How a rank reaches those at its place in the engines with which it shares out experts."""
+
+    rings: list[Handle]  # of all of them, engine by engine; on GPUs none
+    store_port: int  # on GPUs: of the key-value store on this host where they meet
+
+
 class RingEnds(msgspec.Struct, tag=True, frozen=True):
     """How a rank on the engine's host gets steps."""
 
@@ -110,6 +117,7 @@ class Begin(msgspec.Struct, tag=True, frozen=True):
     steps: RingEnds | StepsUrl
     rings: Rings
     span: Span | None  # None: all ranks are on one host
+    column: Column | None = None  # None: no other engine holds experts
 
 
 class Allocate(msgspec.Struct, tag=True, frozen=True):

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from serve_llm.engine.execute.control import LOOPBACK, Begin, Wire, Wired
+from serve_llm.engine.config import Config
+from serve_llm.engine.execute.control import LOOPBACK, Begin, Column, Wire, Wired
 from serve_llm.engine.execute.wiring import HostWiring
-from serve_llm.engine.parallel.comm import Alone, Group, Link, Neighbours
+from serve_llm.engine.parallel.comm import Alone, Exchange, Group, Link, Neighbours
 from serve_llm.engine.parallel.hosts import interface_of
 from serve_llm.engine.parallel.layout import Grid
 from serve_llm.engine.parallel.ring import Ring
 from serve_llm.engine.parallel.shm import Handle
-from serve_llm.engine.parallel.shm_group import PEER_SECONDS, ShmLink, shm_group
+from serve_llm.engine.parallel.shm_group import PEER_SECONDS, ShmGroup, ShmLink, shm_group
 from serve_llm.engine.parallel.staged import StagedGroup, StagedLink
 
 if TYPE_CHECKING:
@@ -38,7 +39,21 @@ def make(request: Wire, address: str) -> tuple[Wired, object]:
 def neighbours_of(grid: Grid, rank: int, begin: Begin, address: str) -> Neighbours:
     """address: this host's, for ranks on others. Waits for them; raises EngineError."""
     builder = _Builder(grid, rank, begin, address or LOOPBACK)
-    return Neighbours(builder.group(), builder.previous(), builder.next(), begin.local_ranks)
+    experts = exchange_of(begin.column, begin.config, grid.place(rank))
+    return Neighbours(builder.group(), builder.previous(), builder.next(), begin.local_ranks, experts)
+
+
+def exchange_of(column: Column | None, config: Config, place: int) -> Exchange:
+    """With the ranks at this place of the other engines. Waits for them; raises EngineError."""
+    if column is None:
+        return Alone()
+    if column.rings:
+        return ShmGroup([Ring.open(ring) for ring in column.rings], config.data_parallel_rank)
+    from serve_llm.engine.parallel.torch_group import TorchGroup, join_store
+
+    store = join_store(LOOPBACK, column.store_port, PEER_SECONDS)
+    name, rank = f"holders of experts at place {place}", config.data_parallel_rank
+    return TorchGroup(store, name, rank, config.data_parallel_size, LOOPBACK, PEER_SECONDS, "nccl")
 
 
 class _Builder:

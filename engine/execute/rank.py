@@ -94,7 +94,7 @@ def run(link: Control, rank: int, directory: str | None = None) -> None:
     from serve_llm.engine.execute.neighbours import neighbours_of
     from serve_llm.engine.execute.worker import Worker
     from serve_llm.engine.model.registry import read_model, served
-    from serve_llm.engine.model.shard import shard_of
+    from serve_llm.engine.model.shard import own_shard
 
     begin, kept = link.wire()
     config = begin.config if directory is None else replace(begin.config, directory=directory)
@@ -109,8 +109,7 @@ def run(link: Control, rank: int, directory: str | None = None) -> None:
     link.say(control.Joined())
     spec, weights = read_model(json.loads(begin.model), config.allow_unknown_config)
     spec = served(spec, config)
-    shard = shard_of(spec, grid, rank, config.tensor_parallel_split, config.pipeline_parallel_layers)
-    worker = Worker(config, spec, weights, shard, neighbours)
+    worker = Worker(config, spec, weights, own_shard(spec, config, rank), neighbours)
     link.say(control.Loaded(worker.num_blocks, worker.threads))
     layout = worker.allocate(link.hear(control.Allocate).num_blocks)
     link.say(control.Ready(layout))

@@ -54,6 +54,7 @@ class Model(Protocol):
 
     def forward(self, inputs: StepInputs, caches: Sequence[Tensor], rows: Tensor | None = None) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
+    def idle(self, dtype: torch.dtype) -> None: ...
 
 
 class Runner:
@@ -107,7 +108,11 @@ class Runner:
     @shortage.told_as(EngineError, "in a step")
     @torch.inference_mode()
     def start(self, batch: Batch) -> Started:
-        """Begin with a batch. On a GPU others may be begun before it ends, else all has been computed already."""
+        """Begin with a batch, which is empty only where other engines need the experts here. On a GPU others may be
+        begun before it ends, else all has been computed already."""
+        if not batch.chunks:
+            self._decoder.idle(getattr(torch, self._config.dtype))
+            return NOTHING
         self._rows.apply(batch)
         chunks, results = batch.chunks, [ChunkResult() for _ in batch.chunks]
         step = self._rows.gather(chunks)

@@ -33,6 +33,11 @@ def start_ranks(
     choice = choose(facts := look_around(options, given is not None and given.placement_group is not None))
     if choice.backend == "inprocess":
         return choice, None
+    if choice.backend == "ray" and options.experts_span_engines:
+        raise OptionError(
+            f"--enable-expert-parallel: several engines (--data-parallel-size) share out experts on one host only, and "
+            f"not on Ray, which was chosen because {choice.reason}; take --distributed-executor-backend mp"
+        )
     if choice.backend == "mp":
         memory.check_ranks(len(shares(facts.num_ranks, facts.num_nodes)[0]), memory.free_memory())
         if facts.num_nodes > 1:

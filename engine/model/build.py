@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model import norm
+from serve_llm.engine.model.dispatch import Dispatch
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import Int8, Norm
 from serve_llm.engine.parallel.comm import Neighbours
@@ -56,6 +57,7 @@ class Builder:
     int8: Int8 | None = None
     fp8: bool = False  # of all products; not beside int8
     prefix: str = ""
+    dispatches: list[Dispatch] = field(default_factory=list)  # of all layers that have been built, in their order
 
     def within(self, name: str) -> Builder:
         """A builder whose names start with this builder's prefix and `name`."""
@@ -106,6 +108,11 @@ class Builder:
     def rows(self, name: str, outputs: int, inputs: int, own: range, *, bias: bool = False) -> RowWise:
         """Row-parallel: takes the inputs in `own` only, (rows, len(own)), and sums what all ranks of the stage have."""
         return self.summed(self.addend(name, outputs, inputs, own, bias=bias))
+
+    def spread(self, dispatch: Dispatch) -> Dispatch:
+        """Experts that the decoder must also call in steps without tokens."""
+        self.dispatches.append(dispatch)
+        return dispatch
 
     def summed(self, addend: RowWise) -> RowWise:
         """The sum of what all ranks of the stage compute."""

@@ -28,7 +28,8 @@ class Decoder:
 
     def __init__(self, spec: ModelSpec, build: Builder, device: torch.device) -> None:
         shard, neighbours = build.shard, build.neighbours
-        waits = spec.fp8 and spec.has_experts  # such experts are computed one by one, those that have tokens
+        # Where experts are computed one by one, those that have tokens, or other engines are told how many each has.
+        waits = spec.has_experts and (spec.fp8 or neighbours.experts.size > 1)
         self.capturable = build.kernels.capturable and not waits
         outer = spec.embedding_width or spec.width
         own = Part(0, shard.vocabulary(spec.vocab_size))
@@ -40,6 +41,7 @@ class Decoder:
             self._enter = received(spec.width, neighbours.previous)
         layers = [Layer(spec.layers[index], spec.width, build.within(f"layers.{index}")) for index in shard.layers]
         self._layers = layers
+        self._dispatches, self._width, self._device = build.dispatches, spec.width, device
         self._first = enter(layers[0].first)
         self._joins = [join(layer.last, following.first) for layer, following in pairwise(layers)]
         self._joins.append(join(layers[-1].last, None))
@@ -78,6 +80,12 @@ class Decoder:
         if self._send is not None:
             self._send(hidden)
         return hidden
+
+    def idle(self, dtype: torch.dtype) -> None:
+        """A step without tokens: only what other engines ask of the experts here. dtype: of the model."""
+        nothing = torch.empty((0, self._width), dtype=dtype, device=self._device)
+        for dispatch in self._dispatches:
+            dispatch.idle(nothing)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """On the last stage. hidden: (rows, width) as from `forward` -> (rows, own part of the vocabulary)."""

@@ -2,6 +2,7 @@
 
 Every rank routes all tokens, which gives the same choice everywhere, as the rows are the same to the last bit. It then
 computes what it holds: its columns of every expert, or its own experts in whole. One sum over the ranks ends both.
+Where whole experts are shared out among engines as well, `dispatch` asks the others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from serve_llm.engine.model.build import Builder, RowWise
+from serve_llm.engine.model.dispatch import Dispatch
 from serve_llm.engine.model.ffn import activation_of, dense_addend, products
 from serve_llm.engine.model.spec import ExpertGroups, MoE, Router
 
@@ -28,6 +30,8 @@ def moe(ffn: MoE, width: int, build: Builder) -> RowWise:
         activation_of(ffn.expert, build),
         own,
     )
+    if build.neighbours.experts.size > 1:
+        experts = build.spread(Dispatch(experts, build.shard.expert_spans(ffn), build.neighbours.experts))
     correction = build.tensor("router.correction", count) if ffn.router.correction else None
     choose = chooser(ffn.router, correction)
     shared = None if ffn.shared is None else dense_addend(ffn.shared, width, build.within("shared"))

@@ -123,6 +123,9 @@ class PretrainedDecoder:
         """See `Decoder.logits`."""
         return logits_of(self._head, hidden)
 
+    def idle(self, dtype: torch.dtype) -> None:
+        """See `Decoder.idle`: no other engine asks anything of this one."""
+
 
 def logits_of(head: PreTrainedModel, hidden: Tensor) -> Tensor:
     """head: as `take_apart` gives it. hidden: (rows, width) -> (rows, vocabulary)."""

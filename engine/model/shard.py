@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from serve_llm.engine.config import Config
 from serve_llm.engine.model.spec import MLA, Dense, KVGroup, Layer, Mixer, ModelSpec, MoE
 from serve_llm.engine.parallel.layout import Grid, HeadShare, head_shares, shares, stage_layers
 
@@ -20,6 +21,8 @@ class Shard:
     rank: int
     layers: range  # of the whole model's
     weights: tuple[float, ...] | None = None  # --tensor-parallel-split
+    engine: int = 0  # which of the engines that share out whole experts
+    engines: int = 1
 
     @property
     def place(self) -> int:
@@ -63,8 +66,16 @@ class Shard:
 
     def experts(self, ffn: MoE) -> range:
         """Those of which a part is here."""
+        return self.expert_spans(ffn)[self.engine]
+
+    def expert_spans(self, ffn: MoE) -> tuple[range, ...]:
+        """The same of this rank's place in every engine. Together they are what one engine alone would have here, so
+        that sums over experts have the order that they would have there."""
         count = ffn.router.num_experts
-        return shares(count, self.grid.tensor, self.weights)[self.place] if ffn.whole else range(count)
+        if not ffn.whole:
+            return (range(count),)
+        own = shares(count, self.grid.tensor, self.weights)[self.place]
+        return tuple(own[part.start : part.stop] for part in shares(len(own), self.engines))
 
     def expert_columns(self, ffn: MoE) -> range:
         """Columns of the inner dimension of each of them."""
@@ -94,9 +105,26 @@ def shard_of(
     rank: int,
     weights: tuple[float, ...] | None = None,
     layers: Sequence[int] | None = None,
+    *,
+    engine: int = 0,
+    engines: int = 1,
 ) -> Shard:
-    """The part of `rank`. layers: how many each stage gets (--pipeline-parallel-layers), by default as costs say."""
-    return Shard(grid, rank, layers_of(spec, grid, layers)[grid.stage(rank)], weights)
+    """The part of `rank`. layers: how many each stage gets (--pipeline-parallel-layers), by default as costs say.
+    engine, engines: as in `Shard`."""
+    return Shard(grid, rank, layers_of(spec, grid, layers)[grid.stage(rank)], weights, engine, engines)
+
+
+def own_shard(spec: ModelSpec, config: Config, rank: int) -> Shard:
+    """The part of a rank of the engine that has this configuration."""
+    return shard_of(
+        spec,
+        Grid(config.tensor_parallel_size, config.pipeline_parallel_size),
+        rank,
+        config.tensor_parallel_split,
+        config.pipeline_parallel_layers,
+        engine=config.data_parallel_rank if config.expert_engines > 1 else 0,
+        engines=config.expert_engines,
+    )
 
 
 def layers_of(spec: ModelSpec, grid: Grid, layers: Sequence[int] | None = None) -> tuple[range, ...]:
@@ -136,11 +164,16 @@ def dense_cost(ffn: Dense, width: int) -> float:
 
 
 def describe_split(
-    spec: ModelSpec, grid: Grid, weights: tuple[float, ...] | None = None, layers: Sequence[int] | None = None
+    spec: ModelSpec,
+    grid: Grid,
+    weights: tuple[float, ...] | None = None,
+    layers: Sequence[int] | None = None,
+    *,
+    engines: int = 1,
 ) -> list[str]:
     """For the start-up log: how much each rank and each stage gets. Nothing if there is one rank. Arguments as
     `shard_of` takes them."""
-    shards = [shard_of(spec, grid, rank, weights, layers) for rank in range(grid.size)]
+    shards = [shard_of(spec, grid, rank, weights, layers, engines=engines) for rank in range(grid.size)]
     places, lines = shards[: grid.tensor], []
 
     def say(what: str, own: Iterable[range]) -> str:
@@ -155,12 +188,17 @@ def describe_split(
         for ffn in dict.fromkeys(layer.ffn for layer in spec.layers):
             if isinstance(ffn, Dense):
                 parts.append(say("feed-forward columns", (shard.ffn(ffn) for shard in places)))
-            elif ffn.whole:
+            elif ffn.whole and engines == 1:
                 parts.append(say(f"experts (of {ffn.router.num_experts})", (shard.experts(ffn) for shard in places)))
-            else:
+            elif not ffn.whole:
                 parts.append(say("columns of each expert", (shard.expert_columns(ffn) for shard in places)))
         parts.append(say("vocabulary rows", places[0].vocabularies(spec.vocab_size)))
         lines.append(f"Tensor parallel, {grid.tensor} ranks: {', '.join(parts)}")
+    if engines > 1:
+        whole = [ffn for ffn in dict.fromkeys(layer.ffn for layer in spec.layers) if isinstance(ffn, MoE)]
+        held = [[shard.expert_spans(ffn)[engine] for engine in range(engines) for shard in places] for ffn in whole]
+        parts = [say(f"experts (of {ffn.router.num_experts})", own) for ffn, own in zip(whole, held, strict=True)]
+        lines.append(f"Expert parallel, {engines} engines: {', '.join(parts)}")
     if grid.pipeline > 1:
         lines.append(
             f"Pipeline parallel, {grid.pipeline} stages: {say('layers', (s.layers for s in shards[:: grid.tensor]))}"

@@ -10,9 +10,10 @@ from serve_llm.engine.hub import read_config
 from serve_llm.engine.loop import Engine
 from serve_llm.engine.options import Options
 from serve_llm.engine.parallel.layout import Grid
+from serve_llm.engine.parallel.lockstep import Lockstep
 from serve_llm.engine.types import FinishReason, Output, Request, Sampling, TokenLogprobs
 from serve_llm.engine.wire import Abort, Submit
-from support.ranks import Ranks, ThreadExecutor
+from support.ranks import Meeting, Ranks, ThreadExecutor, run_together
 
 
 def make_engine(
@@ -34,6 +35,41 @@ def make_engine(
     if tensor == pipeline == 1:
         return Engine(config, startup.build_executor(config, spec, weights, raw))
     return Engine(config, ThreadExecutor(config, spec, weights, Ranks(spec, Grid(tensor, pipeline), split, layers)))
+
+
+def make_engines(directory: Path, meeting: Path, engines: int, tensor: int = 1, **options: object) -> list[Engine]:
+    """Several engines that share out experts. meeting: a directory for their sockets. All else as `make_engine`."""
+    given = {"data_parallel_size": engines, "tensor_parallel_size": tensor, "enable_expert_parallel": True}
+    defaults = {"kv_cache_memory": "16MiB", "max_num_seqs": 64}
+    chosen = Options.from_kwargs(str(directory), **(defaults | given | options))
+    raw = read_config(directory)
+    columns = [Meeting(engines) for _ in range(tensor)]
+
+    def make(index: int) -> Engine:
+        config, spec, weights = startup.resolve_all(chosen, str(directory), raw, engine=index)
+        ranks = Ranks(spec, Grid(tensor, 1), config.tensor_parallel_split, columns=columns, engine=index)
+        executor = ThreadExecutor(config, spec, weights, ranks)
+        return Engine(config, executor, steps=Lockstep(meeting, index, engines))
+
+    return [make(index) for index in range(engines)]
+
+
+def generate_together(engines: Sequence[Engine], shares: Sequence[Sequence[Request]]) -> list[dict[int, Result]]:
+    """What each engine makes of its share of the requests, all at the same time; engines without any take part."""
+
+    def work(index: int) -> dict[int, Result]:
+        try:
+            results = generate(engines[index], shares[index], [3 * place for place in range(len(shares[index]))])
+            engines[index].leave()
+            return results
+        finally:
+            engines[index]._steps.close()
+
+    def abort() -> None:
+        for engine in engines:
+            engine._executor.ranks.abort()
+
+    return run_together(len(engines), work, abort)
 
 
 class Result:

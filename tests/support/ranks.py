@@ -41,10 +41,10 @@ class Meeting:
         self._barrier = threading.Barrier(size, timeout=TIMEOUT)
         self._slots: list[tuple[str, Tensor]] = [("", torch.empty(0))] * size
 
-    def exchange(self, rank: int, call: str, x: Tensor) -> list[Tensor]:
-        """What each rank brought, in rank order; copies."""
-        assert x.is_contiguous() or call == "all_gather", "all_reduce takes a contiguous tensor"
-        self._slots[rank] = (f"{call} {list(x.shape)} {x.dtype}", x.clone())
+    def exchange(self, rank: int, call: str, x: Tensor, what: object = None) -> list[Tensor]:
+        """What each rank brought, in rank order; copies. what: must be the same for all; by default the shape."""
+        assert x.is_contiguous() or call == "all_gather", f"{call} takes a contiguous tensor"
+        self._slots[rank] = (f"{call} {what or list(x.shape)} {x.dtype}", x.clone())
         self._barrier.wait()
         calls = [name for name, _ in self._slots]
         assert len(set(calls)) == 1, f"ranks make different calls: {calls}"
@@ -75,6 +75,11 @@ class MemoryGroup:
     def all_gather(self, x: Tensor) -> list[Tensor]:
         return self._meeting.exchange(self.rank, "all_gather", x)
 
+    def all_to_all(self, x: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
+        assert len(x) == sum(rows[self.rank])
+        found = self._meeting.exchange(self.rank, "all_to_all", x, rows)
+        return torch.cat([part.split(list(counts))[self.rank] for part, counts in zip(found, rows, strict=True)])
+
 
 class MemoryLink:
     """See `Link`."""
@@ -104,9 +109,13 @@ class Ranks:
         grid: Grid,
         split: tuple[float, ...] | None = None,
         layers: Sequence[int] | None = None,
+        columns: Sequence[Meeting] = (),
+        engine: int = 0,
     ) -> None:
-        self.grid = grid
-        self.shards = [shard_of(spec, grid, rank, split, layers) for rank in range(grid.size)]
+        """columns: one for each place, where ranks of several engines share out experts. engine: which one this is."""
+        self.grid, self.columns, self.engine = grid, columns, engine
+        part = {"engine": engine, "engines": columns[0].size} if columns else {}
+        self.shards = [shard_of(spec, grid, rank, split, layers, **part) for rank in range(grid.size)]
         self.meetings = [Meeting(grid.tensor) for _ in range(grid.pipeline)]
         self._links = [[MemoryLink() for _ in range(grid.tensor)] for _ in range(grid.pipeline - 1)]
         self.neighbours = [self._neighbours(rank) for rank in range(grid.size)]
@@ -118,10 +127,11 @@ class Ranks:
             previous=self._links[stage - 1][place] if stage > 0 else None,
             next=self._links[stage][place] if stage < self.grid.pipeline - 1 else None,
             local_ranks=self.grid.size,
+            experts=MemoryGroup(self.columns[place], self.engine) if self.columns else Alone(),
         )
 
     def abort(self) -> None:
-        for meeting in self.meetings:
+        for meeting in (*self.meetings, *self.columns):
             meeting.abort()
         for links in self._links:
             for link in links:

@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -55,15 +55,23 @@ class Answer(Future[StepResult]):
 class MpExecutor:
     """See `Executor`. To be used in one thread."""
 
-    def __init__(self, config: Config, spec: ModelSpec, model: Mapping[str, object], roster: Roster) -> None:
-        """model: config.json, which `spec` was read from. roster: from `start_ranks`; ends with this.
+    def __init__(
+        self,
+        config: Config,
+        spec: ModelSpec,
+        model: Mapping[str, object],
+        roster: Roster,
+        column_of: Callable[[int], control.Column] | None = None,
+    ) -> None:
+        """model: config.json, which `spec` was read from. roster: from `start_ranks`; ends with this. column_of:
+        `Columns.of`, where engines share out experts.
 
         Returns when all ranks have loaded their weights and allocated their cache. Raises what a rank failed with, in
         a message that names it.
         """
         self._grid = Grid(config.tensor_parallel_size, config.pipeline_parallel_size)
         self.depth = 2 if config.async_scheduling else self._grid.pipeline
-        self._roster = roster
+        self._roster, self._column_of = roster, column_of
         self._under_way: deque[Answer] = deque()
         self._step_timeout = config.step_timeout
         self._longest = 0.0  # seconds until an answer, the most so far
@@ -105,8 +113,9 @@ class MpExecutor:
         for rank in range(size):
             here = wiring.local_ranks(rank)
             steps, rings = wiring.steps(rank), wiring.rings(rank)
+            column = self._column_of(self._grid.place(rank)) if self._column_of is not None else None
             begin = control.Begin(
-                config, model, len(here) * engines, here.index(rank), level_there, steps, rings, wiring.span
+                config, model, len(here) * engines, here.index(rank), level_there, steps, rings, wiring.span, column
             )
             roster.send(rank, begin)
         roster.gather(control.Joined, START_SECONDS)

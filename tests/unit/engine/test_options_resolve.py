@@ -159,6 +159,14 @@ def test_expert_parallel_needs_experts_and_ranks() -> None:
         decide(enable_expert_parallel=True, pipeline_parallel_size=2, has_experts=True)
 
 
+def test_engines_that_share_out_experts() -> None:
+    two = {"data_parallel_size": 2, "has_experts": True}
+    assert decide(**two, enable_expert_parallel=True).expert_engines == 2
+    assert decide(**two).expert_engines == 1
+    with pytest.raises(OptionError, match=r"share out experts only where each has one stage; leave --pipeline"):
+        decide(**two, enable_expert_parallel=True, pipeline_parallel_size=2)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

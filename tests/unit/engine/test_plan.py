@@ -8,6 +8,7 @@ from serve_llm.engine.errors import ModelError, OptionError
 from serve_llm.engine.execute import memory
 from serve_llm.engine.machines import Machines
 from serve_llm.engine.options import Options
+from serve_llm.engine.parallel.layout import Grid
 from serve_llm.engine.plan import Plan, make_plan
 from support import published
 
@@ -125,6 +126,25 @@ def test_data_parallel_engines_share_the_machines() -> None:
     assert needs_four.suggested is not None and needs_four.suggested.grid.tensor == 4
     three = plan(published.LLAMA_70B, {"gpu": "h100"}, data_parallel_size=3)
     assert three.suggested is None and three.nodes_needed == 2
+
+
+def test_engines_that_share_out_experts() -> None:
+    """Mixtral 8x7B: 93.4 GB of weights, 90.2 GB of them experts."""
+    shared = {"enable_expert_parallel": True, "max_model_len": "8k"}
+    found = plan(published.MIXTRAL_8X7B, {"gpu": "h100", "nodes": 2}, data_parallel_size=4, **shared)
+    assert found.suggested is not None and found.suggested.grid == Grid()
+    assert found.suggested.ranks[0].weights / 1e9 == pytest.approx(93.4 - 90.2 * 3 / 4, abs=0.1)
+    alone = plan(published.MIXTRAL_8X7B, {"gpu": "h100", "nodes": 2}, max_model_len="8k", data_parallel_size=4)
+    assert alone.suggested is not None and alone.suggested.grid.tensor == 2
+    assert plan(published.MIXTRAL_8X7B, {"gpu": "l4", "nodes": 2}, data_parallel_size=2, **shared).suggested is None
+    with pytest.raises(OptionError, match="needs 16 GPUs, but there are 8"):
+        plan(
+            published.MIXTRAL_8X7B,
+            {"gpu": "h100", "nodes": 2},
+            data_parallel_size=8,
+            tensor_parallel_size=2,
+            **shared,
+        )
 
 
 def test_where_nothing_fits() -> None:

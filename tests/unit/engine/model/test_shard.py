@@ -126,6 +126,7 @@ def test_whole_experts_are_each_on_one_rank() -> None:
     names = [f"layers.1.ffn.experts.{number}.up.weight" for number in range(7)]
     assert sum(shard.holds(name, spec) for shard in Ranks(spec, Grid(3, 2)).shards for name in names) == 7
     assert describe_split(spec, Grid(3, 1))[0].endswith("experts (of 7) 3+2+2, vocabulary rows 111+110+110")
+    assert describe_split(spec, Grid(3, 1), engines=2)[1] == "Expert parallel, 2 engines: experts (of 7) 2+1+1+1+1+1"
 
 
 def test_layers_as_chosen_and_by_cost() -> None:

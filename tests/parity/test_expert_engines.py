@@ -1,0 +1,71 @@
+"""Engines that share out experts give the tokens of one engine with as many ranks, to the last bit of logprobs:
+whatever the others compute, and when they compute nothing.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from serve_llm.engine.types import Request
+from support.engine import Result, generate, generate_together, greedy, make_engine, make_engines
+from support.tiny import WITH_EXPERTS, make_checkpoint
+
+SIZES = [(2, 1), (3, 1), (2, 2)]  # engines x tensor-parallel ranks of each; a layer has 5 experts
+PROMPTS = [[7 * number + place for place in range(1 + 9 * number)] for number in range(5)]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def requests(numbers: range) -> list[Request]:
+    sampling = [{}, {"temperature": 0.9, "seed": 5}, {"prompt_logprobs": 1}, {"logprobs": 2}, {}]
+    return [greedy(number, PROMPTS[number], 5, **({"logprobs": 0} | sampling[number])) for number in numbers]
+
+
+@lru_cache(maxsize=4)
+def alone(directory: Path, family: str, tensor: int) -> dict[int, Result]:
+    if not directory.exists():
+        make_checkpoint(directory, family)
+    how = {"enable_expert_parallel": True, "tensor_parallel_size": tensor} if tensor > 1 else {}
+    return generate(make_engine(directory, block_size=8, tensor=tensor, **how), requests(range(5)))
+
+
+def same(found: dict[int, Result], expected: dict[int, Result]) -> None:
+    for number, result in found.items():
+        one = expected[number]
+        assert (result.token_ids, result.logprobs, result.prompt_logprobs) == (
+            one.token_ids,
+            one.logprobs,
+            one.prompt_logprobs,
+        )
+
+
+@pytest.mark.parametrize(("engines", "tensor"), SIZES)
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_as_one_engine(family: str, engines: int, tensor: int, root: Path, tmp_path: Path) -> None:
+    expected = alone(root / family, family, tensor)
+    made = make_engines(root / family, tmp_path, engines, tensor, block_size=8)
+    shares = [requests(range(index, 5, engines)) for index in range(engines)]
+    for found in generate_together(made, shares):
+        same(found, expected)
+
+
+def test_one_engine_works_and_the_others_hold_experts(root: Path, tmp_path: Path) -> None:
+    expected = alone(root / "qwen3_moe", "qwen3_moe", 1)
+    made = make_engines(root / "qwen3_moe", tmp_path, 3, block_size=8, max_num_batched_tokens=8)
+    for found in generate_together(made, [[], requests(range(5)), []]):
+        same(found, expected)
+
+
+def test_more_engines_than_experts(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    make_checkpoint(directory, "mixtral", num_local_experts=2)
+    expected = generate(make_engine(directory, block_size=8), requests(range(5)))
+    made = make_engines(directory, tmp_path, 3, block_size=8)
+    for found in generate_together(made, [requests(range(2, 5)), [], requests(range(2))]):
+        same(found, expected)
