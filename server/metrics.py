@@ -25,7 +25,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_0
 _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # How an engine process ended: by a signal, by itself without a word, with an error, by a rank's failure; killed because
 # it gave no sign of life, or no result of a step; or it could not be started.
-RESTART_REASONS = ("killed", "exited", "failed", "rank", "hung", "step_timeout", "start")
+RESTART_REASONS = ("killed", "exited", "failed", "rank", "hung", "step_timeout", "start", "peer")
 
 
 class Histogram:

@@ -55,13 +55,17 @@ def _environ() -> dict[str, str]:
 class EngineProcess:
     """The process, started at once, and the client that talks to it."""
 
-    def __init__(self, options: Options, directory: str, index: int, *, replaces: bool = False) -> None:
-        """directory: the local checkpoint. index: among the data-parallel engines. replaces: one that has served."""
+    def __init__(
+        self, options: Options, directory: str, index: int, *, replaces: bool = False, meeting: str | None = None
+    ) -> None:
+        """directory: the local checkpoint. index: among the data-parallel engines. replaces: one that has served.
+        meeting: that of the first of the engines that share out experts; None: this is the first."""
         self._options = options
         self._directory = directory
         self._index = index
         self._replaces = replaces
         self.client = EngineClient()
+        self.meeting = (meeting or self.client.directory) if options.experts_span_engines else None
         self._process = launch(self.client.address)
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Not a pool's thread: the interpreter would wait for it at exit, and so for ever for an engine nobody stopped.
@@ -85,7 +89,9 @@ class EngineProcess:
     async def start(self) -> None:
         """Wait until the engine is ready. Raises the ServeError that it failed with, or EngineDead."""
         starting = asyncio.ensure_future(
-            self.client.start(self._options, self._directory, self._index, replaces=self._replaces)
+            self.client.start(
+                self._options, self._directory, self._index, replaces=self._replaces, meeting=self.meeting
+            )
         )
         watching = asyncio.ensure_future(self._watch_beats(HUNG_STARTING_LOOKS))
         awaited: list[asyncio.Future[Any]] = [starting, watching, self._ended]

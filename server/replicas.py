@@ -8,7 +8,7 @@ again. Knows nothing of processes (those are `server.supervise`'s) and nothing o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count, groupby
 from typing import Protocol
@@ -149,18 +149,19 @@ class Replicas:
         for record in records:
             self._end_trial(record)
 
-    def lose(self, index: int, under_way: Collection[int], cause: ServeError) -> bool:
-        """An engine is gone: its requests go on elsewhere. under_way: what it was computing, by the engine's ids.
-        Returns whether the request that is to blame was found, and ended."""
-        replica = self.engines[index]
-        suspect = replica.trial
-        replica.lose()
-        if self._balancer is not None:
-            self._balancer.forget(index)
+    def lose(self, lost: Mapping[int, Collection[int]], cause: ServeError) -> bool:
+        """Engines are gone: their requests go on elsewhere. lost: by engine, what it was computing, by its ids, if that
+        may be the cause. Returns whether the request that is to blame was found, and ended."""
+        suspect = next((trial for index in lost if (trial := self.engines[index].trial) is not None), None)
+        for index in lost:
+            self.engines[index].lose()
+            if self._balancer is not None:
+                self._balancer.forget(index)
         for record in self._open.values():
-            if record.is_placed and record.engine == index:
-                record.take_back(self.next_id(), in_step=record.request.id in under_way)
-                replica.meter.count_replayed(len(record.request.prompt_ids) + len(record.request.output_ids))
+            if record.is_placed and record.engine in lost:
+                record.take_back(self.next_id(), in_step=record.request.id in lost[record.engine])
+                num_tokens = len(record.request.prompt_ids) + len(record.request.output_ids)
+                self.engines[record.engine].meter.count_replayed(num_tokens)
         is_found = suspect is not None and suspect.deaths > SUSPECT
         if suspect is not None and is_found:
             del self._open[suspect.id]
@@ -170,13 +171,14 @@ class Replicas:
         self._settle()
         return is_found
 
-    def join(self, index: int, engine: Engine) -> None:
-        """Another process is ready in the place of one that is gone."""
-        replica = self.engines[index]
-        replica.replace(engine)
-        self._listen(index)
-        if self._balancer is not None:
-            self._balancer.resize(index, self._capacity(replica))
+    def join(self, engines: Mapping[int, Engine]) -> None:
+        """Other processes are ready in the places of those that are gone."""
+        for index, engine in engines.items():
+            replica = self.engines[index]
+            replica.replace(engine)
+            self._listen(index)
+            if self._balancer is not None:
+                self._balancer.resize(index, self._capacity(replica))
         self._settle()
 
     def give_up(self, cause: ServeError) -> None:

@@ -120,7 +120,7 @@ def test_the_end_of_draining_is_every_streams_last_event(serve: Serve) -> None:
 def kill(replicas: Replicas, engine: ScriptedEngine) -> ScriptedEngine:
     """As `server.supervise` does it. Returns the one to take its place."""
     engine.ready = False
-    replicas.lose(0, [], EngineDead("it died"))
+    replicas.lose({0: []}, EngineDead("it died"))
     replicas.num_restarts, replicas.first_cause = replicas.num_restarts + 1, "it died"
     return ScriptedEngine(engine.script, automatic=False)
 
@@ -140,12 +140,12 @@ def test_what_waits_counts_once_however_many_engines_compute_it(serve: Serve) ->
         assert gate.num_requests == 2 and (await post(served).reply()).status == 503
         status = (await Call(served.app, "GET", "/status").reply()).json()
         assert (status["phase"], status["restarts"], status["first_cause"]) == ("recovering", 1, "it died")
-        replicas.join(0, engine)
+        replicas.join({0: engine})
         assert gate.num_requests == 2 and len(engine.open) == 3
         engine.step()
         assert gate.num_requests == gate.num_tokens == 0 and gate.num_open == 2
         again = kill(replicas, engine)
-        replicas.join(0, again)
+        replicas.join({0: again})
         assert [len(request.output_ids) for request in again.submitted] == [2, 1, 1]
         while again.open:
             again.step()
@@ -168,7 +168,7 @@ def test_who_waits_for_an_engine_waits_no_longer_than_its_deadline(serve: Serve,
         engine = kill(replicas, served.engine)
         reply = await call.reply()
         assert reply.status == 504 and "it died" in reply.json()["error"]["message"]
-        replicas.join(0, engine)
+        replicas.join({0: engine})
         assert not engine.submitted and served.gate.num_open == served.gate.num_requests == 0
 
     asyncio.run(scenario())
@@ -186,7 +186,7 @@ def test_a_drain_waits_for_what_another_engine_goes_on_with(serve: Serve) -> Non
         drained = asyncio.ensure_future(served.gate.drained())
         await asyncio.sleep(0)
         assert not drained.done()
-        served.gate._replicas.join(0, engine)
+        served.gate._replicas.join({0: engine})
         while engine.open:
             engine.step()
         assert (await call.reply()).status == 200

@@ -11,7 +11,7 @@ import pytest
 from serve_llm.engine.errors import EngineDead
 from serve_llm.engine.types import FinishReason, Output, Request, Sampling, Stats
 from serve_llm.server.record import CLEARED
-from serve_llm.server.replicas import Replicas
+from serve_llm.server.replicas import SUSPECT, Replicas
 from support.asgi import Call
 from support.fakes import ScriptedEngine, facts
 from support.serving import Served
@@ -58,11 +58,11 @@ class Set:
         """under_way: ids of the engine; None: all that it has."""
         engine = self.engines[index]
         engine.ready = False
-        self.replicas.lose(index, list(engine.open) if under_way is None else under_way, DEAD)
+        self.replicas.lose({index: list(engine.open) if under_way is None else under_way}, DEAD)
 
     def restart(self, index: int = 0) -> None:
         self.engines[index] = self._engine()
-        self.replicas.join(index, self.engines[index])
+        self.replicas.join({index: self.engines[index]})
 
 
 def test_what_was_received_stays_and_the_rest_follows() -> None:
@@ -117,6 +117,28 @@ def test_other_engines_take_over_at_once() -> None:
         assert len(two.engines[1].open) == 1
         for _ in range(40):
             two.engines[0].step()
+        assert all(sink.ids == list(range(100, 140)) for sink in sinks)
+
+    asyncio.run(run())
+
+
+def test_engines_that_need_each_other_are_lost_and_come_back_together() -> None:
+    async def run() -> None:
+        two = Set(2)
+        sinks = [sink for _ in range(4) for sink in two.submit(1)]
+        for _ in range(SUSPECT):
+            for engine in two.engines:
+                engine.step()
+            guilty = list(two.engines[1].open)
+            assert not two.replicas.lose({0: (), 1: guilty}, DEAD)
+            assert all(engine.is_lost for engine in two.replicas.engines)
+            two.engines = [two._engine(), two._engine()]
+            two.replicas.join(dict(enumerate(two.engines)))
+            placed = [len(engine.open) for engine in two.engines]
+        assert placed == [1, 2], "of the two that ran on engine 1 at both deaths one runs alone, and one waits"
+        while not all(sink.reason for sink in sinks):
+            for engine in two.engines:
+                engine.step()
         assert all(sink.ids == list(range(100, 140)) for sink in sinks)
 
     asyncio.run(run())
@@ -284,7 +306,7 @@ def test_the_engines_facts_are_those_of_the_newest_process() -> None:
         one = Set()
         one.kill()
         replaced = ScriptedEngine(lambda request: [5], model_facts=facts(num_kv_blocks=77))
-        one.replicas.join(0, replaced)
+        one.replicas.join({0: replaced})
         assert one.replicas.facts.num_kv_blocks == 77
 
     asyncio.run(run())
@@ -307,9 +329,9 @@ def test_a_stream_goes_on_in_text_and_usage(serve: Serve) -> None:
                 if steps == kill_after:
                     engine.ready = False
                     replicas = served.gate._replicas
-                    replicas.lose(0, list(engine.open), DEAD)
+                    replicas.lose({0: list(engine.open)}, DEAD)
                     engine = ScriptedEngine(engine.script, automatic=False)
-                    replicas.join(0, engine)
+                    replicas.join({0: engine})
                     steps += 1
                 await asyncio.sleep(0)
             return (await call.reply()).content

@@ -1,0 +1,138 @@
+"""Two engines that share out the experts of a model, behind one front end."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.daemon import SERVE_LLM, Daemon
+from support.streams import Streams, mixed
+from support.tiny import make_checkpoint
+
+DEMO = Path(__file__).parents[2] / "serve_llm" / "demo"
+SMALL = ("--served-model-name", "demo", "--kv-cache-memory", "16MiB", "--max-model-len", "400", "--max-restarts", "100")
+TWO = ("--data-parallel-size", "2", "--enable-expert-parallel")
+COUNTERS = ("prompt_tokens_total", "generation_tokens_total", "request_success_total", "iteration_tokens_total_sum")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model with 5 experts in a layer and the demo model's tokenizer."""
+    directory = tmp_path_factory.mktemp("models") / "qwen3_moe"
+    make_checkpoint(directory, "qwen3_moe", vocab_size=4096, max_position_embeddings=512)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, directory / name)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: str) -> Iterator[Streams]:
+    """What a single engine makes of the streams."""
+    with Daemon(model, *SMALL) as daemon:
+        yield Streams(daemon.wait_until_serving(), mixed(12)).finish()
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+
+
+def test_streams_on_both_one_idle_and_none(model: str, undisturbed: Streams) -> None:
+    with Daemon(model, *SMALL, *TWO) as daemon:
+        assert Streams(daemon.wait_until_serving(), mixed(12)).finish() == undisturbed
+        both, each = daemon.metrics(), [daemon.metrics(engine) for engine in (0, 1)]
+        for name in COUNTERS:
+            assert all(one[f"serve_llm_{name}"] > 0 for one in each)
+            assert both[f"serve_llm_{name}"] == sum(one[f"serve_llm_{name}"] for one in each)
+        assert both["serve_llm_generation_tokens_total"] == undisturbed.num_tokens
+        Streams(daemon.url, mixed(1)).finish()  # one request: the other engine only holds experts
+        name = "serve_llm_generation_tokens_total"
+        assert sum(daemon.metrics(engine)[name] > each[engine][name] for engine in (0, 1)) == 1
+        pids = daemon.engine_pids()
+        began, spent = time.monotonic(), cpu_seconds(pids)
+        with pytest.raises(subprocess.TimeoutExpired):  # it serves on; meanwhile nobody asks anything
+            daemon.process.wait(2.0)
+        assert cpu_seconds(pids) - spent < 0.1 * (time.monotonic() - began), "idle engines compute"
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+        assert not [line for line in daemon.log if re.search("WARNING|ERROR|Traceback", line) and "kernel" not in line]
+
+
+def test_when_one_is_killed_all_are_replaced_and_the_streams_go_on(model: str, undisturbed: Streams) -> None:
+    with Daemon(model, *SMALL, *TWO) as daemon:
+        daemon.wait_until_serving()
+        streams = Streams(daemon.url, mixed(12))
+        streams.wait_for(40)
+        before = daemon.engine_pids()
+        os.kill(before[1], signal.SIGKILL)
+        assert streams.finish() == undisturbed
+        after = daemon.engine_pids()
+        assert len(after) == 2 and not set(before) & set(after)
+        errors = [line for line in daemon.log if "ERROR" in line]
+        died = f"engine 1: the engine process {before[1]} died while serving by signal SIGKILL"
+        assert len(errors) == 1 and died in errors[0]
+        assert errors[0].endswith("; it and the engines that share experts with it are replaced")
+        metrics = [daemon.metrics(engine) for engine in (0, 1)]
+        assert [one["serve_llm_restarts_total"] for one in metrics] == [1, 1]
+        assert sum(one["serve_llm_generation_tokens_total"] for one in metrics) == undisturbed.num_tokens
+
+
+def test_the_end_amid_steps(model: str) -> None:
+    """Each engine is told to end while the other needs it."""
+    with Daemon(model, *SMALL, *TWO, "--drain-timeout", "0.1") as daemon:
+        daemon.wait_until_serving()
+        endless = {"prompt": "x", "max_tokens": 380, "ignore_eos": True, "stream": True}
+        streams = Streams(daemon.url, [endless] * 8)
+        streams.wait_for(20)
+        pids = daemon.engine_pids()
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0
+        assert not any("did not stop" in line for line in daemon.log)
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+        streams.finish()
+
+
+@pytest.mark.slow
+def test_ranks_of_each_engine(model: str) -> None:
+    """Tensor-parallel ranks are processes, one of which dies."""
+    bodies = mixed(6)
+    with Daemon(model, *SMALL, *TWO, "-tp", "2") as daemon:
+        expected = Streams(daemon.wait_until_serving(), bodies).finish()
+        streams = Streams(daemon.url, bodies)
+        streams.wait_for(10)
+        os.kill(daemon.rank_pids(daemon.engine_pids()[0])[1], signal.SIGKILL)
+        assert streams.finish() == expected
+        assert re.search("engine 0: rank 1 .* died in a step by signal SIGKILL", "\n".join(daemon.log))
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("demo", *TWO), "--enable-expert-parallel: this model has no experts; leave it away"),
+        (("MODEL", *TWO, "-pp", "2"), "--enable-expert-parallel: several engines (--data-parallel-size) share out"),
+        (
+            ("MODEL", *TWO, "--distributed-executor-backend", "ray"),
+            "--enable-expert-parallel: several engines (--data-parallel-size) share out experts on one host only",
+        ),
+        (
+            ("MODEL", *TWO, "--nnodes", "2", "--master-addr", "127.0.0.1:1"),
+            "--data-parallel-size: several engines over several hosts need Ray",
+        ),
+    ],
+)
+def test_what_does_not_work_is_said_at_once(model: str, arguments: tuple[str, ...], message: str) -> None:
+    command = [SERVE_LLM, *(model if word == "MODEL" else word for word in arguments), "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
