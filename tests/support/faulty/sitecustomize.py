@@ -27,7 +27,7 @@ def out_of_memory(*_, **__):
 class Loader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module):
         super().exec_module(module)
-        execute, load = module.Worker.execute, module.load_model
+        start, load = module.Worker.start, module.load_model
 
         def faulty_load(*args, **given):
             what, _, rank = os.environ.get("FAULT_AT_START", "").partition(" ")
@@ -49,9 +49,9 @@ class Loader(importlib.machinery.SourceFileLoader):
                 time.sleep(600)
             if STARVER in ids:
                 self._decoder.forward = out_of_memory
-            return execute(self, batch)
+            return start(self, batch)
 
-        module.Worker.execute = faulty
+        module.Worker.start = faulty
         module.load_model = faulty_load
 
 

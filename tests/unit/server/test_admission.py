@@ -106,13 +106,13 @@ def test_time_without_an_engine_says_nothing_about_speed() -> None:
     begun, waiting = desk.admit(72), desk.admit(72)
     begun.began(72)
     engine.ready = False
-    replicas.lose(0, [], EngineDead("it died"))
+    replicas.lose({0: []}, EngineDead("it died"))
     replicas.num_restarts, replicas.first_cause = 1, "it died"
     desk.now += 60
     waiting.expire()
     desk.gate.close(waiting)  # looked at in the middle
     desk.now += 60
-    replicas.join(0, ScriptedEngine(lambda request: [1]))
+    replicas.join({0: ScriptedEngine(lambda request: [1])})
     begun.num_generated = 40
     desk.gate.close(begun)
     applicant = Applicant(0, 0, 1, 72, max_tokens=10, deadline=desk.now + 1)
