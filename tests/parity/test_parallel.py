@@ -271,6 +271,6 @@ def test_a_rank_that_fails_is_named_and_nobody_waits(tmp_path: Path, monkeypatch
     def broken(batch: object) -> None:
         raise RuntimeError("rank 1 broke")
 
-    monkeypatch.setattr(engine._executor.workers[1], "execute", broken)
+    monkeypatch.setattr(engine._executor.workers[1], "start", broken)
     with pytest.raises(RuntimeError, match="rank 1 broke"):
         generate(engine, [greedy(0, [1, 2, 3], 4)])
