@@ -71,7 +71,7 @@ def test_loaded_as_the_option_says(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         packed.append((weight.dtype, weight.shape[0]))
         return pack(weight, scale, bias)
 
-    monkeypatch.setattr(place, "choose", lambda *args: replace(PORTABLE, pack_fp8=noted))
+    monkeypatch.setattr(place, "choose", lambda *args, **more: replace(PORTABLE, pack_fp8=noted))
     load_whole(tmp_path, spec.with_fp8(), weight_map, dtype=BF16)
     mixer, ffn = spec.layers[0].mixer, spec.layers[0].ffn
     qkv = (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim
