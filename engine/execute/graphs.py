@@ -26,9 +26,8 @@ from serve_llm.engine.model.inputs import GroupInputs, StepInputs
 from serve_llm.engine.schedule.sequence import GroupLayout
 from serve_llm.kernels.attention import Lengths
 
-Compute = Callable[
-    [StepInputs, Tensor], Tensor
-]  # of a step and its tokens' rows, (tokens,) int64: logits of all tokens
+# Of a step and its tokens' rows, (tokens,) int64: logits of all tokens.
+Compute = Callable[[StepInputs, Tensor], Tensor]
 
 
 class Captured(NamedTuple):

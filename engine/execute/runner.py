@@ -94,12 +94,9 @@ class Runner:
         if self._config.async_scheduling:
             kernels = choose_device_sampling(self._transfer.device)
             return DeviceSampler(self._vocabulary, kernels, self._transfer)
-        sampler = Sampler(self._vocabulary.size, self._vocabulary.kernels)
-        return (
-            sampler
-            if self._vocabulary.group.size == 1
-            else SplitSampler(sampler, self._vocabulary, self._vocabulary.group)
-        )
+        vocabulary = self._vocabulary
+        sampler = Sampler(vocabulary.size, vocabulary.kernels)
+        return sampler if vocabulary.group.size == 1 else SplitSampler(sampler, vocabulary, vocabulary.group)
 
     def _decode(self, inputs: StepInputs, rows: Tensor) -> Tensor:
         inputs = replace(inputs, ids=self._carry.fill(inputs.ids, rows))

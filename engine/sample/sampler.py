@@ -44,6 +44,11 @@ class Drawn:
     ids: Tensor | None = None  # (rows,) int64 on the device, -1 for None: where others begin before `finish`
 
 
+def drawn(sampled: list[Sampled | None]) -> Drawn:
+    """What has been drawn already."""
+    return Drawn(lambda: sampled)
+
+
 class Sampler:
     """One per worker."""
 
@@ -53,8 +58,7 @@ class Sampler:
 
     def start(self, logits: Tensor, rows: Sequence[SampleRow]) -> Drawn:
         """`sample`, which it does at once."""
-        sampled = self.sample(logits, rows)
-        return Drawn(lambda: sampled)
+        return drawn(self.sample(logits, rows))
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled | None]:
         """The next token of each row; None where the model gave NaN or infinity, or left no allowed token possible.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from serve_llm.engine.parallel.comm import Group
-from serve_llm.engine.sample.sampler import Drawn, Sampled, Sampler, SampleRow, is_greedy, is_plain
+from serve_llm.engine.sample.sampler import Drawn, Sampled, Sampler, SampleRow, drawn, is_greedy, is_plain
 from serve_llm.engine.sample.vocabulary import Vocabulary
 
 FEW = 128  # the largest top_k for which candidates are gathered instead of whole rows
@@ -27,8 +27,7 @@ class SplitSampler:
 
     def start(self, logits: Tensor, rows: Sequence[SampleRow]) -> Drawn:
         """`sample`, which it does at once."""
-        sampled = self.sample(logits, rows)
-        return Drawn(lambda: sampled)
+        return drawn(self.sample(logits, rows))
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled | None]:
         """As `Sampler.sample`, on the group's first rank; what others return is of no use. logits: (rows, own)."""

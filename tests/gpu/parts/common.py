@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from report import Report
 
+from bench.model import SHAPE
 from serve_llm.engine.hub import resolve_model
 
 LLAMA_8B = {
@@ -33,30 +34,15 @@ LLAMA_8B = {
     "hidden_act": "silu",
     "dtype": "bfloat16",
 }
-QWEN_HALF_B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 151936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16384,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "dtype": "bfloat16",
-}
+QWEN_HALF_B = SHAPE | {"max_position_embeddings": 16384}
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "vocab_size": 4096,
 }
-TINY |= {"num_key_value_heads": 2}
 
 
 @dataclass(frozen=True)
