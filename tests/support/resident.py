@@ -23,7 +23,7 @@ def weight_bytes(decoder: object) -> int:
     """Of all tensors that hang on a decoder, each storage counted once; without the frequencies of its ropes."""
     files = mapped_checkpoints()
     sizes: dict[int, int] = {}
-    seen: set[int] = set()
+    seen = {id(getattr(decoder, "_ropes", None))}
     todo = [decoder]
     while todo:
         item = todo.pop()
@@ -40,7 +40,7 @@ def weight_bytes(decoder: object) -> int:
         elif isinstance(item, FunctionType):  # not its globals
             todo += [cell.cell_contents for cell in item.__closure__ or ()]
         else:
-            todo += [value for value in gc.get_referents(item) if value is not getattr(item, "_ropes", None)]
+            todo += gc.get_referents(item)
     return sum(sizes.values())
 
 
