@@ -14,7 +14,7 @@ serve: $(STAMP)
 	@exec $(BIN)/serve-llm demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 check: $(STAMP) .typing
 	$(BIN)/ruff format --check .

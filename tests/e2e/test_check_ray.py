@@ -37,6 +37,7 @@ def wait_for_nodes(machine: Machine, number: int) -> None:
     raise AssertionError("the cluster does not come up")
 
 
+@pytest.mark.slow
 @needs_ray
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_cluster_of_two() -> None:

@@ -174,6 +174,7 @@ def test_a_client_that_leaves_ends_all_that_it_asked_for(strict: Daemon) -> None
     assert strict.metrics()["serve_llm_generation_tokens_total"] - before < 8 * 1900
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_is_let_go_and_costs_little(strict: Daemon) -> None:
     body = json.dumps(
         {"prompt": "def", "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 8, "logprobs": 20}

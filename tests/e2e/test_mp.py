@@ -32,6 +32,7 @@ from serve_llm.engine.types import Sampling
 from serve_llm.kernels import linear_int8
 from support.daemon import SERVE_LLM, Daemon
 from support.engine import generate, greedy, make_engine
+from support.matrix import mostly_slow
 from support.quantised import quantise_checkpoint
 from support.tiny import make_checkpoint, make_tokenizer
 
@@ -74,7 +75,7 @@ def thread_seconds(processes: Sequence[psutil.Process]) -> dict[str, float]:
     return {str(path): int(path.read_text().split()[0]) / 1e9 for path in files}
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", mostly_slow([1, 3], [3]))
 def test_ranks_compute_with_as_many_threads_as_asked_for(count: int) -> None:
     with Daemon("demo", *SMALL, "-tp", "2", "--cpu-threads", str(count)) as daemon:
         url = daemon.wait_until_serving()
@@ -129,6 +130,7 @@ def test_two_by_two_ranks_serve_the_tokens_of_one() -> None:
         assert len(re.findall(line, log)) == 1, line
 
 
+@pytest.mark.slow
 def test_a_tiny_llama_over_http(tmp_path: Path) -> None:
     make_tokenizer(tmp_path, make_checkpoint(tmp_path, "llama"))
     expected = serve_and_complete(str(tmp_path))

@@ -1,18 +1,15 @@
 """Several hosts without Ray: node 0 and a follower.
 
-The first half runs them as plain processes of this machine that believe to be on two hosts (tests/support/fakehost), so
-nothing but the network connects them; the second half on machines in network namespaces. Limits are generous.
+They are plain processes of this machine that believe to be on two hosts (tests/support/fakehost), so nothing but the
+network connects them. Limits are generous.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -25,52 +22,10 @@ import pytest
 
 from serve_llm.engine.errors import CapacityError, EngineError, ModelError, OptionError
 from support.daemon import Daemon
-from support.namespaces import Machines
+from support.nodes import LIMIT, ONCE, SMALL, body, complete
 from support.tiny import make_checkpoint, make_tokenizer
 
-LIMIT = 120.0  # seconds; more than anything here takes on a busy machine
-PROMPTS = ["class Stack:\n    def __init__(self):\n", "def main():\n", "import os\n", "x"]
-SMALL = ("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory", "32MiB", "--device", "cpu")
-ONCE = ("--max-restarts", "0")
 FAKE_HOSTS = str(Path(__file__).parent.parent / "support" / "fakehost")
-PORT = 29600
-
-COMPLETE = """
-import json, sys, urllib.request
-url, body = sys.argv[1:]
-request = urllib.request.Request(url + "/v1/completions", body.encode(), {"Content-Type": "application/json"})
-sys.stdout.write(json.dumps([c["text"] for c in json.load(urllib.request.urlopen(request, timeout=120))["choices"]]))
-"""
-
-STREAM = """
-import json, sys, urllib.request
-url, body = sys.argv[1:]
-body = json.dumps(json.loads(body) | {"stream": True}).encode()
-request = urllib.request.Request(url + "/v1/completions", body, {"Content-Type": "application/json"})
-for line in urllib.request.urlopen(request, timeout=120):
-    print(line.decode().strip(), flush=True)
-"""
-
-
-def body(model: str = "demo", **more: object) -> str:
-    return json.dumps(
-        {"model": model, "prompt": PROMPTS, "max_tokens": 24, "temperature": 0, "ignore_eos": True} | more
-    )
-
-
-def complete(url: str, model: str = "demo") -> list[str]:
-    """Greedy continuations of all prompts, at once."""
-    request = urllib.request.Request(
-        url + "/v1/completions", body(model).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=LIMIT) as answer:
-        return [choice["text"] for choice in json.load(answer)["choices"]]
-
-
-@pytest.fixture(scope="module")
-def expected() -> list[str]:
-    with Daemon("demo", *SMALL) as daemon:
-        return complete(daemon.wait_until_serving())
 
 
 def free_port() -> int:
@@ -138,12 +93,12 @@ def request_under_way(url: str, seconds: float = LIMIT) -> Iterator[list[str]]:
     thread.join(LIMIT)
 
 
-def test_a_stage_on_each_host_follower_first_and_an_end_in_order(expected: list[str]) -> None:
+def test_a_stage_on_each_host_follower_first_and_an_end_in_order(continuations: list[str]) -> None:
     hosts = Hosts()
     with hosts.node(1) as follower:
         follower.wait_until_logged(r"Waits for node 0 of 2 nodes at 127\.0\.0\.1:\d+")
         with hosts.node(0, "demo", *SMALL, "-tp", "2", "-pp", "2") as master:
-            assert complete(master.wait_until_serving()) == expected
+            assert complete(master.wait_until_serving()) == continuations
             here, there = master.rank_pids(), follower.rank_pids(follower.process.pid)
             assert (sorted(here), sorted(there)) == ([0, 1], [2, 3])
             master.signal(signal.SIGTERM)
@@ -162,7 +117,8 @@ def test_a_stage_on_each_host_follower_first_and_an_end_in_order(expected: list[
     assert "Traceback" not in log and "crosses hosts" not in log and "--cluster-secret" not in log
 
 
-def test_a_tensor_group_over_hosts_follower_last_and_who_is_refused(expected: list[str]) -> None:
+@pytest.mark.slow
+def test_a_tensor_group_over_hosts_follower_last_and_who_is_refused(continuations: list[str]) -> None:
     hosts = Hosts()
     with ExitStack() as stack:
         master = stack.enter_context(hosts.node(0, "demo", *SMALL, "-tp", "4"))
@@ -180,18 +136,19 @@ def test_a_tensor_group_over_hosts_follower_last_and_who_is_refused(expected: li
         with hosts.node(1) as second:
             assert second.wait(LIMIT) == OptionError.exit_code
             assert re.search(r"refuses this node: --node-rank 1 is taken by node 1, host \S+ at", second.log[-1])
-        assert complete(url) == expected
+        assert complete(url) == continuations
         assert sum("Tensor parallelism of ranks 0 to 3 crosses hosts (127.0.0.1)" in line for line in master.log) == 1
         master.signal(signal.SIGTERM)
         assert (master.wait(LIMIT), follower.wait(LIMIT)) == (0, 0)
 
 
-def test_three_hosts_for_four_ranks_in_groups_that_span(expected: list[str]) -> None:
+@pytest.mark.slow
+def test_three_hosts_for_four_ranks_in_groups_that_span(continuations: list[str]) -> None:
     """Ranks 0 and 1 | 2 | 3: the second stage is on two hosts, the first on one; and without a secret."""
     hosts = Hosts(secret=None)
     with hosts.node(2, nnodes=3), hosts.node(1, nnodes=3) as follower:
         with hosts.node(0, "demo", *SMALL, "-tp", "2", "-pp", "2", nnodes=3) as master:
-            assert complete(master.wait_until_serving()) == expected
+            assert complete(master.wait_until_serving()) == continuations
     for node in (master, follower):
         assert any("--cluster-secret is not set: whoever reaches" in line for line in node.log)
     assert any("Tensor parallelism of ranks 2 to 3 crosses hosts" in line for line in master.log)
@@ -218,13 +175,14 @@ def test_a_follower_that_dies_is_named_and_leaves_nothing() -> None:
         assert ends(*ranks)
 
 
-def test_a_rank_that_dies_on_the_other_host_costs_no_stream_and_the_node_joins_again(expected: list[str]) -> None:
+@pytest.mark.slow
+def test_a_rank_that_dies_on_the_other_host_costs_no_stream_and_the_node_joins_again(continuations: list[str]) -> None:
     with serving("-pp", "2") as (master, follower):
         (victim,) = follower.rank_pids(follower.process.pid).values()
         with request_under_way(master.url) as lines:
             os.kill(victim, signal.SIGKILL)
         assert lines[-2] == "data: [DONE]" and not any("error" in line for line in lines)
-        assert complete(master.url) == expected
+        assert complete(master.url) == continuations
         assert any(re.search(r"Node 0 ends: rank 1 .*; waits for the next engine", line) for line in follower.log)
         (again,) = follower.rank_pids(follower.process.pid).values()
         assert again != victim
@@ -232,6 +190,7 @@ def test_a_rank_that_dies_on_the_other_host_costs_no_stream_and_the_node_joins_a
         assert (master.wait(LIMIT), follower.wait(LIMIT)) == (0, 0)
 
 
+@pytest.mark.slow
 def test_streams_wait_for_a_host_that_comes_back_no_longer_than_their_deadline() -> None:
     hosts = Hosts()
     with hosts.node(0, "demo", *SMALL, "-pp", "2") as master, hosts.node(1) as follower:
@@ -266,6 +225,7 @@ def test_no_follower_outlives_node_0(victim: str) -> None:
         master.wait(LIMIT)
 
 
+@pytest.mark.slow
 def test_signals_of_a_follower() -> None:
     """Before node 0 is there, one is enough; when it serves, the first leaves it time, the second does not."""
     with Hosts().node(1) as alone:
@@ -336,65 +296,3 @@ def test_a_master_address_of_another_host() -> None:
     with Daemon("demo", *SMALL, "-tp", "2", "--nnodes", "2", "--master-addr", "192.0.2.1:29500") as master:
         assert master.wait(LIMIT) == OptionError.exit_code
         assert re.search(r"serve-llm: (--master-addr 192\.0\.2\.1 is 192|no way from this host)", master.log[-1])
-
-
-def node_on(machines: Machines, number: int, *options: str, rank: int) -> Daemon:
-    """A node of two, of which node 0 is on the first machine."""
-    network = ("--nnodes", "2", "--master-addr", f"{machines[0].address}:{PORT}", "--node-rank", str(rank))
-    return Daemon(*options, *network, environ={"SERVE_LLM_CLUSTER_SECRET": "s3cret"}, machine=machines[number])
-
-
-def on_machines(machines: Machines, stack: ExitStack, *options: str) -> tuple[Daemon, Daemon, str]:
-    """Node 0 and 1 on the first two machines, once they serve, and the URL."""
-    master = stack.enter_context(node_on(machines, 0, "demo", *SMALL, *options, "--host", "0.0.0.0", rank=0))
-    follower = stack.enter_context(node_on(machines, 1, rank=1))
-    url = master.wait_until_serving().replace("0.0.0.0", machines[0].address)
-    return master, follower, url
-
-
-def test_two_machines_serve_a_third_and_a_power_cut_is_named(expected: list[str]) -> None:
-    with Machines(3) as machines, ExitStack() as stack:
-        master, _, url = on_machines(machines, stack, *ONCE, "-tp", "2", "-pp", "2")
-        run = machines[2].run(sys.executable, "-c", COMPLETE, url, body(), seconds=LIMIT)
-        assert json.loads(run.stdout) == expected, run.stderr
-        client = machines[2].popen(sys.executable, "-c", STREAM, url, body(max_tokens=1000), stdout=subprocess.PIPE)
-        assert client.stdout is not None and client.stdout.readline().startswith("data: ")
-        machines[1].power_off()
-        began = time.monotonic()
-        assert master.wait(LIMIT) == EngineError.exit_code
-        assert time.monotonic() - began < 15  # 4 s of silence, and at most a few more on a busy machine
-        assert re.search(
-            r"^serve-llm: rank 2 \(node 1, host host1 at 10\.77\.0\.2, pid \d+\) died in a step by loss of its node",
-            master.log[-1],
-        )
-        rest, _ = client.communicate(timeout=LIMIT)
-        assert "died in a step by loss of its node" in rest and rest.rstrip().endswith("data: [DONE]")
-
-
-def test_after_a_power_cut_a_stream_goes_on_with_another_machine() -> None:
-    with Machines(4) as machines, ExitStack() as stack:
-        master, _, url = on_machines(machines, stack, "-tp", "2", "-pp", "2")
-        long = body(prompt="import", max_tokens=300, seed=3, temperature=1)
-        undisturbed = json.loads(machines[3].run(sys.executable, "-c", COMPLETE, url, long, seconds=LIMIT).stdout)
-        client = machines[3].popen(sys.executable, "-c", STREAM, url, long, stdout=subprocess.PIPE)
-        assert client.stdout is not None
-        first = client.stdout.readline()
-        machines[1].power_off()
-        master.wait_until_logged("died in a step by loss of its node.*; it is replaced")
-        stack.enter_context(node_on(machines, 2, rank=1))
-        *events, end = re.findall("^data: (.+)$", first + client.communicate(timeout=LIMIT)[0], re.MULTILINE)
-        assert end == "[DONE]" and ["".join(json.loads(event)["choices"][0]["text"] for event in events)] == undisturbed
-
-
-def test_a_tensor_group_over_machines_and_a_cut_cable(expected: list[str]) -> None:
-    with Machines(3) as machines, ExitStack() as stack:
-        master, follower, url = on_machines(machines, stack, *ONCE, "-tp", "4")
-        run = machines[2].run(sys.executable, "-c", COMPLETE, url, body(), seconds=LIMIT)
-        assert json.loads(run.stdout) == expected, run.stderr
-        assert any("crosses hosts (10.77.0.1, 10.77.0.2)" in line for line in master.log)
-        machines[1].unplug()
-        assert follower.wait(LIMIT) == EngineError.exit_code and "node 0 is lost" in follower.log[-1]
-        assert master.wait(LIMIT) == EngineError.exit_code
-        assert re.search(
-            r"rank 2 \(node 1, host host1 at 10\.77\.0\.2.* died in a step by loss of its node", master.log[-1]
-        )

@@ -116,6 +116,7 @@ def test_a_ray_of_its_own_serves_the_tokens_of_one_rank_and_leaves_nothing(tmp_p
         assert len(re.findall(line, log)) == 1, line
 
 
+@pytest.mark.slow
 def test_a_killed_actor_costs_no_stream(folder: Path) -> None:
     skip_without_ray()
     environ = {"RAY_ADDRESS": "local", "RAY_TMPDIR": str(folder)}
@@ -129,6 +130,7 @@ def test_a_killed_actor_costs_no_stream(folder: Path) -> None:
     wait_until(lambda: not processes_with(str(folder)), "all processes have ended")
 
 
+@pytest.mark.slow
 def test_on_a_cluster_each_tensor_parallel_group_has_a_node(folder: Path) -> None:
     expected = of_one_rank("demo")
     with RayNodes([2, 2], folder) as nodes:
@@ -193,6 +195,7 @@ print(json.dumps({"texts": texts, "groups": len(groups), "after": after}))
 """
 
 
+@pytest.mark.slow
 def test_inside_a_placement_group_the_ranks_stay_within(folder: Path) -> None:
     expected = of_one_rank("demo")
     with RayNodes([2, 2], folder) as nodes:

@@ -14,6 +14,7 @@ import pytest
 from serve_llm import LLM, SamplingParams
 from support.daemon import Daemon
 from support.faults import FAULTS, KILLER, RAISER, SLEEPER
+from support.matrix import mostly_slow
 from support.streams import Streams, mixed
 
 SMALL = ("demo", "--kv-cache-memory", "64MiB", "--max-restarts", "100")
@@ -60,6 +61,7 @@ def test_a_killed_engine_and_one_killed_while_it_starts() -> None:
         assert metrics["serve_llm_num_requests_running"] == metrics["serve_llm_num_requests_waiting"] == 0
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_is_found_and_replaced() -> None:
     with Daemon(*SMALL) as daemon:
         undisturbed = Streams(daemon.wait_until_serving(), mixed(12)).finish()
@@ -114,7 +116,7 @@ def test_replicas_take_over() -> None:
         assert len(daemon.engine_pids()) == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", mostly_slow([signal.SIGKILL, signal.SIGSTOP], [signal.SIGKILL]))
 def test_a_rank_killed_or_stopped(number: signal.Signals) -> None:
     with Daemon(*SMALL, "-tp", "2") as daemon:
         undisturbed = Streams(daemon.wait_until_serving(), mixed(12)).finish()
@@ -128,7 +130,7 @@ def test_a_rank_killed_or_stopped(number: signal.Signals) -> None:
         assert psutil.wait_procs([psutil.Process(pid) for pid in ranks.values() if psutil.pid_exists(pid)], 30)[1] == []
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", mostly_slow([1, 2], [1]))
 @pytest.mark.parametrize(("fault", "reason"), [(KILLER, "killed"), (RAISER, "failed")])
 def test_the_request_that_kills_ends_with_an_error_and_all_others_finish(fault: int, reason: str, ranks: int) -> None:
     with Daemon(*SMALL, "-tp", str(ranks), environ=FAULTS) as daemon:
@@ -145,10 +147,18 @@ def test_the_request_that_kills_ends_with_an_error_and_all_others_finish(fault: 
 @pytest.mark.parametrize(
     ("ranks", "named"),
     [
-        (1, r"the engine process \d+ hangs in a step: no result for 2 s \(--step-timeout\); it is replaced"),
-        (2, r"rank 0 \(host \S+, pid \d+\); rank 1 .*, waiting: no answer in a step for 2 s; it is replaced"),
+        pytest.param(
+            1,
+            r"the engine process \d+ hangs in a step: no result for 2 s \(--step-timeout\); it is replaced",
+            id="one rank",
+        ),
+        pytest.param(
+            2,
+            r"rank 0 \(host \S+, pid \d+\); rank 1 .*, waiting: no answer in a step for 2 s; it is replaced",
+            id="two ranks",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["one rank", "two ranks"],
 )
 def test_a_step_that_hangs(ranks: int, named: str) -> None:
     with Daemon(*SMALL, "--step-timeout", "2", "-tp", str(ranks), environ=FAULTS) as daemon:

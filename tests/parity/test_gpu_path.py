@@ -106,7 +106,10 @@ def test_a_request_that_ends_while_its_next_step_is_computed_leaves_nothing_behi
 
 @pytest.mark.parametrize(
     ("family", "sizes"),
-    [("qwen3", {"num_hidden_layers": 2, "layer_types": None}), ("deepseek_v3", {"num_hidden_layers": 2})],
+    [
+        ("qwen3", {"num_hidden_layers": 2, "layer_types": None}),
+        pytest.param("deepseek_v3", {"num_hidden_layers": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_with_tritons_kernels_in_its_interpreter(
     family: str, sizes: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -126,7 +126,7 @@ def test_several_ranks(family: str, tmp_path: Path) -> None:
         compare(tmp_path, grid, max_num_seqs=32, max_num_batched_tokens=600)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32"], ["bfloat16"]))
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "phi3", "stablelm", "gptj", "mixtral"])
 def test_a_last_stage_of_one_layer(family: str, dtype: str, tmp_path: Path) -> None:
     """With compiled attention, whose peak does not hide that of the feed-forward."""
@@ -168,14 +168,14 @@ def test_int8_of_larger_sizes(max_num_seqs: int, tmp_path: Path) -> None:
     compare(tmp_path / "int8", Grid(3, 1), max_num_seqs=max_num_seqs)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32"], ["bfloat16"]))
 def test_logits_as_the_peak(dtype: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", vocab_size=20001, head_dim=16)
     for grid in (ONE, Grid(2, 1), Grid(3, 1)):
         compare(tmp_path, grid, dtype=dtype, max_num_seqs=200, max_num_batched_tokens=300)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32"], ["bfloat16"]))
 def test_norms_of_projections_with_compiled_attention(dtype: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "olmo2", hidden_size=96)
     for grid in (ONE, Grid(3, 1)):
@@ -197,7 +197,7 @@ def test_parallel_halves(family: str, sizes: dict[str, Any], tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("quantization", ["auto", "int8"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32"], ["bfloat16"]))
 @pytest.mark.parametrize(
     ("family", "width", "shared"),
     [("qwen2_moe", 20, 40), ("qwen2_moe", 200, 10), ("qwen2_moe", 10, 600), ("qwen3_moe", 300, None)],

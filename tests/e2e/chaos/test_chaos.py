@@ -146,13 +146,13 @@ def run(chaos: Chaos, rounds: int) -> None:
         assert last <= 1.03 * first + (2 if name.endswith("files") else 0), f"{name} grew from {first:,} to {last:,}"
 
 
-LONG = (pytest.mark.slow, pytest.mark.long)
+LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(
     ("grid", "rounds"),
     [
-        pytest.param((2, 2), 4, id="2 x 2 ranks"),
+        pytest.param((2, 2), 4, id="2 x 2 ranks", marks=pytest.mark.slow),
         pytest.param((1, 1), 50, id="one rank, long", marks=LONG),
         pytest.param((2, 2), 50, id="2 x 2 ranks, long", marks=LONG),
     ],

@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from serve_llm.engine.errors import OptionError, PeerLost
+from serve_llm.engine.parallel import encrypted
 from serve_llm.engine.parallel.encrypted import PING, Endpoint, Line, dealer, key_of, send, url_of
 from serve_llm.engine.parallel.hosts import interfaces
 
@@ -86,7 +87,10 @@ def test_what_was_sent_before_there_was_anybody_arrives() -> None:
     line.close()
 
 
-def test_another_secret_is_refused_and_the_others_are_not_disturbed(endpoint: Endpoint) -> None:
+def test_another_secret_is_refused_and_the_others_are_not_disturbed(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encrypted, "REFUSED_SECONDS", 1.0)
     router, url = endpoint.listen()
     with_secret, without = Line(url, "secret"), Line(url, "")
     without.send(b"let me in")
@@ -142,8 +146,11 @@ def test_each_end_notices_that_the_other_has_gone() -> None:
     lines[1].close()
 
 
-def test_a_peer_that_says_nothing_any_more_is_lost(endpoint: Endpoint) -> None:
+def test_a_peer_that_says_nothing_any_more_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when its host is switched off: no connection is closed."""
+    monkeypatch.setattr(encrypted, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(encrypted, "LOST_SECONDS", 0.8)
+    endpoint = Endpoint("127.0.0.1", "secret")
     router, url = endpoint.listen()
     program = f"""
 import time
@@ -157,14 +164,15 @@ while True:
     try:
         peer, _ = router.recv_multipart()
         began = time.monotonic()
-        while time.monotonic() < began + 6:
+        while time.monotonic() < began + 2:
             assert send(router, peer, PING)
-            time.sleep(0.5)
+            time.sleep(0.2)
         process.send_signal(signal.SIGSTOP)
         until(lambda: not send(router, peer, PING))
     finally:
         process.kill()
         process.wait()
+        endpoint.close()
 
 
 def test_a_port_that_is_taken(endpoint: Endpoint) -> None:

@@ -210,6 +210,7 @@ def hopper() -> dict[str, list[Resources]]:
     return {name: found[3 * n : 3 * n + 3] for n, name in enumerate(work)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_is_compiled_for_hopper(model: str, hopper: dict[str, list[Resources]]) -> None:
     decode, combine, prefill = hopper[model]

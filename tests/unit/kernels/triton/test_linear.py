@@ -70,6 +70,7 @@ def test_tiles_follow_the_weight_alone() -> None:
     assert linear.block_columns(28672, 4) == 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_is_compiled_for_tensor_cores(capability: int) -> None:
     def launch(outputs: int, inputs: int, dtype: torch.dtype) -> None:
