@@ -39,7 +39,7 @@ from serve_llm.engine.model.families import (
 from serve_llm.engine.model.spec import Int8, ModelSpec, product_of
 from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.quant import scheme
-from serve_llm.engine.quant.scheme import Stored
+from serve_llm.engine.quant.scheme import Blocks, Stored
 
 FAMILIES: dict[str, Callable[[Config], tuple[ModelSpec, WeightMap]]] = {
     "LlamaForCausalLM": llama.read,
@@ -98,6 +98,8 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
     if any(row.scales for row in weights.rows):  # the family has read what the file says of it
         return spec, weights
     stored = scheme.read(config.get("quantization_config"))
+    if isinstance(stored, Blocks):
+        return spec, replace(weights, block=(stored.rows, stored.columns))
     return spec if stored is None else replace(spec, int8=_int8(stored, spec, weights)), weights
 
 

@@ -32,7 +32,8 @@ class Row:
     groups: int = 1
     layers: tuple[int, ...] | None = None  # that have such a tensor; None: all
     members: int = 0  # how many experts or heads there are
-    scales: str = ""  # the tensor of its scales, where this one holds blocks of `quant.mxfp4`
+    scales: str = ""  # the tensor of its scales, where this one holds blocks of `quant.mxfp4`, or
+    block: tuple[int, int] | None = None  # 8-bit floats, of which so many rows and columns have one scale
 
     def of_members(self) -> list[Row]:
         """With the members written out; what is still a stack has `members`."""
@@ -58,6 +59,7 @@ class WeightMap:
     head: str  # source of head.weight; a model with a tied head has one of the two, or both and equal
     prefix: str  # of the base model's tensors; checkpoints of the bare base model lack it
     ignored: tuple[str, ...] = ()  # regular expressions, matched whole: tensors known to be of no use
+    block: tuple[int, int] | None = None  # as a row's, of each whose scales are in the checkpoint
 
     def expanded(self, num_layers: int, int8: Int8 | None = None) -> dict[str, Row]:
         """Source name -> row, with the layers written out; without embedding and head.

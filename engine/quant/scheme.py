@@ -1,8 +1,9 @@
-"""Reading `quantization_config` of config.json: int8 compressed-tensors checkpoints, and nothing else. Torch-free.
+"""Reading `quantization_config` of config.json: int8 compressed-tensors checkpoints, weights in blocks of 8-bit floats,
+and nothing else. Torch-free.
 
-A closed world as `model.config` is: every key means int8 W8A8 as it is served here, is known to be harmless, or is an
-error that names it. The format is that of the compressed-tensors library (`QuantizationConfig`), which llm-compressor
-writes.
+A closed world as `model.config` is: every key means what is served here, is known to be harmless, or is an error that
+names it. The format of int8 is that of the compressed-tensors library (`QuantizationConfig`), which llm-compressor
+writes; that of 8-bit floats is transformers' (`FineGrainedFP8Config`), which DeepSeek-V3 came with.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from serve_llm.engine.errors import ModelError
 
 SUPPORTED = (
     "supported: quant_method compressed-tensors, format int-quantized, with weights of 8 bits, symmetric, one scale "
-    "per channel, and activations of 8 bits, symmetric, dynamic, one scale per token"
+    "per channel, and activations of 8 bits, symmetric, dynamic, one scale per token; or quant_method fp8, fmt e4m3, "
+    "with a weight_block_size"
 )
 Allowed = dict[str, tuple[object, ...] | None]
 _ANY = None  # of no influence on what is computed
@@ -43,6 +45,21 @@ WHOLE: Allowed = {
     "quantization_status": (None, "compressed", "frozen"),
     **dict.fromkeys(("config_groups", "ignore", "sparsity_config", "global_compression_ratio", "version"), _ANY),
 }
+FP8: Allowed = {
+    "quant_method": ("fp8",),
+    "fmt": (None, "e4m3"),
+    "activation_scheme": (None, "dynamic"),
+    # Which weights are stored so, the checkpoint shows by their scales; how scales were rounded is of no influence.
+    **dict.fromkeys(("weight_block_size", "modules_to_not_convert", "scale_fmt", "dequantize"), _ANY),
+}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Weights in 8-bit floats, which become the model's dtype while loading; activations are not rounded."""
+
+    rows: int
+    columns: int
 
 
 @dataclass(frozen=True)
@@ -58,10 +75,12 @@ class Stored:
         )
 
 
-def read(value: object) -> Stored | None:
+def read(value: object) -> Stored | Blocks | None:
     """value: what stands under `quantization_config`. None when it is absent or empty. Raises ModelError."""
     if value in _NOTHING:
         return None
+    if isinstance(value, dict) and value.get("quant_method") == "fp8":
+        return _blocks(_checked(value, "quantization_config", FP8).get("weight_block_size"))
     whole = _checked(value, "quantization_config", WHOLE)
     groups = whole.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
@@ -77,6 +96,15 @@ def read(value: object) -> Stored | None:
         raise ModelError("config.json: quantization_config: ignore must be a list of names of modules")
     _check_patterns(ignore)
     return Stored(tuple(ignore))
+
+
+def _blocks(size: object) -> Blocks:
+    if not isinstance(size, list) or len(size) != 2 or not all(type(number) is int and number > 0 for number in size):
+        raise ModelError(
+            f"config.json: quantization_config: weight_block_size must be two whole numbers, but it is {size!r}; "
+            f"{SUPPORTED}"
+        )
+    return Blocks(*size)
 
 
 def _checked(value: object, where: str, allowed: Allowed) -> dict[str, object]:

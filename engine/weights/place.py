@@ -23,7 +23,7 @@ from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import MLA, ModelSpec
 from serve_llm.engine.model.weight_map import Row, WeightMap
 from serve_llm.engine.parallel.comm import Neighbours
-from serve_llm.engine.quant import fp8, int8, mxfp4
+from serve_llm.engine.quant import fp8, fp8_blocks, int8, mxfp4
 from serve_llm.engine.weights.files import Checkpoint
 from serve_llm.engine.weights.upload import read_ahead, way_to
 from serve_llm.kernels.table import choose
@@ -113,6 +113,10 @@ def assign(
     rows[embedding] = Row(embedding, ("embedding.weight",))
     if not spec.tied_head:
         rows[head] = Row(head, ("head.weight",))
+    if weight_map.block is not None:
+        for source in [source for source in rows if f"{source}_scale_inv" in stored]:
+            scales = f"{source}_scale_inv"
+            rows |= {source: replace(rows[source], scales=scales, block=weight_map.block), scales: Row(scales, ())}
 
     if missing := sorted(rows.keys() - stored.keys()):
         raise ModelError(f"{where}: the checkpoint lacks {_listed(missing)}")
@@ -153,10 +157,12 @@ def placement(
         if row.members:
             expected.insert(0, row.members)
             own.insert(0, range(stacked, stacked + 1))
-        if row.scales:
+        if row.scales and row.block is None:
             return put(chosen(_blocks(checkpoint, source, row.scales, own, expected))).to(dtype)
         _check_shape(checkpoint, source, expected)
         tensor = checkpoint.read(source, tuple(own))
+        if row.block is not None:
+            tensor = _plain(put(tensor), checkpoint, source, row.scales, row.block, own)
         tensor = tensor[0] if row.members else tensor
         if f"{name}_scale" in sources:
             if tensor.dtype != torch.int8:
@@ -164,8 +170,11 @@ def placement(
                     f"{source} is stored as {tensor.dtype}, but config.json says that it is quantised to int8"
                 )
             return put(chosen(tensor))
-        if not tensor.is_floating_point():
-            raise ModelError(f"{source} is stored as {tensor.dtype}, but config.json does not say that it is quantised")
+        if not tensor.is_floating_point() or tensor.element_size() == 1:
+            raise ModelError(
+                f"{source} is stored as {tensor.dtype}, but config.json does not say that it is quantised, or it lacks "
+                "scales"
+            )
         tensor = put(chosen(tensor.T if row.transform == "transpose" else tensor))
         if row.transform == "plus_one":
             tensor = tensor.float() + 1.0
@@ -199,6 +208,22 @@ def _blocks(checkpoint: Checkpoint, source: str, scales: str, own: Sequence[rang
         raise ModelError(f"{source} is stored as {blocks.dtype}, but config.json says that it is blocks of MXFP4")
     first = wanted.start - read[-1].start * mxfp4.BLOCK
     return mxfp4.dequantise(blocks, exponents)[:, first : first + len(wanted)]
+
+
+def _plain(
+    numbers: Tensor, checkpoint: Checkpoint, source: str, scales: str, block: tuple[int, int], own: Sequence[range]
+) -> Tensor:
+    """The part `own` of a matrix of 8-bit floats, in float32 and where `numbers` are."""
+    if numbers.dtype != fp8_blocks.DTYPE or numbers.dim() != 2:
+        raise ModelError(
+            f"{source} has scales, but is stored as {numbers.dtype} with {numbers.dim()} dimensions and not as a "
+            f"matrix of {fp8_blocks.DTYPE}"
+        )
+    _check_shape(checkpoint, scales, [-(-size // of) for size, of in zip(checkpoint.shape(source), block, strict=True)])
+    covered = tuple(range(part.start // of, -(-part.stop // of)) for part, of in zip(own, block, strict=True))
+    above, left = (part.start - blocks.start * of for part, blocks, of in zip(own, covered, block, strict=True))
+    found = checkpoint.read(scales, covered).to(numbers.device)
+    return fp8_blocks.dequantise(numbers, found, block, (above, left))
 
 
 def _rows(groups: int, sizes: tuple[int, ...], place: int, own: range) -> tuple[range, Callable[[Tensor], Tensor]]:

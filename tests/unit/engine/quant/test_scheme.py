@@ -1,7 +1,9 @@
-"""quantization_config as a closed world: int8 compressed-tensors is read, everything else is refused by name."""
+"""quantization_config as a closed world: int8 compressed-tensors and blocks of 8-bit floats are read, everything else
+is refused by name."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +37,7 @@ def test_served(change: Callable[[dict[str, Any]], None]) -> None:
     config = quantization_config()
     change(config)
     stored = scheme.read(config)
-    assert stored is not None
+    assert isinstance(stored, scheme.Stored)
     assert stored.ignore == (() if config["ignore"] is None else ("lm_head",))
 
 
@@ -43,6 +45,31 @@ def test_what_is_ignored() -> None:
     stored = scheme.Stored(("lm_head", "re:.*down_proj$", "re:model\\.layers\\.1\\."))
     names = ["lm_head", "lm_head2", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.up_proj", "model.layers.10.up"]
     assert [stored.ignores(name) for name in names] == [True, False, True, True, False]
+
+
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 64]}
+
+
+@pytest.mark.parametrize("more", [{}, {"modules_to_not_convert": ["lm_head"], "scale_fmt": "ue8m0"}])
+def test_blocks_of_8_bit_floats(more: dict[str, object]) -> None:
+    assert scheme.read(FP8 | more) == scheme.Blocks(128, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"activation_scheme": "static"}, "activation_scheme 'static'"),
+        ({"fmt": "e5m2"}, "fmt 'e5m2'"),
+        ({"weight_block_size": None}, "weight_block_size must be two whole numbers, but it is None"),
+        ({"weight_block_size": [128]}, "weight_block_size must be two"),
+        ({"weight_block_size": [128, 0]}, "weight_block_size must be two"),
+        ({"weight_block_size": [128, True]}, "weight_block_size must be two"),
+        ({"more": 1}, "more 1"),
+    ],
+)
+def test_other_8_bit_floats(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelError, match=rf"config\.json: quantization_config.*{re.escape(message)}.*supported: "):
+        scheme.read(FP8 | change)
 
 
 def group(part: str, **change: object) -> Callable[[dict[str, Any]], None]:
