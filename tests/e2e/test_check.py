@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from support.daemon import SERVE_LLM
+from support.matrix import mostly_slow
 from support.namespaces import Machine, Machines, why_not
 
 several_machines = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -86,7 +87,7 @@ def test_two_nodes_on_this_host() -> None:
 
 
 @several_machines
-@pytest.mark.parametrize("nnodes", [2, 3])
+@pytest.mark.parametrize("nnodes", mostly_slow([2, 3], [2]))
 def test_healthy(nnodes: int) -> None:
     with Machines(nnodes) as machines:
         # The master last: the order does not matter.
@@ -100,6 +101,7 @@ def test_healthy(nnodes: int) -> None:
     assert re.search(r"^gloo all-reduce: exact; 16 KiB in \d+ us, 4 MiB at [\d.]+ [KMG]iB/s$", output, re.MULTILINE)
 
 
+@pytest.mark.slow
 @several_machines
 def test_one_direction_dropped_between_two_followers() -> None:
     with Machines(3) as machines:
@@ -114,7 +116,7 @@ def test_one_direction_dropped_between_two_followers() -> None:
 
 
 @several_machines
-@pytest.mark.parametrize("source", [0, 1])
+@pytest.mark.parametrize("source", mostly_slow([0, 1], [0]))
 def test_one_direction_dropped_to_or_from_the_master(source: int) -> None:
     with Machines(2) as machines:
         machines.cut(source, 1 - source)
@@ -180,6 +182,7 @@ def test_closed_port_of_the_master() -> None:
     assert f"its UDP port answers, TCP port {PORT} is closed" in outputs[1]
 
 
+@pytest.mark.slow
 @several_machines
 def test_closed_port_of_another() -> None:
     with Machines(2) as machines:

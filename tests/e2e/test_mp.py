@@ -88,6 +88,7 @@ def test_ranks_compute_with_as_many_threads_as_asked_for(count: int) -> None:
             assert sum(after[thread] - before.get(thread, 0.0) > 0.002 for thread in after) == count
 
 
+@pytest.mark.slow
 def test_an_idle_daemon_leaves_the_cores_alone() -> None:
     with Daemon("demo", *SMALL, "-tp", "2") as daemon:
         complete(daemon.wait_until_serving(), "demo")
@@ -137,6 +138,7 @@ def test_a_tiny_llama_over_http(tmp_path: Path) -> None:
     assert serve_and_complete(str(tmp_path), "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2") == expected
 
 
+@pytest.mark.slow
 def test_gpt2_on_three_ranks(tmp_path: Path) -> None:
     vocab_size = make_checkpoint(tmp_path, "gpt2")
     requests = [greedy(number, [(7 * number + i) % vocab_size for i in range(5 + 9 * number)], 20) for number in (1, 2)]
@@ -220,7 +222,7 @@ def test_a_death_is_noticed_without_any_request() -> None:
         assert gone(list(ranks.values()))
 
 
-@pytest.mark.parametrize("victim", ["engine", "daemon"])
+@pytest.mark.parametrize("victim", mostly_slow(["engine", "daemon"], ["daemon"]))
 def test_no_rank_outlives_the_process_that_started_it(victim: str) -> None:
     with Daemon("demo", *SMALL, *ONCE, "-tp", "2") as daemon:
         daemon.wait_until_serving()

@@ -22,6 +22,7 @@ import pytest
 
 from serve_llm.engine.errors import CapacityError, EngineError, ModelError, OptionError
 from support.daemon import Daemon
+from support.matrix import mostly_slow
 from support.nodes import LIMIT, ONCE, SMALL, body, complete
 from support.tiny import make_checkpoint, make_tokenizer
 
@@ -213,7 +214,7 @@ def test_streams_wait_for_a_host_that_comes_back_no_longer_than_their_deadline()
                 assert (master.wait(LIMIT), other.wait(LIMIT)) == (0, 0)
 
 
-@pytest.mark.parametrize("victim", ["engine", "daemon"])
+@pytest.mark.parametrize("victim", mostly_slow(["engine", "daemon"], ["daemon"]))
 def test_no_follower_outlives_node_0(victim: str) -> None:
     with serving(*ONCE, "-pp", "2") as (master, follower):
         engine = master.engine_pid()

@@ -131,7 +131,9 @@ def test_a_rank_killed_or_stopped(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("ranks", mostly_slow([1, 2], [1]))
-@pytest.mark.parametrize(("fault", "reason"), [(KILLER, "killed"), (RAISER, "failed")])
+@pytest.mark.parametrize(
+    ("fault", "reason"), mostly_slow([(KILLER, "killed"), (RAISER, "failed")], [(KILLER, "killed")])
+)
 def test_the_request_that_kills_ends_with_an_error_and_all_others_finish(fault: int, reason: str, ranks: int) -> None:
     with Daemon(*SMALL, "-tp", str(ranks), environ=FAULTS) as daemon:
         undisturbed = Streams(daemon.wait_until_serving(), mixed(12)).finish()

@@ -112,7 +112,7 @@ def compare(directory: Path, grid: Grid = ONE, **more: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32"], ["bfloat16"]))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES))
 def test_one_rank(family: str, dtype: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family)
     compare(tmp_path, dtype=dtype, max_num_seqs=64)

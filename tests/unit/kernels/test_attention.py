@@ -154,7 +154,7 @@ def test_an_int8_cache_costs_little(name: str) -> None:
     assert (rounded - exact).std() < 0.03 * exact.std()
 
 
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("window", mostly_slow([None, 50], [50]))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("name", "shape", "threads"),

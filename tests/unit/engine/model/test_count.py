@@ -19,6 +19,7 @@ from serve_llm.engine.model.spec import Int8, ModelSpec, product_of
 from serve_llm.engine.parallel.layout import Grid
 from serve_llm.kernels.table import choose
 from support import published, resident
+from support.matrix import mostly_slow
 from support.ranks import Ranks
 from support.tiny import make_checkpoint
 
@@ -91,7 +92,7 @@ def build(spec: ModelSpec, grid: Grid, rank: int, device: str, model_dtype: torc
     return Decoder(spec, builder, torch.device("cpu")), asked
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", mostly_slow(VARIANTS))
 def test_tiny_models(variant: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, variant.split("-")[0], **VARIANTS[variant])
     spec, _ = read_model(read_config(tmp_path))

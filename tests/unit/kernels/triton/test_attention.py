@@ -220,6 +220,7 @@ def test_is_compiled_for_hopper(model: str, hopper: dict[str, list[Resources]]) 
     assert all("cp.async.cg.shared.global" in kernel.ptx for kernel in (decode, prefill))
 
 
+@pytest.mark.slow
 def test_is_compiled_for_ampere_and_without_tensor_cores() -> None:
     launches = record(lambda: [launch("Llama 8B", 1), launch("Gemma 2 9B", 8192, torch.float32)])
     decode, prefill = compile_for([launches[0], launches[2]], 80)
@@ -227,6 +228,7 @@ def test_is_compiled_for_ampere_and_without_tensor_cores() -> None:
     assert decode.has_mma and not prefill.has_mma
 
 
+@pytest.mark.slow
 def test_the_invariant_kernels_have_one_shape_and_no_contraction(hopper: dict[str, list[Resources]]) -> None:
     assert_fits(hopper["invariant"])
     assert not any(kernel.launch.options["enable_fp_fusion"] for kernel in hopper["invariant"])

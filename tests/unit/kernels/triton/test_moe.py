@@ -72,6 +72,7 @@ def test_layers_in_8_bits_are_computed_one_by_one() -> None:
     case.check(found, pack_experts(case.pairs(range(4), pack), activation.silu_and_mul, range(4))(*asked))
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     """Mixtral's and Qwen3-30B-A3B's sizes, and a part of the latter that no power of two divides."""
 

@@ -243,6 +243,7 @@ def latent_of(heads: int, rank: int, rope_dim: int) -> Tensor:
     return rope_and_latent(query, latent, empty(rank), 1e-6, (angle, angle), cache, empty(3, dtype=torch.int64))
 
 
+@pytest.mark.slow
 def test_compiled_for_a_gpu() -> None:
     """The widths of Llama 3 from 8B to 405B, heads of Qwen2.5 0.5B and of DeepSeek-V3."""
     rows, weight, wide = empty(3, 4096), empty(4096), torch.empty((3, 16384), device="meta")

@@ -203,6 +203,7 @@ def test_adjusts_as_the_definition() -> None:
     assert (found[1, begin:end] == -math.inf).sum() >= end - begin - (last - first)
 
 
+@pytest.mark.slow
 def test_is_compiled_for_a_gpu() -> None:
     def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, device="meta", dtype=dtype)
