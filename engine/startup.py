@@ -30,8 +30,8 @@ from serve_llm.engine.plan import describe_memory
 logger = logging.getLogger(__name__)
 
 SLOW = (
-    "%s is served by transformers' own code, the slow path: a dense model takes about a fifth longer than in code of "
-    "our own, experts more (docs/transformers.md)"
+    "%s is served by transformers' own code, the slow path: a dense model takes a fifth to a third longer than in "
+    "code of our own, experts more (docs/transformers.md)"
 )
 
 
