@@ -7,14 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families.llama import (
-    ATTENTION,
-    GATED,
-    HEAD_NORMS,
-    read_decoder,
-    read_local_windows,
-    weights,
-)
+from serve_llm.engine.model.families.decoder import read_decoder, read_local_windows
+from serve_llm.engine.model.families.names import ATTENTION, GATED, HEAD_NORMS, weights
 from serve_llm.engine.model.families.rope import DEFAULT_BASE
 from serve_llm.engine.model.spec import ModelSpec, Norm
 from serve_llm.engine.model.weight_map import WeightMap

@@ -7,7 +7,7 @@ from dataclasses import replace
 from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model.config import Config
 from serve_llm.engine.model.families.experts import read_router, with_experts
-from serve_llm.engine.model.families.llama import GATED, PRE_NORMS, weights
+from serve_llm.engine.model.families.names import GATED, PRE_NORMS, weights
 from serve_llm.engine.model.families.rope import read_rope, score_factor
 from serve_llm.engine.model.spec import MLA, Dense, ExpertGroups, Layer, ModelSpec, MoE, Norm, Router
 from serve_llm.engine.model.weight_map import Row, WeightMap

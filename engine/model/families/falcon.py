@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.families.decoder import read_decoder
 from serve_llm.engine.model.families.gpt2 import ACTIVATIONS
 from serve_llm.engine.model.families.gpt_neox import FFN
-from serve_llm.engine.model.families.llama import PRE_NORMS, QKV, Names, read_decoder, weights
+from serve_llm.engine.model.families.names import PRE_NORMS, QKV, Names, weights
 from serve_llm.engine.model.spec import Dense, ModelSpec, Norm, Placement
 from serve_llm.engine.model.weight_map import WeightMap
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families.llama import ATTENTION, GATED, read_decoder, read_local_windows, weights
+from serve_llm.engine.model.families.decoder import read_decoder, read_local_windows
+from serve_llm.engine.model.families.names import ATTENTION, GATED, weights
 from serve_llm.engine.model.families.rope import DEFAULT_BASE, read_rope
 from serve_llm.engine.model.spec import Activation, Dense, Layer, ModelSpec, Norm, Rope
 from serve_llm.engine.model.weight_map import WeightMap

@@ -4,7 +4,8 @@ each head, and a joint weight of gate and up; in Glm4 with norms around each hal
 from __future__ import annotations
 
 from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families.llama import ATTENTION, JOINT_GATED, PRE_NORMS, read_decoder, weights
+from serve_llm.engine.model.families.decoder import read_decoder
+from serve_llm.engine.model.families.names import ATTENTION, JOINT_GATED, PRE_NORMS, weights
 from serve_llm.engine.model.spec import ModelSpec, Norm, Placement
 from serve_llm.engine.model.weight_map import WeightMap
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.families.decoder import read_decoder
 from serve_llm.engine.model.families.gpt2 import ACTIVATIONS
-from serve_llm.engine.model.families.llama import PRE_NORMS, QKV, Names, read_decoder, weights
+from serve_llm.engine.model.families.names import PRE_NORMS, QKV, Names, weights
 from serve_llm.engine.model.families.rope import DEFAULT_BASE
 from serve_llm.engine.model.spec import Dense, ModelSpec, Norm
 from serve_llm.engine.model.weight_map import WeightMap

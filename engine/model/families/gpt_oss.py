@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.families.decoder import read_decoder, read_local_windows
 from serve_llm.engine.model.families.experts import IN_TRAINING, read_router, with_experts
-from serve_llm.engine.model.families.llama import ATTENTION, PRE_NORMS, read_decoder, read_local_windows, weights
+from serve_llm.engine.model.families.names import ATTENTION, PRE_NORMS, weights
 from serve_llm.engine.model.spec import Dense, ModelSpec, MoE, Norm
 from serve_llm.engine.model.weight_map import Row, Transform, WeightMap
 

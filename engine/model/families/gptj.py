@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from serve_llm.engine.model.config import Config
 from serve_llm.engine.model.families.gpt2 import read_plain
-from serve_llm.engine.model.families.llama import Names, weights
+from serve_llm.engine.model.families.names import Names, weights
 from serve_llm.engine.model.families.rope import DEFAULT_BASE, part_of_head
 from serve_llm.engine.model.spec import ModelSpec, Rope
 from serve_llm.engine.model.weight_map import WeightMap

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families.llama import read_plain, weights
+from serve_llm.engine.model.families.llama import read_plain
+from serve_llm.engine.model.families.names import weights
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from serve_llm.engine.model.config import Config
 from serve_llm.engine.model.families.experts import IN_TRAINING, read_router, with_experts
 from serve_llm.engine.model.families.granite import read_granite
-from serve_llm.engine.model.families.llama import ATTENTION, PRE_NORMS, weights
+from serve_llm.engine.model.families.names import ATTENTION, PRE_NORMS, weights
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 

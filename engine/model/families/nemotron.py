@@ -4,7 +4,8 @@ feed-forward with a squared relu, and rope in a part of each head."""
 from __future__ import annotations
 
 from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families.llama import ATTENTION, PRE_NORMS, read_decoder, weights
+from serve_llm.engine.model.families.decoder import read_decoder
+from serve_llm.engine.model.families.names import ATTENTION, PRE_NORMS, weights
 from serve_llm.engine.model.spec import Activation, Dense, ModelSpec, Norm
 from serve_llm.engine.model.weight_map import WeightMap
 

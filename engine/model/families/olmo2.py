@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families.llama import ATTENTION, GATED, read_decoder, weights
+from serve_llm.engine.model.families.decoder import read_decoder
+from serve_llm.engine.model.families.names import ATTENTION, GATED, weights
 from serve_llm.engine.model.spec import ModelSpec, Norm
 from serve_llm.engine.model.weight_map import WeightMap
 

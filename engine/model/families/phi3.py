@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families.llama import JOINT_GATED, PRE_NORMS, QKV, read_decoder, weights
+from serve_llm.engine.model.families.decoder import read_decoder
+from serve_llm.engine.model.families.names import JOINT_GATED, PRE_NORMS, QKV, weights
 from serve_llm.engine.model.spec import ModelSpec, Norm
 from serve_llm.engine.model.weight_map import WeightMap
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.families.decoder import read_decoder, read_windows
 from serve_llm.engine.model.families.experts import IN_TRAINING, read_router, with_experts
-from serve_llm.engine.model.families.llama import ATTENTION, GATED, PRE_NORMS, read_decoder, read_windows, weights
+from serve_llm.engine.model.families.names import ATTENTION, GATED, PRE_NORMS, weights
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 

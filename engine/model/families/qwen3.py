@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families.llama import read_decoder, read_windows, weights
+from serve_llm.engine.model.families.decoder import read_decoder, read_windows
+from serve_llm.engine.model.families.names import weights
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 

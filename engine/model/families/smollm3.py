@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from serve_llm.engine.errors import ModelError
 from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families.llama import read_decoder, weights
+from serve_llm.engine.model.families.decoder import read_decoder
+from serve_llm.engine.model.families.names import weights
 from serve_llm.engine.model.spec import Layer, ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 

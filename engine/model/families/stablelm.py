@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families.llama import ATTENTION, GATED, PRE_NORMS, read_decoder, weights
+from serve_llm.engine.model.families.decoder import read_decoder
+from serve_llm.engine.model.families.names import ATTENTION, GATED, PRE_NORMS, weights
 from serve_llm.engine.model.spec import ModelSpec, Norm
 from serve_llm.engine.model.weight_map import WeightMap
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.families.decoder import read_decoder
 from serve_llm.engine.model.families.gpt2 import ACTIVATIONS
-from serve_llm.engine.model.families.llama import ATTENTION, PRE_NORMS, read_decoder, weights
+from serve_llm.engine.model.families.names import ATTENTION, PRE_NORMS, weights
 from serve_llm.engine.model.spec import Dense, ModelSpec, Norm
 from serve_llm.engine.model.weight_map import WeightMap
 
