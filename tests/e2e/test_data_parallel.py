@@ -17,6 +17,7 @@ import pytest
 
 from serve_llm import LLM, SamplingParams
 from support.daemon import SERVE_LLM, Daemon
+from support.matrix import mostly_slow
 
 TWO = ("demo", "--data-parallel-size", "2", "--kv-cache-memory", "64MiB")
 PROMPTS = [f"class Stack{number}:\n    def __init__(self, {'x' * number}):\n" for number in range(8)]
@@ -114,7 +115,7 @@ def test_without_restarts_one_engines_death_ends_the_daemon_and_names_it() -> No
         assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", mostly_slow([signal.SIGTERM, signal.SIGKILL], [signal.SIGKILL]))
 def test_no_engine_outlives_the_daemon(number: signal.Signals) -> None:
     with Daemon(*TWO) as daemon:
         daemon.wait_until_serving()

@@ -212,6 +212,7 @@ def test_a_killed_rank_is_named_in_the_stream_and_by_the_daemon_and_nothing_is_l
         assert not any("Traceback" in line for line in daemon.log)
 
 
+@pytest.mark.slow
 def test_a_death_is_noticed_without_any_request() -> None:
     with Daemon("demo", *SMALL, *ONCE, "-tp", "2") as daemon:
         daemon.wait_until_serving()

@@ -155,6 +155,7 @@ def test_three_hosts_for_four_ranks_in_groups_that_span(continuations: list[str]
     assert any("Tensor parallelism of ranks 2 to 3 crosses hosts" in line for line in master.log)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_on_the_other_host_is_named() -> None:
     with serving(*ONCE, "-tp", "2") as (master, follower):
         (victim,) = follower.rank_pids(follower.process.pid).values()

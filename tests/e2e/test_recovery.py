@@ -88,6 +88,7 @@ def test_a_drain_waits_for_the_next_engine() -> None:
         assert daemon.wait() == 0
 
 
+@pytest.mark.slow
 def test_neither_a_deadline_nor_the_end_waits_for_the_next_engine() -> None:
     body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     with Daemon(*SMALL, "--request-timeout", "4") as daemon:

@@ -53,7 +53,7 @@ def test_every_answer_is_a_described_one(serve: Callable[..., Served], path: str
     document = served.get("/openapi.json").json()
     operation = schemathesis.openapi.from_dict(document)[path]["POST"]
 
-    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
     @given(operation.as_strategy(mode))
     def check(case: Case) -> None:
         if isinstance(case.body, dict) and isinstance(case.body.get("n"), int):

@@ -63,6 +63,7 @@ def test_other_devices_have_neither(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
+@pytest.mark.slow
 # layers by Triton as well where rows must not depend on each other, and those alone are taken for experts' on a CPU
 @pytest.mark.parametrize(
     ("family", "batch_invariant"),
