@@ -17,10 +17,10 @@ HARMLESS = frozenset(
     "architectures model_type transformers_version _name_or_path auto_map name_or_path unsloth_version unsloth_fixed "
     "torch_dtype dtype transformers.js_config is_llama_config "
     # labels and outputs of other heads
-    "id2label label2id num_labels _num_labels problem_type finetuning_task task_specific_params classifier_dropout "
-    "return_dict return_dict_in_generate output_attentions output_hidden_states output_scores "
+    "id2label label2id num_labels _num_labels problem_type finetuning_task task_specific_params custom_pipelines "
+    "classifier_dropout return_dict return_dict_in_generate output_attentions output_hidden_states output_scores "
     # token ids: the tokenizer's and generation_config.json's matter
-    "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id "
+    "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id forced_bos_token_id "
     "forced_eos_token_id tokenizer_class prefix "
     # defaults for generation: generation_config.json's matter
     "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k "

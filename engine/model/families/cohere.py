@@ -41,6 +41,7 @@ def read_cohere2(config: Config) -> tuple[ModelSpec, WeightMap]:
     # of the published ones: the architecture in other words; transformers does not read them
     config.ignore("layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct")
     config.ignore("use_embedding_sharing", "use_gated_activation", "use_parallel_block", "use_parallel_embedding")
+    config.ignore("use_qk_norm")
     config.done()
     return spec, weights(spec, NAMES)
 

@@ -89,6 +89,7 @@ def read_local_windows(config: Config, default_pattern: int, default_window: int
     num_layers = config.layers("num_hidden_layers")
     window = config.integer("sliding_window", default_window)
     pattern = config.integer("sliding_window_pattern", default_pattern)
+    config.ignore("_sliding_window_pattern")  # transformers writes it beside layer_types, which says more
     slides = _slides(config, num_layers) or [(index + 1) % pattern != 0 for index in range(num_layers)]
     if any(slides) and config.is_null("sliding_window"):
         raise ModelError("config.json: sliding_window is null, but some layers have a sliding window")

@@ -56,7 +56,6 @@ def read_gemma3(config: Config) -> tuple[ModelSpec, WeightMap]:
 
     softcap = _softcap(config, "final_logit_softcapping", None)
     spec = replace(spec, layers=tuple(map(turned, spec.layers)), logits_softcap=softcap)
-    config.ignore("_sliding_window_pattern")  # transformers 5 writes it beside layer_types, which says more
     if _softcap(config, "attn_logit_softcapping", None):  # transformers knows the key, but does nothing with it
         raise ModelError("config.json: attn_logit_softcapping is not served in Gemma 3")
     config.done()

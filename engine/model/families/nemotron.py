@@ -28,6 +28,7 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
         qkv_bias=bias,
         output_bias=bias,
     )
+    config.ignore("kv_channels", "layer_norm_eps")  # of the published ones; transformers does not read them
     config.done()
     names = PRE_NORMS | ATTENTION | {"mlp.up_proj": "ffn.up", "mlp.down_proj": "ffn.down"}
     return spec, weights(spec, names, norms="plus_one")

@@ -24,7 +24,8 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
         output_bias=bias,
         head_norm=True,
     )
-    config.ignore("max_window_layers")  # transformers does not read it
+    # of the published ones; transformers does not read them
+    config.ignore("max_window_layers", "qkv_bias", "use_qk_norm", "shared_expert_intermediate_size")
     # num_experts in what is published, num_local_experts as transformers 5 writes it
     num_experts = config.integer("num_experts", config.integer("num_local_experts", 128), highest=10_000)
     spec = read_experts(config, dense, num_experts, default_top_k=8, default_width=768)

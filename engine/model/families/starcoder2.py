@@ -32,6 +32,6 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
     config.choice("norm_type", {"layer_norm": "layer_norm"}, "layer_norm")
     # of the published ones; transformers does not read them
     config.ignore("rms_norm_eps", "layer_norm_epsilon", "activation_function")
-    config.ignore("scale_attention_softmax_in_fp32", "scale_attn_weights")
+    config.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "scale_attn_weights")
     config.done()
     return spec, weights(spec, PRE_NORMS | ATTENTION | {"mlp.c_fc": "ffn.up", "mlp.c_proj": "ffn.down"})

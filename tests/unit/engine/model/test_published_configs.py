@@ -260,6 +260,21 @@ def test_understood(
 
 
 @pytest.mark.parametrize(
+    ("text", "more"),
+    [
+        (STARCODER2_15B, {"attention_softmax_in_fp32": True, "scale_attention_softmax_in_fp32": True}),
+        (QWEN3_30B_A3B, {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}),  # Qwen3-Coder
+        (NEMOTRON_MINI_4B, {"kv_channels": 128, "layer_norm_eps": 1e-5, "unk_token_id": 0}),
+        (COMMAND_R7B, {"use_qk_norm": False, "_sliding_window_pattern": 4}),  # Aya
+        (PYTHIA_1B, {"custom_pipelines": {"text-generation": {"impl": "pipeline.Pipeline"}}}),  # h2oGPT
+    ],
+)
+def test_odd_keys(text: str, more: dict[str, object]) -> None:
+    """Relatives of these carry more keys, which transformers does not read."""
+    assert read_model(json.loads(text) | more) == read_model(json.loads(text))
+
+
+@pytest.mark.parametrize(
     ("text", "num_layers", "every", "kv_heads", "head_dim", "window", "context"),
     [
         (COMMAND_R7B, 32, 4, 8, 128, 4096, 8192),
