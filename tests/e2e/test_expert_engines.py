@@ -102,6 +102,16 @@ def test_the_end_amid_steps(model: str) -> None:
 
 
 @pytest.mark.slow
+def test_ranks_of_one_engine(model: str) -> None:
+    """Three processes that hold 2, 2 and 1 of the experts of each layer."""
+    bodies = [{name: value for name, value in body.items() if name != "logprobs"} for body in mixed(12)]
+    with Daemon(model, *SMALL) as daemon:
+        expected = Streams(daemon.wait_until_serving(), bodies).finish()
+    with Daemon(model, *SMALL, "-tp", "3", "--enable-expert-parallel") as daemon:
+        assert Streams(daemon.wait_until_serving(), bodies).finish() == expected
+
+
+@pytest.mark.slow
 def test_ranks_of_each_engine(model: str) -> None:
     """Tensor-parallel ranks are processes, one of which dies."""
     bodies = mixed(6)
