@@ -12,8 +12,9 @@ Knows no CUDA: who captures, and how, comes from outside.
 from __future__ import annotations
 
 import contextlib
+import gc
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -136,7 +137,7 @@ class CudaCapture:
     def __call__(self, compute: Callable[[], Tensor]) -> Captured:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _without_collector():
             # Other threads, NCCL's watchdog for one, may do what would end a capture of the whole process.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -148,3 +149,15 @@ class CudaCapture:
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         return Captured(graph.replay, output)
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """A graph of an engine that is gone, destroyed by Python's collector, would end the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
