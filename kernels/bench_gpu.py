@@ -257,27 +257,26 @@ def limits(random: Random) -> tuple[float, float]:
     return copied.num_bytes / graph_us(copied) / 1000, 2 * 8192**3 / graph_us(product) / 1000
 
 
-@torch.inference_mode()
-def measure() -> tuple[dict[str, Timed], float, float]:
-    """All cases; GB/s of a copy and GFLOP/s of a bfloat16 matrix product."""
+def numbers() -> Random:
+    """On the first GPU."""
     generator = torch.Generator("cuda").manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=generator, device="cuda", dtype=BF16)
 
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cuda", dtype=BF16)
 
-    bandwidth, peak = limits(random)
-    times: dict[str, Timed] = {}
+def times(random: Random) -> Iterator[tuple[str, Timed]]:
+    """Of all cases, each as soon as it is known."""
     for case in (
         *linear_cases(LLAMA_8B, ROWS, random),
         *attention_cases(LLAMA_8B, STEPS, random),
         *row_cases(LLAMA_8B, ROWS, random),
     ):
-        times[case.name] = Timed(graph_us(case), case.num_bytes, case.operations)
-    return times | sampling_times(random, LLAMA_8B.vocabulary), bandwidth, peak
+        yield case.name, Timed(graph_us(case), case.num_bytes, case.operations)
+    yield from sampling_times(random, LLAMA_8B.vocabulary).items()
 
 
+@torch.inference_mode()
 def main() -> None:
-    times, bandwidth, peak = measure()
-    name = torch.cuda.get_device_name()
-    print(f"{name}: memory {bandwidth:.0f} GB/s, bf16 matrix product {peak:.0f} GFLOP/s")
-    report(times, bandwidth, peak)
+    random = numbers()
+    bandwidth, peak = limits(random)
+    print(f"{torch.cuda.get_device_name()}: memory {bandwidth:.0f} GB/s, bf16 matrix product {peak:.0f} GFLOP/s")
+    report(dict(times(random)), bandwidth, peak)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from pathlib import Path
 from bench.model import model_folder
 from bench.servers import free_port
 
-SERVE_LLM = str(Path(sys.executable).with_name("serve-llm"))
+SERVE_LLM = shutil.which("serve-llm", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") or ""
 PHASES = {
     "engine: modules imported": r"Engine modules imported in ([\d.]+) s",
     "engine: weights packed": r"Weights loaded and packed in ([\d.]+) s",
@@ -48,12 +50,14 @@ def seconds_until(url: str, body: bytes | None, began: float, process: subproces
     raise SystemExit(f"serve-llm ended with code {process.returncode}")
 
 
-def start_seconds(model: str) -> dict[str, float]:
+def start_seconds(model: str, *options: str, **environ: str) -> dict[str, float]:
+    """environ: more variables."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile() as log:
         began = time.perf_counter()
-        process = subprocess.Popen([SERVE_LLM, model, "--port", str(port)], stderr=log)
+        command = [SERVE_LLM, model, "--port", str(port), *options]
+        process = subprocess.Popen(command, stderr=log, env=os.environ | environ)
         try:
             found = {"exec to /health": seconds_until(f"{url}/health", None, began, process)}
             body = b'{"prompt": "def main():", "max_tokens": 1}'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,7 +32,9 @@ class Report:
         self._add(Row(self._part, name, value if value != "" else ("ok" if passed else "failed"), passed=passed))
 
     def measured(self, name: str, value: float | str, unit: str = "", aim: float | None = None) -> None:
-        self._add(Row(self._part, name, round(value, 4) if isinstance(value, float) else value, unit, aim))
+        if isinstance(value, float):
+            value = round(value, 4) if math.isfinite(value) else str(value)  # JSON has no such numbers
+        self._add(Row(self._part, name, value, unit, aim))
 
     def not_run(self, name: str, why: str) -> None:
         self._add(Row(self._part, name, f"not run: {why}"))
@@ -43,7 +46,9 @@ class Report:
 
 
 def read_rows(path: Path) -> list[Row]:
-    return [Row(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    """A part may have been ended while it wrote its last line."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [Row(**json.loads(line)) for line in lines if line.endswith("\n")]
 
 
 def table(rows: list[Row]) -> str:

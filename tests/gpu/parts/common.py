@@ -41,7 +41,7 @@ TINY = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "vocab_size": 4096,
+    "vocab_size": 4500,
 }
 
 
@@ -60,12 +60,18 @@ class Place:
         return tiny if self.rehearse else full
 
     def folder(self, shape: dict[str, object], name: str) -> str:
-        """A checkpoint without weights: config.json and the demo model's tokenizer."""
+        """A checkpoint without weights: config.json, and the demo model's tokenizer with a word for each further id,
+        because a server sends no event for ids that have no text."""
         folder = Path(tempfile.gettempdir()) / f"serve-llm-gpu-check-{name}{'-tiny' if self.rehearse else ''}"
         folder.mkdir(exist_ok=True)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(Path(resolve_model("demo")) / file, folder)
-        (folder / "config.json").write_text(json.dumps(shape | (TINY if self.rehearse else {})))
+        shape = shape | (TINY if self.rehearse else {})
+        demo = Path(resolve_model("demo"))
+        shutil.copy(demo / "tokenizer_config.json", folder)
+        tokenizer = json.loads((demo / "tokenizer.json").read_text())
+        words = tokenizer["model"]["vocab"]
+        words |= {f"<{number}>": number for number in range(len(words), shape["vocab_size"])}
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        (folder / "config.json").write_text(json.dumps(shape))
         return str(folder)
 
     def options(self) -> dict[str, object]:

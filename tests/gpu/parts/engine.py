@@ -17,7 +17,7 @@ from parts import common
 from serve_llm.engine.loop import Engine
 from serve_llm.engine.types import Request, Sampling
 from support.engine import Result, generate, greedy, make_engine
-from support.reference import reference_greedy
+from support.reference import reference_greedy, reference_logprobs
 from support.tiny import FAMILIES, make_checkpoint
 
 TOLERANCE = 1e-3  # of log-probabilities in float32
@@ -106,12 +106,32 @@ def invariance(here: common.Place, folder: Path) -> None:
     here.report.check("--batch-invariant: alone and in company the same bits", same)
 
 
+def quantised(here: common.Place, folder: Path) -> None:
+    """Log-probabilities of prompts from layers in 8-bit floats, beside those of transformers' float32."""
+    name = "--quantization fp8: as transformers, as far as 8 bits go"
+    if here.rehearse:
+        here.report.not_run(name, "it is served on GPUs only")
+        return
+    asked = prompts(make_checkpoint(folder, "llama", dtype="bfloat16", std=0.1), (2, 16, 40, 150))
+    engine = make_engine(folder, device=here.device, quantization="fp8")
+    found = generate(engine, [greedy(number, prompt, 8, prompt_logprobs=1) for number, prompt in enumerate(asked)])
+    ours, exact = [], []
+    for number, prompt in enumerate(asked):
+        logprobs = reference_logprobs(folder, prompt)
+        exact += [float(logprobs[place, token]) for place, token in enumerate(prompt[1:])]
+        ours += [one.logprob for one in found[number].prompt_logprobs or ()]
+    wanted = torch.tensor(exact)
+    error = float((torch.tensor(ours) - wanted).norm() / (wanted - wanted.mean()).norm())
+    here.report.check(name, 0.01 < error < 0.3, f"an error of {error:.2f} of their spread")
+
+
 def main() -> None:
     here = common.place("engine")
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         mixed_load(here, root / "mixed")
         invariance(here, root / "invariance")
+        quantised(here, root / "quantised")
         families(here, root)
 
 

@@ -1,11 +1,11 @@
-"""Every Triton kernel on the card, at the shapes of models and at odd ones, against plain torch in float32; then their
-times, from the kernels' own benchmark.
+"""Every Triton kernel on the card, at the shapes of models and at odd ones, against plain torch in float32.
 
-`--rehearse`: in Triton's interpreter, tiny, without times.
+`--rehearse`: in Triton's interpreter, tiny.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -119,7 +119,7 @@ def products_fp8(kernels: Kernels, random: Numbers, shapes: tuple[tuple[int, int
             x = random(rows, inputs)
             numbers, scales = linear_fp8.quantise_rows(x, inputs)
             wanted = (numbers.double() * scales.double()) @ exact.t()
-            yield "fp8 product over the rounded numbers", difference(layer(x), wanted), 1e-2
+            yield "fp8 product over the rounded numbers", difference(layer(x), wanted), 2e-2  # added with 14 bits
 
 
 def mixtures(
@@ -202,6 +202,7 @@ def tell(here: common.Place, found: Found, expected: str) -> None:
     worst: dict[str, tuple[float, float]] = {}
     try:
         for name, value, most in found:
+            value = math.inf if math.isnan(value) else value  # which no comparison finds
             worst[name] = max(worst.get(name, (0.0, most)), (value, most))
         common.wait()
     except Exception as error:  # the next kernel may be well
@@ -243,20 +244,6 @@ def check(here: common.Place) -> None:
         tell(here, ((f"attention: {name}", found(), most) for found in (call,)), f"attention: {name}")
 
 
-def measure(here: common.Place) -> None:
-    """Times in graphs, with shares of what a copy and a large product reach in the same run."""
-    from serve_llm.kernels import bench_gpu
-
-    times, bandwidth, peak = bench_gpu.measure()
-    here.report.measured("bench: copy", bandwidth, "GB/s")
-    here.report.measured("bench: bf16 product", peak / 1000, "TFLOP/s")
-    for name, timed in times.items():
-        read, done = timed.num_bytes / timed.us / 1000 / bandwidth, timed.operations / timed.us / 1000 / peak
-        here.report.measured(f"bench: {name}", timed.us, f"µs, {read:.2f} of the copy, {done:.2f} of the product")
-    if not bench_gpu.has_paged_varlen():
-        here.report.not_run("bench: torch's varlen_attn with a block table", f"not there in torch {torch.__version__}")
-
-
 def interpreted() -> str:
     """Prepare Triton's interpreter; why it cannot be used, if so."""
     os.environ["TRITON_INTERPRET"] = "1"
@@ -281,10 +268,6 @@ def main() -> None:
         here.report.not_run("kernels", reason)
         return
     check(here)
-    if here.rehearse:
-        here.report.not_run("bench", "there is no GPU")
-        return
-    measure(here)
 
 
 if __name__ == "__main__":

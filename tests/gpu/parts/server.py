@@ -31,7 +31,6 @@ def main() -> None:
     )
     recipe = dataclasses.replace(recipe, name="gpu-check")
     with running(recipe) as server:
-        here.report.measured("8B: from exec to the first token over HTTP", server.start_seconds, "s", aim=15)
         for count in streams:
             load.run(server.url, Workload("warm", count, 32, 8, count), 0, IDS)
             result = load.run(server.url, Workload(f"{count} streams", count, prompt, output, 2 * count), 1, IDS)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 Run = Callable[..., tuple[int, list[dict[str, Any]], str]]
@@ -42,7 +43,13 @@ THEN = {
     "well": IMPORTS.format(root=str(ROOT)),
     "wrong": "report.check('sums', False)",
     "broken": "raise OSError('no such thing')",
-    "slow": "time.sleep(99)",
+    "slow": "Path(__file__).with_suffix('.began').touch(); time.sleep(99)",
+    "waits": """
+began = Path(__file__).with_name("slow.began")
+while not began.exists():
+    time.sleep(0.01)
+report.measured("the slow one is running", 1)
+""",
 }
 
 
@@ -87,7 +94,7 @@ def test_a_failing_check_a_broken_part_and_one_without_end_are_rows_and_let_othe
     assert code == 1
     failed = {row["part"]: row["value"] for row in rows if row.get("passed") is False}
     assert failed == {"wrong": "failed", "broken": "exit code 1", "slow": "not done after 4 s"}
-    assert table.count("FAIL") == 3 and {row["part"] for row in rows} == set(THEN)
+    assert table.count("FAIL") == 3 and {row["part"] for row in rows} == {*failed, "well"}
     assert sum(row["name"] == "speed" for row in rows) == 4, "what a part wrote before it failed is kept"
 
 
@@ -102,6 +109,49 @@ def test_an_unknown_part_is_refused(run: Run, capsys: pytest.CaptureFixture[str]
         run("--parts", "well,dances")
     assert ended.value.code == 2
     assert "no part is called dances" in capsys.readouterr().err
+
+
+def test_parts_that_measure_nothing_run_at_the_same_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "AT_ONCE", {"slow", "waits"})
+    monkeypatch.setattr(check, "SECONDS", {"slow": 10, "waits": 60, "well": 60})
+    code, rows, _ = run("--parts", "slow,waits,well")
+    assert [row["part"] for row in rows if row["name"] == "seconds"] == ["slow", "waits", "well"], "in their order"
+    assert {row["part"]: row["value"] for row in rows if row.get("passed") is False} == {"slow": "not done after 10 s"}
+    assert code == 1 and any(row["name"] == "the slow one is running" for row in rows)
+
+
+def test_what_comes_back_is_three_files(run: Run, tmp_path: Path) -> None:
+    run("--parts", "broken,well")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"table.md", "result.json", "log.txt"}
+    log = (tmp_path / "out" / "log.txt").read_text()
+    places = [log.index(words) for words in ("=== broken", "OSError: no such thing", "=== well", "imports come from")]
+    assert places == sorted(places)
+
+
+def test_a_line_that_was_cut_off_and_what_is_no_number(tmp_path: Path) -> None:
+    report = module("report")
+    written = tmp_path / "part.jsonl"
+    report.Report("part", written).measured("ratio", float("nan"))
+    with written.open("a") as file:
+        file.write('{"part": "part", "na')
+    assert report.read_rows(written) == [report.Row("part", "ratio", "nan")]
+
+
+def test_a_difference_that_is_no_number_is_a_failure(tmp_path: Path) -> None:
+    kernels, common, report = module("parts.kernels"), module("parts.common"), module("report")
+    here = common.Place(report.Report("kernels", tmp_path / "rows"), rehearse=True)
+    kernels.tell(here, iter([("norm", 0.0, 1e-2), ("norm", float("nan"), 1e-2), ("rope", 1e-3, 1e-2)]), "all")
+    assert {row.name: row.passed for row in report.read_rows(tmp_path / "rows")} == {"norm": False, "rope": True}
+
+
+def test_every_id_has_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server sends no event for one that has none."""
+    common = module("parts.common")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = common.Place(None, rehearse=False).folder(common.LLAMA_8B, "8b")
+    tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    assert tokenizer.get_vocab_size() == common.LLAMA_8B["vocab_size"]
+    assert tokenizer.decode([4096, 5000, 128255]) == "<4096><5000><128255>"
 
 
 def test_parts_exist_and_fit_into_the_time() -> None:
