@@ -61,6 +61,7 @@ class Config:
     batch_invariant: bool = True  # a CPU is in any case
     all_reduce: str = "nccl"  # "nccl" | "symmetric": of the GPUs of a tensor-parallel group
     ranks_per_gpu: int = 1  # more only where a card is to show what several would do
+    rope_turns_at: int | None = None  # see `ModelSpec`
     async_scheduling: bool = False  # the next step is scheduled and begun before the ids of the last one are known
 
     @property

@@ -55,6 +55,7 @@ class Engine:
             max_chunk=config.max_num_batched_tokens,
             prefix_caching=config.enable_prefix_caching,
             ahead=config.async_scheduling,
+            rope_turns_at=config.rope_turns_at,
         )
         self._shares = 1 if config.async_scheduling else executor.depth
         self._executor = executor

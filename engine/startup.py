@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -78,7 +79,9 @@ def resolve_all(
         logger.warning(SLOW, spec.architecture)
     if choice.backend != "inprocess":
         logger.info("Executor %s, because %s", choice.backend, choice.reason)
-    return config, served(spec, config) if isinstance(spec, ModelSpec) else spec, weights
+    if isinstance(spec, ModelSpec):
+        return replace(config, rope_turns_at=spec.rope_turns_at), served(spec, config), weights
+    return config, spec, weights
 
 
 def _device(asked: str) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from serve_llm.engine.model.inputs import GroupInputs, StepInputs
+from serve_llm.engine.model.inputs import TURNED, GroupInputs, StepInputs
 from serve_llm.engine.schedule.batch import Batch, Chunk
 from serve_llm.engine.schedule.sequence import GroupLayout
 from serve_llm.engine.types import Sampling
@@ -68,8 +68,16 @@ class StepArrays:
 class Rows:
     """All rows of a worker. Ids and tables lie in arrays, so that a step's inputs are gathered without a loop."""
 
-    def __init__(self, groups: Sequence[GroupLayout], max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        groups: Sequence[GroupLayout],
+        max_num_seqs: int,
+        max_model_len: int,
+        rope_turns_at: int | None = None,  # see `ModelSpec`; rows are filled anew when they turn
+    ) -> None:
         self._groups = tuple(groups)
+        self._turns_at = rope_turns_at
+        self._first_positions = np.zeros(max_num_seqs, np.int64)
         self._rows: list[Row | None] = [None] * max_num_seqs
         self._ids = np.zeros((max_num_seqs, max_model_len), np.int64)
         self._num_ids = np.zeros(max_num_seqs, np.int64)
@@ -93,6 +101,8 @@ class Rows:
             self._rows[new.row] = Row(new.sampling, new.num_prompt, new.prompt_logprobs)
             self._ids[new.row, : len(new.ids)] = new.ids
             self._num_ids[new.row] = len(new.ids)
+            is_turned = self._turns_at is not None and len(new.ids) > self._turns_at
+            self._first_positions[new.row] = TURNED if is_turned else 0
             for counts in self._num_blocks:
                 counts[new.row] = 0
         for chunk in batch.chunks:
@@ -123,7 +133,7 @@ class Rows:
         return StepArrays(
             ids=np.where(is_known, self._ids[token_rows, positions], SAMPLED_LAST),
             rows=token_rows,
-            positions=positions,
+            positions=positions + self._first_positions[token_rows],
             query_starts=query_starts,
             context_lens=ends,
             slots=slots,

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from serve_llm.kernels.attention import Lengths
 
+# Added to the positions of a sequence that is longer than `ModelSpec.rope_turns_at`.
+TURNED = 1 << 40
+
 
 @dataclass(frozen=True)
 class GroupInputs:
@@ -23,7 +26,7 @@ class GroupInputs:
 @dataclass(frozen=True)
 class StepInputs:
     ids: Tensor  # (tokens,) int64
-    positions: Tensor  # (tokens,) int64, from 0 in each sequence
+    positions: Tensor  # (tokens,) int64, from 0 in each sequence, or from TURNED
     query_starts: list[int]  # sequences + 1 offsets into tokens
     context_lens: list[int]  # tokens of each sequence, those of this step included
     groups: tuple[GroupInputs, ...]

@@ -105,6 +105,8 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
 
 def served(spec: ModelSpec, settings: Settings) -> ModelSpec:
     """The model as the engine's settings have it: build the decoder and count from this one, on every rank."""
+    if len(spec.long_lengths) > 1:
+        raise ModelError("config.json: longrope in some layers only, or of several original lengths, is not served")
     spec = spec.with_max_length(settings.max_model_len)
     if settings.enable_expert_parallel:
         spec = spec.with_whole_experts()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from serve_llm.engine.model.inputs import TURNED
 from serve_llm.engine.model.spec import DynamicScaling, LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 
 AnglesOf = Callable[[Tensor], tuple[Tensor, Tensor]]  # positions (tokens,) -> cos, sin (tokens, head_dim / 2) float32
@@ -33,8 +34,10 @@ def angles_of(rope: Rope, head_dim: int, device: torch.device) -> AnglesOf:
         return padded
     if isinstance(rope.scaling, DynamicScaling):
         return _dynamic(rope.base, rope.scaling, head_dim, device)
+    if isinstance(rope.scaling, LongScaling):
+        return _long(rope.base, rope.scaling, head_dim, device)
     frequencies = inverse_frequencies(rope, head_dim).to(device)
-    magnitude = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling | LongScaling) else 1.0
+    magnitude = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
 
     def at(positions: Tensor) -> tuple[Tensor, Tensor]:
         angle = positions[:, None].float() * frequencies
@@ -44,8 +47,8 @@ def angles_of(rope: Rope, head_dim: int, device: torch.device) -> AnglesOf:
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Radians per position of each pair of dimensions, (head_dim / 2,) float32, of any scaling but dynamic."""
-    plain = 1.0 / (rope.base ** (torch.arange(0, head_dim, 2).float() / head_dim))
+    """Radians per position of each pair of dimensions, (head_dim / 2,) float32, of any scaling but dynamic and long."""
+    plain = _plain(rope.base, head_dim)
     scaling = rope.scaling
     if isinstance(scaling, LinearScaling):
         return plain / scaling.factor
@@ -53,9 +56,11 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
         return _llama3(plain, scaling)
     if isinstance(scaling, YarnScaling):
         return _yarn(plain, scaling, rope.base, head_dim)
-    if isinstance(scaling, LongScaling):
-        return plain / torch.tensor(scaling.factors)
     return plain
+
+
+def _plain(base: float, head_dim: int) -> Tensor:
+    return 1.0 / (base ** (torch.arange(0, head_dim, 2).float() / head_dim))
 
 
 def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
@@ -95,5 +100,18 @@ def _dynamic(base: float, scaling: DynamicScaling, head_dim: int, device: torch.
         frequencies = torch.exp(-exponents * logs[:, None]).float()
         angle = positions[:, None].float() * frequencies
         return angle.cos(), angle.sin()
+
+    return at
+
+
+def _long(base: float, scaling: LongScaling, head_dim: int, device: torch.device) -> AnglesOf:
+    """By the short factors, and from `TURNED` on by the long ones."""
+    plain = _plain(base, head_dim)
+    short, long = ((plain / torch.tensor(f)).to(device) for f in (scaling.short_factors, scaling.long_factors))
+
+    def at(positions: Tensor) -> tuple[Tensor, Tensor]:
+        is_turned = positions >= TURNED
+        angle = (positions % TURNED)[:, None].float() * torch.where(is_turned[:, None], long, short)
+        return angle.cos() * scaling.attention_factor, angle.sin() * scaling.attention_factor
 
     return at

@@ -53,10 +53,14 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class LongScaling:
-    """LongRoPE (arXiv:2402.13753): each frequency divided by its own factor, cos and sin times `attention_factor`."""
+    """LongRoPE (arXiv:2402.13753): each frequency divided by its own factor, cos and sin times `attention_factor`.
 
-    factors: tuple[float, ...]  # of a model whose sequences may be longer than original_length
-    short_factors: tuple[float, ...]  # of one where none is
+    All tokens of a sequence have the same factors, the long ones if it is longer than original_length; see
+    `inputs.TURNED`.
+    """
+
+    long_factors: tuple[float, ...]
+    short_factors: tuple[float, ...]
     attention_factor: float
     original_length: int
 
@@ -67,13 +71,6 @@ class Rope:
     scaling: LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongScaling | None = None
     dims: int | None = None  # only so many, the first, of each head are turned; None: all
     interleaved: bool = False  # neighbours are turned together, not the halves of what is turned
-
-    def with_max_length(self, max_model_len: int) -> Rope:
-        """The same rope where no sequence is longer than `max_model_len`."""
-        scaling = self.scaling
-        if not isinstance(scaling, LongScaling) or max_model_len > scaling.original_length:
-            return self
-        return replace(self, scaling=replace(scaling, factors=scaling.short_factors))
 
 
 @dataclass(frozen=True)
@@ -109,15 +106,6 @@ class Attention:
         """Numbers of a head that the rope's angles are for."""
         return self.head_dim
 
-    def with_max_length(self, max_model_len: int) -> Attention:
-        """See `ModelSpec`."""
-        window, rope = self.window, self.rope
-        return replace(
-            self,
-            window=None if window is None or window >= max_model_len else window,
-            rope=None if rope is None else rope.with_max_length(max_model_len),
-        )
-
 
 @dataclass(frozen=True)
 class MLA:
@@ -145,10 +133,6 @@ class MLA:
     def head_dim(self) -> int:
         """Numbers of a cached row."""
         return self.kv_lora_rank + self.rope_dim
-
-    def with_max_length(self, max_model_len: int) -> MLA:
-        """See `ModelSpec`."""
-        return replace(self, rope=None if self.rope is None else self.rope.with_max_length(max_model_len))
 
 
 Mixer = Attention | MLA
@@ -295,13 +279,28 @@ class ModelSpec:
         return replace(self, fp8=True)
 
     def with_max_length(self, max_model_len: int) -> ModelSpec:
-        """The same model where no sequence is longer than `max_model_len`: windows that never close are none, and
-        longrope's factors are those for such sequences.
+        """The same model where no sequence is longer than `max_model_len`: windows that never close are none.
 
         Build the decoder and count KV groups from one and the same spec, this one.
         """
-        layers = (replace(layer, mixer=layer.mixer.with_max_length(max_model_len)) for layer in self.layers)
-        return replace(self, layers=tuple(layers))
+
+        def of(mixer: Mixer) -> Mixer:
+            if not isinstance(mixer, Attention) or mixer.window is None or mixer.window < max_model_len:
+                return mixer
+            return replace(mixer, window=None)
+
+        return replace(self, layers=tuple(replace(layer, mixer=of(layer.mixer)) for layer in self.layers))
+
+    @cached_property
+    def long_lengths(self) -> frozenset[int | None]:
+        """Of the layers' ropes: the original length of a longrope, None of any other."""
+        scalings = {layer.mixer.rope.scaling for layer in self.layers if layer.mixer.rope is not None}
+        return frozenset(one.original_length if isinstance(one, LongScaling) else None for one in scalings)
+
+    @property
+    def rope_turns_at(self) -> int | None:
+        """The longest sequence that longrope's short factors are for; a longer one is computed anew. None without."""
+        return next(iter(self.long_lengths), None)
 
     @cached_property
     def kv_groups(self) -> tuple[KVGroup, ...]:

@@ -1,7 +1,8 @@
 """Names for prefixes: a chained hash per full block, so that equal keys mean equal tokens from the very start.
 
-The chain starts from the salt (`cache_salt`), so that requests of different tenants never share blocks. SHA-256,
-because a client who could make two prefixes collide could read another's cache.
+The chain starts from the salt (`cache_salt`), so that requests of different tenants never share blocks, and from
+whether the rope is turned, which makes other keys of the same tokens. SHA-256, because a client who could make two
+prefixes collide could read another's cache.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 
-def root(salt: str) -> bytes:
+def root(salt: str, is_turned: bool = False) -> bytes:
     """The hash before the first block."""
-    return sha256(b"serve-llm" + salt.encode("utf-8", "surrogatepass")).digest()
+    return sha256((b"turned" if is_turned else b"serve-llm") + salt.encode("utf-8", "surrogatepass")).digest()
 
 
 def extend(parent: bytes, ids: Sequence[int]) -> bytes:

@@ -32,8 +32,10 @@ class Scheduler:
         max_chunk: int,
         prefix_caching: bool,
         ahead: bool = False,
+        rope_turns_at: int | None = None,
     ) -> None:
         """`max_chunk`: most tokens of one sequence in one step; bounds what a sliding window holds at a time.
+        rope_turns_at: see `ModelSpec`.
         ahead: a sequence may be in several batches that are under way: workers have the id that they sampled last,
         before it is committed here."""
         self._groups = tuple(groups)
@@ -41,6 +43,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._max_chunk = max_chunk
         self._ahead = ahead
+        self._rope_turns_at = rope_turns_at
         self._prefixes = PrefixCache(self._groups, self._pool, prefix_caching)
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue()
@@ -54,7 +57,7 @@ class Scheduler:
     def add(self, request: Request, now: float) -> Output | None:
         """Take a request in. Returns its final output if nothing is left to compute."""
         self._arrivals += 1
-        sequence = Sequence(request, self._groups, self._arrivals, now)
+        sequence = Sequence(request, self._groups, self._arrivals, now, self._rope_turns_at)
         if sequence.num_output and (reason := self._finish_reason(sequence)) is not None:
             return Output(id=request.id, token_ids=[], finish_reason=reason)
         self._sequences[request.id] = sequence
@@ -145,7 +148,7 @@ class Scheduler:
             return True  # more of a prompt
         length = len(sequence.ids) + sequence.num_coming
         has_ended = length - sequence.num_prompt >= sequence.sampling.max_tokens or length >= self._max_model_len
-        return not has_ended and not sequence.sampling.reads_history
+        return not (has_ended or sequence.turns or sequence.sampling.reads_history)
 
     def _extended(self, sequence: Sequence, count: int, budget: int) -> int:
         """A chunk's tokens with what others left of the step's budget, if there are blocks free for them."""
@@ -200,6 +203,9 @@ class Scheduler:
                 outputs.append(output)
                 if output.finish_reason is not None:
                     self.abort(sequence.request.id)
+                elif sequence.turns and not sequence.in_flight:
+                    self._step_back(sequence)
+                    sequence.turn()
         return outputs
 
     def _output(self, sequence: Sequence, chunk: Chunk, result: ChunkResult) -> Output | None:
@@ -307,12 +313,16 @@ class Scheduler:
         return [max(0, -(-end // g.block_size) - len(t)) for g, t in zip(self._groups, sequence.tables, strict=True)]
 
     def _preempt(self, sequence: Sequence) -> None:
+        self._step_back(sequence)
+        self._stats.num_preemptions += 1
+
+    def _step_back(self, sequence: Sequence) -> None:
+        """To the waiting ones, to be computed anew."""
         self._leave(sequence)
         sequence.num_computed = sequence.num_scheduled = 0
         sequence.num_sent_blocks = [0] * len(self._groups)
         sequence.prompt_logprobs = []
         self._waiting.add(sequence)
-        self._stats.num_preemptions += 1
 
     def _leave(self, sequence: Sequence) -> None:
         """Give back the row and all blocks, the last ones first: the start of a prefix is worth most."""

@@ -29,7 +29,10 @@ def most_blocks(group: GroupLayout, num_tokens: int, max_chunk: int) -> int:
 class Sequence:
     """Mutable state of a live request. Only the scheduler writes to it."""
 
-    def __init__(self, request: Request, groups: Items[GroupLayout], arrival: int, now: float) -> None:
+    def __init__(
+        self, request: Request, groups: Items[GroupLayout], arrival: int, now: float, turns_at: int | None = None
+    ) -> None:
+        """turns_at: `ModelSpec.rope_turns_at`."""
         self.request = request
         self.sampling = request.sampling
         self.arrival = arrival  # counts up from request to request
@@ -52,7 +55,9 @@ class Sequence:
         self.num_sent_blocks = [0] * len(groups)  # of each table, known to the workers
         self.num_sent_ids = 0  # known to the workers
         self._hashes: dict[int, list[bytes]] = {group.block_size: [] for group in groups}
-        self._root = prefix.root(request.cache_salt)
+        self._turns_at, self.is_turned = turns_at, False  # is_turned: has more tokens than `turns_at`
+        self.is_turned = self.turns
+        self._root = prefix.root(request.cache_salt, self.is_turned)
 
     @property
     def num_output(self) -> int:
@@ -62,6 +67,18 @@ class Sequence:
     def num_left(self) -> int:
         """Tokens to schedule before the next one can be sampled; 1 where only the newest is."""
         return len(self.ids) + self.num_coming - self.num_scheduled
+
+    @property
+    def turns(self) -> bool:
+        """Whether the next token needs another rope than that of what is computed; all is computed again then."""
+        length = len(self.ids) + self.num_coming
+        return self._turns_at is not None and length > self._turns_at and not self.is_turned
+
+    def turn(self) -> None:
+        self.is_turned = True
+        self._root = prefix.root(self.request.cache_salt, self.is_turned)
+        for hashes in self._hashes.values():
+            hashes.clear()
 
     @property
     def in_flight(self) -> bool:

@@ -22,7 +22,7 @@ from serve_llm.engine.weights.place import assign, placement
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.reference import activation, attention, linear, linear_fp8, linear_int8, moe, norm, rope
 from serve_llm.kernels.table import PORTABLE, Kernels
-from support.forward import CPU, Harness, load, load_whole
+from support.forward import CPU, Harness, load
 from support.matrix import mostly_slow
 from support.reference import reference_greedy, reference_logprobs
 from support.tiny import FAMILIES, ROPE_SCALINGS, make_checkpoint
@@ -296,26 +296,6 @@ def test_dynamic_rope_beyond_its_length(tmp_path: Path) -> None:
     prompt = [n * 37 % 331 for n in range(60)]
     (ours,) = Harness(spec, decoder, torch.float32).greedy([prompt], 50)
     assert ours == reference_greedy(tmp_path, prompt, 50)[0]
-
-
-@pytest.mark.parametrize("partial", [1.0, 0.6])
-def test_longrope_follows_the_longest_sequence(partial: float, tmp_path: Path) -> None:
-    """transformers chooses the factors by each sequence's length, and computes it all again when that changes."""
-    pairs = round(5 * partial)
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 500.0,
-        "partial_rotary_factor": partial,
-        "short_factor": [1.0, 1.1, 1.3, 1.7, 2.9][:pairs],
-        "long_factor": [1.2, 1.9, 3.0, 4.5, 7.0][:pairs],
-    }
-    chosen = prompts(make_checkpoint(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=64))
-    spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))
-    for limit, fitting in ((64, chosen[:6]), (65, chosen[6:])):
-        limited = spec.with_max_length(limit)
-        decoder = load_whole(tmp_path, limited, weight_map)
-        for prompt, ours in zip(fitting, Harness(limited, decoder, torch.float32).logprobs(fitting), strict=True):
-            assert (ours - reference_logprobs(tmp_path, prompt)).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("variant", mostly_slow(FAMILIES))

@@ -89,7 +89,7 @@ def _long(config: Config, scaling: Config, max_position: int, pairs: int) -> Lon
     factor = scaling.number("factor", max_position / original)
     computed = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return LongScaling(
-        factors=scaling.numbers("long_factor", pairs),
+        long_factors=scaling.numbers("long_factor", pairs),
         short_factors=scaling.numbers("short_factor", pairs),
         attention_factor=scaling.number("attention_factor", computed),
         original_length=original,

@@ -26,39 +26,43 @@ def token_after(ids: list[int]) -> int:
 
 
 class FakeWorkers:
-    """Rows, tables and block contents, as workers keep them. A block remembers which prefix was written into it."""
+    """Rows, tables and block contents, as workers keep them. A block remembers which prefix was written into it, and
+    by which rope."""
 
-    def __init__(self, groups: tuple[GroupLayout, ...]) -> None:
-        self.groups = groups
+    def __init__(self, groups: tuple[GroupLayout, ...], turns_at: int = 1000) -> None:
+        self.groups, self.turns_at = groups, turns_at
+        self.is_turned: dict[int, bool] = {}
         self.ids: dict[int, list[int]] = {}
         self.held: dict[int, list[int]] = {}  # sampled, and not heard of from the scheduler yet
         self.tables: dict[int, list[list[int]]] = {}
-        self.slots: dict[tuple[int, int, int], tuple[int, ...]] = {}  # (group, block, offset) -> the ids up to there
+        self.slots: dict[tuple[int, int, int], tuple[bool, list[int]]] = {}
+        # (group, block, offset) -> whether by the turned rope, and the ids up to there
 
     def execute(self, batch: Batch) -> list[ChunkResult]:
         for new in batch.new_rows:
             self.ids[new.row], self.held[new.row] = list(new.ids), []
             self.tables[new.row] = [[] for _ in self.groups]
+            self.is_turned[new.row] = len(new.ids) > self.turns_at
         results = []
         for chunk in batch.chunks:
             end, held = chunk.start + chunk.count, self.held[chunk.row]
             assert chunk.new_ids == held[: len(chunk.new_ids)], "another id than the one that was sampled"
             self.ids[chunk.row] += chunk.new_ids
             del held[: len(chunk.new_ids)]
-            ids = self.ids[chunk.row] + held
+            ids, is_turned = self.ids[chunk.row] + held, self.is_turned[chunk.row]
             for index, (group, blocks) in enumerate(zip(self.groups, chunk.new_blocks, strict=True)):
                 table = self.tables[chunk.row][index]
                 table.extend(blocks)
                 for position in range(chunk.start, end):
                     block, offset = table[position // group.block_size], position % group.block_size
-                    self.slots[index, block, offset] = tuple(ids[: position + 1])
+                    self.slots[index, block, offset] = is_turned, ids[: position + 1]
                 oldest = 0 if group.window is None else max(0, chunk.start - group.window + 1)
                 for position in range(oldest, end):
                     block, offset = table[position // group.block_size], position % group.block_size
-                    assert self.slots[index, block, offset] == tuple(ids[: position + 1]), "another prefix's keys"
+                    assert self.slots[index, block, offset] == (is_turned, ids[: position + 1]), "another prefix's keys"
             result = ChunkResult()
             if chunk.sample:
-                assert end == len(ids)
+                assert end == len(ids) and is_turned == (end > self.turns_at)
                 result.token_id = token_after(ids)
                 held.append(result.token_id)
             results.append(result)
@@ -98,8 +102,9 @@ requests = st.tuples(
     st.integers(0, 20),  # blocks beyond the smallest pool
     st.booleans(),  # prefix caching
     st.booleans(),  # whether a sequence may be in several batches
+    st.sampled_from([1000, 6, 15]),  # the longest sequence before the rope turns
 )
-def test_random_loads(specs, groups, budget, rows, depth, spare, caching, ahead) -> None:
+def test_random_loads(specs, groups, budget, rows, depth, spare, caching, ahead, turns_at) -> None:
     max_model_len, max_chunk = 40, budget
     smallest = 10 + (5 + spare if len(groups) == 2 else 0)
     scheduler = Scheduler(
@@ -110,6 +115,7 @@ def test_random_loads(specs, groups, budget, rows, depth, spare, caching, ahead)
         max_chunk=max_chunk,
         prefix_caching=caching,
         ahead=ahead,
+        rope_turns_at=turns_at,
     )
     arrivals: dict[int, list[tuple[Request, bool]]] = {}
     wanted: dict[int, Request] = {}
@@ -119,7 +125,7 @@ def test_random_loads(specs, groups, budget, rows, depth, spare, caching, ahead)
         arrivals.setdefault(step, []).append((request, abort))
         if not abort:
             wanted[number] = request
-    got = drive(scheduler, FakeWorkers(groups), arrivals, budget, depth, ahead)
+    got = drive(scheduler, FakeWorkers(groups, turns_at), arrivals, budget, depth, ahead)
     for number, request in wanted.items():
         output, reason = expected_output(request, max_model_len)
         assert [i for o in got[number] for i in o.token_ids] == output

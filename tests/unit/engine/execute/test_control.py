@@ -44,6 +44,7 @@ CONFIG = replace(
     pipeline_parallel_layers=(4, 2),
     enable_expert_parallel=True,
     executor_backend="mp",
+    rope_turns_at=4096,
 )
 
 
