@@ -31,8 +31,6 @@ HARMLESS = frozenset(
     "use_cache initializer_range attention_dropout chunk_size_feed_forward torchscript use_bfloat16 tf_legacy_loss "
     "attn_implementation _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled "
     "_experts_implementation gradient_checkpointing pretraining_tp is_decoder "
-    # read by the registry, which refuses what is not served
-    "quantization_config "
     # only in encoder-decoder models, which `REFUSED` keeps out
     "cross_attention_hidden_size tie_encoder_decoder".split()
 )
@@ -61,9 +59,15 @@ class Config:
         self._null = {key for key, value in values.items() if value is None}
         self._where = where
         self._taken: set[str] = set()
+        self._objects: dict[str, Config] = {}
         for key, meaning in REFUSED.items():
             if self._values.get(key) not in (None, False, {}):
                 raise ModelError(f"{where}: {key} asks for {meaning}, which this program does not serve")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What is set, where keys are names that somebody chose."""
+        return tuple(self._values)
 
     def is_null(self, key: str) -> bool:
         """Whether the file says null, where that differs from saying nothing."""
@@ -154,21 +158,40 @@ class Config:
             raise self._wrong(key, "a list of strings", value)
         return tuple(value)
 
+    def only(self, key: str, *served: object) -> None:
+        """Raises ModelError for a value that is not served. None among them: it may be absent."""
+        value = self._take(key)
+        if value is None and None not in served:
+            raise self._missing(key)
+        if not any(value == one and type(value) is type(one) for one in served):
+            supported = ", ".join(str(one) for one in served if one is not None)
+            raise ModelError(f"{self._where}: {key} {value!r} is not supported (supported: {supported})")
+
     def inner(self, key: str) -> Config | None:
-        """The object under the key, to be taken and `done()` likewise; None when it is absent or empty."""
+        """The object under the key, to be taken and `done()` likewise, the same one each time; None when it is absent
+        or empty."""
         value = self._take(key)
         if value is None or value == {}:
             return None
         if not isinstance(value, dict):
             raise self._wrong(key, "an object", value)
-        inside = {name.removeprefix(f"{key}.") for name in self._allowed if name.startswith(f"{key}.")}
-        self._allowed -= {f"{key}.{name}" for name in inside}  # the object's own done() looks for them
-        return Config(value, f"{self._where}: {key}", inside, f"{self._path}{key}.")
+        if key not in self._objects:
+            inside = {name.removeprefix(f"{key}.") for name in self._allowed if name.startswith(f"{key}.")}
+            self._allowed -= {f"{key}.{name}" for name in inside}  # the object's own done() looks for them
+            self._objects[key] = Config(value, f"{self._where}: {key}", inside, f"{self._path}{key}.")
+        return self._objects[key]
+
+    def needed(self, key: str) -> Config:
+        """As `inner`, of what must be there."""
+        found = self.inner(key)
+        if found is None:
+            raise self._missing(key)
+        return found
 
     def refuse(self, *keys: str) -> None:
-        """Flags that this family serves only when they are off."""
+        """Keys that are served only when they are off: absent, false or empty."""
         for key in keys:
-            if self.flag(key, False):
+            if self._take(key) not in (None, False, {}, []):
                 raise ModelError(f"{self._where}: {key} is not supported")
 
     def ignore(self, *keys: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from serve_llm.engine.config import Config as Settings
 from serve_llm.engine.errors import ModelError, UnsupportedModel
+from serve_llm.engine.model import quantization
 from serve_llm.engine.model.config import Config
 from serve_llm.engine.model.families import (
     cohere,
@@ -36,10 +37,9 @@ from serve_llm.engine.model.families import (
     stablelm,
     starcoder2,
 )
+from serve_llm.engine.model.quantization import Blocks, Stored
 from serve_llm.engine.model.spec import Int8, ModelSpec, product_of
 from serve_llm.engine.model.weight_map import WeightMap
-from serve_llm.engine.quant import scheme
-from serve_llm.engine.quant.scheme import Blocks, Stored
 
 FAMILIES: dict[str, Callable[[Config], tuple[ModelSpec, WeightMap]]] = {
     "LlamaForCausalLM": llama.read,
@@ -94,13 +94,15 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
             f"{what} is not supported{why}; supported: {', '.join(sorted(FAMILIES))}; "
             "--model-impl transformers serves many others, slowly"
         )
-    spec, weights = FAMILIES[architecture](Config(config, allowed=allowed))
-    if any(row.scales for row in weights.rows):  # the family has read what the file says of it
+    whole = Config(config, allowed=allowed)
+    quantized = whole.inner("quantization_config")
+    spec, weights = FAMILIES[architecture](whole)
+    if quantized is None or any(row.scales for row in weights.rows):  # which the family has read
         return spec, weights
-    stored = scheme.read(config.get("quantization_config"))
+    stored = quantization.read(quantized)
     if isinstance(stored, Blocks):
         return spec, replace(weights, block=(stored.rows, stored.columns))
-    return spec if stored is None else replace(spec, int8=_int8(stored, spec, weights)), weights
+    return replace(spec, int8=_int8(stored, spec, weights)), weights
 
 
 def served(spec: ModelSpec, settings: Settings) -> ModelSpec:

@@ -1,1 +1,1 @@
-"""How weights are quantised: what a checkpoint's config.json says of it, and the methods. Under `model`."""
+"""How weights are quantised: the methods. Under `model`, which reads what a checkpoint's config.json says of it."""

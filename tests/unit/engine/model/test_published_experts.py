@@ -117,6 +117,8 @@ def test_gpt_oss() -> None:
     ):
         with pytest.raises(ModelError, match=message):
             read_model(json.loads(GPT_OSS_20B) | change)
+    more = {"quantization_config": {"quant_method": "mxfp4", "more": 1}}
+    assert read_model(json.loads(GPT_OSS_20B) | more, ["quantization_config.more"])[0] == spec
 
 
 def test_windows_of_gpt_oss_give_blocks_back() -> None:

@@ -9,16 +9,22 @@ from typing import Any
 
 import pytest
 
-from serve_llm.engine.errors import ModelError
+from serve_llm.engine.errors import ModelError, OptionError
+from serve_llm.engine.model import quantization
+from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.quantization import Blocks, Stored
 from serve_llm.engine.model.registry import read_model
-from serve_llm.engine.quant import scheme
 from support import published
 from support.quantised import quantization_config
 
 
-@pytest.mark.parametrize("value", [None, {}, False])
+def read(stored: object) -> object:
+    return quantization.read(Config({"quantization_config": stored}).needed("quantization_config"))
+
+
+@pytest.mark.parametrize("value", [None, {}])
 def test_nothing(value: object) -> None:
-    assert scheme.read(value) is None
+    assert read_model(published.LLAMA_1B | {"quantization_config": value}) == read_model(published.LLAMA_1B)
 
 
 def older(config: dict[str, Any]) -> None:
@@ -36,13 +42,13 @@ def older(config: dict[str, Any]) -> None:
 def test_served(change: Callable[[dict[str, Any]], None]) -> None:
     config = quantization_config()
     change(config)
-    stored = scheme.read(config)
-    assert isinstance(stored, scheme.Stored)
+    stored = read(config)
+    assert isinstance(stored, Stored)
     assert stored.ignore == (() if config["ignore"] is None else ("lm_head",))
 
 
 def test_what_is_ignored() -> None:
-    stored = scheme.Stored(("lm_head", "re:.*down_proj$", "re:model\\.layers\\.1\\."))
+    stored = Stored(("lm_head", "re:.*down_proj$", "re:model\\.layers\\.1\\."))
     names = ["lm_head", "lm_head2", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.up_proj", "model.layers.10.up"]
     assert [stored.ignores(name) for name in names] == [True, False, True, True, False]
 
@@ -52,24 +58,23 @@ FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "we
 
 @pytest.mark.parametrize("more", [{}, {"modules_to_not_convert": ["lm_head"], "scale_fmt": "ue8m0"}])
 def test_blocks_of_8_bit_floats(more: dict[str, object]) -> None:
-    assert scheme.read(FP8 | more) == scheme.Blocks(128, 64)
+    assert read(FP8 | more) == Blocks(128, 64)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"activation_scheme": "static"}, "activation_scheme 'static'"),
+        ({"activation_scheme": "static"}, "activation_scheme 'static' is not supported (supported: dynamic)"),
         ({"fmt": "e5m2"}, "fmt 'e5m2'"),
         ({"weight_block_size": None}, "weight_block_size must be two whole numbers, but it is None"),
         ({"weight_block_size": [128]}, "weight_block_size must be two"),
-        ({"weight_block_size": [128, 0]}, "weight_block_size must be two"),
-        ({"weight_block_size": [128, True]}, "weight_block_size must be two"),
-        ({"more": 1}, "more 1"),
+        ({"weight_block_size": [128, 0]}, "weight_block_size must be a list of integers from 1"),
+        ({"weight_block_size": [128, True]}, "weight_block_size must be a list of integers from 1"),
     ],
 )
 def test_other_8_bit_floats(change: dict[str, object], message: str) -> None:
-    with pytest.raises(ModelError, match=rf"config\.json: quantization_config.*{re.escape(message)}.*supported: "):
-        scheme.read(FP8 | change)
+    with pytest.raises(ModelError, match=rf"config\.json: quantization_config.*{re.escape(message)}"):
+        read(FP8 | change)
 
 
 def group(part: str, **change: object) -> Callable[[dict[str, Any]], None]:
@@ -79,9 +84,15 @@ def group(part: str, **change: object) -> Callable[[dict[str, Any]], None]:
     return edit
 
 
+def deeper(key: str) -> dict[str, Any]:
+    config = quantization_config()
+    group("weights", **{key: 3})(config)
+    return config
+
+
 REFUSED: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda c: c.update(quant_method="gptq"), "quant_method 'gptq'"),
-    (lambda c: c.pop("quant_method"), "quant_method None"),
+    (lambda c: c.pop("quant_method"), "quant_method '' is not supported"),
     (lambda c: c.update(format="pack-quantized"), "format 'pack-quantized'"),
     (lambda c: c.update(quantization_status="calibration"), "quantization_status 'calibration'"),
     (lambda c: c.update(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
@@ -90,19 +101,18 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], object], str]] = [
         "sparsity_config: format 'sparse-24-bitmask'",
     ),
     (lambda c: c.update(transform_config={"config_groups": {"R1": {}}}), "transform_config"),
-    (lambda c: c.update(desc_act=True), "desc_act True"),
-    (lambda c: c.update(config_groups={}), "config_groups must be one group"),
+    (lambda c: c.update(config_groups={}), "config_groups is missing"),
     (lambda c: c.update(config_groups={"a": {}, "b": {}}), "config_groups must be one group"),
     (lambda c: c.update(ignore="lm_head"), "ignore must be a list"),
     (lambda c: c.update(ignore=["re:("]), r"ignore: 're:\(' is no pattern"),
     (lambda c: c["config_groups"]["group_0"].update(targets=["Linear", "Embedding"]), "targets"),
     (lambda c: c["config_groups"]["group_0"].update(output_activations={"num_bits": 8}), "output_activations"),
-    (lambda c: c["config_groups"]["group_0"].update(input_activations=None), "input_activations must be an object"),
-    (group("weights", num_bits=4), "weights: num_bits 4"),
+    (lambda c: c["config_groups"]["group_0"].update(input_activations=None), "group_0: input_activations is missing"),
+    (group("weights", num_bits=4), r"weights: num_bits 4 is not supported \(supported: 8\)"),
     (group("weights", type="float"), "weights: type 'float'"),
     (group("weights", strategy="group", group_size=128), "weights: strategy 'group'"),
     (group("weights", symmetric=False), "weights: symmetric False"),
-    (group("weights", actorder="group"), "weights: actorder 'group'"),
+    (group("weights", actorder="group"), "weights: actorder is not supported"),
     (group("input_activations", dynamic=False), "input_activations: dynamic False"),
     (group("input_activations", strategy="tensor"), "input_activations: strategy 'tensor'"),
     (group("input_activations", symmetric=False), "input_activations: symmetric False"),
@@ -114,13 +124,33 @@ def test_refused(change: Callable[[dict[str, Any]], object], message: str) -> No
     config = quantization_config()
     change(config)
     with pytest.raises(ModelError, match=rf"config\.json: quantization_config.*{message}"):
-        scheme.read(config)
+        read(config)
 
 
 @pytest.mark.parametrize("value", ["int8", 8, ["int8"]])
 def test_not_an_object(value: object) -> None:
-    with pytest.raises(ModelError, match=r"quantization_config must be an object.*supported: quant_method compressed"):
-        scheme.read(value)
+    with pytest.raises(ModelError, match="quantization_config must be an object"):
+        read(value)
+
+
+UNKNOWN: list[tuple[dict[str, Any], str, str]] = [
+    (FP8 | {"new": 3}, "", "new"),
+    (quantization_config() | {"new": 3}, "", "new"),
+    (quantization_config() | {"sparsity_config": {"new": 3}}, ": sparsity_config", "sparsity_config.new"),
+    (deeper("new"), ": config_groups: group_0: weights", "config_groups.group_0.weights.new"),
+]
+
+
+@pytest.mark.parametrize(("stored", "where", "key"), UNKNOWN, ids=[f"{u[0]['quant_method']}-{u[2]}" for u in UNKNOWN])
+def test_unknown_keys_are_refused_unless_allowed(stored: dict[str, Any], where: str, key: str) -> None:
+    config = published.LLAMA_1B | {"quantization_config": stored}
+    option = f"quantization_config.{key}"
+    with pytest.raises(ModelError, match=rf"quantization_config{where}: unknown keys.*: new; .*-config {option}$"):
+        read_model(config)
+    plain = FP8 if stored["quant_method"] == "fp8" else quantization_config()
+    assert read_model(config, [option]) == read_model(published.LLAMA_1B | {"quantization_config": plain})
+    with pytest.raises(OptionError, match=f"{option}er: there is no such key in config.json: quantization_config"):
+        read_model(config, [option, f"{option}er"])
 
 
 class TestModel:
