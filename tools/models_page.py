@@ -124,13 +124,15 @@ def seen() -> dict[str, Family]:
 def table() -> str:
     """One row per architecture."""
     families = seen()
+    from parity.test_expert_engines import ENGINE_GRIDS
     from parity.test_parallel import EXPERT_GRIDS, GRIDS
 
-    ranks, whole = (
-        ", ".join(f"{tensor} x {pipeline}" for tensor, pipeline in sizes) for sizes in (GRIDS, EXPERT_GRIDS)
+    ranks, whole, engines = (
+        ", ".join(f"{first} x {second}" for first, second in sizes) for sizes in (GRIDS, EXPERT_GRIDS, ENGINE_GRIDS)
     )
     rows = [
-        f"Tensor x pipeline parallel sizes that each is tested at: {ranks}; with whole experts on the ranks: {whole}.",
+        f"Tensor x pipeline parallel sizes that each is tested at: {ranks}; with whole experts on the ranks: {whole}; "
+        f"data x tensor, with the experts spread over several engines: {engines}.",
         f"Kinds of rope scaling, where there is rope: {', '.join(KINDS)}.",
         f"Refused in every family unless off: {', '.join(f'`{key}`' for key in REFUSED)}.",
         "",

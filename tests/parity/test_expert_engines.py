@@ -13,7 +13,7 @@ from serve_llm.engine.types import Request
 from support.engine import Result, generate, generate_together, greedy, make_engine, make_engines
 from support.tiny import WITH_EXPERTS, make_checkpoint
 
-SIZES = [(2, 1), (3, 1), (2, 2)]  # engines x tensor-parallel ranks of each; a layer has 5 experts
+ENGINE_GRIDS = [(2, 1), (3, 1), (2, 2)]  # engines x tensor-parallel ranks of each; a layer has 5 experts
 PROMPTS = [[7 * number + place for place in range(1 + 9 * number)] for number in range(5)]
 
 
@@ -45,7 +45,7 @@ def same(found: dict[int, Result], expected: dict[int, Result]) -> None:
         )
 
 
-@pytest.mark.parametrize(("engines", "tensor"), SIZES)
+@pytest.mark.parametrize(("engines", "tensor"), ENGINE_GRIDS)
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_as_one_engine(family: str, engines: int, tensor: int, root: Path, tmp_path: Path) -> None:
     expected = alone(root / family, family, tensor)
