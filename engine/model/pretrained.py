@@ -6,7 +6,7 @@ along with it, so nothing is global; `trial` has found before which modules call
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -196,11 +196,12 @@ class PackedLinear(nn.Module):
 
 
 @torch.inference_mode()
-def pack_linears(model: nn.Module, kernels: Kernels, dtype: torch.dtype) -> None:
-    """Put PackedLinear for all torch.nn.Linear of the dtype, one by one, so that each weight is there twice only for a
-    moment."""
-    for module in list(model.modules()):
+def pack_linears(model: nn.Module, linears: Set[nn.Module], kernels: Kernels, dtype: torch.dtype) -> None:
+    """Put PackedLinear for those `linears` that are of the dtype, one by one, so that each weight is there twice only
+    for a moment."""
+    # Without the layers themselves: the list would keep their weights.
+    for module in [module for module in model.modules() if module not in linears]:
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and child.weight.dtype == dtype:
+            if isinstance(child, nn.Linear) and child in linears and child.weight.dtype == dtype:
                 bias = None if child.bias is None else child.bias.detach()
                 setattr(module, name, PackedLinear(kernels.pack(child.weight.detach(), bias), child.weight))

@@ -10,8 +10,9 @@ token (a convolution, a recurrent state), or positions are not those that were g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -95,11 +96,13 @@ def _says(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Found:
-    """A model that can be served: its two halves as of `take_apart`, and the modules that call attention, in order."""
+    """A model that can be served: its two halves as of `take_apart`, the modules that call attention, in order, and the
+    linear layers that are called, by weak references; others' weights may be read by the code around them."""
 
     body: PreTrainedModel
     head: PreTrainedModel
     places: Mapping[nn.Module, Place]
+    linears: Set[nn.Module]
 
 
 @torch.inference_mode()
@@ -124,6 +127,9 @@ def _find(model: PreTrainedModel, vocab_size: int, max_model_len: int) -> Found:
     positions = torch.arange(len(ORDER), device=device)
     ids = (positions * 37 + 3) % vocab_size
     order = torch.tensor(ORDER, device=device)
+    linears: WeakSet[nn.Module] = WeakSet()
+    layers = [module for module in model.modules() if type(module) is nn.Linear]
+    hooks = [layer.register_forward_hook(lambda called, *_: linears.add(called)) for layer in layers]
 
     def run(part: PreTrainedModel, ids: Tensor, positions: Tensor) -> tuple[Tensor, dict[nn.Module, Place]]:
         step = _Trial(max_model_len)
@@ -151,7 +157,9 @@ def _find(model: PreTrainedModel, vocab_size: int, max_model_len: int) -> Found:
         )
     if logits.shape[1] != vocab_size or _differ(logits, logits_of(head, hidden), tolerance):
         raise _Refusal("its logits are not made of its last hidden states alone, or not one for each id")
-    return Found(body, head, places)
+    for hook in hooks:
+        hook.remove()
+    return Found(body, head, places, linears)
 
 
 def _differ(left: Tensor, right: Tensor, tolerance: float) -> bool:

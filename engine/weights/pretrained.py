@@ -84,7 +84,7 @@ def load_pretrained(
     found = trial.run_trial(model, spec.vocab_size, max_model_len)
     kernels = choose(device, dtype, {place.head_dim for place in found.places.values()})
     for part in (found.body, found.head):
-        pack_linears(part, kernels, dtype)
+        pack_linears(part, found.linears, kernels, dtype)
     return PretrainedDecoder(found.body, found.head, found.places, kernels, dtype)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -24,7 +27,8 @@ from serve_llm import LLM, SamplingParams
 from serve_llm.engine import startup
 from serve_llm.engine.errors import ModelError, OptionError, UnsupportedModel
 from serve_llm.engine.loop import Engine
-from serve_llm.engine.model.trial import run_trial
+from serve_llm.engine.model.pretrained import PackedLinear
+from serve_llm.engine.model.trial import Found, run_trial
 from serve_llm.engine.types import Request, Sampling
 from support.engine import generate, greedy, make_engine
 from support.reference import reference_greedy, reference_logprobs
@@ -246,3 +250,26 @@ def test_longrope_is_served_where_its_factors_do_not_change(tmp_path: Path) -> N
     prompt = random_ids(40)
     result = generate(engine_of(tmp_path, max_model_len=64), [greedy(0, prompt, 8)])[0]
     assert result.token_ids == reference_greedy(tmp_path, prompt, 8)[0]
+
+
+def test_weights_go_as_they_are_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    living: list[weakref.ref[nn.Module]] = []
+    counts: list[int] = []
+
+    def noting(*arguments: Any) -> Found:
+        found = run_trial(*arguments)
+        living.extend(weakref.ref(layer) for layer in found.linears)
+        return found
+
+    class Counted(PackedLinear):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            counts.append(sum(layer() is not None for layer in living))
+
+    monkeypatch.setattr("serve_llm.engine.model.trial.run_trial", noting)
+    monkeypatch.setattr("serve_llm.engine.model.pretrained.PackedLinear", Counted)
+    make_checkpoint(tmp_path, "olmo")
+    engine_of(tmp_path)
+    assert len(living) == len(counts) == 3 * 7 + 1  # four of attention, three of its MLP, and the head
+    assert counts[-1] == 1
+    assert all(count <= len(living) - packed + 4 for packed, count in enumerate(counts))

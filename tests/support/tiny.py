@@ -148,6 +148,16 @@ OTHERS: dict[str, dict[str, Any]] = {  # that no family file describes
         "qk_rope_head_dim": 4,
         "v_head_dim": 9,
     },
+    "longcat_flash": {  # whose router reads the weight of a linear layer that nobody calls
+        **_without(_LATENT, "num_hidden_layers"),
+        "head_dim": 6,
+        "num_key_value_heads": 6,
+        "num_layers": 2,
+        "ffn_hidden_size": 41,
+        "expert_ffn_hidden_size": 37,
+        "moe_topk": 2,
+        "zero_expert_num": 2,
+    },
 }
 
 
