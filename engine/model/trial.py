@@ -5,7 +5,8 @@ anything else that a trial sees is an error that says what.
 
 It runs with an attention that mixes no tokens and notes every call. The same tokens, each with its own position, then
 come in another order: hidden rows must follow them and be the same, else something but attention carries from token to
-token (a convolution, a recurrent state), or positions are not those that were given.
+token (a convolution, a recurrent state), or positions are not those that were given. Without any given, the model must
+count them as we do.
 """
 
 from __future__ import annotations
@@ -131,12 +132,11 @@ def _find(model: PreTrainedModel, vocab_size: int, max_model_len: int) -> Found:
     layers = [module for module in model.modules() if type(module) is nn.Linear]
     hooks = [layer.register_forward_hook(lambda called, *_: linears.add(called)) for layer in layers]
 
-    def run(part: PreTrainedModel, ids: Tensor, positions: Tensor) -> tuple[Tensor, dict[nn.Module, Place]]:
+    def run(part: PreTrainedModel, ids: Tensor, positions: Tensor | None) -> tuple[Tensor, dict[nn.Module, Place]]:
         step = _Trial(max_model_len)
         one_sequence = torch.ones_like(ids).unsqueeze(0)  # whatever the order of its positions
-        result = part(
-            input_ids=ids[None], position_ids=positions[None], attention_mask=one_sequence, use_cache=False, step=step
-        )
+        given = None if positions is None else positions[None]
+        result = part(input_ids=ids[None], position_ids=given, attention_mask=one_sequence, use_cache=False, step=step)
         rows: Tensor = result[0][0]
         return rows, step.places
 
@@ -146,6 +146,7 @@ def _find(model: PreTrainedModel, vocab_size: int, max_model_len: int) -> Found:
         raise _Refusal("its layers are not apart from its head")
     hidden, places = run(body, ids, positions)
     again, _ = run(body, ids[order], positions[order])
+    by_default, _ = run(body, ids, None)
     if not places:
         raise _Refusal("none of its layers calls attention by transformers' interface")
     # A product's rows may differ in their last bits where others stand beside them; a neighbour's influence is larger.
@@ -155,6 +156,8 @@ def _find(model: PreTrainedModel, vocab_size: int, max_model_len: int) -> Found:
             "something besides attention carries from token to token (a convolution or recurrent state, which our KV "
             "cache does not hold), or it does not use the positions that it is given"
         )
+    if _differ(hidden, by_default, tolerance):
+        raise _Refusal("it counts a sequence's positions otherwise than 0, 1, 2, ...")
     if logits.shape[1] != vocab_size or _differ(logits, logits_of(head, hidden), tolerance):
         raise _Refusal("its logits are not made of its last hidden states alone, or not one for each id")
     for hook in hooks:

@@ -21,6 +21,8 @@ from transformers import (
     Llama4ForCausalLM,
     Llama4TextConfig,
     PreTrainedModel,
+    RobertaConfig,
+    RobertaForCausalLM,
 )
 
 from serve_llm import LLM, SamplingParams
@@ -194,6 +196,11 @@ def chunked_attention() -> PreTrainedModel:
     return Llama4ForCausalLM._from_config(config, attn_implementation="serve_llm_trial")
 
 
+def shifted_positions() -> PreTrainedModel:  # to what comes behind that of padding
+    config = RobertaConfig(**SMALL, is_decoder=True, pad_token_id=1)
+    return RobertaForCausalLM._from_config(config, attn_implementation="serve_llm_trial")
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -204,6 +211,7 @@ def chunked_attention() -> PreTrainedModel:
             "something besides attention carries from token to token (a convolution or recurrent state, which our KV "
             "cache does not hold), or it does not use the positions that it is given",
         ),
+        (shifted_positions, "it counts a sequence's positions otherwise than 0, 1, 2, ..."),
     ],
 )
 def test_what_a_trial_refuses(make: Callable[[], PreTrainedModel], why: str) -> None:
