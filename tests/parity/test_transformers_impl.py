@@ -46,8 +46,9 @@ def random_ids(count: int, seed: int = 0) -> list[int]:
     return [rng.randrange(331) for _ in range(count)]
 
 
-def test_prompt_logprobs(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "phi")
+@pytest.mark.parametrize("family", ["phi", "gemma2", "gpt_oss"])  # a softcap, sinks: none of OTHERS has one
+def test_prompt_logprobs(family: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family, intermediate_size=36)  # transformers' experts need a multiple of 4
     ids = random_ids(90)
     result = generate(engine_of(tmp_path, max_num_batched_tokens=17), [greedy(0, ids, 2, prompt_logprobs=0)])[0]
     expected = reference_logprobs(tmp_path, ids)[torch.arange(89), torch.tensor(ids[1:])]
