@@ -81,7 +81,8 @@ class _Trial:
         self.places[call.module] = Place(heads, kv_heads, head_dim, self._window(call.mask))
         shared = heads // kv_heads
         key, value = (part.repeat_interleave(shared, 0).float() for part in (call.key, call.value))
-        scores = (call.query.float() * key).sum(-1, keepdim=True) * call.scale
+        turned = key.roll(1, -1)  # else rotary positions, the same in a token's query and its key, cancelled out
+        scores = (call.query.float() * turned).sum(-1, keepdim=True) * call.scale
         return (torch.sigmoid(scores) * value).transpose(0, 1).to(call.query.dtype)
 
     def _window(self, mask: Tensor | None) -> int | None:

@@ -20,6 +20,8 @@ from transformers import (
     Lfm2ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
+    OlmoConfig,
+    OlmoForCausalLM,
     PreTrainedModel,
     RobertaConfig,
     RobertaForCausalLM,
@@ -202,16 +204,29 @@ def shifted_positions() -> PreTrainedModel:  # to what comes behind that of padd
     return RobertaForCausalLM._from_config(config, attn_implementation="serve_llm_trial")
 
 
+def ignored_positions() -> PreTrainedModel:
+    model = OlmoForCausalLM._from_config(OlmoConfig(**SMALL), attn_implementation="serve_llm_trial")
+    own = {"position_ids": torch.arange(8)[None]}
+    model.model.rotary_emb.register_forward_pre_hook(lambda module, args, kwargs: (args, own), with_kwargs=True)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(std=0.3)  # as make_checkpoint's: attention then matters
+    return model
+
+
+MIXES = (
+    "something besides attention carries from token to token (a convolution or recurrent state, which our KV cache "
+    "does not hold), or it does not use the positions that it is given"
+)
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
         (bidirectional, "its attention mask is neither causal nor a sliding window"),
         (chunked_attention, "its attention mask is neither causal nor a sliding window"),
-        (
-            convolution,
-            "something besides attention carries from token to token (a convolution or recurrent state, which our KV "
-            "cache does not hold), or it does not use the positions that it is given",
-        ),
+        (convolution, MIXES),
+        (ignored_positions, MIXES),
         (shifted_positions, "it counts a sequence's positions otherwise than 0, 1, 2, ..."),
     ],
 )
