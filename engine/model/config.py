@@ -189,9 +189,15 @@ class Config:
         return found
 
     def refuse(self, *keys: str) -> None:
-        """Keys that are served only when they are off: absent, false or empty."""
+        """Flags that are served only when they are off."""
         for key in keys:
-            if self._take(key) not in (None, False, {}, []):
+            if self.flag(key, False):
+                raise ModelError(f"{self._where}: {key} is not supported")
+
+    def empty(self, *keys: str) -> None:
+        """Keys of any kind that are served only when they say nothing: absent, false or empty."""
+        for key in keys:
+            if self._take(key) not in (None, False, "", {}, []):
                 raise ModelError(f"{self._where}: {key} is not supported")
 
     def ignore(self, *keys: str) -> None:

@@ -59,7 +59,7 @@ def _blocks(config: Config) -> Blocks:
 def _int8(config: Config) -> Stored:
     config.only("format", "int-quantized")
     config.only("quantization_status", None, "compressed", "frozen")
-    config.refuse("kv_cache_scheme", "transform_config")
+    config.empty("kv_cache_scheme", "transform_config")
     config.ignore("global_compression_ratio", "version")
     if sparsity := config.inner("sparsity_config"):
         sparsity.only("format", None, "dense")
@@ -78,7 +78,7 @@ def _int8(config: Config) -> Stored:
 def _check_group(config: Config) -> None:
     config.only("targets", ["Linear"])
     config.only("format", None, "int-quantized")
-    config.refuse("output_activations")
+    config.empty("output_activations")
     for part, strategy, dynamic in (("weights", "channel", False), ("input_activations", "token", True)):
         numbers = config.needed(part)
         numbers.only("num_bits", 8)
@@ -86,7 +86,7 @@ def _check_group(config: Config) -> None:
         numbers.only("symmetric", True)
         numbers.only("strategy", strategy)
         numbers.only("dynamic", dynamic)
-        numbers.refuse("actorder", "block_structure", "group_size")
+        numbers.empty("actorder", "block_structure", "group_size")
         numbers.ignore("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
         numbers.done()
     config.done()

@@ -277,6 +277,7 @@ def test_phi3_refuses_biases_and_another_number_of_factors() -> None:
     ("change", "message"),
     [
         ({"alibi": True}, "alibi is not supported"),
+        ({"alibi": []}, "alibi must be true or false"),
         (
             {"apply_residual_connection_post_layernorm": True},
             "apply_residual_connection_post_layernorm is not supported",
