@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,6 +26,10 @@ import psutil
 from bench.load import model_name
 
 HERE = Path(__file__).parent
+# The one beside this interpreter, else that on the path.
+SERVE_LLM = (
+    shutil.which("serve-llm", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") or "serve-llm"
+)
 START_SECONDS = 300.0
 POLL_SECONDS = 0.02
 REFUSALS = (400, 401, 403, 422)  # statuses that waiting does not mend
@@ -55,7 +60,7 @@ def free_port() -> int:
 def named(text: str, model: str) -> Recipe:
     """`serve-llm`, `NAME=URL`, or `NAME=COMMAND`, in which {port} and {model} are replaced. Raises ValueError."""
     if text == "serve-llm":
-        text = f"serve-llm={shlex.quote(str(Path(sys.executable).with_name('serve-llm')))} {{model}} --port {{port}}"
+        text = f"serve-llm={shlex.quote(SERVE_LLM)} {{model}} --port {{port}}"
     name, _, rest = text.partition("=")
     if rest.startswith(("http://", "https://")):
         return Recipe(name, rest.rstrip("/"))

@@ -11,20 +11,16 @@ import argparse
 import json
 import os
 import re
-import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 from bench.model import model_folder
-from bench.servers import free_port
+from bench.servers import SERVE_LLM, free_port
 
-SERVE_LLM = shutil.which("serve-llm", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") or ""
 PHASES = {
     "engine: modules imported": r"Engine modules imported in ([\d.]+) s",
     "engine: weights packed": r"Weights loaded and packed in ([\d.]+) s",

@@ -79,6 +79,10 @@ class Place:
         small = {"kv_cache_memory": "256MiB", "dtype": "bfloat16"} if self.rehearse else {}
         return {"device": self.device, "load_format": "dummy", "log_level": "warning", **small}
 
+    def words(self) -> list[str]:
+        """The same for a command line."""
+        return [f"--{name.replace('_', '-')}={value}" for name, value in self.options().items()]
+
 
 def place(name: str) -> Place:
     """From the command line of a part."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 
 from bench import load
 from bench.model import IDS
@@ -17,19 +16,16 @@ from serve_llm import LLM
 def main() -> None:
     here = common.place("server")
     folder = here.folder(common.LLAMA_8B, "8b")
-    options = here.options()
-    words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
     prompt, output = here.sized(512, 16), here.sized(192, 8)
     offline: dict[int, float] = {}
     streams = (here.sized(64, 2), here.sized(256, 4))
-    with LLM(folder, max_num_seqs=max(streams), **options) as llm:
+    with LLM(folder, max_num_seqs=max(streams), **here.options()) as llm:
         for count in streams:
             generate(llm, count, 32, 8, seed=1)
             offline[count] = 2 * count * output / sum(generate(llm, count, prompt, output, seed) for seed in (2, 3))
-    recipe = named(
-        f"serve-llm=serve-llm {{model}} --port {{port}} --max-num-seqs {max(streams)} {words}", shlex.quote(folder)
-    )
-    recipe = dataclasses.replace(recipe, name="gpu-check")
+    recipe = named("serve-llm", folder)
+    command = (*recipe.command, f"--max-num-seqs={max(streams)}", *here.words())
+    recipe = dataclasses.replace(recipe, name="gpu-check", command=command)
     with running(recipe) as server:
         for count in streams:
             load.run(server.url, Workload("warm", count, 32, 8, count), 0, IDS)

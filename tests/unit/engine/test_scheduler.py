@@ -42,7 +42,7 @@ class FakeWorkers:
         for new in batch.new_rows:
             self.ids[new.row], self.held[new.row] = list(new.ids), []
             self.tables[new.row] = [[] for _ in self.groups]
-            self.is_turned[new.row] = len(new.ids) > self.turns_at
+            self.is_turned[new.row] = new.is_turned
         results = []
         for chunk in batch.chunks:
             end, held = chunk.start + chunk.count, self.held[chunk.row]
