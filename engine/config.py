@@ -99,6 +99,7 @@ def resolve(
     executor_backend: str,
     stores_int8: bool = False,
     has_experts: bool = False,
+    rope_turns_at: int | None = None,
     data_parallel_rank: int = 0,
 ) -> Config:
     """Decides everything that follows from the options, the model and the device.
@@ -108,6 +109,7 @@ def resolve(
     model_max_len: the most tokens that the model's positions allow. num_layers: of the model.
     executor_backend: "inprocess", "mp" or "ray", as `execute.choose` found.
     stores_int8: whether the checkpoint's layers are quantised to int8. has_experts: whether a layer of the model has.
+    rope_turns_at: as of `ModelSpec`.
     data_parallel_rank: which of the engines this is.
     Raises OptionError when an option cannot work here, ModelError when the checkpoint's type is not served.
     """
@@ -137,6 +139,7 @@ def resolve(
         step_timeout=options.step_timeout,
         data_parallel_size=options.data_parallel_size,
         data_parallel_rank=data_parallel_rank,
+        rope_turns_at=rope_turns_at,
         allow_unknown_config=options.allow_unknown_config,
         cpu_threads=options.cpu_threads,
         enforce_eager=options.enforce_eager or device == "cpu",

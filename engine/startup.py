@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -63,6 +62,7 @@ def resolve_all(
         num_layers=len(spec.layers),
         stores_int8=isinstance(spec, ModelSpec) and spec.int8 is not None,
         has_experts=isinstance(spec, ModelSpec) and spec.has_experts,
+        rope_turns_at=spec.rope_turns_at if isinstance(spec, ModelSpec) else None,
         executor_backend=choice.backend,
         data_parallel_rank=engine,
     )
@@ -79,9 +79,7 @@ def resolve_all(
         logger.warning(SLOW, spec.architecture)
     if choice.backend != "inprocess":
         logger.info("Executor %s, because %s", choice.backend, choice.reason)
-    if isinstance(spec, ModelSpec):
-        return replace(config, rope_turns_at=spec.rope_turns_at), served(spec, config), weights
-    return config, spec, weights
+    return config, served(spec, config) if isinstance(spec, ModelSpec) else spec, weights
 
 
 def _device(asked: str) -> str:

@@ -68,15 +68,8 @@ class StepArrays:
 class Rows:
     """All rows of a worker. Ids and tables lie in arrays, so that a step's inputs are gathered without a loop."""
 
-    def __init__(
-        self,
-        groups: Sequence[GroupLayout],
-        max_num_seqs: int,
-        max_model_len: int,
-        rope_turns_at: int | None = None,  # see `ModelSpec`; rows are filled anew when they turn
-    ) -> None:
+    def __init__(self, groups: Sequence[GroupLayout], max_num_seqs: int, max_model_len: int) -> None:
         self._groups = tuple(groups)
-        self._turns_at = rope_turns_at
         self._first_positions = np.zeros(max_num_seqs, np.int64)
         self._rows: list[Row | None] = [None] * max_num_seqs
         self._ids = np.zeros((max_num_seqs, max_model_len), np.int64)
@@ -101,8 +94,7 @@ class Rows:
             self._rows[new.row] = Row(new.sampling, new.num_prompt, new.prompt_logprobs)
             self._ids[new.row, : len(new.ids)] = new.ids
             self._num_ids[new.row] = len(new.ids)
-            is_turned = self._turns_at is not None and len(new.ids) > self._turns_at
-            self._first_positions[new.row] = TURNED if is_turned else 0
+            self._first_positions[new.row] = TURNED if new.is_turned else 0
             for counts in self._num_blocks:
                 counts[new.row] = 0
         for chunk in batch.chunks:

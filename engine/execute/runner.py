@@ -76,7 +76,7 @@ class Runner:
         device = torch.device(config.device)
         self._transfer = Transfer(device)
         self._lengths_there = device.type != "cpu" or decoder.capturable
-        self._rows = Rows(layout.groups, config.max_num_seqs, config.max_model_len, config.rope_turns_at)
+        self._rows = Rows(layout.groups, config.max_num_seqs, config.max_model_len)
         self._carry = Carry(config.max_num_seqs, device)
         self._sampler = self._choose_sampler()
         self.graphs: DecodeGraphs | None = None

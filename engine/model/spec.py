@@ -285,9 +285,9 @@ class ModelSpec:
         """
 
         def of(mixer: Mixer) -> Mixer:
-            if not isinstance(mixer, Attention) or mixer.window is None or mixer.window < max_model_len:
-                return mixer
-            return replace(mixer, window=None)
+            if isinstance(mixer, Attention) and mixer.window is not None and mixer.window >= max_model_len:
+                return replace(mixer, window=None)
+            return mixer
 
         return replace(self, layers=tuple(replace(layer, mixer=of(layer.mixer)) for layer in self.layers))
 

@@ -20,6 +20,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     num_prompt: int  # the first so many of ids are the prompt
     sampling: Sampling
     prompt_logprobs: int | None  # None also when they were delivered before a preemption
+    is_turned: bool = False  # as of `Sequence`
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):

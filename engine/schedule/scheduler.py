@@ -261,7 +261,8 @@ class Scheduler:
         assert sequence.row is not None
         sequence.num_sent_ids = len(sequence.ids)
         prompt_logprobs = sequence.sampling.prompt_logprobs if sequence.wants_prompt_logprobs else None
-        return NewRow(sequence.row, list(sequence.ids), sequence.num_prompt, sequence.sampling, prompt_logprobs)
+        ids, num_prompt = list(sequence.ids), sequence.num_prompt
+        return NewRow(sequence.row, ids, num_prompt, sequence.sampling, prompt_logprobs, sequence.is_turned)
 
     def _enter(self, sequence: Sequence, hit: int, now: float) -> bool:
         """Give a waiting sequence a row and its cached prefix, if all that it has to compute now finds blocks."""

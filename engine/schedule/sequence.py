@@ -55,9 +55,10 @@ class Sequence:
         self.num_sent_blocks = [0] * len(groups)  # of each table, known to the workers
         self.num_sent_ids = 0  # known to the workers
         self._hashes: dict[int, list[bytes]] = {group.block_size: [] for group in groups}
-        self._turns_at, self.is_turned = turns_at, False  # is_turned: has more tokens than `turns_at`
-        self.is_turned = self.turns
-        self._root = prefix.root(request.cache_salt, self.is_turned)
+        self._root = prefix.root(request.cache_salt)
+        self._turns_at, self.is_turned = turns_at, False
+        if self.turns:
+            self.turn()
 
     @property
     def num_output(self) -> int:
@@ -75,8 +76,9 @@ class Sequence:
         return self._turns_at is not None and length > self._turns_at and not self.is_turned
 
     def turn(self) -> None:
+        """From now on it has the rope of long sequences; nothing of it may be computed."""
         self.is_turned = True
-        self._root = prefix.root(self.request.cache_salt, self.is_turned)
+        self._root = prefix.root(self.request.cache_salt, is_turned=True)
         for hashes in self._hashes.values():
             hashes.clear()
 
