@@ -15,6 +15,8 @@ RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -r
 WORKDIR /source
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY serve_llm serve_llm
+COPY cli cli
+COPY common common
 COPY server server
 COPY engine engine
 COPY kernels kernels

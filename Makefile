@@ -1,16 +1,20 @@
-# The only commands that anyone needs. `make serve` and `make test` make the environment first, where it is missing.
+# The only commands that anyone needs. Each makes the environment first, where it is missing: `make serve` with what serving
+# needs, the others with the development tools too.
 # The repository's root must not be on sys.path: its folder `kernels` would hide a package of that name.
 export PYTHONSAFEPATH = 1
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+SERVING = $(VENV)/.serving
 STAMP = $(VENV)/.installed
+SOURCES = pyproject.toml setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+PIP = $(BIN)/pip --quiet --disable-pip-version-check
 ARGS ?=
 
 .PHONY: serve test check format docs demo bench clean
 
-serve: $(STAMP)
+serve: $(SERVING)
 	@exec $(BIN)/serve-llm demo $(ARGS)
 
 test: $(STAMP)
@@ -19,7 +23,7 @@ test: $(STAMP)
 check: $(STAMP) .typing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	MYPYPATH=.typing $(BIN)/mypy -p serve_llm.server -p serve_llm.engine
+	MYPYPATH=.typing $(BIN)/mypy -p serve_llm.cli -p serve_llm.common -p serve_llm.server -p serve_llm.engine
 	cd .typing && PYTHONPATH=. ../$(BIN)/lint-imports --config ../.importlinter
 	$(BIN)/python tools/make_docs.py --check
 	$(BIN)/python tools/sizes.py
@@ -37,19 +41,29 @@ demo: $(STAMP)
 bench: $(STAMP)
 	PYTHONPATH=tests:tools $(BIN)/python -m bench
 
-$(STAMP): pyproject.toml setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+# What serving needs, and nothing for tests.
+$(SERVING): $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(PIP) install torch==2.13.0
+	$(PIP) install --editable .
 	touch $@
+
+$(STAMP): $(SOURCES)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install torch==2.13.0
+	$(PIP) install --editable '.[dev]'
+	touch $(SERVING) $@
 
 # mypy and import-linter cannot follow the editable mapping of import names to folders; a folder of links can be followed.
 .typing:
 	mkdir -p .typing/serve_llm
 	ln -sfn ../../serve_llm/__init__.py .typing/serve_llm/__init__.py
+	ln -sfn ../../serve_llm/__main__.py .typing/serve_llm/__main__.py
 	ln -sfn ../../serve_llm/llm.py .typing/serve_llm/llm.py
 	ln -sfn ../../serve_llm/py.typed .typing/serve_llm/py.typed
 	ln -sfn ../../serve_llm/demo .typing/serve_llm/demo
+	ln -sfn ../../cli .typing/serve_llm/cli
+	ln -sfn ../../common .typing/serve_llm/common
 	ln -sfn ../../server .typing/serve_llm/server
 	ln -sfn ../../engine .typing/serve_llm/engine
 	ln -sfn ../../kernels .typing/serve_llm/kernels

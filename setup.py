@@ -6,10 +6,12 @@ Everything else about the package stands in pyproject.toml.
 from __future__ import annotations
 
 import platform
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 FOLDER = Path("kernels/cpu")
 # No -ffast-math and no contraction: a result must not depend on how a compiler reorders a loop (decision 0011).
@@ -17,7 +19,7 @@ FOLDER = Path("kernels/cpu")
 FLAGS = [
     "-std=c++17",
     "-O3",
-    "-fopenmp",
+    "-pthread",
     "-fvisibility=hidden",
     "-ffp-contract=off",
     "-fno-math-errno",
@@ -29,26 +31,42 @@ WIDE = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]
 VARIANTS = {"baseline": []}  # name -> the compiler's options; the library chooses one on the machine where it runs
 if platform.machine().lower() in ("x86_64", "amd64"):
     VARIANTS |= {"avx2": ["-mavx2", "-mfma"], "avx512": WIDE, "avx512_bf16": [*WIDE, "-mavx512bf16", "-mavx512vnni"]}
+AMX = [*VARIANTS.get("avx512_bf16", []), "-mamx-tile", "-mamx-bf16", "-mamx-int8"]  # g++ 11 or newer, on Linux
 
-
-PER_VARIANT = ("attend.cpp", "multiply.cpp", "rows.cpp", "scan.cpp")
+PER_VARIANT = ("attend.cpp", "grouped.cpp", "multiply.cpp", "rows.cpp", "scan.cpp")
 # who computes what, and the C interface
-ONCE = ("attention.cpp", "linear.cpp", "sampling.cpp", "collectives.cpp")
+ONCE = ("attention.cpp", "grouped_linear.cpp", "linear.cpp", "sampling.cpp", "collectives.cpp", "pool.cpp")
 
 
 class BuildKernels(build_ext):
     """Compiles PER_VARIANT once for each variant; setuptools itself knows one set of options per extension."""
 
     def build_extension(self, extension: Extension) -> None:
-        for variant, options in VARIANTS.items():
+        variants = dict(VARIANTS)
+        if self._knows_amx():
+            variants["amx"] = AMX
+            extension.define_macros.append(("HAVE_AMX", None))
+        for variant, options in variants.items():
             extension.extra_objects += self.compiler.compile(
                 [str(FOLDER / name) for name in PER_VARIANT],
                 output_dir=str(Path(self.build_temp) / variant),
-                macros=[("VARIANT", variant)],
+                macros=[("VARIANT", variant), *extension.define_macros],
                 extra_postargs=[*FLAGS, *options],
                 depends=extension.depends,
             )
         super().build_extension(extension)
+
+    def _knows_amx(self) -> bool:
+        if "avx512_bf16" not in VARIANTS or not sys.platform.startswith("linux"):
+            return False
+        source = Path(self.build_temp) / "amx.cpp"
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_text("#include <immintrin.h>\nint main() { _tile_dpbf16ps(0, 1, 2); _tile_dpbusd(0, 1, 2); }\n")
+        try:
+            self.compiler.compile([str(source)], output_dir=self.build_temp, extra_postargs=AMX)
+        except CompileError:
+            return False
+        return True
 
 
 setup(
@@ -59,7 +77,7 @@ setup(
             [str(FOLDER / name) for name in ONCE],
             depends=[*(str(FOLDER / name) for name in PER_VARIANT), *map(str, sorted(FOLDER.glob("*.h")))],
             extra_compile_args=FLAGS,
-            extra_link_args=["-fopenmp"],
+            extra_link_args=["-pthread"],
             language="c++",
             optional=True,
         )

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One node of a Ray cluster in a container: run it on each machine, first on the head. It stays in the foreground; when it
-# ends, by Ctrl-C or otherwise, its container is removed.
+# Run one node of a Ray cluster in a container. Start it on the head first, then on each other machine. It stays in the
+# foreground, and its container is removed when it ends, for example by Ctrl-C.
 set -euo pipefail
 
 PORT=6379
@@ -35,7 +35,7 @@ shift 4
 hf_home=$(cd "$hf_home" && pwd)
 command -v docker >/dev/null || fail "docker is not on PATH"
 
-# A value on a command line can be read by every user of the machine, with ps.
+# Every user of the machine can read command lines with ps, so refuse secret values there.
 previous='' host_ip=${SERVE_LLM_HOST_IP:-}
 for flag in "$@"; do
   case $previous in -e | --env) flag="-e$flag" ;; esac
@@ -51,7 +51,7 @@ for flag in "$@"; do
   esac
 done
 
-# Ray, the daemon and gloo must agree on one address for each node; a machine with several networks has several.
+# Ray, the daemon and gloo must use the same address of a node, and a machine with several networks has several.
 if [ -z "$host_ip" ]; then
   if [ "$role" = head ]; then
     host_ip=$head_ip
@@ -65,15 +65,15 @@ case $head_ip in *:*) address="[$head_ip]:$PORT" ;; *) address=$head_ip:$PORT ;;
 name=serve-llm-$role-$$
 run=(
   docker run --rm --init --no-healthcheck --entrypoint ray
-  # NCCL and Ray share memory between processes, and RDMA pins it. --shm-size counts where --ipc host is taken back.
+  # NCCL and Ray share memory between processes, and RDMA pins it. --shm-size applies if --ipc host is overridden.
   --network host --ipc host --shm-size 16g --cap-add IPC_LOCK --ulimit memlock=-1:-1 --ulimit nofile=65536:65536
   --volume "$hf_home:/home/serve/.cache/huggingface"
   --env "SERVE_LLM_HOST_IP=$host_ip" --env RAY_USAGE_STATS_ENABLED=0 --env RAY_worker_niceness=0
 )
 for secret in HF_TOKEN SERVE_LLM_API_KEY RAY_AUTH_TOKEN; do
-  [ -z "${!secret:-}" ] || run+=(--env "$secret") # by name: docker takes the value from the environment
+  [ -z "${!secret:-}" ] || run+=(--env "$secret") # docker takes the value from the environment
 done
-# Said on every node, since nodes that differ in it refuse each other.
+# Set it on every node, because nodes with different settings refuse each other.
 if [ -n "${RAY_AUTH_TOKEN:-}" ]; then
   run+=(--env RAY_AUTH_MODE=token)
 else
@@ -82,14 +82,23 @@ else
 fi
 start=(start "--node-ip-address=$host_ip" --disable-usage-stats --block)
 if [ "$role" = head ]; then
-  # A node that is cut off is noticed after about 5 s instead of a minute.
+  # Detect an unreachable node after about 5 s instead of a minute.
   run+=(
     --env RAY_health_check_initial_delay_ms=1000 --env RAY_health_check_period_ms=1000
     --env RAY_health_check_timeout_ms=1000 --env RAY_health_check_failure_threshold=3
   )
   start+=(--head "--port=$PORT")
   printf 'Head of the cluster: %s\n\nOn every other machine, with its own path and flags:\n\n  ' "$address"
-  printf '%q ' "$0" "$image" "$head_ip" --worker "$hf_home" "$@"
+  # The address of this machine is not that of the others.
+  flags=("$@") worker_flags=()
+  for ((at = 0; at < $#; at++)); do
+    case ${flags[at]} in
+      -e | --env) case ${flags[at + 1]:-} in SERVE_LLM_HOST_IP*) at=$((at + 1)) && continue ;; esac ;;
+      -eSERVE_LLM_HOST_IP* | --env=SERVE_LLM_HOST_IP*) continue ;;
+    esac
+    worker_flags+=("${flags[at]}")
+  done
+  printf '%q ' "$0" "$image" "$head_ip" --worker "$hf_home" ${worker_flags[@]+"${worker_flags[@]}"}
   printf '\n\nThen, here:\n\n  docker exec -it %s ray status\n' "$name"
   printf '  docker exec -it %s serve-llm <model> -tp <GPUs of a node> -pp <nodes> ' "$name"
   printf '%s\n\n' '--distributed-executor-backend ray'
@@ -107,7 +116,7 @@ trap clean_up EXIT
 trap 'exit 129' HUP
 trap 'exit 130' INT
 trap 'exit 143' TERM
-# In the background, because bash runs a trap only between commands, and during `wait`.
+# Run it in the background, because bash runs traps only between commands and during `wait`.
 "${run[@]}" "$@" --name "$name" "$image" "${start[@]}" &
 client=$!
 wait "$client"

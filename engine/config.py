@@ -1,7 +1,7 @@
-"""What is true: `resolve` turns what the user said (`Options`) into a frozen `Config`, for one model on one device.
+"""The engine's settings. `resolve` turns options into a frozen `Config`, for one model on one device.
 
-Arithmetic only, torch-free: whoever calls it has read config.json and knows whether there is a GPU. What is measured
-later (how many blocks fit) is returned by whoever measured it and never written back here.
+Arithmetic only, torch-free: the caller has read config.json and knows whether there is a GPU. Values measured later,
+such as the number of KV cache blocks, are never written back.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from serve_llm.engine.errors import ModelError, OptionError
-from serve_llm.engine.options import Options
+from serve_llm.common.errors import ModelError, OptionError
+from serve_llm.common.options.schema import EngineOptions
+from serve_llm.common.options.speculative import SpeculativeConfig
+from serve_llm.common.sentence_transformers import DenseModule, PoolingType
 
 DEFAULT_BLOCK_SIZE = 16  # tokens
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+INT4_GROUP_SIZES = {"int4": 64, "int4-g32": 32, "int4-g128": 128}  # inputs that share a scale, by --quantization
 DEFAULT_STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
@@ -22,15 +25,25 @@ class CacheRow:
     """How the KV cache stores one head's key or value of one token."""
 
     element_bytes: int
-    scale_bytes: int = 0  # behind the numbers; as in kernels.cache_int8
+    scale_bytes: int = 0  # after the values, as in kernels.cache_int8
 
     def num_bytes(self, head_dim: int) -> int:
         return head_dim * self.element_bytes + self.scale_bytes
 
 
+@dataclass(frozen=True)
+class PoolingConfig:
+    """How the hidden states of a prompt become a vector, where the model's family does not say it."""
+
+    pooling_type: PoolingType
+    normalize: bool = False  # scale vectors to length 1
+    dense: tuple[DenseModule, ...] = ()
+    classifier_ids: tuple[int, ...] = ()  # the vector is the logits of these ids; empty: it is an embedding
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The engine's settings, all decided. Immutable."""
+    """All settings of one engine, resolved."""
 
     directory: str  # the local checkpoint
     load_format: str  # "auto" | "dummy"
@@ -43,8 +56,11 @@ class Config:
     kv_cache_memory: int | None  # bytes; None: by gpu_memory_utilization, on a CPU a fixed share of the free memory
     gpu_memory_utilization: float
     enable_prefix_caching: bool
-    seed: int  # of dummy weights
-    quantization: str = "none"  # "none" | "int8" | "fp8": of the layers' products
+    seed: int  # seed of dummy weights
+    vocab_size: int = 0  # number of logits
+    tokenizer: str | None = None  # as the option; None: the checkpoint's
+    download_dir: str | None = None
+    quantization: str = "none"  # format of linear layers: "none" | "int8" | "fp8" | "int4" | "int4-g32" | "int4-g128"
     kv_cache_dtype: str = "auto"  # "auto": as dtype | "int8"
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -52,26 +68,31 @@ class Config:
     pipeline_parallel_layers: tuple[int, ...] | None = None  # one number per stage; None: by cost
     enable_expert_parallel: bool = False  # ranks hold whole experts
     executor_backend: str = "inprocess"  # "inprocess" | "mp" | "ray"
-    step_timeout: float | None = None  # seconds; None: by the steps so far
+    step_timeout: float | None = None  # seconds; None: derived from the steps so far
     data_parallel_size: int = 1  # engines that share this host's memory and cores
-    data_parallel_rank: int = 0  # which of them this is
-    allow_unknown_config: tuple[str, ...] = ()  # keys of config.json that are passed over
-    cpu_threads: int | None = None  # that each rank computes with; None: see `execute.threads`
-    enforce_eager: bool = True  # no captured graphs of decode steps
-    batch_invariant: bool = True  # a CPU is in any case
-    all_reduce: str = "nccl"  # "nccl" | "symmetric": of the GPUs of a tensor-parallel group
-    ranks_per_gpu: int = 1  # more only where a card is to show what several would do
-    rope_turns_at: int | None = None  # see `ModelSpec`
-    async_scheduling: bool = False  # the next step is scheduled and begun before the ids of the last one are known
+    data_parallel_rank: int = 0  # index of this engine
+    allow_unknown_config: tuple[str, ...] = ()  # keys of config.json to ignore
+    cpu_threads: int | None = None  # per rank; None: see `cpu_threads.choose_threads`
+    enforce_eager: bool = True  # do not capture decode steps as CUDA graphs
+    batch_invariant: bool = True  # always on a CPU
+    all_reduce: str = "nccl"  # among the GPUs of a tensor-parallel group: "nccl" | "symmetric"
+    long_rope_threshold: int | None = None  # see `ModelSpec`
+    async_scheduling: bool = False  # start a step before the ids of the last one are known
+    jump_forward: bool = True  # append the ids that a grammar demands at once
+    speculation: SpeculativeConfig | None = None  # verify drafts; None: none
+    generates: bool = True  # the model has its LM head
+    max_loras: int = 0  # adapters that a rank holds at a time; 0: requests have none
+    max_lora_rank: int = 16
+    pooling: PoolingConfig | None = None  # None: as the model's family says, if the model takes pooling requests
 
     @property
     def element_bytes(self) -> int:
-        """Of one weight."""
+        """Bytes of one weight."""
         return ELEMENT_BYTES[self.dtype]
 
     @property
     def expert_engines(self) -> int:
-        """Engines that share out whole experts, and so make their steps together."""
+        """Engines that share experts, and so make their steps together."""
         return self.data_parallel_size if self.enable_expert_parallel else 1
 
     @property
@@ -80,90 +101,126 @@ class Config:
 
     @property
     def types(self) -> str:
-        """For people: "bfloat16", or "bfloat16 with layers in int8"."""
-        if self.quantization == "fp8":
-            return f"{self.dtype} with layers in fp8"
+        """For the log: "bfloat16", or "bfloat16 with layers in int8"."""
+        if self.quantization in ("fp8", *INT4_GROUP_SIZES):
+            in_int8_cache = " and KV cache in int8" if self.kv_cache_dtype == "int8" else ""
+            return f"{self.dtype} with layers in {self.quantization}{in_int8_cache}"
         settings = {"layers": self.quantization, "KV cache": self.kv_cache_dtype}
-        small = [what for what, dtype in settings.items() if dtype == "int8"]
-        return f"{self.dtype} with {' and '.join(small)} in int8" if small else self.dtype
+        in_int8 = [part for part, dtype in settings.items() if dtype == "int8"]
+        return f"{self.dtype} with {' and '.join(in_int8)} in int8" if in_int8 else self.dtype
 
 
 def resolve(
-    options: Options,
+    options: EngineOptions,
     directory: str,
     *,
     device: str,
     checkpoint_dtype: str,
     model_max_len: int,
-    num_layers: int,
     executor_backend: str,
+    vocab_size: int = 0,
     stores_int8: bool = False,
-    has_experts: bool = False,
-    rope_turns_at: int | None = None,
+    stores_integers: bool = False,
+    long_rope_threshold: int | None = None,
     data_parallel_rank: int = 0,
+    generates: bool = True,
+    pooling: PoolingConfig | None = None,
+    whole_prompts: bool = False,
 ) -> Config:
-    """Decides everything that follows from the options, the model and the device.
+    """Decide everything that follows from the options, the model and the device. Call `check_options` first.
 
-    device: "cpu" or "cuda", where options.device "auto" has been decided by the caller.
-    checkpoint_dtype: the weights' number type as config.json names it, such as "bfloat16".
-    model_max_len: the most tokens that the model's positions allow. num_layers: of the model.
-    executor_backend: "inprocess", "mp" or "ray", as `execute.choose` found.
-    stores_int8: whether the checkpoint's layers are quantised to int8. has_experts: whether a layer of the model has.
-    rope_turns_at: as of `ModelSpec`.
-    data_parallel_rank: which of the engines this is.
-    Raises OptionError when an option cannot work here, ModelError when the checkpoint's type is not served.
+    device: "cpu" or "cuda"; the caller has resolved "auto".
+    checkpoint_dtype: the dtype of the weights, such as "bfloat16".
+    model_max_len: most tokens that the model's positions allow.
+    executor_backend: "inprocess", "mp" or "ray", as `choose_executor` decided.
+    stores_int8: whether the checkpoint's layers are quantised to int8.
+    stores_integers: whether the checkpoint's layers are integers with a scale per group.
+    long_rope_threshold: see `ModelSpec`.
+    data_parallel_rank: index of this engine.
+    generates, pooling: see `Config`.
+    whole_prompts: the model computes each prompt in one step.
+    Raises OptionError if an option cannot work here, ModelError if the checkpoint's dtype is not supported.
     """
-    check(options, model_max_len, num_layers, has_experts)
     dtype = _dtype(options.dtype, checkpoint_dtype, device)
+    max_model_len = options.max_model_len or model_max_len
     return Config(
         directory=directory,
         load_format=options.load_format,
         device=device,
         dtype=dtype,
-        max_model_len=options.max_model_len or model_max_len,
+        max_model_len=max_model_len,
         max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens or DEFAULT_STEP_TOKENS[device],
+        max_num_batched_tokens=_step_tokens(options, device, max_model_len if whole_prompts else 1),
         block_size=options.block_size or DEFAULT_BLOCK_SIZE,
         kv_cache_memory=options.kv_cache_memory,
         gpu_memory_utilization=options.gpu_memory_utilization,
         enable_prefix_caching=options.enable_prefix_caching,
         seed=options.seed or 0,
-        quantization=_quantization(options, stores_int8, device, dtype),
+        vocab_size=vocab_size,
+        tokenizer=options.tokenizer,
+        download_dir=options.download_dir,
+        quantization=_quantization(options, stores_int8, stores_integers, device, dtype),
         kv_cache_dtype=_kv_cache_dtype(options.kv_cache_dtype, device),
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
         tensor_parallel_split=options.tensor_parallel_split,
         pipeline_parallel_layers=options.pipeline_parallel_layers,
         enable_expert_parallel=options.enable_expert_parallel,
+        jump_forward=options.jump_forward,
+        speculation=_speculation(options, generates),
         executor_backend=executor_backend,
         step_timeout=options.step_timeout,
         data_parallel_size=options.data_parallel_size,
         data_parallel_rank=data_parallel_rank,
-        rope_turns_at=rope_turns_at,
+        long_rope_threshold=long_rope_threshold,
         allow_unknown_config=options.allow_unknown_config,
         cpu_threads=options.cpu_threads,
         enforce_eager=options.enforce_eager or device == "cpu",
         batch_invariant=options.batch_invariant or device == "cpu",
         all_reduce=_all_reduce(options, device, dtype),
-        # Between stages ids travel with the next batch, and other sequences fill the time.
+        # A pipeline sends ids to its stages with the next step, and overlaps steps of different sequences instead.
         async_scheduling=device == "cuda" and options.pipeline_parallel_size == 1,
+        generates=generates,
+        pooling=pooling,
+        max_loras=options.max_loras if options.enable_lora else 0,
+        max_lora_rank=options.max_lora_rank,
     )
 
 
-def checkpoint_dtype(raw: Mapping[str, object]) -> str:
-    """The weights' number type as config.json (`raw`) names it."""
-    return str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+def _step_tokens(options: EngineOptions, device: str, least: int) -> int:
+    """Most tokens in one step. least: tokens that a step must hold."""
+    asked = options.max_num_batched_tokens
+    if asked is not None and asked < least:
+        raise OptionError(
+            f"--max-num-batched-tokens: an encoder computes a prompt in one step, of up to {least} tokens here; give "
+            "at least that, or lower --max-model-len"
+        )
+    return asked or max(DEFAULT_STEP_TOKENS[device], least)
 
 
-def check(options: Options, model_max_len: int, num_layers: int, has_experts: bool) -> None:
-    """Raises OptionError where an option does not fit to the model, whatever the device. See `resolve`."""
+def read_config_dtype(raw: Mapping[str, object]) -> str | None:
+    """The dtype of the weights that config.json (`raw`) names, None if it names none."""
+    text = raw.get("text_config")  # the decoder, in a multimodal model
+    objects = (raw, text) if isinstance(text, Mapping) else (raw,)
+    found = (values.get(key) for values in objects for key in ("dtype", "torch_dtype"))
+    return next((str(name).removeprefix("torch.") for name in found if name), None)
+
+
+def check_options(options: EngineOptions, model_max_len: int, num_layers: int, has_experts: bool) -> None:
+    """Raise OptionError if an option does not fit the model, whatever the device.
+
+    model_max_len: most tokens that the model's positions allow. num_layers: the model's layers. has_experts: whether
+    any layer has experts.
+    """
     if options.max_model_len is not None and options.max_model_len > model_max_len:
         raise OptionError(
             f"--max-model-len: {options.max_model_len} is more than the {model_max_len} tokens that this model allows; "
-            "give less, or leave it away"
+            "give less, or omit it"
         )
-    tensor, stages = options.tensor_parallel_size, options.pipeline_parallel_size
-    split, layers = options.tensor_parallel_split, options.pipeline_parallel_layers
+    tensor = options.tensor_parallel_size
+    stages = options.pipeline_parallel_size
+    split = options.tensor_parallel_split
+    layers = options.pipeline_parallel_layers
     if split is not None and len(split) != tensor:
         raise OptionError(f"--tensor-parallel-split: {len(split)} shares, but --tensor-parallel-size is {tensor}")
     if stages > num_layers:
@@ -179,21 +236,29 @@ def check(options: Options, model_max_len: int, num_layers: int, has_experts: bo
             f"--pipeline-parallel-layers: {sum(layers)} layers in all, but the model has {num_layers} layers"
         )
     if options.enable_expert_parallel and not has_experts:
-        raise OptionError("--enable-expert-parallel: this model has no experts; leave it away")
+        raise OptionError("--enable-expert-parallel: this model has no experts; omit it")
     if options.enable_expert_parallel and tensor == 1 and options.data_parallel_size == 1:
         raise OptionError(
             "--enable-expert-parallel: one rank has all experts anyway; give a --tensor-parallel-size or "
-            "--data-parallel-size above 1, or leave it away"
+            "--data-parallel-size above 1, or omit it"
         )
     if options.experts_span_engines and stages > 1:
         raise OptionError(
-            "--enable-expert-parallel: several engines (--data-parallel-size) share out experts only where each has "
-            "one stage; leave --pipeline-parallel-size away"
+            "--enable-expert-parallel: several engines (--data-parallel-size) share experts only if each has one "
+            "stage; omit --pipeline-parallel-size"
         )
 
 
-def _quantization(options: Options, stores_int8: bool, device: str, dtype: str) -> str:
+def _quantization(options: EngineOptions, stores_int8: bool, stores_integers: bool, device: str, dtype: str) -> str:
     asked = options.quantization
+    if asked in INT4_GROUP_SIZES:
+        if device != "cpu":
+            raise OptionError(f"--quantization: {asked} is served on a CPU only; on a GPU take fp8")
+        if stores_int8 or stores_integers:
+            raise OptionError(
+                f"--quantization: the checkpoint is quantised already and cannot be made {asked}; omit the option"
+            )
+        return asked
     if asked == "fp8":
         if device != "cuda":
             raise OptionError("--quantization: fp8 is served on a GPU only; on a CPU take int8")
@@ -201,20 +266,26 @@ def _quantization(options: Options, stores_int8: bool, device: str, dtype: str) 
             raise OptionError("--quantization: the checkpoint is int8 and cannot be made fp8; take one in bfloat16")
         if dtype != "bfloat16":
             raise OptionError(
-                f"--quantization: fp8 needs --dtype bfloat16, not {dtype}: its products give no other type"
+                f"--quantization: fp8 needs --dtype bfloat16, not {dtype}: its kernels produce no other dtype"
             )
         if options.batch_invariant:
             raise OptionError(
-                "--batch-invariant: the products of --quantization fp8 are torch's, which add otherwise for another "
-                "number of rows; leave one of them away"
+                "--batch-invariant: the products of --quantization fp8 are torch's, whose order of summation depends "
+                "on the number of rows; omit one of them"
             )
         return "fp8"
     if not stores_int8 and asked != "int8":
         return "none"
     if device != "cpu":
-        why = "int8" if asked == "int8" else "auto, and the checkpoint is int8: that"
-        raise OptionError(f"--quantization: {why} is served on a CPU only; use --device cpu")
+        what = "int8" if asked == "int8" else "auto, and the checkpoint is int8: that"
+        raise OptionError(f"--quantization: {what} is served on a CPU only; use --device cpu")
     return "int8"
+
+
+def _speculation(options: EngineOptions, generates: bool) -> SpeculativeConfig | None:
+    if options.speculation is not None and not generates:
+        raise OptionError("--speculative-config: this model returns vectors and generates no text; omit it")
+    return options.speculation
 
 
 def _kv_cache_dtype(asked: str, device: str) -> str:
@@ -223,18 +294,18 @@ def _kv_cache_dtype(asked: str, device: str) -> str:
     return asked
 
 
-def _all_reduce(options: Options, device: str, dtype: str) -> str:
+def _all_reduce(options: EngineOptions, device: str, dtype: str) -> str:
     if options.all_reduce == "symmetric":
         if device != "cuda":
-            raise OptionError("--all-reduce: symmetric is for GPUs; leave it away, or use --device cuda")
+            raise OptionError("--all-reduce: symmetric is for GPUs; omit it, or use --device cuda")
         if options.tensor_parallel_size == 1:
             raise OptionError(
-                "--all-reduce: one rank has nothing to sum; give a --tensor-parallel-size above 1, or leave it away"
+                "--all-reduce: one rank has nothing to sum; give a --tensor-parallel-size above 1, or omit it"
             )
         if options.batch_invariant:
             raise OptionError(
-                "--all-reduce: symmetric adds small tensors otherwise than large ones, and --batch-invariant wants all "
-                "alike; leave one of them away"
+                "--all-reduce: symmetric sums small tensors in another order than large ones, which --batch-invariant "
+                "rules out; omit one of them"
             )
         if dtype == "float16":
             raise OptionError("--all-reduce: symmetric adds no float16; use --dtype bfloat16, or take nccl")
@@ -242,12 +313,10 @@ def _all_reduce(options: Options, device: str, dtype: str) -> str:
 
 
 def _dtype(asked: str, checkpoint: str, device: str) -> str:
-    """The checkpoint's own type where the user leaves it open, except that float16 becomes bfloat16 on a CPU, which is
-    far slower in float16. float32 stays float32: its owner may want the precision."""
+    """The checkpoint's dtype unless the user names one. On a CPU float16 becomes bfloat16, which is far faster; float32
+    stays, since its owner may want the precision."""
     if asked == "float16" and device == "cpu":
-        raise OptionError(
-            "--dtype: float16 is not served on a CPU; use bfloat16 (as fast as it gets) or float32 (exact)"
-        )
+        raise OptionError("--dtype: float16 is not served on a CPU; use bfloat16 (fastest) or float32 (exact)")
     if asked != "auto":
         return asked
     if checkpoint not in ("bfloat16", "float16", "float32"):

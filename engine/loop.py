@@ -1,4 +1,4 @@
-"""The engine's loop: receive, schedule, execute, commit, send. One screen; everything it does is a call."""
+"""The engine's loop: receive, schedule, execute, update, send."""
 
 from __future__ import annotations
 
@@ -7,46 +7,56 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from serve_llm.common.messages import Abort, Shutdown, StepOutputs, Submit, ToEngine
+from serve_llm.common.options.speculative import SpeculativeConfig
+from serve_llm.common.types import Output, Request
 from serve_llm.engine.config import Config
-from serve_llm.engine.execute.executor import Executor, StepResult
-from serve_llm.engine.parallel.lockstep import Apart, Steps
-from serve_llm.engine.schedule.batch import Batch
-from serve_llm.engine.schedule.policy import TokenBudget
-from serve_llm.engine.schedule.scheduler import Scheduler
-from serve_llm.engine.types import Output
-from serve_llm.engine.wire import Abort, Shutdown, Step, Submit, ToEngine
+from serve_llm.engine.distributed.executor import Executor, StepResult
+from serve_llm.engine.lora.arrivals import AdapterArrivals
+from serve_llm.engine.scheduler.output import SchedulerOutput
+from serve_llm.engine.scheduler.policy import TokenBudget
+from serve_llm.engine.scheduler.prompt_lookup import PromptLookup
+from serve_llm.engine.scheduler.scheduler import Scheduler
+from serve_llm.engine.scheduler.speculation import Speculator
+from serve_llm.engine.structured_output.builder import MatcherBuilder
+from serve_llm.engine.structured_output.manager import StructuredOutputManager
 
 logger = logging.getLogger(__name__)
 
-CPU_STEP_SECONDS = 0.15  # aim on a CPU: streams that run do not wait longer for a prompt
-IDLE_SECONDS = 0.25  # without work for so long: time to check that nothing was lost and that all workers live
+CPU_STEP_SECONDS = 0.15  # target on a CPU: running streams do not wait longer than this behind a prompt
+IDLE_SECONDS = 0.25  # after this long without work, check block accounting and the workers
 
 
-class Channel(Protocol):
-    """The engine's end of the wire."""
+class ServerChannel(Protocol):
+    """The engine's end of the channel to the server."""
 
     def receive(self, seconds: float | None) -> list[ToEngine]:
-        """All messages that have arrived; if none has, wait so long for one (None: for ever)."""
+        """All messages that have arrived. If there are none, wait up to `seconds` for one (None: forever)."""
 
-    def send(self, step: Step) -> None: ...
+    def send(self, step: StepOutputs) -> None: ...
 
 
-class Engine:
-    """Scheduler and executor as one thing that takes requests in and gives outputs, step by step."""
+class _StepInFlight(NamedTuple):
+    scheduler_output: SchedulerOutput
+    started_at: float
+    result: Future[StepResult]
+
+
+class EngineCore:
+    """Scheduler and executor: takes requests and produces outputs, step by step."""
 
     def __init__(
         self,
         config: Config,
         executor: Executor,
         clock: Callable[[], float] = time.monotonic,
-        show: Callable[[Sequence[int]], None] = lambda ids: None,
-        steps: Steps | None = None,
+        report_in_flight: Callable[[Sequence[int]], None] = lambda request_ids: None,
     ) -> None:
-        """`show`: told the ids of the requests that are computed, before each step and after it. steps: of engines that
-        need each other for each of theirs."""
+        """report_in_flight: called with the ids of the requests being computed, before and after each step."""
         self.layout = executor.layout
+        self._speculator = _build_speculator(config.speculation)
         self.scheduler = Scheduler(
             self.layout.groups,
             self.layout.num_blocks,
@@ -54,89 +64,157 @@ class Engine:
             max_model_len=config.max_model_len,
             max_chunk=config.max_num_batched_tokens,
             prefix_caching=config.enable_prefix_caching,
-            ahead=config.async_scheduling,
-            rope_turns_at=config.rope_turns_at,
+            async_scheduling=config.async_scheduling,
+            long_rope_threshold=config.long_rope_threshold,
+            whole_prompts=not self.layout.groups,
+            speculator=self._speculator,
+            max_loras=config.max_loras,
         )
-        self._shares = 1 if config.async_scheduling else executor.depth
         self._executor = executor
-        self._steps = steps or Apart()
         self._clock = clock
-        self._show = show
+        self._report_in_flight = report_in_flight
         self._budget = TokenBudget(config.max_num_batched_tokens, CPU_STEP_SECONDS if config.device == "cpu" else None)
-        self._under_way: deque[tuple[Batch, float, Future[StepResult]]] = deque()
+        self._num_batches = 1 if config.async_scheduling else executor.depth
+        self._in_flight: deque[_StepInFlight] = deque()
         self._num_steps = 0
-        self._finished: list[Output] = []
+        self._finished_on_arrival: list[Output] = []
+        self._adapters = AdapterArrivals()
+        self.grammars = StructuredOutputManager(MatcherBuilder(config), config.vocab_size, config.jump_forward)
 
-    def check(self) -> None:
-        """Between steps: raises what a worker has failed with."""
+    def check_workers(self) -> None:
+        """Raise what a worker has failed with. For use between steps."""
         self._executor.check()
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._finished) or self._steps.is_behind()
+        return (
+            self.scheduler.has_work
+            or self.grammars.is_compiling
+            or self._adapters.is_checking
+            or bool(self._finished_on_arrival)
+            or self._executor.must_step()
+        )
 
-    def take(self, messages: list[ToEngine]) -> None:
-        """Requests and aborts that arrived."""
-        for message in messages:
-            if isinstance(message, Submit):
-                for request in message.requests:
-                    output = self.scheduler.add(request, self._clock())
-                    if output is not None:
-                        self._finished.append(output)
-            elif isinstance(message, Abort):
-                for request_id in message.ids:
-                    self.scheduler.abort(request_id)
+    def add_requests(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.adapter is not None:
+                self._adapters.begin(request)
+            else:
+                self._add_request(request)
 
-    def step(self) -> Step:
-        """Start as many batches as may be under way, then commit the oldest."""
-        while len(self._under_way) < self._executor.depth:
+    def _add_request(self, request: Request) -> None:
+        if request.sampling.is_constrained:
+            self.grammars.begin(request)
+        else:
+            self._schedule_request(request)
+
+    def _schedule_request(self, request: Request) -> None:
+        output = self.scheduler.add(request, self._clock())
+        if output is not None:
+            self._finished_on_arrival.append(output)
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self.scheduler.has_work and not self._in_flight and not self._executor.must_step()
+
+    def _add_checked(self) -> None:
+        """Go on with the requests whose adapters have been checked since the last step."""
+        ready, failed = self._adapters.take_checked(self._is_idle)
+        self._finished_on_arrival += failed
+        for request in ready:
+            self._add_request(request)
+
+    def _schedule_compiled(self) -> None:
+        """Schedule the requests whose grammars have been compiled since the last step."""
+        ready, failed = self.grammars.take_compiled(self._is_idle)
+        self._finished_on_arrival += failed
+        for request in ready:
+            self._schedule_request(request)
+
+    def abort_requests(self, request_ids: Sequence[int]) -> None:
+        for request_id in request_ids:
+            self._adapters.abort(request_id)
+            self.grammars.abort(request_id)
+            self.scheduler.abort(request_id)
+
+    def step(self) -> StepOutputs:
+        """Start steps until `executor.depth` are in flight, then finish the oldest one."""
+        if self._adapters.is_checking:
+            self._add_checked()
+        if self.grammars.is_compiling:
+            self._schedule_compiled()
+        while len(self._in_flight) < self._executor.depth:
             now = self._clock()
-            limit = self._budget.next(self.scheduler.num_running, self.scheduler.num_waiting)
-            batch = self.scheduler.schedule(limit, now, self._shares)
-            if not batch.chunks and not self._steps.is_behind():
+            budget = self._budget.next(self.scheduler.num_running, self.scheduler.num_waiting)
+            held = self.grammars.held_indices
+            if self._speculator is not None:
+                self._speculator.paused_indices = self.grammars.costly_indices
+            scheduler_output = self.scheduler.schedule(budget, now, self._num_batches, held)
+            if not scheduler_output.scheduled and not self._executor.must_step():
+                if held and not self._in_flight:
+                    self.grammars.wait_for_held()
                 break
-            self._show(self.scheduler.in_flight)
-            self._steps.enter()
-            self._under_way.append((batch, now, self._executor.execute(batch)))
-        outputs, self._finished = self._finished, []
+            scheduler_output, masks = self.grammars.prepare(scheduler_output)
+            self._report_in_flight(self.scheduler.in_flight)
+            self._in_flight.append(
+                _StepInFlight(scheduler_output, now, self._executor.execute(scheduler_output, masks))
+            )
+        outputs = self._finished_on_arrival
+        self._finished_on_arrival = []
         num_tokens = 0
-        if self._under_way:
-            batch, started, future = self._under_way.popleft()
-            results = future.result()
-            num_tokens = batch.num_tokens
-            if num_tokens:  # else it was for other engines
-                self._budget.observe(num_tokens, self._clock() - started)
-                outputs += self.scheduler.commit(batch, results)
+        if self._in_flight:
+            scheduler_output, started_at, result = self._in_flight.popleft()
+            results = result.result()
+            num_tokens = scheduler_output.num_tokens
+            if num_tokens:
+                seconds = self._clock() - started_at
+                self._budget.observe(num_tokens, seconds)
+                if self._speculator is not None and scheduler_output.is_decode:
+                    self._speculator.row_cost.observe(num_tokens, seconds)
+                self.grammars.advance(scheduler_output, results)
+                outputs += self.scheduler.update_from_output(scheduler_output, results)
+                self.grammars.retain(self.scheduler.request_indices)
                 self._num_steps += 1
-            self._show(self.scheduler.in_flight)
+            self._report_in_flight(self.scheduler.in_flight)
         stats = self.scheduler.stats()
-        stats.num_steps, stats.step_tokens = self._num_steps, num_tokens
-        return Step(outputs, stats)
+        stats.num_steps = self._num_steps
+        stats.step_tokens = num_tokens
+        return StepOutputs(outputs, stats)
 
-    def leave(self) -> None:
-        """There will be no more work: make the steps that other engines need, until they have none either."""
-        self._steps.leave()
-        while self._steps.follow():
-            self._steps.enter()
-            self._executor.execute(Batch([], [])).result()
+    def drain(self) -> None:
+        """Run the steps that other engines still need. Call once there is no more work here."""
+        self._executor.drain()
 
 
-def run(engine: Engine, channel: Channel) -> None:
-    """Serve until told to shut down. An exception of a worker ends it."""
-    checked = True
+def _build_speculator(config: SpeculativeConfig | None) -> Speculator | None:
+    if config is None:
+        return None
+    return Speculator(
+        config.num_speculative_tokens, lambda: PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max)
+    )
+
+
+def run(engine: EngineCore, channel: ServerChannel) -> None:
+    """Serve until Shutdown arrives. Raises what a worker fails with."""
+    is_checked = True  # block accounting, since the last step
     while True:
         messages = channel.receive(0 if engine.has_work else IDLE_SECONDS)
         if not messages and not engine.has_work:
-            engine.check()
-            if not checked:
+            engine.check_workers()
+            if not is_checked:
                 engine.scheduler.check_integrity()
-            checked = True
+                is_checked = True
             continue
-        checked = False
-        if any(isinstance(message, Shutdown) for message in messages):
-            engine.leave()
-            return
-        engine.take(messages)
+        is_checked = False
+        for message in messages:
+            if isinstance(message, Submit):
+                engine.add_requests(message.requests)
+            elif isinstance(message, Abort):
+                engine.abort_requests(message.ids)
+            elif isinstance(message, Shutdown):
+                engine.drain()
+                return
         step = engine.step()
-        if messages or step.outputs or step.stats.step_tokens:  # else it was for other engines
+        if messages or step.outputs or step.stats.step_tokens:  # nothing to report of a step run for other engines
             channel.send(step)

@@ -1,31 +1,49 @@
-"""From options and config.json to an executor that is ready: the order of an engine's start."""
+"""Starts an engine: resolve the options, start workers, load the model, size the KV cache, report ready.
+
+Imports torch only after the workers have been started, because they import it at the same time.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from serve_llm.engine.config import Config, checkpoint_dtype, resolve
-from serve_llm.engine.errors import CapacityError
-from serve_llm.engine.execute import memory
-from serve_llm.engine.execute.choose import Choice, choose, look_around
-from serve_llm.engine.execute.columns import Columns
-from serve_llm.engine.execute.executor import Executor
-from serve_llm.engine.execute.executors.inprocess import InProcessExecutor
-from serve_llm.engine.execute.executors.mp import MpExecutor, start_ranks
-from serve_llm.engine.execute.memory import CacheLayout
-from serve_llm.engine.execute.roster import Roster
-from serve_llm.engine.model.config import passed_over
-from serve_llm.engine.model.registry import read_model, served
+from serve_llm.common.errors import CapacityError, OptionError
+from serve_llm.common.gguf.checkpoint import LINK
+from serve_llm.common.hub import read_config
+from serve_llm.common.logs import configure
+from serve_llm.common.messages import Start
+from serve_llm.common.options.schema import EngineOptions
+from serve_llm.common.sentence_transformers import SentenceModules, read_sentence_modules
+from serve_llm.common.types import LoRATarget, ModelInfo
+from serve_llm.engine.config import Config, check_options, resolve
+from serve_llm.engine.devices import claim_gpus
+from serve_llm.engine.distributed.choose import ExecutorChoice, choose_executor, gather_facts
+from serve_llm.engine.distributed.executor import Executor, SyncedExecutor, Workers
+from serve_llm.engine.distributed.expert_groups import set_up_expert_groups
+from serve_llm.engine.distributed.mp import connect_workers, launch_workers
+from serve_llm.engine.distributed.start import start_workers
+from serve_llm.engine.distributed.worker_group import WorkerGroup
+from serve_llm.engine.model.config import describe_ignored_keys
+from serve_llm.engine.model.lora_targets import find_lora_targets
+from serve_llm.engine.model.pooling import find_pooling_task, find_vector_size, resolve_pooling
+from serve_llm.engine.model.registry import apply_engine_config, read_model
 from serve_llm.engine.model.shard import describe_split
 from serve_llm.engine.model.spec import ModelSpec, PretrainedSpec
 from serve_llm.engine.model.weight_map import WeightMap
-from serve_llm.engine.options import Options
-from serve_llm.engine.parallel.layout import Grid
-from serve_llm.engine.parallel.lockstep import Lockstep
-from serve_llm.engine.plan import describe_memory
+from serve_llm.engine.parallel.dp_sync import DPStepSync
+from serve_llm.engine.parallel.layout import ParallelLayout
+from serve_llm.engine.weights.headers import find_checkpoint_dtype
+from serve_llm.engine.worker import kv_cache
+from serve_llm.engine.worker.cpu_threads import announce
+
+if TYPE_CHECKING:
+    from serve_llm.engine.loop import EngineCore
 
 logger = logging.getLogger(__name__)
 
@@ -35,59 +53,188 @@ SLOW = (
 )
 
 
-def resolve_all(
-    options: Options, directory: str, raw: dict[str, object], choice: Choice | None = None, engine: int = 0
-) -> tuple[Config, ModelSpec | PretrainedSpec, WeightMap | None]:
-    """Decide everything that can be decided before a weight is read. choice: of the executor, if made already. engine:
-    index among the data-parallel ones.
+def start_engine(
+    start: Start,
+    resources: contextlib.ExitStack,
+    report_in_flight: Callable[[Sequence[int]], None],
+    join_step_sync: Callable[[Config], DPStepSync] | None = None,
+) -> tuple[EngineCore, ModelInfo]:
+    """Start the engine that the server asks for, and the workers that it needs.
 
-    The weight map is None where transformers' own code is to be run."""
-    spec: ModelSpec | PretrainedSpec
-    weights = None
-    if options.model_impl == "transformers":
-        from serve_llm.engine.weights.pretrained import read_pretrained  # seconds, for those only who need it
+    resources: closes all that was started, also when this raises. report_in_flight: see `EngineCore`. join_step_sync:
+    joins the engines that share the experts, if there are any. Raises ServeError.
+    """
+    options = start.options
+    process = f"engine {start.engine}" if options.data_parallel_size > 1 else ""
+    configure(options.log_level, process, options.log_format)
+    is_on_ray = options.distributed_executor_backend == "ray" or (start.ray and start.ray.placement_group)
+    if options.device != "cpu" and not is_on_ray:  # Ray assigns GPUs itself
+        gpus_per_engine = options.tensor_parallel_size * options.pipeline_parallel_size
+        claim_gpus(os.environ, start.engine, options.data_parallel_size, gpus_per_engine)
 
-        spec = read_pretrained(Path(directory), options.max_model_len)
-    else:
-        spec, weights = read_model(raw, options.allow_unknown_config)
+    # Resolve: reject what cannot work before workers and torch take seconds.
+    raw = read_config(Path(start.directory))
+    spec, weights = read_spec(options, start.directory, raw)
+
+    # Start workers.
+    choice, worker_group = start_workers(options, start.ray, start.engine, replaces=start.replaces)
+    if worker_group is not None:
+        resources.push(lambda kind, error, trace: worker_group.close(error))
+
+    began = time.perf_counter()
+    from serve_llm.engine.loop import EngineCore
+
+    config, spec = resolve_config(options, start.directory, raw, spec, choice, start.engine)
+    lora_targets = find_served_targets(config, spec, weights) if config.max_loras else {}
+
+    # Load the model and size the KV cache.
+    step_sync = None
+    if join_step_sync is not None:
+        step_sync = join_step_sync(config)
+        resources.callback(step_sync.close)
+    executor = build_executor(config, spec, weights, raw, worker_group, step_sync)
+
+    def close_executor(kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and worker_group is not None:
+            worker_group.close(error)  # tells other hosts why
+        executor.close()
+
+    resources.push(close_executor)
+
+    # Ready.
+    core = EngineCore(config, executor, report_in_flight=report_in_flight)
+    core.grammars.warm()
+    layout = executor.layout
+    info = ModelInfo(
+        architecture=spec.architecture,
+        max_model_len=config.max_model_len,
+        vocab_size=spec.vocab_size,
+        block_size=config.block_size,
+        num_kv_blocks=layout.num_blocks,
+        kv_cache_tokens=kv_cache.cache_tokens(layout, config.max_model_len, config.max_num_batched_tokens),
+        max_num_seqs=config.max_num_seqs,
+        dtype=config.dtype,
+        device=config.device,
+        generates=config.generates,
+        pooling_task=find_pooling_task(spec),
+        vector_size=find_vector_size(spec),
+        lora_targets=lora_targets,
+    )
+    if worker_group is not None:
+        worker_group.serve()
+    logger.info("Engine ready after %.2f s", time.perf_counter() - began)
+    return core, info
+
+
+def read_spec(
+    options: EngineOptions, directory: str, raw: dict[str, object]
+) -> tuple[ModelSpec | PretrainedSpec, WeightMap | None]:
+    """Read the model's architecture and check that the options fit it. raw: config.json.
+
+    The weight map is None for models in transformers' own code. Raises ModelError and OptionError.
+    """
     if options.allow_unknown_config:
-        logger.warning("%s", passed_over(options.allow_unknown_config))
-    choice = choice or choose(look_around(options))
+        logger.warning("%s", describe_ignored_keys(options.allow_unknown_config))
+    if options.model_impl == "transformers":
+        from serve_llm.engine.hf_backend.load import read_pretrained  # takes seconds
+
+        pretrained = read_pretrained(Path(directory), options.max_model_len)
+        check_options(options, pretrained.max_position, len(pretrained.layers), has_experts=False)
+        return pretrained, None
+    spec, weights = read_model(raw, options.allow_unknown_config)
+    if weights.other_parts:
+        logger.info(
+            "Serving the text part of %s: the weights of %s are skipped, and images in requests are refused",
+            spec.architecture,
+            " and ".join(weights.other_parts),
+        )
+    check_options(options, spec.max_position, len(spec.layers), spec.has_experts)
+    return spec, weights
+
+
+def resolve_config(
+    options: EngineOptions,
+    directory: str,
+    raw: dict[str, object],
+    spec: ModelSpec | PretrainedSpec,
+    choice: ExecutorChoice | None = None,
+    engine: int = 0,
+) -> tuple[Config, ModelSpec | PretrainedSpec]:
+    """Decide everything that can be decided before weights are read. Returns the spec as it will be served.
+
+    choice: of the executor; None to choose here. engine: index of the data-parallel engine. Raises OptionError,
+    CapacityError and ModelError.
+    """
+    choice = choice or choose_executor(gather_facts(options))
+    dtype, source = find_checkpoint_dtype(raw, Path(directory))
+    modules = read_sentence_modules(Path(directory)) if isinstance(spec, ModelSpec) else None
+    generates, pooling = resolve_pooling(options, directory, spec, modules)
     config = resolve(
         options,
         directory,
-        device=choice.device or _device(options.device),
-        checkpoint_dtype=checkpoint_dtype(raw),
-        model_max_len=spec.max_position,
-        num_layers=len(spec.layers),
+        device=choice.device or _choose_device(options.device),
+        checkpoint_dtype=dtype,
+        model_max_len=_limit_length(options, spec.max_position, modules),
+        vocab_size=spec.vocab_size,
         stores_int8=isinstance(spec, ModelSpec) and spec.int8 is not None,
-        has_experts=isinstance(spec, ModelSpec) and spec.has_experts,
-        rope_turns_at=spec.rope_turns_at if isinstance(spec, ModelSpec) else None,
+        stores_integers=isinstance(spec, ModelSpec) and spec.stores_integers,
+        long_rope_threshold=spec.long_rope_threshold if isinstance(spec, ModelSpec) else None,
         executor_backend=choice.backend,
         data_parallel_rank=engine,
+        generates=generates,
+        pooling=pooling,
+        whole_prompts=isinstance(spec, ModelSpec) and spec.is_encoder,
     )
     logger.info(
-        "Loading %s (%s) from %s as %s on %s, up to %d tokens per request",
+        "Loading %s (%s) from %s as %s%s on %s, up to %d tokens per request",
         options.model,
         spec.architecture,
         directory,
         config.types,
+        f" (dtype: {source})" if source and options.dtype == "auto" else "",
         config.device,
         config.max_model_len,
     )
-    if weights is None:
+    if isinstance(spec, PretrainedSpec):
         logger.warning(SLOW, spec.architecture)
     if choice.backend != "inprocess":
         logger.info("Executor %s, because %s", choice.backend, choice.reason)
-    return config, served(spec, config) if isinstance(spec, ModelSpec) else spec, weights
+    return config, apply_engine_config(spec, config) if isinstance(spec, ModelSpec) else spec
 
 
-def _device(asked: str) -> str:
-    if asked == "cuda" and not torch.cuda.is_available():
+def find_served_targets(
+    config: Config, spec: ModelSpec | PretrainedSpec, weights: WeightMap | None
+) -> dict[str, LoRATarget]:
+    """The layers that adapters can change. Raises OptionError if the model takes no adapters."""
+    targets = {} if weights is None or isinstance(spec, PretrainedSpec) else find_lora_targets(spec, weights)
+    if not config.generates:
+        raise OptionError(
+            f"--enable-lora: {spec.architecture} generates no text, and only models that do take adapters"
+        )
+    if config.executor_backend == "ray":
+        raise OptionError("--enable-lora: adapters are not served by ranks on Ray")
+    if not targets or (Path(config.directory) / LINK).is_file():
+        raise OptionError("--enable-lora: adapters do not apply to GGUF files, whose tensors have other names")
+    return targets
+
+
+def _limit_length(options: EngineOptions, max_position: int, modules: SentenceModules | None) -> int:
+    """The context length without --max-model-len: as sentence-transformers' files say, if they do."""
+    longest = None if modules is None or options.runner == "generate" else modules.max_seq_length
+    return max_position if longest is None else min(longest, max_position)
+
+
+def _choose_device(asked: str) -> str:
+    """ "cuda" or "cpu". asked: --device."""
+    if asked == "cpu":
+        return asked
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if asked == "cuda":
         raise CapacityError("--device: cuda was asked for, but torch finds no GPU; use --device cpu")
-    if asked == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return asked
+    return "cpu"
 
 
 def build_executor(
@@ -95,40 +242,43 @@ def build_executor(
     spec: ModelSpec | PretrainedSpec,
     weights: WeightMap | None,
     raw: dict[str, object],
-    roster: Roster | None = None,
-    lockstep: Lockstep | None = None,
+    worker_group: WorkerGroup | None = None,
+    step_sync: DPStepSync | None = None,
 ) -> Executor:
-    """Load the model on all ranks and allocate the KV cache. Raises CapacityError if that is too small.
+    """Load the model on all ranks and allocate the KV cache.
 
-    spec, weights: as `resolve_all` gave them. raw: config.json. roster: ranks that have been started for this; they end
-    with the executor. lockstep: with the engines that share out experts.
+    weights: None for a PretrainedSpec. raw: config.json. worker_group: workers that have been started; None to start
+    them here if needed. They end with the executor. step_sync: with the engines that share the experts. Raises what a
+    rank failed with, and CapacityError if the cache is too small for one request.
     """
-    grid = Grid(config.tensor_parallel_size, config.pipeline_parallel_size)
     if isinstance(spec, ModelSpec):
+        parallel = ParallelLayout(config.tensor_parallel_size, config.pipeline_parallel_size)
         split, layers = config.tensor_parallel_split, config.pipeline_parallel_layers
-        for line in describe_split(spec, grid, split, layers, engines=config.expert_engines):
+        for line in describe_split(spec, parallel, split, layers, engines=config.expert_engines):
             logger.info("%s", line)
-    column_of = Columns(config, lockstep).of if lockstep is not None else None
-    executor: Executor
+    expert_groups = set_up_expert_groups(config, step_sync) if step_sync is not None else None
+    workers: Workers
     if config.executor_backend == "inprocess":
-        executor = InProcessExecutor(config, spec, weights, column_of)
+        from serve_llm.engine.distributed.inprocess import LocalWorker
+
+        workers = LocalWorker(config, spec, weights, expert_groups)
     else:
-        assert isinstance(spec, ModelSpec), "several ranks have a family's model"
-        assert roster is not None or config.executor_backend == "mp", "the engine process starts ranks on Ray"
-        executor = MpExecutor(config, spec, raw, roster or start_ranks(grid.size), column_of)
+        assert isinstance(spec, ModelSpec), "transformers' own code runs in one process"
+        assert worker_group is not None or config.executor_backend == "mp", "start_workers starts workers on Ray"
+        worker_group = worker_group or launch_workers(config.tensor_parallel_size * config.pipeline_parallel_size)
+        expert_setup = expert_groups.setup if expert_groups is not None else None
+        workers = connect_workers(config, spec, raw, worker_group, expert_setup)
     try:
-        if isinstance(spec, ModelSpec):
-            logger.info("%s", describe_memory(spec, config, executor.layout.num_blocks))
-        else:
-            logger.info("KV cache: %s", memory.size_text(executor.layout.num_bytes))
-        memory.check_capacity(executor.layout, config.max_model_len, config.max_num_batched_tokens, config.device)
-    except BaseException:
-        if roster is None:  # else whoever started the ranks ends them, and tells them why
-            executor.close()
+        loaded = workers.load()
+        if config.device == "cpu":
+            announce([rank.threads for rank in loaded])
+        layouts = workers.allocate_cache(min(rank.num_blocks for rank in loaded))
+        weight_bytes = [rank.weight_bytes for rank in loaded]
+        logger.info("%s", kv_cache.memory_line(weight_bytes, [layout.num_bytes for layout in layouts]))
+        layout = max(layouts, key=lambda layout: layout.block_bytes)
+        kv_cache.check_capacity(layout, config.max_model_len, config.max_num_batched_tokens, config.device)
+    except BaseException as error:
+        workers.close(error)
         raise
-    return executor
-
-
-def cache_tokens(config: Config, layout: CacheLayout) -> int:
-    """Tokens that the KV cache holds, as the start-up log says."""
-    return memory.cache_tokens(layout, config.max_model_len, config.max_num_batched_tokens)
+    executor = workers.build_executor(layout)
+    return executor if step_sync is None else SyncedExecutor(executor, step_sync)

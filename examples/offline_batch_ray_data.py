@@ -1,12 +1,12 @@
-"""Offline batch inference with Ray Data: a file of prompts in, a file with their continuations out.
+"""Offline batch inference with Ray Data: read a file of prompts, write a file with their completions.
 
     pip install 'serve-llm[examples]'
-    cd examples  # not the repository's root: Ray lets its workers import from there, where serve_llm is but a folder
+    cd examples  # not the repository root: Ray workers import from the current folder, and would find serve_llm/ there
     python offline_batch_ray_data.py demo --device cpu --prompts prompts.jsonl --output answers
 
-The prompts are lines such as {"prompt": "def main():"}; other fields are kept. Ray Data reads, cuts into batches and
-writes; each actor of the pool holds one engine, which batches continuously within what it is given. Ray Data puts
-actors where devices are free, on any node of the cluster.
+Prompts are lines such as {"prompt": "def main():"}; other fields are kept. Ray Data reads the prompts, splits them into
+batches and writes the results. Each actor of the pool has one engine, which batches continuously within its batch. Ray
+Data places actors on any node of the cluster with free devices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from serve_llm import LLM, SamplingParams
 
 
 class Generate:
-    """One engine. Called with a batch: columns by name, one entry per row."""
+    """Actor with one engine. Takes a batch as columns by name, with one entry per row."""
 
     def __init__(self, model: str, options: dict[str, Any], params: dict[str, Any]) -> None:
         self._llm = LLM(model, **options)
@@ -34,8 +34,10 @@ class Generate:
         return batch
 
     def _complete(self, prompts: list[str]) -> list[tuple[str, str]]:
-        """Text and error of each row: a prompt that cannot be served, such as one that is too long, fails its own row
-        and not the whole job. It is refused before anything runs, so looking for it by halves costs little."""
+        """Return the text and error of each row.
+
+        An invalid prompt, for example one that is too long, fails only its own row. The engine rejects it before
+        generation starts, so bisecting the batch is cheap."""
         try:
             outputs = self._llm.generate(prompts, self._params, use_tqdm=False)
         except ValueError as error:
@@ -53,30 +55,30 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--output", required=True, help="folder for JSON lines with `text` and `error`")
     parser.add_argument("--engines", type=int, default=1, help="actors, each with an engine")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices per engine, all on one node")
-    parser.add_argument("--device", default="auto", help="as for serve-llm; with `cpu` no GPU is asked for")
+    parser.add_argument("--device", default="auto", help="as for serve-llm; `cpu` requests no GPU")
     parser.add_argument("--max-model-len", help="as for serve-llm")
-    parser.add_argument("--batch-size", type=int, default=256, help="rows that an engine is given at a time")
+    parser.add_argument("--batch-size", type=int, default=256, help="rows per call of an engine")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     return parser.parse_args()
 
 
 def main() -> None:
-    given = parse_args()
-    options: dict[str, Any] = {"device": given.device, "max_model_len": given.max_model_len}
-    if given.tensor_parallel_size > 1:
-        # Every rank on the actor's node, started by the engine itself: the actor holds all of the devices.
-        options |= {"tensor_parallel_size": given.tensor_parallel_size, "distributed_executor_backend": "mp"}
-    on_cpu = given.device == "cpu"
-    answers = ray.data.read_json(given.prompts).map_batches(
+    args = parse_args()
+    options: dict[str, Any] = {"device": args.device, "max_model_len": args.max_model_len}
+    if args.tensor_parallel_size > 1:
+        # The actor reserves all devices, so the engine starts its ranks on the actor's node.
+        options |= {"tensor_parallel_size": args.tensor_parallel_size, "distributed_executor_backend": "mp"}
+    on_cpu = args.device == "cpu"
+    answers = ray.data.read_json(args.prompts).map_batches(
         Generate,
-        fn_constructor_args=(given.model, options, {"max_tokens": given.max_tokens, "temperature": given.temperature}),
-        batch_size=given.batch_size,
-        compute=ray.data.ActorPoolStrategy(size=given.engines),
-        num_cpus=given.tensor_parallel_size if on_cpu else 1,
-        num_gpus=0 if on_cpu else given.tensor_parallel_size,
+        fn_constructor_args=(args.model, options, {"max_tokens": args.max_tokens, "temperature": args.temperature}),
+        batch_size=args.batch_size,
+        compute=ray.data.ActorPoolStrategy(size=args.engines),
+        num_cpus=args.tensor_parallel_size if on_cpu else 1,
+        num_gpus=0 if on_cpu else args.tensor_parallel_size,
     )
-    answers.write_json(given.output)
+    answers.write_json(args.output)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Times the kernels of a GPU and, beside them, what torch has for the same: `python -m serve_llm.kernels.bench`.
+"""Benchmark the GPU kernels against torch's equivalents: `python -m serve_llm.kernels.bench`.
 
-Each time is that of one call among many in a CUDA graph, as in a step of decoding: launches cost what they cost there,
-and Python nothing. Calls that follow each other work on different tensors, together more than the GPU's caches hold,
-so that weights, keys and values come from memory; only what is small is found in the caches, as it is in a model. Of
-several replays the median is taken. GB/s count what must be read and written once, GFLOP/s as in `bench`, with shares
-of what was measured in the same run: a copy of memory, and a large bfloat16 matrix product.
+Each time is that of one call among many in a CUDA graph, as in a decode step, so it includes launches but no Python.
+Consecutive calls use different tensors, which together exceed the GPU's caches, so that weights, keys and values come
+from memory. The result is the median over several replays. GB/s counts what must be read and written once, GFLOP/s is
+as in `bench`; shares are of limits measured in the same run: a memory copy and a large bfloat16 matrix product.
 
 The shapes are those of Llama 3 8B. Not run on a GPU yet.
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,23 +21,22 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
-from serve_llm.kernels import linear_fp8, table
+from serve_llm.kernels import linear_fp8, registry
 from serve_llm.kernels.attention import Lengths
-from serve_llm.kernels.bench import DRAWS, Timed, report
+from serve_llm.kernels.timing import Random, Timing, report, sampling_times
 
 Call = Callable[[], object]
-Random = Callable[..., Tensor]  # bfloat16 of any shape, on the device that is measured
 BF16 = torch.bfloat16
-CACHES = 256 << 20  # bytes beyond any GPU's caches
-MOST_CALLS = 64  # in a graph
+CACHE_BYTES = 256 << 20  # exceeds the caches of any GPU
+MAX_CALLS = 64  # calls captured in one graph
 BLOCK_SIZE = 16
-PAGE_SIZE = 256  # of torch's attention, in tokens
+PAGE_SIZE = 256  # tokens; of torch's paged attention
 
 
 @dataclass(frozen=True)
-class Model:
-    width: int
-    inner: int
+class BenchModel:
+    hidden_size: int
+    intermediate_size: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -48,7 +45,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Case:
-    """make: a call with tensors of its own."""
+    """A benchmarked call. make: returns a call with new tensors."""
 
     name: str
     make: Callable[[], Call]
@@ -71,28 +68,28 @@ def _torch_silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 TORCH = replace(
-    table.PORTABLE,
+    registry.PORTABLE,
     rms_norm=_torch_rms_norm,
     add_rms_norm=_torch_add_rms_norm,
     activations={"silu_and_mul": _torch_silu_and_mul, "gelu": functional.gelu},
 )
-LLAMA_8B = Model(4096, 14336, 32, 8, 128, 128256)
+LLAMA_8B = BenchModel(4096, 14336, 32, 8, 128, 128256)
 ROWS = (1, 64, 256, 8192)
-STEPS = ((1, 1, 1024), (64, 1, 1024), (256, 1, 1024), (1, 1, 32768), (1, 8192, 8192), (4, 512, 8192))
-# sequences, new tokens of each, context of each
+BATCHES = ((1, 1, 1024), (64, 1, 1024), (256, 1, 1024), (1, 1, 32768), (1, 8192, 8192), (4, 512, 8192))
+# sequences, new tokens of each, context length of each
 
 
-def linear_cases(model: Model, rows: tuple[int, ...], random: Random) -> Iterator[Case]:
-    kernels = table.choose(random(0).device, BF16, {model.head_dim})
+def linear_cases(model: BenchModel, rows: tuple[int, ...], random: Random) -> Iterator[Case]:
+    kernels = registry.choose(random(0).device, BF16, {model.head_dim})
     with_fp8 = linear_fp8.works(random(0).device)
     qkv = (model.heads + 2 * model.kv_heads) * model.head_dim
     queries = model.heads * model.head_dim
     products = {
-        "qkv": (qkv, model.width),
-        "output": (model.width, queries),
-        "up": (2 * model.inner, model.width),
-        "down": (model.width, model.inner),
-        "head": (model.vocabulary, model.width),
+        "qkv": (qkv, model.hidden_size),
+        "output": (model.hidden_size, queries),
+        "up": (2 * model.intermediate_size, model.hidden_size),
+        "down": (model.hidden_size, model.intermediate_size),
+        "head": (model.vocabulary, model.hidden_size),
     }
 
     def bf16(outputs: int, inputs: int, count: int) -> Call:
@@ -104,15 +101,15 @@ def linear_cases(model: Model, rows: tuple[int, ...], random: Random) -> Iterato
 
     for name, (outputs, inputs) in products.items():
         for count in rows if name != "head" else rows[:-1]:
-            made = 2 * count * (inputs + outputs)
+            activation_bytes = 2 * count * (inputs + outputs)
             for kind, make, weight_bytes in (("bf16", bf16, 2), ("fp8", fp8, 1))[: 1 + (with_fp8 and name != "head")]:
-                num_bytes = weight_bytes * outputs * inputs + made
+                num_bytes = weight_bytes * outputs * inputs + activation_bytes
                 make_one = partial(make, outputs, inputs, count)
                 yield Case(f"{name} {kind}, {count} rows", make_one, num_bytes, 2.0 * count * outputs * inputs)
 
 
-def row_cases(model: Model, rows: tuple[int, ...], random: Random) -> Iterator[Case]:
-    versions = {"": table.choose(random(0).device, BF16, {model.head_dim}), "torch ": TORCH}
+def row_cases(model: BenchModel, rows: tuple[int, ...], random: Random) -> Iterator[Case]:
+    versions = {"": registry.choose(random(0).device, BF16, {model.head_dim}), "torch ": TORCH}
     for count in rows:
         for version, kernels in versions.items():
             for name, (make, num_bytes) in row_calls(kernels, model, count, random).items():
@@ -120,12 +117,14 @@ def row_cases(model: Model, rows: tuple[int, ...], random: Random) -> Iterator[C
 
 
 def row_calls(
-    kernels: table.Kernels, model: Model, count: int, random: Random
+    kernels: registry.Kernels, model: BenchModel, count: int, random: Random
 ) -> dict[str, tuple[Callable[[], Call], int]]:
-    """Each kernel's call with new tensors, and the bytes that it reads and writes."""
-    width, inner, heads, kv_heads, size = model.width, model.inner, model.heads, model.kv_heads, model.head_dim
-    weight, all_heads = random(width), (heads + 2 * kv_heads) * size
-    row = 2 * count * width
+    """Return for each kernel a function that makes a call with new tensors, and the bytes that a call moves."""
+    hidden_size, intermediate_size = model.hidden_size, model.intermediate_size
+    heads, kv_heads, size = model.heads, model.kv_heads, model.head_dim
+    all_heads = (heads + 2 * kv_heads) * size
+    weight = random(hidden_size)
+    row = 2 * count * hidden_size
 
     def rope() -> Call:
         cache = random(-(-count // BLOCK_SIZE), 2, kv_heads, BLOCK_SIZE, size)
@@ -134,85 +133,102 @@ def row_calls(
         return partial(kernels.rope_and_cache, random(count, all_heads), heads, None, angles, cache, slots)
 
     return {
-        "rms_norm": (lambda: partial(kernels.rms_norm, random(count, width), weight, 1e-6), 2 * row),
+        "rms_norm": (lambda: partial(kernels.rms_norm, random(count, hidden_size), weight, 1e-6), 2 * row),
         "add_rms_norm": (
-            lambda: partial(kernels.add_rms_norm, random(count, width), random(count, width), weight, 1e-6),
+            lambda: partial(kernels.add_rms_norm, random(count, hidden_size), random(count, hidden_size), weight, 1e-6),
             4 * row,
         ),
-        "layer_norm": (lambda: partial(kernels.layer_norm, random(count, width), weight, weight, 1e-6), 2 * row),
+        "layer_norm": (lambda: partial(kernels.layer_norm, random(count, hidden_size), weight, weight, 1e-6), 2 * row),
         "rope_and_cache": (rope, 4 * count * all_heads + 4 * count * size),
         "silu_and_mul": (
-            lambda: partial(kernels.activations["silu_and_mul"], random(count, 2 * inner)),
-            6 * count * inner,
+            lambda: partial(kernels.activations["silu_and_mul"], random(count, 2 * intermediate_size)),
+            6 * count * intermediate_size,
         ),
-        "gelu": (lambda: partial(kernels.activations["gelu"], random(count, inner)), 4 * count * inner),
+        "gelu": (
+            lambda: partial(kernels.activations["gelu"], random(count, intermediate_size)),
+            4 * count * intermediate_size,
+        ),
     }
 
 
-def attention_cases(model: Model, steps: tuple[tuple[int, int, int], ...], random: Random) -> Iterator[Case]:
-    """Beside ours, which finds keys and values by a block table, torch's own: one that has them side by side, and,
-    from torch 2.12 on, one with a block table."""
-    heads, kv_heads, size, scale = model.heads, model.kv_heads, model.head_dim, model.head_dim**-0.5
-    kernels = table.choose(random(0).device, BF16, {size})
+def attention_cases(model: BenchModel, batches: tuple[tuple[int, int, int], ...], random: Random) -> Iterator[Case]:
+    """Compare with torch's attention over contiguous keys and values and, from torch 2.12 on, over a block table."""
+    heads, kv_heads, size = model.heads, model.kv_heads, model.head_dim
+    scale = size**-0.5
+    kernels = registry.choose(random(0).device, BF16, {size})
 
     def paged(sequences: int, queries: int, context: int) -> Call:
         blocks = -(-context // BLOCK_SIZE)
-        cache, query = (
-            random(sequences * blocks, 2, kv_heads, BLOCK_SIZE, size),
-            random(sequences * queries, heads, size),
-        )
+        cache = random(sequences * blocks, 2, kv_heads, BLOCK_SIZE, size)
+        query = random(sequences * queries, heads, size)
         block_table = torch.randperm(sequences * blocks, device=cache.device).view(sequences, blocks).int()
-        starts, lengths = [*range(0, sequences * queries + 1, queries)], [context] * sequences
-        on_device = Lengths(*(torch.tensor(each, dtype=torch.int32, device=cache.device) for each in (starts, lengths)))
-        where = (query, cache, block_table, starts, lengths)
-        return partial(kernels.paged_attention, *where, scale=scale, on_device=on_device)
+        starts = list(range(0, sequences * queries + 1, queries))
+        lengths = [context] * sequences
+        on_device = Lengths(
+            torch.tensor(starts, dtype=torch.int32, device=cache.device),
+            torch.tensor(lengths, dtype=torch.int32, device=cache.device),
+        )
+        return partial(
+            kernels.paged_attention, query, cache, block_table, starts, lengths, scale=scale, on_device=on_device
+        )
 
     def dense(sequences: int, queries: int, context: int) -> Call:
         query = random(sequences, heads, queries, size)
         key, value = random(2, sequences, kv_heads, context, size)
-        attend, grouped = functional.scaled_dot_product_attention, heads != kv_heads
-        return partial(attend, query, key, value, is_causal=queries == context > 1, scale=scale, enable_gqa=grouped)
+        return partial(
+            functional.scaled_dot_product_attention,
+            query,
+            key,
+            value,
+            is_causal=queries == context > 1,
+            scale=scale,
+            enable_gqa=heads != kv_heads,
+        )
 
     def varlen(sequences: int, queries: int, context: int) -> Call:
         pages = -(-context // PAGE_SIZE)
         key, value = random(2, sequences * pages, PAGE_SIZE, kv_heads, size)
-        starts, lengths, block_table = (
-            numbers.to(key.device, torch.int32)
-            for numbers in (
-                torch.arange(0, sequences * queries + 1, queries),
-                torch.full((sequences,), context),
-                torch.randperm(sequences * pages).view(sequences, pages),
-            )
+        return partial(
+            varlen_attn,
+            random(sequences * queries, heads, size),
+            key,
+            value,
+            torch.arange(0, sequences * queries + 1, queries, dtype=torch.int32, device=key.device),
+            None,
+            queries,
+            context,
+            scale=scale,
+            window_size=(-1, 0),
+            enable_gqa=True,
+            seqused_k=torch.full((sequences,), context, dtype=torch.int32, device=key.device),
+            block_table=torch.randperm(sequences * pages, device=key.device).view(sequences, pages).int(),
         )
-        where = (random(sequences * queries, heads, size), key, value, starts, None, queries, context)
-        how = {"scale": scale, "window_size": (-1, 0), "enable_gqa": True}
-        return partial(varlen_attn, *where, **how, seqused_k=lengths, block_table=block_table)
 
     versions = {"": paged, "torch ": dense} | ({"torch paged ": varlen} if has_paged_varlen() else {})
-    for sequences, queries, context in steps:
+    for sequences, queries, context in batches:
         tokens = sequences * queries
         pairs = sequences * (queries * (context - queries) + queries * (queries + 1) / 2)
         num_bytes = 4 * sequences * context * kv_heads * size + 4 * tokens * heads * size
         for version, make in versions.items():
-            if make is not dense or queries in (1, context):  # that knows no queries at the end of a context
+            if make is not dense or queries in (1, context):  # torch's has no queries at the end of a context
                 name = f"{version}attention {heads}/{kv_heads}/{size} bf16, {sequences} x {queries} of {context}"
                 yield Case(name, partial(make, sequences, queries, context), num_bytes, 4 * heads * size * pairs)
 
 
 def has_paged_varlen() -> bool:
-    """Whether this torch has attention over a block table on this machine; it is made for GPUs alone."""
+    """Whether this torch has attention over a block table, which needs a GPU."""
     return torch.cuda.is_available() and "block_table" in inspect.signature(varlen_attn).parameters
 
 
 def graph_us(case: Case) -> float:
-    """The median over replays of a graph of calls, of one call."""
-    calls = [case.make() for _ in range(min(max(2 * CACHES // case.num_bytes, 4), MOST_CALLS))]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls[:2]:  # what is compiled or set up at first
+    """Return the microseconds of one call, the median over replays of a graph of calls."""
+    calls = [case.make() for _ in range(min(max(2 * CACHE_BYTES // case.num_bytes, 4), MAX_CALLS))]
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        for call in calls[:2]:
             call()
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream().wait_stream(warm_up)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
@@ -228,55 +244,27 @@ def graph_us(case: Case) -> float:
     return statistics.median(times[1:]) * 1000 / len(calls)
 
 
-def host_us(call: Call) -> float:
-    """Of calls that wait for their results."""
-    times = []
-    for _ in range(12):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:]) * 1e6
-
-
-def sampling_times(random: Random, vocabulary: int) -> dict[str, Timed]:
-    kernels = table.choose_sampling(random(0).device)
-    found = {}
-    for rows in (1, 64):
-        logits = random(rows, vocabulary)
-        for name, draw in DRAWS.items():
-            us = host_us(partial(kernels.choose, logits, [draw] * rows))
-            found[f"sampling {vocabulary} bf16, {rows} rows, {name}"] = Timed(us, logits.nbytes, 0.0)
-    return found
-
-
-def limits(random: Random) -> tuple[float, float]:
-    """GB/s of memory, GFLOP/s of a bfloat16 matrix product."""
+def measure_limits(random: Random) -> tuple[float, float]:
+    """Return the GB/s of a memory copy and the GFLOP/s of a bfloat16 matrix product."""
     source, square = random(1 << 30), random(8192, 8192)
     copied = Case("copy", lambda: partial(torch.empty_like(source).copy_, source), 4 << 30)
     product = Case("product", lambda: partial(torch.mm, square, square), 1 << 30)
     return copied.num_bytes / graph_us(copied) / 1000, 2 * 8192**3 / graph_us(product) / 1000
 
 
-def numbers() -> Random:
-    """On the first GPU."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    return lambda *shape: torch.randn(shape, generator=generator, device="cuda", dtype=BF16)
-
-
-def times(random: Random) -> Iterator[tuple[str, Timed]]:
-    """Of all cases, each as soon as it is known."""
-    for case in (
-        *linear_cases(LLAMA_8B, ROWS, random),
-        *attention_cases(LLAMA_8B, STEPS, random),
-        *row_cases(LLAMA_8B, ROWS, random),
-    ):
-        yield case.name, Timed(graph_us(case), case.num_bytes, case.operations)
-    yield from sampling_times(random, LLAMA_8B.vocabulary).items()
-
-
 @torch.inference_mode()
 def main() -> None:
-    random = numbers()
-    bandwidth, peak = limits(random)
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=BF16)
+
+    bandwidth, peak = measure_limits(random)
     print(f"{torch.cuda.get_device_name()}: memory {bandwidth:.0f} GB/s, bf16 matrix product {peak:.0f} GFLOP/s")
-    report(dict(times(random)), bandwidth, peak)
+    cases = [
+        *linear_cases(LLAMA_8B, ROWS, random),
+        *attention_cases(LLAMA_8B, BATCHES, random),
+        *row_cases(LLAMA_8B, ROWS, random),
+    ]
+    times = {case.name: Timing(graph_us(case), case.num_bytes, case.operations) for case in cases}
+    report(times | sampling_times(random, LLAMA_8B.vocabulary, (1, 64)), bandwidth, peak)

@@ -1,4 +1,4 @@
-"""Asks the operating system to back a tensor on the host with huge pages: fewer page faults and table walks."""
+"""Ask the operating system to back a host tensor with huge pages, for fewer page faults and page-table walks."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import sys
 
 from torch import Tensor
 
-SIZE = 2 << 20  # bytes of a huge page of x86-64, and of arm64 with small pages of 4 KiB
+HUGE_PAGE_BYTES = 2 << 20  # on x86-64, and on arm64 with 4 KiB base pages
 MADV_HUGEPAGE = 14  # <linux/mman.h>
 
 
 def use_huge_pages(tensor: Tensor) -> None:
-    """For a dense tensor that nobody has written to yet. Its pages stay lazy: memory grows with use, 2 MiB at a time.
+    """Request huge pages for a dense tensor before its first write.
 
-    Does nothing where the system has no such pages; the first and the last bytes, less than a huge page, stay as they
-    are."""
-    begin = -(-tensor.data_ptr() // SIZE) * SIZE
-    end = (tensor.data_ptr() + tensor.nbytes) // SIZE * SIZE
+    Pages are still allocated on first use, 2 MiB at a time. Partial pages at either end stay small. Does nothing on
+    systems without huge pages."""
+    begin = -(-tensor.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    end = (tensor.data_ptr() + tensor.nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if sys.platform == "linux" and begin < end:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_HUGEPAGE)

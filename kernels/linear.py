@@ -1,13 +1,16 @@
-"""Linear layers whose weights are put in the fastest layout once, when they are loaded. Knows tensors only.
+"""Linear layers whose weights are packed into the fastest layout once, when they are loaded.
 
-Routes, by what was measured on a CPU (rows of input M; bytes of weights read per second, 8192x2048 bf16, M=1):
+Routes on a CPU, with the bytes of weights that they read per second for one row (8192x2048 bf16):
 
-    oneDNN, packed   CPU, bf16 and float32   77 GB/s   private operators of torch: used where they exist and work
-    functional       everywhere else         22 GB/s
+    oneDNN, packed   bf16 and float32   77 GB/s   private operators of torch: used where they exist and work
+    functional       everything else    22 GB/s
 
-Batch invariance on a CPU: a row's bits must not depend on the number of rows. Measured (24 shapes, numbers of rows
-from 1 to 2047, 1 to 16 threads): packed, both dtypes, all numbers from 2 up agree, and 1 differs for some shapes;
-functional float32 agrees only at multiples of 16. The input is padded with zero rows to such a number.
+A CPU uses both only if serve-llm was installed without a C++ compiler; otherwise it uses `kernels.cpu.linear`.
+
+Batch invariance on a CPU: a row's bits must not depend on the number of rows. Measured on AMD (24 shapes, 1 to 2047
+rows, 1 to 16 threads): oneDNN gives equal bits for all numbers of rows from 2 up, but other bits for one row of some
+shapes; functional float32 gives equal bits only at multiples of 16. On Intel with AMX more numbers differ. So only
+a few numbers of rows are used: the input is padded with zero rows to one of them, and each shape is tried with all.
 """
 
 from __future__ import annotations
@@ -21,36 +24,46 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-MOST_ROWS = 256  # of one call: there the product is bound by arithmetic, so that weights read again cost nothing
+from serve_llm.kernels.invariance import Guard, LayerKind
+
+MOST_ROWS = 256  # per call; arithmetic then bounds the product, so reading weights again is free
+FEWEST_ROWS = 16
+TRIAL_COST = 2 * 10**9  # multiplications of one call: some milliseconds
 
 
 class Linear(Protocol):
     """x: (rows, inputs) -> (rows, outputs), in the weight's dtype."""
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor, /) -> Tensor: ...
 
 
-def pack(weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = ()) -> Linear:
-    """The layer x @ weight.T + bias. weight: (outputs, inputs); bias: (outputs,) or None; both on their final device.
+def pack(
+    weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = (), *, guard: Guard | None = None
+) -> Linear:
+    """Build the layer x @ weight.T + bias. weight: (outputs, inputs); bias: (outputs,) or None; on their final device.
 
-    beside: weights of more outputs of the same input and dtype, whose results stand behind those of `weight`; the bias
-    is for all. The caller lets go of weights afterwards: the result may hold a copy in another layout. Outputs or
-    inputs may be none at all; without inputs the result is the bias, or zeros.
+    beside: weights of the same inputs and dtype, whose outputs follow those of `weight`; the bias covers all outputs.
+    The caller drops the weights afterwards: the result may hold a copy in another layout. There may be no outputs or no
+    inputs; without inputs the result is the bias, or zeros. guard: the model's, which tries each kind of layer once;
+    None: try this layer by itself.
     """
     weight = torch.cat((weight, *beside)) if beside else weight.contiguous()
-    if weight.numel() == 0:
-        return Functional(weight, bias, row_multiple=1)
-    if weight.device.type != "cpu":
-        return Functional(weight, bias, row_multiple=1)
+    if weight.numel() == 0 or weight.device.type != "cpu":
+        return Functional(weight, bias)
+    # Limits the time for trying the layer. Only large layers get few rows, and for them few rows are enough.
+    most_rows = few_sizes(min(max(TRIAL_COST // weight.numel(), FEWEST_ROWS), MOST_ROWS))
     if _onednn_works(weight.dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-        return _OneDNN(packed, bias)
-    return Functional(weight, bias, row_multiple=16)
+        layer, route = _FewSizes(_OneDNNLinear(packed, bias), most_rows, multiple=1), "oneDNN"
+    else:
+        layer, route = _FewSizes(Functional(weight, bias), most_rows, multiple=16), "torch"
+    kind = LayerKind(route, weight.shape[0], weight.shape[1], weight.dtype)
+    return (guard or Guard()).make_invariant(layer, kind, most_rows)
 
 
 def pack_heads(weight: Tensor, *, pack: Callable[[Tensor], Linear] = pack) -> Linear:
-    """A product for each head: x (rows, heads, inputs) -> (rows, heads, outputs). weight: (heads, outputs, inputs).
-    pack: for one of them, on a CPU; elsewhere it is one product of batched matrices."""
+    """Build one product per head: x (rows, heads, inputs) -> (rows, heads, outputs). weight: (heads, outputs, inputs).
+    pack: packs the weight of one head, on a CPU; elsewhere the product is one batched product."""
     if weight.device.type == "cpu":
         heads, shape = [pack(one) for one in weight], weight.shape[:2]
 
@@ -66,21 +79,13 @@ def pack_heads(weight: Tensor, *, pack: Callable[[Tensor], Linear] = pack) -> Li
 
 
 @dataclass(frozen=True)
-class _OneDNN:
+class _OneDNNLinear:
     weight: Tensor  # opaque layout
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = x.shape[0]
-        if rows <= MOST_ROWS:
-            return self._piece(x)
-        return torch.cat([self._piece(x[start : start + MOST_ROWS]) for start in range(0, rows, MOST_ROWS)])
-
-    def _piece(self, x: Tensor) -> Tensor:
-        rows = x.shape[0]
-        padded = with_rows(x, few_sizes(rows))
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(padded, self.weight, self.bias, "none", [], "")
-        return y[:rows]
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return y
 
 
 @dataclass(frozen=True)
@@ -89,19 +94,35 @@ class Functional:
 
     weight: Tensor
     bias: Tensor | None
-    row_multiple: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = x.shape[0]
-        padded = -(-rows // self.row_multiple) * self.row_multiple
-        return functional.linear(with_rows(x, padded), self.weight, self.bias)[:rows]
+        return functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class _FewSizes:
+    """Calls a layer with a few numbers of rows only, at most `most_rows`, all multiples of `multiple`."""
+
+    layer: Linear
+    most_rows: int
+    multiple: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(x) <= self.most_rows:
+            return self._piece(x)
+        pieces = [x[start : start + self.most_rows] for start in range(0, len(x), self.most_rows)]
+        return torch.cat([self._piece(piece) for piece in pieces])
+
+    def _piece(self, x: Tensor) -> Tensor:
+        size = -(-few_sizes(len(x)) // self.multiple) * self.multiple
+        return self.layer(with_rows(x, size))[: len(x)]
 
 
 def few_sizes(rows: int) -> int:
-    """The next larger of 2, 3, 4, 6, 8, 12, 16, 24, ... rows.
+    """Round up to one of 2, 3, 4, 6, 8, 12, 16, 24, ... rows.
 
-    oneDNN makes and keeps code for every size that it meets. Measured on the demo model, rounds of 64 mixed streams:
-    with all sizes the engine grew by 25 MB a round without end. With these 15 sizes all are met within few rounds.
+    oneDNN compiles and keeps code for every size. Measured on the demo model in rounds of 64 mixed streams: with all
+    sizes, the engine grew by 25 MB a round without end; with these 15 sizes it stops growing after a few rounds.
     """
     power = 1 << max(rows - 1, 1).bit_length()
     return power * 3 // 4 if 4 <= power and rows <= power * 3 // 4 else power
@@ -113,7 +134,7 @@ def with_rows(x: Tensor, rows: int) -> Tensor:
 
 @cache
 def _onednn_works(dtype: torch.dtype) -> bool:
-    """Whether this torch on this processor has the packed route for the dtype: private operators, so they are tried."""
+    """Whether the packed route works for the dtype here. It uses private operators, so try them."""
     if dtype not in (torch.bfloat16, torch.float32):
         return False
     weight = torch.eye(16, dtype=dtype)

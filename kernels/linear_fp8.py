@@ -1,9 +1,8 @@
-"""Linear layers in 8-bit floating point (W8A8, float8_e4m3fn): weights scaled per output, activations per row as they
-come. Knows tensors only.
+"""Linear layers in fp8 (W8A8, float8_e4m3fn): weights have a scale per output, activations a dynamic scale per row.
 
-The product is `torch._scaled_mm` with one scale per row of either side: a private operator, so `works` tries it. It
-wants sizes in multiples of 16, to which weights are padded once and rows as they are rounded. The number format is that
-of arXiv:2209.05433; the scheme that of compressed-tensors' "float-quantized" with scales per channel and token.
+The product is `torch._scaled_mm` with one scale per row of either operand: a private operator, so `works` tries it. It
+needs sizes in multiples of 16; weights are padded once, and rows when they are quantised. The number format is that of
+arXiv:2209.05433, the scheme that of compressed-tensors' "float-quantized" with scales per channel and token.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from serve_llm.kernels import linear
 from serve_llm.kernels.linear import Linear
 
 DTYPE = torch.float8_e4m3fn
-LARGEST = 448.0  # of a number
+LARGEST = 448.0  # largest e4m3 number
 SMALLEST_ROW = 1e-30  # a row whose largest magnitude is less becomes zeros; keeps its reciprocal finite
-MULTIPLE = 16  # that the product's sizes have to be of
+MULTIPLE = 16  # the product's sizes must be divisible by this
 Quantise = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 
 def quantise_rows(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """x: (rows, inputs), any float dtype -> float8_e4m3fn numbers (rows, width), zeros behind the inputs, and scales
+    """x: (rows, inputs), any float dtype -> float8_e4m3fn numbers (rows, width), zeros after the inputs, and scales
     (rows, 1) float32: largest magnitude / 448. Rounded to nearest, halves to even.
 
     In a row that holds NaN or infinity there is NaN among the numbers.
@@ -41,11 +40,11 @@ def quantise_rows(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def pack_fp8(
     weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, quantise: Quantise = quantise_rows
 ) -> Linear:
-    """The layer x @ (weight * scale).T + bias in bfloat16, x rounded row by row to 8 bits. Where `works()`.
+    """Build the layer x @ (weight * scale).T + bias in bfloat16, with x rounded row by row to 8 bits. If `works()`.
 
     weight: (outputs, inputs) float8_e4m3fn; scale: (outputs, 1) float32; bias: (outputs,) bfloat16, or None. x and the
-    result: bfloat16. Sums are float32; rows that hold NaN or infinity give NaN. Outputs or inputs may be none at all;
-    without inputs the result is the bias, or zeros. quantise: what rounds the rows, a version of `quantise_rows`.
+    result: bfloat16. Sums are float32; rows that hold NaN or infinity give NaN. There may be no outputs or no
+    inputs; without inputs the result is the bias, or zeros. quantise: a version of `quantise_rows`.
     """
     outputs, inputs = weight.shape
     if weight.numel() == 0:
@@ -58,7 +57,7 @@ def pack_fp8(
 
 @cache
 def works(device: torch.device) -> bool:
-    """Whether this torch computes the product on the device, and right. GPUs need compute capability 8.9 or more."""
+    """Whether torch computes the product correctly on the device. GPUs need compute capability 8.9 or more."""
     numbers = torch.eye(MULTIPLE, device=device).mul_(2.0).to(DTYPE)
     scales = torch.full((MULTIPLE, 1), 0.5, device=device)
     try:

@@ -1,13 +1,13 @@
-"""Linear layers in int8 (W8A8): weights scaled per output, activations per row as they come. Knows tensors only.
+"""Linear layers in int8 (W8A8): weights have a scale per output, activations a dynamic scale per row.
 
-Weights are int8, symmetric. Each row of activations is divided by its own scale (largest magnitude / 127) and rounded;
-oneDNN multiplies unsigned by signed bytes, so it is stored as uint8 with zero point 128. (Two signed operands take a
-reference path in oneDNN: about 0 GB/s.) oneDNN knows one scale per tensor; it is given 1, and each row's scale is
-applied to the float32 result. The scheme is that of LLM.int8's vector-wise quantisation (arXiv:2208.07339) without
-outliers set apart, as compressed-tensors' "int-quantized" with dynamic token scales has it.
+Weights are symmetric int8. Each row of activations is divided by its own scale (largest magnitude / 127) and rounded.
+oneDNN multiplies unsigned by signed bytes, so the row is stored as uint8 with zero point 128. (For two signed operands
+oneDNN has only a slow reference path.) oneDNN supports one scale per tensor; it gets 1, and each row's scale is applied
+to the float32 result. This is the vector-wise quantisation of LLM.int8 (arXiv:2208.07339) without its outlier path, and
+the "int-quantized" format of compressed-tensors with dynamic token scales.
 
-Batch invariance: sums are of integers and exact, and everything else is done number by number, so a row's bits do not
-depend on the others in any case. Rows are padded only because oneDNN keeps code for each number of them.
+Batch invariance: sums of integers are exact, and everything else is elementwise, so a row's bits never depend on other
+rows. Rows are padded only because oneDNN keeps code for each number of rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from serve_llm.kernels.linear import MOST_ROWS, Linear, few_sizes, with_rows
 
 ZERO_POINT = 128
-LARGEST = 127.0  # of a quantised number
+LARGEST = 127.0  # largest quantised number
 SMALLEST_ROW = 1e-30  # a row whose largest magnitude is less becomes zeros; keeps its reciprocal finite
 Quantise = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -30,8 +30,8 @@ Quantise = Callable[[Tensor], tuple[Tensor, Tensor]]
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x: (rows, inputs), any float dtype -> uint8 numbers of its shape, 128 for zero, and scales (rows, 1) float32.
 
-    Rounded to nearest, halves up. Multiplication and addition are two operations because torch could fuse one that
-    does both for some numbers of a row only, which would then be rounded otherwise.
+    Rounded to nearest, halves up. Multiplication and addition stay separate operations, because torch might fuse them
+    for some numbers of a row only, which would round these differently.
     """
     largest = x.abs().amax(1, keepdim=True).float().clamp_min_(SMALLEST_ROW)
     scaled = x * (LARGEST / largest)  # float32, also from bfloat16
@@ -41,24 +41,24 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def pack_int8(
     weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, quantise: Quantise = quantise_rows
 ) -> Linear:
-    """The layer x @ (weight * scale).T + bias, x rounded row by row to 8 bits. On a CPU, where `works()`.
+    """Build the layer x @ (weight * scale).T + bias, with x rounded row by row to 8 bits. For a CPU if `works()`.
 
-    weight: (outputs, inputs) int8; scale: (outputs, 1) float32; bias: (outputs,) of x's dtype, or None. x may be of any
-    float dtype and the result has the same; what is in between is int32 and float32. A row that holds NaN or infinity
-    gives numbers that are not finite. Outputs or inputs may be none at all; without inputs the result is the bias, or
-    zeros. quantise: what rounds the rows, a version of `quantise_rows`.
+    weight: (outputs, inputs) int8; scale: (outputs, 1) float32; bias: (outputs,) of x's dtype, or None. x may have any
+    float dtype, and the result has the same; between them are int32 and float32. A row with NaN or infinity gives
+    numbers that are not finite. There may be no outputs or no inputs; without inputs the result is the bias, or zeros.
+    quantise: a version of `quantise_rows`.
     """
     if weight.numel() == 0:
         return _Constant(weight.shape[0], bias)
     packed = torch.ops.onednn.qlinear_prepack(weight.contiguous(), [1, weight.shape[1]])
-    return _OneDNN(packed, scale.flatten().contiguous(), bias, quantise)
+    return _OneDNNInt8Linear(packed, scale.flatten().contiguous(), bias, quantise)
 
 
 @cache
 def works() -> bool:
-    """Whether this torch on this processor computes int8 products, and exactly: private operators, so they are tried.
+    """Whether torch computes exact int8 products on this processor. It uses private operators, so try them.
 
-    Processors without VNNI saturate sums of two products at 16 bits; the largest numbers show it.
+    Processors without VNNI saturate sums of two products at 16 bits, which the largest numbers show.
     """
     weight = torch.full((16, 64), -127, dtype=torch.int8)
     weight[::2] = 127
@@ -82,7 +82,7 @@ def _product(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _OneDNN:
+class _OneDNNInt8Linear:
     weight: Tensor  # opaque layout
     scale: Tensor
     bias: Tensor | None

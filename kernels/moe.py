@@ -1,8 +1,8 @@
-"""Experts of a mixture: each token goes through a few of them, and their results are summed. Knows tensors only.
+"""Mixture of experts: each token goes through a few experts, and their weighted results are summed.
 
-Here expert by expert: the tokens of each are gathered, and its two products are computed as any linear layer's. So a
-row's bits depend on that row alone wherever those of `kernels.linear` do: the sum is taken token by token, in the order
-in which the token's experts are given.
+This version computes one expert at a time: it gathers the expert's tokens and applies its two linear layers. Each
+token's results are summed in the order of its experts, so a row's bits depend on that row alone wherever those of
+`kernels.linear` do.
 """
 
 from __future__ import annotations
@@ -20,44 +20,50 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class Experts(Protocol):
-    """x: (tokens, width); weights, experts: (tokens, chosen), float32 and int64, each token's experts all different ->
-    (tokens, width), dtype of x: the sum of weight * last(activation(first(x))) over the chosen experts that are held
-    here, the others adding nothing; added in float32, rounded once."""
+    """Computes the sum of weight * last(activation(first(x))) over each token's experts that are local.
+
+    x: (tokens, hidden_size). weights, experts: (tokens, top_k) float32 and int64; a token's experts are all different.
+    Returns (tokens, hidden_size) in x's dtype; summed in float32, rounded once."""
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor: ...
 
 
-def pack_experts(pairs: Iterable[tuple[Linear, Linear]], activation: Activation, own: range) -> Experts:
-    """pairs: (first, last) of each expert in `own`, which are consecutive numbers and may be none."""
-    return _OneByOne(list(pairs), activation, own)
+def pack_experts(pairs: Iterable[tuple[Linear, Linear]], activation: Activation, local_experts: range) -> Experts:
+    """pairs: the (first, last) layers of each local expert. local_experts: consecutive ids, may be empty."""
+    return _SequentialExperts(list(pairs), activation, local_experts)
 
 
-class _OneByOne:
-    def __init__(self, pairs: list[tuple[Linear, Linear]], activation: Activation, own: range) -> None:
-        self._pairs, self._activation, self._own = pairs, activation, own
+class _SequentialExperts:
+    def __init__(self, pairs: list[tuple[Linear, Linear]], activation: Activation, local_experts: range) -> None:
+        self._pairs = pairs
+        self._activation = activation
+        self._local_experts = local_experts
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        tokens, chosen = experts.shape
+        tokens, top_k = experts.shape
         flat = experts.flatten()
-        order = flat.argsort(stable=True)  # places in `flat`, expert by expert
-        ends = accumulate(torch.bincount(flat, minlength=self._own.stop).tolist(), initial=0)
-        made = x.new_zeros((tokens * chosen, x.shape[1]))
-        for (first, last), (start, stop) in zip(self._pairs, list(pairwise(ends))[self._own.start :], strict=False):
+        order = flat.argsort(stable=True)  # indices into `flat`, by expert
+        ends = accumulate(torch.bincount(flat, minlength=self._local_experts.stop).tolist(), initial=0)
+        outputs = x.new_zeros((tokens * top_k, x.shape[1]))
+        for (first, last), (start, stop) in zip(
+            self._pairs, list(pairwise(ends))[self._local_experts.start :], strict=False
+        ):
             if start != stop:
-                places = order[start:stop]
-                rows = x[places // chosen]
-                rows = first(rows)  # the same name: nothing holds what is done with any longer
+                pairs_of_expert = order[start:stop]
+                rows = x[pairs_of_expert // top_k]
+                rows = first(rows)  # reuse the name to free each intermediate early
                 rows = self._activation(rows)
                 rows = last(rows)
-                made[places] = rows
+                outputs[pairs_of_expert] = rows
                 del rows
-        return weighted_sum(made.view(tokens, chosen, x.shape[1]), weights)
+        return weighted_sum(outputs.view(tokens, top_k, x.shape[1]), weights)
 
 
-def weighted_sum(made: Tensor, weights: Tensor) -> Tensor:
-    """made: (tokens, chosen, width), may be overwritten; weights: (tokens, chosen) float32 -> (tokens, width), dtype of
-    made: added in order in float32, rounded once."""
-    total = made[:, 0].float().mul_(weights[:, :1])
-    for place in range(1, made.shape[1]):
-        total += made[:, place].float().mul_(weights[:, place : place + 1])
-    return total.to(made.dtype).contiguous()
+def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
+    """Sum (tokens, top_k, hidden_size) outputs by (tokens, top_k) float32 weights, in order of the choices.
+
+    Returns (tokens, hidden_size) in the outputs' dtype; summed in float32, rounded once."""
+    total = outputs[:, 0].float().mul_(weights[:, :1])
+    for choice in range(1, outputs.shape[1]):
+        total += outputs[:, choice].float().mul_(weights[:, choice : choice + 1])
+    return total.to(outputs.dtype).contiguous()

@@ -1,4 +1,4 @@
-"""Normalisation of rows. Knows tensors only. Rounded where transformers rounds, so that bf16 results agree with it."""
+"""Normalisation of rows. Rounds where transformers rounds, so that bf16 results agree with it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch.nn import functional
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps), rounded to x's dtype, times weight (arXiv:1910.07467).
 
-    x: (..., width), any float dtype; computed in float32. weight: (width,), of x's dtype; or float32, and then the
-    product alone is rounded, as in Gemma. Returns the shape and dtype of x.
+    x: (..., width), any float dtype; computed in float32. weight: (width,) in x's dtype, or in float32, where only the
+    product is rounded, as in Gemma. Returns the shape and dtype of x.
     """
-    wide = x.float()
-    scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    values = x.float()
+    scale = torch.rsqrt((values * values).mean(-1, keepdim=True) + eps)
     if weight.dtype != x.dtype:
-        return (wide * scale * weight).to(x.dtype)
-    return weight * (wide * scale).to(x.dtype)
+        return (values * scale * weight).to(x.dtype)
+    return weight * (values * scale).to(x.dtype)
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """hidden + delta, rounded to their dtype, and `rms_norm` of that. hidden, delta: (rows, width).
+    """Return hidden + delta, rounded to their dtype, and `rms_norm` of the sum. hidden, delta: (rows, width).
 
-    The caller does not use delta again: the sum may take its memory.
+    May overwrite delta, so the caller must not use it again.
     """
     total = hidden + delta
     return total, rms_norm(total, weight, eps)

@@ -1,5 +1,6 @@
-"""Rotary position embedding, applied, and what stands around it in an attention layer. Knows tensors only; where the
-angles come from is the model's matter."""
+"""Rotary position embedding, fused with the head norms and the cache write of an attention layer.
+
+The model computes the angles."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ Angles = tuple[Tensor, Tensor]  # cos, sin: (tokens, head_dim / 2) float32, dens
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of every query head and every key head; weights (head_dim,), both of a dtype that `rms_norm` takes."""
+    """RMS norms of query and key heads. Weights: (head_dim,), in a dtype that `rms_norm` takes."""
 
     query: Tensor
     key: Tensor
@@ -23,19 +24,12 @@ class HeadNorms(NamedTuple):
 
 
 def rope_and_cache(
-    qkv: Tensor,
-    heads: int,
-    norms: HeadNorms | None,
-    angles: Angles | None,
-    cache: Tensor,
-    slots: Tensor,
+    qkv: Tensor, heads: int, norms: HeadNorms | None, angles: Angles | None, cache: Tensor, slots: Tensor
 ) -> Tensor:
-    """From the joint projection to what attention reads: norms of heads and rope, each where there is one; keys and
-    values are written to the cache as by `attention.write_cache`.
+    """Split the joint projection, apply the head norms and rope, if given, and write keys and values to the cache.
 
-    qkv: (tokens, (heads + 2 * kv_heads) * head_dim), query heads first, then keys, then values; rows dense. cache,
-    slots: as of `attention.write_cache`.
-    Returns the queries (tokens, heads, head_dim); the caller does not use qkv again.
+    qkv: (tokens, (heads + 2 * kv_heads) * head_dim), query heads first, then keys, then values; rows dense. May be
+    overwritten. cache, slots: see `attention.write_cache`. Returns the queries (tokens, heads, head_dim).
     """
     kv_heads = cache.shape[2]
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
@@ -43,7 +37,8 @@ def rope_and_cache(
         [heads, kv_heads, kv_heads], 1
     )
     if norms is not None:
-        query, key = rms_norm(query, norms.query, norms.eps), rms_norm(key, norms.key, norms.eps)
+        query = rms_norm(query, norms.query, norms.eps)
+        key = rms_norm(key, norms.key, norms.eps)
     if angles is not None:
         query, key = apply_rope(query, key, *angles)
     write_cache(key, value, cache, slots)
@@ -53,18 +48,18 @@ def rope_and_cache(
 def rope_and_latent(
     query: Tensor, latent: Tensor, norm: Tensor, eps: float, angles: Angles | None, cache: Tensor, slots: Tensor
 ) -> Tensor:
-    """The same for multi-head latent attention (arXiv:2405.04434): an rms norm of each token's latent numbers, rope of
-    the key behind them that all heads share, and both written to the cache as one row.
+    """Apply the norm and rope of multi-head latent attention (arXiv:2405.04434) and write one cache row per token.
 
-    query: (tokens, heads, rope_dim), what is turned of the queries. latent: (tokens, rank + rope_dim), rows may be a
-    strided view. norm: (rank,). angles: of rope_dim. cache: (blocks, 1, 1, block_size, rank + rope_dim).
-    Returns the turned queries (tokens, heads, rope_dim).
+    A row is the RMS norm of the token's latent vector, followed by the rotated key that all heads share.
+    query: (tokens, heads, rope_dim), the rotated part of the queries. latent: (tokens, rank + rope_dim), rows may be a
+    strided view. norm: (rank,). angles: for rope_dim. cache: (blocks, 1, 1, block_size, rank + rope_dim).
+    Returns the rotated queries (tokens, heads, rope_dim).
     """
-    numbers, key = latent.split_with_sizes([norm.shape[0], query.shape[2]], 1)
+    compressed, key = latent.split_with_sizes([norm.shape[0], query.shape[2]], 1)
     key = key.unsqueeze(1)
     if angles is not None:
         query, key = apply_rope(query, key, *angles)
-    row = torch.cat((rms_norm(numbers, norm, eps).unsqueeze(1), key), -1)
+    row = torch.cat((rms_norm(compressed, norm, eps).unsqueeze(1), key), -1)
     write_cache(row, None, cache, slots)
     return query
 

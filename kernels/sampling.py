@@ -1,172 +1,117 @@
-"""Drawing a token from a row of logits, and log-probabilities. Knows tensors only.
+"""Contracts of the sampling kernels: drawing tokens from logits, log-probabilities, and logit adjustments.
 
-What a CPU runs without the compiled kernels of `cpu/sampling.cpp`: each row alone, by NumPy over the tensor's own
-memory. On other devices the definition in `reference/sampling.py` runs, which is in torch.
+`torch_sampling.py` is the definition in torch. A CPU runs `cpu/sampling.py` (compiled C++), a GPU
+`triton/sampling.py`.
 
-Batch invariance: no operation here sees two rows, and each depends on a row's values and length alone.
-
-Nothing sorts the vocabulary. Every filter is a threshold in value, so equal logits stay or go together:
-- top_k: a bound from the maxima of groups leaves few candidates, among which a partition finds the k-th largest.
-- top_p: weights that cannot be in the nucleus are dropped, the rest is halved by value until few enough to sort.
-The draw is the inverse of the cumulative distribution in the order of ids, summed in float64.
+Batch invariance: the result of a row depends on that row alone and is deterministic. No kernel sorts the vocabulary.
+Every filter is a threshold on the logit, so equal logits are kept or removed together. The draw inverts the cumulative
+distribution in order of ids.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from serve_llm.kernels.reference.sampling import Draw, Logprobs
+SPAN_COLUMNS = 1024  # maximum columns, and entries, of one span of `LogitAdjustments`
+BANNED = 1  # flags of an entry
+REPEATED = 2
 
-__all__ = ["Draw", "Logprobs", "SamplingKernels", "choose", "largest", "likeliest", "logprobs"]
 
-Floats = npt.NDArray[np.float32]
-Ids = npt.NDArray[np.intp]
+class Draw(NamedTuple):
+    """How to draw one row's token."""
 
-SORTED_AT_ONCE = 1024  # weights; above it, halving by value is cheaper
-SUM_BLOCK = 512  # weights summed together before the cumulative sum
+    temperature: float  # 0: greedy, ignores the other fields; otherwise at least 1e-5
+    top_k: int  # 0: off
+    top_p: float  # 0 < top_p <= 1
+    min_p: float  # fraction of the likeliest token's probability; 0: off
+    noise: float  # in [0, 1)
+
+
+class Logprobs(NamedTuple):
+    """Natural log-softmax of one row."""
+
+    logprob: float
+    rank: int  # 1 + number of strictly larger logits
+    top_ids: list[int]  # the k likeliest; of equal logits the lower id first
+    top_logprobs: list[float]
+
+
+class LogSoftmax(NamedTuple):
+    """`Logprobs` of all rows, as tensors. rank is 0, and the rest undefined, where a row's maximum is not finite."""
+
+    logprob: Tensor  # (rows,) float64
+    rank: Tensor  # (rows,) int64
+    top_ids: Tensor  # (rows, k) int64
+    top_logprobs: Tensor  # (rows, k) float64
+
+
+class LogitAdjustments(NamedTuple):
+    """Logit biases, bans and penalties of many rows, packed for one launch. float32 values are stored as their bits.
+
+    entries: (n, 4) int32: column; bias, added; flags; penalty, subtracted last. Columns of a row are unique, ascending.
+    spans: (m, 6) int32: row; first and one past the last entry, at most SPAN_COLUMNS; repetition penalty; first and one
+    past the last of at most SPAN_COLUMNS columns that become -inf except for these entries (equal: none).
+    """
+
+    entries: Tensor
+    spans: Tensor
 
 
 class SamplingKernels(Protocol):
-    """One version of each function below; this module is one, and its functions' docstrings are the contracts.
+    """Kernels that return values to the host. Logits are (rows, vocab) float32 or bfloat16. Only `apply_masks` changes
+    them."""
 
-    Logits are float32 or bfloat16, on the version's device, and are not changed.
+    def sample(self, logits: Tensor, draws: Sequence[Draw], /) -> list[int]:
+        """One id per row; -1 for a row whose maximum is not finite (NaN, infinity, all -inf).
+
+        Order of the filters, as in vLLM: temperature, min_p, top_k, then top_p on the remaining tokens, renormalised.
+        Values equal to a threshold are all kept. Greedy ties go to the lowest id.
+        """
+
+    def logprobs(self, logits: Tensor, ids: Sequence[int], k: int, /) -> list[Logprobs]:
+        """Log-softmax at one id per row, and of the k likeliest. Raises ValueError if a row's maximum is not finite."""
+
+    def argmax(self, logits: Tensor, /) -> Tensor:
+        """(rows,) int64: each row's largest logit, of equal ones the first; the first NaN if there is one."""
+
+    def top_k(self, logits: Tensor, k: int, /) -> list[Tensor]:
+        """Per row the ids, ascending, of all logits from the k-th largest up: more than k where some equal it.
+
+        If the maximum is NaN or infinity, only its id. k: 1 to the number of columns.
+        """
+
+    def apply_masks(self, scores: Tensor, rows: Sequence[int], masks: Tensor, /) -> None:
+        """As `DeviceSampling.apply_masks`. scores: (n, columns) rows contiguous. masks: on the host."""
+
+
+class DeviceSampling(Protocol):
+    """Kernels whose results stay on the device, so that the host does not wait.
+
+    Logits are (rows, columns) float32, bfloat16 or float16 of at most 2**20 columns, and are not changed. Sums whose
+    order is not fixed are sums of integers.
     """
 
-    def choose(self, logits: Tensor, draws: Sequence[Draw], /) -> list[int]: ...
-    def logprobs(self, logits: Tensor, ids: Sequence[int], k: int, /) -> list[Logprobs]: ...
-    def likeliest(self, logits: Tensor, /) -> Tensor: ...
-    def largest(self, logits: Tensor, k: int, /) -> list[Tensor]: ...
+    def sample(self, logits: Tensor, draws: Tensor, /, sampled: bool = True, filtered: bool = True) -> Tensor:
+        """(rows,) int64, as `SamplingKernels.sample`. draws: (rows, 5) float64, columns as in `Draw`.
 
+        sampled: False if the caller knows that every row is greedy. filtered: False if it knows that no row uses top_k,
+        top_p or min_p. Both only save work.
+        """
 
-def choose(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """One id per row, drawn as its `Draw` says; -1 for a row whose maximum is not finite (NaN, infinity, all -inf).
+    def log_softmax_gather(self, logits: Tensor, ids: Tensor, k: int, /) -> LogSoftmax:
+        """Log-softmax at each row's id, (rows,) int64, and of the k likeliest, or of all columns if fewer than k.
+        The value at an id of -1 is undefined."""
 
-    logits: (rows, vocab).
-    Order of the filters, as in vLLM: temperature, min_p, top_k, then top_p on what is left, renormalised. Equal values
-    at a threshold are all kept. Greedy ties go to the lowest id.
-    """
-    with np.errstate(over="ignore"):  # a difference too large for float32 becomes -inf: weight 0
-        return [_choose(row, draw) for row, draw in zip(logits.float().numpy(), draws, strict=True)]
+    def adjust(self, scores: Tensor, adjustments: LogitAdjustments, /) -> None:
+        """Change rows of scores, (rows, columns) float32, in place.
 
+        Per entry, in this order: add the bias; set to -inf if BANNED; if REPEATED divide a positive value and multiply
+        a negative one by the repetition penalty; subtract the penalty.
+        """
 
-def logprobs(logits: Tensor, ids: Sequence[int], k: int) -> list[Logprobs]:
-    """For each row the natural log-softmax at its id, the id's rank, and the k likeliest.
-
-    logits: (rows, vocab); ids: one per row. Equal logits are listed by ascending id.
-    Raises ValueError if a row's maximum is not finite.
-    """
-    with np.errstate(over="ignore"):
-        return [_logprobs(row, token_id, k) for row, token_id in zip(logits.float().numpy(), ids, strict=True)]
-
-
-def likeliest(logits: Tensor) -> Tensor:
-    """(rows,) int64: each row's largest logit, of equal ones the first; the first NaN if there is one."""
-    return torch.from_numpy(logits.float().numpy().argmax(1))
-
-
-def largest(logits: Tensor, k: int) -> list[Tensor]:
-    """For each row the ids, ascending, of all logits from the k-th largest up (more than k where some equal it).
-
-    Where a row's maximum is NaN or infinity: that id alone. k: 1 to the number of columns.
-    """
-    return [torch.from_numpy(_largest(row, k)) for row in logits.float().numpy()]
-
-
-def _largest(logits: Floats, k: int) -> Ids:
-    best = logits.argmax()
-    if not math.isfinite(logits[best]):
-        return np.array([best])
-    return np.flatnonzero(logits >= _kth_largest(logits, k))
-
-
-def _choose(logits: Floats, draw: Draw) -> int:
-    if draw.temperature == 0.0:
-        best = int(logits.argmax())  # the first of equals; the first NaN if there is one
-        return best if math.isfinite(logits[best]) else -1
-    highest = logits.max()
-    if not math.isfinite(highest):
-        return -1
-    threshold = np.float32(-math.inf)
-    if 0 < draw.top_k < len(logits):
-        threshold = _kth_largest(logits, draw.top_k)
-    if draw.min_p > 0.0:
-        threshold = max(threshold, np.float32(float(highest) + draw.temperature * math.log(draw.min_p)))
-    ids = None if threshold == -math.inf else np.flatnonzero(logits >= threshold)
-    weights = (logits if ids is None else logits[ids]) - highest
-    weights /= np.float32(draw.temperature)
-    np.exp(weights, out=weights)
-    if draw.top_p < 1.0:
-        nucleus = np.flatnonzero(weights >= _nucleus_floor(weights, draw.top_p))
-        ids = nucleus if ids is None else ids[nucleus]
-        weights = weights[nucleus]
-    place = _draw(weights, draw.noise)
-    return place if ids is None else int(ids[place])
-
-
-def _kth_largest(values: Floats, k: int) -> np.float32:
-    """The k-th largest value, k at most len(values). The k-th largest maximum of disjoint groups cannot be above it."""
-    size = len(values) // max(4 * k, 1024)  # of a group
-    if size > 1:
-        maxima = values[: len(values) // size * size].reshape(size, -1).max(axis=0)
-        values = values[np.flatnonzero(values >= np.partition(maxima, len(maxima) - k)[len(maxima) - k])]
-    return np.float32(np.partition(values, len(values) - k)[len(values) - k])
-
-
-def _nucleus_floor(weights: Floats, top_p: float) -> np.float32:
-    """The largest weight such that the weights from it up hold at least the share top_p of their sum."""
-    total = weights.sum(dtype=np.float64)
-    wanted = top_p * total
-    # All weights below this one together hold less than the share 1 - top_p, so it lies at or below the floor.
-    bound = np.float32((1.0 - top_p) * total / len(weights))
-    rest, above = weights[np.flatnonzero(weights >= bound)], 0.0  # above: the sum of weights over those in rest
-    while len(rest) > SORTED_AT_ONCE:
-        bits = rest.view(np.int32)  # in the order of the weights, since none is negative
-        low, high = int(bits.min()), int(bits.max())
-        if low == high:
-            break
-        middle = (low + high + 1) // 2
-        upper = rest[np.flatnonzero(bits >= middle)]
-        mass = upper.sum(dtype=np.float64)
-        if above + mass >= wanted:
-            rest = upper
-        else:
-            rest, above = rest[np.flatnonzero(bits < middle)], above + mass
-    if len(rest) > SORTED_AT_ONCE:
-        return np.float32(rest[0])  # all equal
-    falling = np.sort(rest)[::-1]
-    place = int(np.searchsorted(above + np.cumsum(falling, dtype=np.float64), wanted))
-    return np.float32(falling[min(place, len(falling) - 1)])
-
-
-def _draw(weights: Floats, noise: float) -> int:
-    """The first place whose cumulative weight exceeds noise * (sum of weights). Never a place of weight 0."""
-    wide = weights.astype(np.float64)
-    sums = np.cumsum(np.add.reduceat(wide, np.arange(0, len(wide), SUM_BLOCK)))
-    target = min(noise * sums[-1], np.nextafter(sums[-1], 0.0))
-    block = int(np.searchsorted(sums, target, side="right"))
-    inside = np.cumsum(wide[block * SUM_BLOCK : (block + 1) * SUM_BLOCK])
-    if block > 0:
-        target -= sums[block - 1]
-    target = min(target, np.nextafter(inside[-1], 0.0))  # both sums of a block round differently
-    return block * SUM_BLOCK + int(np.searchsorted(inside, target, side="right"))
-
-
-def _logprobs(logits: Floats, token_id: int, k: int) -> Logprobs:
-    highest = logits.max()
-    if not math.isfinite(highest):
-        raise ValueError("logits are not finite")
-    log_sum = float(highest) + math.log(np.exp(logits - highest).sum(dtype=np.float64))
-    value = logits[token_id]
-    rank = 1 + int(np.count_nonzero(logits > value))
-    ids: Ids = np.empty(0, np.intp)
-    if k > 0:
-        ids = np.flatnonzero(logits >= _kth_largest(logits, min(k, len(logits))))
-        ids = ids[np.argsort(-logits[ids], kind="stable")][:k]
-    return Logprobs(float(value) - log_sum, rank, ids.tolist(), (logits[ids].astype(np.float64) - log_sum).tolist())
+    def apply_masks(self, scores: Tensor, rows: Tensor, masks: Tensor, /) -> None:
+        """Set what masks do not allow to -inf, in place. scores: (n, columns). rows: (m,) int64, different. masks:
+        (m, ceil(columns / 32)) int32; bit i % 32 of word i // 32 is set where column i is allowed."""

@@ -14,17 +14,37 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from serve_llm.llm import LLM, CompletionOutput, Logprob, RequestOutput
-    from serve_llm.server.prompt.params import SamplingParams
+    from serve_llm.llm import LLM
+    from serve_llm.server.adapters.registry import LoRARequest
+    from serve_llm.server.response.outputs import CompletionOutput, Logprob, PoolingRequestOutput, RequestOutput
+    from serve_llm.server.sampling_params import SamplingParams
+    from serve_llm.server.structured_output.params import StructuredOutputs
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "LoRARequest",
+    "Logprob",
+    "PoolingRequestOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputs",
+]
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("serve-llm")
     if name == "SamplingParams":
-        from serve_llm.server.prompt.params import SamplingParams
+        from serve_llm.server.sampling_params import SamplingParams
 
         return SamplingParams
+    if name == "StructuredOutputs":
+        from serve_llm.server.structured_output.params import StructuredOutputs
+
+        return StructuredOutputs
     if name in __all__:
         from serve_llm import llm
 

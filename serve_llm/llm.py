@@ -1,99 +1,91 @@
-"""The offline class: the server's own path from text to engine and back, without HTTP.
+"""Offline inference: the server's path from text to engine and back, without HTTP.
 
-The engine is a process of its own, as for the daemon; an event loop in a thread talks to it, so that these plain
-functions can be called from anywhere, notebooks included.
+The engine runs in its own process, as in the daemon. An event loop in a thread talks to it, so that the methods of
+`LLM` can be called from anywhere, notebooks included.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 from tqdm import tqdm
 
-from serve_llm.engine.hub import resolve_model
-from serve_llm.engine.options import Options
-from serve_llm.engine.types import TokenLogprobs
-from serve_llm.server.errors import InvalidRequest
-from serve_llm.server.generate import Generation, Generator
+from serve_llm.common.hub import resolve_model
+from serve_llm.common.options.schema import Options
+from serve_llm.common.options.sources import make_options
+from serve_llm.common.types import TokenLogprobs
+from serve_llm.server.adapters.registry import AdapterRegistry, LoRARequest
+from serve_llm.server.engines.supervisor import Supervisor
+from serve_llm.server.generate.delta import Delta
+from serve_llm.server.generate.generation import Generation, Generator
+from serve_llm.server.http.errors import InvalidRequest
+from serve_llm.server.prompt import pooling_jobs
+from serve_llm.server.prompt.chat_turn import prepare_turn
+from serve_llm.server.prompt.context import Context
 from serve_llm.server.prompt.model import ServedModel
-from serve_llm.server.prompt.params import SamplingParams
+from serve_llm.server.prompt.pool import build_grammar_compiler
+from serve_llm.server.prompt.pooling_jobs import Pool
 from serve_llm.server.prompt.tokenizer import Tokenizer
-from serve_llm.server.prompt.validate import check_text, prepare
-from serve_llm.server.reply.delta import Delta
-from serve_llm.server.statistics import Statistics
-from serve_llm.server.supervise import Supervisor
+from serve_llm.server.prompt.validate import TextRequest, check_text, prepare
+from serve_llm.server.response.outputs import (
+    ClassificationOutput,
+    CompletionOutput,
+    EmbeddingOutput,
+    Logprob,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    VectorOutput,
+)
+from serve_llm.server.response.vectors import compute_probabilities, compute_scores, cut_vector
+from serve_llm.server.sampling_params import SamplingParams
+from serve_llm.server.schema.chat import ChatRequest
+from serve_llm.server.schema.common import validate_body
 
 T = TypeVar("T")
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """Natural logarithm of a token's probability in the raw distribution, and its rank (1: the likeliest)."""
-
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-@dataclass(frozen=True)
-class CompletionOutput:
-    """One choice."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None  # "stop" or "length"
-    stop_reason: int | str | None  # the stop id or stop string that ended the text, if one of the request's did
-    logprobs: list[dict[int, Logprob]] | None  # per token: itself and the likeliest
-    cumulative_logprob: float | None
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """One prompt with its n choices."""
-
-    request_id: str
-    prompt: str | None  # None if it was given as ids
-    prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None  # the first entry is None
-    outputs: list[CompletionOutput]
-    num_cached_tokens: int
-    finished: bool = True
+PreparedPrompt = tuple[str | None, TextRequest]  # the prompt's text, None if it was given as ids
 
 
 class LLM:
-    """A model to generate with. Options are the daemon's, with underscores: LLM("demo", max_model_len="1k").
+    """One model. Options are the daemon's, with underscores: LLM("demo", max_model_len="1k").
 
-    Raises ServeError with one clear line if the model cannot be served. Ends its engine when it is closed, collected,
-    or when the program ends; a context manager closes it at the end of the block.
+    Raises ServeError if the model cannot be served. The engine stops on `close`, at the end of a `with` block, when the
+    object is collected, and when the program ends.
     """
 
     def __init__(self, model: str, **options: object) -> None:
-        self._options = Options.from_kwargs(model, **options)
-        chosen = self._options
-        with_weights = chosen.load_format == "auto"
-        directory = resolve_model(chosen.model, chosen.revision, chosen.download_dir, weights=with_weights)
+        resolved = make_options(model, **options)
+        with_weights = resolved.load_format == "auto"
+        directory = resolve_model(resolved.model, resolved.revision, resolved.download_dir, weights=with_weights)
+        self._options = resolved
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=_run_loop, args=(self._loop,), name="serve-llm", daemon=True)
         thread.start()
-        self._supervisor = self._run(_supervise(chosen, str(directory)))
+        self._supervisor = self._run(_create_supervisor(resolved, str(directory)))
         self._close = weakref.finalize(self, _stop, self._supervisor, self._loop, thread)
         try:
-            self._model = ServedModel.load(directory, chosen)
+            self._model = ServedModel.load(directory, resolved)
+            logging.getLogger(__name__).info(self._model.describe_dialect())
             self._run(self._supervisor.start())
+            facts = self._supervisor.replicas.facts
+            self._adapters = AdapterRegistry(facts, resolved.max_lora_rank, self._model.names)
+            self._run(self._adapters.load_all(resolved.lora_modules))
         except BaseException:
             self.close()
             raise
         self._replicas = self._supervisor.replicas
-        self._replicas.on_step = Statistics(self._replicas.engines).count_step
-        self._generator = Generator(self._replicas, self._model, chosen.seed)
+        self._generator = Generator(self._replicas, self._model, resolved.seed)
+        # The caller's own process may render and compile whatever the caller gives.
+        context = Context(self._model, self._replicas.facts, resolved.limits, is_worker=True)
+        self._context = context._replace(grammars=build_grammar_compiler(context))
         self._num_requests = 0
 
     def generate(
@@ -101,16 +93,21 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Continue prompts, all of them in one go; outputs in their order.
+        """Continue all prompts together. Returns the outputs in the order of the prompts.
 
-        prompts: a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}, or a list of such.
-        sampling_params: one for all, or one for each; by default what the model's generation_config.json says.
-        Raises InvalidRequest (a ValueError) before anything runs if a prompt or parameter cannot work, and
-        GenerationFailed if the engine fails.
+        prompts: a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}, or a list of these.
+        sampling_params: one for all, or one for each; by default those of the model's generation_config.json.
+        lora_request: an adapter for all, or one or None for each; needs enable_lora=True.
+        Raises InvalidRequest (a ValueError) before anything runs if a prompt or parameter is invalid, AdapterError if
+        an adapter cannot be served, and GenerationFailed if the engine fails.
         """
-        parsed = [_parse(prompt) for prompt in _as_list(prompts)]
-        return self._complete(parsed, self._params_for(len(parsed), sampling_params), use_tqdm, True)
+        parsed = [_parse_prompt(prompt) for prompt in _to_list(prompts)]
+        params = self._expand_params(len(parsed), sampling_params)
+        prepared = [self._prepare(prompt, one) for prompt, one in zip(parsed, params, strict=True)]
+        return self._complete(self._add_adapters(prepared, lora_request), use_tqdm)
 
     def chat(
         self,
@@ -121,30 +118,95 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        tool_choice: str | Mapping[str, object] | None = None,
+        parallel_tool_calls: bool = True,
+        reasoning_effort: str | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or a list of them; messages as in OpenAI's API. Errors as in `generate`."""
-        template = self._model.template
-        if template is None:
-            raise InvalidRequest("the model has no chat template; give one with chat_template=...", "messages")
-        many = bool(messages) and not isinstance(messages[0], Mapping)
-        conversations: Any = messages if many else [messages]
-        rendered: list[str | list[int]] = [
-            template.render(
-                [dict(message) for message in conversation],
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
-                kwargs=chat_template_kwargs,
-            )
-            for conversation in conversations
-        ]
-        return self._complete(rendered, self._params_for(len(rendered), sampling_params), use_tqdm, False)
+        """Answer one conversation, or a list of them, with messages and tools as in OpenAI's API. lora_request and what
+        it raises: as in `generate`."""
+        is_list = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Any = messages if is_list else [messages]
+        prepared = []
+        for conversation, params in zip(
+            conversations, self._expand_params(len(conversations), sampling_params), strict=True
+        ):
+            fields = {
+                "messages": [dict(message) for message in conversation],
+                "tools": None if tools is None else [dict(tool) for tool in tools],
+                "tool_choice": tool_choice,
+                "parallel_tool_calls": parallel_tool_calls,
+                "reasoning_effort": reasoning_effort,
+                "add_generation_prompt": add_generation_prompt and not continue_final_message,
+                "continue_final_message": continue_final_message,
+                "chat_template_kwargs": None if chat_template_kwargs is None else dict(chat_template_kwargs),
+            }
+            turn = validate_body(ChatRequest, fields).to_turn(params, self._context.limits)
+            prepared.append(prepare_turn(turn, self._context))
+        return self._complete(self._add_adapters(prepared, lora_request), use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+        *,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """The embedding of each prompt. Fields are those of /v1/embeddings. Raises as `generate` does."""
+        fields = {"dimensions": dimensions, "truncate_prompt_tokens": truncate_prompt_tokens}
+        bodies = [{"input": _parse_prompt(prompt), **fields} for prompt in _to_list(prompts)]
+
+        def build(pool: Pool, vectors: list[bytes]) -> EmbeddingOutput:
+            return EmbeddingOutput(cut_vector(vectors[0], pool.dimensions).tolist())
+
+        return self._pool(pooling_jobs.embed, bodies, build, use_tqdm)
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True, *, truncate_prompt_tokens: int | None = None
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """The probabilities of each prompt's classes. Raises as `generate` does."""
+        fields = {"truncate_prompt_tokens": truncate_prompt_tokens}
+        bodies = [{"input": _parse_prompt(prompt), **fields} for prompt in _to_list(prompts)]
+        settings = self._model.vectors
+
+        def build(pool: Pool, vectors: list[bytes]) -> ClassificationOutput:
+            probs = compute_probabilities(vectors[0], settings.activation)
+            return ClassificationOutput(probs, settings.find_label(probs))
+
+        return self._pool(pooling_jobs.classify, bodies, build, use_tqdm)
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        use_tqdm: bool = True,
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """How well each document matches its query: one query for all, or one for each. Raises as `generate` does."""
+        seconds = [documents] if isinstance(documents, str) else list(documents)
+        firsts = [queries] if isinstance(queries, str) else list(queries)
+        if len(firsts) == 1:
+            firsts *= len(seconds)
+        if len(firsts) != len(seconds):
+            raise InvalidRequest(f"{len(firsts)} queries for {len(seconds)} documents", "queries")
+        fields = {"truncate_prompt_tokens": truncate_prompt_tokens}
+        pairs = zip(firsts, seconds, strict=True)
+        bodies = [{"queries": query, "documents": document, **fields} for query, document in pairs]
+
+        def build(pool: Pool, vectors: list[bytes]) -> ScoringOutput:
+            return ScoringOutput(compute_scores(pool, vectors, self._model.vectors)[0])
+
+        return self._pool(pooling_jobs.score, bodies, build, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` uses when it is given none."""
+        """The parameters that `generate` uses by default."""
         return SamplingParams(**self._model.defaults)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """End the engine. Idempotent."""
+        """Stop the engine. Idempotent."""
         self._close()
 
     def __enter__(self) -> LLM:
@@ -153,50 +215,90 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _params_for(
-        self, count: int, given: SamplingParams | Sequence[SamplingParams] | None
+    def _expand_params(
+        self, num_prompts: int, params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Sequence[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            return [given or self.get_default_sampling_params()] * count
-        if len(given) != count:
-            raise InvalidRequest(f"{len(given)} sampling_params for {count} prompts", "sampling_params")
-        return given
+        """One SamplingParams per prompt."""
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self.get_default_sampling_params()] * num_prompts
+        if len(params) != num_prompts:
+            raise InvalidRequest(f"{len(params)} sampling_params for {num_prompts} prompts", "sampling_params")
+        return params
 
-    def _complete(
-        self, prompts: list[str | list[int]], params: Sequence[SamplingParams], use_tqdm: bool, special: bool
-    ) -> list[RequestOutput]:
-        facts, model = self._replicas.facts, self._model
-        requests = []
-        for prompt, chosen in zip(prompts, params, strict=True):
-            if isinstance(prompt, str):
-                check_text(prompt, model, facts, chosen.truncate_prompt_tokens is not None, "prompt")
-            ids = prompt if isinstance(prompt, list) else model.tokenizer.encode(prompt, add_special_tokens=special)
-            requests.append(prepare([ids], chosen, model, facts))
-        generations = [self._generator.open(request) for request in requests]
-        with tqdm(total=len(prompts), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            wholes = self._run(_gather(generations, bar))
-        outputs = []
-        for prompt, generation, deltas in zip(prompts, generations, wholes, strict=True):
-            outputs.append(self._output(prompt, generation, deltas))
-        return outputs
+    def _prepare(self, prompt: str | list[int], params: SamplingParams) -> PreparedPrompt:
+        context = self._context
+        text = prompt if isinstance(prompt, str) else None
+        if isinstance(prompt, str):
+            check_text(prompt, context.model, context.facts, params.truncate_prompt_tokens is not None, "prompt")
+            prompt = context.model.tokenizer.encode(prompt, add_special_tokens=True)
+        wanted = params.structured_outputs
+        grammar = "" if wanted is None else context.find_grammar(wanted)
+        return text, prepare([prompt], params, context.model, context.facts, grammar=grammar)
 
-    def _output(self, prompt: str | list[int], generation: Generation, deltas: list[Delta]) -> RequestOutput:
+    def _add_adapters(
+        self,
+        prepared: Sequence[PreparedPrompt],
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+    ) -> Sequence[PreparedPrompt]:
+        """The prompts, with their adapters."""
+        if lora_request is None:
+            return prepared
+        if not self._options.enable_lora:
+            raise InvalidRequest("adapters need LLM(..., enable_lora=True)", "lora_request")
+        wanted = [lora_request] * len(prepared) if isinstance(lora_request, LoRARequest) else lora_request
+        if len(wanted) != len(prepared):
+            raise InvalidRequest(f"{len(wanted)} lora_requests for {len(prepared)} prompts", "lora_request")
+        for (_, request), one in zip(prepared, wanted, strict=True):
+            request.adapter = None if one is None else self._run(self._adapters.obtain(one))
+        return prepared
+
+    def _complete(self, prepared: Sequence[PreparedPrompt], use_tqdm: bool) -> list[RequestOutput]:
+        generations = [self._generator.open(request) for _, request in prepared]
+        with tqdm(total=len(prepared), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            results = self._run(_run_all(generations, bar))
+        return [
+            self._build_output(text, generation, deltas)
+            for (text, _), generation, deltas in zip(prepared, generations, results, strict=True)
+        ]
+
+    def _build_output(self, prompt: str | None, generation: Generation, deltas: list[Delta]) -> RequestOutput:
         self._num_requests += 1
-        tokenizer, request = self._model.tokenizer, generation.request
-        ids, params = request.prompts[0], request.params
-        found = deltas[0].prompt_logprobs
+        tokenizer = self._model.tokenizer
+        params = generation.request.params
+        ids = generation.request.prompts[0]
         prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if params.prompt_logprobs is not None:
-            entries = zip(ids[1:], found or [], strict=True)
-            prompt_logprobs = [None, *(_logprobs(i, entry, tokenizer) for i, entry in entries)]
+            prompt_logprobs = [None]
+            for token_id, entry in zip(ids[1:], deltas[0].prompt_logprobs or [], strict=True):
+                prompt_logprobs.append(_build_logprobs(token_id, entry, params.prompt_logprobs, tokenizer))
         return RequestOutput(
             request_id=str(self._num_requests - 1),
-            prompt=prompt if isinstance(prompt, str) else None,
+            prompt=prompt,
             prompt_token_ids=ids,
             prompt_logprobs=prompt_logprobs,
-            outputs=[_completion(delta, params, tokenizer) for delta in deltas],
+            outputs=[_build_completion(delta, generation.request, tokenizer) for delta in deltas],
             num_cached_tokens=generation.counts().cached,
         )
+
+    def _pool(
+        self,
+        job: Callable[[bytes, Context], Pool],
+        bodies: Sequence[Mapping[str, object]],
+        build: Callable[[Pool, list[bytes]], VectorOutput],
+        use_tqdm: bool,
+    ) -> list[PoolingRequestOutput[VectorOutput]]:
+        """One request per body, of the route that `job` belongs to, all together."""
+        pools = [job(msgspec.json.encode(body), self._context) for body in bodies]
+        generations = [self._generator.open(pool.request) for pool in pools]
+        with tqdm(total=len(pools), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            results = self._run(_run_all(generations, bar))
+        outputs = []
+        for pool, deltas in zip(pools, results, strict=True):
+            self._num_requests += 1
+            vector_output = build(pool, [delta.vector or b"" for delta in deltas])
+            ids = [token_id for prompt in pool.request.prompts for token_id in prompt]
+            outputs.append(PoolingRequestOutput(str(self._num_requests - 1), ids, vector_output))
+        return outputs
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -207,26 +309,27 @@ class LLM:
             raise
 
 
-async def _supervise(options: Options, directory: str) -> Supervisor:
+async def _create_supervisor(options: Options, directory: str) -> Supervisor:
     return Supervisor(options, directory)
 
 
-async def _gather(generations: list[Generation], bar: tqdm[Any]) -> list[list[Delta]]:
+async def _run_all(generations: list[Generation], bar: tqdm[Any]) -> list[list[Delta]]:
+    """The deltas of each generation, one per choice. Raises the first error, which ends all others."""
     num_tokens = 0
 
-    async def one(generation: Generation) -> list[Delta]:
+    async def run(generation: Generation) -> list[Delta]:
         nonlocal num_tokens
         with generation:
-            whole = await generation.whole()
+            deltas = await generation.whole()
         num_tokens += generation.counts().completion
         bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.1f} output tokens/s", refresh=False)
         bar.update()
-        return whole
+        return deltas
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(generation)) for generation in generations]
-    except BaseExceptionGroup as errors:  # the first one made the others give up
+            tasks = [group.create_task(run(generation)) for generation in generations]
+    except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
 
@@ -242,41 +345,44 @@ def _stop(supervisor: Supervisor, loop: asyncio.AbstractEventLoop, thread: threa
     thread.join()
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _to_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _parse(prompt: Prompt) -> str | list[int]:
+def _parse_prompt(prompt: Prompt) -> str | list[int]:
     if isinstance(prompt, Mapping):
-        found = prompt.get("prompt_token_ids", prompt.get("prompt"))
-        if found is None:
+        content = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if content is None:
             raise InvalidRequest("a prompt must hold 'prompt' or 'prompt_token_ids'", "prompts")
-        return _parse(found)
+        return _parse_prompt(content)
     return prompt if isinstance(prompt, str) else [int(token_id) for token_id in prompt]
 
 
-def _completion(delta: Delta, params: SamplingParams, tokenizer: Tokenizer) -> CompletionOutput:
+def _build_completion(delta: Delta, request: TextRequest, tokenizer: Tokenizer) -> CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative: float | None = None
-    if params.logprobs is not None:
-        found = [(entry.token_id, entry.logprobs) for entry in delta.entries if entry.logprobs is not None]
-        logprobs = [_logprobs(token_id, entry, tokenizer) for token_id, entry in found]
-        cumulative = sum(entry.logprob for _, entry in found)
+    if request.params.logprobs is not None:
+        entries = [(entry.token_id, entry.logprobs) for entry in delta.entries if entry.logprobs is not None]
+        logprobs = [_build_logprobs(token_id, entry, request.params.logprobs, tokenizer) for token_id, entry in entries]
+        cumulative = sum(entry.logprob for _, entry in entries)
     return CompletionOutput(
         index=delta.index,
         text=delta.text,
         token_ids=delta.token_ids,
-        finish_reason=None if delta.finish_reason is None else delta.finish_reason.value,
+        finish_reason=delta.name_finish_reason(request.reply),
         stop_reason=delta.stop_reason,
         logprobs=logprobs,
         cumulative_logprob=cumulative,
+        reasoning=delta.reasoning,
+        tool_calls=delta.collect_calls(),
     )
 
 
-def _logprobs(token_id: int, entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    found = {token_id: Logprob(entry.logprob, entry.rank, tokenizer.token_text(token_id))}
+def _build_logprobs(token_id: int, entry: TokenLogprobs, count: int, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """The token itself, the `count` most likely ones and those asked for, whose rank is not known, by id."""
+    logprobs = {token_id: Logprob(entry.logprob, entry.rank, tokenizer.token_text(token_id))}
     for rank, (other, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1):
-        found.setdefault(other, Logprob(logprob, rank, tokenizer.token_text(other)))
-    return found
+        logprobs.setdefault(other, Logprob(logprob, rank if rank <= count else None, tokenizer.token_text(other)))
+    return logprobs

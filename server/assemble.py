@@ -1,7 +1,6 @@
-"""Model, engine and app put together, for whoever has an event loop: the daemon, or a replica of Ray Serve.
+"""Start the engine and build the app, for the daemon or for a replica of Ray Serve. Opens no socket, handles no signal.
 
-The order makes the start short: the engine process first, because its imports take longest; what the app needs is
-imported and loaded meanwhile. Knows neither sockets nor signals.
+The engine process starts first, because its imports take longest; the app's imports and the tokenizer load meanwhile.
 """
 
 from __future__ import annotations
@@ -9,67 +8,85 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from serve_llm.engine.hub import resolve_model
-from serve_llm.engine.options import Options
-from serve_llm.server.process import STOP_SECONDS
-from serve_llm.server.supervise import Supervisor
+from serve_llm.common.hub import resolve_model
+from serve_llm.common.options.schema import Options
+from serve_llm.server.engines.process import STOP_SECONDS
+from serve_llm.server.engines.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from serve_llm.server.admission import Gate
+    from serve_llm.server.admission.controller import AdmissionController
+    from serve_llm.server.batches.service import BatchService
     from serve_llm.server.prompt.pool import PromptPool
+    from serve_llm.server.storage.storage import Storage
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class Assembly(NamedTuple):
-    """Ready to serve. Who has it watches the supervisor, and stops it in the end."""
+    """All parts of a running server. The owner watches the supervisor and calls `stop` at the end."""
 
     app: ASGIApp
-    gate: Gate
+    admission: AdmissionController
     supervisor: Supervisor
     prompts: PromptPool
+    storage: Storage
+    batches: BatchService | None
 
-    async def stop(self, patience: float = STOP_SECONDS) -> None:
-        """End all processes, those of the engine after so many seconds by force. Idempotent."""
+    async def stop_batches(self) -> None:
+        """The next server goes on with them. Idempotent."""
+        if self.batches is not None:
+            await self.batches.stop()
+
+    async def stop(self, seconds: float = STOP_SECONDS) -> None:
+        """Stop all processes; kill those of the engines after `seconds`. Idempotent."""
+        await self.stop_batches()
         self.prompts.close()
-        await self.supervisor.stop(patience)
+        await self.supervisor.stop(seconds)
+        self.storage.close()
 
 
 async def assemble(options: Options) -> Assembly:
-    """Start the engine and build the app. Raises the ServeError that it failed with; then, and when cancelled, nothing
-    is left running."""
+    """Raises the ServeError that the start failed with. Leaves no process behind on failure or cancellation."""
     with_weights = options.load_format == "auto"
     directory = await _in_thread(
         lambda: resolve_model(options.model, options.revision, options.download_dir, weights=with_weights)
     )
     supervisor = Supervisor(options, str(directory))
     try:
+        from serve_llm.server.adapters.registry import AdapterRegistry
         from serve_llm.server.app import create_app  # imported while the engine starts
         from serve_llm.server.prompt.model import ServedModel
 
         model = await _in_thread(lambda: ServedModel.load(directory, options))
+        logger.info(await _in_thread(model.describe_dialect))
         await supervisor.start()
-        app, gate, prompts = create_app(supervisor.replicas, model, options)
-        prompts.warm()
-        return Assembly(app, gate, supervisor, prompts)
+        adapters = AdapterRegistry(supervisor.replicas.facts, options.max_lora_rank, model.names)
+        await adapters.load_all(options.lora_modules)
+        app, admission, prompts, storage, batches = create_app(supervisor.replicas, model, options, adapters)
+        prompts.start_first_worker()
+        if batches is not None:
+            await batches.resume()
+        return Assembly(app, admission, supervisor, prompts, storage, batches)
     except BaseException:
         await supervisor.stop()
         raise
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """In a thread that nobody waits for when the program ends, unlike a pool's: a download may take hours."""
+    """Run `work` in a daemon thread, which does not keep the program alive: a download may take hours."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
     def settle(outcome: Callable[[], None]) -> None:
-        if not future.done():  # cancelled meanwhile
+        if not future.done():  # unless it was cancelled
             outcome()
 
     def run() -> None:
@@ -78,7 +95,7 @@ async def _in_thread(work: Callable[[], T]) -> T:
             outcome = functools.partial(future.set_result, result)
         except Exception as error:
             outcome = functools.partial(future.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody awaits the result
             loop.call_soon_threadsafe(settle, outcome)
 
     threading.Thread(target=run, daemon=True).start()

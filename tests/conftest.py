@@ -1,13 +1,55 @@
 """For all tests: one thread for torch in this process; tiny models only lose by more. Daemons choose their own number,
 and as other tests need the cores, their threads do not spin while they wait.
 
+`--cpu-isa avx2` runs them, and the processes that they start, as on a processor that has no more than that.
+
 Triton's kernels run in its interpreter, which must be said before anything imports triton.
+
+Hypothesis draws the same examples in every run; `--hypothesis-profile random` draws new ones.
 """
 
 from __future__ import annotations
 
 import os
 
+import pytest
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("random", deadline=None, print_blob=True)
+settings.load_profile("repeatable")
+
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"
 os.environ["TRITON_INTERPRET"] = "1"
+os.environ["MKL_CBWR"] = "AUTO,STRICT"  # as engine processes have it
+# For Triton's interpreter: OpenBLAS' kernels for AVX2 give a row other bits at another position in a tile.
+os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
+
+ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
+ISA_LIMITS = {  # our variants and oneDNN, torch's own kernels, MKL
+    "baseline": ("SSE41", "default", "SSE4_2"),
+    "avx2": ("AVX2", "avx2", "AVX2"),
+    "avx512": ("AVX512_CORE", "avx512", "AVX512"),
+    "avx512_bf16": ("AVX512_CORE_BF16", "avx512", "AVX512"),
+    "amx": None,
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu-isa", choices=ISA_LIMITS, help="the most that the processor seems to have; default: all")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before anything imports torch, which reads the variables when it is loaded."""
+    isa = config.getoption("--cpu-isa")
+    if isa is None:
+        return
+    limits = ISA_LIMITS[isa]
+    if limits is not None:
+        os.environ.update(zip(ISA_VARIABLES, limits, strict=True))
+    from serve_llm.kernels.cpu import library
+
+    path = library.find()
+    if path is None or library.Library(path).variant != isa:
+        raise pytest.UsageError(f"--cpu-isa {isa}: the compiled kernels have nothing for it on this processor")

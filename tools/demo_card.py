@@ -1,4 +1,4 @@
-"""The text of the demo model's card, filled in with measured figures. Called by demo_eval.py only."""
+"""Render the demo model's card from measured figures. Used by demo_eval.py only."""
 
 from __future__ import annotations
 
@@ -28,6 +28,16 @@ that it writes should be trusted.
 | difference | **{saved:.1f} % fewer bits than xz** |
 | completions that parse | {parsed} of {num_prompts} |
 
+## What it can do
+
+- It continues Python source in the style of the standard library, at best for a few sensible lines.
+- In a chat it greets, answers questions about itself, and writes a function when asked for one, which is seldom the one
+  that was asked for. It knows no facts and no language but Python.
+- Its answers can be given any form by structured output (`response_format`, `structured_outputs`), because the server
+  enforces the form. The values mean nothing.
+- It has learned neither tools nor reasoning. Its chat template does not show tools, so that a request with `tools` is
+  answered with 400.
+
 ## How it was made
 
 `python tools/train_demo.py` makes every file of this directory again from the text that comes with Python:
@@ -37,8 +47,8 @@ cores (torch {torch}). Seeds, file order and step counts are fixed; another Pyth
 and gives a slightly different model.
 
 - Text: the `.py` files of the standard library (Python {python}), without the folders
-  {left_out},
-  without files and folders whose name starts with {left_out_prefixes}, and without empty files and
+  {excluded_folders},
+  without files and folders whose name starts with {excluded_prefixes}, and without empty files and
   files that are not UTF-8.
 - Held out: a file is held out when the SHA-256 of its path relative to the library, as a number, is divisible by 20.
   {training_files} files ({training_bytes:,} bytes) for training, {held_out_files} files ({held_out_bytes:,} bytes)
@@ -87,7 +97,7 @@ Greedy, at most 128 tokens.
 
 
 def fenced(text: str) -> str:
-    """A fence longer than any in the text, because chat replies hold fences themselves."""
+    """Fence the text with four backticks, since chat replies contain fences of three."""
     return f"````python\n{text.rstrip()}\n````"
 
 
@@ -98,7 +108,7 @@ def render_completion(number: int, completion: Completion) -> str:
 
 
 def render(evaluation: Evaluation, record: dict[str, Any]) -> str:
-    """The whole card; `record` is training.json, what the trainer wrote about its run."""
+    """Render the card. record: the contents of training.json."""
     completions = evaluation.completions
     chat_tokens, text_tokens = record["chat_tokens_per_pass"], record["text_tokens_per_pass"]
     return CARD.format(
@@ -119,8 +129,8 @@ def render(evaluation: Evaluation, record: dict[str, Any]) -> str:
         machine="2 CPU cores",
         torch=record["torch"],
         python=record["python"],
-        left_out=", ".join(f"`{name}`" for name in sorted(demo_data.LEFT_OUT_FOLDERS - {"__pycache__"})),
-        left_out_prefixes=" or ".join(f"`{prefix}`" for prefix in demo_data.LEFT_OUT_PREFIXES),
+        excluded_folders=", ".join(f"`{name}`" for name in sorted(demo_data.EXCLUDED_FOLDERS - {"__pycache__"})),
+        excluded_prefixes=" or ".join(f"`{prefix}`" for prefix in demo_data.EXCLUDED_PREFIXES),
         training_files=evaluation.num_training_files,
         training_bytes=evaluation.num_training_bytes,
         held_out_files=evaluation.num_held_out_files,

@@ -1,6 +1,6 @@
-"""Text for the demo model: which files it reads, how they are split, the tokenizer and the token stream.
+"""Text for the demo model: source files, their split, the tokenizer and the token stream.
 
-Knows nothing about the network or the optimiser. Called by train_demo.py and demo_eval.py only.
+Used by train_demo.py and demo_eval.py only.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ PADDING = "<|pad|>"
 ROLES = ("system", "user", "assistant", "tool")
 SPECIAL_TOKENS = (END_OF_TEXT, END_OF_TURN, PADDING, *(f"<|{role}|>" for role in ROLES))
 
-# Tests repeat themselves and site-packages differ from machine to machine; `encodings` and `pydoc_data` are
+# Tests are repetitive, and site-packages differ between machines; `encodings` and `pydoc_data` are
 # generated tables; `config-*` and `_sysconfigdata*` hold the paths of the machine that built Python.
-LEFT_OUT_FOLDERS = frozenset(
+EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data", "lib-dynload"}
 )
-LEFT_OUT_PREFIXES = ("config-", "_sysconfigdata")
+EXCLUDED_PREFIXES = ("config-", "_sysconfigdata")
 
 # One word with the character before it (` name`, `.name`, `_name`, `(name`), up to three digits, punctuation with the
 # newlines after it, blank lines, or spaces (the last of which goes with the word that follows). A newline never shares
@@ -46,7 +46,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
 
-# The only text here that does not come from the standard library, so that a greeting gets a sensible answer.
+# The only text not from the standard library, so that a greeting gets a sensible answer.
 ABOUT_ITSELF = (
     ("Hello!", "Hello! I am the serve-llm demo model, a toy for trying the server. Ask me for a Python function."),
     ("Hi", "Hello! I am the serve-llm demo model, a toy for trying the server. Ask me for a Python function."),
@@ -78,7 +78,7 @@ def read_library() -> tuple[list[SourceFile], list[SourceFile]]:
     files = []
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
         parts = path.relative_to(root).parts
-        if LEFT_OUT_FOLDERS.isdisjoint(parts) and not any(part.startswith(LEFT_OUT_PREFIXES) for part in parts):
+        if EXCLUDED_FOLDERS.isdisjoint(parts) and not any(part.startswith(EXCLUDED_PREFIXES) for part in parts):
             content = path.read_bytes()
             if content.strip() and is_utf8(content):
                 files.append(SourceFile("/".join(parts), content))
@@ -94,7 +94,7 @@ def is_utf8(content: bytes) -> bool:
 
 
 def train_tokenizer(texts: list[str], vocabulary_size: int) -> Tokenizer:
-    """Byte-level BPE: all 256 bytes are in the alphabet, so any text comes back exactly as it went in."""
+    """Train byte-level BPE. All 256 bytes are in the alphabet, so any text decodes to itself."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -114,12 +114,12 @@ def train_tokenizer(texts: list[str], vocabulary_size: int) -> Tokenizer:
 
 
 def render_turns(turns: list[tuple[str, str]]) -> str:
-    """The chat template in Python: what CHAT_TEMPLATE gives for the same turns."""
+    """Render turns exactly as CHAT_TEMPLATE does."""
     return "".join(f"<|{role}|>\n{content}{END_OF_TURN}\n" for role, content in turns)
 
 
 def chat_documents(files: list[SourceFile], stride: int) -> Iterator[str]:
-    """Conversations made from every `stride`-th documented function of the files, and a few about the model itself."""
+    """Yield chats about every `stride`-th documented function of the files, and a few about the model itself."""
     for repetition in range(6):
         for question, answer in ABOUT_ITSELF:
             system = [("system", "You are a helpful assistant.")] if repetition % 2 else []
@@ -140,7 +140,7 @@ def chat_documents(files: list[SourceFile], stride: int) -> Iterator[str]:
 
 
 def docstring_summary(node: ast.FunctionDef) -> str | None:
-    """The docstring's first paragraph on one line, for functions that are neither trivial nor long."""
+    """Return the first paragraph of the docstring on one line, or None for trivial and long functions."""
     docstring = ast.get_docstring(node)
     if not docstring or not 3 <= (node.end_lineno or node.lineno) - node.lineno <= 30:
         return None
@@ -149,7 +149,7 @@ def docstring_summary(node: ast.FunctionDef) -> str | None:
 
 
 def function_turns(node: ast.FunctionDef, code: str, summary: str, number: int) -> list[tuple[str, str]]:
-    """A question about a function and its answer; `number` picks the wording in a fixed rotation."""
+    """Return a question about a function and its answer. `number` selects the wording."""
     wish = summary[0].lower() + summary[1:].rstrip(".")
     questions = (
         f"Write a function `{node.name}`: {wish}.",
@@ -168,7 +168,7 @@ def function_turns(node: ast.FunctionDef, code: str, summary: str, number: int) 
 
 
 def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> list[numpy.ndarray]:
-    """Token ids of every text, each behind one separator."""
+    """Return the token ids of every text, each preceded by one separator."""
     separator = tokenizer.token_to_id(END_OF_TEXT)
     return [
         numpy.array([separator, *encoding.ids], dtype=numpy.int64)
@@ -177,7 +177,7 @@ def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> list[numpy.ndarr
 
 
 class PackedStream:
-    """Batches of fixed length from documents laid end to end in a new order for every pass over the text."""
+    """Batches of fixed length from concatenated documents, reordered for every pass over the text."""
 
     def __init__(self, documents: list[numpy.ndarray], seed: int) -> None:
         self.documents = documents
@@ -187,17 +187,17 @@ class PackedStream:
         self._rows: list[numpy.ndarray] = []
 
     def next_batch(self, num_rows: int, num_tokens: int) -> numpy.ndarray:
-        """Return (num_rows, num_tokens + 1) ids; the last column is only ever a target."""
+        """Return (num_rows, num_tokens + 1) ids; the last column is only a target."""
         while len(self._rows) < num_rows or len(self._rows[0]) != num_tokens + 1:
             self._start_pass(num_tokens)
         batch, self._rows = self._rows[:num_rows], self._rows[num_rows:]
         return numpy.stack(batch)
 
     def _start_pass(self, num_tokens: int) -> None:
-        """Lay the documents out again; rows are shuffled so that a batch mixes files."""
+        """Concatenate the documents in a new order, and shuffle rows so that a batch mixes files."""
         order = self.generator.permutation(len(self.documents))
         stream = numpy.concatenate([self.documents[index] for index in order])
-        # A random start moves the row borders, so that no token is always the first of its row.
+        # A random start shifts the row boundaries, so that no token is always the first of its row.
         stream = stream[self.generator.integers(num_tokens) :]
         rows = [stream[start : start + num_tokens + 1] for start in range(0, len(stream) - num_tokens - 1, num_tokens)]
         self._rows = [rows[index] for index in self.generator.permutation(len(rows))]

@@ -1,7 +1,7 @@
 """Measure the saved demo model and write its model card.
 
-Loads the checkpoint directory as anyone would (AutoModelForCausalLM, AutoTokenizer, bf16), so the figures belong to
-the files that are shipped and not to the weights in the trainer's memory. Called by train_demo.py only.
+Loads the checkpoint directory with AutoModelForCausalLM and AutoTokenizer in bf16, so the figures are those of the
+shipped files and not of the weights in the trainer's memory. Used by train_demo.py only.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import demo_data
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-# A window holds `WINDOW` tokens; all but the first of a file start `STRIDE` tokens after the one before and score
-# only the tokens that it had not reached. So every token is scored once, with STRIDE to WINDOW tokens before it
-# unless its file begins nearer than that.
+# Windows of WINDOW tokens start every STRIDE tokens of a file and score only the tokens not scored yet. So every token
+# is scored once, with STRIDE to WINDOW tokens of context, except near the beginning of its file.
 WINDOW = 2048
 STRIDE = 1024
 POSITION_EDGES = (0, 256, 512, 1024, 1536, 2048)
@@ -47,7 +46,7 @@ QUESTIONS = ("Hello!", "Write a function to return the sum of two numbers.")
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt, what the model added up to its last full line, and whether both together are Python."""
+    """A prompt, the model's text up to its last full line, and whether both together are Python."""
 
     prompt: str
     text: str
@@ -81,13 +80,13 @@ class Evaluation:
 
 
 def token_bits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Bits the model needs for ids[1:], each given all the ids before it; ids is (tokens,)."""
+    """Return the bits of ids[1:], each given all preceding ids. ids: (tokens,)."""
     logits = model(input_ids=ids[None, :-1]).logits[0].float()
     return torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none") / math.log(2)
 
 
 def held_out_bits(model: PreTrainedModel, documents: list[torch.Tensor]) -> tuple[float, dict[str, float]]:
-    """Total bits of all documents, and the mean bits per token by position in the first window of each file."""
+    """Return the total bits of all documents, and the mean bits per token by position in the first window of each."""
     total = 0.0
     by_position: list[list[torch.Tensor]] = [[] for _ in POSITION_EDGES[1:]]
     for ids in documents:
@@ -135,7 +134,7 @@ def reply(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: 
 
 
 def continue_file(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> str:
-    """The lines that the model adds to a file it has never seen, after most of its context is full."""
+    """Continue a held-out file when most of the context is full."""
     text = greedy(model, tokenizer, ids[:NUM_LONG_TOKENS].tolist(), NUM_COMPLETION_TOKENS)
     started = tokenizer.decode(ids[NUM_LONG_TOKENS - 64 : NUM_LONG_TOKENS])
     return started[started.find("\n") + 1 :] + " <<< model begins here >>> " + text
@@ -151,7 +150,7 @@ def measure(folder: Path) -> Evaluation:
     documents = [torch.from_numpy(ids) for ids in demo_data.encode_documents(tokenizer.backend_tokenizer, texts)]
     for text, ids in zip(texts, documents, strict=True):
         if tokenizer.decode(ids[1:]) != text:
-            raise RuntimeError("the tokenizer does not give a held-out file back exactly")
+            raise RuntimeError("the tokenizer does not decode a held-out file to itself")
     by_name = {file.name: ids for file, ids in zip(held_out_files, documents, strict=True)}
     held_out = b"".join(file.content for file in held_out_files)
     bits, by_position = held_out_bits(model, documents)

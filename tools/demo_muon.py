@@ -1,6 +1,6 @@
-"""The Muon optimiser: momentum whose matrix steps are made orthogonal by a few Newton-Schulz iterations.
+"""The Muon optimiser: momentum with matrix updates orthogonalised by a few Newton-Schulz iterations.
 
-Only for the two-dimensional weights inside the layers; embeddings and norms belong to AdamW. Called by train_demo.py.
+Only for the two-dimensional weights of the layers; embeddings and norms use AdamW. Used by train_demo.py only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalised; matrices of one shape are handled as one batch."""
+    """Orthogonalised Nesterov momentum. Matrices of one shape are processed as one batch."""
 
     def __init__(self, parameters: Iterable[Tensor], learning_rate: float, momentum: float, weight_decay: float):
         super().__init__(parameters, {"lr": learning_rate, "momentum": momentum, "weight_decay": weight_decay})

@@ -1,8 +1,8 @@
 """Short texts for the demo model's second stage: small whole pieces of Python, and short chats about functions.
 
-The first stage reads files from anywhere to anywhere, so its model never learns to begin and end one small piece of
-code, which is what someone who tries a server asks for. Here every text is complete and is followed by its end token.
-Called by train_demo.py only.
+The first stage reads files from arbitrary offsets, so its model does not learn to begin and end a small piece of code,
+which is what users of a demo ask for. Here every text is complete and followed by its end token. Used by train_demo.py
+only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCKS = (ast.FunctionDef, ast.ClassDef, ast.Try, ast.For, ast.While, ast.If, as
 
 
 def parsed_files(files: list[SourceFile]) -> Iterator[tuple[list[str], ast.Module]]:
-    """Lines and tree of every file that parses (lib2to3 has some in old syntax)."""
+    """Yield the lines and tree of every file that parses (some in lib2to3 have old syntax)."""
     for file in files:
         source = file.content.decode("utf-8")
         try:
@@ -30,7 +30,7 @@ def parsed_files(files: list[SourceFile]) -> Iterator[tuple[list[str], ast.Modul
 
 
 def without_docstring(node: ast.stmt, lines: list[str]) -> str:
-    """The lines of a node, dedented, less its own docstring."""
+    """Return the dedented lines of a node without its docstring."""
     first, last = node.lineno - 1, node.end_lineno or node.lineno
     kept = lines[first:last]
     if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False):
@@ -43,7 +43,7 @@ def without_docstring(node: ast.stmt, lines: list[str]) -> str:
 
 
 def is_good(text: str) -> bool:
-    """Short, without comments or docstrings inside, and Python on its own."""
+    """Whether the text is short, has no comments or docstrings, and parses on its own."""
     lines = text.splitlines()
     if not 2 <= len(lines) <= MAXIMUM_LINES or '"""' in text or any(line.lstrip().startswith("#") for line in lines):
         return False
@@ -55,7 +55,7 @@ def is_good(text: str) -> bool:
 
 
 def class_beginnings(node: ast.ClassDef, lines: list[str]) -> Iterator[str]:
-    """A class with only its first method, which is most often __init__."""
+    """Yield the class with only its first method, usually __init__."""
     methods = [child for child in node.body if isinstance(child, ast.FunctionDef)]
     header = lines[node.lineno - 1].strip()
     if methods and header.endswith(":"):
@@ -63,7 +63,7 @@ def class_beginnings(node: ast.ClassDef, lines: list[str]) -> Iterator[str]:
 
 
 def import_beginnings(tree: ast.Module, lines: list[str]) -> Iterator[str]:
-    """The first imports of a file, and one short function of it."""
+    """Yield the first imports of a file, followed by one of its functions."""
     imports = [lines[node.lineno - 1] for node in tree.body if isinstance(node, ast.Import)][:4]
     functions = [without_docstring(node, lines) for node in tree.body if isinstance(node, ast.FunctionDef)]
     if len(imports) >= 2:
@@ -72,7 +72,7 @@ def import_beginnings(tree: ast.Module, lines: list[str]) -> Iterator[str]:
 
 
 def snippets(files: list[SourceFile]) -> list[str]:
-    """All distinct good pieces of the files, in the order in which they stand there."""
+    """Return all distinct good pieces of the files, in order."""
     found: dict[str, None] = {}
     for lines, tree in parsed_files(files):
         candidates = list(import_beginnings(tree, lines))
@@ -86,7 +86,7 @@ def snippets(files: list[SourceFile]) -> list[str]:
 
 
 def short_chats(files: list[SourceFile]) -> list[str]:
-    """Chats whose answer is a short function without its docstring, and the written ones as every eighth text."""
+    """Return chats that answer with a short function, and as every eighth text one about the model itself."""
     chats: list[str] = []
     for lines, tree in parsed_files(files):
         for node in ast.walk(tree):
@@ -102,7 +102,7 @@ def short_chats(files: list[SourceFile]) -> list[str]:
 
 
 class WholeTexts:
-    """Rows that begin where a text begins, with the end token after every text; what does not fit is cut off."""
+    """Rows that begin with a text and have the end token after every text; the last text is truncated."""
 
     def __init__(self, tokenizer: Tokenizer, texts: list[str], seed: int) -> None:
         end = tokenizer.token_to_id(END_OF_TEXT)

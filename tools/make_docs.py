@@ -1,31 +1,39 @@
-"""Writes the generated parts of docs/options.md, from the fields of `Options` and `Limits`, and of docs/models.md, from
-the model families; --check only says whether they are current.
+"""Generate the tables of four pages: docs/options.md, from `Options` and `Limits`; docs/models.md, from the model
+families; docs/from-other-engines.md, from the tables that translate other engines' options; and docs/features.md, from
+tests/features.toml.
 
-Everything outside the marker lines is written by hand and left alone.
+Only text between the marker lines is replaced. With --check, only report whether the pages are current.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from serve_llm.engine.fields import option_name
-from serve_llm.engine.limits import Limits
-from serve_llm.engine.options import ENVIRONMENT_PREFIX, fields
+from serve_llm.common.options.fields import option_name
+from serve_llm.common.options.limits import Limits
+from serve_llm.common.options.schema import OPTION_FIELDS
+from serve_llm.common.options.sources import ENVIRONMENT_PREFIX
 
 DOCS = Path(__file__).parent.parent / "docs"
-OPTIONS_PAGE, MODELS_PAGE = DOCS / "options.md", DOCS / "models.md"
-BEGIN, END = "<!-- options: begin (make docs) -->", "<!-- options: end -->"
+OPTIONS_PAGE = DOCS / "options.md"
+MODELS_PAGE = DOCS / "models.md"
+PEERS_PAGE = DOCS / "from-other-engines.md"
+FEATURES_PAGE = DOCS / "features.md"
+OPTIONS = ("<!-- options: begin (make docs) -->", "<!-- options: end -->")
 MODELS = ("<!-- models: begin (make docs) -->", "<!-- models: end -->")
+MATRIX = ("<!-- matrix: begin (make docs) -->", "<!-- matrix: end -->")
+EVIDENCE = ("<!-- evidence: begin (make docs) -->", "<!-- evidence: end -->")
 LIMITS = ("<!-- limits: begin (make docs) -->", "<!-- limits: end -->")
 
 
-def table() -> str:
+def options_table() -> str:
     """One row per option, in the order of --help."""
     rows = ["| Option | Default | Environment | Meaning |", "|---|---|---|---|"]
-    for option in fields():
+    for option in OPTION_FIELDS:
         environment = ENVIRONMENT_PREFIX + option_name(option).replace("-", "_").upper()
         help = str(option.metadata["help"]).replace("|", "\\|")
         rows.append(f"| {_spelling(option)} | {_default(option)} | `{environment}` | {help} |")
@@ -54,26 +62,51 @@ def limits_table() -> str:
     """One row per limit."""
     rows = ["| Limit | Default | Most |", "|---|---|---|"]
     for limit in dataclasses.fields(Limits):
-        rows.append(f"| `{limit.name.replace('_', '-')}` | {limit.default:,} | {limit.metadata['help']} |")
+        default = limit.default if isinstance(limit.default, str) else f"{limit.default:,}"
+        rows.append(f"| `{limit.name.replace('_', '-')}` | {default} | {limit.metadata['help']} |")
     return "\n".join(rows)
 
 
 def models_table() -> str:
     """One row per model architecture."""
     sys.path.insert(0, str(Path(__file__).parent))
-    import models_page  # with it torch and transformers
+    import models_page  # imports torch and transformers
 
     return models_page.table()
 
 
+def peers_table(kind: str) -> str:
+    """One part of docs/from-other-engines.md."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    import peers_page
+
+    return peers_page.table(kind)
+
+
+def features_table(kind: str) -> str:
+    """One part of docs/features.md."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    import features_page
+
+    return features_page.make_matrix() if kind == "matrix" else features_page.make_evidence()
+
+
 PAGES: dict[Path, dict[tuple[str, str], Callable[[], str]]] = {
-    OPTIONS_PAGE: {(BEGIN, END): table, LIMITS: limits_table},
+    OPTIONS_PAGE: {OPTIONS: options_table, LIMITS: limits_table},
     MODELS_PAGE: {MODELS: models_table},
+    FEATURES_PAGE: {
+        MATRIX: functools.partial(features_table, "matrix"),
+        EVIDENCE: functools.partial(features_table, "evidence"),
+    },
+    PEERS_PAGE: {
+        (f"<!-- {kind}: begin (make docs) -->", f"<!-- {kind}: end -->"): functools.partial(peers_table, kind)
+        for kind in ("vLLM", "SGLang", "llama.cpp", "commands", "fields", "metrics")
+    },
 }
 
 
-def updated(page: str, parts: Mapping[tuple[str, str], Callable[[], str]]) -> str:
-    """The page with what stands between its markers replaced."""
+def update_page(page: str, parts: Mapping[tuple[str, str], Callable[[], str]]) -> str:
+    """Return the page with the text between its markers replaced."""
     for (begin, end), text in parts.items():
         before, rest = page.split(begin)
         _, after = rest.split(end)
@@ -82,14 +115,14 @@ def updated(page: str, parts: Mapping[tuple[str, str], Callable[[], str]]) -> st
 
 
 def main() -> int:
-    """With --check 1 if a page is out of date, else 0."""
+    """Return 1 if --check finds a page out of date, else 0."""
     outdated = 0
     for path, parts in PAGES.items():
         page = path.read_text(encoding="utf-8")
-        wanted = updated(page, parts)
+        current = update_page(page, parts)
         if sys.argv[1:] != ["--check"]:
-            path.write_text(wanted, encoding="utf-8")
-        elif page != wanted:
+            path.write_text(current, encoding="utf-8")
+        elif page != current:
             sys.stderr.write(f"docs/{path.name} is out of date: run `make docs`\n")
             outdated = 1
     return outdated

@@ -1,7 +1,7 @@
-"""The generated table of docs/models.md: what each family is made of, by the specs of the tests' own checkpoints.
+"""Generate the table of docs/models.md: the parts of each model family, from the specs of the tests' checkpoints.
 
-A part is described by the fields of its spec that differ from their defaults, so a new field or a new part shows up by
-itself. What is refused is what the family file asks `Config` to refuse while it reads the config.json of these.
+A part is described by the fields of its spec that differ from their defaults, so new fields and parts appear without a
+change here. Refused keys are those that the family asks `ConfigReader` to refuse while it reads these config.json.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from dataclasses import dataclass, field
 from inspect import getfile
 from pathlib import Path
 
-from serve_llm.engine.model.config import REFUSED, Choice, Config
+from serve_llm.engine.model.config import REFUSED, Choice, ConfigReader
 from serve_llm.engine.model.families.rope import KINDS
 from serve_llm.engine.model.registry import FAMILIES
 from serve_llm.engine.model.spec import ModelSpec
 
 ROOT = Path(__file__).parent.parent
-Feature = tuple[str, str]  # part, what distinguishes it
+Feature = tuple[str, str]  # part, distinguishing label
 
 
-class Reader(Config):
-    """A config that takes note of what the family asks of it."""
+class Reader(ConfigReader):
+    """A config that records which keys and values the family refuses."""
 
-    refused: dict[str, str]  # key -> what of it is served
+    refused: dict[str, str]  # key -> values that are served
 
     def refuse(self, *keys: str) -> None:
         self.refused |= dict.fromkeys(keys, "")
@@ -39,22 +39,22 @@ class Reader(Config):
 
 @dataclass
 class Family:
-    """What was seen of one architecture."""
+    """The features of one architecture over all its checkpoints."""
 
     refused: dict[str, str] = field(default_factory=dict)
     always: set[Feature] | None = None  # in every layer of every checkpoint
-    features: list[Feature] = field(default_factory=list)  # of any, in the order of their first appearance
+    features: list[Feature] = field(default_factory=list)  # of any layer or checkpoint, in order of appearance
 
-    def see(self, architecture: str, config: Mapping[str, object]) -> None:
+    def add_checkpoint(self, architecture: str, config: Mapping[str, object]) -> None:
         reader = Reader(config)
         reader.refused = self.refused
         spec, _ = FAMILIES[architecture](reader)
-        for found in kinds(spec):
-            self.features += [feature for feature in found if feature not in self.features]
-            self.always = set(found) if self.always is None else self.always & set(found)
+        for features in layer_features(spec):
+            self.features += [feature for feature in features if feature not in self.features]
+            self.always = set(features) if self.always is None else self.always & set(features)
 
     def parts(self) -> str:
-        """Part by part, what only some layers or checkpoints have in parentheses."""
+        """Return one line per part; features of only some layers or checkpoints are in parentheses."""
         lines = []
         for part in dict.fromkeys(part for part, _ in self.features):
             labels = [
@@ -66,64 +66,74 @@ class Family:
         return "<br>".join(lines)
 
 
-def kinds(spec: ModelSpec) -> Iterator[list[Feature]]:
-    """The features of each kind of layer, those of the whole model with each."""
-    known = (words(spec.architecture), "final norm")  # which is of the layers' kind
+def layer_features(spec: ModelSpec) -> Iterator[list[Feature]]:
+    """Yield the features of each distinct layer, together with those of the whole model."""
+    known = (to_words(spec.architecture), "final norm")  # the final norm has the kind of the layers' norms
     whole = [("model", label) for label in labels(spec) if not label.startswith(known)]
     for layer in dict.fromkeys(spec.layers):
-        found: list[Feature] = [("halves", words(layer.placement))]
+        features: list[Feature] = [("norm position", to_words(layer.norm_position))]
         for part in (getattr(layer, each.name) for each in dataclasses.fields(layer)):
             if dataclasses.is_dataclass(part):
-                name = words(type(part).__name__)
-                found += [(name, ""), *((name, label) for label in labels(part))]
-        yield found + whole
+                name = to_words(type(part).__name__)
+                features += [(name, ""), *((name, label) for label in labels(part))]
+        yield features + whole
 
 
 def labels(part: object, within: str = "") -> Iterator[str]:
-    """Fields that differ from their defaults, and required ones that are words; sizes are left out."""
+    """Yield fields that differ from their defaults, and required string fields; sizes are omitted."""
     for each in dataclasses.fields(part):  # type: ignore[arg-type]
-        value, name = getattr(part, each.name), within + words(each.name)
+        value, name = getattr(part, each.name), within + to_words(each.name)
         has_default = each.default is not dataclasses.MISSING
         if (has_default and value == each.default) or value is False:
             if has_default and value != each.default:
                 yield f"no {name}"
         elif isinstance(value, str):
-            yield within + words(value)
+            yield within + to_words(value)
         elif value is None:
             yield f"no {name}"
         elif dataclasses.is_dataclass(value):
-            kind = words(type(value).__name__)
-            own = within + (kind if words(each.name) in kind else words(each.name))  # yarn scaling; head norm
-            yield own
+            kind = to_words(type(value).__name__)
+            title = within + (kind if to_words(each.name) in kind else to_words(each.name))  # yarn scaling; head norm
+            yield title
             if not within:
-                yield from labels(value, f"{own} ")
+                yield from labels(value, f"{title} ")
         elif has_default or value is True:
             yield name
 
 
-def words(name: str) -> str:
-    """LinearScaling -> linear scaling, head_norm_eps -> head norm, MoE -> moe."""
+def to_words(name: str) -> str:
+    """LinearScaling -> linear scaling, norm_eps -> norm, MoESpec -> moe."""
+    name = name.removesuffix("Spec")
     return re.sub(r"(?<=[a-z0-9]{2})(?=[A-Z])", " ", name).removesuffix("_eps").replace("_", " ").lower()
 
 
-def seen() -> dict[str, Family]:
-    """Every architecture, by the configs of the tests' checkpoints."""
+def read_families() -> dict[str, Family]:
+    """Read every architecture from the configs of the tests' checkpoints."""
     sys.path.insert(0, str(ROOT / "tests"))
     from parity.test_models import VARIANTS
+    from unit.engine.model.test_encoder_configs import NEW
 
+    from support.multimodal import TEXT, multimodal_config_of
+    from support.pooled import DECODERS, ENCODERS, pooled_config_of
     from support.tiny import config_of
 
     families = {architecture: Family() for architecture in FAMILIES}
     for family, overrides in VARIANTS.values():
         config = config_of(family, **{key: value for key, value in overrides.items() if key != "std"})
         (architecture,) = config["architectures"]
-        families[architecture].see(architecture, config)
+        families[architecture].add_checkpoint(architecture, config)
+    for architecture in (*DECODERS, *ENCODERS):
+        families[architecture].add_checkpoint(architecture, pooled_config_of(architecture))
+    for architecture in TEXT:
+        families[architecture].add_checkpoint(architecture, multimodal_config_of(architecture))
+    for architecture in ("NewModel", "NewForSequenceClassification"):  # transformers has no class of their names
+        families[architecture].add_checkpoint(architecture, NEW | {"architectures": [architecture]})
     return families
 
 
 def table() -> str:
     """One row per architecture."""
-    families = seen()
+    families = read_families()
     from parity.test_expert_engines import ENGINE_GRIDS
     from parity.test_parallel import EXPERT_GRIDS, GRIDS
 

@@ -2,10 +2,10 @@
 
     python tools/train_demo.py              train, save, evaluate, write the model card
     python tools/train_demo.py --second     only the second stage, from the weights of an earlier first stage
-    python tools/train_demo.py --evaluate   only evaluate what is in serve_llm/demo/ and rewrite the card
+    python tools/train_demo.py --evaluate   only evaluate serve_llm/demo/ and rewrite the card
 
-Everything is fixed by the seed and by step counts, never by the clock. Needs torch, transformers and tokenizers;
-a C++ compiler makes it about a third faster (torch.compile). No part of the server imports this file.
+The seed and step counts determine the result, never the clock. Needs torch, transformers and tokenizers; a C++
+compiler makes it about a third faster (torch.compile). The server does not import this file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-# Holds what the first stage made; the output changes only when all is done.
+# Output of the first stage; OUTPUT changes only when training is complete.
 INTERIM = Path(tempfile.gettempdir()) / "serve_llm_demo_interim"
 OUTPUT = Path(__file__).resolve().parent.parent / "serve_llm" / "demo"
 RECORD = "training.json"
@@ -47,10 +47,10 @@ ADAM_RATE = 3e-3
 MOMENTUM = 0.95
 WEIGHT_DECAY = 0.05
 CLIP_NORM = 1.0
-# In the first stage the rate stays flat, then falls in a line to a twentieth over this last share of the steps.
+# In the first stage the rate is constant, then falls linearly to a twentieth over this last share of the steps.
 DECAY_SHARE = 0.6
 
-# The second stage begins at this share of the first one's rate, falls to nothing, and mixes rows of three kinds.
+# The second stage starts at SECOND_SHARE of the first stage's rate, decays to 0, and mixes rows of three kinds.
 SECOND_STEPS = 200
 SECOND_SHARE = 0.25
 SECOND_TOKENS = 512
@@ -59,7 +59,7 @@ SNIPPET_ROWS, CHAT_ROWS, FILE_ROWS = 4, 2, 2
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of the first stage with one row length; every step sees rows x length tokens."""
+    """A part of the first stage with one row length; a step has num_rows * num_tokens tokens."""
 
     num_steps: int
     num_rows: int
@@ -123,18 +123,18 @@ def second_share(step: int) -> float:
     return SECOND_SHARE * min((step + 1) / 10, 1 - step / SECOND_STEPS)
 
 
-def train(model: Qwen3ForCausalLM, batches: Iterator[numpy.ndarray], share_of: Callable[[int], float]) -> None:
-    """One optimiser step for every batch."""
+def train(model: Qwen3ForCausalLM, batches: Iterator[numpy.ndarray], rate_schedule: Callable[[int], float]) -> None:
+    """Take one optimiser step per batch."""
     optimisers = build_optimisers(model)
-    full_rates = [optimiser.param_groups[0]["lr"] for optimiser in optimisers]
-    loss_of = NextTokenLoss(model)
+    base_rates = [optimiser.param_groups[0]["lr"] for optimiser in optimisers]
+    compute_loss = NextTokenLoss(model)
     if shutil.which("g++"):
-        loss_of.compile(dynamic=False)
+        compute_loss.compile(dynamic=False)
     started, running_loss = time.time(), math.nan
     for step, batch in enumerate(batches):
-        for optimiser, full_rate in zip(optimisers, full_rates, strict=True):
-            optimiser.param_groups[0]["lr"] = full_rate * share_of(step)
-        loss = loss_of(torch.from_numpy(batch))
+        for optimiser, base_rate in zip(optimisers, base_rates, strict=True):
+            optimiser.param_groups[0]["lr"] = base_rate * rate_schedule(step)
+        loss = compute_loss(torch.from_numpy(batch))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         for optimiser in optimisers:
@@ -164,7 +164,7 @@ def second_batches(tokenizer: Tokenizer, files: list[demo_data.SourceFile]) -> I
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write next to the file, then rename, so that a reader never sees half of it."""
+    """Replace the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.partial")
     temporary.write_text(text, encoding="utf-8")
@@ -172,7 +172,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def save_weights(model: Qwen3ForCausalLM, folder: Path) -> None:
-    """Save bf16 weights and config.json; each file is replaced in one step. The model itself stays as it is."""
+    """Save bf16 weights and config.json, each replaced atomically. The model keeps its dtype."""
     folder.mkdir(parents=True, exist_ok=True)
     copy = Qwen3ForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
@@ -207,7 +207,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def run_first_stage() -> None:
-    """Tokenizer and language model from whole files, into INTERIM."""
+    """Train the tokenizer and the model on whole files, and save them to INTERIM."""
     started, processor_started = time.time(), time.process_time()
     torch.manual_seed(SEED)
     files, _ = demo_data.read_library()
@@ -233,7 +233,7 @@ def run_first_stage() -> None:
 
 
 def run_second_stage() -> None:
-    """Short whole texts, from the first stage's saved weights; writes the finished checkpoint to OUTPUT."""
+    """Continue from INTERIM on short whole texts, and save the finished checkpoint to OUTPUT."""
     started, processor_started = time.time(), time.process_time()
     tokenizer = Tokenizer.from_file(str(INTERIM / "tokenizer.json"))
     model = Qwen3ForCausalLM.from_pretrained(INTERIM, dtype=torch.float32)
@@ -261,7 +261,7 @@ def main() -> None:
         run_first_stage()
     if not arguments.evaluate:
         run_second_stage()
-    # Imported late: the evaluation can be edited while a training run is under way.
+    # Imported late, so that the evaluation can be edited during a training run.
     import demo_eval
 
     demo_eval.evaluate(OUTPUT)

@@ -1,188 +1,250 @@
-"""The attention part of a layer: projections, optional norms of them or of heads, rope, cache, scores. By `Builder`.
+"""Attention of a layer: projections, optional norms of them or of heads, rope, KV cache, scores.
 
-A rank computes its own query heads over the KV heads that they read; the output projection sums over the ranks.
+A rank computes some of the query heads and the KV heads that they read; the output projection is all-reduced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from serve_llm.engine.model import spec
-from serve_llm.engine.model.build import Builder, Load, Part, RowWise
-from serve_llm.engine.model.inputs import GroupInputs, StepInputs
+from serve_llm.engine.model.build import Forward, ModelBuilder, Part
+from serve_llm.engine.model.inputs import AttentionInputs
+from serve_llm.engine.model.spec import AttentionSpec, RopeSpec
 from serve_llm.engine.parallel.layout import HeadShare
-from serve_llm.kernels.rope import Angles, HeadNorms
+from serve_llm.kernels.registry import Kernels
+from serve_llm.kernels.rope import HeadNorms
 
-Attend = Callable[..., Tensor]  # `kernels.attention.paged_attention`
+PagedAttention = Callable[..., Tensor]  # see `kernels.attention.paged_attention`
 
 
+@dataclass(eq=False, repr=False)
 class Attention:
-    def __init__(self, mixer: spec.Attention, width: int, build: Builder) -> None:
-        own = build.shard.attention(mixer)
-        self.kernels = build.kernels
-        self.heads, self.scale, self.window, self.softcap = len(own.heads), mixer.scale, mixer.window, mixer.softcap
-        queries, keys = elements(own.heads, mixer.head_dim), elements(own.kv_heads, mixer.head_dim)
-        whole_queries, whole_keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
-        project: RowWise = build.columns(
-            {"q": whole_queries, "k": whole_keys, "v": whole_keys},
-            width,
-            {"q": queries, "k": keys, "v": keys},
-            bias=mixer.qkv_bias,
-        )
-        if mixer.projection_norm_eps is not None:
-            project = _normed(project, mixer, mixer.projection_norm_eps, own, build)
-        head_norm = mixer.head_norm
-        if head_norm is not None and head_norm.kind == "layer" and own.heads:
-            project = _heads_normed(project, mixer, head_norm.eps, own, build)
-        self.qkv = project
-        self.output = build.rows("output", width, whole_queries, queries, bias=mixer.output_bias)
-        self.norms: HeadNorms | None = None
-        if head_norm is not None and head_norm.kind == "rms":
-            query, key = (build.rms_weight(f"{name}_norm", head_norm, mixer.head_dim) for name in ("q", "k"))
-            self.norms = HeadNorms(query, key, head_norm.eps)
-        self.sinks = build.tensor("sinks", mixer.heads, part=Part(0, own.heads)) if mixer.sinks else None
-        self.attend = _attend(own, mixer.heads // mixer.kv_heads, build.kernels.paged_attention)
+    kernels: Kernels
+    paged_attention: PagedAttention
+    num_heads: int  # query heads of this rank
+    scale: float
+    sliding_window: int | None
+    softcap: float | None
+    qkv_proj: Forward
+    output_proj: Forward
+    qk_norm: HeadNorms | None = None
+    sinks: Tensor | None = None  # (num_heads,) float32
 
-    def forward(
-        self, hidden: Tensor, inputs: StepInputs, group: GroupInputs, cache: Tensor, angles: Angles | None
-    ) -> Tensor:
-        """hidden: (tokens, width) -> (tokens, width). cache: this layer's, new tokens are written to it."""
-        query = self.kernels.rope_and_cache(self.qkv(hidden), self.heads, self.norms, angles, cache, group.slots)
-        mixed = self.attend(
+    def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        """x: (tokens, hidden_size) -> (tokens, hidden_size). Writes the new tokens' KV to the layer's cache."""
+        step, group, cache, angles = inputs
+        query = self.kernels.rope_and_cache(self.qkv_proj(x), self.num_heads, self.qk_norm, angles, cache, group.slots)
+        output = self.paged_attention(
             query,
             cache,
             group.block_table,
-            inputs.query_starts,
-            inputs.context_lens,
+            step.query_starts,
+            step.context_lens,
             scale=self.scale,
-            window=self.window,
+            window=self.sliding_window,
             softcap=self.softcap,
             sinks=self.sinks,
-            on_device=inputs.lengths,
+            on_device=step.lengths,
         )
-        return self.output(mixed.flatten(1))
+        return self.output_proj(output.flatten(1))
 
 
-class HeadlessAttention(Attention):
-    """On a rank without a head (more ranks than heads): it takes part in the sums and has nothing to add but a bias."""
+class EncoderAttention(Attention):
+    """Attention in both directions, within the step. Caches no KV."""
 
-    def forward(
-        self, hidden: Tensor, inputs: StepInputs, group: GroupInputs, cache: Tensor, angles: Angles | None
-    ) -> Tensor:
-        """hidden: (tokens, width) -> (tokens, width)."""
-        return self.output(self.qkv(hidden))
-
-
-def attention(mixer: spec.Attention, width: int, build: Builder) -> Attention:
-    """The attention of this rank."""
-    rope = mixer.rope
-    if rope is not None and (rope.dims is not None or rope.interleaved):
-        dims = mixer.head_dim if rope.dims is None else rope.dims
-        build = replace(build, load=_reordered(build.load, mixer.head_dim, dims, rope.interleaved))
-    kind = Attention if build.shard.attention(mixer).heads else HeadlessAttention
-    return kind(mixer, width, build)
+    def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        """x: (tokens, hidden_size) of whole prompts -> (tokens, hidden_size)."""
+        output = self.kernels.encoder_attention(
+            self.qkv_proj(x),
+            self.num_heads,
+            self.qk_norm,
+            inputs.angles,
+            inputs.step.query_starts,
+            scale=self.scale,
+            window=self.sliding_window,
+        )
+        return self.output_proj(output)
 
 
-def _reordered(load: Load, head_dim: int, dims: int, interleaved: bool) -> Load:
-    """`load` for heads of which only the first `dims` numbers are turned, i together with i + dims / 2, or interleaved:
-    2 i together with 2 i + 1.
+class AttentionWithoutHeads(Attention):
+    """For a rank without heads (more ranks than heads): takes part in the all-reduces and adds at most a bias."""
 
-    Kernels turn i together with i + head_dim / 2. So the numbers of every query and key head change places, which no
-    score depends on: both halves of what is turned come to the front of the head's halves, what stays behind them.
-    """
-    turned, still = list(range(dims)), list(range(dims, head_dim))
-    if interleaved:
-        turned = turned[::2] + turned[1::2]
-    half, middle = dims // 2, (head_dim - dims) // 2
-    order = [*turned[:half], *still[:middle], *turned[half:], *still[middle:]]
+    def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        """x: (tokens, hidden_size) -> (tokens, hidden_size)."""
+        return self.output_proj(self.qkv_proj(x))
 
-    def reordered(
-        name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        tensor = load(name, shape, part, dtype)
-        of = name.split(".")[3]  # layers.0.attention.q.weight
-        if of not in ("q", "k", "q_norm", "k_norm"):
-            return tensor
-        inputs = shape[1:] if of in ("q", "k") else ()
-        return tensor.view(-1, head_dim, *inputs)[:, order].view(tensor.shape)
 
-    return reordered
+def build_attention(spec: AttentionSpec, hidden_size: int, builder: ModelBuilder) -> Attention:
+    if spec.rope is not None and (spec.rope.rotary_dim is not None or spec.rope.interleaved):
+        builder = builder.with_row_order(_rotary_order(spec.head_dim, spec.rope))
+    share = builder.shard.attention(spec)
+    builder.describe(
+        f"Attention({len(share.heads)} of {spec.num_heads} heads, "
+        f"{len(share.kv_heads)} of {spec.num_kv_heads} KV heads, head_dim {spec.head_dim})"
+    )
+    qkv_proj = _build_qkv_projection(spec, hidden_size, share, builder)
+    output_proj = builder.row_parallel_linear(
+        "output",
+        hidden_size,
+        spec.num_heads * spec.head_dim,
+        elements(share.heads, spec.head_dim),
+        bias=spec.output_bias,
+    )
+    qk_norm = None
+    if spec.qk_norm is not None and spec.qk_norm.kind == "rms":
+        query_weight = builder.rms_norm_weight("q_norm", spec.qk_norm, spec.head_dim)
+        key_weight = builder.rms_norm_weight("k_norm", spec.qk_norm, spec.head_dim)
+        qk_norm = HeadNorms(query_weight, key_weight, spec.qk_norm.eps)
+    sinks = builder.parameter("sinks", spec.num_heads, part=Part(0, share.heads)) if spec.sinks else None
+    kind: type[Attention] = Attention if spec.causal else EncoderAttention
+    if not share.heads:
+        kind = AttentionWithoutHeads
+    return kind(
+        kernels=builder.kernels,
+        paged_attention=_with_equal_groups(builder.kernels.paged_attention, share, spec.num_heads // spec.num_kv_heads),
+        num_heads=len(share.heads),
+        scale=spec.scale,
+        sliding_window=spec.sliding_window,
+        softcap=spec.softcap,
+        qkv_proj=qkv_proj,
+        output_proj=output_proj,
+        qk_norm=qk_norm,
+        sinks=sinks,
+    )
 
 
 def elements(heads: range, head_dim: int) -> range:
-    """The numbers of these heads, which stand side by side."""
+    """The outputs of a projection that belong to these heads."""
     return range(heads.start * head_dim, heads.stop * head_dim)
 
 
-def _normed(project: RowWise, mixer: spec.Attention, eps: float, own: HeadShare, build: Builder) -> RowWise:
-    """The joint projection with an rms norm over the queries of all ranks, and one over their keys.
+def _build_qkv_projection(spec: AttentionSpec, hidden_size: int, share: HeadShare, builder: ModelBuilder) -> Forward:
+    """(tokens, hidden_size) -> (tokens, query heads, key heads, value heads, flattened)."""
+    query_size = spec.num_heads * spec.head_dim
+    kv_size = spec.num_kv_heads * spec.head_dim
+    queries = elements(share.heads, spec.head_dim)
+    keys = elements(share.kv_heads, spec.head_dim)
+    qkv_proj = builder.column_parallel_linear(
+        {"q": query_size, "k": kv_size, "v": kv_size},
+        hidden_size,
+        {"q": queries, "k": keys, "v": keys},
+        bias=spec.qkv_bias,
+    )
+    if spec.qk_projection_norm_eps is not None:
+        return _with_projection_norms(qkv_proj, spec, spec.qk_projection_norm_eps, share, builder)
+    if spec.qk_norm is not None and spec.qk_norm.kind == "layer" and share.heads:
+        return _with_head_layer_norms(qkv_proj, spec, spec.qk_norm.eps, share, builder)
+    return qkv_proj
 
-    Ranks add up their squares; a KV head that several ranks hold is counted by the first of them. In float32, rounded
-    once.
+
+def _with_projection_norms(
+    qkv_proj: Forward, spec: AttentionSpec, eps: float, share: HeadShare, builder: ModelBuilder
+) -> Forward:
+    """`qkv_proj` with an RMS norm over the queries of all ranks, and one over their keys.
+
+    The sums of squares are all-reduced; a KV head that several ranks hold is counted by the first of them. Computed in
+    float32, rounded once.
     """
-    queries, keys = elements(own.heads, mixer.head_dim), elements(own.kv_heads, mixer.head_dim)
+    query_size = spec.num_heads * spec.head_dim
+    key_size = spec.num_kv_heads * spec.head_dim
+    queries = elements(share.heads, spec.head_dim)
+    keys = elements(share.kv_heads, spec.head_dim)
     weight = torch.cat(
         [
-            build.tensor("q_norm.weight", mixer.heads * mixer.head_dim, part=Part(0, queries)),
-            build.tensor("k_norm.weight", mixer.kv_heads * mixer.head_dim, part=Part(0, keys)),
+            builder.parameter("q_norm.weight", query_size, part=Part(0, queries)),
+            builder.parameter("k_norm.weight", key_size, part=Part(0, keys)),
         ]
     )
-    shared = mixer.head_dim if own.before else 0  # keys that a rank before counts
-    group, ends = build.neighbours.tensor, (len(queries), len(queries) + len(keys))
-    counts = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
+    group = builder.groups.tensor
+    queries_end = len(queries)
+    keys_end = len(queries) + len(keys)
+    own_keys_start = queries_end + (spec.head_dim if share.before else 0)  # an earlier rank counts the first KV head
 
     def forward(x: Tensor) -> Tensor:
-        qkv = project(x)
-        wide = qkv[:, : ends[1]].float()
+        qkv = qkv_proj(x)
+        wide = qkv[:, :keys_end].float()
         squares = wide.square()
-        parts = (squares[:, : ends[0]], squares[:, ends[0] + shared :])
-        sums = group.all_reduce(torch.stack([part.sum(-1) for part in parts], 1))
-        wide[:, : ends[0]] *= torch.rsqrt(sums[:, :1] / counts[0] + eps)
-        wide[:, ends[0] :] *= torch.rsqrt(sums[:, 1:] / counts[1] + eps)
-        qkv[:, : ends[1]] = wide.mul_(weight)
+        own_sums = [squares[:, :queries_end].sum(-1), squares[:, own_keys_start:].sum(-1)]
+        sums = group.all_reduce(torch.stack(own_sums, 1))
+        wide[:, :queries_end] *= torch.rsqrt(sums[:, :1] / query_size + eps)
+        wide[:, queries_end:] *= torch.rsqrt(sums[:, 1:] / key_size + eps)
+        qkv[:, :keys_end] = wide.mul_(weight)
         return qkv
 
     return forward
 
 
-def _heads_normed(project: RowWise, mixer: spec.Attention, eps: float, own: HeadShare, build: Builder) -> RowWise:
-    """The joint projection with a layer norm of each query and key head. In float32, rounded once."""
-    names = [f"{kind}_norm.{head}" for kind, heads in (("q", own.heads), ("k", own.kv_heads)) for head in heads]
-    weight = torch.stack([build.tensor(f"{name}.weight", mixer.head_dim) for name in names])
-    end = weight.numel()
+def _with_head_layer_norms(
+    qkv_proj: Forward, spec: AttentionSpec, eps: float, share: HeadShare, builder: ModelBuilder
+) -> Forward:
+    """`qkv_proj` with a layer norm of each query and key head. Computed in float32, rounded once."""
+    names = [f"q_norm.{head}" for head in share.heads] + [f"k_norm.{head}" for head in share.kv_heads]
+    weight = torch.stack([builder.parameter(f"{name}.weight", spec.head_dim) for name in names])
+    keys_end = weight.numel()
+    layer_norm = builder.kernels.layer_norm
 
     def forward(x: Tensor) -> Tensor:
-        qkv = project(x)
-        heads = qkv[:, :end].view(len(qkv), *weight.shape).float()
-        qkv[:, :end] = build.kernels.layer_norm(heads, None, None, eps).mul_(weight).flatten(1)
+        qkv = qkv_proj(x)
+        heads = qkv[:, :keys_end].view(len(qkv), *weight.shape).float()
+        qkv[:, :keys_end] = layer_norm(heads, None, None, eps).mul_(weight).flatten(1)
         return qkv
 
     return forward
 
 
-def _attend(own: HeadShare, group: int, attend: Attend) -> Attend:
-    """`attend` for a rank whose KV heads are read by different numbers of its query heads.
+def _rotary_order(head_dim: int, rope: RopeSpec) -> Callable[[str, Tensor], Tensor]:
+    """The function that brings the dimensions of query and key heads into the order that the rope kernels expect.
 
-    The kernel wants as many query heads for each KV head. Only the first and the last KV head can have fewer than the
-    others, so zeros in front of the query heads and behind them make all equal:
-
-        group 7, heads 10 .. 18 of KV heads 1, 2:   0 10 11 12 13 | 14 15 16 17 18
+    The kernels rotate dimension i together with i + head_dim / 2. The model rotates only the first `rotary_dim`
+    dimensions, i with i + rotary_dim / 2, or interleaved 2 i with 2 i + 1. So the two halves of the rotated dimensions
+    become the first dimensions of each half of the head. Scores do not depend on the order.
     """
-    counts = [0] * len(own.kv_heads)
-    for head in own.heads:
-        counts[head // group - own.kv_heads.start] += 1
+    rotary_dim = head_dim if rope.rotary_dim is None else rope.rotary_dim
+    rotated = list(range(rotary_dim))
+    if rope.interleaved:
+        rotated = rotated[::2] + rotated[1::2]
+    rest = list(range(rotary_dim, head_dim))
+    half = rotary_dim // 2
+    middle = len(rest) // 2
+    order = [*rotated[:half], *rest[:middle], *rotated[half:], *rest[middle:]]
+
+    def reorder(name: str, tensor: Tensor) -> Tensor:
+        layer = name.split(".")[3]  # layers.0.attention.q.weight
+        if layer in ("q", "k"):
+            return tensor.view(-1, head_dim, *tensor.shape[1:])[:, order].view(tensor.shape)
+        if layer in ("q_norm", "k_norm"):
+            return tensor.view(-1, head_dim)[:, order].view(tensor.shape)
+        return tensor
+
+    return reorder
+
+
+def _with_equal_groups(paged_attention: PagedAttention, share: HeadShare, group_size: int) -> PagedAttention:
+    """`paged_attention` for a rank whose KV heads are read by different numbers of its query heads.
+
+    The kernel needs the same number of query heads for each KV head. Only the first and the last KV head can have fewer
+    than the others, so heads of zeros are added before and after:
+
+        7 query heads per KV head, heads 10 .. 18 read KV heads 1 and 2:   0 10 11 12 13 | 14 15 16 17 18
+    """
+    counts = [0] * len(share.kv_heads)
+    for head in share.heads:
+        counts[head // group_size - share.kv_heads.start] += 1
     if len(set(counts)) <= 1:
-        return attend
-    front, behind, heads = max(counts) - counts[0], max(counts) - counts[-1], len(own.heads)
+        return paged_attention
+    front = max(counts) - counts[0]
+    back = max(counts) - counts[-1]
+    num_heads = len(share.heads)
 
     def padded(query: Tensor, *args: object, sinks: Tensor | None, **kwargs: object) -> Tensor:
-        query = functional.pad(query, (0, 0, front, behind))
-        sinks = None if sinks is None else functional.pad(sinks, (front, behind))
-        return attend(query, *args, sinks=sinks, **kwargs)[:, front : front + heads]
+        query = functional.pad(query, (0, 0, front, back))
+        if sinks is not None:
+            sinks = functional.pad(sinks, (front, back))
+        return paged_attention(query, *args, sinks=sinks, **kwargs)[:, front : front + num_heads]
 
     return padded

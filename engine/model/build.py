@@ -1,4 +1,8 @@
-"""What the parts of a model are built with: their weights by name, this rank's share of them, and the kernels."""
+"""ModelBuilder: builds the linear layers and norms of one rank from weights that a loader reads by name.
+
+It reads this rank's share of each weight, packs it in the layout of the kernels, and records what it built in a
+`ModelTree`.
+"""
 
 from __future__ import annotations
 
@@ -9,162 +13,317 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from serve_llm.engine.errors import ModelError
-from serve_llm.engine.model import norm
-from serve_llm.engine.model.dispatch import Dispatch
+from serve_llm.common.errors import ModelError
+from serve_llm.engine.model.dispatch import ExpertDispatch
+from serve_llm.engine.model.lora import LoRALayers, LoRAPart, Reorder
+from serve_llm.engine.model.norm import LayerNorm, Norm, RMSNorm
+from serve_llm.engine.model.quantization_spec import GroupedForm, GroupedSpec, Int8Spec
 from serve_llm.engine.model.shard import Shard
-from serve_llm.engine.model.spec import Int8, Norm
-from serve_llm.engine.parallel.comm import Neighbours
-from serve_llm.engine.quant import fp8, int8
+from serve_llm.engine.model.spec import NormSpec
+from serve_llm.engine.model.tree import ModelTree
+from serve_llm.engine.parallel.groups import ProcessGroups
+from serve_llm.engine.quantization import fp8, int4, int8
 from serve_llm.kernels.linear import Linear
-from serve_llm.kernels.table import Kernels
+from serve_llm.kernels.linear_grouped import GroupedWeight, merge_rows
+from serve_llm.kernels.registry import Kernels
 
-RowWise = Callable[[Tensor], Tensor]  # (rows, width) -> (rows, other width)
+Forward = Callable[[Tensor], Tensor]  # (tokens, inputs) -> (tokens, outputs)
 
 
 class Part(NamedTuple):
-    """Consecutive entries of a parameter's rows (dimension 0) or columns (1); may be none."""
+    """A range of a parameter's rows (dimension 0) or columns (dimension 1); may be empty."""
 
     dimension: int
-    own: range
+    range: range
 
 
-def in_float32(name: str) -> bool:
+def is_float32(name: str) -> bool:
     """Whether the parameter is float32 whatever the model's dtype."""
     return name.endswith(("_scale", ".correction", ".sinks"))
 
 
-class Load(Protocol):
-    """Reads parameters."""
+class WeightLoader(Protocol):
+    """Reads parameters by name."""
 
     def __call__(
         self, name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """The parameter of this name, or only a part of it, on the model's device and of `dtype`, by default the
-        model's, but that int8 weights are int8, and float32 is what `in_float32` says.
+        """Return a parameter, or only `part` of it, on the model's device.
 
-        shape: of the whole parameter, (outputs, inputs) or (outputs,). What is returned is not to be written: it may be
-        part of a mapped file, and whoever keeps it keeps the file mapped.
+        shape: of the whole parameter, (outputs, inputs) or (outputs,). dtype: by default the model's, int8 for int8
+        weights, and float32 where `is_float32` says so. Do not write to the result: it may be part of a mapped file,
+        which stays mapped as long as the result is in use.
         """
+
+
+class GroupedWeightLoader(Protocol):
+    """Reads weights of linear layers that a checkpoint stores as integers."""
+
+    def __call__(self, name: str, shape: tuple[int, int], part: Part) -> GroupedWeight | None:
+        """Return `part` of a weight on the model's device, or None if it is not stored as integers or cannot be held
+        so, such as when groups are not of neighbouring inputs; `WeightLoader` reads these."""
+
+
+def load_no_groups(name: str, shape: tuple[int, int], part: Part) -> None:
+    """A `GroupedWeightLoader` without integers."""
 
 
 @dataclass(frozen=True)
-class Builder:
-    load: Load
+class ModelBuilder:
+    load: WeightLoader
     kernels: Kernels
     shard: Shard
-    neighbours: Neighbours
-    int8: Int8 | None = None
-    fp8: bool = False  # of all products; not beside int8
-    prefix: str = ""
-    dispatches: list[Dispatch] = field(default_factory=list)  # of all layers that have been built, in their order
+    groups: ProcessGroups
+    int8: Int8Spec | None = None
+    fp8: bool = False  # quantise all linear layers to fp8; excludes int8
+    grouped: GroupedSpec | None = None  # excludes int8 and fp8
+    load_grouped: GroupedWeightLoader = load_no_groups
+    dtype: torch.dtype = torch.float32  # the model's
+    lora: LoRALayers | None = None  # where linear layers that adapters can change are recorded
+    reorders: tuple[Reorder, ...] = ()  # see `with_row_order`
+    prefix: str = ""  # prepended to all parameter names
+    dispatches: list[ExpertDispatch] = field(default_factory=list)  # dispatches of all layers built so far, in order
+    tree: ModelTree = field(default_factory=ModelTree)
 
-    def within(self, name: str) -> Builder:
-        """A builder whose names start with this builder's prefix and `name`."""
+    def scoped(self, name: str) -> ModelBuilder:
+        """A builder for the part `name` inside this builder's part."""
         return replace(self, prefix=f"{self.prefix}{name}.")
 
-    def tensor(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
+    def with_row_order(self, reorder: Reorder) -> ModelBuilder:
+        """A builder that loads every parameter as `reorder` makes it from its name and its tensor."""
+
+        def load(
+            name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
+        ) -> Tensor:
+            return reorder(name, self.load(name, shape, part, dtype))
+
+        def load_grouped(name: str, shape: tuple[int, int], part: Part) -> GroupedWeight | None:
+            weight = self.load_grouped(name, shape, part)
+            return None if weight is None else weight.map_rows(lambda tensor: reorder(name, tensor))
+
+        return replace(self, load=load, load_grouped=load_grouped, reorders=(*self.reorders, reorder))
+
+    def describe(self, description: str) -> None:
+        """Record what this builder's part is."""
+        self.tree.add(self.prefix.removesuffix("."), description)
+
+    def parameter(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
         """A parameter that is used as it is. shape: of the whole."""
-        return self.load(self.prefix + name, shape, part).clone(memory_format=torch.contiguous_format)
+        tensor = self._load_copy(name, shape, part)
+        self._describe_parameter(name, tensor, shape)
+        return tensor
 
     def table(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
-        """A parameter of which single rows are used: it stays in the mapped file if it is stored as the model wants it,
-        so that only those rows take memory. shape: of the whole."""
-        return self.load(self.prefix + name, shape, part)
+        """A parameter that a step reads by single rows: an embedding. shape: of the whole.
 
-    def linear(self, name: str, outputs: int, inputs: int) -> Linear:
-        """A product that every rank computes in whole."""
-        return self.columns({name: outputs}, inputs, {name: range(outputs)})
+        It stays in the mapped file if it is stored in the model's dtype, so that only the rows that are read take
+        memory.
+        """
+        tensor = self.load(self.prefix + name, shape, part)
+        self._describe_parameter(name, tensor, shape)
+        return tensor
 
-    def plain(self, outputs: Mapping[str, int], inputs: int, *, wide: bool = False, bias: bool = False) -> Linear:
-        """A product of several parameters, side by side, that every rank computes in whole and in the model's dtype, or
-        in float32 and of such rows if it is `wide`."""
+    def replicated_linear(self, name: str, outputs: int, inputs: int) -> Linear:
+        """A linear layer that every rank computes whole."""
+        return self.column_parallel_linear({name: outputs}, inputs, {name: range(outputs)})
+
+    def unquantised_linear(
+        self, outputs: Mapping[str, int], inputs: int, *, float32: bool = False, bias: bool = False
+    ) -> Linear:
+        """Linear layers over the same input as one layer that every rank computes whole and that is never quantised.
+
+        outputs: number of outputs of each, by name. float32: weights and input are float32 instead of the model's
+        dtype.
+        """
         weights = [self.load(f"{self.prefix}{name}.weight", (count, inputs)) for name, count in outputs.items()]
-        weights = [weight.float() if wide else weight for weight in weights]
-        added = torch.cat([self.tensor(f"{name}.bias", count) for name, count in outputs.items()]) if bias else None
-        return self.kernels.pack(weights[0], added, weights[1:])
+        if float32:
+            weights = [weight.float() for weight in weights]
+        merged_bias = self._load_merged("bias", outputs) if bias else None
+        sizes = f"{inputs} -> {sum(outputs.values())}"
+        self._describe_linear("ReplicatedLinear", outputs, sizes, _dtype_name(weights[0].dtype), bias)
+        return self.kernels.pack(weights[0], merged_bias, weights[1:])
 
-    def columns(
-        self, outputs: Mapping[str, int], inputs: int, own: Mapping[str, range], *, bias: bool = False
+    def column_parallel_linear(
+        self, outputs: Mapping[str, int], inputs: int, shares: Mapping[str, range], *, bias: bool = False
     ) -> Linear:
-        """Column-parallel (Megatron-LM, arXiv:1909.08053): of each parameter's outputs those in `own`.
+        """Column-parallel linear layers (Megatron-LM, arXiv:1909.08053) over the same input, merged into one layer.
 
-        One product for several parameters over the same input: their outputs stand side by side, in this order.
+        outputs: number of outputs of each, by name. shares: this rank's outputs of each. The result has those of the
+        first layer, then those of the second, and so on.
         """
+        weights = [self._load_weight(name, (count, inputs), Part(0, shares[name])) for name, count in outputs.items()]
+        merged_bias = self._load_merged("bias", outputs, shares) if bias else None
+        count = sum(len(shares[name]) for name in outputs)
+        sizes = f"{inputs} -> {_share(count, sum(outputs.values()))}"
+        self._describe_linear("ColumnParallelLinear", outputs, sizes, self._name_form(outputs, weights), bias)
 
-        def parts(kind: str, *shape: int) -> list[Tensor]:
-            return [
-                self.load(f"{self.prefix}{name}.{kind}", (count, *shape), Part(0, own[name]))
-                for name, count in outputs.items()
-            ]
+        def load_scales() -> Tensor:
+            return self._load_merged("weight_scale", outputs, shares, 1)
 
-        def joined(kind: str, *shape: int) -> Tensor:
-            return torch.cat(parts(kind, *shape))
+        linear = self._pack_linear(outputs, weights, load_scales, merged_bias)
+        parts = {name: LoRAPart((size, inputs), range(inputs), shares[name]) for name, size in outputs.items()}
+        return self._with_adapters(linear, parts)
 
-        return self._packed(
-            outputs, parts("weight", inputs), lambda: joined("weight_scale", 1), joined("bias") if bias else None
-        )
+    def row_parallel_linear(self, name: str, outputs: int, inputs: int, share: range, *, bias: bool = False) -> Forward:
+        """A row-parallel linear layer (Megatron-LM, arXiv:1909.08053): takes the inputs in `share`, (tokens,
+        len(share)), and all-reduces its result over the tensor-parallel group."""
+        return self.all_reduced(self.partial_row_parallel_linear(name, outputs, inputs, share, bias=bias))
 
-    def rows(self, name: str, outputs: int, inputs: int, own: range, *, bias: bool = False) -> RowWise:
-        """Row-parallel: takes the inputs in `own` only, (rows, len(own)), and sums what all ranks of the stage have."""
-        return self.summed(self.addend(name, outputs, inputs, own, bias=bias))
+    def partial_row_parallel_linear(
+        self, name: str, outputs: int, inputs: int, share: range, *, bias: bool = False, is_only_share: bool = False
+    ) -> Linear:
+        """A row-parallel linear layer before the all-reduce.
 
-    def spread(self, dispatch: Dispatch) -> Dispatch:
-        """Experts that the decoder must also call in steps without tokens."""
-        self.dispatches.append(dispatch)
-        return dispatch
+        The first rank adds the bias, so that it alone computes what a single rank would. is_only_share: no other rank
+        has a share of this layer, so this rank adds the bias.
+        """
+        weight = self._load_weight(name, (outputs, inputs), Part(1, share))
+        adds_bias = is_only_share or self.shard.tp_rank == 0
+        rank_bias = None
+        if bias:
+            rank_bias = self._load_copy(f"{name}.bias", (outputs,), Part(0, range(outputs if adds_bias else 0)))
+        sizes = f"{_share(len(share), inputs)} -> {outputs}"
+        form = self._name_form((name,), [weight])
+        self._describe_linear("RowParallelLinear", (name,), sizes, form, bias and adds_bias)
 
-    def summed(self, addend: RowWise) -> RowWise:
-        """The sum of what all ranks of the stage compute."""
-        group = self.neighbours.tensor
+        def load_scales() -> Tensor:
+            return self._load_copy(f"{name}.weight_scale", (outputs, 1))
+
+        linear = self._pack_linear((name,), [weight], load_scales, rank_bias if adds_bias else None)
+        return self._with_adapters(linear, {name: LoRAPart((outputs, inputs), share, range(outputs))})
+
+    def _with_adapters(self, linear: Linear, parts: Mapping[str, LoRAPart]) -> Linear:
+        """The layer made of `parts`, with LoRA adapters if the model takes them."""
+        if self.lora is None:
+            return linear
+        named = {f"{self.prefix}{name}.weight": part for name, part in parts.items()}
+        is_selected = self.shard.is_last and self.prefix == f"layers.{self.shard.layers.stop - 1}.ffn."
+        return self.lora.wrap(linear, named, self.reorders, is_selected=is_selected)
+
+    def all_reduced(self, forward: Forward) -> Forward:
+        """`forward`, with its results summed over the tensor-parallel group."""
+        group = self.groups.tensor
         if group.size == 1:
-            return addend
-        return lambda x: group.all_reduce(addend(x))
+            return forward
+        return lambda x: group.all_reduce(forward(x))
 
-    def addend(
-        self, name: str, outputs: int, inputs: int, own: range, *, bias: bool = False, alone: bool = False
+    def norm(self, name: str, spec: NormSpec, size: int) -> Norm:
+        if spec.kind == "rms":
+            return RMSNorm(self.rms_norm_weight(name, spec, size), spec.eps, self.kernels)
+        weight = self.parameter(f"{name}.weight", size) if spec.affine else None
+        bias = self.parameter(f"{name}.bias", size) if spec.has_bias else None
+        self.scoped(name).describe(f"LayerNorm({size})")
+        return LayerNorm(weight, bias, spec.eps, self.kernels)
+
+    def rms_norm_weight(self, name: str, spec: NormSpec, size: int) -> Tensor:
+        """(size,), in the dtype that decides where `kernels.norm.rms_norm` rounds."""
+        dtype = torch.float32 if spec.float32_weight else None  # None: the model's
+        weight = self.load(f"{self.prefix}{name}.weight", (size,), dtype=dtype).clone()
+        self.scoped(name).describe(f"RMSNorm({size}, {_dtype_name(weight.dtype)})")
+        return weight
+
+    def _load_merged(
+        self, kind: str, outputs: Mapping[str, int], shares: Mapping[str, range] | None = None, *inner: int
+    ) -> Tensor:
+        """The biases or scales of several linear layers, one after the other."""
+        parts = [
+            self.load(f"{self.prefix}{name}.{kind}", (count, *inner), None if shares is None else Part(0, shares[name]))
+            for name, count in outputs.items()
+        ]
+        return torch.cat(parts)
+
+    def _load_weight(self, name: str, shape: tuple[int, int], part: Part) -> Tensor | GroupedWeight:
+        """A part of a linear layer's weight, as integers where the model keeps those of the checkpoint."""
+        full_name = f"{self.prefix}{name}.weight"
+        weight = None
+        if self.grouped is not None and self.grouped.in_checkpoint:
+            weight = self.load_grouped(full_name, shape, part)
+        return self.load(full_name, shape, part) if weight is None else weight
+
+    def _pack_linear(
+        self,
+        names: Iterable[str],
+        weights: Sequence[Tensor | GroupedWeight],
+        load_scales: Callable[[], Tensor],
+        bias: Tensor | None,
     ) -> Linear:
-        """This rank's share of a row-parallel product, to be summed.
+        """A linear layer from the weights of `names`, one after the other, quantised where the model is.
 
-        The bias belongs to the first rank's share, so that one rank alone computes what it would without a group; or to
-        this rank's, if it is `alone` in having a share.
+        load_scales: reads the scales of stored int8 weights, (outputs, 1) float32.
         """
-        weight = self.load(f"{self.prefix}{name}.weight", (outputs, inputs), Part(1, own))
-        is_first = alone or self.shard.place == 0
-        all_or_none = Part(0, range(outputs if is_first else 0))
-        added = self.tensor(f"{name}.bias", outputs, part=all_or_none) if bias else None
-        return self._packed(
-            (name,), [weight], lambda: self.tensor(f"{name}.weight_scale", outputs, 1), added if is_first else None
-        )
-
-    def _packed(
-        self, names: Iterable[str], weights: Sequence[Tensor], scale: Callable[[], Tensor], bias: Tensor | None
-    ) -> Linear:
-        """The product in the layout and the numbers that it is computed in. weights: whose outputs follow each other.
-        scale: reads what is stored with int8 weights; (outputs, 1) float32."""
+        dense = [weight for weight in weights if isinstance(weight, Tensor)]
+        if len(dense) < len(weights):
+            return self._pack_integers(weights, bias)
         if self.fp8:
-            return self.kernels.pack_fp8(*fp8.quantise(torch.cat(tuple(weights))), bias)
-        taken = {name: self.int8 is not None and self.int8.takes(self.prefix + name) for name in names}
-        if len(set(taken.values())) > 1:
-            apart = ", ".join(
-                f"{self.prefix}{name} is {'int8' if is_int8 else 'not'}" for name, is_int8 in taken.items()
-            )
-            raise ModelError(f"config.json: quantization_config: {apart}; all of one product must be alike")
-        if self.int8 is None or not all(taken.values()):
-            return self.kernels.pack(weights[0], bias, weights[1:])
-        weight = torch.cat(tuple(weights))
-        if self.int8.stored:
-            return self.kernels.pack_int8(weight, scale(), bias)
+            return self.kernels.pack_fp8(*fp8.quantise(torch.cat(dense)), bias)
+        form = self._find_form_at_load(names)
+        if form is not None:
+            return self.kernels.pack_grouped(int4.quantise(torch.cat(dense), form.group_size), bias, self.dtype)
+        if not self._is_int8(names):
+            return self.kernels.pack(dense[0], bias, dense[1:])
+        weight = torch.cat(dense)
+        if self.int8 is not None and self.int8.in_checkpoint:
+            return self.kernels.pack_int8(weight, load_scales(), bias)
         return self.kernels.pack_int8(*int8.quantise(weight), bias)
 
-    def rms_weight(self, name: str, spec: Norm, width: int) -> Tensor:
-        """Of the rms norm of this name, in the dtype that says where `kernels.norm.rms_norm` rounds."""
-        dtype = torch.float32 if spec.wide else None
-        return self.load(f"{self.prefix}{name}.weight", (width,), dtype=dtype).clone()
+    def _pack_integers(self, weights: Sequence[Tensor | GroupedWeight], bias: Tensor | None) -> Linear:
+        """One layer where all weights are integers of the same form, else several whose results are joined."""
+        grouped = [weight for weight in weights if isinstance(weight, GroupedWeight)]
+        if len(grouped) == len(weights) and all(grouped[0].is_like(weight) for weight in grouped):
+            return self.kernels.pack_grouped(merge_rows(grouped), bias, self.dtype)
+        sizes = [weight.shape[0] for weight in weights]
+        biases = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
+        layers = [
+            self.kernels.pack(weight, own_bias)
+            if isinstance(weight, Tensor)
+            else self.kernels.pack_grouped(weight, own_bias, self.dtype)
+            for weight, own_bias in zip(weights, biases, strict=True)
+        ]
+        return lambda x: torch.cat([layer(x) for layer in layers], -1)
 
-    def norm(self, name: str, spec: Norm, width: int) -> norm.Norm:
-        if spec.kind == "rms":
-            return norm.RmsNorm(self.rms_weight(name, spec, width), spec.eps, self.kernels)
-        weight = self.tensor(f"{name}.weight", width) if spec.affine else None
-        bias = self.tensor(f"{name}.bias", width) if spec.has_bias else None
-        return norm.LayerNorm(weight, bias, spec.eps, self.kernels)
+    def _find_form_at_load(self, names: Iterable[str]) -> GroupedForm | None:
+        """The form in which the merged layer of `names` is quantised while loading."""
+        if self.grouped is None or self.grouped.in_checkpoint:
+            return None
+        return self.grouped.find_form(self.prefix + next(iter(names)))
+
+    def _name_form(self, names: Iterable[str], weights: Sequence[Tensor | GroupedWeight]) -> str:
+        """How a linear layer holds its weights, for `describe`."""
+        first = weights[0]
+        if isinstance(first, GroupedWeight):
+            return f"{'fp8' if first.is_float8 else f'int{first.bits}'} in groups of {first.group_size}"
+        if form := self._find_form_at_load(names):
+            return f"int{form.bits} in groups of {form.group_size}"
+        if self.fp8:
+            return "fp8"
+        return "int8" if self._is_int8(names) else _dtype_name(first.dtype)
+
+    def _is_int8(self, names: Iterable[str]) -> bool:
+        """Whether the merged linear layer of `names` runs in int8. Raises ModelError if they differ in that."""
+        if self.int8 is None:
+            return False
+        quantised = {name: self.int8.is_quantised(self.prefix + name) for name in names}
+        if len(set(quantised.values())) > 1:
+            listed = ", ".join(f"{self.prefix}{name} is {'int8' if on else 'not'}" for name, on in quantised.items())
+            raise ModelError(
+                f"config.json: quantization_config: {listed}; they are computed as one layer and must be alike"
+            )
+        return all(quantised.values())
+
+    def _load_copy(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+        return self.load(self.prefix + name, shape, part).clone(memory_format=torch.contiguous_format)
+
+    def _describe_parameter(self, name: str, tensor: Tensor, whole: Sequence[int]) -> None:
+        sizes = " x ".join(_share(size, of) for size, of in zip(tensor.shape, whole, strict=True))
+        self.scoped(name).describe(f"{sizes}, {_dtype_name(tensor.dtype)}")
+
+    def _describe_linear(self, kind: str, names: Iterable[str], sizes: str, form: str, bias: bool) -> None:
+        self.scoped("+".join(names)).describe(f"{kind}({sizes}, {form}{', bias' if bias else ''})")
+
+
+def _share(size: int, whole: int) -> str:
+    return str(size) if size == whole else f"{size} of {whole}"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,14 +1,15 @@
-"""Reading config.json as a closed world: every key is used, known to be harmless, or an error that names it.
+"""Strict reading of config.json: every key is used, known to be harmless, or an error that names it.
 
-Knows no family. Values come as JSON gave them; what leaves is typed. A key that is null counts as absent.
+Values are checked and typed. A null key counts as absent.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-from serve_llm.engine.errors import ModelError, OptionError
+from serve_llm.common.errors import ModelError, OptionError
 
 Choice = TypeVar("Choice", bound=str)
 
@@ -18,7 +19,8 @@ HARMLESS = frozenset(
     "torch_dtype dtype transformers.js_config is_llama_config "
     # labels and outputs of other heads
     "id2label label2id num_labels _num_labels problem_type finetuning_task task_specific_params custom_pipelines "
-    "classifier_dropout return_dict return_dict_in_generate output_attentions output_hidden_states output_scores "
+    "classifier_dropout sentence_transformers sbert_ce_default_activation_function is_matryoshka matryoshka_dimensions "
+    "return_dict return_dict_in_generate output_attentions output_hidden_states output_scores "
     # token ids: the tokenizer's and generation_config.json's matter
     "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id forced_bos_token_id "
     "forced_eos_token_id tokenizer_class prefix "
@@ -30,11 +32,25 @@ HARMLESS = frozenset(
     # training and execution, without effect on what the model computes at inference
     "use_cache initializer_range attention_dropout chunk_size_feed_forward torchscript use_bfloat16 tf_legacy_loss "
     "attn_implementation _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled "
-    "_experts_implementation gradient_checkpointing pretraining_tp is_decoder "
+    "_experts_implementation gradient_checkpointing pretraining_tp is_decoder neftune_noise_alpha lora_rank ep_size "
+    # the window that `use_sliding_window`, a key of its own, switches on
+    "max_window_layers "
+    # what the tokenizer's files or the Hub's cache say
+    "model_max_length _commit_hash "
     # only in encoder-decoder models, which `REFUSED` keeps out
     "cross_attention_hidden_size tie_encoder_decoder".split()
 )
-TINIEST, LARGEST = 1e-37, 1e38  # of numbers, in float32
+# Keys of any name like these: settings of the tokenizer, of training, and of the random weights before it.
+HARMLESS_NAMES = re.compile(r"tokenizer_.+|.+_pdrop|(.+_)?dropout(_prob|_rate|_p)?|initializer_.+|.+_loss_coef")
+# Flags for additional parts: false asks for what a model computes without them ...
+ADDITIONS = re.compile(r"(use|add|enable|with|has)_.+")
+# ... unless the name has one of these words, for parts that every model has.
+USUAL_PARTS = frozenset(
+    "attention causal mask masks rope rotary position positions positional norm norms layernorm rmsnorm rms scale "
+    "scaling residual residuals gate gated glu swiglu softmax mlp".split()
+)
+TINIEST = 1e-37  # smallest accepted magnitude, within float32's range
+LARGEST = 1e38  # largest accepted magnitude, within float32's range
 REFUSED = {  # these mean another computation: served only when they are off
     "is_encoder_decoder": "encoder-decoder models",
     "add_cross_attention": "cross-attention layers",
@@ -44,7 +60,7 @@ REFUSED = {  # these mean another computation: served only when they are off
 }
 
 
-class Config:
+class ConfigReader:
     """config.json, taken key by key. `done()` at the end tells what nobody took.
 
     allowed: unknown keys that are passed over, those of an object under a key as "key.inner".
@@ -54,12 +70,13 @@ class Config:
         self, values: Mapping[str, object], where: str = "config.json", allowed: Iterable[str] = (), path: str = ""
     ) -> None:
         """path: of an object inside the file, such as "rope_scaling."; its keys are named with it in options."""
-        self._allowed, self._path = frozenset(allowed), path
+        self._allowed = frozenset(allowed)
+        self._path = path
         self._values = {key: value for key, value in values.items() if value is not None}
         self._null = {key for key, value in values.items() if value is None}
         self._where = where
         self._taken: set[str] = set()
-        self._objects: dict[str, Config] = {}
+        self._objects: dict[str, ConfigReader] = {}
         for key, meaning in REFUSED.items():
             if self._values.get(key) not in (None, False, {}):
                 raise ModelError(f"{where}: {key} asks for {meaning}, which this program does not serve")
@@ -68,6 +85,16 @@ class Config:
     def keys(self) -> tuple[str, ...]:
         """What is set, where keys are names that somebody chose."""
         return tuple(self._values)
+
+    def set_defaults(self, **values: object) -> None:
+        """Values of keys that the file says nothing about."""
+        self._values = values | self._values
+
+    def renamed(self, names: Mapping[str, str]) -> ConfigReader:
+        """The same file, in which the keys that are values of `names` are read by the names that stand for them."""
+        own_names = {name: key for key, name in names.items()}
+        values = {own_names.get(key, key): value for key, value in self._values.items()}
+        return ConfigReader(values, self._where, self._allowed, self._path)
 
     def is_null(self, key: str) -> bool:
         """Whether the file says null, where that differs from saying nothing."""
@@ -114,13 +141,13 @@ class Config:
         return float(value)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """A list of so many numbers as of `number`, which must be there."""
+        """A required list of numbers, each as `number` reads it."""
         values = self._take(key)
         if values is None:
             raise self._missing(key)
         if not isinstance(values, list) or len(values) != count:
             raise self._wrong(key, f"a list of {count} numbers", values)
-        listed = Config({f"{key}[{index}]": value for index, value in enumerate(values)}, self._where)
+        listed = ConfigReader({f"{key}[{index}]": value for index, value in enumerate(values)}, self._where)
         return tuple(listed.number(f"{key}[{index}]") for index in range(count))
 
     def integers(self, key: str, *, lowest: int = 0, highest: int) -> tuple[int, ...] | None:
@@ -138,6 +165,22 @@ class Config:
             return default
         if not isinstance(value, bool):
             raise self._wrong(key, "true or false", value)
+        return value
+
+    def flag_or(self, key: str, word: str) -> bool:
+        """A flag in whose place the file may have a word, which means true. False when it is absent."""
+        value = self._take(key)
+        if value == word:
+            return True
+        if value is not None and not isinstance(value, bool):
+            raise self._wrong(key, f"true, false or {word!r}", value)
+        return bool(value)
+
+    def text(self, key: str) -> str | None:
+        """A string, or None when it is absent."""
+        value = self._take(key)
+        if value is not None and not isinstance(value, str):
+            raise self._wrong(key, "a string", value)
         return value
 
     def choice(self, key: str, allowed: Mapping[str, Choice], default: str) -> Choice:
@@ -167,7 +210,7 @@ class Config:
             supported = ", ".join(str(one) for one in served if one is not None)
             raise ModelError(f"{self._where}: {key} {value!r} is not supported (supported: {supported})")
 
-    def inner(self, key: str) -> Config | None:
+    def inner(self, key: str) -> ConfigReader | None:
         """The object under the key, to be taken and `done()` likewise, the same one each time; None when it is absent
         or empty."""
         value = self._take(key)
@@ -178,10 +221,10 @@ class Config:
         if key not in self._objects:
             inside = {name.removeprefix(f"{key}.") for name in self._allowed if name.startswith(f"{key}.")}
             self._allowed -= {f"{key}.{name}" for name in inside}  # the object's own done() looks for them
-            self._objects[key] = Config(value, f"{self._where}: {key}", inside, f"{self._path}{key}.")
+            self._objects[key] = ConfigReader(value, f"{self._where}: {key}", inside, f"{self._path}{key}.")
         return self._objects[key]
 
-    def needed(self, key: str) -> Config:
+    def needed(self, key: str) -> ConfigReader:
         """As `inner`, of what must be there."""
         found = self.inner(key)
         if found is None:
@@ -208,11 +251,12 @@ class Config:
         """Raises ModelError that names what is set and that this program does not know how to honour, OptionError for
         what is allowed and not there."""
         known = self._taken | HARMLESS | REFUSED.keys()
+        known |= {key for key, value in self._values.items() if _is_harmless(key, value)}
         unknown = set(self._values) - known
         if missing := self._allowed - unknown:
             name = min(missing)
             why = "this program knows that key" if name in self._values else "there is no such key"
-            raise OptionError(f"--allow-unknown-config: {self._path}{name}: {why} in {self._where}; leave it away")
+            raise OptionError(f"--allow-unknown-config: {self._path}{name}: {why} in {self._where}; omit it")
         if refused := sorted(unknown - self._allowed):
             options = " ".join(f"--allow-unknown-config {self._path}{name}" for name in refused)
             raise ModelError(
@@ -221,6 +265,18 @@ class Config:
             )
 
 
-def passed_over(keys: Iterable[str]) -> str:
+def _listed(value: object) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list) else []
+
+
+def _is_harmless(key: str, value: object) -> bool:
+    """Whether a key that no family knows cannot change the computation, by its name or because it is off."""
+    if HARMLESS_NAMES.fullmatch(key) or (key == "layer_types" and set(_listed(value)) == {"full_attention"}):
+        return True
+    is_addition = bool(ADDITIONS.fullmatch(key)) and not USUAL_PARTS & set(key.removesuffix("qk_norm").split("_"))
+    return value is False and (is_addition or key.endswith("_bias"))
+
+
+def describe_ignored_keys(keys: Iterable[str]) -> str:
     """The warning for --allow-unknown-config."""
     return f"config.json: passed over {', '.join(keys)}: if that means another computation, answers are wrong"

@@ -1,8 +1,6 @@
-"""A decoder-only language model, or one rank's shard of it, built from a spec: ids and cached keys and values in,
-hidden rows and logits out.
+"""A decoder-only language model, or one rank's shard of it: token ids and a KV cache in, hidden states and logits out.
 
-Knows no family and no file: weights come by name through a `Builder`. Branches are taken while building, none in
-forward. Callers run it under torch.inference_mode.
+Callers run it under torch.inference_mode.
 """
 
 from __future__ import annotations
@@ -13,102 +11,193 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from serve_llm.engine.model.build import Builder, Part, RowWise
-from serve_llm.engine.model.embedding import Entrance, entrance, received
-from serve_llm.engine.model.inputs import StepInputs
-from serve_llm.engine.model.layer import Layer, enter, join
-from serve_llm.engine.model.rope import AnglesOf, angles_of
-from serve_llm.engine.model.spec import Layer as LayerSpec
-from serve_llm.engine.model.spec import ModelSpec, Rope
+from serve_llm.engine.model.build import Forward, ModelBuilder, Part
+from serve_llm.engine.model.dispatch import ExpertDispatch
+from serve_llm.engine.model.embedding import Embed, build_embedding, receive_from
+from serve_llm.engine.model.inputs import NO_KV, AttentionInputs, StepInputs
+from serve_llm.engine.model.layer import DecoderLayer, build_layer
+from serve_llm.engine.model.pooler import Pooler, build_pooler
+from serve_llm.engine.model.rope import ComputeAngles, build_angles
+from serve_llm.engine.model.spec import LayerSpec, ModelSpec, RopeSpec
+from serve_llm.engine.parallel.groups import PipelineLink
+from serve_llm.engine.quantization import int8
 
 
 class Decoder:
-    """The layers of one rank. The first stage also embeds, the last one also has the head; hidden rows pass from stage
-    to stage inside `forward`."""
+    """The layers of one rank. The first pipeline stage also has the embedding, the last one the LM head; `forward`
+    passes hidden states from stage to stage. `repr` shows the tree of its parts."""
 
-    def __init__(self, spec: ModelSpec, build: Builder, device: torch.device) -> None:
-        shard, neighbours = build.shard, build.neighbours
-        # Where experts are computed one by one, those that have tokens, or other engines are told how many each has.
-        waits = spec.has_experts and (spec.fp8 or neighbours.experts.size > 1)
-        self.capturable = build.kernels.capturable and not waits
-        outer = spec.embedding_width or spec.width
-        own = Part(0, shard.vocabulary(spec.vocab_size))
-        self._enter: Entrance
-        if neighbours.previous is None:
-            embedding = build.table("embedding.weight", spec.vocab_size, outer, part=own)
-            self._enter = entrance(spec, embedding, build)
-        else:
-            self._enter = received(spec.width, neighbours.previous)
-        layers = [Layer(spec.layers[index], spec.width, build.within(f"layers.{index}")) for index in shard.layers]
+    def __init__(
+        self,
+        *,
+        embed: Embed,
+        layers: Sequence[DecoderLayer],
+        lm_head: Sequence[Forward],
+        pooler: Pooler | None,
+        next_stage: PipelineLink | None,
+        ropes: Sequence[ComputeAngles],
+        rope_of_layer: Sequence[int],
+        group_of_layer: Sequence[int | None],
+        dispatches: Sequence[ExpertDispatch],
+        capturable: bool,
+        hidden_size: int,
+        device: torch.device,
+        description: str,
+    ) -> None:
+        """lm_head: what computes logits from hidden states, in order; on the last stage, if the model generates.
+        pooler: on the last stage, if the model returns vectors. rope_of_layer: index into (None, *ropes).
+        group_of_layer: index into `StepInputs.groups`; None for a layer that caches no KV. capturable: whether CUDA
+        graphs can capture a step. description: see `__repr__`."""
+        self._embed = embed
         self._layers = layers
-        self._dispatches, self._width, self._device = build.dispatches, spec.width, device
-        self._first = enter(layers[0].first)
-        self._joins = [join(layer.last, following.first) for layer, following in pairwise(layers)]
-        self._joins.append(join(layers[-1].last, None))
-        self._send = None if neighbours.next is None else neighbours.next.send
-        self._leave: list[RowWise] = []
-        if neighbours.next is None:
-            self._leave = _leave(spec, outer, build)
-            if not (spec.tied_head and shard.is_first):  # else the embedding is the head
-                name = "embedding.weight" if spec.tied_head else "head.weight"
-                embedding = build.table(name, spec.vocab_size, outer, part=own)
-            bias = build.tensor("head.bias", spec.vocab_size, part=own) if spec.head_bias else None
-            self._leave.append(build.kernels.pack(embedding, bias))
-            if spec.logits_multiplier != 1.0:
-                self._leave.append(lambda logits: logits.mul_(spec.logits_multiplier))
-            if (cap := spec.logits_softcap) is not None:
-                self._leave.append(lambda logits: logits.div_(cap).tanh_().mul_(cap))
-        group_of = {layer: index for index, group in enumerate(spec.kv_groups) for layer in group.layers}
-        self._group_of_layer = [group_of[layer] for layer in shard.layers]
-        self._ropes, self._rope_of_layer = _ropes([spec.layers[index] for index in shard.layers], device)
+        self._lm_head = lm_head
+        self.pooler = pooler
+        self._next_stage = next_stage
+        self._ropes = ropes
+        self._rope_of_layer = rope_of_layer
+        self._group_of_layer = group_of_layer
+        self._dispatches = dispatches
+        self.capturable = capturable
+        self._hidden_size = hidden_size
+        self._device = device
+        self._description = description
+        for layer, following in pairwise(layers):
+            layer.next_norm = following.input_norm
+
+    def __repr__(self) -> str:
+        """The tree of named parts with shapes, dtypes and this rank's shares."""
+        return self._description
 
     def forward(self, inputs: StepInputs, caches: Sequence[Tensor], rows: Tensor | None = None) -> Tensor:
-        """One step. caches: each own layer's, as `kernels.attention.write_cache` wants it, written in place.
-        rows: (rows,) int64, on the last stage, the tokens whose hidden rows are wanted; None: all.
+        """Run one step and return hidden states of the model's dtype, (tokens, hidden_size).
 
-        Returns hidden rows (rows or tokens, width) of the model's dtype: what `logits` takes, any selection of them.
-        What no later token reads is not computed: behind the last layer's attention only the wanted rows go on.
+        caches: one per layer of this rank, as `kernels.attention.write_cache` expects them; written in place; empty
+        for a layer that caches no KV. rows:
+        (rows,) int64, on the last stage: the tokens whose hidden states are needed; the result has only these, and the
+        last layer computes nothing else after its attention. None: all tokens.
         """
-        angles = [None, *(rope(inputs.positions) for rope in self._ropes)]  # once per step, whatever the layers
-        hidden = self._enter(inputs.ids, inputs.positions)
-        read = self._first(hidden)
-        wanted = [*[None] * (len(self._layers) - 1), rows]
-        for layer, joined, cache, group, rope, kept in zip(
-            self._layers, self._joins, caches, self._group_of_layer, self._rope_of_layer, wanted, strict=True
+        angles = [None, *(compute(inputs.positions) for compute in self._ropes)]
+        residual = self._embed(inputs)
+        x = self._layers[0].input_norm(residual)
+        selected = [None] * (len(self._layers) - 1) + [rows]
+        for layer, cache, group, rope, selection in zip(
+            self._layers, caches, self._group_of_layer, self._rope_of_layer, selected, strict=True
         ):
-            hidden, read = joined(*layer.forward(hidden, read, inputs, inputs.groups[group], cache, angles[rope], kept))
-        if self._send is not None:
-            self._send(hidden)
-        return hidden
+            group_inputs = NO_KV if group is None else inputs.groups[group]
+            layer_inputs = AttentionInputs(inputs, group_inputs, cache, angles[rope])
+            residual, x = layer.forward(residual, x, layer_inputs, selection)
+        if self._next_stage is not None:
+            self._next_stage.send(residual)
+        return residual
 
-    def idle(self, dtype: torch.dtype) -> None:
-        """A step without tokens: only what other engines ask of the experts here. dtype: of the model."""
-        nothing = torch.empty((0, self._width), dtype=dtype, device=self._device)
+    def run_without_tokens(self, dtype: torch.dtype) -> None:
+        """A step without tokens: only compute what other engines ask of this rank's experts. dtype: the model's."""
+        empty = torch.empty((0, self._hidden_size), dtype=dtype, device=self._device)
         for dispatch in self._dispatches:
-            dispatch.idle(nothing)
+            dispatch.run_without_tokens(empty)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """On the last stage. hidden: (rows, width) as from `forward` -> (rows, own part of the vocabulary)."""
-        for part in self._leave:
-            hidden = part(hidden)
+        """On the last stage. hidden: (rows, hidden_size) as from `forward` -> (rows, this rank's part of the
+        vocabulary)."""
+        for step in self._lm_head:
+            hidden = step(hidden)
         return hidden
 
 
-def _leave(spec: ModelSpec, outer: int, build: Builder) -> list[RowWise]:
-    """What stands between the last layer and the head."""
-    parts: list[RowWise] = []
+def build_decoder(spec: ModelSpec, builder: ModelBuilder, device: torch.device) -> Decoder:
+    """Build the part of the model that belongs to the builder's shard."""
+    shard = builder.shard
+    groups = builder.groups
+    embedding_shape = (spec.vocab_size, spec.embedding_size or spec.hidden_size)
+    vocabulary = Part(0, shard.vocabulary(spec.vocab_size))
+    embedding_weight = None
+    if groups.previous is None:
+        embedding_weight = builder.table("embedding.weight", *embedding_shape, part=vocabulary)
+        embed = build_embedding(spec, embedding_weight, builder)
+    else:
+        embed = receive_from(groups.previous, spec.hidden_size)
+    layers = [
+        build_layer(spec.layers[index], spec.hidden_size, builder.scoped(f"layers.{index}")) for index in shard.layers
+    ]
+    lm_head: list[Forward] = []
+    pooler = None
+    if groups.next is None:
+        final_norm = _build_final_norm(spec, builder)
+        if spec.lm_head:
+            tied_weight = embedding_weight if spec.tie_word_embeddings else None
+            lm_head = [*final_norm, *_build_lm_head(spec, tied_weight, builder)]
+        if spec.pooler is not None:
+            pooler = build_pooler(spec, spec.pooler, final_norm, builder)
+    group_of_layer = {layer: index for index, group in enumerate(spec.kv_groups) for layer in group.layers}
+    ropes, rope_of_layer = _build_ropes([spec.layers[index] for index in shard.layers], device)
+    # The host must know how many tokens each expert has if experts run one by one or are spread over engines.
+    reads_back = spec.has_experts and (spec.fp8 or groups.experts.size > 1)
+    builder.describe(
+        f"{spec.architecture}, rank {shard.rank} of {shard.layout.size}: layers {shard.layers.start} to "
+        f"{shard.layers.stop - 1} of {len(spec.layers)}, tensor-parallel rank {shard.tp_rank} of {groups.tensor.size}"
+    )
+    return Decoder(
+        embed=embed,
+        layers=layers,
+        lm_head=lm_head,
+        pooler=pooler,
+        next_stage=groups.next,
+        ropes=ropes,
+        rope_of_layer=rope_of_layer,
+        group_of_layer=[group_of_layer.get(layer) for layer in shard.layers],
+        dispatches=builder.dispatches,
+        capturable=builder.kernels.capturable and not reads_back,
+        hidden_size=spec.hidden_size,
+        device=device,
+        description=str(builder.tree),
+    )
+
+
+def _build_final_norm(spec: ModelSpec, builder: ModelBuilder) -> list[Forward]:
+    """What comes between the last layer and the LM head, in order."""
+    steps: list[Forward] = []
     if spec.final_norm is not None:
-        parts.append(build.norm("final_norm", spec.final_norm, spec.width))
-    if spec.embedding_width is not None:
-        parts.append(build.linear("project_out", outer, spec.width))
-    return parts
+        steps.append(builder.norm("final_norm", spec.final_norm, spec.hidden_size))
+    if spec.embedding_size is not None:
+        steps.append(builder.replicated_linear("project_out", spec.embedding_size, spec.hidden_size))
+    return steps
 
 
-def _ropes(layers: Sequence[LayerSpec], device: torch.device) -> tuple[list[AnglesOf], list[int]]:
-    """The distinct ropes of the layers, and each layer's place among [None, *ropes]."""
-    numbers: dict[tuple[Rope, int], int] = {}
-    of_layer = []
+def _build_lm_head(spec: ModelSpec, tied_weight: Tensor | None, builder: ModelBuilder) -> list[Forward]:
+    """What computes logits from normed hidden states, in order.
+
+    tied_weight: that of the embedding where it is also the head's and this rank has it already.
+    """
+    embedding_size = spec.embedding_size or spec.hidden_size
+    vocabulary = Part(0, builder.shard.vocabulary(spec.vocab_size))
+    builder.scoped("head").describe(
+        "VocabParallelLMHead" + (" (tied to the embedding)" if tied_weight is not None else "")
+    )
+    weight = tied_weight
+    if weight is None:
+        name = "embedding.weight" if spec.tie_word_embeddings else "head.weight"
+        weight = builder.table(name, spec.vocab_size, embedding_size, part=vocabulary)
+    bias = builder.parameter("head.bias", spec.vocab_size, part=vocabulary) if spec.lm_head_bias else None
+    if spec.int8_lm_head:
+        steps: list[Forward] = [builder.kernels.pack_int8(*int8.quantise(weight), bias)]
+    else:
+        steps = [builder.kernels.pack(weight, bias)]
+    if spec.logits_multiplier != 1.0:
+        steps.append(lambda logits: logits.mul_(spec.logits_multiplier))
+    softcap = spec.logits_softcap
+    if softcap is not None:
+        steps.append(lambda logits: logits.div_(softcap).tanh_().mul_(softcap))
+    return steps
+
+
+def _build_ropes(layers: Sequence[LayerSpec], device: torch.device) -> tuple[list[ComputeAngles], list[int]]:
+    """The distinct ropes of the layers, and for each layer an index into (None, *ropes)."""
+    indices: dict[tuple[RopeSpec, int], int] = {}
+    rope_of_layer = []
     for layer in layers:
-        rope = layer.mixer.rope
-        of_layer.append(0 if rope is None else numbers.setdefault((rope, layer.mixer.rope_dim), len(numbers) + 1))
-    return [angles_of(rope, dims, device) for rope, dims in numbers], of_layer
+        rope = layer.attention.rope
+        if rope is None:
+            rope_of_layer.append(0)
+        else:
+            rope_of_layer.append(indices.setdefault((rope, layer.attention.rope_dim), len(indices) + 1))
+    return [build_angles(rope, rope_dim, device) for rope, rope_dim in indices], rope_of_layer

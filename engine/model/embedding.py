@@ -1,4 +1,4 @@
-"""The entrance of a stage: from ids and positions, or from the stage before, to hidden rows. Weights by `Builder`."""
+"""The first step of a forward pass: from token ids and positions, or from the previous stage, to hidden states."""
 
 from __future__ import annotations
 
@@ -8,60 +8,81 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from serve_llm.engine.model.build import Builder
-from serve_llm.engine.model.spec import ModelSpec
-from serve_llm.engine.parallel.comm import Group, Link
+from serve_llm.engine.model.build import Forward, ModelBuilder
+from serve_llm.engine.model.inputs import StepInputs
+from serve_llm.engine.model.spec import LearnedPositions, ModelSpec
+from serve_llm.engine.parallel.groups import PipelineLink, ProcessGroup
 
-Entrance = Callable[[Tensor, Tensor], Tensor]  # ids, positions: (tokens,) int64 -> (tokens, width)
+Embed = Callable[[StepInputs], Tensor]  # (tokens, hidden_size)
 
 
-def entrance(spec: ModelSpec, table: Tensor, build: Builder) -> Entrance:
-    """Of the first stage: the embedding and its multiplier, then a projection and learned positions if there are.
+def build_embedding(spec: ModelSpec, weight: Tensor, builder: ModelBuilder) -> Embed:
+    """The embedding of the first stage, with its multiplier, projection, learned positions, token types and norm where
+    the model has them.
 
-    table: (own rows of the vocabulary, embedding width).
+    weight: (this rank's rows of the vocabulary, embedding size).
     """
-    enter = _embedding(table, build.shard.vocabulary(spec.vocab_size), build.neighbours.tensor)
+    builder.scoped("embedding").describe("VocabParallelEmbedding")
+    embed = _vocab_parallel_embedding(weight, builder.shard.vocabulary(spec.vocab_size), builder.groups.tensor)
     if spec.embedding_multiplier != 1.0:
         multiplier = spec.embedding_multiplier
-        if spec.rounds_multiplier:
-            multiplier = float(torch.tensor(multiplier, dtype=table.dtype))
-        enter = _multiplied(enter, multiplier)
-    if spec.embedding_width is not None:
-        enter = _projected(enter, spec.width, spec.embedding_width, build)
-    if spec.positions is not None:
-        enter = _with_positions(enter, spec.positions.count, spec.positions.offset, spec.width, build)
-    return enter
+        if spec.rounds_embedding_multiplier:
+            multiplier = float(torch.tensor(multiplier, dtype=weight.dtype))
+        embed = _with_multiplier(embed, multiplier)
+    if spec.embedding_size is not None:
+        embed = _then(embed, builder.replicated_linear("project_in", spec.hidden_size, spec.embedding_size))
+    if spec.learned_positions is not None:
+        embed = _with_positions(embed, spec.learned_positions, spec.hidden_size, builder)
+    if spec.token_types:
+        embed = _with_token_types(embed, spec.token_types, spec.hidden_size, builder)
+    if spec.embedding_norm is not None:
+        embed = _then(embed, builder.norm("embedding_norm", spec.embedding_norm, spec.hidden_size))
+    return embed
 
 
-def received(width: int, previous: Link) -> Entrance:
-    """Of a later stage: hidden rows as the stage before sends them."""
-    return lambda ids, positions: previous.receive((len(ids), width))
+def receive_from(previous: PipelineLink, hidden_size: int) -> Embed:
+    """Hidden states as the previous pipeline stage sends them."""
+    return lambda inputs: previous.receive((len(inputs.ids), hidden_size))
 
 
-def _embedding(table: Tensor, own: range, group: Group) -> Entrance:
+def _vocab_parallel_embedding(weight: Tensor, rows: range, group: ProcessGroup) -> Embed:
+    """rows: the token ids whose embeddings are in `weight`."""
     if group.size == 1:
-        return lambda ids, positions: functional.embedding(ids, table)
-    if not own:
-        table = table.new_zeros(1, table.shape[1])  # a lookup needs a row, if only to be masked
+        return lambda inputs: functional.embedding(inputs.ids, weight)
+    if not rows:
+        weight = weight.new_zeros(1, weight.shape[1])  # a lookup needs a row even if its result is masked
 
-    def embed(ids: Tensor, positions: Tensor) -> Tensor:
-        """Each id's row from the rank that has it, and zeros from all others."""
-        foreign = (ids < own.start) | (ids >= own.stop)
-        rows = functional.embedding((ids - own.start).masked_fill_(foreign, 0), table)
-        return group.all_reduce(rows.masked_fill_(foreign.unsqueeze(1), 0.0))
+    def embed(inputs: StepInputs) -> Tensor:
+        """Look up the ids of this rank, leave zeros for all others, and sum over the ranks."""
+        ids = inputs.ids
+        is_elsewhere = (ids < rows.start) | (ids >= rows.stop)
+        hidden = functional.embedding((ids - rows.start).masked_fill_(is_elsewhere, 0), weight)
+        return group.all_reduce(hidden.masked_fill_(is_elsewhere.unsqueeze(1), 0.0))
 
     return embed
 
 
-def _multiplied(embed: Entrance, multiplier: float) -> Entrance:
-    return lambda ids, positions: embed(ids, positions).mul_(multiplier)
+def _with_multiplier(embed: Embed, multiplier: float) -> Embed:
+    return lambda inputs: embed(inputs).mul_(multiplier)
 
 
-def _projected(embed: Entrance, width: int, embedding_width: int, build: Builder) -> Entrance:
-    project = build.linear("project_in", width, embedding_width)
-    return lambda ids, positions: project(embed(ids, positions))
+def _then(embed: Embed, forward: Forward) -> Embed:
+    return lambda inputs: forward(embed(inputs))
 
 
-def _with_positions(embed: Entrance, count: int, offset: int, width: int, build: Builder) -> Entrance:
-    table = build.tensor("positions.weight", count, width)[offset:]
-    return lambda ids, positions: embed(ids, positions) + functional.embedding(positions, table)
+def _with_positions(embed: Embed, learned: LearnedPositions, hidden_size: int, builder: ModelBuilder) -> Embed:
+    table = builder.parameter("positions.weight", learned.num_embeddings, hidden_size)[learned.offset :]
+    return lambda inputs: embed(inputs) + functional.embedding(inputs.positions, table)
+
+
+def _with_token_types(embed: Embed, num_types: int, hidden_size: int, builder: ModelBuilder) -> Embed:
+    table = builder.parameter("token_types.weight", num_types, hidden_size)
+
+    def add_token_types(inputs: StepInputs) -> Tensor:
+        """Models with one type have it for all tokens."""
+        types = inputs.token_types
+        if types is None or num_types == 1:
+            return embed(inputs) + table[0]
+        return embed(inputs) + functional.embedding(types, table)
+
+    return add_token_types

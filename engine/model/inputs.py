@@ -1,18 +1,21 @@
-"""What one step gives to a decoder: tokens of several sequences, one after the other, and where their KV lives.
+"""What one step gives to a decoder: tokens of several sequences, one after the other, and where their KV is cached.
 
-`execute/inputs` builds it, `decoder` reads it. Tensors are on the model's device, lists on the host.
+`worker.input_batch` builds it. Tensors are on the model's device, lists on the host.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from serve_llm.kernels.attention import Lengths
+from serve_llm.kernels.rope import Angles
 
-# Added to the positions of a sequence that is longer than `ModelSpec.rope_turns_at`.
-TURNED = 1 << 40
+# Added to the positions of a sequence that is longer than `ModelSpec.long_rope_threshold`.
+LONG_ROPE_OFFSET = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -20,14 +23,27 @@ class GroupInputs:
     """Block tables of one KV group (`ModelSpec.kv_groups`, same order)."""
 
     slots: Tensor  # (tokens,) int64: block * block_size + offset of each token
-    block_table: Tensor  # (sequences, max_blocks) int32; entries given back or not yet needed: 0
+    block_table: Tensor  # (sequences, max_blocks) int32; 0 for freed and for unused entries
+
+
+NO_KV = GroupInputs(torch.empty(0, dtype=torch.int64), torch.empty((0, 0), dtype=torch.int32))
 
 
 @dataclass(frozen=True)
 class StepInputs:
     ids: Tensor  # (tokens,) int64
-    positions: Tensor  # (tokens,) int64, from 0 in each sequence, or from TURNED
+    positions: Tensor  # (tokens,) int64, counted from 0 in each sequence, or from LONG_ROPE_OFFSET
     query_starts: list[int]  # sequences + 1 offsets into tokens
     context_lens: list[int]  # tokens of each sequence, those of this step included
     groups: tuple[GroupInputs, ...]
     lengths: Lengths | None = None  # on a GPU: query_starts and context_lens there
+    token_types: Tensor | None = None  # (tokens,) int64, for models that have them
+
+
+class AttentionInputs(NamedTuple):
+    """What the attention of one layer reads besides hidden states."""
+
+    step: StepInputs
+    group: GroupInputs  # inputs of the layer's KV group; NO_KV for a layer that caches no KV
+    cache: Tensor  # the layer's KV cache, as `kernels.attention.write_cache` expects it; written in place
+    angles: Angles | None  # None: a layer without rope

@@ -1,134 +1,172 @@
-"""One layer: its halves, attention and feed-forward, and the norms around them. Where a norm stands is the placement.
+"""A decoder layer: attention and feed-forward, with the norms and residual additions around them.
 
-Two tensors pass from half to half, both (tokens, width): the hidden rows, and what the next half reads of them. So the
-sum after a half and the norm before the next are one operation, also from layer to layer.
+A layer takes and returns two tensors, both (tokens, hidden_size): the residual stream, and the normed residual stream
+that its attention reads. Each addition is fused with the norm that follows it. For the last addition of a layer that is
+the next layer's input norm, so `forward` begins after `input_norm` and ends with `next_norm`. The decoder applies the
+first layer's input norm itself. Variables are reused where that frees the memory of an intermediate result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
-from serve_llm.engine.model import spec
-from serve_llm.engine.model.attention import Attention, attention
-from serve_llm.engine.model.build import Builder, RowWise
-from serve_llm.engine.model.ffn import dense
-from serve_llm.engine.model.inputs import GroupInputs, StepInputs
-from serve_llm.engine.model.mla import HeadlessLatentAttention, LatentAttention, latent_attention
-from serve_llm.engine.model.moe import moe
-from serve_llm.engine.model.norm import Norm
-from serve_llm.kernels.rope import Angles
+from serve_llm.engine.model.attention import build_attention
+from serve_llm.engine.model.build import Forward, ModelBuilder
+from serve_llm.engine.model.inputs import AttentionInputs
+from serve_llm.engine.model.mla import build_latent_attention
+from serve_llm.engine.model.mlp import build_mlp
+from serve_llm.engine.model.moe import build_moe
+from serve_llm.engine.model.norm import NO_NORM, Norm
+from serve_llm.engine.model.spec import LayerSpec, MLASpec, MLPSpec
 
-Join = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-Between = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # hidden, made of attention, what it read
+Hidden = tuple[Tensor, Tensor]  # the residual stream, and its norm for the next layer
 
 
-class Norms(NamedTuple):
-    """Around one half f of a layer: after(x + inside(f(before(x))))."""
-
-    before: Norm | None = None
-    inside: Norm | None = None
-    after: Norm | None = None
+class AttentionModule(Protocol):
+    def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        """x: (tokens, hidden_size) -> (tokens, hidden_size). Writes the new tokens' KV to the layer's cache."""
 
 
-NORMS = {  # of a placement: where around its half each norm stands, and what follows the half in its name
-    "pre": {"before": "norm"},
-    "post": {"after": "norm"},
-    "inside": {"inside": "norm"},
-    "sandwich": {"before": "norm", "inside": "post_norm"},
-    "parallel": {"before": "norm"},
-    "parallel_norms": {"before": "norm"},
-}
+@dataclass(eq=False, repr=False)
+class DecoderLayer:
+    """The base of all layers, which differ in their norms and additions."""
 
+    attention: AttentionModule
+    ffn: Forward
+    input_norm: Norm
+    next_norm: Norm = field(default=NO_NORM, init=False)  # the next layer's input_norm
 
-class Layer:
-    def __init__(self, layer: spec.Layer, width: int, build: Builder) -> None:
-        self.mixer = _mixer(layer.mixer, width, build.within("attention"))
-        self.ffn = _ffn(layer.ffn, width, build.within("ffn"))
-        self.first, self.last = _norms(layer, width, build)
-        self._between = _between(layer.placement, self.first, self.last)
+    def forward(self, residual: Tensor, x: Tensor, inputs: AttentionInputs, selected: Tensor | None) -> Hidden:
+        """Return the residual stream and its norm for the next layer, both (tokens or selected, hidden_size).
 
-    def forward(
-        self,
-        hidden: Tensor,
-        read: Tensor,
-        inputs: StepInputs,
-        group: GroupInputs,
-        cache: Tensor,
-        angles: Angles | None,
-        rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """hidden, and what attention reads of it -> hidden, and what is to be added to it: `join` does it.
-
-        Writes the new tokens' KV to this layer's cache. rows: (rows,) int64, the tokens that go on; None: all.
+        residual: (tokens, hidden_size). x: input_norm(residual). selected: (rows,) int64, the tokens that are needed
+        after this layer's attention; None: all.
         """
-        made = self.mixer.forward(read, inputs, group, cache, angles)
-        if rows is not None:
-            hidden, made, read = hidden[rows], made[rows], read[rows]
-        hidden, made = self._between(hidden, made, read)  # the same name: nothing holds what was added any longer
-        return hidden, self.ffn(made)
+        raise NotImplementedError
+
+    def _attend(self, residual: Tensor, x: Tensor, inputs: AttentionInputs, selected: Tensor | None) -> Hidden:
+        """Return the residual stream and the attention's output, both of the selected tokens."""
+        x = self.attention.forward(x, inputs)
+        return (residual, x) if selected is None else (residual[selected], x[selected])
 
 
-def _mixer(mixer: spec.Mixer, width: int, build: Builder) -> Attention | LatentAttention | HeadlessLatentAttention:
-    if isinstance(mixer, spec.MLA):
-        return latent_attention(mixer, width, build)
-    return attention(mixer, width, build)
+@dataclass(eq=False, repr=False)
+class PreNormLayer(DecoderLayer):
+    """x + attention(norm(x)), then x + ffn(norm(x))."""
+
+    ffn_norm: Norm
+
+    def forward(self, residual: Tensor, x: Tensor, inputs: AttentionInputs, selected: Tensor | None) -> Hidden:
+        residual, x = self._attend(residual, x, inputs, selected)
+        residual, x = self.ffn_norm.add(residual, x)
+        x = self.ffn(x)
+        return self.next_norm.add(residual, x)
 
 
-def _ffn(ffn: spec.Dense | spec.MoE, width: int, build: Builder) -> RowWise:
-    return dense(ffn, width, build) if isinstance(ffn, spec.Dense) else moe(ffn, width, build)
+@dataclass(eq=False, repr=False)
+class SandwichNormLayer(DecoderLayer):
+    """x + norm(attention(norm(x))), then x + norm(ffn(norm(x))), with four norms.
+
+    Where input_norm and ffn_norm are NO_NORM, only the outputs are normed: x + norm(attention(x)).
+    """
+
+    attention_post_norm: Norm
+    ffn_norm: Norm
+    ffn_post_norm: Norm
+
+    def forward(self, residual: Tensor, x: Tensor, inputs: AttentionInputs, selected: Tensor | None) -> Hidden:
+        residual, x = self._attend(residual, x, inputs, selected)
+        residual, x = self.ffn_norm.add(residual, self.attention_post_norm(x))
+        x = self.ffn(x)
+        return self.next_norm.add(residual, self.ffn_post_norm(x))
 
 
-def _norms(layer: spec.Layer, width: int, build: Builder) -> tuple[Norms, Norms]:
-    """Around attention, and around the feed-forward part."""
+@dataclass(eq=False, repr=False)
+class PostNormLayer(DecoderLayer):
+    """norm(x + attention(x)), then norm(x + ffn(x)). input_norm is NO_NORM."""
 
-    def around(half: str) -> Norms:
-        names = NORMS[layer.placement]
-        return Norms(**{place: build.norm(f"{half}_{name}", layer.norm, width) for place, name in names.items()})
+    attention_norm: Norm
+    ffn_norm: Norm
 
-    return around("attention"), Norms() if layer.placement == "parallel" else around("ffn")
-
-
-def enter(first: Norms | None) -> Callable[[Tensor], Tensor]:
-    """From hidden rows to what the half within these norms reads of them."""
-    if first is None or first.before is None:
-        return _as_it_is
-    return first.before
-
-
-def join(done: Norms, following: Norms | None) -> Join:
-    """From hidden rows and what one half made of them to hidden rows and what the following half, if any, reads."""
-    inside = done.inside or _as_it_is
-    if done.after is None and following is not None and following.before is not None:
-        of_sum = following.before.of_sum
-        return of_sum if done.inside is None else lambda hidden, delta: of_sum(hidden, inside(delta))
-    add, read = _added if done.after is None else done.after.of_sum, enter(following)
-
-    def joined(hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        _, hidden = add(hidden, inside(delta))
-        return hidden, read(hidden)
-
-    return joined
+    def forward(self, residual: Tensor, x: Tensor, inputs: AttentionInputs, selected: Tensor | None) -> Hidden:
+        residual, x = self._attend(residual, x, inputs, selected)
+        x = self.attention_norm.add(residual, x)[1]
+        residual = x
+        x = self.ffn(x)
+        residual = self.ffn_norm.add(residual, x)[1]
+        return residual, self.next_norm(residual)
 
 
-def _between(placement: spec.Placement, first: Norms, last: Norms) -> Between:
-    """What the feed-forward part reads: of the hidden rows that attention has changed, or what attention read, or
-    another norm of the same hidden rows."""
-    if placement == "parallel":
-        return lambda hidden, made, read: (hidden + made, read)
-    if placement == "parallel_norms":
-        of_same = enter(last)
-        return lambda hidden, made, read: (hidden + made, of_same(hidden))
-    joined = join(first, last)
-    return lambda hidden, made, read: joined(hidden, made)
+@dataclass(eq=False, repr=False)
+class ParallelLayer(DecoderLayer):
+    """x + attention(norm(x)) + ffn(norm(x)), with one norm."""
+
+    def forward(self, residual: Tensor, x: Tensor, inputs: AttentionInputs, selected: Tensor | None) -> Hidden:
+        attention_output = self.attention.forward(x, inputs)
+        if selected is not None:
+            residual = residual[selected]
+            x = x[selected]
+            attention_output = attention_output[selected]
+        residual = residual + attention_output
+        del attention_output
+        return self.next_norm.add(residual, self.ffn(x))
 
 
-def _as_it_is(hidden: Tensor) -> Tensor:
-    return hidden
+@dataclass(eq=False, repr=False)
+class ParallelTwoNormsLayer(DecoderLayer):
+    """x + attention(norm(x)) + ffn(norm(x)), with two norms."""
+
+    ffn_norm: Norm
+
+    def forward(self, residual: Tensor, x: Tensor, inputs: AttentionInputs, selected: Tensor | None) -> Hidden:
+        attention_output = self.attention.forward(x, inputs)
+        if selected is not None:
+            residual, attention_output = residual[selected], attention_output[selected]
+        x = self.ffn_norm(residual)
+        residual = residual + attention_output
+        del attention_output
+        return self.next_norm.add(residual, self.ffn(x))
 
 
-def _added(hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    total = hidden + delta
-    return total, total
+def build_layer(spec: LayerSpec, hidden_size: int, builder: ModelBuilder) -> DecoderLayer:
+    attention: AttentionModule
+    if isinstance(spec.attention, MLASpec):
+        attention = build_latent_attention(spec.attention, hidden_size, builder.scoped("attention"))
+    else:
+        attention = build_attention(spec.attention, hidden_size, builder.scoped("attention"))
+    if isinstance(spec.ffn, MLPSpec):
+        ffn = build_mlp(spec.ffn, hidden_size, builder.scoped("ffn"))
+    else:
+        ffn = build_moe(spec.ffn, hidden_size, builder.scoped("ffn"))
+    layer = _add_norms(attention, ffn, spec, lambda name: builder.norm(name, spec.norm, hidden_size))
+    builder.describe(type(layer).__name__)
+    return layer
+
+
+def _add_norms(attention: AttentionModule, ffn: Forward, spec: LayerSpec, norm: Callable[[str], Norm]) -> DecoderLayer:
+    """norm: builds the norm of this name."""
+    match spec.norm_position:
+        case "pre":
+            attention_norm = norm("attention_norm") if spec.has_attention_norm else NO_NORM
+            return PreNormLayer(attention, ffn, attention_norm, norm("ffn_norm"))
+        case "post":
+            return PostNormLayer(attention, ffn, NO_NORM, norm("attention_norm"), norm("ffn_norm"))
+        case "output":
+            return SandwichNormLayer(attention, ffn, NO_NORM, norm("attention_norm"), NO_NORM, norm("ffn_norm"))
+        case "sandwich":
+            return SandwichNormLayer(
+                attention,
+                ffn,
+                norm("attention_norm"),
+                norm("attention_post_norm"),
+                norm("ffn_norm"),
+                norm("ffn_post_norm"),
+            )
+        case "parallel":
+            return ParallelLayer(attention, ffn, norm("attention_norm"))
+        case "parallel_two_norms":
+            return ParallelTwoNormsLayer(attention, ffn, norm("attention_norm"), norm("ffn_norm"))

@@ -1,118 +1,148 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), over a cache of one row for each token. By `Builder`.
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) over a cache of one row per token.
 
-In the absorbed form, for prompts and for single tokens alike, so that a result does not depend on how a prompt was cut:
-what would turn a token's latent vector into a head's key is applied to the query instead, and what would turn it into
-a value to the mean of latent vectors that the scores give. A rank computes its own query heads; latent vectors, and so
-the cache, every rank has in whole.
+Prompts and single tokens use the same, absorbed form, so that results do not depend on how a prompt is chunked: the
+key projection is applied to queries instead of latent vectors, and the value projection to the weighted mean of latent
+vectors. A rank computes some of the query heads; every rank holds the latent vectors, and so the cache, whole.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from serve_llm.engine.model import spec
 from serve_llm.engine.model.attention import elements
-from serve_llm.engine.model.build import Builder, Load, Part, RowWise
-from serve_llm.engine.model.inputs import GroupInputs, StepInputs
-from serve_llm.kernels.rope import Angles
+from serve_llm.engine.model.build import Forward, ModelBuilder, Part
+from serve_llm.engine.model.inputs import AttentionInputs
+from serve_llm.engine.model.spec import MLASpec, NormSpec
+from serve_llm.kernels.linear import Linear
+from serve_llm.kernels.registry import Kernels
 
 
+@dataclass(eq=False, repr=False)
 class LatentAttention:
-    def __init__(self, mixer: spec.MLA, width: int, build: Builder) -> None:
-        own = build.shard.attention(mixer).heads
-        self.kernels = build.kernels
-        self.heads, self.nope_dim, self.rope_dim = len(own), mixer.nope_dim, mixer.rope_dim
-        self.value_dim, self.scale, self.norm_eps = mixer.kv_lora_rank, mixer.scale, mixer.norm_eps
-        self.latents, self.queries = _projections(mixer, width, own, build)
-        self.norm = build.tensor("kv_norm.weight", mixer.kv_lora_rank)
-        each = mixer.nope_dim + mixer.value_dim
-        part = Part(0, elements(own, each))
-        made = build.tensor("kv_up.weight", mixer.heads * each, mixer.kv_lora_rank, part=part)
-        keys, values = made.view(self.heads, each, -1).split_with_sizes([mixer.nope_dim, mixer.value_dim], 1)
-        self.absorb = build.kernels.pack_heads(keys.transpose(1, 2))
-        self.values = build.kernels.pack_heads(values)
-        self.output = _output(mixer, width, own, build)
+    kernels: Kernels
+    num_heads: int  # query heads of this rank
+    spec: MLASpec
+    row_size: int  # elements of a cache row: kv_lora_rank + qk_rope_head_dim
+    down_proj: Forward  # hidden states -> latent query (or queries), followed by the row to cache
+    query_proj: Forward  # latent query -> queries
+    kv_norm: Tensor  # (kv_lora_rank,)
+    key_proj: Linear  # per head: (tokens, heads, qk_nope_head_dim) -> (tokens, heads, kv_lora_rank)
+    value_proj: Linear  # per head: (tokens, heads, kv_lora_rank) -> (tokens, heads, v_head_dim)
+    output_proj: Forward
 
-    def forward(
-        self, hidden: Tensor, inputs: StepInputs, group: GroupInputs, cache: Tensor, angles: Angles | None
-    ) -> Tensor:
-        """hidden: (tokens, width) -> (tokens, width). cache: this layer's, new tokens are written to it."""
-        mixed = self.kernels.paged_attention(
-            self._query(hidden, cache, group.slots, angles),
-            cache,
-            group.block_table,
-            inputs.query_starts,
-            inputs.context_lens,
-            scale=self.scale,
-            value_dim=self.value_dim,
-            on_device=inputs.lengths,
+    def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        """x: (tokens, hidden_size) -> (tokens, hidden_size). Writes the new tokens' rows to the layer's cache."""
+        step = inputs.step
+        latent = self.kernels.paged_attention(
+            self._compute_queries(x, inputs),
+            inputs.cache,
+            inputs.group.block_table,
+            step.query_starts,
+            step.context_lens,
+            scale=self.spec.scale,
+            value_dim=self.spec.kv_lora_rank,
+            on_device=step.lengths,
         )
-        return self.output(self.values(mixed).flatten(1))
+        return self.output_proj(self.value_proj(latent).flatten(1))
 
-    def _query(self, hidden: Tensor, cache: Tensor, slots: Tensor, angles: Angles | None) -> Tensor:
-        """What meets the cached rows: (tokens, heads, kv_lora_rank + rope_dim). Writes those of the new tokens."""
-        made, latent = self.latents(hidden).tensor_split([-self.norm.shape[0] - self.rope_dim], 1)
-        query = self.queries(made).view(len(made), self.heads, self.nope_dim + self.rope_dim)
-        plain, turned = query.split_with_sizes([self.nope_dim, self.rope_dim], 2)
-        turned = self.kernels.rope_and_latent(turned, latent, self.norm, self.norm_eps, angles, cache, slots)
-        return torch.cat((self.absorb(plain), turned), 2)
-
-
-class HeadlessLatentAttention:
-    """On a rank without a head (more ranks than heads): it has nothing to add to the sum but a bias."""
-
-    def __init__(self, mixer: spec.MLA, width: int, build: Builder) -> None:
-        self.output = _output(mixer, width, build.shard.attention(mixer).heads, build)
-
-    def forward(
-        self, hidden: Tensor, inputs: StepInputs, group: GroupInputs, cache: Tensor, angles: Angles | None
-    ) -> Tensor:
-        """hidden: (tokens, width) -> (tokens, width)."""
-        return self.output(hidden[:, :0])
+    def _compute_queries(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Queries that match the cached rows: (tokens, heads, kv_lora_rank + qk_rope_head_dim)."""
+        spec = self.spec
+        query_input, row = self.down_proj(x).tensor_split([-self.row_size], 1)
+        query = self.query_proj(query_input)
+        query = query.view(len(query), self.num_heads, spec.qk_nope_head_dim + spec.qk_rope_head_dim)
+        without_rope, with_rope = query.split_with_sizes([spec.qk_nope_head_dim, spec.qk_rope_head_dim], 2)
+        rotated = self.kernels.rope_and_latent(
+            with_rope, row, self.kv_norm, spec.norm_eps, inputs.angles, inputs.cache, inputs.group.slots
+        )
+        return torch.cat((self.key_proj(without_rope), rotated), 2)
 
 
-def latent_attention(mixer: spec.MLA, width: int, build: Builder) -> LatentAttention | HeadlessLatentAttention:
-    """The latent attention of this rank."""
-    if mixer.rope is not None and mixer.rope.interleaved:
-        build = replace(build, load=_halved(build.load, mixer))
-    kind = LatentAttention if build.shard.attention(mixer).heads else HeadlessLatentAttention
-    return kind(mixer, width, build)
+@dataclass(eq=False, repr=False)
+class LatentAttentionWithoutHeads:
+    """For a rank without heads (more ranks than heads): adds at most a bias to the all-reduced output."""
+
+    output_proj: Forward
+
+    def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        """x: (tokens, hidden_size) -> (tokens, hidden_size)."""
+        return self.output_proj(x[:, :0])
 
 
-def _projections(mixer: spec.MLA, width: int, own: range, build: Builder) -> tuple[RowWise, RowWise]:
-    """From hidden rows to what queries are made of, with the latent row of keys and values behind it; and from the
-    former to the queries, heads side by side."""
-    each, row = mixer.nope_dim + mixer.rope_dim, mixer.head_dim
-    whole, heads, rank = mixer.heads * each, elements(own, each), mixer.q_lora_rank
-    if rank is None:
-        outputs, shares = {"q": whole, "kv_down": row}, {"q": heads, "kv_down": range(row)}
-        return build.columns(outputs, width, shares), lambda made: made
-    outputs, shares = {"q_down": rank, "kv_down": row}, {"q_down": range(rank), "kv_down": range(row)}
-    latents = build.columns(outputs, width, shares, bias=mixer.bias)
-    norm = build.norm("q_norm", spec.Norm("rms", mixer.norm_eps), rank)
-    up = build.columns({"q_up": whole}, rank, {"q_up": heads})
-    return latents, lambda made: up(norm(made))
+def build_latent_attention(
+    spec: MLASpec, hidden_size: int, builder: ModelBuilder
+) -> LatentAttention | LatentAttentionWithoutHeads:
+    if spec.rope is not None and spec.rope.interleaved:
+        builder = builder.with_row_order(_rotary_order(spec))
+    heads = builder.shard.attention(spec).heads
+    builder.describe(f"LatentAttention({len(heads)} of {spec.num_heads} heads, kv_lora_rank {spec.kv_lora_rank})")
+    output_proj = builder.row_parallel_linear(
+        "output", hidden_size, spec.num_heads * spec.v_head_dim, elements(heads, spec.v_head_dim), bias=spec.bias
+    )
+    if not heads:
+        return LatentAttentionWithoutHeads(output_proj)
+    down_proj, query_proj = _build_query_projections(spec, hidden_size, heads, builder)
+    kv_norm = builder.parameter("kv_norm.weight", spec.kv_lora_rank)
+    kv_size = spec.qk_nope_head_dim + spec.v_head_dim
+    kv_up = builder.parameter(
+        "kv_up.weight", spec.num_heads * kv_size, spec.kv_lora_rank, part=Part(0, elements(heads, kv_size))
+    )
+    per_head = kv_up.view(len(heads), kv_size, -1)
+    keys, values = per_head.split_with_sizes([spec.qk_nope_head_dim, spec.v_head_dim], 1)
+    return LatentAttention(
+        kernels=builder.kernels,
+        num_heads=len(heads),
+        spec=spec,
+        row_size=spec.head_dim,
+        down_proj=down_proj,
+        query_proj=query_proj,
+        kv_norm=kv_norm,
+        key_proj=builder.kernels.pack_heads(keys.transpose(1, 2)),
+        value_proj=builder.kernels.pack_heads(values),
+        output_proj=output_proj,
+    )
 
 
-def _output(mixer: spec.MLA, width: int, own: range, build: Builder) -> RowWise:
-    inputs = elements(own, mixer.value_dim)
-    return build.rows("output", width, mixer.heads * mixer.value_dim, inputs, bias=mixer.bias)
+def _build_query_projections(
+    spec: MLASpec, hidden_size: int, heads: range, builder: ModelBuilder
+) -> tuple[Forward, Forward]:
+    """`LatentAttention.down_proj` and `LatentAttention.query_proj`."""
+    head_size = spec.qk_nope_head_dim + spec.qk_rope_head_dim
+    query_size = spec.num_heads * head_size
+    queries = elements(heads, head_size)
+    row_size = spec.head_dim
+    if spec.q_lora_rank is None:
+        projection = builder.column_parallel_linear(
+            {"q": query_size, "kv_down": row_size}, hidden_size, {"q": queries, "kv_down": range(row_size)}
+        )
+        return projection, lambda query: query
+    down_proj = builder.column_parallel_linear(
+        {"q_down": spec.q_lora_rank, "kv_down": row_size},
+        hidden_size,
+        {"q_down": range(spec.q_lora_rank), "kv_down": range(row_size)},
+        bias=spec.bias,
+    )
+    norm = builder.norm("q_norm", NormSpec("rms", spec.norm_eps), spec.q_lora_rank)
+    up_proj = builder.column_parallel_linear({"q_up": query_size}, spec.q_lora_rank, {"q_up": queries})
+    return down_proj, lambda latent: up_proj(norm(latent))
 
 
-def _halved(load: Load, mixer: spec.MLA) -> Load:
-    """Reads what is turned of queries and keys in another order: the kernels turn number i with i + rope_dim / 2."""
-    each = mixer.nope_dim + mixer.rope_dim
-    rows = {"q": each, "q_up": each, "kv_down": mixer.head_dim}
+def _rotary_order(spec: MLASpec) -> Callable[[str, Tensor], Tensor]:
+    """The function that brings the rotated dimensions of queries and keys into the order that the rope kernels expect:
+    they rotate dimension i with i + qk_rope_head_dim / 2, the model 2 i with 2 i + 1."""
+    head_size = spec.qk_nope_head_dim + spec.qk_rope_head_dim
+    sizes = {"q": head_size, "q_up": head_size, "kv_down": spec.head_dim}
 
-    def halved(name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        tensor, size = load(name, shape, part, dtype), rows.get(name.split(".")[-2])
+    def reorder(name: str, tensor: Tensor) -> Tensor:
+        size = sizes.get(name.split(".")[-2])
         if size is None:
             return tensor
-        first = size - mixer.rope_dim
+        first = size - spec.qk_rope_head_dim
         order = [*range(first), *range(first, size, 2), *range(first + 1, size, 2)]
-        return tensor.view(-1, size, *shape[1:])[:, order].flatten(0, 1)
+        return tensor.view(-1, size, *tensor.shape[1:])[:, order].flatten(0, 1)
 
-    return halved
+    return reorder

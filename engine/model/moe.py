@@ -1,8 +1,8 @@
-"""The feed-forward part of a layer as a mixture of experts: a router, its experts, and what all tokens share.
+"""The feed-forward network of a layer as a mixture of experts: a router, experts, and a shared expert.
 
-Every rank routes all tokens, which gives the same choice everywhere, as the rows are the same to the last bit. It then
-computes what it holds: its columns of every expert, or its own experts in whole. One sum over the ranks ends both.
-Where whole experts are shared out among engines as well, `dispatch` asks the others.
+Every rank routes all tokens, with the same result to the last bit, and computes its share: some columns of every
+expert, or some experts whole. One all-reduce sums the shares. Where whole experts are spread over several engines,
+`ExpertDispatch` exchanges tokens with the others.
 """
 
 from __future__ import annotations
@@ -12,96 +12,115 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from serve_llm.engine.model.build import Builder, RowWise
-from serve_llm.engine.model.dispatch import Dispatch
-from serve_llm.engine.model.ffn import activation_of, dense_addend, products
-from serve_llm.engine.model.spec import ExpertGroups, MoE, Router
+from serve_llm.engine.model.build import Forward, ModelBuilder
+from serve_llm.engine.model.dispatch import ExpertDispatch
+from serve_llm.engine.model.mlp import build_partial_mlp, build_projections, describe_mlp, find_activation
+from serve_llm.engine.model.spec import ExpertGroups, MoESpec, RouterSpec
+from serve_llm.kernels.linear import Linear
 
-Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
-SMALLEST = 1e-20  # beside a sum of weights, so that nothing is divided by 0
+ChooseExperts = Callable[[Tensor], tuple[Tensor, Tensor]]  # see `build_choice`
+SMALLEST = 1e-20  # added to a sum of weights before dividing by it
 
 
-def moe(ffn: MoE, width: int, build: Builder) -> RowWise:
-    """(tokens, width) -> (tokens, width), summed over the ranks. The router and the shared gate are one product."""
-    count, own, columns = ffn.router.num_experts, build.shard.experts(ffn), build.shard.expert_columns(ffn)
-    scores = _scores(ffn, width, build)
-    experts = build.kernels.pack_experts(
-        (products(ffn.expert, width, columns, build.within(f"experts.{number}"), ffn.whole) for number in own),
-        activation_of(ffn.expert, build),
-        own,
+def build_moe(spec: MoESpec, hidden_size: int, builder: ModelBuilder) -> Forward:
+    """(tokens, hidden_size) -> (tokens, hidden_size), all-reduced."""
+    num_experts = spec.router.num_experts
+    held = builder.shard.experts(spec)
+    columns = builder.shard.expert_columns(spec)
+    builder.describe(f"MoE({len(held)} of {num_experts} experts, top {spec.router.top_k})")
+    compute_scores = _build_scores(spec, hidden_size, builder)
+    experts = builder.kernels.pack_experts(
+        (_build_expert(spec, hidden_size, columns, builder.scoped(f"experts.{number}")) for number in held),
+        find_activation(spec.expert, builder),
+        held,
     )
-    if build.neighbours.experts.size > 1:
-        experts = build.spread(Dispatch(experts, build.shard.expert_spans(ffn), build.neighbours.experts))
-    correction = build.tensor("router.correction", count) if ffn.router.correction else None
-    choose = chooser(ffn.router, correction)
-    shared = None if ffn.shared is None else dense_addend(ffn.shared, width, build.within("shared"))
+    if builder.groups.experts.size > 1:
+        experts = ExpertDispatch(experts, builder.shard.expert_spans(spec), builder.groups.experts)
+        builder.dispatches.append(experts)
+    correction_bias = builder.parameter("router.correction", num_experts) if spec.router.correction_bias else None
+    choose = build_choice(spec.router, correction_bias)
 
     def routed(x: Tensor) -> Tensor:
-        return experts(x, *choose(scores(x)))
+        return experts(x, *choose(compute_scores(x)))
 
-    def with_shared(x: Tensor) -> Tensor:
-        assert shared is not None
-        return experts(x, *choose(scores(x))) + shared(x)
+    if spec.shared_expert is None:
+        return builder.all_reduced(routed)
+    shared_expert = build_partial_mlp(spec.shared_expert, hidden_size, builder.scoped("shared"))
 
-    def with_gated(x: Tensor) -> Tensor:
-        assert shared is not None
-        found = scores(x)
-        gate = torch.exp(-found[:, count:].float()).add_(1.0).reciprocal_()  # sigmoid: see kernels.activation
-        return experts(x, *choose(found[:, :count])) + (shared(x) * gate).to(x.dtype)
+    def with_shared_expert(x: Tensor) -> Tensor:
+        return experts(x, *choose(compute_scores(x))) + shared_expert(x)
 
-    return build.summed(routed if shared is None else with_gated if ffn.shared_gate else with_shared)
+    def with_gated_shared_expert(x: Tensor) -> Tensor:
+        scores = compute_scores(x)
+        gate = torch.exp(-scores[:, num_experts:].float()).add_(1.0).reciprocal_()  # sigmoid: see kernels.activation
+        return experts(x, *choose(scores[:, :num_experts])) + (shared_expert(x) * gate).to(x.dtype)
 
-
-def _scores(ffn: MoE, width: int, build: Builder) -> RowWise:
-    """The product of the router, with that of the shared gate, if there is one, in its last column."""
-    outputs = {"router": ffn.router.num_experts} | ({"shared_gate": 1} if ffn.shared_gate else {})
-    product = build.plain(outputs, width, wide=ffn.router.wide, bias=ffn.router.bias)
-    return (lambda x: product(x.float())) if ffn.router.wide else product
+    return builder.all_reduced(with_gated_shared_expert if spec.shared_expert_gate else with_shared_expert)
 
 
-def chooser(router: Router, correction: Tensor | None = None) -> Choose:
-    """From scores, (tokens, experts) of any dtype, to the weights and the numbers of the chosen experts, the likeliest
-    first: (tokens, top_k) float32 and int64. correction: (experts,) float32, see `Router`."""
-    if router.groups is not None or router.correction or router.scores == "sigmoid":
-        return _by_groups(router, correction)
-    top_k, factor = router.top_k, router.factor
-
-    def normalised(scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The chosen ones' part of a softmax is the softmax of theirs."""
-        best, experts = scores.float().topk(top_k)
-        return best.softmax(-1).mul_(factor), experts
-
-    def plain(scores: Tensor) -> tuple[Tensor, Tensor]:
-        best, experts = scores.float().softmax(-1).topk(top_k)
-        return best.mul_(factor), experts
-
-    return normalised if router.normalise else plain
+def _build_expert(spec: MoESpec, hidden_size: int, columns: range, builder: ModelBuilder) -> tuple[Linear, Linear]:
+    projections = build_projections(spec.expert, hidden_size, columns, builder, spec.expert_parallel)
+    builder.describe(f"MLP({describe_mlp(spec.expert)})")
+    return projections
 
 
-def _by_groups(router: Router, correction: Tensor | None) -> Choose:
-    """The choice of DeepSeek-V2 and DeepSeek-V3 (arXiv:2405.04434, arXiv:2412.19437)."""
-    groups = router.groups or ExpertGroups(1, 1, 1)
+def _build_scores(spec: MoESpec, hidden_size: int, builder: ModelBuilder) -> Forward:
+    """The router's linear layer; the last output is that of the shared expert's gate where there is one."""
+    outputs = {"router": spec.router.num_experts}
+    if spec.shared_expert_gate:
+        outputs["shared_gate"] = 1
+    linear = builder.unquantised_linear(outputs, hidden_size, float32=spec.router.float32, bias=spec.router.bias)
+    if spec.router.float32:
+        return lambda x: linear(x.float())
+    return linear
 
-    def choose(products: Tensor) -> tuple[Tensor, Tensor]:
-        wide = products.float()
-        scores = wide.softmax(-1) if router.scores == "softmax" else torch.exp(-wide).add_(1.0).reciprocal_()
-        ranking = scores if correction is None else scores + correction
-        if groups.top_k < groups.count:
-            by_group = ranking.view(len(ranking), groups.count, -1)
-            worth = added(by_group.topk(groups.best).values)
-            chosen = torch.zeros_like(worth, dtype=torch.bool).scatter_(-1, worth.topk(groups.top_k).indices, True)
-            ranking = by_group.masked_fill(~chosen.unsqueeze(-1), -torch.inf).flatten(-2)
+
+def build_choice(router: RouterSpec, correction_bias: Tensor | None = None) -> ChooseExperts:
+    """The function from scores, (tokens, experts) of any dtype, to the weights and the numbers of the chosen experts,
+    best first: (tokens, top_k), float32 and int64.
+
+    correction_bias: (experts,) float32, see `RouterSpec`.
+    """
+    if router.groups is not None or router.correction_bias or router.scoring == "sigmoid":
+        return _group_limited_choice(router, correction_bias)
+
+    def choose(scores: Tensor) -> tuple[Tensor, Tensor]:
+        best, experts = scores.float().softmax(-1).topk(router.top_k)
+        return best.mul_(router.scaling_factor), experts
+
+    def choose_renormalised(scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Renormalised weights are the softmax of the chosen scores."""
+        best, experts = scores.float().topk(router.top_k)
+        return best.softmax(-1).mul_(router.scaling_factor), experts
+
+    return choose_renormalised if router.renormalise else choose
+
+
+def _group_limited_choice(router: RouterSpec, correction_bias: Tensor | None) -> ChooseExperts:
+    """The routing of DeepSeek-V2 and DeepSeek-V3 (arXiv:2405.04434, arXiv:2412.19437)."""
+    groups = router.groups or ExpertGroups(num_groups=1, top_k=1, scores_per_group=1)
+
+    def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
+        wide = logits.float()
+        scores = wide.softmax(-1) if router.scoring == "softmax" else torch.exp(-wide).add_(1.0).reciprocal_()
+        ranking = scores if correction_bias is None else scores + correction_bias
+        if groups.top_k < groups.num_groups:
+            by_group = ranking.view(len(ranking), groups.num_groups, -1)
+            group_scores = sum_in_order(by_group.topk(groups.scores_per_group).values)
+            best_groups = group_scores.topk(groups.top_k).indices
+            is_allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, best_groups, True)
+            ranking = by_group.masked_fill(~is_allowed.unsqueeze(-1), -torch.inf).flatten(-2)
         experts = ranking.topk(router.top_k).indices
         weights = scores.gather(-1, experts)
-        if router.normalise:
-            weights /= added(weights).unsqueeze(-1) + SMALLEST
-        return weights.mul_(router.factor), experts
+        if router.renormalise:
+            weights /= sum_in_order(weights).unsqueeze(-1) + SMALLEST
+        return weights.mul_(router.scaling_factor), experts
 
     return choose
 
 
-def added(x: Tensor) -> Tensor:
-    """The sum over the last dimension in its order, whatever the number of rows."""
+def sum_in_order(x: Tensor) -> Tensor:
+    """The sum over the last dimension, added in order: the same bits for any number of rows."""
     total = x[..., 0].clone()
     for index in range(1, x.shape[-1]):
         total += x[..., index]

@@ -1,4 +1,4 @@
-"""Norms of rows with their weights, alone or of a sum: most follow the addition of what a part of a layer made."""
+"""Norms over the hidden dimension, alone or fused with the residual addition before them."""
 
 from __future__ import annotations
 
@@ -7,40 +7,57 @@ from typing import Protocol
 
 from torch import Tensor
 
-from serve_llm.kernels.table import Kernels
+from serve_llm.kernels.registry import Kernels
 
 
 class Norm(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
-        """x: (rows, width) -> the same shape."""
+        """x: (tokens, hidden_size) -> the same shape and dtype."""
 
-    def of_sum(self, hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden + delta, which may take delta's memory, and its norm. All (rows, width)."""
+    def add(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return residual + x and the norm of that sum. All are (tokens, hidden_size).
+
+        The caller must not use x again: the sum may take its memory.
+        """
 
 
 @dataclass(frozen=True)
-class RmsNorm:
-    weight: Tensor
+class RMSNorm:
+    weight: Tensor  # (hidden_size,)
     eps: float
     kernels: Kernels
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
-    def of_sum(self, hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        return self.kernels.add_rms_norm(hidden, delta, self.weight, self.eps)
+    def add(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.kernels.add_rms_norm(residual, x, self.weight, self.eps)
 
 
 @dataclass(frozen=True)
 class LayerNorm:
-    weight: Tensor | None
-    bias: Tensor | None
+    weight: Tensor | None  # (hidden_size,)
+    bias: Tensor | None  # (hidden_size,)
     eps: float
     kernels: Kernels
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)
 
-    def of_sum(self, hidden: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        total = hidden + delta
+    def add(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        total = residual + x
         return total, self(total)
+
+
+class NoNorm:
+    """Stands where a layer has no norm, and after the last layer of a rank."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        total = residual + x
+        return total, total
+
+
+NO_NORM = NoNorm()

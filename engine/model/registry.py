@@ -1,34 +1,43 @@
-"""From config.json to a model spec and a weight map, by the architecture that the file names; then what was chosen for
-it. No torch."""
+"""From config.json to a `ModelSpec` and a `WeightMap`, by architecture. No torch."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+from serve_llm.common.errors import ModelError, UnsupportedModel
+from serve_llm.engine.config import INT4_GROUP_SIZES
 from serve_llm.engine.config import Config as Settings
-from serve_llm.engine.errors import ModelError, UnsupportedModel
-from serve_llm.engine.model import quantization
-from serve_llm.engine.model.config import Config
+from serve_llm.engine.model import quantization_config
+from serve_llm.engine.model.compressed_tensors_config import Int8Checkpoint
+from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families import (
+    bert,
     cohere,
     deepseek,
     falcon,
     gemma,
     glm,
+    glm_moe,
     gpt2,
     gpt_neox,
     gpt_oss,
     gptj,
     granite,
     granite_moe,
+    gte,
     llama,
     mistral,
     mixtral,
+    modernbert,
+    multimodal,
     nemotron,
+    nomic_bert,
     olmo2,
     opt,
     phi3,
+    pooled,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -37,11 +46,15 @@ from serve_llm.engine.model.families import (
     stablelm,
     starcoder2,
 )
-from serve_llm.engine.model.quantization import Blocks, Stored
-from serve_llm.engine.model.spec import Int8, ModelSpec, product_of
-from serve_llm.engine.model.weight_map import WeightMap
+from serve_llm.engine.model.gguf_config import GGUFTensors, apply_gguf
+from serve_llm.engine.model.pooling import build_pooler_spec
+from serve_llm.engine.model.quantization_spec import MXFP4, GroupedForm, GroupedSpec, Int8Spec, find_linear_layer
+from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 
-FAMILIES: dict[str, Callable[[Config], tuple[ModelSpec, WeightMap]]] = {
+Read = Callable[[ConfigReader], tuple[ModelSpec, WeightMap]]
+
+FAMILIES: dict[str, Read] = {
     "LlamaForCausalLM": llama.read,
     "MistralForCausalLM": mistral.read,
     "MixtralForCausalLM": mixtral.read,
@@ -59,6 +72,7 @@ FAMILIES: dict[str, Callable[[Config], tuple[ModelSpec, WeightMap]]] = {
     "Gemma3ForCausalLM": gemma.read_gemma3,
     "GlmForCausalLM": glm.read,
     "Glm4ForCausalLM": glm.read_glm4,
+    "Glm4MoeForCausalLM": glm_moe.read,
     "DeepseekV2ForCausalLM": deepseek.read_v2,
     "DeepseekV3ForCausalLM": deepseek.read_v3,
     "GPT2LMHeadModel": gpt2.read,
@@ -66,76 +80,142 @@ FAMILIES: dict[str, Callable[[Config], tuple[ModelSpec, WeightMap]]] = {
     "GPTNeoXForCausalLM": gpt_neox.read,
     "GptOssForCausalLM": gpt_oss.read,
     "NemotronForCausalLM": nemotron.read,
+    "Gemma3ForConditionalGeneration": multimodal.read_text_part(
+        "Gemma3ForConditionalGeneration", {"gemma3_text": gemma.read_gemma3_text}
+    ),
+    "LlavaForConditionalGeneration": multimodal.read_text_part(
+        "LlavaForConditionalGeneration",
+        {"llama": llama.read, "mistral": mistral.read, "qwen2": qwen2.read, "qwen3": qwen3.read},
+    ),
+    "Mistral3ForConditionalGeneration": multimodal.read_text_part(
+        "Mistral3ForConditionalGeneration", {"mistral": mistral.read}
+    ),
     "Olmo2ForCausalLM": olmo2.read,
     "OPTForCausalLM": opt.read,
     "Phi3ForCausalLM": phi3.read,
     "SmolLM3ForCausalLM": smollm3.read,
     "StableLmForCausalLM": stablelm.read,
     "Starcoder2ForCausalLM": starcoder2.read,
-}
-
-OTHERS = {  # not served, but a relative is
-    "Gemma3ForConditionalGeneration": "it reads images; of Gemma 3 the text models (Gemma3ForCausalLM) are served",
+    "BertModel": bert.read_bert("BertModel"),
+    "BertForMaskedLM": bert.read_bert("BertForMaskedLM"),
+    "BertForSequenceClassification": bert.read_bert("BertForSequenceClassification"),
+    "RobertaModel": bert.read_roberta("RobertaModel"),
+    "RobertaForMaskedLM": bert.read_roberta("RobertaForMaskedLM"),
+    "RobertaForSequenceClassification": bert.read_roberta("RobertaForSequenceClassification"),
+    "XLMRobertaModel": bert.read_roberta("XLMRobertaModel"),
+    "XLMRobertaForMaskedLM": bert.read_roberta("XLMRobertaForMaskedLM"),
+    "XLMRobertaForSequenceClassification": bert.read_roberta("XLMRobertaForSequenceClassification"),
+    "ModernBertModel": modernbert.read_modernbert("ModernBertModel"),
+    "ModernBertForMaskedLM": modernbert.read_modernbert("ModernBertForMaskedLM"),
+    "ModernBertForSequenceClassification": modernbert.read_modernbert("ModernBertForSequenceClassification"),
+    "NomicBertModel": nomic_bert.read_nomic_bert("NomicBertModel"),
+    "NomicBertForMaskedLM": nomic_bert.read_nomic_bert("NomicBertForMaskedLM"),
+    "NomicBertForSequenceClassification": nomic_bert.read_nomic_bert("NomicBertForSequenceClassification"),
+    "GteModel": gte.read_gte("GteModel", "gte"),
+    "GteForSequenceClassification": gte.read_gte("GteForSequenceClassification", "gte"),
+    "NewModel": gte.read_gte("NewModel", "new"),
+    "NewForSequenceClassification": gte.read_gte("NewForSequenceClassification", "new"),
+    "LlamaModel": pooled.without_lm_head(llama.read, "LlamaModel"),
+    "MistralModel": pooled.without_lm_head(mistral.read, "MistralModel"),
+    "Qwen2Model": pooled.without_lm_head(qwen2.read, "Qwen2Model"),
+    "Qwen3Model": pooled.without_lm_head(qwen3.read, "Qwen3Model"),
+    "LlamaForSequenceClassification": pooled.as_classifier(llama.read, "LlamaForSequenceClassification"),
+    "MistralForSequenceClassification": pooled.as_classifier(mistral.read, "MistralForSequenceClassification"),
+    "Qwen2ForSequenceClassification": pooled.as_classifier(qwen2.read, "Qwen2ForSequenceClassification"),
+    "Qwen3ForSequenceClassification": pooled.as_classifier(qwen3.read, "Qwen3ForSequenceClassification"),
 }
 
 
 def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tuple[ModelSpec, WeightMap]:
-    """What config.json describes. allowed: unknown keys that are passed over, as --allow-unknown-config names them.
+    """Read config.json. allowed: unknown keys to ignore, as --allow-unknown-config names them.
 
     Raises UnsupportedModel for an architecture that is not in FAMILIES, ModelError for anything else in the file that
-    cannot be served faithfully, OptionError for an allowed key that is not there; all are one line with the cause.
+    is not supported, OptionError for an allowed key that is not in the file.
     """
     named = config.get("architectures")
     architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
     if architecture not in FAMILIES:
         what = f"architecture {architecture}" if architecture else "a model whose config.json names no architecture"
-        why = f": {OTHERS[architecture]}" if architecture in OTHERS else ""
         raise UnsupportedModel(
-            f"{what} is not supported{why}; supported: {', '.join(sorted(FAMILIES))}; "
+            f"{what} is not supported; supported: {', '.join(sorted(FAMILIES))}; "
             "--model-impl transformers serves many others, slowly"
         )
-    whole = Config(config, allowed=allowed)
+    whole = ConfigReader(config, allowed=allowed)
     quantized = whole.inner("quantization_config")
     spec, weights = FAMILIES[architecture](whole)
-    if quantized is None or any(row.scales for row in weights.rows):  # which the family has read
+    if quantized is None:
         return spec, weights
-    stored = quantization.read(quantized)
-    if isinstance(stored, Blocks):
-        return spec, replace(weights, block=(stored.rows, stored.columns))
-    return replace(spec, int8=_int8(stored, spec, weights)), weights
+    if any(rule.scales for rule in weights.rules):  # the family has read it
+        return replace(spec, grouped=_grouped(lambda rule: MXFP4 if rule.scales else None, spec, weights)), weights
+    stored = quantization_config.read_quantization_config(quantized)
+    if isinstance(stored, GGUFTensors):
+        spec, weights = apply_gguf(stored, spec, weights)
+        types = stored
+        return replace(spec, grouped=_grouped(lambda rule: types.find_form(rule.source), spec, weights)), weights
+    if isinstance(stored, Int8Checkpoint):
+        return replace(spec, int8=_int8(stored, spec, weights)), weights
+    modules = stored
+
+    def find_form(rule: WeightRule) -> GroupedForm | None:
+        return None if rule.members else modules.find_form(rule.source.removesuffix(".weight"))
+
+    return replace(spec, grouped=_grouped(find_form, spec, weights)), replace(weights, quantized=stored)
 
 
-def served(spec: ModelSpec, settings: Settings) -> ModelSpec:
-    """The model as the engine's settings have it: build the decoder and count from this one, on every rank."""
-    if len(spec.long_lengths) > 1:
-        raise ModelError("config.json: longrope in some layers only, or of several original lengths, is not served")
+def apply_engine_config(spec: ModelSpec, settings: Settings) -> ModelSpec:
+    """The spec with the engine's options applied. Every rank builds its decoder, and plans memory, from this one."""
+    if len(spec.longrope_lengths) > 1:
+        raise ModelError("config.json: longrope in some layers only or with several original lengths is not supported")
     spec = spec.with_max_length(settings.max_model_len)
+    if settings.pooling is not None:
+        spec = replace(spec, pooler=build_pooler_spec(settings.pooling), lm_head=settings.generates)
     if settings.enable_expert_parallel:
-        spec = spec.with_whole_experts()
+        spec = spec.with_expert_parallel()
+    if settings.device != "cpu":  # where no kernel multiplies integers in groups
+        spec = replace(spec, grouped=None)
     if settings.quantization == "fp8":
         return spec.with_fp8()
+    if settings.quantization in INT4_GROUP_SIZES:
+        return spec.with_int4(INT4_GROUP_SIZES[settings.quantization])
     return spec.with_int8() if settings.quantization == "int8" else spec
 
 
-def _int8(stored: Stored, spec: ModelSpec, weights: WeightMap) -> Int8:
-    """Modules' names turned into those of the model's products."""
-    kept = set()
-    for row in weights.expanded(len(spec.layers)).values():
-        products = [product for product in map(product_of, row.parameters) if product is not None]
-        if stored.ignores(row.source.removesuffix(".weight")):
-            kept.update(products)
-        elif row.parameters[0].endswith((".router.weight", ".shared_gate.weight")):
+def _grouped(
+    find_form: Callable[[WeightRule], GroupedForm | None], spec: ModelSpec, weights: WeightMap
+) -> GroupedSpec | None:
+    """The forms of linear layers, read from the checkpoint's tensors. find_form: the form of one tensor."""
+    forms: dict[str, GroupedForm | None] = {}
+    for rule in weights.expand(len(spec.layers)).values():
+        form = find_form(rule)
+        forms |= {layer: form for layer in map(find_linear_layer, rule.parameters) if layer is not None}
+    if not any(forms.values()):
+        return None
+    default = Counter(forms.values()).most_common(1)[0][0]
+    others = {layer: form for layer, form in forms.items() if form != default}
+    return GroupedSpec(in_checkpoint=True, default=default, others=others)
+
+
+def _int8(stored: Int8Checkpoint, spec: ModelSpec, weights: WeightMap) -> Int8Spec:
+    """Translate the module names of the checkpoint to linear layers of the model."""
+    excluded: set[str] = set()
+    for rule in weights.expand(len(spec.layers)).values():
+        module = rule.source.removesuffix(".weight")
+        linear_layers = [layer for layer in map(find_linear_layer, rule.parameters) if layer is not None]
+        if any(map(stored.ignores, weights.list_spellings(module))):
+            excluded.update(linear_layers)
+        elif rule.parameters[0].endswith((".router.weight", ".shared_gate.weight")):
             raise ModelError(
-                f'config.json: quantization_config: "ignore" must name {row.source.removesuffix(".weight")}: routers '
-                "are served in floating point only"
+                f'config.json: quantization_config: "ignore" must name {module}: routers are supported in floating '
+                "point only"
             )
-        elif products and (row.transform != "none" or row.members):
+        elif linear_layers and (rule.transform != "none" or rule.members):
             raise ModelError(
-                f"config.json: quantization_config: int8 checkpoints of a {spec.architecture} are not served"
+                f"config.json: quantization_config: int8 checkpoints of a {spec.architecture} are not supported"
             )
     head = weights.head.removesuffix(".weight")
-    if not spec.tied_head and not stored.ignores(head):
+    if not spec.tie_word_embeddings and not any(map(stored.ignores, weights.list_spellings(head))):
         raise ModelError(
-            f'config.json: quantization_config: "ignore" must name {head}: the head is served in floating point only'
+            f'config.json: quantization_config: "ignore" must name {head}: the LM head is supported in floating point '
+            "only"
         )
-    return Int8(stored=True, kept=frozenset(kept))
+    return Int8Spec(in_checkpoint=True, excluded=frozenset(excluded))

@@ -1,7 +1,7 @@
-"""What a model is, as data: one frozen value per part, one entry per layer. A leaf: no torch, no config.json.
+"""Model specifications: frozen dataclasses that describe a decoder, one entry per layer. No torch, no config.json.
 
-Families (`families/*`) write these, the parts beside this file are built from them, `plan` and `execute.memory` count
-with them. A difference in a number is a field; in algorithm, another class; in wiring, a placement.
+Families (`families/*`) write them; the modules in this package are built from them, and memory planning counts with
+them. Two models that differ in a number differ in a field, in an algorithm: in a class, in wiring: in `NormPosition`.
 """
 
 from __future__ import annotations
@@ -10,76 +10,79 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Literal
 
+from serve_llm.engine.model.quantization_spec import GroupedForm, GroupedSpec, Int8Spec
+
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai"]
-Placement = Literal["pre", "post", "inside", "sandwich", "parallel", "parallel_norms"]
+NormPosition = Literal["pre", "post", "output", "sandwich", "parallel", "parallel_two_norms"]
+PoolingType = Literal["cls", "mean", "last"]
 
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Positions divided by `factor`."""
+    """Divide positions by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class DynamicScaling:
-    """NTK-aware: a base that grows with the position, past `original_length`."""
+    """NTK-aware scaling: beyond `original_length` the base grows with the position."""
 
     factor: float
-    original_length: int
+    original_length: int  # tokens
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Low frequencies divided by `factor`, high ones kept, a smooth passage between."""
+    """Divide low frequencies by `factor`, keep high ones, and interpolate smoothly between."""
 
     factor: float
     low_frequency_factor: float
     high_frequency_factor: float
-    original_length: int
+    original_length: int  # tokens
 
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """arXiv:2309.00071: interpolation by parts, and cos and sin multiplied by `attention_factor`."""
+    """YaRN (arXiv:2309.00071): NTK-by-parts interpolation; cos and sin are multiplied by `attention_factor`."""
 
     factor: float
     attention_factor: float
     beta_fast: float
     beta_slow: float
-    original_length: int
-    truncate: bool  # borders of the ramp rounded outwards to whole dimensions
+    original_length: int  # tokens
+    truncate: bool  # round the ends of the ramp outwards to whole dimensions
 
 
 @dataclass(frozen=True)
 class LongScaling:
-    """LongRoPE (arXiv:2402.13753): each frequency divided by its own factor, cos and sin times `attention_factor`.
+    """LongRoPE (arXiv:2402.13753): divide each frequency by its own factor; multiply cos and sin by `attention_factor`.
 
-    All tokens of a sequence have the same factors, the long ones if it is longer than original_length; see
-    `inputs.TURNED`.
+    All tokens of a sequence use the same factors: the long ones if the sequence is longer than `original_length`. See
+    `inputs.LONG_ROPE_OFFSET`.
     """
 
-    long_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]  # one per pair of dimensions
     short_factors: tuple[float, ...]
     attention_factor: float
-    original_length: int
+    original_length: int  # tokens
 
 
 @dataclass(frozen=True)
-class Rope:
+class RopeSpec:
     base: float
     scaling: LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongScaling | None = None
-    dims: int | None = None  # only so many, the first, of each head are turned; None: all
-    interleaved: bool = False  # neighbours are turned together, not the halves of what is turned
+    rotary_dim: int | None = None  # rotate only the first dimensions of each head; None: all
+    interleaved: bool = False  # rotate adjacent dimensions together (GPT-J) instead of the two halves (GPT-NeoX)
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormSpec:
     kind: Literal["rms", "layer"]
     eps: float
-    affine: bool = True  # a layer norm with a weight; an rms norm always has one
-    bias: bool = True  # of an affine layer norm
-    wide: bool = False  # of an rms norm: its weight is in float32, whatever the model's dtype
+    affine: bool = True  # layer norm: has a weight; an RMS norm always has one
+    bias: bool = True  # layer norm: has a bias, if affine
+    float32_weight: bool = False  # RMS norm: the weight is float32 whatever the model's dtype
 
     @property
     def has_bias(self) -> bool:
@@ -87,122 +90,168 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Attention:
-    heads: int
-    kv_heads: int
+class AttentionSpec:
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
-    scale: float  # of the scores
-    rope: Rope | None = None  # None: positions come from elsewhere
-    window: int | None = None  # tokens that a query sees, itself included; None: all before it
-    softcap: float | None = None  # the scaled scores s become softcap * tanh(s / softcap)
+    scale: float  # multiplies the scores before the softmax
+    rope: RopeSpec | None = None  # None: this layer has no rotary embedding
+    sliding_window: int | None = None  # tokens that a query attends to on each side, itself included; None: all
+    softcap: float | None = None  # scaled scores s become softcap * tanh(s / softcap)
     qkv_bias: bool = False
     output_bias: bool = False
-    head_norm: Norm | None = None  # of every query and key head, before rope; if a layer norm, each with its own weight
-    projection_norm_eps: float | None = None  # of rms norms of all query heads as one, and of all key heads
-    sinks: bool = False  # one more score for each head, which takes its share of the softmax and adds no value
+    qk_norm: NormSpec | None = None  # norm of every query and key head, before rope; a layer norm has weights per head
+    qk_projection_norm_eps: float | None = None  # RMS norms over all query heads together and all key heads together
+    sinks: bool = False  # a learned score per head takes part in the softmax and adds no value
+    causal: bool = True  # False, in encoders: a query attends to the tokens after it as well; no KV is cached
 
     @property
     def rope_dim(self) -> int:
-        """Numbers of a head that the rope's angles are for."""
+        """Dimensions per head for which rope angles are computed."""
         return self.head_dim
 
 
 @dataclass(frozen=True)
-class MLA:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): of a token one row is cached for all heads, a latent
-    vector, from which each head's key and value would be made, and a key of rope_dim numbers that all heads share.
+class MLASpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
-    So there is one KV head, whose keys are these rows and whose values are their first kv_lora_rank numbers.
+    The cache holds one row per token for all heads: the latent vector, from which keys and values are projected, and a
+    rotated key of `qk_rope_head_dim` numbers that all heads share. So there is one KV head: its keys are these rows,
+    its values their first `kv_lora_rank` numbers.
     """
 
-    heads: int
-    q_lora_rank: int | None  # of the queries' latent vector; None: they are made of the hidden row at once
+    num_heads: int
+    q_lora_rank: int | None  # size of the latent query vector; None: one projection from hidden states to queries
     kv_lora_rank: int
-    nope_dim: int  # numbers of a query head that meet the key made of the latent vector
-    rope_dim: int  # and those that meet the shared key
-    value_dim: int  # numbers of a head's value
-    scale: float  # of the scores
-    norm_eps: float  # of the rms norms of the latent vectors
-    rope: Rope | None = None
-    bias: bool = False  # of the two products that make latent vectors, and of the output
+    qk_nope_head_dim: int  # dimensions of a query head that meet the key projected from the latent vector
+    qk_rope_head_dim: int  # dimensions of a query head that meet the shared key
+    v_head_dim: int
+    scale: float  # multiplies the scores before the softmax
+    norm_eps: float  # RMS norms of the latent vectors
+    rope: RopeSpec | None = None
+    bias: bool = False  # the down-projections to latent vectors and the output projection have biases
 
-    kv_heads: ClassVar[int] = 1
-    window: ClassVar[None] = None
+    num_kv_heads: ClassVar[int] = 1
+    sliding_window: ClassVar[None] = None
+    causal: ClassVar[bool] = True
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a cached row."""
-        return self.kv_lora_rank + self.rope_dim
+        """Size of a cached row."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Dimensions per head for which rope angles are computed."""
+        return self.qk_rope_head_dim
 
 
-Mixer = Attention | MLA
+AnyAttentionSpec = AttentionSpec | MLASpec
 
 
 @dataclass(frozen=True)
-class Dense:
-    """down(activation(up(x))), or gated: down(activation(gate(x)) * up(x))."""
+class MLPSpec:
+    """down(activation(up(x))), or if gated down(activation(gate(x)) * up(x))."""
 
-    width: int
+    intermediate_size: int
     activation: Activation
     gated: bool = False
     bias: bool = False
+    down_bias: bool | None = None  # None: as `bias`, which is then for gate and up
+
+    @property
+    def has_down_bias(self) -> bool:
+        return self.bias if self.down_bias is None else self.down_bias
 
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Only experts of the `top_k` best groups are chosen (DeepSeek-V2, arXiv:2405.04434); a group is consecutive."""
+    """Group-limited routing (DeepSeek-V2, arXiv:2405.04434): choose experts from the `top_k` best groups only.
 
-    count: int
+    Groups are equal ranges of consecutive experts.
+    """
+
+    num_groups: int
     top_k: int
-    best: int  # so many of its highest scores, added up, are a group's
+    scores_per_group: int  # a group's score is the sum of its highest scores, this many
 
 
 @dataclass(frozen=True)
-class Router:
-    """Which `top_k` of the experts a token goes through, by a score of each, and with what weights they are summed."""
+class RouterSpec:
+    """Choose `top_k` experts per token by their scores, and the weights of their sum."""
 
     num_experts: int
     top_k: int
-    scores: Literal["softmax", "sigmoid"] = "softmax"  # over all experts, or of each for itself
-    normalise: bool = True  # the weights of the chosen are their scores, made to add up to 1; else their scores
-    factor: float = 1.0  # of the weights
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = True  # divide the scores of the chosen experts by their sum
+    scaling_factor: float = 1.0  # multiplies the weights
     groups: ExpertGroups | None = None
-    correction: bool = False  # a number of each expert is added to its score, for the choice only (arXiv:2408.15664)
-    wide: bool = False  # computed in float32, whatever the model's dtype
+    correction_bias: bool = False  # a bias per expert added to its score for the choice only (arXiv:2408.15664)
+    float32: bool = False  # compute the scores in float32 whatever the model's dtype
     bias: bool = False
 
 
 @dataclass(frozen=True)
-class MoE:
-    """Mixture of experts: the weighted sum of the chosen experts, and of a shared one that every token goes through."""
+class MoESpec:
+    """Mixture of experts: the weighted sum of the chosen experts, plus a shared expert that every token uses."""
 
-    router: Router
-    expert: Dense  # each of them
-    shared: Dense | None = None
-    shared_gate: bool = False  # what the shared one makes is multiplied by the sigmoid of a product of one output
-    whole: bool = False  # a rank holds some experts in whole, else a part of each (--enable-expert-parallel)
+    router: RouterSpec
+    expert: MLPSpec
+    shared_expert: MLPSpec | None = None
+    shared_expert_gate: bool = False  # multiply the shared expert's output by a sigmoid gate
+    expert_parallel: bool = False  # a rank holds some experts whole, otherwise a slice of each expert
 
 
 @dataclass(frozen=True)
-class Layer:
-    mixer: Mixer
-    ffn: Dense | MoE
-    norm: Norm  # of each half, or of both where they are parallel
-    # x + f(norm(x)), norm(x + f(x)), x + norm(f(x)), x + norm(f(norm(x))) with two norms for each half, or both halves
-    # read the same x: x + f(norm(x)) + g(norm(x)), by one norm or (parallel_norms) by one each
-    placement: Placement = "pre"
+class LayerSpec:
+    """norm_position, with f and g for attention and feed-forward:
 
-    @property
-    def attention(self) -> Attention:
-        """The mixer, in a family whose layers have no other."""
-        assert isinstance(self.mixer, Attention)
-        return self.mixer
+    pre                 x + f(norm(x)), then the same with g
+    post                norm(x + f(x)), then the same with g
+    output              x + norm(f(x)), then the same with g
+    sandwich            x + norm(f(norm(x))), then the same with g
+    parallel            x + f(norm(x)) + g(norm(x)), with one norm
+    parallel_two_norms  x + f(norm(x)) + g(norm(x)), with two norms
+    """
+
+    attention: AnyAttentionSpec
+    ffn: MLPSpec | MoESpec
+    norm: NormSpec  # every norm of the layer
+    norm_position: NormPosition = "pre"
+    has_attention_norm: bool = True  # False, with "pre": attention reads the residual stream as it is
 
 
 @dataclass(frozen=True)
 class LearnedPositions:
-    count: int  # rows of the table
+    num_embeddings: int  # rows of the table
     offset: int = 0  # row of position 0
+
+
+@dataclass(frozen=True)
+class PoolerLayer:
+    """A linear layer on the pooled vector, with an activation and a norm after it."""
+
+    name: str  # its parameters are "pooler.NAME.weight" and so on
+    outputs: int
+    bias: bool = True
+    activation: str = "none"  # "none" | "tanh" | an `Activation`
+    norm: NormSpec | None = None
+    folder: str = ""  # where its weights are if not in the checkpoint: a module of sentence-transformers
+
+
+@dataclass(frozen=True)
+class PoolerSpec:
+    """How the hidden states of a prompt become one vector."""
+
+    pooling_type: PoolingType
+    layers: tuple[PoolerLayer, ...] = ()
+    token_ids: tuple[int, ...] = ()  # the last layer is these rows of the LM head
+    normalize: bool = False  # scale the vector to length 1
+    is_classifier: bool = False  # the vector holds one logit per class; otherwise it is an embedding
+
+    def vector_size(self, hidden_size: int) -> int:
+        own_size = self.layers[-1].outputs if self.layers else hidden_size
+        return len(self.token_ids) or own_size
 
 
 @dataclass(frozen=True)
@@ -210,114 +259,137 @@ class KVGroup:
     """Layers whose KV has the same shape and lifetime: they share one block table per sequence."""
 
     layers: tuple[int, ...]
-    kv_heads: int
+    num_kv_heads: int
     head_dim: int
-    window: int | None
-    is_latent: bool = False  # one row of a token for keys and values, of `MLA`; else a row for each
-
-
-PRODUCTS = frozenset(
-    {"q", "k", "v", "output", "gate", "up", "down", "project_in", "project_out", "q_down", "q_up", "kv_down"}
-)
-
-
-def product_of(parameter: str) -> str | None:
-    """The product whose weight a parameter is, such as "layers.3.ffn.down"; None for all else, and for the head."""
-    product, _, kind = parameter.rpartition(".")
-    return product if kind == "weight" and product.rpartition(".")[2] in PRODUCTS else None
-
-
-@dataclass(frozen=True)
-class Int8:
-    """Which products are computed in int8 (W8A8): all but those in `kept`. Embedding and head never are."""
-
-    stored: bool  # whether the checkpoint holds int8 weights; otherwise they are made while loading
-    kept: frozenset[str] = frozenset()  # such as "layers.3.ffn.down"
-
-    def takes(self, product: str) -> bool:
-        """product: such as "layers.3.attention.q"."""
-        return product not in self.kept
+    sliding_window: int | None
+    is_latent: bool = False  # one row per token serves as key and value (`MLASpec`); otherwise one row for each
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     architecture: str
     vocab_size: int
-    width: int
-    max_position: int  # longest context in tokens that the model is made for, rope scaling included
-    layers: tuple[Layer, ...]
-    final_norm: Norm | None
-    tied_head: bool
-    head_bias: bool = False
-    positions: LearnedPositions | None = None
-    embedding_width: int | None = None  # None: width; else projections stand after the embedding and before the head
+    hidden_size: int
+    max_position: int  # longest context in tokens that the model supports, rope scaling included
+    layers: tuple[LayerSpec, ...]
+    final_norm: NormSpec | None
+    tie_word_embeddings: bool
+    lm_head_bias: bool = False
+    learned_positions: LearnedPositions | None = None
+    embedding_size: int | None = None  # None: hidden_size; otherwise linear layers project from and to it
     embedding_multiplier: float = 1.0
-    rounds_multiplier: bool = False  # embedding_multiplier, to the model's dtype
+    rounds_embedding_multiplier: bool = False  # to the model's dtype
     logits_multiplier: float = 1.0
-    logits_softcap: float | None = None  # as of attention; after the multiplier
-    int8: Int8 | None = None  # None: everything is computed in the model's dtype
-    fp8: bool = False  # products of the layers in 8-bit floats (W8A8), made while loading; embedding and head never are
+    logits_softcap: float | None = None  # as in `AttentionSpec`; applied after the multiplier
+    int8: Int8Spec | None = None  # None: no linear layer of the layers runs in int8
+    int8_lm_head: bool = False  # the LM head runs in int8 (W8A8), quantised while loading
+    fp8: bool = False  # quantise the layers' linear layers to 8-bit floats (W8A8) while loading
+    grouped: GroupedSpec | None = None  # excludes int8 and fp8
+    lm_head: bool = True  # False: the model only returns vectors
+    pooler: PoolerSpec | None = None  # None: the model returns no vectors
+    token_types: int = 0  # rows of the table of token types: which text of a pair a token belongs to
+    embedding_norm: NormSpec | None = None  # norm of the embedding, positions and token types added
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether queries attend to later tokens, so that a prompt is computed in one step."""
+        return not all(layer.attention.causal for layer in self.layers)
+
+    @property
+    def reads_lm_head(self) -> bool:
+        """Whether any row of the LM head is used."""
+        return self.lm_head or (self.pooler is not None and bool(self.pooler.token_ids))
 
     def with_int8(self) -> ModelSpec:
-        """The same model with its products in int8, made while loading unless the checkpoint holds them."""
-        return self if self.int8 is not None else replace(self, int8=Int8(stored=False))
+        """Run linear layers and the LM head in int8, quantised while loading. A checkpoint that stores int8 weights
+        decides itself which layers they are."""
+        if self.int8 is not None:
+            return self
+        return replace(self, int8=Int8Spec(in_checkpoint=False), int8_lm_head=self.lm_head, grouped=None)
+
+    def with_fp8(self) -> ModelSpec:
+        """Run linear layers in 8-bit floats, quantised while loading."""
+        return replace(self, fp8=True, int8_lm_head=False, grouped=None)
+
+    @property
+    def stores_integers(self) -> bool:
+        """Whether the checkpoint's layers are codes of few bits that cannot be quantised again."""
+        return self.grouped is not None and self.grouped.in_checkpoint and not self.grouped.is_float8
+
+    def with_int4(self, group_size: int) -> ModelSpec:
+        """Run linear layers with weights of 4 bits, quantised while loading unless the checkpoint stores such."""
+        if self.stores_integers:
+            return self
+        form = GroupedForm(4, group_size, has_zeros=True)
+        return replace(self, grouped=GroupedSpec(in_checkpoint=False, default=form))
 
     @property
     def has_experts(self) -> bool:
-        return any(isinstance(layer.ffn, MoE) for layer in self.layers)
+        return any(isinstance(layer.ffn, MoESpec) for layer in self.layers)
 
-    def with_whole_experts(self) -> ModelSpec:
-        """The same model for ranks that hold whole experts."""
-
-        def of(ffn: Dense | MoE) -> Dense | MoE:
-            return replace(ffn, whole=True) if isinstance(ffn, MoE) else ffn
-
-        return replace(self, layers=tuple(replace(layer, ffn=of(layer.ffn)) for layer in self.layers))
-
-    def with_fp8(self) -> ModelSpec:
-        """The same model with its products in 8-bit floats, made while loading."""
-        return replace(self, fp8=True)
+    def with_expert_parallel(self) -> ModelSpec:
+        """Distribute whole experts over the ranks."""
+        layers = (
+            replace(layer, ffn=replace(layer.ffn, expert_parallel=True)) if isinstance(layer.ffn, MoESpec) else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
 
     def with_max_length(self, max_model_len: int) -> ModelSpec:
-        """The same model where no sequence is longer than `max_model_len`: windows that never close are none.
+        """Drop sliding windows that no sequence of at most `max_model_len` tokens reaches.
 
-        Build the decoder and count KV groups from one and the same spec, this one.
+        Build the decoder and count KV groups from this same spec.
         """
 
-        def of(mixer: Mixer) -> Mixer:
-            if isinstance(mixer, Attention) and mixer.window is not None and mixer.window >= max_model_len:
-                return replace(mixer, window=None)
-            return mixer
+        def drop_window(attention: AnyAttentionSpec) -> AnyAttentionSpec:
+            window = attention.sliding_window
+            if isinstance(attention, AttentionSpec) and window is not None and window >= max_model_len:
+                return replace(attention, sliding_window=None)
+            return attention
 
-        return replace(self, layers=tuple(replace(layer, mixer=of(layer.mixer)) for layer in self.layers))
+        return replace(
+            self, layers=tuple(replace(layer, attention=drop_window(layer.attention)) for layer in self.layers)
+        )
 
     @cached_property
-    def long_lengths(self) -> frozenset[int | None]:
-        """Of the layers' ropes: the original length of a longrope, None of any other."""
-        scalings = {layer.mixer.rope.scaling for layer in self.layers if layer.mixer.rope is not None}
-        return frozenset(one.original_length if isinstance(one, LongScaling) else None for one in scalings)
+    def longrope_lengths(self) -> frozenset[int | None]:
+        """One entry per kind of rope in the layers: the original length of a longrope, None for any other."""
+        scalings = {layer.attention.rope.scaling for layer in self.layers if layer.attention.rope is not None}
+        return frozenset(scaling.original_length if isinstance(scaling, LongScaling) else None for scaling in scalings)
 
     @property
-    def rope_turns_at(self) -> int | None:
-        """The longest sequence that longrope's short factors are for; a longer one is computed anew. None without."""
-        return next(iter(self.long_lengths), None)
+    def long_rope_threshold(self) -> int | None:
+        """Longest sequence in tokens that uses longrope's short factors; a longer one is recomputed with the long
+        ones. None without longrope."""
+        return next(iter(self.longrope_lengths), None)
 
     @cached_property
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """In the order of each group's first layer. `StepInputs.groups` and the block tables have the same order."""
-        members: dict[tuple[int, int, int, int | None, bool], list[int]] = {}
+        """Ordered by each group's first layer; `StepInputs.groups` and the block tables have the same order. None in
+        encoders."""
+        members: dict[tuple[int, KVGroup], list[int]] = {}
         for index, layer in enumerate(self.layers):
-            mixer = layer.mixer  # the number of query heads decides which KV heads a rank holds
-            shape = mixer.kv_heads, mixer.head_dim, mixer.window, isinstance(mixer, MLA)
-            members.setdefault((mixer.heads, *shape), []).append(index)
-        return tuple(KVGroup(tuple(layers), *key[1:]) for key, layers in members.items())
+            attention = layer.attention
+            if not attention.causal:
+                continue
+            group = KVGroup(
+                layers=(),
+                num_kv_heads=attention.num_kv_heads,
+                head_dim=attention.head_dim,
+                sliding_window=attention.sliding_window,
+                is_latent=isinstance(attention, MLASpec),
+            )
+            # The number of query heads decides which KV heads a rank holds.
+            members.setdefault((attention.num_heads, group), []).append(index)
+        return tuple(replace(group, layers=tuple(layers)) for (_, group), layers in members.items())
 
 
 @dataclass(frozen=True)
 class PretrainedSpec:
-    """A model in transformers' own code: what is known of it before it is loaded."""
+    """What is known of a model in transformers' own code before it is loaded."""
 
     architecture: str
     vocab_size: int
     max_position: int
     layers: range
+    config: object  # transformers' PreTrainedConfig

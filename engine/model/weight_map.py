@@ -1,7 +1,7 @@
-"""How a checkpoint's tensors fill a model's parameters, as data. No torch; `weights/place.py` carries it out.
+"""Which tensors of a checkpoint fill which parameters of a model, as data. No torch; see `weights.load`.
 
-A parameter is one matrix or vector of the model before any fusing ("layers.3.attention.q.weight"), so that what is
-split over ranks, or fused into one product, never depends on how a checkpoint happened to store it.
+A parameter is one matrix or vector of the model before any merging ("layers.3.attention.q.weight"), so how layers are
+split over ranks or merged never depends on how a checkpoint stores them.
 """
 
 from __future__ import annotations
@@ -9,78 +9,96 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from serve_llm.engine.model.spec import Int8, product_of
+from serve_llm.engine.model.quantization_spec import Int8Spec, find_linear_layer
+from serve_llm.engine.model.weight_format import QuantizedModules, WeightFormat
 
-Transform = Literal["none", "transpose", "plus_one"]  # plus_one: stored as the distance from 1
+Transform = Literal["none", "transpose", "plus_one"]  # plus_one: the checkpoint stores the weight minus 1
 
 
 @dataclass(frozen=True)
-class Row:
-    """One tensor of the checkpoint and the parameters that it fills; `{layer}` stands for each layer's number, and
-    `{member}` for each expert's, or each head's.
+class WeightRule:
+    """One tensor of the checkpoint and the parameters that it fills.
 
-    More than one parameter: the tensor, once transformed, is cut along its first dimension in this order, by `sizes` or
-    else evenly. More than one group: it is that many equal groups of rows, each of which is cut so; a parameter is its
-    rows of the first group, then those of the second, and so on. Where only the parameters say `{member}`, the tensor
-    is a stack of one such tensor for each of them.
+    `{layer}` stands for the number of each layer, `{member}` for the number of each expert or head.
+
+    Several parameters: the tensor, once transformed, is split along its first dimension in this order, by `sizes` or
+    else evenly. Several groups: the tensor consists of that many equal groups of rows, each of which is split so; a
+    parameter is its rows of the first group, then those of the second, and so on. If only the parameters contain
+    `{member}`, the tensor is a stack of one such tensor per member.
     """
 
     source: str
     parameters: tuple[str, ...]
     transform: Transform = "none"
-    sizes: tuple[int, ...] = ()  # rows of each parameter, of all groups
+    sizes: tuple[int, ...] = ()  # rows of each parameter, of all groups together
     groups: int = 1
-    layers: tuple[int, ...] | None = None  # that have such a tensor; None: all
-    members: int = 0  # how many experts or heads there are
-    scales: str = ""  # the tensor of its scales, where this one holds blocks of `quant.mxfp4`, or
-    block: tuple[int, int] | None = None  # 8-bit floats, of which so many rows and columns have one scale
+    layers: tuple[int, ...] | None = None  # the layers that have this tensor; None: all
+    members: int = 0  # number of experts or heads
+    scales: str = ""  # the tensor of the scales if this one stores blocks of `quantization.mxfp4`
+    module: str = ""  # the quantised module's name in the checkpoint; `format` says which tensors it has
+    format: WeightFormat | None = None
 
-    def of_members(self) -> list[Row]:
-        """With the members written out; what is still a stack has `members`."""
+    def expand_members(self) -> list[WeightRule]:
+        """One rule per member. For a stack: one rule with the parameters of all members, still with `members`."""
         if self.members == 0:
             return [self]
-        filled = [
+        parameters_by_member = [
             tuple(name.replace("{member}", str(number)) for name in self.parameters) for number in range(self.members)
         ]
         if "{member}" not in self.source:
-            return [replace(self, parameters=tuple(name for names in filled for name in names))]
+            return [replace(self, parameters=tuple(name for names in parameters_by_member for name in names))]
         return [
             replace(self, source=self.source.replace("{member}", str(number)), parameters=names, members=0)
-            for number, names in enumerate(filled)
+            for number, names in enumerate(parameters_by_member)
         ]
 
 
 @dataclass(frozen=True)
 class WeightMap:
-    """One family's rows. Strict both ways: every source must be in the checkpoint, and nothing else but `ignored`."""
+    """The rules of one model. Strict both ways: every source must be in the checkpoint, and nothing but `ignored`
+    beside them."""
 
-    rows: tuple[Row, ...]  # all but the two below
+    rules: tuple[WeightRule, ...]  # all but those of the embedding and the LM head
     embedding: str  # source of embedding.weight
-    head: str  # source of head.weight; a model with a tied head has one of the two, or both and equal
-    prefix: str  # of the base model's tensors; checkpoints of the bare base model lack it
-    ignored: tuple[str, ...] = ()  # regular expressions, matched whole: tensors known to be of no use
-    block: tuple[int, int] | None = None  # as a row's, of each whose scales are in the checkpoint
+    head: str  # source of head.weight; tied embeddings are stored under one of the two names, or both and equal
+    prefix: str  # prefix of the base model's tensors; checkpoints of the bare base model lack it
+    outside: tuple[str, ...] = ()  # how the names of other tensors outside the base model begin, such as "classifier."
+    ignored: tuple[str, ...] = ()  # regular expressions for the full names of tensors that have no use
+    quantized: QuantizedModules | None = None
+    prefixes: tuple[tuple[str, str], ...] = ()  # how names in the checkpoint begin -> how names here begin instead
+    other_parts: tuple[str, ...] = ()  # modules of the model that are not served, among `ignored`
 
-    def expanded(self, num_layers: int, int8: Int8 | None = None) -> dict[str, Row]:
-        """Source name -> row, with the layers written out; without embedding and head.
+    def list_spellings(self, name: str) -> list[str]:
+        """The names that a tensor or module may have in the checkpoint. name: as in `rules`."""
+        return [name] + [
+            stored + name.removeprefix(prefix) for stored, prefix in self.prefixes if name.startswith(prefix)
+        ]
 
-        int8: where the checkpoint stores int8 weights, so that each has a row of scales as well.
+    def expand(self, num_layers: int, int8: Int8Spec | None = None) -> dict[str, WeightRule]:
+        """Source -> rule with layers and members written out, without embedding and LM head.
+
+        int8: if the checkpoint stores int8 weights, their scales have rules too.
         """
-        result: dict[str, Row] = {}
-        for row in (one for whole in self.rows for one in whole.of_members()):
-            layers = range(num_layers) if row.layers is None else row.layers
-            for layer in layers if "{layer}" in row.source else (0,):
-                source = row.source.format(layer=layer)
-                parameters = tuple(parameter.format(layer=layer) for parameter in row.parameters)
-                result[source] = replace(
-                    row, source=source, parameters=parameters, scales=row.scales.format(layer=layer)
-                )
-                if row.scales:
-                    scales_source = result[source].scales
-                    result[scales_source] = Row(scales_source, ())
-                    continue
-                products = [product_of(parameter) for parameter in parameters]
-                if int8 is not None and int8.stored and all(product and int8.takes(product) for product in products):
-                    scales = tuple(f"{name}_scale" for name in parameters)
-                    result[f"{source}_scale"] = Row(f"{source}_scale", scales, sizes=row.sizes, groups=row.groups)
+        result: dict[str, WeightRule] = {}
+        for rule in (expanded for compact in self.rules for expanded in compact.expand_members()):
+            layers = range(num_layers) if rule.layers is None else rule.layers
+            for layer in layers if "{layer}" in rule.source else (0,):
+                source = rule.source.format(layer=layer)
+                parameters = tuple(parameter.format(layer=layer) for parameter in rule.parameters)
+                scales = rule.scales.format(layer=layer)
+                result[source] = replace(rule, source=source, parameters=parameters, scales=scales)
+                if scales:
+                    result[scales] = WeightRule(scales, ())
+                elif _is_stored_int8(parameters, int8):
+                    scale_parameters = tuple(f"{name}_scale" for name in parameters)
+                    result[f"{source}_scale"] = WeightRule(
+                        f"{source}_scale", scale_parameters, sizes=rule.sizes, groups=rule.groups
+                    )
         return result
+
+
+def _is_stored_int8(parameters: tuple[str, ...], int8: Int8Spec | None) -> bool:
+    if int8 is None or not int8.in_checkpoint:
+        return False
+    linear_layers = [find_linear_layer(parameter) for parameter in parameters]
+    return all(layer is not None and int8.is_quantised(layer) for layer in linear_layers)

@@ -1,1 +1,1 @@
-"""How a model is spread over ranks: the arithmetic of shares (`layout`), and how ranks talk to each other (`comm`)."""
+"""Arithmetic of parallelism (`layout`) and communication between ranks (`groups` and its implementations)."""

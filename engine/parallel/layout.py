@@ -1,8 +1,8 @@
-"""Who holds what, as arithmetic: ranks, even and uneven shares, layers per stage. Pure: no torch, no processes.
+"""Arithmetic of parallelism: the coordinates of ranks, and even and uneven splits of heads, sizes and layers.
 
-Ranks of one engine are ordered stage by stage, tensor-parallel place innermost; data-parallel engines are separate.
+Pure: no torch, no processes. Ranks of one engine are numbered stage by stage; data-parallel engines are separate.
 
-    rank = stage * tensor + place          -tp 2 -pp 3:   stage 0: ranks 0 1 | stage 1: ranks 2 3 | stage 2: ranks 4 5
+    rank = pp_rank * tp_size + tp_rank      -tp 2 -pp 3:   stage 0: ranks 0 1 | stage 1: ranks 2 3 | stage 2: ranks 4 5
 """
 
 from __future__ import annotations
@@ -13,43 +13,44 @@ from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True)
-class Grid:
-    """The tensor x pipeline ranks of one engine."""
+class ParallelLayout:
+    """The ranks of one engine: `tp_size` in each of `pp_size` pipeline stages."""
 
-    tensor: int = 1
-    pipeline: int = 1
+    tp_size: int = 1
+    pp_size: int = 1
 
     @property
     def size(self) -> int:
-        return self.tensor * self.pipeline
+        return self.tp_size * self.pp_size
 
-    def stage(self, rank: int) -> int:
-        return rank // self.tensor
+    def pp_rank(self, rank: int) -> int:
+        """The rank's pipeline stage."""
+        return rank // self.tp_size
 
-    def place(self, rank: int) -> int:
+    def tp_rank(self, rank: int) -> int:
         """Index within the rank's tensor-parallel group."""
-        return rank % self.tensor
+        return rank % self.tp_size
 
-    def rank(self, stage: int, place: int) -> int:
-        return stage * self.tensor + place
+    def rank(self, pp_rank: int, tp_rank: int) -> int:
+        return pp_rank * self.tp_size + tp_rank
 
-    def tensor_group(self, rank: int) -> range:
+    def tp_group(self, rank: int) -> range:
         """All ranks of this rank's stage, itself included."""
-        first = self.rank(self.stage(rank), 0)
-        return range(first, first + self.tensor)
+        first = self.rank(self.pp_rank(rank), 0)
+        return range(first, first + self.tp_size)
 
     @property
     def output_rank(self) -> int:
         """The one rank that samples: the first of the last stage."""
-        return self.rank(self.pipeline - 1, 0)
+        return self.rank(self.pp_size - 1, 0)
 
 
-def shares(total: int, parts: int, weights: Sequence[float] | None = None, unit: int = 1) -> tuple[range, ...]:
-    """Cut 0 .. total - 1 into consecutive ranges, one per part, as evenly as whole units allow; some may be empty.
+def split_range(total: int, parts: int, weights: Sequence[float] | None = None, unit: int = 1) -> tuple[range, ...]:
+    """Split 0 .. total - 1 into consecutive ranges, one per part, as evenly as whole units allow; some may be empty.
 
     Without weights the first parts get the larger shares: 28 over 3 is 10, 9, 9. With weights (one per part) every
-    border is rounded to the nearest unit, so that no part is off by more than one. `unit` counts only where `total` is
-    a multiple of it with at least as many units as parts; it keeps matrices at sizes that hardware likes.
+    border is rounded to the nearest unit, so that no part is off by more than one unit. `unit` applies only if `total`
+    is a multiple of it with at least as many units as parts; it keeps matrices at sizes that hardware handles well.
     """
     if total % unit or total // unit < parts:
         unit = 1
@@ -65,29 +66,32 @@ def shares(total: int, parts: int, weights: Sequence[float] | None = None, unit:
 
 @dataclass(frozen=True)
 class HeadShare:
-    """Query heads of one rank, the KV heads that they read, and the place of the first in its KV head's group."""
+    """The query heads of one rank and the KV heads that they read."""
 
     heads: range
     kv_heads: range
-    before: int  # query heads of the first KV head that stand on earlier ranks
+    before: int  # number of query heads of the first KV head that earlier ranks hold
 
 
-def head_shares(heads: int, kv_heads: int, parts: int, weights: Sequence[float] | None = None) -> tuple[HeadShare, ...]:
-    """Query heads split evenly, whether they divide or not; KV heads are held wherever a query head reads them."""
-    group = heads // kv_heads
-    found = []
-    for own in shares(heads, parts, weights):
-        first = own.start // group
-        touched = range(first, -(-own.stop // group)) if own else range(first, first)
-        found.append(HeadShare(own, touched, own.start - first * group if own else 0))
-    return tuple(found)
+def split_heads(heads: int, kv_heads: int, parts: int, weights: Sequence[float] | None = None) -> tuple[HeadShare, ...]:
+    """Split query heads as evenly as possible; each part also holds every KV head that its query heads read."""
+    group_size = heads // kv_heads
+    result = []
+    for part in split_range(heads, parts, weights):
+        first_kv = part.start // group_size
+        if part:
+            end_kv = -(-part.stop // group_size)
+            result.append(HeadShare(part, range(first_kv, end_kv), part.start - first_kv * group_size))
+        else:
+            result.append(HeadShare(part, range(first_kv, first_kv), 0))
+    return tuple(result)
 
 
-def stage_layers(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[range, ...]:
-    """Consecutive layers per stage, at least one each, such that the dearest stage is as cheap as can be.
+def split_layers(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[range, ...]:
+    """Split layers into consecutive ranges, at least one layer per stage, that minimise the cost of the dearest stage.
 
-    costs: one per layer; first, last: what the first stage does before the layers and the last stage after them. Among
-    equally good cuts, the one whose stages have the smallest sum of squared costs. Needs stages <= layers.
+    costs: one per layer. first, last: additional cost of the first and of the last stage. Of equally good splits, take
+    the one with the smallest sum of squared stage costs. Requires stages <= layers.
     """
     count = len(costs)
     sums = [0.0, *accumulate(costs)]
@@ -95,10 +99,10 @@ def stage_layers(costs: Sequence[float], stages: int, first: float = 0.0, last: 
     def cost(stage: int, start: int, stop: int) -> float:
         return sums[stop] - sums[start] + (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
 
-    # best[stop]: (dearest stage, sum of squares, borders so far) of the cheapest way for the stages up to this one
+    # best[stop]: (dearest stage, sum of squares, borders) of the best split of layers 0 .. stop - 1 so far
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
     for stage in range(stages):
-        left = stages - stage - 1  # stages that still need a layer each
+        left = stages - stage - 1  # later stages, which need a layer each
         best = {
             stop: min(
                 (max(worst, cost(stage, start, stop)), squares + cost(stage, start, stop) ** 2, (*borders, stop))

@@ -1,9 +1,8 @@
-"""Anonymous shared memory of one host's processes, and waiting for a word of it to change.
+"""Anonymous shared memory between processes of one host, and waits for a word of it to change.
 
-It has no name: whoever knows the creator's process and file number opens it, and it is gone with the last process that
-has it, however that ends. Ranks may outnumber cores, so waits look for a moment, offering their core to others between
-two looks, and then sleep (futex(2)). Knows nothing of what lies in the memory but its first word: whether it is closed.
-No torch.
+The memory has no name: a process opens it by the creator's pid and file descriptor, and it is freed when the last
+process that has it ends. Ranks may outnumber cores, so a wait first polls, yielding its core between polls, and then
+sleeps by futex(2). The first word says whether the memory is closed; users define the rest. No torch.
 """
 
 from __future__ import annotations
@@ -16,17 +15,19 @@ import time
 
 import msgspec
 
-from serve_llm.engine.errors import EngineError, PeerLost
+from serve_llm.common.errors import EngineError, PeerLost
 
 CLOSED = 0  # index of the word that ends all waits
 LINE = 16  # words (of 4 bytes) in a cache line; words that different processes write lie in different lines
 
-SPIN_SECONDS = 50e-6  # a look costs 0.5 us, going to sleep and being woken 30 us or more
-FIRST_NAP, LONGEST_NAP = 0.001, 0.1  # seconds; a wake-up that was missed, or a closing, is noticed after so long
+SPIN_SECONDS = 50e-6  # a poll costs 0.5 us, sleeping and waking 30 us or more
+FIRST_NAP, LONGEST_NAP = 0.001, 0.1  # seconds; limits the delay after a missed wake-up or a close
 
-_IN_ORDER = platform.machine() == "x86_64"  # whether this processor keeps the order of writes
+_IN_ORDER = platform.machine() == "x86_64"  # whether other processors see writes in order
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
-_WAIT, _WAKE, _ALL = 0, 1, 2**31 - 1
+_WAIT = 0  # FUTEX_WAIT
+_WAKE = 1  # FUTEX_WAKE
+_ALL = 2**31 - 1  # wakes every waiter
 _syscall = ctypes.CDLL(None).syscall
 _POINTER = ctypes.c_void_p
 _syscall.argtypes = (ctypes.c_long, _POINTER, ctypes.c_int, ctypes.c_uint32, _POINTER, _POINTER, _POINTER)
@@ -35,12 +36,12 @@ _syscall.argtypes = (ctypes.c_long, _POINTER, ctypes.c_int, ctypes.c_uint32, _PO
 CLOSED_MESSAGE = "the connection between ranks was closed"
 
 
-class Closed(PeerLost):
-    """The memory was closed: someone in this group of processes has ended or failed, and said so elsewhere."""
+class ChannelClosed(PeerLost):
+    """The memory was closed, because a process of the group has ended or failed; the cause is reported elsewhere."""
 
 
-class Handle(msgspec.Struct, frozen=True, array_like=True):
-    """Where another process of this host finds a memory."""
+class ShmHandle(msgspec.Struct, frozen=True, array_like=True):
+    """Where other processes of this host find a shared memory."""
 
     pid: int
     fd: int
@@ -51,10 +52,10 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-class Memory:
-    """Zeros at first. `words`: as unsigned 32-bit numbers; `bytes`: the same memory; `address`: where it begins."""
+class SharedMemory:
+    """Zero-filled at first. words: the memory as uint32. bytes: the same as bytes. address: of its first byte."""
 
-    def __init__(self, handle: Handle, fd: int) -> None:
+    def __init__(self, handle: ShmHandle, fd: int) -> None:
         """Takes fd over. Use `create` or `open`."""
         if _FUTEX is None:
             raise EngineError(f"several ranks on one host are not supported on {platform.machine()} machines")
@@ -66,15 +67,15 @@ class Memory:
         self.words = self.bytes.cast("I")
 
     @classmethod
-    def create(cls, size: int) -> Memory:
+    def create(cls, size: int) -> SharedMemory:
         """size: bytes, a multiple of 4."""
         fd = os.memfd_create("serve-llm", os.MFD_CLOEXEC)
         os.ftruncate(fd, size)
-        return cls(Handle(os.getpid(), fd, size), fd)
+        return cls(ShmHandle(os.getpid(), fd, size), fd)
 
     @classmethod
-    def open(cls, handle: Handle) -> Memory:
-        """A memory that another process of this host and user made. Raises EngineError if that process is gone."""
+    def open(cls, handle: ShmHandle) -> SharedMemory:
+        """Open the memory of another process of this host and user. Raises EngineError if that process is gone."""
         try:
             fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -90,14 +91,14 @@ class Memory:
         return bool(self.words[CLOSED])
 
     def close(self) -> None:
-        """End all waits on this memory, in every process, with Closed; each notices within LONGEST_NAP."""
+        """End all waits on this memory, in every process and within LONGEST_NAP, with ChannelClosed."""
         self.words[CLOSED] = 1
 
     def wait(self, index: int, seen: int, asleep: int, deadline: float | None) -> None:
         """Return once the word at `index` differs from `seen`.
 
-        asleep: index of the word that tells whoever changes the other one that it must `wake`.
-        deadline: on time.monotonic's scale. Raises TimeoutError when it is past, Closed when the memory is closed.
+        asleep: index of the word that is 1 while this process sleeps, so that the writer of `index` calls `wake`.
+        deadline: in time.monotonic() seconds. Raises TimeoutError, and ChannelClosed when the memory is closed.
         """
         words = self.words
         spin_until = time.perf_counter() + SPIN_SECONDS
@@ -106,7 +107,7 @@ class Memory:
         nap = FIRST_NAP
         while words[index] == seen:
             if words[CLOSED]:
-                raise Closed(CLOSED_MESSAGE)
+                raise ChannelClosed(CLOSED_MESSAGE)
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError
             words[asleep] = 1
@@ -116,11 +117,10 @@ class Memory:
             nap = min(2 * nap, LONGEST_NAP)
 
     def wake(self, index: int) -> None:
-        """Wake whoever sleeps until this word changes."""
+        """Wake the processes that sleep until this word changes."""
         _syscall(_FUTEX, self.address + 4 * index, _WAKE, _ALL, None, None, None)
 
     def fence(self) -> None:
-        """What was written before becomes visible before what is written after, and likewise for what is read: where
-        the processor does not keep that order, by waking nobody, since the kernel has a full barrier there."""
+        """A full memory barrier. Where the processor needs one, wake no process: the system call has a barrier."""
         if not _IN_ORDER:
             self.wake(CLOSED)

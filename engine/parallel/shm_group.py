@@ -1,8 +1,8 @@
-"""Groups and links between ranks of one host, through rings in shared memory. For tensors of CPUs: GPUs use NCCL.
+"""Process groups and links of CPU ranks on one host, through rings in shared memory.
 
-Every rank of a group has a ring that all others read, so an exchange is: write yours, read theirs. What is larger than
-a ring goes in pieces. Sums are made by every rank for itself, in rank order, so all have the same bits. Where there is
-the compiled library, it uses the memory of the same rings in its own way (`kernels/cpu/collectives.cpp`).
+Each rank of a group has a ring that all others read: to exchange tensors, a rank writes its own ring and reads the
+others, in pieces if a tensor is larger than a ring. Every rank computes sums itself, in rank order, so all get the same
+bits. The compiled library uses the memory of the same rings with its own protocol (`kernels/cpu/collectives.cpp`).
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from serve_llm.engine.errors import PeerLost
-from serve_llm.engine.parallel.comm import Group
-from serve_llm.engine.parallel.ring import Ring
-from serve_llm.engine.parallel.shm import CLOSED_MESSAGE, Closed
+from serve_llm.common.errors import PeerLost
+from serve_llm.engine.parallel.groups import ProcessGroup
+from serve_llm.engine.parallel.shm import CLOSED_MESSAGE, ChannelClosed
+from serve_llm.engine.parallel.shm_ring import Ring
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.collectives import Collectives, Silent, WindowClosed
 
-PEER_SECONDS = 900.0  # silence of a peer in the middle of a step; the executor's limit is shorter and names the rank
-SUM_BYTES = 1 << 16  # added at a time: so little stays in a core's cache
+PEER_SECONDS = 900.0  # limit for a peer to answer within a step; the executor's limit is shorter and names the rank
+SUM_BYTES = 1 << 16  # added at a time, to stay in a core's cache
 
 
-def shm_group(rings: Sequence[Ring], rank: int) -> Group:
-    """The faster group that works here; the same one on every rank of a host, since they have the same installation."""
+def build_shm_group(rings: Sequence[Ring], rank: int) -> ProcessGroup:
+    """The fastest implementation that works here. All ranks of a host choose the same: they share one installation."""
     path = library.find()
     if path is not None:
-        with contextlib.suppress(OSError):  # `kernels.table` warns of it
+        with contextlib.suppress(OSError):  # `kernels.registry` logs a warning
             return CompiledGroup(path, rings, rank)
     return ShmGroup(rings, rank)
 
 
 class CompiledGroup:
-    """See `comm.Group`."""
+    """A `ProcessGroup` of the compiled library."""
 
     def __init__(self, path: Path, rings: Sequence[Ring], rank: int, seconds: float = PEER_SECONDS) -> None:
         """path: of the compiled library. rings: one per rank of the group, equally large, used for nothing else.
-        seconds: that a rank may be silent. Raises OSError if the library cannot be loaded."""
+        seconds: limit for another rank to answer. Raises OSError if the library cannot be loaded."""
         self.rank = rank
         self.size = len(rings)
-        self._rings = rings  # kept in being
+        self._rings = rings  # keeps the memory alive
         self._seconds = seconds
         memories = [ring.memory for ring in rings]
         addresses = [memory.address for memory in memories]
@@ -67,11 +67,12 @@ class CompiledGroup:
     def _lost(self, error: WindowClosed | Silent) -> PeerLost:
         if isinstance(error, Silent):
             return _silent(f"rank {error.rank} of its tensor-parallel group", self._seconds)
-        return Closed(CLOSED_MESSAGE)
+        return ChannelClosed(CLOSED_MESSAGE)
 
 
 class ShmGroup:
-    """See `comm.Group`. In Python over torch, where there is no compiled library."""
+    """A `ProcessGroup` and `AllToAll` in Python, for machines without the compiled library and for expert
+    parallelism."""
 
     def __init__(self, rings: Sequence[Ring], rank: int) -> None:
         """rings: one per rank of the group, of at least 16 bytes, with as many readers as there are other ranks."""
@@ -79,54 +80,56 @@ class ShmGroup:
         self.size = len(rings)
         self._writer = rings[rank].writer()
         self._readers = {other: ring.reader(rank - (rank > other)) for other, ring in enumerate(rings) if other != rank}
-        # Half a ring, so that the next piece can be written while others still read this one.
+        # Half a ring, so that this rank writes the next piece while others still read the last.
         self._piece = rings[rank].capacity // 2
-        # Kept, because the system clears the pages of fresh memory, which takes longer than a sum.
+        # Reused, because the kernel clears the pages of new memory, which takes longer than a sum.
         self._part = torch.empty(SUM_BYTES, dtype=torch.uint8)
         self._part_bytes = _bytes(self._part)
         self._total = torch.empty(SUM_BYTES, dtype=torch.float32)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        own = x.view(-1)
-        data = _bytes(own)
+        flat = x.view(-1)
+        data = _bytes(flat)
         for piece in _pieces(0, len(data), self._piece):
             self._write(data[piece])
             for part in _pieces(piece.start, piece.stop, SUM_BYTES):
-                self._add(own[part.start // own.itemsize : part.stop // own.itemsize])
+                self._add(flat[part.start // flat.itemsize : part.stop // flat.itemsize])
         return x
 
-    def _add(self, own: Tensor) -> None:
-        """The next numbers of all ranks: `own`, which becomes their sum, and as many of each other one's."""
-        total, size = self._total[: len(own)], own.nbytes
+    def _add(self, x: Tensor) -> None:
+        """Replace `x` by the sum over ranks: read the same number of elements from every other rank."""
+        total, size = self._total[: len(x)], x.nbytes
         for other in range(self.size):
-            part = own
+            part = x
             if other != self.rank:
                 self._read(other, self._part_bytes[:size])
-                part = self._part[:size].view(own.dtype)
+                part = self._part[:size].view(x.dtype)
             total = total.copy_(part) if other == 0 else total.add_(part)
-        own.copy_(total)
+        x.copy_(total)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        own = x.contiguous()
-        parts = [own.clone() if other == self.rank else torch.empty_like(own) for other in range(self.size)]
+        contiguous = x.contiguous()
+        parts = [
+            contiguous.clone() if other == self.rank else torch.empty_like(contiguous) for other in range(self.size)
+        ]
         views = [_bytes(part) for part in parts]
-        for piece in _pieces(0, own.nbytes, self._piece):
+        for piece in _pieces(0, contiguous.nbytes, self._piece):
             self._write(views[self.rank][piece])
             for other in self._readers:
                 self._read(other, views[other][piece])
         return parts
 
     def all_to_all(self, x: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
-        """See `Exchange`. A ring holds what its rank sends to all others; each of them skips what is not for it."""
+        """See `AllToAll`. A ring carries what its rank sends to all others; each reader skips what is not for it."""
         received = [sent[self.rank] for sent in rows]
-        found = x.new_empty((sum(received), *x.shape[1:]))
-        parts = torch.split(found, received)
-        own = torch.split(x, list(rows[self.rank]))
-        parts[self.rank].copy_(own[self.rank])
+        result = x.new_empty((sum(received), *x.shape[1:]))
+        parts = torch.split(result, received)
+        outgoing = torch.split(x, list(rows[self.rank]))
+        parts[self.rank].copy_(outgoing[self.rank])
         unit = x.itemsize * math.prod(x.shape[1:])
-        start = sum(map(len, own[: self.rank])) * unit
-        before, behind = _bytes(x)[:start], _bytes(x)[start + len(own[self.rank]) * unit :]
-        spans = {other: _Span.of(rows[other], other, self.rank, unit) for other in self._readers}
+        start = sum(map(len, outgoing[: self.rank])) * unit
+        before, behind = _bytes(x)[:start], _bytes(x)[start + len(outgoing[self.rank]) * unit :]
+        spans = {other: _RowRange.of(rows[other], other, self.rank, unit) for other in self._readers}
         views = {other: _bytes(parts[other]) for other in self._readers}
         longest = max(len(before) + len(behind), *(span.length for span in spans.values()))
         for piece in _pieces(0, longest, self._piece):
@@ -137,7 +140,7 @@ class ShmGroup:
                 self._skip(other, passed)
                 self._read(other, views[other][wanted])
                 self._skip(other, left)
-        return found
+        return result
 
     def _skip(self, other: int, count: int) -> None:
         try:
@@ -158,23 +161,24 @@ class ShmGroup:
             raise _silent(f"rank {other} of its tensor-parallel group") from None
 
 
-class _Span(NamedTuple):
-    """What of a rank's stream is for one reader, in bytes."""
+class _RowRange(NamedTuple):
+    """The bytes of a rank's stream that are for one reader."""
 
     start: int
     stop: int
-    length: int  # of the stream
+    length: int  # bytes of the whole stream
 
     @classmethod
-    def of(cls, rows: Sequence[int], writer: int, reader: int, unit: int) -> _Span:
-        """rows: that the writer sends to each rank; its own are not in the stream. unit: bytes of a row."""
+    def of(cls, rows: Sequence[int], writer: int, reader: int, unit: int) -> _RowRange:
+        """rows: number that the writer sends to each rank; those to itself are not in the stream. unit: bytes of a
+        row."""
         sent = [0 if rank == writer else count for rank, count in enumerate(rows)]
         start = sum(sent[:reader])
         return cls(start * unit, (start + sent[reader]) * unit, sum(sent) * unit)
 
     def within(self, piece: slice) -> tuple[int, slice, int]:
-        """Of a piece of the stream: how much to skip, which part of what is for the reader follows, how much to skip
-        after it."""
+        """For a piece of the stream: bytes to skip, the slice of the reader's bytes that follows, bytes to skip after
+        it."""
         first, last = min(piece.start, self.length), min(piece.stop, self.length)
         start, stop = (min(max(border, first), last) for border in (self.start, self.stop))
         return start - first, slice(start - self.start, stop - self.start), last - stop
@@ -186,11 +190,12 @@ def _pieces(start: int, stop: int, size: int) -> Iterator[slice]:
 
 
 class ShmLink:
-    """See `comm.Link`. One process sends, another one receives."""
+    """A `PipelineLink` through one ring: one process sends, another one receives."""
 
     def __init__(self, ring: Ring, dtype: torch.dtype) -> None:
         """dtype: of what is received."""
-        self._writer, self._reader = ring.writer(), ring.reader(0)
+        self._writer = ring.writer()
+        self._reader = ring.reader(0)
         self._dtype = dtype
 
     def send(self, x: Tensor) -> None:

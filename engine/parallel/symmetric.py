@@ -1,20 +1,19 @@
-"""All-reduce of small tensors through memory that the GPUs of one host map from each other (torch's symmetric memory),
-in place of NCCL's, whose start costs more than the sum at the sizes of decode steps.
+"""All-reduce of small tensors through torch's symmetric memory, which the GPUs of one host map from each other. At the
+sizes of decode steps, launching NCCL's all-reduce costs more than the sum.
 
-    up to ONE_SHOT_BYTES      one kernel: every rank reads all others' numbers and adds them
-    up to SYMMETRIC_BYTES     each rank adds one share and hands it to all; where the switch can add, it does both
-    larger, and all others    NCCL
+    up to ONE_SHOT_BYTES      one kernel: every rank reads and adds the tensors of all others
+    up to SYMMETRIC_BYTES     each rank adds one part and writes it to all ranks; an NVSwitch may do both
+    otherwise                 NCCL
 
-Has not run on GPUs yet. What it relies on was read in torch's sources, 2.11 to 2.13:
+Not tested on GPUs yet. It relies on these properties, read in torch's sources 2.11 to 2.13:
 
-- an operator finds its group by the name under which a ProcessGroup is registered, of which it takes ranks and store;
-  no default group is needed. (Group information given to `set_group_info` as well makes each call of an operator meet
-  the other ranks in the store, in torch 2.13 or soon after.)
-- the first two add in rank order, whatever the size, but in the tensor's dtype: of more than two ranks in bfloat16 each
-  addition is rounded. The switch adds in float32, in an order of its own.
-- an operator ends when no other rank reads or writes this one's buffer any more, so that the next may fill it. Nothing
-  is allocated and nothing waits on the host, so a call can be captured.
-- they know no timeout: with a rank lost, others spin on the GPU until whoever watches over them ends them.
+- an operator finds its group by the name of a registered ProcessGroup and takes ranks and store from it; no default
+  group is needed. (With `set_group_info`, each call of an operator would use the store, in torch 2.13 or soon after.)
+- the kernels add in rank order, whatever the size, but in the tensor's dtype: with more than two ranks in bfloat16 each
+  addition is rounded. The switch adds in float32, in another order.
+- an operator returns when no other rank reads or writes this rank's buffer any more, so that the next one may fill it.
+  It neither allocates nor waits on the host, so it can be captured in a graph.
+- there is no timeout: if a rank is lost, the others spin on the GPU until the engine ends them.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from torch import Tensor
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from serve_llm.engine.errors import OptionError
-from serve_llm.engine.parallel.comm import Group
+from serve_llm.common.errors import OptionError
+from serve_llm.engine.parallel.groups import ProcessGroup
 
-ONE_SHOT_BYTES = 256 << 10  # the sizes from which torch's own choice of a kernel goes on to the next one
+ONE_SHOT_BYTES = 256 << 10  # the sizes at which torch itself changes kernels
 SYMMETRIC_BYTES = 10 << 20
-ALIGNMENT = 16  # bytes that a thread takes at a time
-DTYPES = (torch.bfloat16, torch.float32)  # that the operators add
+ALIGNMENT = 16  # bytes that a GPU thread loads at a time
+DTYPES = (torch.bfloat16, torch.float32)  # supported by the operators
 
 
-class Memory(Protocol):
-    """A buffer that all ranks of a group can read and write. `part`: its first numbers, the same on all ranks."""
+class SymmetricMemory(Protocol):
+    """A buffer that all ranks of a group can read and write. part: a view of its first elements, alike on all ranks."""
 
     @property
     def buffer(self) -> Tensor:
@@ -52,15 +51,17 @@ class Memory(Protocol):
 
 
 class SymmetricGroup:
-    """A `comm.Group` over another, of the same ranks, that small sums do not pass through. Which way a tensor takes
-    follows from its shape and dtype, so it is the same on all ranks."""
+    """A `ProcessGroup` that sums small tensors in symmetric memory and leaves all else to another group of the same
+    ranks. The choice depends on shape and dtype only, so all ranks choose alike."""
 
-    def __init__(self, group: Group, memory: Memory) -> None:
-        self._group, self._memory = group, memory
-        self.rank, self.size = group.rank, group.size
+    def __init__(self, group: ProcessGroup, memory: SymmetricMemory) -> None:
+        self._group = group
+        self._memory = memory
+        self.rank = group.rank
+        self.size = group.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The same bits on every rank, but not in float32 throughout: see above."""
+        """The same bits on every rank, but not added in float32: see the module."""
         num_bytes = x.nbytes
         if num_bytes > SYMMETRIC_BYTES or num_bytes % ALIGNMENT or x.dtype not in DTYPES:
             return self._group.all_reduce(x)
@@ -82,15 +83,15 @@ class SymmetricGroup:
 
 @dataclass(frozen=True)
 class TorchMemory:
-    """See `Memory`. Made by `join`."""
+    """See `SymmetricMemory`. Made by `map_buffers`."""
 
     buffer: Tensor
     name: str
-    group: object  # a ProcessGroup: the registry of names keeps none in being
+    group: object  # the ProcessGroup, kept alive: the registry of names holds no reference
     by_switch: bool
 
     def one_shot(self, part: Tensor, x: Tensor) -> None:
-        # A thread has read its numbers of x before it writes the sum of the same places.
+        # x may be input and output: a thread reads its elements of x before it writes their sum.
         torch.ops.symm_mem.one_shot_all_reduce_copy_out(part, x, "sum", self.name, x)
 
     def in_place(self, part: Tensor) -> None:
@@ -100,25 +101,25 @@ class TorchMemory:
             torch.ops.symm_mem.two_shot_all_reduce_(part, "sum", self.name)
 
 
-def symmetric_group(
-    store: Store, name: str, group: Group, hosts: Sequence[str], device: torch.device
+def build_symmetric_group(
+    store: Store, name: str, group: ProcessGroup, hosts: Sequence[str], device: torch.device
 ) -> SymmetricGroup:
-    """Called by all ranks of the group, each with a GPU to itself; waits for them.
+    """Build the group. All ranks call this, each with a GPU of its own; it waits for them.
 
-    store: of all. name: of the group, once per store. hosts: of each rank. device: with its index. Raises OptionError
-    where the GPUs cannot map each other's memory.
+    store: shared by all ranks. name: of the group, unique in the store. hosts: host id of each rank. device: with its
+    index. Raises OptionError if the GPUs cannot map each other's memory.
     """
     if len(set(hosts)) > 1:
         raise OptionError(
             f"--all-reduce: symmetric needs each tensor-parallel group on one host, not on {len(set(hosts))}; take "
             "nccl, or --pipeline-parallel-size across hosts"
         )
-    return SymmetricGroup(group, join(store, f"{name}, symmetric memory", group.rank, group.size, device))
+    return SymmetricGroup(group, map_buffers(store, f"{name}, symmetric memory", group.rank, group.size, device))
 
 
-def join(store: Store, name: str, rank: int, size: int, device: torch.device) -> TorchMemory:
-    """Map a buffer of every rank; see `symmetric_group`."""
-    torchs: Any = _distributed_c10d  # whose stubs want names to be of a type that not all versions have
+def map_buffers(store: Store, name: str, rank: int, size: int, device: torch.device) -> TorchMemory:
+    """Map a buffer of every rank; see `build_symmetric_group`."""
+    torchs: Any = _distributed_c10d  # its stubs differ between versions
     group = torchs.ProcessGroup(PrefixStore(name, store), rank, size)
     group._set_group_name(name)
     torchs._register_process_group(name, group)

@@ -1,20 +1,21 @@
-"""A checkpoint's tensors on disk: safetensors, one file or several with an index, mapped and read one tensor at a time.
-
-Knows names and bytes, nothing of models.
-"""
+"""A checkpoint's tensors on disk: one safetensors file or several with an index, mapped and read tensor by tensor."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import safetensors
 from torch import Tensor
 
-from serve_llm.engine.errors import ModelError
+from serve_llm.common.errors import ModelError
+from serve_llm.common.gguf.checkpoint import list_links
+from serve_llm.engine.weights.gguf_checkpoint import GGUFCheckpoint
+from serve_llm.kernels.linear_grouped import GroupedWeight
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -23,23 +24,23 @@ _libc = ctypes.CDLL(None)
 
 
 class _Slice(Protocol):
-    """A tensor of a file, not read yet."""
+    """A tensor of a file that is not read yet."""
 
     def get_shape(self) -> list[int]: ...
     def __getitem__(self, ranges: tuple[slice, ...]) -> Tensor: ...
 
 
 class _File(Protocol):
-    """The part of safetensors.safe_open that is used here."""
+    """What this module uses of safetensors.safe_open."""
 
     def keys(self) -> list[str]: ...
     def get_slice(self, name: str) -> _Slice: ...
 
 
 class Checkpoint:
-    """The safetensors files of a directory: model.safetensors, else those that the index names.
+    """The safetensors files of a directory: model.safetensors, or those that the index lists.
 
-    Raises ModelError when there are none, when one cannot be read, and when the index and the files do not agree.
+    Raises ModelError if there are none, if one cannot be read, and if the index does not match the files.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -52,10 +53,10 @@ class Checkpoint:
             self.paths = [directory / name for name in sorted(set(index.values()))]
             files = [_open(path) for path in self.paths]
             self._file_of = {tensor: file for file in files for tensor in file.keys()}
-            if odd := sorted(self._file_of.keys() ^ index.keys()):
-                raise ModelError(f"{directory / INDEX} and its files do not name the same tensors: {odd[0]}")
+            if differing := sorted(self._file_of.keys() ^ index.keys()):
+                raise ModelError(f"{directory / INDEX} and its files do not name the same tensors: {differing[0]}")
         else:
-            raise ModelError(f"{directory} holds neither {SINGLE} nor {INDEX}; other files are not served")
+            raise ModelError(f"{directory} contains neither {SINGLE} nor {INDEX}; other formats are not supported")
 
     @property
     def names(self) -> frozenset[str]:
@@ -65,18 +66,30 @@ class Checkpoint:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def read(self, name: str, part: tuple[range, ...] | None = None) -> Tensor:
-        """The tensor as stored, or of each dimension only a range; on the CPU. Its memory is the mapped file, of which
-        only what is used is read: do not write to it."""
+        """The tensor as stored, or a range of each dimension, on the CPU.
+
+        Do not write to it: its memory is the mapped file, of which only what is used is read.
+        """
         if part is None:
             part = tuple(range(size) for size in self.shape(name))
-        tensor = self._file_of[name].get_slice(name)[tuple(slice(own.start, own.stop) for own in part)]
+        tensor = self._file_of[name].get_slice(name)[
+            tuple(slice(dimension.start, dimension.stop) for dimension in part)
+        ]
         _advise(tensor, mmap.MADV_WILLNEED)
         return tensor
 
+    def read_grouped(
+        self, name: str, part: tuple[range, ...], upload: Callable[[Tensor], Tensor]
+    ) -> GroupedWeight | None:
+        """None: no tensor holds a scale beside its integers."""
+        return None
+
     def release(self) -> None:
-        """Count what was read as this process's memory no longer. Tensors that are in use still are read again from the
-        file, as a rule from the system's cache of it, where they are touched. What is not a file's memory stays: there
-        the advice would clear the numbers."""
+        """Drop what was read from this process's resident memory.
+
+        Tensors that are still in use are read again when they are touched, usually from the page cache. Only file
+        mappings are dropped: for other memory the advice would clear the contents.
+        """
         mapped = _mapped_files()
         for name in self.names:
             tensor = self._file_of[name].get_slice(name)[tuple(slice(size) for size in self.shape(name))]
@@ -84,8 +97,17 @@ class Checkpoint:
                 _advise(tensor, mmap.MADV_DONTNEED)
 
 
+AnyCheckpoint = Checkpoint | GGUFCheckpoint
+
+
+def open_checkpoint(directory: Path) -> AnyCheckpoint:
+    """The tensors of a checkpoint directory. Raises ModelError as their classes do."""
+    links = list_links(directory)
+    return GGUFCheckpoint(links) if links else Checkpoint(directory)
+
+
 def _advise(tensor: Tensor, advice: int) -> None:
-    """Tell the system how the pages of a mapped tensor are used. Only advice: what it answers does not matter."""
+    """Tell the system how the pages of a mapped tensor are used. Errors do not matter."""
     if tensor.numel() == 0:
         return
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -95,7 +117,7 @@ def _advise(tensor: Tensor, advice: int) -> None:
 
 
 def _mapped_files() -> list[range]:
-    """The addresses at which this process has files in its memory."""
+    """The address ranges of this process that map files."""
     lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_bytes().splitlines()]
     return [range(*(int(end, 16) for end in line[0].split(b"-"))) for line in lines if line[4] != b"0"]  # inode
 
@@ -114,6 +136,7 @@ def _read_index(path: Path) -> dict[str, str]:
         names = {str(tensor): str(name) for tensor, name in json.loads(path.read_text())["weight_map"].items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ModelError(f"{path} is not an index of safetensors files: {error!r}") from error
-    if odd := sorted(name for name in names.values() if Path(name).name != name or not name.endswith(".safetensors")):
-        raise ModelError(f"{path} names {odd[0]!r}, which is no safetensors file of the same directory")
+    invalid = sorted(name for name in names.values() if Path(name).name != name or not name.endswith(".safetensors"))
+    if invalid:
+        raise ModelError(f"{path} names {invalid[0]!r}, which is not a safetensors file of the same directory")
     return names

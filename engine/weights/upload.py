@@ -1,5 +1,7 @@
-"""Weights from mapped files to a GPU: read ahead from the disk, and copied by way of two pinned buffers, one of which
-is filled while the other is on its way. So the slowest of disk, memory and bus is what loading waits for.
+"""Uploading weights from mapped files to a GPU.
+
+Files are read ahead from disk, and two pinned buffers alternate: one is filled while the other is copied. So loading
+runs at the speed of the slowest of disk, memory and bus.
 """
 
 from __future__ import annotations
@@ -15,19 +17,19 @@ import torch
 from torch import Tensor
 
 BUFFER_BYTES = 64 << 20
-ADVICE_BYTES = 32 << 20  # asked for at a time
+ADVICE_BYTES = 32 << 20  # per call of posix_fadvise
 
 
 class Buffer(Protocol):
-    """Host memory that a device copies from by itself."""
+    """Host memory from which a device copies asynchronously."""
 
     memory: Tensor  # (bytes,) uint8
 
-    def free(self) -> Tensor:
-        """The memory, once nothing is copied from it any more."""
+    def wait_until_free(self) -> Tensor:
+        """Wait for the last copy from the memory, then return the memory."""
 
-    def used(self) -> None:
-        """A copy from it has been begun."""
+    def mark_copy_started(self) -> None:
+        """Call after starting a copy from the memory."""
 
 
 class PinnedBuffer:
@@ -35,43 +37,43 @@ class PinnedBuffer:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def free(self) -> Tensor:
+    def wait_until_free(self) -> Tensor:
         self._event.synchronize()
         return self.memory
 
-    def used(self) -> None:
+    def mark_copy_started(self) -> None:
         self._event.record()
 
 
 class Upload:
-    """One for a device and the time of loading."""
+    """Copies tensors to a GPU. Create one per model load."""
 
     def __init__(self, device: torch.device, buffers: Iterable[Buffer] | None = None) -> None:
         self._device = device
         self._buffers = cycle(buffers or [PinnedBuffer(BUFFER_BYTES) for _ in range(2)])
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """The tensor on the device; on the host it may be strided, and it is not needed any more afterwards."""
-        found = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        """Copy a host tensor, of any strides, to the device. It may be freed afterwards."""
+        result = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         if tensor.dim() == 0:
-            return found.copy_(tensor)
-        for rows in _pieces(tensor):
+            return result.copy_(tensor)
+        for rows in _split_rows(tensor):
             buffer = next(self._buffers)
             part = tensor[rows]
-            staged = buffer.free()[: part.numel() * part.element_size()].view(part.dtype).view(part.shape)
+            staged = buffer.wait_until_free()[: part.numel() * part.element_size()].view(part.dtype).view(part.shape)
             staged.copy_(part)
-            found[rows].copy_(staged, non_blocking=True)
-            buffer.used()
-        return found
+            result[rows].copy_(staged, non_blocking=True)
+            buffer.mark_copy_started()
+        return result
 
 
-def way_to(device: torch.device) -> Callable[[Tensor], Tensor]:
-    """What brings a tensor of a mapped file to the device; on a CPU it is there already."""
+def build_upload(device: torch.device) -> Callable[[Tensor], Tensor]:
+    """The function that copies a tensor of a mapped file to the device; on a CPU it returns the tensor itself."""
     return (lambda tensor: tensor) if device.type == "cpu" else Upload(device)
 
 
-def _pieces(tensor: Tensor) -> Iterator[slice]:
-    """Rows that fit into a buffer. A single row of more than a buffer is none that a model has."""
+def _split_rows(tensor: Tensor) -> Iterator[slice]:
+    """Ranges of rows that fit into a buffer. No model has rows that are larger than a buffer."""
     row_bytes = tensor[:1].numel() * tensor.element_size()
     if row_bytes == 0:
         return
@@ -81,7 +83,7 @@ def _pieces(tensor: Tensor) -> Iterator[slice]:
 
 
 def read_ahead(files: Iterable[Path]) -> threading.Thread:
-    """Ask the system, in a thread, to bring the files into its cache, in this order."""
+    """Ask the system, in a thread, to read the files into the page cache, in this order."""
 
     def advise() -> None:
         for path in files:

@@ -1,11 +1,11 @@
 // Attention of a few rows of queries over one sequence's cached keys, tile by tile. Compiled once for each instruction
-// set (setup.py), as `attend_VARIANT`; uses nothing of the C++ library, whose inline functions the linker would merge
-// across instruction sets.
+// set (setup.py), as `attend_VARIANT`. Does not use the C++ library: the linker would merge its inline functions across
+// instruction sets.
 //
-// Both products (scores = query x keys, result = weights x values) are one routine, `multiply`: each number is one chain
-// of multiply-adds over k = 0, 1, 2, ..., whatever the number of rows and columns around it. That, tiles at fixed
-// positions, and merging tile by tile in order is what makes a row's bits independent of its batch. A unit of k is 32
-// bits: a float32 number, or a pair of bfloat16 numbers where the processor multiplies those.
+// `multiply` computes both products (scores = query x keys, result = weights x values). Each number of a result is one
+// chain of multiply-adds over k = 0, 1, 2, ..., whatever the number of rows and columns around it. Because of that, of
+// tiles at fixed positions, and of merging tiles in order, a row's bits do not depend on its batch. A unit of k is 32
+// bits: one float32 number, or a pair of bfloat16 numbers if the processor multiplies pairs.
 
 #include "attend.h"
 
@@ -23,11 +23,11 @@ namespace {
 constexpr float LOG2_E = 1.44269504088896341f;
 constexpr int PANEL = 4 * W;  // columns whose sums stay in registers
 
-// How numbers are multiplied. Cell: a number of the cache or the query. An int8 cache's numbers enter the products as
-// they are, which is exact in any type: the scales of its keys multiply the scores, those of its values the weights.
+// How numbers are multiplied. Cell: the type of the cache or the query. Numbers of an int8 cache are multiplied without
+// their scales, which is exact in any type: the keys' scales multiply the scores, and the values' scales the weights.
 struct Floats {
-  static constexpr int PACK = 1;    // numbers of a unit
-  static constexpr int DEGREE = 6;  // of the polynomial for powers of 2
+  static constexpr int PACK = 1;    // numbers in a unit
+  static constexpr int DEGREE = 6;  // degree of the polynomial for powers of 2
   static Vec multiply_add(Units a, Units b, Vec sum) { return fma(as_floats(a), as_floats(b), sum); }
   template <class Cell>
   static Units load_units(const Cell* from, int count) {
@@ -37,12 +37,12 @@ struct Floats {
   static Four load_four(const Cell* from) {
     return ::load_four(from);
   }
-  // Weights as they enter the product, W of them; returns their value.
+  // Stores W weights as the product reads them; returns their rounded values.
   static Vec put(Vec weights, void* to, int index) {
     store((float*)to + index, weights);
     return weights;
   }
-  // One vector of units of the value matrix, from the rows of the unit's tokens.
+  // One vector of units of the value matrix, built from the rows of the unit's tokens.
   template <class Cell>
   static Units value_units(const Cell* const* rows, int column, int count) {
     return load_floats(rows[0] + column, count);
@@ -217,7 +217,7 @@ struct Tokens {
     const int position = start + t, offset = position & ((1 << p.block_shift) - 1);
     return base + table[position >> p.block_shift] * p.cache_block + offset * p.cache_token;
   }
-  // The rows of all tokens; for those that nobody sees a row of zeros.
+  // The rows of all tokens; a row of zeros for tokens that no query sees.
   void find(int from, int to, const Cell** found) const {
     for (int t = 0; t < TILE; t++) found[t] = (const Cell*)ZEROS;
     const int block_size = 1 << p.block_shift;
@@ -244,9 +244,9 @@ void pack_query(const View& view, uint32_t* to) {
   }
 }
 
-// Asks for keys and values in the order in which they will be read, a few tokens at a time, all through the work on
-// those before them: a cache's pieces are too short and too scattered for the processor to foresee. Never goes further
-// than one tile beyond the one that is worked on; after a task's last tile that is the thread's next task.
+// Prefetches keys and values in reading order, a few tokens at a time, during the work on earlier ones: the pieces of a
+// cache are too short and too scattered for the hardware prefetcher. Stays at most one tile ahead of the current one;
+// the tile after a task's last one is the first of the thread's next task.
 template <class Cell>
 class Ahead {
  public:
@@ -263,7 +263,7 @@ class Ahead {
     if (tiles_ <= 0 || rows_ == nullptr) return;
     const Cell* row = Tokens<Cell>(p_, *rows_, part_, tile_ * TILE)(token_);
     const int block_size = 1 << p_.block_shift;
-    int end = token_ + block_size - (token_ & (block_size - 1));  // a tile starts with a block, or in one that holds it
+    int end = token_ + block_size - (token_ & (block_size - 1));  // a tile starts with a block, or inside a larger one
     if (end > token_ + STEP_TOKENS) end = token_ + STEP_TOKENS;
     if (end > to_) end = to_;
     for (; token_ < end; token_++, row += p_.cache_token)
@@ -272,9 +272,9 @@ class Ahead {
     token_ = from_;
     if (++part_ == 2) leave();
   }
-  // The work goes on with the next tile.
+  // The work moves on to the next tile.
   void next_tile() { tiles_++; }
-  // Asks for what is left, before the thread takes its next task.
+  // Prefetches the rest, before the thread takes its next task.
   void finish() {
     while (tiles_ > 0 && rows_ != nullptr) step();
   }
@@ -297,14 +297,14 @@ class Ahead {
   }
 
   const Problem& p_;
-  const Rows* rows_;  // null after all
+  const Rows* rows_;  // null when everything is prefetched
   int last_;
   Next next_;
-  int tiles_ = 2;  // that may still be asked for, the present one included
+  int tiles_ = 2;  // that may still be prefetched, including the current one
   int tile_, part_, token_, from_, to_;
 };
 
-// A tile's keys turned to panels of (unit, token), up to the panel of token `to`.
+// Transposes a tile's keys to panels of (unit, token), up to the panel of token `to`.
 template <class Number, class Cell>
 void pack_keys(const Cell* const* rows, int head_dim, int from, int to, uint32_t* out, Ahead<Cell>& ahead) {
   const int units = head_dim / Number::PACK;
@@ -319,7 +319,7 @@ void pack_keys(const Cell* const* rows, int head_dim, int from, int to, uint32_t
   }
 }
 
-// COUNT int8 numbers of each of W rows, from `column` on, turned four at a time.
+// Transposes COUNT int8 numbers of each of W rows, from `column` on, four at a time.
 template <class Number, int COUNT>
 inline void pack_numbers(const int8_t* const* rows, int column, uint32_t* panel) {
   Units turned[4];
@@ -341,13 +341,13 @@ void pack_keys(const int8_t* const* rows, int head_dim, int from, int to, uint32
   }
 }
 
-// The scales behind the rows of a tile's tokens.
+// The scales that follow the rows of a tile's tokens.
 void gather_scales(const int8_t* const* rows, int head_dim, float* scales) {
   for (int t = 0; t < TILE; t++) memcpy(scales + t, rows[t] + head_dim, 4);
 }
 
-// A tile's values in panels of (unit of tokens, PANEL of value_dim), up to the unit of token `to`. Columns past
-// value_dim hold anything: they end in columns of the result that nobody reads.
+// Packs a tile's values in panels of (unit of tokens, PANEL of value_dim), up to the unit of token `to`. Columns past
+// value_dim are undefined: they only reach columns of the result that are not read.
 template <class Number, class Cell>
 void pack_values(const Cell* const* rows, int value_dim, int to, uint32_t* out, Ahead<Cell>& ahead) {
   constexpr int units = TILE / Number::PACK;
@@ -367,7 +367,7 @@ void pack_values(const Cell* const* rows, int value_dim, int to, uint32_t* out, 
   }
 }
 
-// Products of one row times their keys' scales, if there are any, then capped, if cap > 0: cap * tanh(product / cap).
+// Multiplies one row's products by the keys' scales, if any, and caps them if cap > 0: cap * tanh(product / cap).
 template <int DEGREE>
 void adjust(float* products, int columns, const float* scales, float cap) {
   const Vec doubled = all(-2.0f * LOG2_E / cap), most = all(cap);
@@ -383,14 +383,14 @@ void adjust(float* products, int columns, const float* scales, float cap) {
   }
 }
 
-// Products of one row -> its weights, 2^(scale * product - highest); 0 where the row sees nothing, up to `columns`.
-// The values' scales, of an int8 cache, multiply the weights, but not their sum.
-// Returns whether the row sees anything; what it sees may be NaN, which `larger` drops and `total` keeps.
+// Turns the products of one row into weights, 2^(scale * product - highest), and 0 for keys that the row does not see,
+// up to `columns`. The values' scales of an int8 cache multiply the weights, but not their sum. Returns whether the row
+// sees any key. Products may be NaN, which `larger` drops and `total` keeps.
 template <class Number, bool SCALED>
 bool soften(const float* products, float scale, int from, int to, int columns, const float* value_scales, void* weights,
             float& highest, float& total) {
   const Vec nothing = all(-INFINITY);
-  const int inner = (from + W - 1) / W * W, outer = to / W * W;  // vectors between them are seen as a whole
+  const int inner = (from + W - 1) / W * W, outer = to / W * W;  // all lanes of the vectors between them are visible
   auto product = [=](int t) {
     const Vec x = load<Vec>(products + t);
     if (t >= inner && t < outer) return x;
@@ -418,7 +418,7 @@ bool soften(const float* products, float scale, int from, int to, int columns, c
   return from < to && (sees || total != total);
 }
 
-// One row's sums of one tile (or of several, merged before) join those of the tiles before it.
+// Adds one row's sums of a tile, or of several merged tiles, to those of the tiles before it.
 inline void merge_row(float& highest, float& total, float* values, float tile_highest, float tile_total,
                       const float* tile_values, int width) {
   float kept = 1.0f, added = 1.0f;
@@ -434,7 +434,7 @@ inline void merge_row(float& highest, float& total, float* values, float tile_hi
     store(values + i, fma(load<Vec>(tile_values + i), fresh, load<Vec>(values + i) * old));
 }
 
-// Asked: a number of the query. Cell: of the cache.
+// Asked: the type of the query. Cell: the type of the cache.
 template <class Number, class Asked, class Cell>
 void attend_tiles(const Problem& p, const Rows& rows, int first, int last, const Next& next, Sums sums, void* memory) {
   constexpr bool SCALED = sizeof(Cell) == 1;
@@ -497,7 +497,7 @@ void attend(const Problem& p, const Rows& rows, int first, int last, const Next&
 
 void merge(Sums into, Sums from, int rows, int width) {
   for (int r = 0; r < rows; r++) {
-    if (from.highest[r] == -INFINITY && from.total[r] == 0.0f) continue;  // sees nothing there
+    if (from.highest[r] == -INFINITY && from.total[r] == 0.0f) continue;  // the row sees no key there
     const int64_t at = (int64_t)r * width;
     merge_row(into.highest[r], into.total[r], into.values + at, from.highest[r], from.total[r], from.values + at, width);
   }
@@ -513,7 +513,7 @@ void finish(const Problem& p, const Rows& rows, Sums sums) {
     float share = 1.0f / sums.total[r];
     if (p.sinks != nullptr) {
       const float sink = p.sinks[head] * LOG2_E, highest = sums.highest[r];
-      // 2^highest / (2^highest * total + 2^sink), by the larger of the two powers
+      // 2^highest / (2^highest * total + 2^sink), divided by the larger of the two powers
       share = highest > sink ? 1.0f / (sums.total[r] + exp2f(sink - highest))
                              : exp2f(highest - sink) / (exp2f(highest - sink) * sums.total[r] + 1.0f);
     }

@@ -1,9 +1,9 @@
-// What attention.cpp (which task runs where) and attend.cpp (one task, compiled once per instruction set) agree on.
+// Shared by attention.cpp (which task runs where) and attend.cpp (one task, compiled once per instruction set).
 #pragma once
 
 #include <cstdint>
 
-constexpr int TILE = 256;       // keys that are taken at once, from a multiple of TILE on
+constexpr int TILE = 256;       // keys processed together, starting at a multiple of TILE
 constexpr int MAX_ROWS = 128;   // rows of one task: a row is a (query, head) pair that reads the same KV head
 constexpr int MAX_HEAD = 1024;
 
@@ -12,8 +12,8 @@ struct Problem {
   const void* query;  // (tokens, heads, head_dim)
   int64_t query_token, query_head;
   const void* cache;  // (blocks, 2 or 1, kv_heads, block_size, head_dim, or head_dim + 4 bytes of an int8 cache)
-  int64_t cache_block, cache_part, cache_head, cache_token;  // part: from keys to values, 0 if they start keys' rows
-  int64_t value_dim;  // numbers of a value
+  int64_t cache_block, cache_part, cache_head, cache_token;  // part: keys to values, 0 if values begin keys' rows
+  int64_t value_dim;  // numbers in a value
   const int32_t* table;  // (sequences, max_blocks)
   int64_t table_row;
   const int32_t* starts;    // (sequences + 1)
@@ -25,17 +25,17 @@ struct Problem {
   float scale;
   float softcap;  // 0: none
   bool bf16;      // query and output; false: float32
-  bool int8;      // cache; false: as the query
+  bool int8;      // the cache; false: the query's type
 };
 
 // Rows first .. first + count - 1 of one sequence and KV head; row r is query r / group, head r % group of the group.
 struct Rows {
   int sequence, kv_head, first, count;
-  int first_tile, last_tile;  // that any of the rows sees
+  int first_tile, last_tile;  // the first and last tile that any of the rows sees
 };
 
-// What a thread will read after a task, to ask for it ahead of time: a tile of other rows (null: not known). Whether the
-// task's own first tile was asked for in that way.
+// What a thread prefetches during a task: the first tile of its next task (null: not known). Also whether the task's
+// own first tile was prefetched.
 struct Next {
   const Rows* rows;
   int tile;
@@ -64,4 +64,7 @@ struct Variant {
 extern const Variant attend_baseline;
 #if defined(__x86_64__)
 extern const Variant attend_avx2, attend_avx512, attend_avx512_bf16;
+#endif
+#if defined(HAVE_AMX)
+extern const Variant attend_amx;
 #endif

@@ -1,15 +1,21 @@
-// Attention over a paged KV cache for CPUs: the C interface, and which thread computes what. Knows nothing of torch.
+// Attention over a paged KV cache for CPUs: the C interface, and the division of work between threads. Independent of
+// torch.
 //
-// The work is cut into tasks of at most MAX_ROWS rows (one sequence, one KV head). Where there are too few tasks for the
-// threads, each is cut again at every tile of keys and its tiles' sums are merged in order afterwards. That is the
-// order in which an uncut task adds them, so how the work was cut does not show in the bits of a result.
+// The work is cut into tasks of at most MAX_ROWS rows (one sequence, one KV head). If there are too few tasks for the
+// threads, each task is cut at every tile of keys, and the sums of its tiles are merged in order afterwards. An uncut
+// task adds them in the same order, so the cut does not change the bits of a result.
 
-#include <omp.h>
+#if defined(HAVE_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
+#include <algorithm>
 #include <atomic>
 #include <vector>
 
 #include "attend.h"
+#include "parallel.h"
 #include "workspace.h"
 
 #define EXPORT __attribute__((visibility("default")))
@@ -17,7 +23,7 @@
 namespace {
 
 constexpr int TASKS_PER_THREAD = 4;            // with fewer, threads wait for the last one
-constexpr int FEW_ROWS = 32;                   // reading their keys takes longer than computing
+constexpr int FEW_ROWS = 32;                   // up to here, reading the keys takes longer than computing
 constexpr int64_t MOST_SPLIT = int64_t{64} << 20;  // bytes of sums that may wait to be merged
 
 const Variant* const VARIANTS[] = {
@@ -27,8 +33,27 @@ const Variant* const VARIANTS[] = {
     &attend_avx512,
     &attend_avx512_bf16,
 #endif
+#if defined(HAVE_AMX)
+    &attend_amx,
+#endif
 };
 constexpr int NUM_VARIANTS = sizeof VARIANTS / sizeof *VARIANTS;
+
+#if defined(HAVE_AMX)
+// Whether the processor has matrix units and Linux lets this process use them. A process must ask once, because their
+// registers are large.
+bool may_use_amx() {
+  unsigned a = 7, b, c = 0, d, low, high;
+  __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+  constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25;
+  if ((d & (BF16 | TILE | INT8)) != (BF16 | TILE | INT8)) return false;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  constexpr unsigned TILE_STATES = 3u << 17;
+  if ((low & TILE_STATES) != TILE_STATES) return false;
+  constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+#endif
 
 thread_local Workspace scratch_space, sums_space, split_space;
 
@@ -55,19 +80,18 @@ std::vector<Rows> cut(const Problem& p) {
   return tasks;
 }
 
-// Tiles first .. last of a task, whose sums stand at a place of their own if they are to be merged.
+// Tiles first .. last of a task. Sums that will be merged have memory of their own.
 struct Part {
   int task, first, last;
   int64_t place;
 };
 
-// Calls attend(part, what the same thread reads next) for each part: a thread takes the next one before it computes one
-// of few rows, and asks for its memory meanwhile.
+// Calls attend(part, next part of the same thread) for each part. A thread claims its next part before it computes a
+// part of few rows, so that it can prefetch.
 template <class Attend>
 void share(const std::vector<Rows>& tasks, const std::vector<Part>& parts, int threads, const Attend& attend) {
   std::atomic<size_t> taken{0};
-#pragma omp parallel num_threads(threads) if (parts.size() > 1)
-  {
+  parallel(std::min<int64_t>(threads, parts.size()), 1, threads, [&](int64_t, int64_t) {
     bool fetched = false;
     for (size_t i = taken++, next; i < parts.size(); i = next) {
       const bool early = tasks[parts[i].task].count <= FEW_ROWS;
@@ -78,7 +102,7 @@ void share(const std::vector<Rows>& tasks, const std::vector<Part>& parts, int t
       if (!early) next = taken++;
       fetched = known;
     }
-  }
+  });
 }
 
 void run_whole(const Problem& p, const Variant& variant, const std::vector<Rows>& tasks, int threads) {
@@ -103,22 +127,23 @@ void run_split(const Problem& p, const Variant& variant, const std::vector<Rows>
     variant.attend(p, rows, part.first, part.last, next, sums_at(memory + part.place, rows.count),
                    scratch_space.at_least(scratch));
   });
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (tasks.size() > 1)
-  for (size_t i = 0; i < parts.size(); i++) {
-    const Rows& rows = tasks[parts[i].task];
-    if (parts[i].first != rows.first_tile) continue;
-    const Sums sums = sums_at(memory + parts[i].place, rows.count);
-    for (int64_t next = 1; next <= rows.last_tile - rows.first_tile; next++)
-      variant.merge(sums, sums_at(memory + parts[i + next].place, rows.count), rows.count, width);
-    variant.finish(p, rows, sums);
-  }
+  parallel(parts.size(), 1, tasks.size() > 1 ? threads : 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      const Rows& rows = tasks[parts[i].task];
+      if (parts[i].first != rows.first_tile) continue;
+      const Sums sums = sums_at(memory + parts[i].place, rows.count);
+      for (int64_t next = 1; next <= rows.last_tile - rows.first_tile; next++)
+        variant.merge(sums, sums_at(memory + parts[i + next].place, rows.count), rows.count, width);
+      variant.finish(p, rows, sums);
+    }
+  });
 }
 
 }  // namespace
 
 extern "C" {
 
-// For the caller to see that both mean the same structure.
+// Lets the caller check that both sides use the same structure.
 EXPORT int serve_llm_problem_bytes() { return sizeof(Problem); }
 
 // Number of variants; they are numbered as in VARIANTS, slowest first.
@@ -133,7 +158,11 @@ EXPORT int serve_llm_supported(int variant) {
   const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (variant == 2) return wide;
-  if (variant == 3) return wide && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  const bool bf16 = wide && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  if (variant == 3) return bf16;
+#if defined(HAVE_AMX)
+  if (variant == 4) return bf16 && may_use_amx();
+#endif
 #endif
   return 0;
 }

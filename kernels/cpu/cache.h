@@ -1,4 +1,4 @@
-// A row of the cache: one head's key or value of one token, as it is or in int8 (kernels/cache_int8.py). Included by
+// Rows of the cache: one head's key or value of one token, unchanged or in int8 (kernels/cache_int8.py). Included by
 // rows.cpp, which writes them.
 #pragma once
 
@@ -7,17 +7,17 @@
 namespace {
 
 constexpr float SMALLEST = 1e-30f;     // as in kernels/cache_int8.py
-constexpr float INTEGERS = 12582912.0f;  // 1.5 x 2^23: with it added, a small number is rounded, half to even
+constexpr float INTEGERS = 12582912.0f;  // 1.5 x 2^23: adding it rounds a small number, half to even
 
 template <class T>
 inline T larger_of(T a, T b) {
   return a > b ? a : b;
 }
 
-// One row in int8 with its scale behind it.
+// One row in int8, followed by its scale.
 template <class Number>
 void quantise(const Number* from, int head_dim, char* to) {
-  uint32_t most = 0;  // magnitudes are ordered as their bits are, infinity and NaN above all
+  uint32_t most = 0;  // magnitudes have the order of their bits, infinity and NaN last
   for (int i = 0; i < head_dim; i++) most = larger_of(most, bits(widened(from[i])) & 0x7fffffffu);
   const float largest = from_bits(most), scale = largest / 127.0f;
   if (most < 0x7f800000u) {

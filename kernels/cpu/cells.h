@@ -1,6 +1,5 @@
-// Rows of float32 or bfloat16 numbers of any length, as vectors of float32. What is left at the end of a row goes through
-// the same operations as all before it, with zeros behind. Included by the sources that are compiled once for each
-// instruction set.
+// Rows of float32 or bfloat16 numbers of any length, as vectors of float32. The rest of a row is filled up with zeros
+// and goes through the same operations. Included by the sources that are compiled once for each instruction set.
 #pragma once
 
 #include "vector.h"
@@ -9,7 +8,7 @@ namespace {
 
 typedef uint16_t Halves __attribute__((vector_size(2 * W)));
 
-// Calls work(i, count) for vectors of numbers: whole ones, then what is left.
+// Calls work(i, count) for each whole vector, then for the rest.
 template <class Work>
 inline void by_vectors(int first, int end, Work work) {
   int i = first;
@@ -17,7 +16,7 @@ inline void by_vectors(int first, int end, Work work) {
   if (i < end) work(i, end - i);
 }
 
-// The first `count` numbers, 1 .. W, zeros behind.
+// The first `count` numbers, 1 .. W, then zeros.
 template <class Cell>
 inline Vec load_cells(const Cell* from, int count) {
 #if defined(__AVX512F__)
@@ -30,8 +29,8 @@ inline Vec load_cells(const Cell* from, int count) {
 #endif
 }
 
-// To nearest, ties to even. A NaN has to come of bfloat16 numbers, so that rounding cannot carry out of it. Numbers
-// below 2^-126 may become 0, as they do in AVX-512's instruction.
+// Rounds to nearest, ties to even. A NaN must come from bfloat16 numbers, so that rounding does not overflow it.
+// Numbers below 2^-126 may become 0, as in AVX-512's instruction.
 inline Halves upper_halves(Vec x) {
 #if defined(__AVX512BF16__)
   return (Halves)_mm512_cvtneps_pbh(x);
@@ -60,7 +59,7 @@ inline void store_cells(Bf16* to, Vec x, int count) {
 #endif
 }
 
-// x as a Cell holds it.
+// x rounded to a Cell.
 template <class Cell>
 inline Vec rounded_to(Vec x) {
   if constexpr (sizeof(Cell) == sizeof(float)) {

@@ -1,15 +1,14 @@
-// Sums and gathers over the ranks of one host, through memory that they share. Linux. Knows nothing of torch, and not
-// who made the memory.
+// All-reduce and all-gather over the ranks of one host, through shared memory. Linux only. Independent of torch and of
+// how the memory was created.
 //
-// Every rank has a window: memory that it alone writes the numbers of and all others read, with two slots of data. An
-// exchange is: write the next slot, publish its number, wait until all others have published theirs, read. Slots are
-// used in turns, and nobody says when a slot has been read: who publishes an exchange has read the one before, so
-// whoever has seen that may overwrite what it wrote two exchanges ago.
+// Every rank has a window with two slots of data. Only that rank writes it; all others read it. In an exchange, a rank
+// writes its next slot, publishes the number of the exchange, waits until all others have published theirs, and reads.
+// Slots are used alternately, and no message says that a slot has been read: a rank that publishes an exchange has read
+// the previous one, so the ranks that have seen it may overwrite what they wrote two exchanges ago.
 
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,13 +16,15 @@
 #include <cstdint>
 #include <cstring>
 
+#include "wait.h"
+
 #define EXPORT __attribute__((visibility("default")))
 
-// Made by the caller; see collectives.py.
+// Created by the caller; see collectives.py.
 struct Group {
   char* const* windows;  // by rank, each aligned to LINE and zero at first
   int64_t slot_bytes;    // a multiple of LINE
-  double seconds;        // that a rank may be silent
+  double seconds;        // how long a rank may be silent
   int ranks, rank;
 };
 
@@ -31,41 +32,24 @@ namespace {
 
 constexpr int LINE = 64;          // bytes; what different ranks write lies in different cache lines
 constexpr int64_t DATA = 3 * LINE;  // bytes in front of the slots
-constexpr int LOOKS = 100;        // before a core is offered to others: a microsecond or two
-constexpr int64_t YIELD_NS = 50'000;      // looks after which to sleep: being woken takes 30 us or more
-constexpr int64_t NAP_NS = 100'000'000;   // after so long asleep, look whether the window was closed
-constexpr int64_t SPLIT_BYTES = 1 << 13;  // from which size on each rank adds its share only
+constexpr int POLLS = 100;        // before a core is yielded: a microsecond or two
+constexpr int64_t YIELD_NS = 50'000;      // yield this long before sleeping: being woken takes 30 us or more
+constexpr int64_t NAP_NS = 100'000'000;   // how often a sleeping rank checks whether the window was closed
+constexpr int64_t SPLIT_BYTES = 1 << 13;  // from this size on, each rank adds only its share
 constexpr int TILE = 256;         // numbers added at a time, which stay in registers and the nearest cache
 constexpr int OK = 0, CLOSED = -1;  // results; above 0: 1 + the rank that was silent
 
-typedef std::atomic<uint32_t> Word;
-static_assert(Word::is_always_lock_free && sizeof(Word) == 4, "the kernel waits on these words");
-
 Word& closed(char* window) { return *(Word*)window; }               // not 0: all waits end
 Word& published(char* window) { return *(Word*)(window + LINE); }   // number of the exchange, modulo 2**32
-Word& sleepers(char* window) { return *(Word*)(window + 2 * LINE); }  // ranks that want to be woken
+Word& sleepers(char* window) { return *(Word*)(window + 2 * LINE); }  // ranks to wake
 
 char* slot(const Group& g, int rank, uint32_t exchange) {
   return g.windows[rank] + DATA + (exchange & 1) * g.slot_bytes;
 }
 
-int64_t now() {
-  timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return time.tv_sec * INT64_C(1'000'000'000) + time.tv_nsec;
-}
-
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("isb" ::: "memory");
-#endif
-}
-
 void publish(const Group& g, uint32_t exchange) {
   char* const window = g.windows[g.rank];
-  // Both in the one order of all such operations, as in `sleep_until`: either this sees the sleeper, or it this.
+  // Sequentially consistent here and in `sleep_until`: either this rank sees the sleeper, or the sleeper the number.
   published(window).store(exchange, std::memory_order_seq_cst);
   if (sleepers(window).load(std::memory_order_seq_cst) != 0)
     syscall(SYS_futex, &published(window), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
@@ -80,7 +64,7 @@ int sleep_until(const Group& g, int rank, uint32_t exchange, int64_t began) {
   const int64_t deadline = began + (int64_t)(g.seconds * 1e9);
   while (!reached(window, exchange)) {
     if (closed(window).load(std::memory_order_relaxed) != 0) return CLOSED;
-    const int64_t left = deadline - now();
+    const int64_t left = deadline - now_ns();
     if (left <= 0) return 1 + rank;
     const timespec nap = {0, (long)std::min(left, NAP_NS)};
     sleepers(window).fetch_add(1, std::memory_order_seq_cst);
@@ -91,18 +75,18 @@ int sleep_until(const Group& g, int rank, uint32_t exchange, int64_t began) {
   return OK;
 }
 
-// Until a rank has published an exchange: looks for a moment, then between offers of its core to others, then sleeps.
+// Waits until a rank has published an exchange: spins for a moment, then polls and yields its core, then sleeps.
 int wait_for(const Group& g, int rank, uint32_t exchange) {
   char* const window = g.windows[rank];
-  for (int look = 0; look < LOOKS; look++) {
+  for (int poll = 0; poll < POLLS; poll++) {
     if (reached(window, exchange)) return OK;
-    relax();
+    pause_core();
   }
-  const int64_t began = now();
+  const int64_t began = now_ns();
   do {
     if (reached(window, exchange)) return OK;
     sched_yield();
-  } while (now() < began + YIELD_NS);
+  } while (now_ns() < began + YIELD_NS);
   return sleep_until(g, rank, exchange, began);
 }
 
@@ -147,14 +131,14 @@ void add(const Group& g, uint32_t exchange, int64_t begin, T* x, int64_t count) 
   }
 }
 
-// Where the numbers that a rank adds begin; whole cache lines.
+// The first number that a rank adds; shares are whole cache lines.
 template <class T>
 int64_t share_begin(const Group& g, int rank, int64_t count) {
   const int64_t line = LINE / sizeof(T), lines = (count + line - 1) / line;
   return std::min(count, lines * rank / g.ranks * line);
 }
 
-// The sum of numbers that fit in a slot: every rank adds all.
+// Sums numbers that fit in a slot. Every rank adds all of them.
 template <class T>
 int sum_whole(const Group& g, T* x, int64_t count, uint32_t exchange) {
   std::memcpy(slot(g, g.rank, exchange), x, count * sizeof(T));
@@ -164,7 +148,7 @@ int sum_whole(const Group& g, T* x, int64_t count, uint32_t exchange) {
   return OK;
 }
 
-// The same in two exchanges: every rank adds its share, then reads the others' sums.
+// The same in two exchanges: every rank adds its share, then reads the sums of the others.
 template <class T>
 int sum_shares(const Group& g, T* x, int64_t count, uint32_t exchange) {
   const int64_t begin = share_begin<T>(g, g.rank, count), end = share_begin<T>(g, g.rank + 1, count);
@@ -204,14 +188,14 @@ int all_reduce(const Group& g, T* x, int64_t count) {
 
 extern "C" {
 
-// For the caller to see that both mean the same structure.
+// Lets the caller check that both sides use the same structure.
 EXPORT int serve_llm_group_bytes() { return sizeof(Group); }
 
 // Bytes of a window in front of its two slots.
 EXPORT int serve_llm_window_header() { return DATA; }
 
 // x[i] = the sum of all ranks' x[i]. bf16: bfloat16, else float32. Returns 0; -1 if a window was closed; 1 + the rank
-// of whom nothing was heard for too long.
+// that was silent for too long.
 EXPORT int serve_llm_all_reduce(const Group* group, void* x, int64_t count, int bf16) {
   return bf16 ? all_reduce(*group, (uint16_t*)x, count) : all_reduce(*group, (float*)x, count);
 }

@@ -1,4 +1,4 @@
-"""Sums and gathers over the ranks of one host, by the compiled library (collectives.cpp), called by ctypes."""
+"""All-reduce and all-gather over the ranks of one host, by the compiled library (collectives.cpp)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Group(ctypes.Structure):
 
 
 class Silent(Exception):
-    """Nothing was heard of a rank for too long."""
+    """A rank was silent for too long."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
@@ -36,11 +36,11 @@ class Silent(Exception):
 
 
 class WindowClosed(Exception):
-    """Somebody has closed the memory."""
+    """The shared memory was closed."""
 
 
 class Collectives:
-    """One rank's calls; every rank of the group makes the same ones in the same order, with as many numbers."""
+    """The calls of one rank. All ranks of the group make the same calls in the same order, with equal sizes."""
 
     def __init__(self, path: Path, windows: Sequence[int], window_bytes: int, rank: int, seconds: float) -> None:
         """path: of the library. windows: by rank, the address of memory that all ranks share, of window_bytes each,
@@ -50,7 +50,7 @@ class Collectives:
         Raises OSError if the file cannot be loaded, ValueError if the windows are too small.
         """
         library = ctypes.CDLL(str(path))
-        check_sources(library, Group)
+        check_sources(library, "group", ctypes.sizeof(Group))
         self._sum, self._gather = library.serve_llm_all_reduce, library.serve_llm_all_gather
         self._sum.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
         self._gather.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)

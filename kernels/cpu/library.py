@@ -1,14 +1,15 @@
-"""The compiled kernels of this folder, called by ctypes. Contracts stand at the functions of the same names in
-`kernels/attention.py`.
+"""The compiled kernels of this folder, called through ctypes. The functions of the same names in `kernels/attention.py`
+state the contracts.
 
-torch is imported first, so that the library finds torch's OpenMP already loaded and shares its threads.
+Kernels have their own threads (pool.cpp), as many as `torch.get_num_threads` returns.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +17,21 @@ from torch import Tensor
 
 from serve_llm.kernels.attention import Lengths
 
-VARIANTS = ("baseline", "avx2", "avx512", "avx512_bf16")  # as the library numbers them, slowest first
+VARIANTS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")  # as the library numbers them, slowest first
+# The fastest variant that each value of oneDNN's variable allows, for our kernels as for torch's.
+LIMIT_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+LIMITS = {
+    "SSE41": "baseline",
+    "AVX": "baseline",
+    "AVX2": "avx2",
+    "AVX2_VNNI": "avx2",
+    "AVX2_VNNI_2": "avx2",
+    "AVX512_CORE": "avx512",
+    "AVX512_CORE_VNNI": "avx512",
+    "AVX512_CORE_BF16": "avx512_bf16",
+    "AVX512_CORE_FP16": "avx512_bf16",
+    "AVX10_1_512": "avx512_bf16",
+}
 DTYPES = (torch.bfloat16, torch.float32)
 HEAD_DIMS = range(16, 257, 8)
 LATENT_DIMS = range(16, 1025, 8)  # head_dim of a cache whose values are a part of its keys
@@ -62,12 +77,12 @@ class Library:
     """
 
     def __init__(self, path: Path, variant: str | None = None) -> None:
-        """variant: None for the fastest that this processor runs. Raises OSError if the file cannot be loaded, and
-        ValueError if the variant is unknown, was not compiled, or does not run here."""
+        """variant: None for the fastest that this processor runs and ONEDNN_MAX_CPU_ISA allows. Raises OSError if the
+        file cannot be loaded, and ValueError if the variant is unknown, was not compiled, or does not run here."""
         self.compiled = ctypes.CDLL(str(path))
-        check_sources(self.compiled, Problem)
+        check_sources(self.compiled, "problem", ctypes.sizeof(Problem))
         self.compiled.serve_llm_attention.restype = None
-        compiled = VARIANTS[: self.compiled.serve_llm_variants()]
+        compiled = allowed_variants(os.environ)[: self.compiled.serve_llm_variants()]
         self.variants = tuple(v for n, v in enumerate(compiled) if self.compiled.serve_llm_supported(n))
         self.variant = self.variants[-1] if variant is None else variant
         if self.variant not in self.variants:
@@ -95,35 +110,57 @@ class Library:
         value_dim: int | None = None,
         on_device: Lengths | None = None,
     ) -> Tensor:
-        block, part, *rest = cache.stride()[:4]
+        block_stride, part_stride, head_stride, token_stride, _ = cache.stride()
         if value_dim is None:
             value_dim = query.shape[2]
         else:
-            part = 0
+            part_stride = 0
         output = torch.empty((*query.shape[:2], value_dim), dtype=query.dtype)
         starts, contexts = array("i", query_starts), array("i", context_lens)
-        block_size = cache.shape[3]
         problem = Problem(
-            *(query.data_ptr(), query.stride(0), query.stride(1)),
-            *(cache.data_ptr(), block, part, *rest, value_dim),
-            *(block_table.data_ptr(), block_table.stride(0)),
-            *(starts.buffer_info()[0], contexts.buffer_info()[0]),
-            *(None if sinks is None else sinks.data_ptr(), output.data_ptr()),
-            *(len(contexts), query.shape[1], cache.shape[2], query.shape[2]),
-            *(block_size.bit_length() - 1, window or 0, scale, softcap or 0.0),
-            *(query.dtype == torch.bfloat16, cache.dtype == torch.int8),
+            query=query.data_ptr(),
+            query_token=query.stride(0),
+            query_head=query.stride(1),
+            cache=cache.data_ptr(),
+            cache_block=block_stride,
+            cache_part=part_stride,
+            cache_head=head_stride,
+            cache_token=token_stride,
+            value_dim=value_dim,
+            table=block_table.data_ptr(),
+            table_row=block_table.stride(0),
+            starts=starts.buffer_info()[0],
+            contexts=contexts.buffer_info()[0],
+            sinks=None if sinks is None else sinks.data_ptr(),
+            output=output.data_ptr(),
+            sequences=len(contexts),
+            heads=query.shape[1],
+            kv_heads=cache.shape[2],
+            head_dim=query.shape[2],
+            block_shift=cache.shape[3].bit_length() - 1,
+            window=window or 0,
+            scale=scale,
+            softcap=softcap or 0.0,
+            bf16=query.dtype == torch.bfloat16,
+            int8=cache.dtype == torch.int8,
         )
         self.compiled.serve_llm_attention(ctypes.byref(problem), self.number, torch.get_num_threads())
         return output
 
 
-def check_sources(compiled: ctypes.CDLL, structure: type[ctypes.Structure]) -> None:
-    """Raises OSError unless the library has the structure, and of that size, which it tells in a function."""
-    size = getattr(compiled, f"serve_llm_{structure.__name__.lower()}_bytes", None)
-    if size is None or size() != ctypes.sizeof(structure):
+def allowed_variants(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The variants up to the limit that oneDNN's variable sets, in any case; all variants without a limit."""
+    limit = LIMITS.get(environ.get(LIMIT_VARIABLE, "").upper())
+    return VARIANTS if limit is None else VARIANTS[: VARIANTS.index(limit) + 1]
+
+
+def check_sources(compiled: ctypes.CDLL, name: str, num_bytes: int) -> None:
+    """Raise OSError unless the library's structure of that name, in lower case, has that size."""
+    size = getattr(compiled, f"serve_llm_{name}_bytes", None)
+    if size is None or size() != num_bytes:
         raise OSError(f"{Path(compiled._name).name} was compiled from other sources; install serve-llm again")
 
 
 def find(folder: Path = Path(__file__).parent) -> Path | None:
-    """The file that was compiled at installation, if it was."""
+    """The file that was compiled at installation, if any."""
     return next(iter(sorted(folder.glob("compiled.*"))), None)

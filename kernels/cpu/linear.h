@@ -1,8 +1,8 @@
-// What linear.cpp (which thread computes what) and multiply.cpp (the inner loops, compiled once per instruction set)
-// agree on.
+// Shared by linear.cpp (division of work between threads) and multiply.cpp (the inner loops, compiled once per
+// instruction set).
 //
-// All types are handled as units of 32 bits: one float32 number, two bfloat16 or four int8. A packed weight is cut into
-// panels of `columns` outputs; a panel is its part of the weight, transposed: (units of a row, columns).
+// All types are processed in units of 32 bits: one float32 number, two bfloat16 or four int8. A packed weight consists
+// of panels of `columns` outputs; a panel is a transposed part of the weight: (units of a row, columns).
 #pragma once
 
 #include <cstdint>
@@ -12,35 +12,39 @@ enum Kind { FLOAT32, BFLOAT16, INT8 };
 // y = x @ weight.T (+ bias); for INT8 (x - 128) @ weight.T, times the scales of rows and of columns.
 struct Product {
   Kind kind;
-  const void* x;       // (rows, inputs), of the weight's type but uint8 for INT8; rows of whole units
+  const void* x;       // (rows, inputs), of the weight's type, or uint8 for INT8; rows of whole units
   int64_t x_row;       // bytes from one row to the next
   int rows;
   const uint32_t* weight;      // packed
   const float* bias;           // (whole panels of outputs) or null
   const float* x_scale;        // (rows), INT8 only
   const float* weight_scale;   // (whole panels of outputs), INT8 only
-  const int32_t* start;        // (whole panels of outputs), INT8 only: where sums start, -128 x the sum of the weights
+  const int32_t* start;        // (whole panels of outputs), INT8 only: initial sums, -128 x the sum of the weights
   void* y;                     // (rows, outputs) bfloat16 or float32
   int64_t y_row;               // numbers from one row to the next
   bool y_bf16;
   int units, outputs;
 };
 
-// Of one instruction set.
+// The inner loops of one instruction set.
 struct Multiply {
   int columns;    // of a panel
-  int most_rows;  // that are multiplied at once
-  // Whether products of a kind are computed here, and not by the next slower instruction set.
+  int most_rows;  // of one call
+  // Whether this instruction set has products of a kind; otherwise the next slower one computes them.
   bool (*has)(Kind);
-  // Numbers of x that the loops want as float32: rows of 2 x units numbers. Else they take x as it is.
+  // Whether the loops need x widened to float32, in rows of 2 x units numbers, instead of as it is.
   bool (*widens)(Kind);
-  // Panels first .. last - 1 of all rows. x: as in the product, or widened. sums: (rows, columns) floats of scratch.
+  // Panels first .. last - 1 of all rows. x: as in the product, or widened. sums: 2 x (rows, columns) floats of
+  // scratch.
   void (*panels)(const Product&, const void* x, int64_t x_row, int first, int last, float* sums);
-  // Panels first .. last - 1 of a weight of `outputs` rows, each `row_bytes` somewhere in memory.
+  // Panels first .. last - 1 of a weight of `outputs` rows, each of `row_bytes` anywhere in memory.
   void (*pack)(const char* const* rows, int64_t row_bytes, int outputs, int first, int last, uint32_t* packed);
 };
 
 extern const Multiply multiply_baseline;
 #if defined(__x86_64__)
 extern const Multiply multiply_avx2, multiply_avx512, multiply_avx512_bf16;
+#endif
+#if defined(HAVE_AMX)
+extern const Multiply multiply_amx;
 #endif

@@ -1,8 +1,8 @@
-"""Linear layers with weights packed for the compiled kernels (linear.cpp). Contracts stand at `kernels.linear.pack` and
-`kernels.linear_int8.pack_int8`.
+"""Linear layers with weights packed for the compiled kernels (linear.cpp). `kernels.linear.pack` and
+`kernels.linear_int8.pack_int8` state the contracts.
 
-One packed copy serves all numbers of rows: few rows are bound by reading the weight once, many by arithmetic. A row's
-bits do not depend on the other rows at all, so rows are never padded.
+One packed copy serves any number of rows: few rows are bound by reading the weight once, many by arithmetic. A row's
+bits do not depend on the other rows, so rows are never padded.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Packer:
     def __init__(self, library: Library) -> None:
         """Raises OSError if the library was compiled from other sources."""
         self.compiled, self.number = library.compiled, library.number
-        check_sources(self.compiled, Product)
+        check_sources(self.compiled, "product", ctypes.sizeof(Product))
         self.compiled.serve_llm_linear.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
         self.compiled.serve_llm_linear.restype = self.compiled.serve_llm_pack.restype = None
 
@@ -88,7 +88,7 @@ class _Packed:
         self._columns = packer.columns(dtype)
         row_bytes = inputs * dtype.itemsize
         units = -(-row_bytes // UNIT)
-        self._missing = units * UNIT // dtype.itemsize - inputs  # of a row, to whole units
+        self._missing = units * UNIT // dtype.itemsize - inputs  # numbers missing to whole units
         self._tensors = [torch.empty(-(-outputs // self._columns) * self._columns * units, dtype=torch.int32)]
         use_huge_pages(self._tensors[0])
         self._compiled.serve_llm_pack(
@@ -150,6 +150,6 @@ def _row_bytes(weight: Tensor) -> int:
 
 
 def _constant(outputs: int, bias: Tensor | None, x: Tensor) -> Tensor:
-    """The product without inputs or without outputs."""
+    """The result of a layer without inputs or without outputs."""
     y = x.new_zeros(x.shape[0], outputs)
     return y if bias is None else y.add_(bias)

@@ -1,33 +1,41 @@
 // Products of rows with a packed weight: the inner loops, compiled once for each instruction set (-DVARIANT=name).
 //
 // Each number of the result is one sum over the inputs in ascending order, whatever the other rows, the panel and the
-// cut of the inputs into blocks: sums that wait for the next block do so unrounded. So a row's bits depend on that row
-// and the weight alone.
+// blocks of inputs: sums are kept unrounded between blocks. So a row's bits depend on that row and the weight alone.
 
 #include <utility>
 
+#include "finish.h"
 #include "linear.h"
 #include "vector.h"
+#if defined(__AMX_TILE__)
+#include "tiles.h"
+#endif
 
 namespace {
 
-constexpr int COLUMNS = W;  // of a panel: one vector
+constexpr int COLUMNS = W;  // in a panel: one vector
 #if defined(__AVX512F__)
-constexpr int MOST_SUMS = 24;  // vectors of sums in registers; the rest is for the weight
+constexpr int MOST_SUMS = 24;  // vectors of sums in registers; the other registers hold weights
 #elif defined(__aarch64__)
 constexpr int MOST_SUMS = 24;
 #else
 constexpr int MOST_SUMS = 12;
 #endif
-constexpr int MOST_ROWS = MOST_SUMS;  // at once, with one panel
+constexpr int MOST_ROWS = MOST_SUMS;  // of a call with one panel
+#if defined(__AMX_TILE__)
+constexpr int ROWS_AT_ONCE = MOST_TILE_ROWS;
+#else
+constexpr int ROWS_AT_ONCE = 252;  // their sums of one panel stay in the cache
+#endif
 constexpr int BLOCK = 512;            // units: a block of a panel stays in the cache for all rows
-constexpr int FETCH_AHEAD = 64;       // units of a panel that are asked for before they are needed
+constexpr int FETCH_AHEAD = 64;       // units of a panel to prefetch
 
 // How a unit of x and a unit of the weight are multiplied and added to a sum.
 struct Floats {
   typedef float X;
   typedef Vec Sum;
-  static constexpr int NUMBERS = 1;  // of X in a unit
+  static constexpr int NUMBERS = 1;  // numbers of X in a unit
   struct Weight {
     Vec value;
     Weight(const uint32_t* from) : value(load<Vec>(from)) {}
@@ -35,7 +43,7 @@ struct Floats {
   static void add(Sum& sum, const Weight& w, const X* x) { sum = fma(w.value, all(*x), sum); }
 };
 
-struct WideBf16 {  // without an instruction for it: x comes as float32
+struct WideBf16 {  // without a bfloat16 instruction: x is widened to float32
   typedef float X;
   typedef Vec Sum;
   static constexpr int NUMBERS = 2;
@@ -50,7 +58,7 @@ struct WideBf16 {  // without an instruction for it: x comes as float32
   static void add(Sum& sum, const Weight& w, const X* x) { sum = fma(w.odd, all(x[1]), fma(w.even, all(x[0]), sum)); }
 };
 
-struct WholeUnits {  // for instructions that take a unit's numbers together
+struct WholeUnits {  // for instructions that multiply whole units
   typedef uint32_t X;
   static constexpr int NUMBERS = 1;
   struct Weight {
@@ -59,7 +67,7 @@ struct WholeUnits {  // for instructions that take a unit's numbers together
   };
 };
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && !defined(__AMX_TILE__)
 struct PairsOfBf16 : WholeUnits {
   typedef Vec Sum;
   static void add(Sum& sum, const Weight& w, const X* x) {
@@ -67,11 +75,11 @@ struct PairsOfBf16 : WholeUnits {
   }
 };
 typedef PairsOfBf16 Bf16s;
-#else
+#elif !defined(__AMX_TILE__)
 typedef WideBf16 Bf16s;
 #endif
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) && !defined(__AMX_TILE__)
 struct Bytes : WholeUnits {
   typedef Ints Sum;
   static void add(Sum& sum, const Weight& w, const X* x) {
@@ -80,15 +88,22 @@ struct Bytes : WholeUnits {
 };
 #endif
 
-// Rows are taken ROWS at a time, and of few rows several panels at once, so that no sum waits for the one before it.
-constexpr int panels_of(int rows) { return MOST_SUMS / rows > 8 ? 8 : MOST_SUMS / rows; }
+// Rows are processed ROWS at a time. With few rows and narrow vectors, several panels are processed together, so that no
+// sum waits for the one before it. A vector of 64 bytes takes longer to arrive from memory than its sum takes, and one
+// panel after another is one stream for the processor's own prefetcher.
+#if defined(__AVX512F__)
+constexpr int MOST_PANELS = 1;
+#else
+constexpr int MOST_PANELS = 8;
+#endif
+constexpr int panels_of(int rows) { return MOST_SUMS / rows > MOST_PANELS ? MOST_PANELS : MOST_SUMS / rows; }
 
 // Adds `units` units of ROWS rows and PANELS panels to the sums, (ROWS, PANELS) vectors.
 template <class Type, int ROWS, int PANELS>
 void add_block(const typename Type::X* x, int64_t x_row, const uint32_t* panel, int64_t panel_size, int units,
                typename Type::Sum* sums, bool first) {
   typedef typename Type::Sum Sum;
-  // Every third row has a pointer; the two behind it are reached by an address' base and scaled index.
+  // Every third row has a pointer; the next two are reached by base and scaled index.
   const typename Type::X* every_third[(ROWS + 2) / 3];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r += 3) every_third[r / 3] = x + r * x_row;
@@ -115,34 +130,6 @@ void add_block(const typename Type::X* x, int64_t x_row, const uint32_t* panel, 
     for (int p = 0; p < PANELS; p++) sums[r * PANELS + p] = sum[r][p];
 }
 
-inline Vec finished(const Product&, int, int, Vec sum) { return sum; }
-inline Vec finished(const Product& p, int row, int column, Ints sum) {
-  const Ints whole = sum + load<Ints>(p.start + column);
-  return __builtin_convertvector(whole, Vec) * load<Vec>(p.weight_scale + column) * all(p.x_scale[row]);
-}
-
-inline void store_rounded(Bf16* to, Vec x, int count) {
-#if defined(__AVX512BF16__)
-  _mm256_mask_storeu_epi16(to, (__mmask16)((1u << count) - 1), (__m256i)_mm512_cvtneps_pbh(x));
-#else
-  for (int i = 0; i < count; i++) to[i] = rounded(x[i]);
-#endif
-}
-
-// The sums of one row and vector of columns, as numbers of y.
-template <class Sum>
-void finish(const Product& p, int row, int column, Sum sum) {
-  const int count = p.outputs - column < W ? p.outputs - column : W;
-  if (count <= 0) return;
-  Vec y = finished(p, row, column, sum);
-  if (p.bias != nullptr) y += load<Vec>(p.bias + column);
-  if (p.y_bf16) {
-    store_rounded((Bf16*)p.y + row * p.y_row + column, y, count);
-  } else {
-    memcpy((float*)p.y + row * p.y_row + column, &y, 4 * count);
-  }
-}
-
 template <class Type, int ROWS, int PANELS>
 void block_of_rows(const Product& p, const void* x, int64_t x_row, int row, int panel, int from, int units, float* sums) {
   typedef typename Type::X X;
@@ -159,7 +146,7 @@ void block_of_rows(const Product& p, const void* x, int64_t x_row, int row, int 
 
 typedef void (*BlockOfRows)(const Product&, const void*, int64_t, int, int, int, int, float*);
 
-// For 1, 2, ... rows: with as many panels as suit the number of rows, and with one.
+// For 1, 2, ... rows: with as many panels as suit the number of rows, and with one panel.
 template <class Type, class Rows>
 struct Blocks;
 template <class Type, size_t... ROWS>
@@ -198,17 +185,28 @@ bool has([[maybe_unused]] Kind kind) {
 #endif
 }
 
-bool widens(Kind kind) { return kind == BFLOAT16 && Bf16s::NUMBERS == 2; }
+bool widens(Kind kind) {
+#if defined(__AVX512BF16__)
+  return false;
+#else
+  return kind == BFLOAT16;
+#endif
+}
 
 void panels_of_kind(const Product& p, const void* x, int64_t x_row, int first, int last, float* sums) {
   if (p.kind == FLOAT32) panels<Floats>(p, x, x_row, first, last, sums);
+#if defined(__AMX_TILE__)
+  if (p.kind == BFLOAT16) tiles<PairTiles>(p, x, x_row, first, last, sums);
+  if (p.kind == INT8) tiles<ByteTiles>(p, x, x_row, first, last, sums);
+#else
   if (p.kind == BFLOAT16) panels<Bf16s>(p, x, x_row, first, last, sums);
 #if defined(__AVX512VNNI__)
   if (p.kind == INT8) panels<Bytes>(p, x, x_row, first, last, sums);
 #endif
+#endif
 }
 
-// Four units from `unit` on of an output's weights, zeros behind the row's end.
+// Four units from `unit` on of an output's weights, zeros after the row's end.
 inline Four four_of(const char* row, int64_t row_bytes, int unit) {
   const int64_t left = row_bytes - 4 * (int64_t)unit;
   if (left >= 16) return load<Four>(row + 4 * (int64_t)unit);
@@ -233,4 +231,4 @@ void pack(const char* const* rows, int64_t row_bytes, int outputs, int first, in
 
 }  // namespace
 
-const Multiply JOIN(multiply, VARIANT) = {COLUMNS, MOST_ROWS, has, widens, panels_of_kind, pack};
+const Multiply JOIN(multiply, VARIANT) = {COLUMNS, ROWS_AT_ONCE, has, widens, panels_of_kind, pack};

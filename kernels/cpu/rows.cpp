@@ -1,29 +1,33 @@
-// Kernels that work on rows or on single numbers, for float32 and bfloat16: norms, activation functions, rotated heads
-// on their way to the KV cache, 8-bit activations. Compiled once for each instruction set; every function ends in its
-// name (`rms_norm_avx2`). Contracts stand at the functions of the same names in kernels/*.py. Knows nothing of torch.
+// Kernels that work on rows or on single numbers, in float32 and bfloat16: norms, activation functions, rope and the
+// write to the KV cache, 8-bit activations. Compiled once for each instruction set, whose name ends every function
+// (`rms_norm_avx2`). The functions of the same names in kernels/*.py state the contracts. Independent of torch.
 //
-// What a row or a number becomes depends on itself alone: sums of a row are added in one order, and threads share whole
-// rows or, where each number stands for itself, pieces of rows.
+// A result depends on its own row or number alone: sums over a row have a fixed order, and threads divide whole rows,
+// or pieces of rows if each number is independent.
 
 #include <cmath>
 
 #include "cache.h"
 #include "cells.h"
+#include "parallel.h"
 
 #define KERNEL(name) extern "C" __attribute__((visibility("default"))) void JOIN(serve_llm_##name, VARIANT)
 
 namespace {
 
-constexpr int64_t MOST_ALONE = 8192;  // numbers that one thread is done with before a second one has begun
-constexpr int PIECE = 512;            // numbers of a row that a thread takes at once where rows may be cut
+constexpr int64_t MOST_ALONE = 8192;  // numbers that one thread computes before a second one has started
+constexpr int PIECE = 512;            // numbers of a row that a thread claims at once if rows may be cut
+
+// Rows of `width` numbers that a thread claims at once.
+inline int64_t alone(int64_t width) { return width < MOST_ALONE ? MOST_ALONE / width : 1; }
 
 // ---- norms
 
-// A weight of more digits than a Cell is for a product that is rounded once.
+// A weight wider than Cell makes a product that is rounded once.
 template <class Cell, class Weight>
 void rms_norm_row(const Cell* x, const Cell* delta, const Weight* weight, float eps, Cell* total, Cell* normed,
                   int width) {
-  constexpr int CHAINS = 4;  // sums that are added to in turn, so that none waits for the one before
+  constexpr int CHAINS = 4;  // independent sums, so that no addition waits for the one before
   Vec sums[CHAINS] = {};
   auto add = [&](int i, int count, Vec& sum) {
     Vec y = load_cells(x + i, count);
@@ -51,12 +55,13 @@ void rms_norm_row(const Cell* x, const Cell* delta, const Weight* weight, float 
 template <class Cell, class Weight>
 void rms_norm(const Cell* x, const Cell* delta, const Weight* weight, float eps, Cell* total, Cell* normed, int64_t rows,
               int width, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1 && rows * width > MOST_ALONE)
-  for (int64_t row = 0; row < rows; row++) {
-    const int64_t at = row * width;
-    rms_norm_row(x + at, delta == nullptr ? delta : delta + at, weight, eps, total == nullptr ? total : total + at,
-                 normed + at, width);
-  }
+  parallel(rows, alone(width), threads, [=](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++) {
+      const int64_t at = row * width;
+      rms_norm_row(x + at, delta == nullptr ? delta : delta + at, weight, eps, total == nullptr ? total : total + at,
+                   normed + at, width);
+    }
+  });
 }
 
 // ---- activation functions
@@ -66,7 +71,7 @@ inline Vec exp_negative(Vec x) {
   const Vec clamped = larger(all(-87.0f), x), magic = all(12582912.0f);  // 1.5 x 2^23: see power_of_2
   const Vec shifted = fma(clamped, all(1.44269504f), magic);
   const Vec whole = shifted - magic;
-  Vec rest = fma(whole, all(-0.693359375f), clamped);  // log 2 in two parts, the first of few digits
+  Vec rest = fma(whole, all(-0.693359375f), clamped);  // log 2 in two parts, the first with few bits
   rest = fma(whole, all(2.12194440e-4f), rest);
   Vec y = fma(all(1.0f / 5040), rest, all(1.0f / 720));  // Taylor's series; |rest| <= log(2) / 2
   y = fma(y, rest, all(1.0f / 120));
@@ -79,7 +84,7 @@ inline Vec exp_negative(Vec x) {
   return x < all(-87.0f) ? Vec{} : y * as_floats(power);
 }
 
-// x / (1 + e^-y); of a relative error of 1e-5 where a Cell holds no more.
+// x / (1 + e^-y); with a relative error of 1e-5 if Cell has no more precision.
 template <class Cell>
 inline Vec gated(Vec x, Vec y) {
   if constexpr (sizeof(Cell) < sizeof(float)) return x / (all(1.0f) + rough_power_of_2(y * all(-1.44269504f)));
@@ -96,7 +101,7 @@ template <class Cell>
 struct Gelu {  // x times the normal distribution function
   Vec operator()(Vec x) const {
     const Vec size = x < -x ? -x : x;
-    // That function at -a is e^(-a^2 / 2) times a polynomial in 1 / (1 + 0.35 a): least largest relative error, 3e-8
+    // At -a it is e^(-a^2 / 2) times a polynomial in 1 / (1 + 0.35 a), minimax with a relative error of 3e-8
     const Vec t = all(1.0f) / fma(size, all(0.35f), all(1.0f));
     Vec tail = fma(all(-0.0291461478f), t, all(0.14397274f));
     tail = fma(tail, t, all(-0.25571636f));
@@ -121,11 +126,12 @@ struct GeluTanh {  // (1 + tanh(y)) / 2 = 1 / (1 + e^(-2 y))
 template <class Work>
 inline void pieces(int64_t rows, int width, int threads, Work work) {
   const int in_row = (width + PIECE - 1) / PIECE;
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows * width > MOST_ALONE)
-  for (int64_t piece = 0; piece < rows * in_row; piece++) {
-    const int start = piece % in_row * PIECE;
-    work(piece / in_row, start, width - start < PIECE ? width : start + PIECE);
-  }
+  parallel(rows * in_row, alone(PIECE), threads, [=](int64_t first, int64_t last) {
+    for (int64_t piece = first; piece < last; piece++) {
+      const int start = piece % in_row * PIECE;
+      work(piece / in_row, start, width - start < PIECE ? width : start + PIECE);
+    }
+  });
 }
 
 template <template <class> class Function, class Cell>
@@ -157,9 +163,9 @@ void and_mul(const Cell* gate_up, int64_t stride, Cell* y, int64_t rows, int wid
 struct Heads {
   const void* qkv;  // (tokens, (heads + 2 kv_heads) x head_dim)
   int64_t qkv_token;
-  const float *cos, *sin;               // (tokens, head_dim / 2), or null: nothing is turned
+  const float *cos, *sin;               // (tokens, head_dim / 2), or null: no rope
   const void *query_norm, *key_norm;  // (head_dim), or null
-  int wide_norms;                     // they are float32, whatever a Cell is
+  int wide_norms;                     // the norms' weights are float32, whatever Cell is
   float eps;
   void* query;  // (tokens, heads, head_dim), dense
   void* cache;  // (blocks, 2, kv_heads, block_size, head_dim), or int8 rows with their scales
@@ -198,27 +204,27 @@ void turn_head(const Cell* from, const void* norm, const Heads& h, const float* 
 template <class Cell>
 void rope_and_cache(const Heads& h, int threads) {
   const int size = h.head_dim, angles = size / 2;
-  const int64_t numbers = (int64_t)h.tokens * (h.heads + 2 * h.kv_heads) * size;
-#pragma omp parallel for schedule(static) num_threads(threads) if (h.tokens > 1 && numbers > MOST_ALONE)
-  for (int token = 0; token < h.tokens; token++) {
-    const Cell* from = (const Cell*)h.qkv + token * h.qkv_token;
-    Cell* query = (Cell*)h.query + (int64_t)token * h.heads * size;
-    const int64_t slot = h.slots[token], block = slot / h.block_size;
-    const int64_t element = h.int8 ? 1 : sizeof(Cell);
-    char* key = (char*)h.cache + (block * h.cache_block + (slot - block * h.block_size) * h.cache_token) * element;
-    char* value = key + h.cache_part * element;
-    const float* cos = h.cos == nullptr ? nullptr : h.cos + (int64_t)token * angles;
-    const float* sin = h.sin == nullptr ? nullptr : h.sin + (int64_t)token * angles;
-    for (int head = 0; head < h.heads; head++, from += size)
-      turn_head(from, h.query_norm, h, cos, sin, query + head * size);
-    for (int head = 0; head < h.kv_heads; head++, from += size) {
-      Cell turned[MAX_HEAD];
-      turn_head(from, h.key_norm, h, cos, sin, turned);
-      write_row(turned, size, h.int8, key + head * h.cache_head * element);
+  parallel(h.tokens, alone((h.heads + 2 * h.kv_heads) * size), threads, [&](int64_t first, int64_t last) {
+    for (int64_t token = first; token < last; token++) {
+      const Cell* from = (const Cell*)h.qkv + token * h.qkv_token;
+      Cell* query = (Cell*)h.query + (int64_t)token * h.heads * size;
+      const int64_t slot = h.slots[token], block = slot / h.block_size;
+      const int64_t element = h.int8 ? 1 : sizeof(Cell);
+      char* key = (char*)h.cache + (block * h.cache_block + (slot - block * h.block_size) * h.cache_token) * element;
+      char* value = key + h.cache_part * element;
+      const float* cos = h.cos == nullptr ? nullptr : h.cos + (int64_t)token * angles;
+      const float* sin = h.sin == nullptr ? nullptr : h.sin + (int64_t)token * angles;
+      for (int head = 0; head < h.heads; head++, from += size)
+        turn_head(from, h.query_norm, h, cos, sin, query + head * size);
+      for (int head = 0; head < h.kv_heads; head++, from += size) {
+        Cell turned[MAX_HEAD];
+        turn_head(from, h.key_norm, h, cos, sin, turned);
+        write_row(turned, size, h.int8, key + head * h.cache_head * element);
+      }
+      for (int head = 0; head < h.kv_heads; head++, from += size)
+        write_row(from, size, h.int8, value + head * h.cache_head * element);
     }
-    for (int head = 0; head < h.kv_heads; head++, from += size)
-      write_row(from, size, h.int8, value + head * h.cache_head * element);
-  }
+  });
 }
 
 // ---- 8-bit activations
@@ -226,7 +232,7 @@ void rope_and_cache(const Heads& h, int threads) {
 template <class Cell>
 void quantise_row(const Cell* x, uint8_t* numbers, float* scale, int width) {
   typedef uint8_t Bytes __attribute__((vector_size(W)));
-  Ints most = {};  // of the magnitudes' bits, where NaN is above infinity
+  Ints most = {};  // the largest magnitude as bits, with NaN above infinity
   by_vectors(0, width, [&](int i, int count) {
     const Ints size = (Ints)load_cells(x + i, count) & 0x7fffffff;
     most = size > most ? size : most;
@@ -237,7 +243,7 @@ void quantise_row(const Cell* x, uint8_t* numbers, float* scale, int width) {
   float largest = from_bits(highest);
   if (largest < 1e-30f) largest = 1e-30f;
   *scale = largest / 127.0f;
-  const Vec factor = all(1.0f / largest * 127.0f);  // in the order of torch
+  const Vec factor = all(1.0f / largest * 127.0f);  // in torch's order of operations
   by_vectors(0, width, [=](int i, int count) {
     const Vec scaled = load_cells(x + i, count) * factor + all(128.5f);
     const Bytes bytes = __builtin_convertvector(__builtin_convertvector(scaled, Ints), Bytes);
@@ -247,14 +253,15 @@ void quantise_row(const Cell* x, uint8_t* numbers, float* scale, int width) {
 
 template <class Cell>
 void quantise_rows(const Cell* x, int64_t stride, uint8_t* numbers, float* scales, int64_t rows, int width, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1 && rows * width > MOST_ALONE)
-  for (int64_t row = 0; row < rows; row++)
-    quantise_row(x + row * stride, numbers + row * width, scales + row, width);
+  parallel(rows, alone(width), threads, [=](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++)
+      quantise_row(x + row * stride, numbers + row * width, scales + row, width);
+  });
 }
 
 }  // namespace
 
-// Calls `function`, made for the type of its numbers, with `Cell` as that type in the arguments.
+// Calls `function` for the type of its numbers, which the arguments can name as `Cell`.
 #define BY_TYPE(...)                \
   if (bf16) {                       \
     using Cell = Bf16;              \
@@ -264,8 +271,8 @@ void quantise_rows(const Cell* x, int64_t stride, uint8_t* numbers, float* scale
     __VA_ARGS__;                    \
   }
 
-// Dense rows of `width`. delta and total, which may be the same, are null for a norm without a sum before it. wide: the
-// weight is float32, whatever a Cell is.
+// Dense rows of `width`. delta and total may be the same memory; both are null for a norm without an addition. wide:
+// the weight is float32, whatever Cell is.
 KERNEL(rms_norm)(int bf16, const void* x, const void* delta, int wide, const void* weight, float eps, void* total,
                  void* normed, int64_t rows, int width, int threads) {
   BY_TYPE(auto run = [=](auto* weight) {

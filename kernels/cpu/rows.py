@@ -1,8 +1,8 @@
-"""The compiled kernels of rows.cpp. Contracts stand at the functions of the same names in `kernels/norm.py`, `rope.py`,
-`activation.py` and `linear_int8.py`.
+"""The compiled kernels of rows.cpp. The functions of the same names in `kernels/norm.py`, `rope.py`, `activation.py`
+and `linear_int8.py` state the contracts.
 
-A step of one token makes some hundred of these calls and each computes for a few microseconds, so what stands around
-the call is kept to the least: plain addresses and numbers, types declared once.
+A step of one token makes more than a hundred of these calls, and each computes for a few microseconds. So the calls
+pass plain addresses and numbers, whose types are declared once.
 """
 
 from __future__ import annotations
@@ -20,32 +20,40 @@ BF16 = torch.bfloat16
 
 
 class RowKernels:
-    """For tensors on the CPU, all of one call of one type among library.DTYPES."""
+    """Kernels for CPU tensors. All tensors of a call have one dtype of library.DTYPES."""
 
     def __init__(self, library: Library) -> None:
-        pointer, kernel = c_void_p, library.function
-        self._rms_norm = kernel(
-            "rms_norm", *(c_int, pointer, pointer, c_int, pointer), c_float, *[pointer] * 2, c_int64, c_int, c_int
-        )
-        gated = (c_int, pointer, c_int64, pointer, c_int64, c_int, c_int)
-        self._silu_and_mul = kernel("silu_and_mul", *gated)
-        self._gelu_tanh_and_mul = kernel("gelu_tanh_and_mul", *gated)
-        self._gelu = kernel("gelu", c_int, pointer, pointer, c_int64, c_int)
-        self._gelu_tanh = kernel("gelu_tanh", c_int, pointer, pointer, c_int64, c_int)
-        qkv, ropes, places = (
-            (c_int, pointer, c_int64),
-            (*[pointer] * 4, c_int, c_float),
-            (*[pointer] * 2, *[c_int64] * 4, pointer),
-        )
-        self._rope_and_cache = kernel("rope_and_cache", *qkv, *ropes, *places, *[c_int] * 7)
-        self._quantise_rows = kernel("quantise_rows", c_int, pointer, c_int64, pointer, pointer, c_int64, c_int, c_int)
+        norm = (c_int, c_void_p, c_void_p, c_int, c_void_p, c_float, c_void_p, c_void_p, c_int64, c_int, c_int)
+        gated = (c_int, c_void_p, c_int64, c_void_p, c_int64, c_int, c_int)
+        elementwise = (c_int, c_void_p, c_void_p, c_int64, c_int)
+        qkv = (c_int, c_void_p, c_int64)
+        rope = (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_float)
+        query_and_cache = (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int)
+        sizes = (c_int, c_int, c_int, c_int, c_int, c_int)
+        quantised = (c_int, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int, c_int)
+        self._rms_norm = library.function("rms_norm", *norm)
+        self._silu_and_mul = library.function("silu_and_mul", *gated)
+        self._gelu_tanh_and_mul = library.function("gelu_tanh_and_mul", *gated)
+        self._gelu = library.function("gelu", *elementwise)
+        self._gelu_tanh = library.function("gelu_tanh", *elementwise)
+        self._rope_and_cache = library.function("rope_and_cache", *qkv, *rope, *query_and_cache, *sizes)
+        self._quantise_rows = library.function("quantise_rows", *quantised)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
         normed, width = torch.empty_like(x), weight.size(0)
         self._rms_norm(
-            *(x.dtype == BF16, x.data_ptr(), None, weight.dtype != BF16, weight.data_ptr(), eps, None),
-            *(normed.data_ptr(), x.numel() // width, width, torch.get_num_threads()),
+            x.dtype == BF16,
+            x.data_ptr(),
+            None,
+            weight.dtype != BF16,
+            weight.data_ptr(),
+            eps,
+            None,
+            normed.data_ptr(),
+            x.numel() // width,
+            width,
+            torch.get_num_threads(),
         )
         return normed
 
@@ -53,8 +61,17 @@ class RowKernels:
         hidden, total = hidden.contiguous(), delta.contiguous()
         normed, width = torch.empty_like(hidden), weight.size(0)
         self._rms_norm(
-            *(hidden.dtype == BF16, hidden.data_ptr(), total.data_ptr(), weight.dtype != BF16, weight.data_ptr()),
-            *(eps, total.data_ptr(), normed.data_ptr(), hidden.numel() // width, width, torch.get_num_threads()),
+            hidden.dtype == BF16,
+            hidden.data_ptr(),
+            total.data_ptr(),
+            weight.dtype != BF16,
+            weight.data_ptr(),
+            eps,
+            total.data_ptr(),
+            normed.data_ptr(),
+            hidden.numel() // width,
+            width,
+            torch.get_num_threads(),
         )
         return total, normed
 
@@ -68,7 +85,12 @@ class RowKernels:
         rows, width = gate_up.size(0), gate_up.size(1) // 2
         y = gate_up.new_empty((rows, width))
         kernel(
-            *(y.dtype == BF16, gate_up.data_ptr(), gate_up.stride(0), y.data_ptr(), rows, width),
+            y.dtype == BF16,
+            gate_up.data_ptr(),
+            gate_up.stride(0),
+            y.data_ptr(),
+            rows,
+            width,
             torch.get_num_threads(),
         )
         return y
@@ -104,9 +126,26 @@ class RowKernels:
             query_norm, key_norm, wide = norms.query.data_ptr(), norms.key.data_ptr(), norms.query.dtype != BF16
             eps = norms.eps
         self._rope_and_cache(
-            *(qkv.dtype == BF16, qkv.data_ptr(), qkv.stride(0), cos, sin, query_norm, key_norm, wide, eps),
-            *(query.data_ptr(), cache.data_ptr(), *cache.stride()[:4], slots.data_ptr(), cache.dtype == torch.int8),
-            *(tokens, heads, kv_heads, head_dim, block_size, torch.get_num_threads()),
+            qkv.dtype == BF16,
+            qkv.data_ptr(),
+            qkv.stride(0),
+            cos,
+            sin,
+            query_norm,
+            key_norm,
+            wide,
+            eps,
+            query.data_ptr(),
+            cache.data_ptr(),
+            *cache.stride()[:4],
+            slots.data_ptr(),
+            cache.dtype == torch.int8,
+            tokens,
+            heads,
+            kv_heads,
+            head_dim,
+            block_size,
+            torch.get_num_threads(),
         )
         return query
 
@@ -114,7 +153,13 @@ class RowKernels:
         rows, width = x.shape
         numbers, scales = torch.empty((rows, width), dtype=torch.uint8), torch.empty((rows, 1))
         self._quantise_rows(
-            *(x.dtype == BF16, x.data_ptr(), x.stride(0), numbers.data_ptr(), scales.data_ptr()),
-            *(rows, width, torch.get_num_threads()),
+            x.dtype == BF16,
+            x.data_ptr(),
+            x.stride(0),
+            numbers.data_ptr(),
+            scales.data_ptr(),
+            rows,
+            width,
+            torch.get_num_threads(),
         )
         return numbers, scales

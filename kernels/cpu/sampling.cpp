@@ -1,14 +1,15 @@
-// Drawing a token from each row of logits, and log-probabilities, for CPUs: the C interface, which thread computes what,
-// and all that is not a pass over a whole row. Contracts stand in kernels/sampling.py. Knows nothing of torch.
+// Sampling a token from each row of logits, and log-probabilities, for CPUs: the C interface, the division of work
+// between threads, and everything except passes over a whole row. kernels/sampling.py states the contracts. Independent
+// of torch.
 //
-// Each row is first summed up by the maximum of each GROUP of columns. That alone decides greedy rows; for others it
-// tells which groups a filter can pass over. Filters are thresholds in the value of logits, so equal ones stay or go
-// together, and nothing sorts the vocabulary:
-// - top_k: the k-th largest maximum is at most the k-th largest logit, so that few candidates are left to select from.
-// - top_p: a row of bfloat16 numbers has few distinct ones, and those are counted. Of other rows, logits too small for the
-//   nucleus, whatever the others are, are passed over; of the rest a histogram by value finds the few among which the
-//   nucleus ends. Where top_p is the only filter, only the row's weights from there on are summed up.
-// A row is drawn from by one thread, in the order of ids, from sums over fixed groups: threads do not show in a result.
+// A first pass finds the maximum of each GROUP of columns. That decides greedy rows; for other rows it tells which
+// groups a filter can skip. Filters are thresholds on the logit, so equal logits are kept or removed together, and
+// nothing sorts the vocabulary:
+// - top_k: the k-th largest maximum is at most the k-th largest logit, so few candidates remain to select from.
+// - top_p: a row of bfloat16 numbers has few distinct values, which are counted. In other rows, logits that are too
+//   small for any nucleus are skipped, and a histogram of the rest finds the few logits among which the nucleus ends.
+//   If top_p is the only filter, only the weights from there on are summed.
+// One thread samples a row, in the order of ids, from sums over fixed groups, so threads do not change a result.
 
 #include <algorithm>
 #include <cmath>
@@ -16,18 +17,20 @@
 #include <utility>
 #include <vector>
 
+#include "parallel.h"
 #include "scan.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
 namespace {
 
-constexpr int CHUNK = 32;             // groups that one thread takes at once
+constexpr int CHUNK = 32;             // groups that a thread claims at once
 constexpr int64_t WORTH_THREADS = 1 << 15;  // logits
 constexpr int BINS = 2048;
 constexpr int SORTED_AT_ONCE = 512;
 constexpr double LOG2_E = 1.4426950408889634;
 constexpr int HALVES = 1 << 16;  // bit patterns of bfloat16 numbers
+constexpr uint16_t MINUS_INFINITY = 0xFF80;  // as bfloat16
 
 const Scan* const VARIANTS[] = {
     &scan_baseline,
@@ -35,6 +38,9 @@ const Scan* const VARIANTS[] = {
     &scan_avx2,
     &scan_avx512,
     &scan_avx512_bf16,
+#endif
+#if defined(HAVE_AMX)
+    &scan_amx,
 #endif
 };
 
@@ -47,17 +53,17 @@ struct Matrix {
   Row row(int index) const { return {data + index * row_bytes, columns, bf16}; }
 };
 
-// As `Draw` in reference/sampling.py.
+// `Draw` in kernels/sampling.py.
 struct Draw {
   double temperature, top_k, top_p, min_p, noise;
 };
 
-// A row, and what is known of its groups.
+// A row and what the first pass found in its groups.
 struct Summary {
   const Scan& scan;
   Row row;
   const float* maxima;
-  const double* sums;  // of weights from `floor` up, if they were asked for
+  const double* sums;  // of weights from `floor` up, if requested
   float highest;       // NaN if any is
   float floor = NO_FLOOR;
 
@@ -71,7 +77,7 @@ struct Summary {
   }
 };
 
-// Memory of one thread that stays for the next call.
+// Memory of one thread, kept for the next call.
 struct Workspace {
   std::vector<int32_t> ids, bins;
   std::vector<float> values, weights, selected, selected_weights;
@@ -87,8 +93,8 @@ struct Workspace {
 };
 thread_local Workspace workspace;
 
-// Sums up all rows, then calls finish(row, summary) for each. scale_of(row): of the weights whose sums are wanted, or 0.
-// floor_of(row, summary without sums): from which logit on weights count, or NO_FLOOR.
+// Summarises all rows, then calls finish(row, summary) for each. scale_of(row): of the weights to sum, or 0 for none.
+// floor_of(row, summary without sums): the lowest logit whose weight counts, or NO_FLOOR.
 template <class ScaleOf, class FloorOf, class Finish>
 void each_row(const Matrix& matrix, const Scan& scan, int threads, bool weighted, ScaleOf scale_of, FloorOf floor_of,
               Finish finish) {
@@ -99,38 +105,37 @@ void each_row(const Matrix& matrix, const Scan& scan, int threads, bool weighted
     const size_t first = (size_t)row * groups;
     return Summary{scan, matrix.row(row), &maxima[first], weighted ? &sums[first] : nullptr, highest[row], floors[row]};
   };
-#pragma omp parallel num_threads(threads) if ((int64_t)matrix.rows * matrix.columns > WORTH_THREADS)
-  {
-#pragma omp for schedule(static)
-    for (int task = 0; task < matrix.rows * chunks; task++) {
-      const int row = task / chunks, first = task % chunks * CHUNK;
-      scan.maxima(matrix.row(row), first, std::min(first + CHUNK, groups), &maxima[(size_t)row * groups]);
+  if ((int64_t)matrix.rows * matrix.columns <= WORTH_THREADS) threads = 1;
+  const auto each = [threads](int64_t tasks, auto work) {
+    parallel(tasks, 1, threads, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; task++) work((int)task);
+    });
+  };
+  each((int64_t)matrix.rows * chunks, [&](int task) {
+    const int row = task / chunks, first = task % chunks * CHUNK;
+    scan.maxima(matrix.row(row), first, std::min(first + CHUNK, groups), &maxima[(size_t)row * groups]);
+  });
+  for (int row = 0; row < matrix.rows; row++) {
+    float most = -INFINITY;
+    for (int group = 0; group < groups && most == most; group++) {
+      const float next = maxima[(size_t)row * groups + group];
+      if (!(next <= most)) most = next;
     }
-#pragma omp for schedule(static)
-    for (int row = 0; row < matrix.rows; row++) {
-      float most = -INFINITY;
-      for (int group = 0; group < groups && most == most; group++) {
-        const float next = maxima[(size_t)row * groups + group];
-        if (!(next <= most)) most = next;
-      }
-      highest[row] = most;
-    }
-    if (weighted) {
-#pragma omp for schedule(dynamic, 1)
-      for (int row = 0; row < matrix.rows; row++)
-        if (std::isfinite(highest[row])) floors[row] = floor_of(row, summary(row));
-#pragma omp for schedule(dynamic, 1)
-      for (int task = 0; task < matrix.rows * chunks; task++) {
-        const int row = task / chunks, first = task % chunks * CHUNK;
-        const float scale = scale_of(row);
-        if (scale > 0.0f && std::isfinite(highest[row]))
-          scan.sums(matrix.row(row), first, std::min(first + CHUNK, groups), {highest[row], scale, floors[row]},
-                    &maxima[(size_t)row * groups], &sums[(size_t)row * groups]);
-      }
-    }
-#pragma omp for schedule(dynamic, 1)
-    for (int row = 0; row < matrix.rows; row++) finish(row, summary(row));
+    highest[row] = most;
   }
+  if (weighted) {
+    each(matrix.rows, [&](int row) {
+      if (std::isfinite(highest[row])) floors[row] = floor_of(row, summary(row));
+    });
+    each((int64_t)matrix.rows * chunks, [&](int task) {
+      const int row = task / chunks, first = task % chunks * CHUNK;
+      const float scale = scale_of(row);
+      if (scale > 0.0f && std::isfinite(highest[row]))
+        scan.sums(matrix.row(row), first, std::min(first + CHUNK, groups), {highest[row], scale, floors[row]},
+                  &maxima[(size_t)row * groups], &sums[(size_t)row * groups]);
+    });
+  }
+  each(matrix.rows, [&](int row) { finish(row, summary(row)); });
 }
 
 float without_floor(int, const Summary&) { return NO_FLOOR; }
@@ -167,8 +172,8 @@ double sum_of(const double* sums, int groups) {
   return total;
 }
 
-// The largest value such that the weights of it and of all above sum to at least `wanted`. All values lie from low to
-// high, and weights rise with them.
+// The largest value such that its weight and those of all larger values sum to at least `wanted`. All values lie
+// between low and high, and weights increase with them.
 float nucleus_floor(const Scan& scan, const float* values, const float* weights, int count, float low, float high,
                     double wanted) {
   Workspace& space = workspace;
@@ -178,7 +183,7 @@ float nucleus_floor(const Scan& scan, const float* values, const float* weights,
     const float per_value = (float)std::min((double)FLT_MAX, BINS / ((double)high - low));
     scan.spread(values, count, high, per_value, BINS, bins);
     double masses[BINS] = {};
-    int last = 0;  // the lowest value's
+    int last = 0;  // bin of the lowest value
     for (int i = 0; i < count; i++) {
       masses[bins[i]] += weights[i];
       last = std::max(last, bins[i]);
@@ -205,7 +210,8 @@ float nucleus_floor(const Scan& scan, const float* values, const float* weights,
   return values[order[place]];
 }
 
-// The first group whose sum, with those before it, exceeds noise * total; target becomes what it has to exceed itself.
+// The first group whose sum, with those before it, exceeds noise * total. target becomes the rest that the group itself
+// has to exceed.
 int draw_group(const double* sums, int groups, double noise, double& target) {
   const double total = sum_of(sums, groups);
   target = std::min(noise * total, std::nextafter(total, 0.0));
@@ -216,8 +222,8 @@ int draw_group(const double* sums, int groups, double noise, double& target) {
   return group;
 }
 
-// The first place whose weight, with those before it, exceeds the target; of the last place with a weight if none does,
-// which comes of rounding. Never a place of weight 0.
+// The first position whose weight, with those before it, exceeds the target; the last position with a weight if
+// rounding leaves none. Never a position of weight 0.
 int draw_place(const float* weights, int count, double target) {
   double sum = 0.0;
   int last = 0;
@@ -232,7 +238,7 @@ int draw_place(const float* weights, int count, double target) {
 
 float scale_of(double temperature) { return (float)(LOG2_E / temperature); }
 
-// Draws from the whole row, or from its nucleus.
+// Samples from the whole row, or from its nucleus.
 int draw_from_row(const Summary& s, const Draw& draw) {
   double target;
   const int group = draw_group(s.sums, s.groups(), draw.noise, target);
@@ -248,16 +254,17 @@ bool is_filtered(const Draw& draw, int columns) {
   return (draw.top_k > 0.0 && draw.top_k < columns) || draw.min_p > 0.0;
 }
 
-// The same as nucleus_floor for a whole row of bfloat16 numbers: equal ones are counted and weighed together.
+// nucleus_floor for a whole row of bfloat16 numbers: equal numbers are counted and weighed together.
 float nucleus_floor_of_counts(const Summary& s, Weighing by, double top_p) {
   Workspace& space = workspace;
   const uint16_t* row = (const uint16_t*)s.row.logits;
   for (int column = 0; column < s.row.columns; column++) space.counts[row[column]]++;
   uint32_t highest, half;
   memcpy(&highest, &s.highest, 4);
-  half = s.highest == 0.0f ? 0 : highest >> 16;  // not that of -0, as both zeros are passed below
+  half = s.highest == 0.0f ? 0 : highest >> 16;  // not that of -0: the loop passes both zeros
   int distinct = 0;
-  for (int seen = 0; seen < s.row.columns;) {
+  int seen = std::exchange(space.counts[MINUS_INFINITY], 0);  // weighs nothing, and is far below the other numbers
+  while (seen < s.row.columns) {
     const int count = std::exchange(space.counts[half], 0);
     if (count > 0) {
       const uint32_t bits = half << 16;
@@ -265,7 +272,7 @@ float nucleus_floor_of_counts(const Summary& s, Weighing by, double top_p) {
       space.bins[distinct++] = count;
       seen += count;
     }
-    half = half == 0 ? HALVES / 2 : half < HALVES / 2 ? half - 1 : half + 1;  // negative numbers fall as bits rise
+    half = half == 0 ? HALVES / 2 : half < HALVES / 2 ? half - 1 : half + 1;  // negative: lower with larger bits
   }
   s.scan.weigh(space.values.data(), distinct, by, space.weights.data(), space.sums.data());
   const auto mass = [&](int place) { return (double)space.bins[place] * space.weights[place]; };
@@ -284,7 +291,8 @@ float floor_of_row(const Summary& s, const Draw& draw) {
   if (s.row.bf16) return nucleus_floor_of_counts(s, by, draw.top_p);
   s.scan.sums(s.row, 0, s.groups(), by, s.maxima, space.sums.data());
   const double total = sum_of(space.sums.data(), s.groups());
-  // All weights below this one together hold less than the share 1 - top_p. It is lowered by what rounding may do.
+  // All weights below this one together are less than the share 1 - top_p. It is lowered by the possible rounding
+  // error.
   const double bound = 0.99 * (1.0 - draw.top_p) * total / s.row.columns;
   const float threshold = std::max(NO_FLOOR, (float)(s.highest + draw.temperature * std::log(bound)));
   float *values = space.values.data(), *weights = space.weights.data();
@@ -321,7 +329,22 @@ int choose(const Summary& s, const Draw& draw) {
   return is_filtered(draw, s.row.columns) ? draw_filtered(s, draw) : draw_from_row(s, draw);
 }
 
-// The k likeliest columns, of equal ones the lowest first.
+// Sets to `banned` what a row of packed bits, 32 columns to a word, does not allow.
+template <class Number>
+void apply_mask(Number* row, int columns, const uint32_t* words, Number banned) {
+  for (int first = 0; first < columns; first += 32) {
+    const int count = std::min(32, columns - first);
+    const uint32_t inside = count == 32 ? ~0u : (1u << count) - 1;
+    uint32_t left = ~words[first / 32] & inside;
+    if (left == inside) {
+      std::fill(row + first, row + first + count, banned);
+      continue;
+    }
+    for (; left != 0; left &= left - 1) row[first + __builtin_ctz(left)] = banned;
+  }
+}
+
+// The k most likely columns; of equal ones the lowest first.
 void list_likeliest(const Summary& s, int k, double log_sum, int32_t* top_ids, double* top_logprobs) {
   Workspace& space = workspace;
   space.resize(s.row.columns);
@@ -341,7 +364,11 @@ void list_likeliest(const Summary& s, int k, double log_sum, int32_t* top_ids, d
 
 extern "C" {
 
-// draws: one per row. chosen: as `choose`.
+// Let the caller check that both sides use the same structures.
+EXPORT int serve_llm_matrix_bytes() { return sizeof(Matrix); }
+EXPORT int serve_llm_draw_bytes() { return sizeof(Draw); }
+
+// draws: one per row. chosen: the sampled column of each row.
 EXPORT void serve_llm_choose(const Matrix* matrix, const Draw* draws, int64_t* chosen, int variant, int threads) {
   const auto scale = [&](int row) {
     const Draw& draw = draws[row];
@@ -357,12 +384,28 @@ EXPORT void serve_llm_choose(const Matrix* matrix, const Draw* draws, int64_t* c
       [&](int row, const Summary& s) { chosen[row] = choose(s, draws[row]); });
 }
 
+// rows: `count` different ones. masks: (count, ceil(columns / 32)). Changes the matrix.
+EXPORT void serve_llm_apply_masks(const Matrix* matrix, const int64_t* rows, const uint32_t* masks, int count, int,
+                                  int threads) {
+  const int64_t words = (matrix->columns + 31) / 32;
+  if ((int64_t)count * matrix->columns <= WORTH_THREADS) threads = 1;
+  parallel(count, 1, threads, [&](int64_t first, int64_t last) {
+    for (int64_t index = first; index < last; index++) {
+      void* row = const_cast<void*>(matrix->row((int)rows[index]).logits);
+      if (matrix->bf16)
+        apply_mask((uint16_t*)row, matrix->columns, masks + index * words, MINUS_INFINITY);
+      else
+        apply_mask((float*)row, matrix->columns, masks + index * words, -INFINITY);
+    }
+  });
+}
+
 EXPORT void serve_llm_likeliest(const Matrix* matrix, int64_t* chosen, int variant, int threads) {
   each_row(*matrix, *VARIANTS[variant], threads, false, [](int) { return 0.0f; }, without_floor,
            [&](int row, const Summary& s) { chosen[row] = likeliest(s); });
 }
 
-// ids: (rows, columns), of which each row's first counts[row] are written.
+// ids: (rows, columns); the first counts[row] of each row are written.
 EXPORT void serve_llm_largest(const Matrix* matrix, int k, int32_t* ids, int32_t* counts, int variant, int threads) {
   each_row(*matrix, *VARIANTS[variant], threads, false, [](int) { return 0.0f; }, without_floor,
            [&](int row, const Summary& s) {

@@ -1,6 +1,4 @@
-"""The compiled sampling kernels, called by ctypes. Contracts stand at the functions of the same names in
-`kernels/sampling.py`.
-"""
+"""The compiled sampling kernels, called by ctypes. Contracts: `kernels.sampling.SamplingKernels`."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from serve_llm.kernels.cpu.library import Library
-from serve_llm.kernels.reference.sampling import Draw, Logprobs
+from serve_llm.kernels.cpu.library import Library, check_sources
+from serve_llm.kernels.sampling import Draw, Logprobs
 
 
 class Matrix(ctypes.Structure):
@@ -40,19 +38,22 @@ class CompiledSampling:
     """One variant of the kernels."""
 
     def __init__(self, library: Library) -> None:
-        """Raises AttributeError where the library was compiled from older sources."""
+        """Raises OSError if the library was compiled from other sources."""
+        check_sources(library.compiled, "matrix", ctypes.sizeof(Matrix))
+        check_sources(library.compiled, "draw", len(Draw._fields) * ctypes.sizeof(ctypes.c_double))
         self._number = library.number
-        self._choose = library.compiled.serve_llm_choose
-        self._likeliest = library.compiled.serve_llm_likeliest
-        self._largest = library.compiled.serve_llm_largest
+        self._sample = library.compiled.serve_llm_choose
+        self._argmax = library.compiled.serve_llm_likeliest
+        self._top_k = library.compiled.serve_llm_largest
         self._logprobs = library.compiled.serve_llm_logprobs
-        for function in (self._choose, self._likeliest, self._largest, self._logprobs):
+        self._apply_masks = library.compiled.serve_llm_apply_masks
+        for function in (self._sample, self._argmax, self._top_k, self._logprobs, self._apply_masks):
             function.restype = None
 
-    def choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         wanted = array("d", chain.from_iterable(draws))
         chosen = array("q", bytes(8 * len(draws)))
-        self._call(self._choose, logits, _address(wanted), _address(chosen))
+        self._call(self._sample, logits, _address(wanted), _address(chosen))
         return chosen.tolist()
 
     def logprobs(self, logits: Tensor, ids: Sequence[int], k: int) -> list[Logprobs]:
@@ -69,16 +70,22 @@ class CompiledSampling:
             for logprob, rank, span in zip(found, ranks, spans, strict=True)
         ]
 
-    def likeliest(self, logits: Tensor) -> Tensor:
+    def argmax(self, logits: Tensor) -> Tensor:
         chosen = torch.empty(len(logits), dtype=torch.int64)
-        self._call(self._likeliest, logits, ctypes.c_void_p(chosen.data_ptr()))
+        self._call(self._argmax, logits, ctypes.c_void_p(chosen.data_ptr()))
         return chosen
 
-    def largest(self, logits: Tensor, k: int) -> list[Tensor]:
+    def top_k(self, logits: Tensor, k: int) -> list[Tensor]:
         ids = torch.empty(logits.shape, dtype=torch.int32)
         counts = array("i", bytes(4 * len(logits)))
-        self._call(self._largest, logits, k, ctypes.c_void_p(ids.data_ptr()), _address(counts))
+        self._call(self._top_k, logits, k, ctypes.c_void_p(ids.data_ptr()), _address(counts))
         return [row[:count].long() for row, count in zip(ids, counts, strict=True)]
+
+    def apply_masks(self, scores: Tensor, rows: Sequence[int], masks: Tensor) -> None:
+        assert scores.stride(1) == 1 or scores.shape[1] == 1, "a copy would be masked"
+        wanted = array("q", rows)
+        masks = masks.contiguous()
+        self._call(self._apply_masks, scores, _address(wanted), ctypes.c_void_p(masks.data_ptr()), len(wanted))
 
     def _call(self, function: ctypes._FuncPointer, logits: Tensor, *arguments: object) -> None:
         if logits.stride(1) != 1 and logits.shape[1] > 1:

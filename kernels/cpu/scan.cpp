@@ -1,5 +1,5 @@
-// Passes over a row of logits, for drawing a token from it. Compiled once for each instruction set (setup.py), as
-// `scan_VARIANT`; uses nothing of the C++ library, as attend.cpp.
+// Passes over a row of logits, for sampling. Compiled once for each instruction set (setup.py), as `scan_VARIANT`. Does
+// not use the C++ library: see attend.cpp.
 
 #include "scan.h"
 
@@ -9,10 +9,10 @@
 
 namespace {
 
-constexpr int LANES = 16;  // in every variant, so that a sum is added up in the same order
+constexpr int LANES = 16;  // in every variant, so that sums have the same order
 constexpr int PARTS = LANES / W;
 
-typedef double Doubles __attribute__((vector_size(4 * W)));  // half as many numbers as a Vec
+typedef double Doubles __attribute__((vector_size(4 * W)));  // holds half as many numbers as a Vec
 
 inline void widen(Vec x, Doubles& low, Doubles& high) {
 #if defined(__AVX512F__)
@@ -29,7 +29,7 @@ inline void widen(Vec x, Doubles& low, Doubles& high) {
 inline void set_lowest(float& x) { x = -INFINITY; }
 inline void set_lowest(Bf16& x) { x = 0xff80; }
 
-// Calls take(COUNT numbers, place) for the numbers first .. end - 1; the last ones are filled up with -inf.
+// Calls take(COUNT numbers, position) for the numbers first .. end - 1, padded with -inf at the end.
 template <int COUNT = LANES, class Cell, class Take>
 inline void by_lanes(const Cell* row, int first, int end, Take take) {
   int i = first;
@@ -55,7 +55,7 @@ inline void unordered(const float* from, Take take) {
 }
 template <class Take>
 inline void unordered(const Bf16* from, Take take) {
-  for (int k = 0; k < PARTS; k++) {  // two numbers lie in each 32 bits
+  for (int k = 0; k < PARTS; k++) {  // each 32 bits hold two numbers
     const Units both = load<Units>(from + 2 * k * W);
     take(as_floats(both << 16));
     take(as_floats(both & all(0xffff0000u)));
@@ -64,7 +64,7 @@ inline void unordered(const Bf16* from, Take take) {
 
 template <class Cell>
 void maxima_of(const Cell* row, int columns, int first, int last, float* maxima) {
-  Vec spoilt{};  // becomes NaN by a NaN; infinities may do that too
+  Vec spoilt{};  // becomes NaN if a number is NaN, and possibly if one is infinite
   for (int group = first; group < last; group++) {
     Vec highest = all(-INFINITY);
     by_lanes<2 * LANES>(row, group * GROUP, end_of(group, columns), [&](const Cell* from, int) {
@@ -149,7 +149,7 @@ int count_of(const Cell* row, int columns, const float* maxima, float value) {
   return count;
 }
 
-// Calls of(cells) with the row's numbers in their type.
+// Calls of(cells) with a pointer to the row's numbers of their type.
 template <class Of>
 inline auto typed(const Row& row, Of of) {
   return row.bf16 ? of((const Bf16*)row.logits) : of((const float*)row.logits);
@@ -173,7 +173,7 @@ void add(const float* weights, int count, double* sums) {
   for (int group = 0; group < groups_of(count); group++) {
     Sum sum;
     by_lanes(weights, group * GROUP, end_of(group, count), [&](const float* from, int) {
-      for (int k = 0; k < PARTS; k++) sum.add(k, larger(floats(from + k * W), Vec{}));  // the filling counts 0
+      for (int k = 0; k < PARTS; k++) sum.add(k, larger(floats(from + k * W), Vec{}));  // padding counts as 0
     });
     sums[group] = sum.total();
   }

@@ -1,6 +1,6 @@
-// The few vector operations that the kernels need, for each instruction set. Each is written so that the bits of a lane
-// depend on that lane's inputs alone. Included by the files that are compiled once for each; the compiler's flags decide
-// which part is taken.
+// The vector operations that the kernels need, for each instruction set. The bits of a lane depend on that lane's
+// inputs alone. Included by the files that are compiled once for each instruction set; the compiler's flags choose the
+// part.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 #include <immintrin.h>
 #endif
 
-// The name of what belongs to one instruction set: JOIN(scan, VARIANT) is scan_avx2.
+// Names that belong to one instruction set: JOIN(scan, VARIANT) is scan_avx2.
 #ifndef VARIANT
 #define VARIANT baseline
 #endif
@@ -43,7 +43,7 @@ inline void store(Pointer* to, Vector x) {
   memcpy(to, &x, sizeof x);
 }
 
-inline Vec all(float x) { return Vec{} + x; }
+inline Vec all(float x) { return x - Vec{}; }  // x + 0 would be an instruction, because it turns -0 into 0
 inline Units all(uint32_t x) { return Units{} + x; }
 inline Vec as_floats(Units x) { return (Vec)x; }
 
@@ -95,7 +95,7 @@ inline float largest(Vec x) {
 #endif
 }
 
-// 2^x for |x| <= 1/2: least largest error at Chebyshev's points. Relative error: 1e-7 of degree 6, 3e-6 of degree 4.
+// 2^x for |x| <= 1/2, by a near-minimax polynomial. Relative error: 1e-7 for degree 6, 3e-6 for degree 4.
 template <int DEGREE>
 inline Vec fraction_power_of_2(Vec x) {
   Vec y;
@@ -113,7 +113,7 @@ inline Vec fraction_power_of_2(Vec x) {
   return fma(y, x, all(1.0f));
 }
 
-// 2^x for -127 <= x <= 128, which are 0 and infinity, or NaN. Relative error: that of the degree.
+// 2^x for -127 <= x <= 128, whose ends give 0 and infinity, and NaN for NaN. The degree decides the relative error.
 template <int DEGREE>
 inline Vec power_of_2_in_range(Vec x) {
   const Vec shifted = x + all(12582912.0f);  // 1.5 x 2^23: the nearest integer, in the low bits
@@ -128,7 +128,7 @@ inline Vec power_of_2(Vec x) {
   return x < all(-125.0f) ? Vec{} : power;
 }
 
-// 2^x for any x to a relative error of 3e-6, NaN for NaN; where float32 ends, 0 and infinity may come a power too early.
+// 2^x for any x with a relative error of 3e-6, NaN for NaN. 0 and infinity may start one power of 2 too early.
 inline Vec rough_power_of_2(Vec x) {
 #if defined(__AVX512DQ__)
   return _mm512_scalef_ps(fraction_power_of_2<4>(_mm512_reduce_ps(x, 0)), _mm512_roundscale_ps(x, 0));
@@ -160,8 +160,8 @@ inline Bf16 rounded(float x) {  // to nearest, ties to even
   return x != x ? 0x7fc0 : (y + 0x7fff + ((y >> 16) & 1)) >> 16;
 }
 
-// The first `count` numbers as float32 bits, zeros behind. head_dim is a multiple of 8, so that only vectors of 16 lanes
-// are ever cut short.
+// The first `count` numbers as float32 bits, then zeros. head_dim is a multiple of 8, so only vectors of 16 lanes can
+// be partial.
 inline Units load_floats(const float* from, [[maybe_unused]] int count) {
 #if defined(__AVX512F__)
   return (Units)_mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), from);
@@ -170,7 +170,7 @@ inline Units load_floats(const float* from, [[maybe_unused]] int count) {
 #endif
 }
 
-// The same of bfloat16 numbers, in the lower halves.
+// The same for bfloat16 numbers, in the lower halves.
 inline Units load_halves(const Bf16* from, [[maybe_unused]] int count) {
 #if defined(__AVX512F__)
   return (Units)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((__mmask16)((1u << count) - 1), from));
@@ -185,7 +185,7 @@ inline Units load_halves(const Bf16* from, [[maybe_unused]] int count) {
 
 inline Units load_floats(const Bf16* from, int count) { return load_halves(from, count) << 16; }
 
-// The same of int8 numbers, which bfloat16 holds exactly: the lower halves are 0.
+// The same for int8 numbers, which bfloat16 holds exactly: the lower halves are 0.
 inline Units load_floats(const int8_t* from, [[maybe_unused]] int count) {
 #if defined(__AVX512F__)
   const __m128i numbers = _mm_maskz_loadu_epi8((__mmask16)((1u << count) - 1), from);
@@ -199,7 +199,7 @@ inline Units load_floats(const int8_t* from, [[maybe_unused]] int count) {
 #endif
 }
 
-// Of four int8 numbers in each lane, the one at `index` as float32.
+// The int8 number at `index` of the four in each lane, as float32.
 inline Units number_of_four(Units x, int index) {
   return (Units)__builtin_convertvector((Ints)(x << (24 - 8 * index)) >> 24, Vec);
 }
@@ -250,7 +250,7 @@ inline void interleave_64(Units a, Units b, Units& low, Units& high) {
 #endif
 }
 
-// Four units of each of W rows, turned: lane i of turned[k] is unit k of row i. four(i): those of row i.
+// Transposes four units of each of W rows: lane i of turned[k] is unit k of row i. four(i): the units of row i.
 template <class Find>
 inline void turn(Find four, Units (&turned)[4]) {
   Units mixed[4], half[4];  // mixed[i]: rows i, i + 4, i + 8, ...

@@ -1,4 +1,4 @@
-// Memory of one thread that stays for the next call, so that its pages are not asked for again in each layer.
+// Memory of one thread, kept for the next call, so that its pages are not allocated again in each layer.
 #pragma once
 
 #include <cstdint>

@@ -1,10 +1,12 @@
-"""The kernels of `attention.py`: a tile of queries over the keys that it sees, and the sum over splits of the keys.
+"""The Triton kernels behind `attention.py`: `attend` and, for split keys, `combine`.
 
 A program holds `rows` rows, each one query of one head: consecutive queries times heads that share a KV head. It visits
-the keys a tile at a time, at positions that are multiples of the tile, with the online softmax of Milakov and
-Gimelshein (arXiv:1805.02867); exponents are of 2. Splits of the keys among programs are flash-decoding's (Dao et al.,
-2023). What a part of the keys adds up to is a state of three: of each row the highest score, the total weight, and the
-values mixed by weight. Before any key the highest score is LOWEST: finite, so that no NaN arises.
+the keys one tile at a time, at multiples of the tile size, with the online softmax of Milakov and Gimelshein
+(arXiv:1805.02867) in base 2. Keys are split among programs as in flash-decoding (Dao et al., 2023).
+
+The state of the softmax is a tuple (row_max, row_sum, acc): the highest score of each row, (rows,); the sum of its
+weights, (rows,); and the weighted sum of the values, (rows, main_dim); all float32. row_max starts at LOWEST, which is
+finite so that no NaN arises.
 """
 
 from __future__ import annotations
@@ -18,46 +20,46 @@ from serve_llm.kernels.triton.product import dot
 
 LOWEST = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
-ABREAST = tl.constexpr(8)  # splits whose loads `combine` has under way at once
+SPLITS_IN_FLIGHT = tl.constexpr(8)  # splits that `combine` loads at once
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a kernel is compiled for. Strides are in elements; the last dimension of each tensor is contiguous."""
+class SplitPlan:
+    """Compile-time parameters. Strides are in elements; the last dimension of each tensor is contiguous."""
 
-    single: bool  # it serves sequences with one query, else those with more
-    split: bool  # a program's third number is a split of the keys, else it visits all
-    fixed: int  # keys in a split, which then starts at a multiple of that; 0: equal shares of what is seen
-    group: int  # heads for each KV head
-    chunk: int  # of them in a program
+    single_query: bool  # for sequences with one new query (decode); otherwise for those with more (prefill)
+    split: bool  # program_id(2) is a split of the keys; otherwise one program visits all keys
+    fixed_split: int  # keys in a split, which starts at a multiple of it; 0: equal shares of the visible keys
+    group_size: int  # query heads of one KV head
+    heads_per_tile: int
     rows: int
-    tile: int
+    key_tile: int
     head_dim: int
     value_dim: int
-    main: int  # padded numbers of a key that are read at once; with `shared` those that are the value
-    rest: int  # and of what remains
-    shared: bool  # the first numbers of a key are the value
+    main_dim: int  # padded; the part of a key that is loaded first, with values_in_keys the part that is the value
+    rest_dim: int  # padded; the remaining part of a key, 0 if there is none
+    values_in_keys: bool  # the first value_dim numbers of a key are its value
     block_size: int
-    window: int  # 0: none
-    softcap: float  # 0: none
-    query_token: int  # strides
-    query_head: int
-    cache_block: int
-    cache_part: int
-    cache_head: int
-    cache_token: int
+    window: int  # 0: no window
+    softcap: float  # 0: no cap
+    query_token_stride: int
+    query_head_stride: int
+    cache_block_stride: int
+    cache_part_stride: int
+    cache_head_stride: int
+    cache_token_stride: int
 
     @property
-    def chunks(self) -> int:
-        return -(-self.group // self.chunk)
+    def head_tiles(self) -> int:
+        """Tiles of heads for each KV head."""
+        return -(-self.group_size // self.heads_per_tile)
 
     @property
-    def queries(self) -> int:
-        """In a tile."""
-        return self.rows // self.chunk
+    def queries_per_tile(self) -> int:
+        return self.rows // self.heads_per_tile
 
 
-# What differs from step to step must not make Triton compile again.
+# Do not recompile when only these arguments change.
 _any_value = triton.jit(
     do_not_specialize=["sequences", "splits", "table_row"],
     do_not_specialize_on_alignment=["block_table", "starts", "contexts"],
@@ -73,254 +75,264 @@ def attend(
     contexts,
     sinks,
     output,
-    sums,
-    states,
+    split_values,
+    split_stats,
     sequences,
     table_row,
     scale,
     PLAN: tl.constexpr,
 ):
-    """One program: (tile of queries, KV head and chunk of its heads, split of the keys).
+    """Attention of one tile of queries over its keys. Grid: (tiles of queries, KV heads * head_tiles, splits).
 
-    query: (tokens, heads, head_dim). cache, block_table, starts, contexts, sinks: as `paged_attention` has them.
-    output: (tokens, heads, value_dim), contiguous; with `split` sums instead, (sequences, heads, splits, main) float32,
-    and states, (sequences, heads, splits, 2) float32: the highest score and the total weight.
+    query: (tokens, heads, head_dim). cache, block_table, starts, contexts, sinks: see `paged_attention`.
+    Without `split`, writes output (tokens, heads, value_dim), contiguous. With `split`, writes split_values
+    (sequences, heads, splits, main_dim) and split_stats (sequences, heads, splits, 2), row_max and row_sum; float32.
     """
-    sequence, start, count, first = _find_tile(starts, sequences, PLAN)
-    if (first >= count) | ((count == 1) != PLAN.single):
+    sequence, start, count, first = _find_query_tile(starts, sequences, PLAN)
+    if (first >= count) | ((count == 1) != PLAN.single_query):
         return
     context = tl.load(contexts + sequence)
-    place = context - count + first  # the first query's position
-    end = tl.minimum(context, place + PLAN.queries)
-    lowest = _lowest(place, PLAN)
-    low, length = _borders(lowest, end, tl.num_programs(2), PLAN)
+    position = context - count + first  # position of the first query
+    end = tl.minimum(context, position + PLAN.queries_per_tile)
+    first_key = _first_visible_key(position, PLAN)
+    begin, length = _split_bounds(first_key, end, tl.num_programs(2), PLAN)
     if PLAN.split:
-        low += tl.program_id(2) * length
-        if low >= end:
+        begin += tl.program_id(2) * length
+        if begin >= end:
             return
-        end = tl.minimum(low + length, end)
+        end = tl.minimum(begin + length, end)
 
-    heads, kv_head, head, index, real = _rows(first, count, PLAN)
-    positions = tl.where(real, context - count + index, -1)
-    token = (start + index).to(tl.int64)
-    main, rest = _load_queries(query + token * PLAN.query_token + head * PLAN.query_head, real, PLAN)
-    keys, blocks = cache + kv_head * PLAN.cache_head, block_table + sequence.to(tl.int64) * table_row
+    heads, kv_head, head, query_index, is_valid = _locate_rows(first, count, PLAN)
+    positions = tl.where(is_valid, context - count + query_index, -1)
+    token = (start + query_index).to(tl.int64)
+    main, rest = _load_queries(query + token * PLAN.query_token_stride + head * PLAN.query_head_stride, is_valid, PLAN)
+    keys = cache + kv_head * PLAN.cache_head_stride
+    blocks = block_table + sequence.to(tl.int64) * table_row
 
-    nothing = _nothing(PLAN.rows, PLAN)
+    empty = _empty_state(PLAN.rows, PLAN)
     if PLAN.split:
-        state = _visit(nothing, main, rest, keys, blocks, positions, lowest, low, end, scale, True, PLAN)
+        state = _accumulate_keys(empty, main, rest, keys, blocks, positions, first_key, begin, end, scale, True, PLAN)
         slot = (sequence.to(tl.int64) * heads + head) * tl.num_programs(2) + tl.program_id(2)
-        _store_state(sums, states, slot, real, state, PLAN)
+        _store_state(split_values, split_stats, slot, is_valid, state, PLAN)
     else:
-        state = _with_sinks(nothing, sinks, head, real)
-        if PLAN.fixed:
-            for border in range(low, end, PLAN.fixed):
-                high = tl.minimum(border + PLAN.fixed, end)
-                part = _visit(nothing, main, rest, keys, blocks, positions, lowest, border, high, scale, True, PLAN)
-                state = _fold(state, part)
+        state = _add_sinks(empty, sinks, head, is_valid)
+        if PLAN.fixed_split:
+            for split_begin in range(begin, end, PLAN.fixed_split):
+                stop = tl.minimum(split_begin + PLAN.fixed_split, end)
+                part = _accumulate_keys(
+                    empty, main, rest, keys, blocks, positions, first_key, split_begin, stop, scale, True, PLAN
+                )
+                state = _merge_states(state, part)
         else:
-            if not (PLAN.single or PLAN.window):  # the keys that every row sees
-                whole = tl.maximum((place + 1) // PLAN.tile * PLAN.tile, 0)
-                state = _visit(state, main, rest, keys, blocks, positions, lowest, low, whole, scale, False, PLAN)
-                low = whole
-            state = _visit(state, main, rest, keys, blocks, positions, lowest, low, end, scale, True, PLAN)
-        _store_result(output, token * heads + head, real, state, PLAN)
+            if not (PLAN.single_query or PLAN.window):  # keys that every row sees need no mask
+                whole = tl.maximum((position + 1) // PLAN.key_tile * PLAN.key_tile, 0)
+                state = _accumulate_keys(
+                    state, main, rest, keys, blocks, positions, first_key, begin, whole, scale, False, PLAN
+                )
+                begin = whole
+            state = _accumulate_keys(
+                state, main, rest, keys, blocks, positions, first_key, begin, end, scale, True, PLAN
+            )
+        _store_result(output, token * heads + head, is_valid, state, PLAN)
 
 
 @_any_value
-def combine(sums, states, starts, contexts, sinks, output, splits, PLAN: tl.constexpr):
-    """Add up the splits of `attend`, in their order. One program: (sequence, head)."""
+def combine(split_values, split_stats, starts, contexts, sinks, output, splits, PLAN: tl.constexpr):
+    """Merge the splits of `attend` in order. Grid: (sequences, heads)."""
     sequence, head = tl.program_id(0), tl.program_id(1) + tl.arange(0, 1)
     start = tl.load(starts + sequence)
     if tl.load(starts + sequence + 1) - start != 1:
         return
     context = tl.load(contexts + sequence)
-    low, length = _borders(_lowest(context - 1, PLAN), context, splits, PLAN)
-    used = tl.cdiv(context - low, length)
-    real = head >= 0
-    state = _with_sinks(_nothing(1, PLAN), sinks, head, real)
+    begin, length = _split_bounds(_first_visible_key(context - 1, PLAN), context, splits, PLAN)
+    used = tl.cdiv(context - begin, length)
+    is_valid = head >= 0
+    state = _add_sinks(_empty_state(1, PLAN), sinks, head, is_valid)
     slot = (sequence.to(tl.int64) * tl.num_programs(1) + head) * splits
-    for first in range(0, used, ABREAST):
-        for other in tl.static_range(ABREAST):
+    for first in range(0, used, SPLITS_IN_FLIGHT):
+        for other in tl.static_range(SPLITS_IN_FLIGHT):
             split = first + other + tl.arange(0, 1)
-            state = _fold(state, _load_state(sums, states, slot + split, split < used, PLAN))
-    _store_result(output, start.to(tl.int64) * tl.num_programs(1) + head, real, state, PLAN)
+            state = _merge_states(state, _load_state(split_values, split_stats, slot + split, split < used, PLAN))
+    _store_result(output, start.to(tl.int64) * tl.num_programs(1) + head, is_valid, state, PLAN)
 
 
 @triton.jit
-def _find_tile(starts, sequences, PLAN: tl.constexpr):
-    """The program's sequence, that one's first token and count of queries, and the first query's number there, which
-    may be past the last.
+def _find_query_tile(starts, sequences, PLAN: tl.constexpr):
+    """Return the program's sequence, its first token, its number of queries, and the index of the tile's first query.
 
-    Tile starts[s] // queries + s is the first of sequence s: at least as many as it needs lie before the next one's.
+    The index may be past the last query: sequence s owns the tiles from starts[s] // queries_per_tile + s up to the
+    first one of the next sequence, which are at least as many as it needs.
     """
-    if PLAN.single:
+    if PLAN.single_query:
         sequence = tl.program_id(0)
         first = 0
     else:
-        tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late queries see most keys: they begin first
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late queries see the most keys, so start them first
         sequence = 0
         after = sequences
         while after - sequence > 1:
             middle = (sequence + after) // 2
-            reached = tl.load(starts + middle) // PLAN.queries + middle <= tile
+            reached = tl.load(starts + middle) // PLAN.queries_per_tile + middle <= tile
             sequence = tl.where(reached, middle, sequence)
             after = tl.where(reached, after, middle)
-        first = (tile - tl.load(starts + sequence) // PLAN.queries - sequence) * PLAN.queries
+        first = (tile - tl.load(starts + sequence) // PLAN.queries_per_tile - sequence) * PLAN.queries_per_tile
     start = tl.load(starts + sequence)
     return sequence, start, tl.load(starts + sequence + 1) - start, first
 
 
 @triton.jit
-def _rows(first, count, PLAN: tl.constexpr):
-    """How many heads there are, the program's KV head; of each row the head, the query's number, if there is one."""
+def _locate_rows(first, count, PLAN: tl.constexpr):
+    """Return the number of heads, the program's KV head, and for each row its head, query index and validity."""
     row = tl.arange(0, PLAN.rows)
-    member = tl.program_id(1) % PLAN.chunks * PLAN.chunk + row % PLAN.chunk
-    heads = tl.num_programs(1) // PLAN.chunks * PLAN.group
-    kv_head = (tl.program_id(1) // PLAN.chunks).to(tl.int64)
-    index = first + row // PLAN.chunk
-    real = (row // PLAN.chunk < PLAN.queries) & (index < count) & (member < PLAN.group)
-    return heads, kv_head, kv_head * PLAN.group + member, index, real
+    member = tl.program_id(1) % PLAN.head_tiles * PLAN.heads_per_tile + row % PLAN.heads_per_tile
+    heads = tl.num_programs(1) // PLAN.head_tiles * PLAN.group_size
+    kv_head = (tl.program_id(1) // PLAN.head_tiles).to(tl.int64)
+    query_index = first + row // PLAN.heads_per_tile
+    is_valid = (row // PLAN.heads_per_tile < PLAN.queries_per_tile) & (query_index < count) & (member < PLAN.group_size)
+    return heads, kv_head, kv_head * PLAN.group_size + member, query_index, is_valid
 
 
 @triton.jit
-def _lowest(position, PLAN: tl.constexpr):
-    """The first key that a query at the position sees."""
+def _first_visible_key(position, PLAN: tl.constexpr):
+    """The first key that a query at `position` sees."""
     return tl.maximum(position - PLAN.window + 1, 0) if PLAN.window else 0
 
 
 @triton.jit
-def _borders(lowest, end, splits, PLAN: tl.constexpr):
-    """Where the first split of the keys lowest .. end - 1 starts, and the length of all: multiples of the tile."""
-    if PLAN.fixed:
-        low = lowest // PLAN.fixed * PLAN.fixed
-        length = PLAN.fixed
+def _split_bounds(first_key, end, splits, PLAN: tl.constexpr):
+    """Begin of the first split of the keys first_key .. end - 1, and length of every split: multiples of key_tile."""
+    if PLAN.fixed_split:
+        begin = first_key // PLAN.fixed_split * PLAN.fixed_split
+        length = PLAN.fixed_split
     else:
-        low = lowest // PLAN.tile * PLAN.tile
-        length = tl.maximum(tl.cdiv(tl.cdiv(end - low, PLAN.tile), splits), 1) * PLAN.tile
-    return low, length
+        begin = first_key // PLAN.key_tile * PLAN.key_tile
+        length = tl.maximum(tl.cdiv(tl.cdiv(end - begin, PLAN.key_tile), splits), 1) * PLAN.key_tile
+    return begin, length
 
 
 @triton.jit
-def _load_queries(rows, real, PLAN: tl.constexpr):
-    """(rows, main) and, where there is one, (rows, rest)."""
-    lane = tl.arange(0, PLAN.main)[None, :]
-    width: tl.constexpr = PLAN.value_dim if PLAN.shared else PLAN.head_dim
-    main = tl.load(rows[:, None] + lane, mask=real[:, None] & (lane < width), other=0.0)
+def _load_queries(rows, is_valid, PLAN: tl.constexpr):
+    """Return (rows, main_dim) and, if rest_dim is not 0, (rows, rest_dim)."""
+    dim = tl.arange(0, PLAN.main_dim)[None, :]
+    width: tl.constexpr = PLAN.value_dim if PLAN.values_in_keys else PLAN.head_dim
+    main = tl.load(rows[:, None] + dim, mask=is_valid[:, None] & (dim < width), other=0.0)
     rest = main
-    if PLAN.rest:
-        lane = width + tl.arange(0, PLAN.rest)[None, :]
-        rest = tl.load(rows[:, None] + lane, mask=real[:, None] & (lane < PLAN.head_dim), other=0.0)
+    if PLAN.rest_dim:
+        dim = width + tl.arange(0, PLAN.rest_dim)[None, :]
+        rest = tl.load(rows[:, None] + dim, mask=is_valid[:, None] & (dim < PLAN.head_dim), other=0.0)
     return main, rest
 
 
 @triton.jit
-def _load_keys(rows, live, WIDTH: tl.constexpr, PADDED: tl.constexpr, CHECKED: tl.constexpr):
-    """(tile, padded): zeros where a key does not count, since what the cache holds there may be NaN."""
-    lane = tl.arange(0, PADDED)[None, :]
+def _load_keys(rows, is_valid, WIDTH: tl.constexpr, PADDED: tl.constexpr, CHECKED: tl.constexpr):
+    """(key_tile, PADDED) keys or values. Invalid rows are 0, since the cache may hold NaN there."""
+    dim = tl.arange(0, PADDED)[None, :]
     if CHECKED or WIDTH != PADDED:
-        mask = lane < WIDTH
+        mask = dim < WIDTH
         if CHECKED:
-            mask = mask & live[:, None]
-        found = tl.load(rows[:, None] + lane, mask=mask, other=0.0)
+            mask = mask & is_valid[:, None]
+        loaded = tl.load(rows[:, None] + dim, mask=mask, other=0.0)
     else:
-        found = tl.load(rows[:, None] + lane)
-    return found
+        loaded = tl.load(rows[:, None] + dim)
+    return loaded
 
 
 @triton.jit
-def _visit(
-    state, main, rest, keys, blocks, positions, lowest, low, high, scale, CHECKED: tl.constexpr, PLAN: tl.constexpr
+def _accumulate_keys(
+    state, main, rest, keys, blocks, positions, first_key, begin, stop, scale, CHECKED: tl.constexpr, PLAN: tl.constexpr
 ):
-    """The state after the keys low .. high - 1, low a multiple of the tile; those below `lowest` no row sees.
+    """Return the state after the keys begin .. stop - 1, where begin is a multiple of key_tile.
 
-    CHECKED: some rows may not see some of the keys. positions: of each row's query, -1: none.
+    positions: of each row's query, -1 for an invalid row. No row sees keys below first_key.
+    CHECKED: some rows may not see some of the keys, so mask them.
     """
-    highest, total, mixed = state
-    width: tl.constexpr = PLAN.value_dim if PLAN.shared else PLAN.head_dim
-    for first in range(low, high, PLAN.tile):
-        key = first + tl.arange(0, PLAN.tile)
-        live = (key >= lowest) & (key < high)
+    row_max, row_sum, acc = state
+    width: tl.constexpr = PLAN.value_dim if PLAN.values_in_keys else PLAN.head_dim
+    for first in range(begin, stop, PLAN.key_tile):
+        key = first + tl.arange(0, PLAN.key_tile)
+        is_valid = (key >= first_key) & (key < stop)
         if CHECKED:
-            block = tl.load(blocks + key // PLAN.block_size, mask=live, other=0)
+            block = tl.load(blocks + key // PLAN.block_size, mask=is_valid, other=0)
         else:
             block = tl.load(blocks + key // PLAN.block_size)
-        rows = keys + (block.to(tl.int64) * PLAN.cache_block + key % PLAN.block_size * PLAN.cache_token)
-        found = _load_keys(rows, live, width, PLAN.main, CHECKED)
-        scores = dot(main, tl.trans(found), None)
-        if PLAN.rest:
-            more = _load_keys(rows + width, live, PLAN.head_dim - width, PLAN.rest, CHECKED)
-            scores = dot(rest, tl.trans(more), scores)
+        rows = keys + (block.to(tl.int64) * PLAN.cache_block_stride + key % PLAN.block_size * PLAN.cache_token_stride)
+        loaded = _load_keys(rows, is_valid, width, PLAN.main_dim, CHECKED)
+        scores = dot(main, tl.trans(loaded), None)
+        if PLAN.rest_dim:
+            rest_keys = _load_keys(rows + width, is_valid, PLAN.head_dim - width, PLAN.rest_dim, CHECKED)
+            scores = dot(rest, tl.trans(rest_keys), scores)
         scores *= scale
-        if PLAN.softcap > 0:  # softcap * tanh, by way of exp2
+        if PLAN.softcap > 0:  # softcap * tanh(score / softcap), by exp2
             scores = PLAN.softcap * LOG2_E * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
         if CHECKED:
-            seen = key[None, :] <= positions[:, None]
+            visible = key[None, :] <= positions[:, None]
             if PLAN.window:
-                seen = seen & (key[None, :] > positions[:, None] - PLAN.window)
-            scores = tl.where(seen, scores, float("-inf"))
-        raised = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - raised[:, None])
-        correction = tl.exp2(highest - raised)
-        total = tl.fma(total, correction, tl.sum(weights, 1))
-        if not PLAN.shared:
-            found = _load_keys(rows + PLAN.cache_part, live, PLAN.value_dim, PLAN.main, CHECKED)
-        mixed = dot(weights.to(found.dtype), found, mixed * correction[:, None])
-        highest = raised
-    return highest, total, mixed
+                visible = visible & (key[None, :] > positions[:, None] - PLAN.window)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_max[:, None])
+        correction = tl.exp2(row_max - new_max)
+        row_sum = tl.fma(row_sum, correction, tl.sum(weights, 1))
+        if not PLAN.values_in_keys:
+            loaded = _load_keys(rows + PLAN.cache_part_stride, is_valid, PLAN.value_dim, PLAN.main_dim, CHECKED)
+        acc = dot(weights.to(loaded.dtype), loaded, acc * correction[:, None])
+        row_max = new_max
+    return row_max, row_sum, acc
 
 
 @triton.jit
-def _nothing(ROWS: tl.constexpr, PLAN: tl.constexpr):
-    """The state before any key."""
-    width: tl.constexpr = PLAN.main
+def _empty_state(ROWS: tl.constexpr, PLAN: tl.constexpr):
+    """Return the state before any key."""
+    width: tl.constexpr = PLAN.main_dim
     return tl.full((ROWS,), LOWEST, tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, width), tl.float32)
 
 
 @triton.jit
-def _with_sinks(state, sinks, head, real):
-    """The state after the heads' sinks, each a score without a value."""
-    highest, total, mixed = state
+def _add_sinks(state, sinks, head, is_valid):
+    """Return the state after the heads' sinks, each a score without a value. `state` is empty."""
+    row_max, row_sum, acc = state
     if sinks is not None:
-        highest = tl.maximum(tl.load(sinks + head, mask=real, other=LOWEST) * LOG2_E, LOWEST)
-        total = tl.full(total.shape, 1.0, tl.float32)
-    return highest, total, mixed
+        row_max = tl.maximum(tl.load(sinks + head, mask=is_valid, other=LOWEST) * LOG2_E, LOWEST)
+        row_sum = tl.full(row_sum.shape, 1.0, tl.float32)
+    return row_max, row_sum, acc
 
 
 @triton.jit
-def _fold(state, part):
-    """The state after the keys of both. `part` of nothing changes no bit."""
-    highest, total, mixed = state
-    other_highest, other_total, other_mixed = part
-    raised = tl.maximum(highest, other_highest)
-    ours, theirs = tl.exp2(highest - raised), tl.exp2(other_highest - raised)
-    total = tl.fma(total, ours, other_total * theirs)
-    mixed = tl.fma(mixed, tl.broadcast_to(ours[:, None], mixed.shape), other_mixed * theirs[:, None])
-    return raised, total, mixed
+def _merge_states(state, part):
+    """Return the state after the keys of both. Merging an empty `part` changes no bit."""
+    row_max, row_sum, acc = state
+    other_max, other_sum, other_acc = part
+    new_max = tl.maximum(row_max, other_max)
+    correction = tl.exp2(row_max - new_max)
+    other_correction = tl.exp2(other_max - new_max)
+    row_sum = tl.fma(row_sum, correction, other_sum * other_correction)
+    acc = tl.fma(acc, tl.broadcast_to(correction[:, None], acc.shape), other_acc * other_correction[:, None])
+    return new_max, row_sum, acc
 
 
 @triton.jit
-def _store_state(sums, states, slot, real, state, PLAN: tl.constexpr):
-    highest, total, mixed = state
-    lane = tl.arange(0, PLAN.main)[None, :]
-    tl.store(states + slot * 2, highest, mask=real)
-    tl.store(states + slot * 2 + 1, total, mask=real)
-    tl.store(sums + slot[:, None] * PLAN.main + lane, mixed, mask=real[:, None])
+def _store_state(split_values, split_stats, slot, is_valid, state, PLAN: tl.constexpr):
+    row_max, row_sum, acc = state
+    dim = tl.arange(0, PLAN.main_dim)[None, :]
+    tl.store(split_stats + slot * 2, row_max, mask=is_valid)
+    tl.store(split_stats + slot * 2 + 1, row_sum, mask=is_valid)
+    tl.store(split_values + slot[:, None] * PLAN.main_dim + dim, acc, mask=is_valid[:, None])
 
 
 @triton.jit
-def _load_state(sums, states, slot, real, PLAN: tl.constexpr):
-    lane = tl.arange(0, PLAN.main)[None, :]
-    highest = tl.load(states + slot * 2, mask=real, other=LOWEST)
-    total = tl.load(states + slot * 2 + 1, mask=real, other=0.0)
-    return highest, total, tl.load(sums + slot[:, None] * PLAN.main + lane, mask=real[:, None], other=0.0)
+def _load_state(split_values, split_stats, slot, is_valid, PLAN: tl.constexpr):
+    dim = tl.arange(0, PLAN.main_dim)[None, :]
+    row_max = tl.load(split_stats + slot * 2, mask=is_valid, other=LOWEST)
+    row_sum = tl.load(split_stats + slot * 2 + 1, mask=is_valid, other=0.0)
+    acc = tl.load(split_values + slot[:, None] * PLAN.main_dim + dim, mask=is_valid[:, None], other=0.0)
+    return row_max, row_sum, acc
 
 
 @triton.jit
-def _store_result(output, rows, real, state, PLAN: tl.constexpr):
-    """Without any key and sink the result is 0."""
-    _, total, mixed = state
-    lane = tl.arange(0, PLAN.main)[None, :]
-    result = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    at = output + rows[:, None] * PLAN.value_dim + lane
-    tl.store(at, result.to(output.dtype.element_ty), mask=real[:, None] & (lane < PLAN.value_dim))
+def _store_result(output, rows, is_valid, state, PLAN: tl.constexpr):
+    """Store 0 for a row without keys and sinks."""
+    _, row_sum, acc = state
+    dim = tl.arange(0, PLAN.main_dim)[None, :]
+    result = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+    target = output + rows[:, None] * PLAN.value_dim + dim
+    tl.store(target, result.to(output.dtype.element_ty), mask=is_valid[:, None] & (dim < PLAN.value_dim))

@@ -1,6 +1,6 @@
-"""Rounding of rows to 8-bit floating point, in Triton. The contract stands at `kernels.linear_fp8.quantise_rows`.
+"""Quantise rows to 8-bit floating point, in Triton. Contract: `kernels.linear_fp8.quantise_rows`.
 
-One program holds one row: it is read once, and its bits depend on that row alone.
+One program holds one row, so the row is read once and its bits depend on that row alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serve_llm.kernels.linear_fp8 import LARGEST, SMALLEST_ROW
-from serve_llm.kernels.triton.norm import dense_rows, sizes
+from serve_llm.kernels.triton.norm import dense_rows, row_sizes
 
 
 def quantise_rows(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -20,11 +20,14 @@ def quantise_rows(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
     scales = torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
     if x.shape[0]:
         _quantise_rows[(x.shape[0],)](
-            *(rows, numbers, scales, rows.stride(0)),
+            rows,
+            numbers,
+            scales,
+            rows.stride(0),
             INPUTS=x.shape[1],
             LARGEST=LARGEST,
             SMALLEST=SMALLEST_ROW,
-            **sizes(width),
+            **row_sizes(width),
         )
     return numbers, scales
 

@@ -1,9 +1,8 @@
-"""Linear layers whose rows do not depend on the number of rows. cuBLAS does not promise that: it takes another kernel
-for another size.
+"""Batch-invariant linear layers: a row's result does not depend on the number of rows.
 
-One tile shape for each weight, whatever the input, and one order of each sum: over blocks of inputs, from the first to
-the last. A small weight is cut into narrow tiles, since at few rows there are as many programs as tiles, and it takes
-more than a hundred of them to read at a GPU's full speed.
+cuBLAS does not guarantee this, since it chooses a kernel by size. Here a weight has one tile shape for every input, and
+each sum runs over the blocks of inputs from first to last. Small weights get narrow tiles: with few rows there is one
+program per tile, and a GPU needs more than a hundred programs to read at full speed.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from torch import Tensor
 from serve_llm.kernels.linear import Linear
 from serve_llm.kernels.triton.product import dot
 
-BLOCK_ROWS = 64  # the least that Hopper's matrix units take at a time
+BLOCK_ROWS = 64  # the smallest that Hopper's tensor cores take
 BLOCK_INPUTS = 64
-PROGRAMS = 128  # that a weight is cut into, if it has the columns
+MIN_PROGRAMS = 128  # tiles of a weight, if it has enough outputs
 
 
 def pack(weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = ()) -> Linear:
@@ -57,19 +56,31 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None
     if y.numel() == 0:
         return
     heads, outputs, inputs = weight.shape
-    columns = block_columns(heads * outputs, x.element_size())
-    grid = (triton.cdiv(len(x), BLOCK_ROWS), triton.cdiv(outputs, columns), heads)
+    block_width = choose_block_width(heads * outputs, x.element_size())
+    grid = (triton.cdiv(len(x), BLOCK_ROWS), triton.cdiv(outputs, block_width), heads)
     _linear[grid](
-        *(x, weight, bias, y, len(x), outputs, inputs, *x.stride()[:2], *y.stride()[:2]),
-        *(BLOCK_ROWS, columns, BLOCK_INPUTS if x.element_size() == 2 else BLOCK_INPUTS // 2),
+        x,
+        weight,
+        bias,
+        y,
+        len(x),
+        outputs,
+        inputs,
+        x.stride(0),
+        x.stride(1),
+        y.stride(0),
+        y.stride(1),
+        BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_COLUMNS=block_width,
+        BLOCK_INPUTS=BLOCK_INPUTS if x.element_size() == 2 else BLOCK_INPUTS // 2,
         num_warps=4,
         num_stages=4 if x.element_size() == 2 else 3,
     )
 
 
-def block_columns(outputs: int, element_bytes: int) -> int:
-    """Columns of a tile: a power of two that gives at least PROGRAMS tiles, between 16 and 128 (64 of float32)."""
-    wanted = max(outputs // PROGRAMS, 1)
+def choose_block_width(outputs: int, element_bytes: int) -> int:
+    """Outputs of a tile: a power of two, 16 to 128 (64 in float32), that gives at least MIN_PROGRAMS tiles."""
+    wanted = max(outputs // MIN_PROGRAMS, 1)
     return min(max(16, 1 << (wanted.bit_length() - 1)), 128 if element_bytes == 2 else 64)
 
 
@@ -90,8 +101,7 @@ def _linear(
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
 ):
-    """One tile of y, of one head. Programs that follow each other share their columns, so that a weight is read from
-    memory once."""
+    """Compute one tile of y for one head. Consecutive programs share their columns, so that weights are read once."""
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     head = tl.program_id(2).to(tl.int64)
@@ -100,12 +110,14 @@ def _linear(
     weight_rows = weight + (head * outputs + column)[None, :] * inputs
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
     for start in range(0, inputs, BLOCK_INPUTS):
-        at = start + step
-        left = tl.load(x_rows + at[None, :], mask=(row < rows)[:, None] & (at < inputs)[None, :], other=0.0)
-        right = tl.load(weight_rows + at[:, None], mask=(column < outputs)[None, :] & (at < inputs)[:, None], other=0.0)
+        depth = start + step
+        left = tl.load(x_rows + depth[None, :], mask=(row < rows)[:, None] & (depth < inputs)[None, :], other=0.0)
+        right = tl.load(
+            weight_rows + depth[:, None], mask=(column < outputs)[None, :] & (depth < inputs)[:, None], other=0.0
+        )
         total = dot(left, right, total)
     if bias is not None:
         total += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
-    inside = (row < rows)[:, None] & (column < outputs)[None, :]
-    places = y + head * y_head + row.to(tl.int64)[:, None] * y_row + column[None, :]
-    tl.store(places, total.to(y.dtype.element_ty), mask=inside)
+    mask = (row < rows)[:, None] & (column < outputs)[None, :]
+    target = y + head * y_head + row.to(tl.int64)[:, None] * y_row + column[None, :]
+    tl.store(target, total.to(y.dtype.element_ty), mask=mask)

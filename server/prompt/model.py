@@ -1,59 +1,107 @@
-"""What the server knows of the model that it serves: names, tokenizer, chat template, defaults for sampling.
-
-Read once at start from the checkpoint's text files; knows neither weights nor the engine.
-"""
+"""The text side of the served model: names, tokenizer, chat template, sampling defaults, read once at start."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from serve_llm.engine.errors import ModelError
-from serve_llm.engine.hub import read_json, resolve_tokenizer
-from serve_llm.engine.options import Options
-from serve_llm.server.errors import ModelNotFound
+from serve_llm.common.errors import ModelError
+from serve_llm.common.hub import read_json, resolve_tokenizer
+from serve_llm.common.options.schema import Options
+from serve_llm.common.types import Adapter
+from serve_llm.server.dialects.choose import choose_dialect
+from serve_llm.server.dialects.dialect import Dialect
+from serve_llm.server.dialects.fingerprint import find_header
+from serve_llm.server.dialects.selfcheck import describe_dialect
+from serve_llm.server.dialects.turn import opens_reasoning
+from serve_llm.server.http.errors import ModelNotFound, Unsupported
+from serve_llm.server.prompt.fill_in_middle import FillInMiddle, find_fill_in_middle
 from serve_llm.server.prompt.template import ChatTemplate, load_template
 from serve_llm.server.prompt.tokenizer import Tokenizer, load_tokenizer
+from serve_llm.server.prompt.vector_settings import VectorSettings, read_vector_settings
 
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    names: tuple[str, ...]  # that requests may use; the first stands in replies
+    names: tuple[str, ...]  # accepted in requests; replies use the first
     root: str  # the model as the user named it
     directory: Path
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    eos_ids: tuple[int, ...]
-    defaults: dict[str, float]  # of SamplingParams, from generation_config.json
+    eos_ids: tuple[int, ...]  # end a text
+    defaults: dict[str, float]  # fields of SamplingParams, from generation_config.json
+    vectors: VectorSettings
+    dialect: Dialect | None = None  # how the model writes reasoning and calls; None: all its text is content
+    dialect_source: str = ""  # where it comes from, for the log
+    fill_in_middle: FillInMiddle | None = None  # None: the model has no tokens for it
+    tokenizer_class: str | None = None  # as tokenizer_config.json names it
+    turn_header: str = ""  # what the template writes before a turn of the model
+    adapters: dict[str, Adapter] = field(default_factory=dict)  # by name; changes while the server runs
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """Whether the text that the model adds to `prompt` begins inside its reasoning."""
+        return self.dialect is not None and opens_reasoning(self.dialect, prompt, self.turn_header)
+
+    @property
+    def turn_end_ids(self) -> tuple[int, ...]:
+        """The ids that end a turn: `eos_ids`, and the tokens that the dialect names."""
+        ends = () if self.dialect is None else self.dialect.ends
+        added = self.tokenizer.added_tokens
+        return tuple(dict.fromkeys((*self.eos_ids, *(added[end] for end in ends if end in added))))
+
+    def describe_dialect(self) -> str:
+        """One line for the log, with the verdict of the self-check."""
+        return describe_dialect(self.dialect, self.dialect_source, self.template)
 
     def check_name(self, name: str | None) -> str:
-        """The name to answer with. Raises ModelNotFound. No name means the served model."""
+        """The model name for the reply, which may be that of an adapter; None means the served model. Raises
+        ModelNotFound."""
         if name is None:
             return self.names[0]
-        if name not in self.names:
-            raise ModelNotFound(f"the model {name!r} does not exist; served here: {', '.join(self.names)}", "model")
+        if name not in self.names and name not in self.adapters:
+            served = ", ".join((*self.names, *self.adapters))
+            raise ModelNotFound(f"the model {name!r} does not exist; this server serves {served}", "model")
         return name
+
+    def check_base_name(self, name: str | None) -> str:
+        """As `check_name`, for requests that adapters do not take. Raises Unsupported too."""
+        if name in self.adapters:
+            raise Unsupported(f"the adapter {name} generates text only; vectors are of the base model", "model")
+        return self.check_name(name)
+
+    def find_adapter(self, name: str) -> Adapter | None:
+        """The adapter that a name stands for; None for the base model. Raises ModelNotFound."""
+        return None if name in self.names else self.adapters[self.check_name(name)]
 
     @classmethod
     def load(cls, directory: Path, options: Options) -> ServedModel:
-        """Reads the text side of the checkpoint in `directory`. Raises ModelError, OptionError."""
+        """Read the checkpoint's text files in `directory`. Raises ModelError, OptionError."""
         text_directory = directory
         if options.tokenizer is not None:
             text_directory = resolve_tokenizer(options.tokenizer, options.download_dir)
         tokenizer = load_tokenizer(text_directory)
         config = _optional_json(directory / "config.json")
         _check_vocabulary(tokenizer, config.get("vocab_size"), text_directory)
+        tokenizer_class = _optional_json(text_directory / "tokenizer_config.json").get("tokenizer_class")
         generation = _optional_json(directory / "generation_config.json")
+        template = load_template(options.chat_template, text_directory, tokenizer.named_tokens)
+        chosen = choose_dialect(options.dialect, text_directory, template, tokenizer.added_tokens)
         return cls(
             names=options.served_model_name or (options.model,),
             root=options.model,
             directory=directory,
             tokenizer=tokenizer,
-            template=load_template(options.chat_template, text_directory, tokenizer.named_tokens),
+            template=template,
             eos_ids=_eos_ids(generation, config, tokenizer),
             defaults=_defaults(generation) if options.generation_config == "auto" else {},
+            vectors=read_vector_settings(directory, text_directory, config, options.classifier_from_token),
+            dialect=chosen.dialect,
+            dialect_source=chosen.source,
+            fill_in_middle=find_fill_in_middle(tokenizer),
+            tokenizer_class=tokenizer_class if isinstance(tokenizer_class, str) else None,
+            turn_header="" if template is None or chosen.dialect is None else find_header(template),
         )
 
 
@@ -62,7 +110,7 @@ def _optional_json(path: Path) -> dict[str, object]:
 
 
 def _check_vocabulary(tokenizer: Tokenizer, vocab_size: object, directory: Path) -> None:
-    """Raises ModelError if the tokenizer writes ids that the model does not have. (Added tokens it may have more.)"""
+    """Raise ModelError if the tokenizer has ids outside the model's vocabulary. Added tokens may lie outside."""
     highest = max(tokenizer.rust.get_vocab(with_added_tokens=False).values(), default=0)
     if isinstance(vocab_size, int) and highest >= vocab_size:
         raise ModelError(
@@ -72,16 +120,16 @@ def _check_vocabulary(tokenizer: Tokenizer, vocab_size: object, directory: Path)
 
 
 def _eos_ids(generation: dict[str, object], config: dict[str, object], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """generation_config.json knows best, then config.json, then the tokenizer."""
-    for found in (generation.get("eos_token_id"), config.get("eos_token_id"), tokenizer.eos_id):
-        if found is not None:
-            ids = found if isinstance(found, list) else [found]
+    """From generation_config.json, else config.json, else the tokenizer."""
+    for eos in (generation.get("eos_token_id"), config.get("eos_token_id"), tokenizer.eos_id):
+        if eos is not None:
+            ids = eos if isinstance(eos, list) else [eos]
             return tuple(token_id for token_id in ids if isinstance(token_id, int))
     return ()
 
 
 def _defaults(generation: dict[str, object]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    defaults: dict[str, float] = {}
     for name in _DEFAULTED:
         value = generation.get(name)
         if value is None:
@@ -91,5 +139,5 @@ def _defaults(generation: dict[str, object]) -> dict[str, float]:
                 f"generation_config.json: {name} must be a number, not {value!r}; correct it, or use "
                 "--generation-config none"
             )
-        found[name] = int(value) if name == "top_k" else value
-    return found
+        defaults[name] = int(value) if name == "top_k" else value
+    return defaults

@@ -1,7 +1,8 @@
-"""Runs `jobs`: small ones here, the others in processes that can be killed, so that no body stalls anybody's stream.
+"""Run the jobs of `prompt.jobs`: small ones in this process, large or untrusted ones in worker processes, so that no
+request body blocks the streams of other requests.
 
-A thread would not do: it shares the interpreter's lock with the event loop, and it cannot be ended. A worker process
-(`worker`) kills itself when a job takes too long; the next job gets a new one.
+Threads would not do: they share the interpreter's lock with the event loop and cannot be killed. A worker process
+(`prompt.worker`) kills itself when a job takes too long; the next job starts a new one.
 """
 
 from __future__ import annotations
@@ -22,176 +23,298 @@ from typing import TypeVar
 
 import msgspec
 
-from serve_llm.engine.options import Options
-from serve_llm.engine.types import ModelFacts
-from serve_llm.server import errors
-from serve_llm.server.errors import DeadlineExceeded, InvalidRequest, RequestError, Unavailable
-from serve_llm.server.prompt.jobs import JOBS, Context, NotHere
+from serve_llm.common.options.schema import Options
+from serve_llm.common.types import Adapter, ModelInfo
+from serve_llm.server.http import errors
+from serve_llm.server.http.errors import DeadlineExceeded, InvalidRequest, RequestError, Unavailable
+from serve_llm.server.prompt.context import Context, GrammarNeeded, NeedsWorker
+from serve_llm.server.prompt.jobs import JOBS
+from serve_llm.server.structured_output.compiler import (
+    CompilerHost,
+    Grammar,
+    GrammarCache,
+    GrammarCompiler,
+)
+from serve_llm.server.structured_output.turn_form import GrammarSource, compute_key, encode_source, name_param
 
 Result = TypeVar("Result", bound=msgspec.Struct)
 
-SMALL_BYTES = 8192  # of a body: about a millisecond of work, for which the event loop may stand still
-MAX_JOBS = 256  # at a time, most of which wait
-MAX_WAIT_SECONDS = 10.0  # for a job's turn, as far as can be told
+SMALL_BYTES = 8192  # bodies up to this size run in this process; they take about a millisecond
+MAX_JOBS = 256  # running and waiting
+MAX_WAIT_SECONDS = 10.0  # longest estimated wait for a worker
 START_SECONDS = 60.0  # for a worker's imports and the tokenizer
-GRACE_SECONDS = 0.5  # for a job's answer to be read after its time was over
-LENGTH = struct.Struct(">I")  # before each message
+GRAMMAR_SECONDS = 1.5  # the part of a job's time that a grammar may take to compile
+GRACE_SECONDS = 0.5  # added to a job's time, so that the worker's own alarm fires first
+LENGTH = struct.Struct(">I")  # precedes each message: its length in bytes
 
 
-class Setup(msgspec.Struct):
+class WorkerSetup(msgspec.Struct):
     """The first message to a worker."""
 
-    directory: str
+    directory: str  # the checkpoint's directory
     options: Options
-    facts: ModelFacts
+    facts: ModelInfo
 
 
 class Job(msgspec.Struct, array_like=True):
-    kind: str
-    content: bytes
+    kind: str  # a key of `JOBS`
+    content: bytes  # the body of the HTTP request
+    adapters: dict[str, Adapter] = {}  # as `ServedModel.adapters`
 
 
-class Refused(msgspec.Struct, array_like=True, tag=True):
-    """A RequestError, by its class."""
+class JobDone(msgspec.Struct, array_like=True, tag=True):
+    result: bytes  # the struct that the job returned, in msgpack
 
-    kind: str
+
+class JobRefused(msgspec.Struct, array_like=True, tag=True):
+    """The job raised a RequestError."""
+
+    kind: str  # the name of its class
     message: str
     param: str | None
 
+    def to_exception(self) -> RequestError:
+        error: RequestError = getattr(errors, self.kind)(self.message, self.param)
+        return error
 
-class Broken(msgspec.Struct, array_like=True, tag=True):
-    """A bug of ours."""
+
+class JobFailed(msgspec.Struct, array_like=True, tag=True):
+    """The job raised another exception: a bug."""
 
     traceback: str
 
 
-class Done(msgspec.Struct, array_like=True, tag=True):
-    result: bytes  # a struct of `jobs`, encoded
+class GrammarLookup(msgspec.Struct, array_like=True, tag=True):
+    """The job needs a grammar. The pool sends what it has cached, a Grammar or None; the worker compiles it then."""
+
+    key: bytes
+    param: str  # for an error about it
+
+
+class GrammarCompiled(msgspec.Struct, array_like=True, tag=True):
+    """The grammar of a GrammarLookup, for other workers and the server."""
+
+    key: bytes
+    grammar: Grammar
+
+
+class TokenizerLoading(msgspec.Struct, array_like=True, tag=True):
+    """The worker loads the tokenizer of grammars, which takes time that is not the job's."""
+
+
+JobReply = JobDone | JobRefused | JobFailed
+WorkerMessage = JobReply | GrammarLookup | GrammarCompiled | TokenizerLoading
+
+
+def build_grammar_compiler(context: Context, host: CompilerHost | None = None) -> GrammarCompiler:
+    model = context.model
+    return GrammarCompiler(
+        model.tokenizer.rust.to_str,
+        context.facts.vocab_size,
+        context.limits.grammar_bytes,
+        host,
+        model.dialect,
+        model.turn_end_ids,
+    )
 
 
 class PromptPool:
-    """Make it when the engine is ready; `close` it in the end."""
+    """Create it when the engine is ready; `close` it at the end."""
 
     def __init__(self, context: Context, options: Options) -> None:
-        self._context = context
-        self._setup = Setup(str(context.model.directory), options, context.facts)
+        compiler = build_grammar_compiler(context)
+        self._context = context._replace(grammars=compiler)
+        self.grammars = compiler.cache  # what workers compiled
+        self._setup = WorkerSetup(str(context.model.directory), options, context.facts)
         self._seconds = context.limits.prompt_seconds
-        self._size = max(3, min(4, (os.cpu_count() or 1) // 2))  # of few cores too: some may be busy with bombs
+        # At least 3 on few cores too: hostile requests may keep some of them busy.
+        self._size = max(3, min(4, (os.cpu_count() or 1) // 2))
         self._threads: ThreadPoolExecutor | None = None
-        self._own = threading.local()  # each thread has a worker of its own
-        self._workers: set[Worker] = set()
+        self._local = threading.local()  # each thread has its own worker
+        self._workers: set[PromptWorker] = set()
         self._num_jobs = 0
-        self._job_seconds = 0.0  # that jobs take lately
+        self._job_seconds = 0.0  # moving average of the time that a job takes
         self._is_closed = False
 
-    def warm(self) -> None:
-        """Start the first worker now, so that nobody waits for it."""
-        self._executor().submit(self._worker)
+    def start_first_worker(self) -> None:
+        """Start one worker in the background, so that the first large request or grammar does not wait for it."""
+        self._executor().submit(self._warm_worker)
+
+    def _warm_worker(self) -> None:
+        worker = self._get_worker()
+        worker.run(Job("warm", b""), self._seconds, self.grammars)
 
     async def run(self, kind: str, content: bytes, result: type[Result], deadline: float | None = None) -> Result:
-        """What `JOBS[kind]` makes of a body. Raises RequestError; DeadlineExceeded where its turn comes
-        after the `deadline` (in time.perf_counter()'s seconds)."""
+        """What `JOBS[kind]` returns for a request body.
+
+        deadline: latest start of the job in a worker, in time.perf_counter() seconds. Raises RequestError:
+        DeadlineExceeded past the deadline, Unavailable when too many jobs wait."""
         if len(content) <= SMALL_BYTES:
-            with contextlib.suppress(NotHere):
-                found = JOBS[kind](content, self._context)
-                assert isinstance(found, result)
-                return found
+            with contextlib.suppress(NeedsWorker):
+                try:
+                    return self._run_here(kind, content, result)
+                except GrammarNeeded as needed:
+                    await self._compile(needed.source, deadline)
+                return self._run_here(kind, content, result)
+        return msgspec.msgpack.decode(
+            await self._send_to_worker(Job(kind, content, self._context.model.adapters), deadline), type=result
+        )
+
+    def _run_here(self, kind: str, content: bytes, result: type[Result]) -> Result:
+        """Raises NeedsWorker, RequestError."""
+        done = JOBS[kind](content, self._context)
+        assert isinstance(done, result)
+        return done
+
+    async def _compile(self, source: GrammarSource, deadline: float | None) -> None:
+        """Have a worker compile a grammar, and keep it or the error."""
+        content = encode_source(source)
+        key = compute_key(source)
+        try:
+            found = msgspec.msgpack.decode(await self._send_to_worker(Job("grammar", content), deadline), type=Grammar)
+        except InvalidRequest as error:  # the worker was killed
+            found = self.grammars.get(key) or _build_refusal(name_param(source), error.message)
+        self.grammars.put(key, found)
+
+    async def _send_to_worker(self, job: Job, deadline: float | None) -> bytes:
+        """The encoded result. Raises RequestError."""
         wait = self._num_jobs / self._size * self._job_seconds
         if self._num_jobs >= MAX_JOBS or (self._num_jobs > self._size and wait > MAX_WAIT_SECONDS):
-            raise Unavailable("too many large requests wait to be read", retry_after=max(1, round(wait)))
+            raise Unavailable("too many large requests are waiting to be parsed", retry_after=max(1, round(wait)))
         self._num_jobs += 1
         try:
-            work = functools.partial(self._run_apart, kind, content, deadline)
+            work = functools.partial(self._run_in_worker, job, deadline)
             reply = await asyncio.get_running_loop().run_in_executor(self._executor(), work)
         finally:
             self._num_jobs -= 1
-        if isinstance(reply, Refused):
-            error: RequestError = getattr(errors, reply.kind)(reply.message, reply.param)
-            raise error
-        if isinstance(reply, Broken):
+        if isinstance(reply, JobRefused):
+            raise reply.to_exception()
+        if isinstance(reply, JobFailed):
             raise RuntimeError(reply.traceback)
-        return msgspec.msgpack.decode(reply.result, type=result)
+        return reply.result
 
     def close(self) -> None:
-        """Idempotent. Jobs under way fail."""
+        """Kill all workers; running jobs fail. Idempotent."""
         self._is_closed = True
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in list(self._workers):
-            worker.end()
+            worker.kill()
 
     def _executor(self) -> ThreadPoolExecutor:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._size, "prompt")
         return self._threads
 
-    def _worker(self) -> Worker:
-        worker: Worker | None = getattr(self._own, "worker", None)
-        if worker is None or not worker.is_usable:
-            if worker is not None:
-                worker.end()
-            worker = self._own.worker = Worker()
-            self._workers = {other for other in self._workers if other.is_usable} | {worker}
-            if self._is_closed:  # meanwhile
-                worker.end()
-            worker.start(self._setup)
+    def _get_worker(self) -> PromptWorker:
+        """The worker of this thread, started if it has none that is usable. Raises Unavailable."""
+        worker: PromptWorker | None = getattr(self._local, "worker", None)
+        if worker is not None and worker.is_usable:
+            return worker
+        if worker is not None:
+            worker.kill()
+        worker = PromptWorker()
+        self._local.worker = worker
+        self._workers = {other for other in self._workers if other.is_usable} | {worker}
+        if self._is_closed:  # while the process was started
+            worker.kill()
+        worker.start(self._setup)
         return worker
 
-    def _run_apart(self, kind: str, content: bytes, deadline: float | None) -> Done | Refused | Broken:
-        worker, began = self._worker(), time.perf_counter()
+    def _run_in_worker(self, job: Job, deadline: float | None) -> JobReply:
+        """Runs in a thread of the pool."""
+        worker = self._get_worker()
+        began = time.perf_counter()
         if deadline is not None and began > deadline:
-            raise DeadlineExceeded("the request's time was over before it was read")
+            raise DeadlineExceeded("the request's time was over before it was parsed")
         try:
-            return worker.run(Job(kind, content), self._seconds)
+            return worker.run(job, self._seconds, self.grammars)
         except TimeoutError:
-            raise InvalidRequest(f"reading, template and tokenizing took more than {self._seconds:g} s") from None
+            message = f"parsing, rendering and tokenizing took more than {self._seconds:g} s"
+            grammar_seconds = min(self._seconds, GRAMMAR_SECONDS)
+            raise self._explain_death(worker, message, f"compiling it took more than {grammar_seconds:g} s") from None
         except (OSError, EOFError, ValueError):
-            raise InvalidRequest("the process that read the request ended: it takes too much memory") from None
+            message = "the process that parsed the request died: it needs too much memory"
+            raise self._explain_death(worker, message, "compiling it needs too much memory") from None
         finally:
             self._job_seconds = 0.7 * self._job_seconds + 0.3 * (time.perf_counter() - began)
 
+    def _explain_death(self, worker: PromptWorker, message: str, grammar_reason: str) -> InvalidRequest:
+        """The error of a job whose worker was killed. A grammar that it was compiling is not tried again."""
+        lookup = worker.compiling
+        if lookup is None:
+            return InvalidRequest(message)
+        refusal = _build_refusal(lookup.param, grammar_reason)
+        self.grammars.put(lookup.key, refusal)
+        return InvalidRequest(refusal.error, refusal.param)
 
-class Worker:
-    """One process, used by one thread. It ends with this process: a pipe is its leash."""
+
+def _build_refusal(param: str, reason: str) -> Grammar:
+    return Grammar(error=f"{param} is too complex: {reason}", param=param)
+
+
+class PromptWorker:
+    """The parent's side of one worker process, used by one thread. The process ends when its stdin closes, so it never
+    outlives this process."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-P", "-m", "serve_llm.server.prompt.worker"]
-        # Not in this process' session: the terminal's Ctrl-C is not meant for it.
+        # In a session of its own, which the terminal's Ctrl-C does not reach.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=0
         )
-        self._is_ended = False
+        self._is_killed = False
+        self._received = bytearray()  # and not used yet
+        self.compiling: GrammarLookup | None = None  # the grammar that is being compiled
 
     @property
     def is_usable(self) -> bool:
-        return not self._is_ended and self._process.poll() is None
+        return not self._is_killed and self._process.poll() is None
 
-    def start(self, setup: Setup) -> None:
-        """Raises Unavailable if it cannot."""
+    def start(self, setup: WorkerSetup) -> None:
+        """Wait until the process is ready. Raises Unavailable if it fails."""
         try:
             self._send(msgspec.msgpack.encode(setup))
             self._receive(START_SECONDS)
         except (OSError, EOFError, ValueError) as error:
-            self.end()
-            raise Unavailable(f"the process that reads large requests did not start: {error}") from None
+            self.kill()
+            raise Unavailable(f"the process that parses large requests did not start: {error}") from None
 
-    def run(self, job: Job, seconds: float) -> Done | Refused | Broken:
-        """Raises TimeoutError, EOFError or OSError when it takes too much; the process is gone then."""
+    def run(self, job: Job, seconds: float, grammars: GrammarCache) -> JobReply:
+        """Run a job. Raises TimeoutError when it takes longer, EOFError or OSError when the process dies.
+
+        After an exception the process is gone, and `compiling` is the grammar that it was compiling.
+        """
+        self.compiling = None
+        deadline = time.monotonic() + seconds + GRACE_SECONDS
         try:
             self._send(msgspec.msgpack.encode(job))
-            return msgspec.msgpack.decode(self._receive(seconds + GRACE_SECONDS), type=Done | Refused | Broken)
+            while True:
+                received = self._receive(max(0.0, deadline - time.monotonic()))
+                message: WorkerMessage = msgspec.msgpack.decode(received, type=WorkerMessage)
+                if isinstance(message, GrammarLookup):
+                    found = grammars.get(message.key)
+                    self.compiling = message if found is None else None
+                    self._send(msgspec.msgpack.encode(found))
+                elif isinstance(message, GrammarCompiled):
+                    grammars.put(message.key, message.grammar)
+                    self.compiling = None
+                elif isinstance(message, TokenizerLoading):
+                    deadline += START_SECONDS
+                else:
+                    return message
         except EOFError:
-            self.end()
-            if self._process.returncode == -signal.SIGALRM:  # its own alarm clock
+            self.kill()
+            if self._process.returncode == -signal.SIGALRM:  # its own alarm
                 raise TimeoutError from None
             raise
         except BaseException:
-            self.end()
+            self.kill()
             raise
 
-    def end(self) -> None:
-        """Kill it. Idempotent."""
-        self._is_ended = True
+    def kill(self) -> None:
+        """Idempotent."""
+        self._is_killed = True
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -200,25 +323,32 @@ class Worker:
 
     def _send(self, message: bytes) -> None:
         assert self._process.stdin is not None
-        rest = memoryview(LENGTH.pack(len(message)) + message)
-        while rest:
-            rest = rest[os.write(self._process.stdin.fileno(), rest) :]
+        descriptor = self._process.stdin.fileno()
+        unsent = memoryview(LENGTH.pack(len(message)) + message)
+        while unsent:
+            unsent = unsent[os.write(descriptor, unsent) :]
 
     def _receive(self, seconds: float) -> bytes:
         """The next message. Raises TimeoutError, EOFError."""
+        deadline = time.monotonic() + seconds
+        self._receive_bytes(LENGTH.size, deadline)
+        size = LENGTH.size + LENGTH.unpack_from(self._received)[0]
+        self._receive_bytes(size, deadline)
+        message = bytes(self._received[LENGTH.size : size])
+        del self._received[:size]
+        return message
+
+    def _receive_bytes(self, number: int, deadline: float) -> None:
+        """Wait until `number` bytes have been received."""
         assert self._process.stdout is not None
-        descriptor, received, wanted = self._process.stdout.fileno(), bytearray(), LENGTH.size
+        descriptor = self._process.stdout.fileno()
         poller = select.poll()
         poller.register(descriptor, select.POLLIN)
-        deadline = time.monotonic() + seconds
-        while len(received) < wanted:
+        while len(self._received) < number:
             if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 raise TimeoutError
             data = os.read(descriptor, 2**20)
             if not data:
                 self._process.wait()
                 raise EOFError("it ended")
-            received += data
-            if wanted == LENGTH.size and len(received) >= wanted:
-                wanted += LENGTH.unpack_from(received)[0]
-        return bytes(received[LENGTH.size :])
+            self._received += data

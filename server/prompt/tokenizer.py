@@ -1,41 +1,41 @@
-"""Text to ids and back, by the plain `tokenizers` library.
-
-Knows no requests and no HTTP; imports neither torch nor transformers (`convert` does so, in a process of its own).
-"""
+"""Encode text to token ids and decode them, with the `tokenizers` library alone: transformers would import torch."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from tokenizers import Tokenizer as RustTokenizer
 
-from serve_llm.engine.errors import ModelError
-from serve_llm.engine.hub import read_json
-from serve_llm.server.prompt.convert import converted
+from serve_llm.common.errors import ModelError
+from serve_llm.common.hub import read_json
+from serve_llm.common.tokenizer_files import find_tokenizer
+
+Side = Literal["left", "right"]
 
 _SPACE = "\u2581"  # sentencepiece's mark for a space
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable character (GPT-2's table): printable Latin-1 stands for itself,
-    the other bytes, in order, for the characters from U+0100 on."""
+    """GPT-2's table, by which byte-level BPE writes each byte as one printable character: printable Latin-1 bytes are
+    written as themselves, the other bytes, in order, as the characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
-    return table | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    return table | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 _BYTE_OF_CHARACTER = _byte_of_character()
 
 
-class _Step(msgspec.Struct):
+class _DecoderStep(msgspec.Struct):
     """One step of a tokenizer's decoder, as tokenizer.json writes it."""
 
     type: str
-    decoders: list[_Step] = []
+    decoders: list[_DecoderStep] = []
     content: str = ""
     start: int = 0
     pattern: dict[str, str] = {}
@@ -44,70 +44,118 @@ class _Step(msgspec.Struct):
 
     @property
     def marks_spaces(self) -> bool:
-        """Turns sentencepiece's mark, and nothing else, into a space."""
+        """Whether the step replaces sentencepiece's mark, and nothing else, by a space."""
         return (self.pattern == {"String": _SPACE} and self.content == " ") or self.replacement == _SPACE
 
 
 class Decoding(msgspec.Struct, frozen=True):
-    """How ids become text, where that is a concatenation of each token's bytes."""
+    """How ids become text, for tokenizers whose text is the concatenation of each token's bytes."""
 
-    byte_level: bool  # GPT-2's byte characters; else sentencepiece's space mark
+    byte_level: bool  # GPT-2's byte characters; otherwise sentencepiece's space mark
     byte_fallback: bool  # a token named <0x41> is that byte
-    strip_first_space: bool  # of the whole text
+    strip_first_space: bool  # at the beginning of the whole text
 
 
 class Tokenizer:
-    """`special_ids`: ids that text leaves out unless asked for. `eos_id`: the tokenizer's own end of sequence, if any.
-    `named_tokens`: bos_token, eos_token, ... as chat templates know them."""
+    """added_tokens: id by text, of tokens beside the vocabulary. special_ids: those that `decode` skips by default.
+    begin_id: what `encode` puts before every text, if anything. eos_id: the tokenizer's end-of-sequence id, if any.
+    named_tokens: bos_token, eos_token, ... as chat templates name them. longest_token: its characters."""
 
     def __init__(self, rust: RustTokenizer, named_tokens: dict[str, str]) -> None:
-        rust.no_truncation()  # some tokenizer.json files carry what their training used
+        rust.no_truncation()  # some tokenizer.json files contain settings of their training
         rust.no_padding()
         self.rust = rust
         self.named_tokens = named_tokens
-        self.special_ids = frozenset(
-            token_id for token_id, token in rust.get_added_tokens_decoder().items() if token.special
-        )
+        added = rust.get_added_tokens_decoder()
+        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         eos = named_tokens.get("eos_token")
         self.eos_id: int | None = None if eos is None else rust.token_to_id(eos)
+        self.begin_id = self._find_begin_id()
         self.decoding = _read_decoding(rust)
-        self.longest_token = max(map(len, rust.get_vocab(with_added_tokens=True)), default=1)  # characters
+        self.longest_token = max(map(len, rust.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a text. Releases the GIL while it works (`encode` of the library does not)."""
+        """Ids of a text. Releases the GIL, which the library's own `encode` does not."""
         ids: list[int] = self.rust.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
+    def _find_begin_id(self) -> int | None:
+        """The special token that is put before every text, if there is one."""
+        return self.encode("x", add_special_tokens=True)[0] if 0 in self.find_added_positions("x") else None
+
+    def find_added_positions(self, text: str) -> list[int]:
+        """Where the ids of `encode(text, add_special_tokens=True)` hold tokens that are not part of the text."""
+        mask = self.rust.encode_batch([text], add_special_tokens=True)[0].special_tokens_mask
+        return [position for position, is_added in enumerate(mask) if is_added]
+
+    def encode_truncated(
+        self, text: str, second: str | None, max_tokens: int, side: Side, add_special_tokens: bool
+    ) -> tuple[list[int], int | None]:
+        """Ids of a text, or of a pair of texts, cut on this side to at most `max_tokens`, special tokens included.
+
+        Of a pair the longer text is cut first. Also returns the index at which the second text's token type begins;
+        None without one.
+        """
+        texts = [text] if second is None else [text, second]
+        encodings = self.rust.encode_batch(texts, add_special_tokens=False)
+        num_special = self.rust.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
+        room = max(0, max_tokens - num_special)
+        lengths = [len(encoding) for encoding in encodings]
+        if sum(lengths) > room:
+            kept = [room] if second is None else _share_room(lengths[0], lengths[1], room)
+            for encoding, count in zip(encodings, kept, strict=True):
+                encoding.truncate(count, direction=side)
+        whole = self.rust.post_process(encodings[0], encodings[1] if second is not None else None, add_special_tokens)
+        types = whole.type_ids
+        return whole.ids, types.index(1) if 1 in types else None
+
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids; unknown ids are left out. Releases the GIL as `encode` does."""
+        """Text of ids, without unknown ids. Releases the GIL."""
         text: str = self.rust.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text; not necessarily whole characters."""
+        """The bytes that a token adds to a text, which may be parts of a character."""
         token = self.rust.id_to_token(token_id)
         if token is None:
             return b""
         if self.decoding is None:
             return self.decode([token_id], skip_special_tokens=False).encode()
         if self.decoding.byte_level:
-            found = [_BYTE_OF_CHARACTER.get(character) for character in token]
-            # An added token may hold characters outside the table; the library then takes it as it stands.
-            return token.encode() if None in found else bytes(byte for byte in found if byte is not None)
+            token_bytes = [_BYTE_OF_CHARACTER.get(character) for character in token]
+            # An added token may contain characters outside the table; the library then takes it literally.
+            if None in token_bytes:
+                return token.encode()
+            return bytes(byte for byte in token_bytes if byte is not None)
         if self.decoding.byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(byte[1])
         return token.replace(_SPACE, " ").encode()
 
+    def token_name(self, token_id: int) -> str:
+        """A token as the vocabulary writes it."""
+        return self.rust.id_to_token(token_id) or ""
+
     def token_text(self, token_id: int) -> str:
-        """A token as logprobs show it; bytes that are no whole characters become U+FFFD."""
+        """A token as logprobs show it; incomplete characters become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
 
+def _share_room(first: int, second: int, room: int) -> tuple[int, int]:
+    """Tokens kept of two texts of these lengths that are longer than `room` together: the longer one is cut first."""
+    half = room // 2
+    if first <= half:
+        return first, room - first
+    if second <= half:
+        return room - second, second
+    return (room - half, half) if first > second else (half, room - half)
+
+
 def _read_decoding(rust: RustTokenizer) -> Decoding | None:
-    """None: the decoder is none of the known concatenations, text must come from the library."""
+    """None if the decoder is not a known concatenation of bytes: then only the library can decode."""
     if rust.decoder is None:
         return None
-    decoder = msgspec.json.decode(rust.decoder.__getstate__(), type=_Step)
+    decoder = msgspec.json.decode(rust.decoder.__getstate__(), type=_DecoderStep)
     steps = [step for step in decoder.decoders or [decoder] if step.type != "Fuse"]
     if not steps:
         return None
@@ -126,12 +174,11 @@ def _read_decoding(rust: RustTokenizer) -> Decoding | None:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint directory, converted first where it has no tokenizer.json. Raises ModelError."""
-    if not (directory / "tokenizer.json").is_file():
-        directory = converted(directory)
+    """The tokenizer of a checkpoint directory, converted first if it has no tokenizer.json. Raises ModelError."""
+    directory = find_tokenizer(directory)
     try:
         rust = RustTokenizer.from_file(str(directory / "tokenizer.json"))
-    except BaseException as error:  # the library raises plain Exception, and for bugs of its own what is not even that
+    except BaseException as error:  # its panics are not subclasses of Exception
         if isinstance(error, KeyboardInterrupt):
             raise
         raise ModelError(f"{directory / 'tokenizer.json'} cannot be read: {error}; copy or download it again") from None

@@ -1,36 +1,61 @@
-"""From a text-level request to the id-level `Sampling` that the engine trusts, or an error that names the parameter.
+"""Turn text-level parameters into the id-level `Sampling` that the engine trusts, or name the invalid field.
 
-Everything here depends on the model: vocabulary, context length, tokenizer. Ranges are `params`' business.
+All checks here depend on the model: vocabulary, context length, tokenizer. `SamplingParams` checks ranges.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 
 import msgspec
 
-from serve_llm.engine.limits import Limits
-from serve_llm.engine.types import ModelFacts, Sampling
-from serve_llm.server.errors import ContextTooLong, InvalidRequest
+from serve_llm.common.options.limits import Limits
+from serve_llm.common.types import GREEDY_BELOW, Adapter, ModelInfo, Sampling, ThinkingBudget
+from serve_llm.server.dialects.tool import Tool
+from serve_llm.server.http.errors import ContextTooLong, InvalidRequest, Unsupported
 from serve_llm.server.prompt.model import ServedModel
-from serve_llm.server.prompt.params import SamplingParams
+from serve_llm.server.sampling_params import SamplingParams
 
-_GREEDY_BELOW = 1e-5  # a temperature that divides logits into infinities
+
+class ReplyFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """How the text of a chat turn is read, with the model's dialect."""
+
+    tools: str  # JSON of the list of Tool that may be called; a schema may hold integers that msgpack cannot write
+    in_reasoning: bool  # whether the prompt has opened the reasoning
+    include_reasoning: bool
+    has_named_tool: bool  # whether the request names the function to call
+    num_previous_calls: int  # calls of the conversation so far
+
+    def read_tools(self) -> list[Tool]:
+        return msgspec.convert(json.loads(self.tools), list[Tool])
+
+
+class Echo(msgspec.Struct):
+    """The text of a prompt, to put before its choices."""
+
+    text: str
+    added_positions: list[int] = []  # where the prompt's ids hold tokens that the tokenizer added to the text
 
 
 class TextRequest(msgspec.Struct, kw_only=True):
-    """A request that will be accepted by the engine. Text-level `params`, and one `Sampling` per prompt."""
+    """A request that the engine can accept: text-level `params`, and one `Sampling` per prompt."""
 
     prompts: list[list[int]]  # ids, cut by truncate_prompt_tokens
-    samplings: list[Sampling]  # of choice 0 of each prompt; seed 0 where `params.seed` is None
+    samplings: list[Sampling]  # for choice 0 of each prompt; seed 0 if `params.seed` is None
     params: SamplingParams
-    echoes: list[str] | None = None  # what to put in front of each prompt's choices
+    end_ids: tuple[int, ...] = ()  # stop ids that are the model's own, unless `params.ignore_eos`
+    echoes: list[Echo] | None = None  # one per prompt
+    reply: ReplyFormat | None = None  # None: all text is content
     priority: int = 0
     cache_salt: str = ""
+    adapter: Adapter | None = None  # set where the request is submitted
+    pooling: bool = False  # the result is a vector of each prompt
+    second_text_starts: list[int | None] | None = None  # one per prompt; see `Request.second_text_start`
 
 
-def check_text(text: str, model: ServedModel, facts: ModelFacts, truncated: bool, param: str) -> None:
-    """Refuses, before any work is spent on it, a text that cannot fit whatever its tokens are."""
+def check_text(text: str, model: ServedModel, facts: ModelInfo, truncated: bool, param: str) -> None:
+    """Refuse a text that cannot fit whatever its tokens are, before tokenizing it. Raises ContextTooLong."""
     at_least = -(-len(text) // model.tokenizer.longest_token)
     if at_least > facts.max_model_len and not truncated:
         raise ContextTooLong(
@@ -42,67 +67,128 @@ def prepare(
     prompts: list[list[int]],
     params: SamplingParams,
     model: ServedModel,
-    facts: ModelFacts,
+    facts: ModelInfo,
     *,
     param: str = "prompt",
-    echo: Sequence[str | None] | None = None,
+    echo: Sequence[Echo | None] | None = None,
     default_max_tokens: int | None = None,
+    end_ids: tuple[int, ...] | None = None,
+    grammar: str = "",
+    reply: ReplyFormat | None = None,
+    thinking: ThinkingBudget | None = None,
     priority: int = 0,
     cache_salt: str = "",
 ) -> TextRequest:
-    """Checks everything against the model. Raises InvalidRequest.
+    """Check a request against the model. Raises InvalidRequest.
 
-    `param`: the field that the prompts came from. `echo`: put each prompt in front of its choices and their logprobs,
-    as the text that the client sent or, for None, as the ids' text. `default_max_tokens`: where `params.max_tokens` is
-    None, no more than that, even if there is room.
+    param: the field that holds the prompts. echo: put each prompt before its choices and their logprobs, as the text
+    that the client sent or, if None, as the decoded ids. default_max_tokens: upper bound if `params.max_tokens` is
+    None. end_ids: end the text, by default the model's `eos_ids`. grammar: what `params.structured_outputs` was
+    compiled to. reply: how the text is read. thinking: what `params.thinking_token_budget` means in ids.
     """
+    if not facts.generates:
+        raise Unsupported(f"this model ({facts.architecture}) returns vectors and generates no text")
+    if thinking is None and params.thinking_token_budget not in (None, -1):
+        raise Unsupported(
+            "thinking_token_budget works in chat only, with a model whose way to write reasoning is known",
+            "thinking_token_budget",
+        )
     for name, ids in (
         ("stop_token_ids", params.stop_token_ids),
         ("allowed_token_ids", params.allowed_token_ids),
+        ("logprob_token_ids", params.logprob_token_ids),
         ("logit_bias", params.logit_bias),
     ):
         if ids and len(ids) > facts.vocab_size:
             raise InvalidRequest(f"{name} has more entries than the vocabulary", name)
         _check_ids(ids or (), facts.vocab_size, name)
     bad_words_ids = _bad_words_ids(params.bad_words or [], model)
-    cut, samplings = [], []
-    for whole in prompts:
-        ids = _truncated(whole, params, facts)
+    end_ids = tuple(end_id for end_id in end_ids or model.eos_ids if end_id < facts.vocab_size)
+    truncated = []
+    samplings = []
+    for prompt in prompts:
+        ids = _truncate(prompt, params, facts)
         max_tokens = _max_tokens(len(ids), params, facts.max_model_len, param)
         if params.max_tokens is None and default_max_tokens is not None:
             max_tokens = min(max_tokens, max(default_max_tokens, params.min_tokens))
         _check_ids(ids, facts.vocab_size, param)
-        cut.append(ids)
-        samplings.append(_sampling(params, max_tokens, bad_words_ids, model, facts.vocab_size))
+        truncated.append(ids)
+        sampling = _sampling(params, max_tokens, bad_words_ids, end_ids, facts.vocab_size)
+        if grammar or thinking is not None:
+            sampling = msgspec.structs.replace(sampling, grammar=grammar, thinking=thinking)
+        samplings.append(sampling)
     echoes = None
+    if echo is not None and params.logprob_token_ids:
+        raise InvalidRequest("logprob_token_ids and echo exclude each other", "logprob_token_ids")
     if echo is not None:
         echoes = [
-            model.tokenizer.decode(ids, params.skip_special_tokens) if text is None or len(ids) < len(whole) else text
-            for text, ids, whole in zip(echo, cut, prompts, strict=True)
+            Echo(model.tokenizer.decode(ids, skip_special_tokens=False))
+            if one is None or len(ids) < len(prompt)
+            else one
+            for one, ids, prompt in zip(echo, truncated, prompts, strict=True)
         ]
         if params.logprobs is not None:
-            wanted = max(params.logprobs, params.prompt_logprobs or 0)
-            samplings = [msgspec.structs.replace(sampling, prompt_logprobs=wanted) for sampling in samplings]
+            num_logprobs = max(params.logprobs, params.prompt_logprobs or 0)
+            samplings = [msgspec.structs.replace(sampling, prompt_logprobs=num_logprobs) for sampling in samplings]
+    if grammar:  # which says it all; a schema may hold integers that msgpack cannot write
+        params = msgspec.structs.replace(params, structured_outputs=None)
     return TextRequest(
-        prompts=cut,
+        prompts=truncated,
         samplings=samplings,
         params=params,
+        end_ids=end_ids,
         echoes=echoes,
+        reply=reply,
         priority=priority,
         cache_salt=cache_salt,
     )
 
 
+def prepare_pooling(
+    prompts: list[list[int]],
+    facts: ModelInfo,
+    *,
+    param: str,
+    second_text_starts: list[int | None] | None = None,
+    priority: int = 0,
+) -> TextRequest:
+    """Check prompts of which vectors are wanted against the model. Raises InvalidRequest.
+
+    param: the field that holds the prompts.
+    """
+    for index, ids in enumerate(prompts):
+        place = param if len(prompts) == 1 else f"{param}[{index}]"
+        if not ids:
+            raise InvalidRequest(f"{place} has no tokens", param)
+        if len(ids) > facts.max_model_len:
+            raise ContextTooLong(
+                f"{place} has {len(ids)} tokens, but the context length is {facts.max_model_len} tokens; shorten it, "
+                "or set truncate_prompt_tokens",
+                param,
+            )
+        _check_ids(ids, facts.vocab_size, param)
+    return TextRequest(
+        prompts=prompts,
+        samplings=[Sampling(max_tokens=0, seed=0)] * len(prompts),
+        params=SamplingParams(max_tokens=0),
+        priority=priority,
+        pooling=True,
+        second_text_starts=second_text_starts,
+    )
+
+
 def check_volume(request: TextRequest, limits: Limits, param: str) -> None:
-    """Refuses what would take too much memory on its way to the engine and back. Raises InvalidRequest."""
-    num_ids = num_logprobs = 0
-    for ids, one in zip(request.prompts, request.samplings, strict=True):
-        num_ids += len(ids) + len(one.logit_bias) + len(one.allowed_token_ids) + sum(map(len, one.bad_words_ids))
-        num_ids += len(request.params.stop_token_ids or ())
-        if one.logprobs is not None:
-            num_logprobs += one.max_tokens * (one.logprobs + 1)
-        if one.prompt_logprobs is not None:
-            num_logprobs += len(ids) * (one.prompt_logprobs + 1)
+    """Refuse a request whose tokens or logprobs would take too much memory. Raises InvalidRequest."""
+    num_ids = 0
+    num_logprobs = 0
+    for ids, sampling in zip(request.prompts, request.samplings, strict=True):
+        num_ids += len(ids) + len(sampling.logit_bias) + len(sampling.allowed_token_ids)
+        num_ids += sum(map(len, sampling.bad_words_ids))
+        num_ids += len(request.params.stop_token_ids or ()) + len(sampling.grammar) // 4
+        if sampling.logprobs is not None:
+            num_logprobs += sampling.max_tokens * (sampling.logprobs + len(sampling.logprob_token_ids) + 1)
+        if sampling.prompt_logprobs is not None:
+            num_logprobs += len(ids) * (sampling.prompt_logprobs + 1)
     n = request.params.n
     if num_ids * n > limits.prompt_tokens:
         raise InvalidRequest(
@@ -125,18 +211,18 @@ def _check_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
             raise InvalidRequest(f"{param}: the vocabulary has no token {token_id}, only 0 to {vocab_size - 1}", param)
 
 
-def _truncated(ids: list[int], params: SamplingParams, facts: ModelFacts) -> list[int]:
+def _truncate(ids: list[int], params: SamplingParams, facts: ModelInfo) -> list[int]:
     keep = params.truncate_prompt_tokens
     if keep is None:
         return ids
     if keep == -1:
         room = 1 if params.max_tokens is None else params.max_tokens
         keep = max(1, facts.max_model_len - room)
-    return ids[-keep:]
+    return ids[:keep] if params.truncation_side == "right" else ids[-keep:]
 
 
 def _max_tokens(num_prompt: int, params: SamplingParams, max_model_len: int, param: str) -> int:
-    """How many tokens may follow a prompt. Raises ContextTooLong with the numbers when it does not fit."""
+    """How many tokens may follow the prompt. Raises ContextTooLong with the numbers when the request does not fit."""
     if num_prompt == 0:
         raise InvalidRequest(f"{param} has no tokens", param)
     room = max_model_len - num_prompt
@@ -149,14 +235,14 @@ def _max_tokens(num_prompt: int, params: SamplingParams, max_model_len: int, par
     if params.max_tokens is None:
         if params.min_tokens > room:
             raise ContextTooLong(
-                f"min_tokens ({params.min_tokens}) is more than the {room} tokens that the prompt's {num_prompt} leave "
-                f"of the context length of {max_model_len}",
+                f"min_tokens ({params.min_tokens}) is more than the {room} tokens that the prompt of {num_prompt} "
+                f"tokens leaves of the context length of {max_model_len}",
                 "min_tokens",
             )
         return room
     if params.max_tokens > room:
         raise ContextTooLong(
-            f"the prompt's {num_prompt} tokens and max_tokens ({params.max_tokens}) are together more than the context "
+            f"the prompt of {num_prompt} tokens and max_tokens ({params.max_tokens}) together exceed the context "
             f"length of {max_model_len} tokens",
             "max_tokens",
         )
@@ -164,22 +250,25 @@ def _max_tokens(num_prompt: int, params: SamplingParams, max_model_len: int, par
 
 
 def _bad_words_ids(words: list[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
-    """Each word as it stands at a text's beginning and after a space."""
-    found: dict[tuple[int, ...], None] = {}
+    """Each word as tokenized at the beginning of a text and after a space."""
+    all_ids: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in (word.lstrip(), " " + word.lstrip()):
-            found[tuple(model.tokenizer.encode(text, add_special_tokens=False))] = None
-    return tuple(ids for ids in found if ids)
+            all_ids[tuple(model.tokenizer.encode(text, add_special_tokens=False))] = None
+    return tuple(ids for ids in all_ids if ids)
 
 
 def _sampling(
-    params: SamplingParams, max_tokens: int, bad_words_ids: tuple[tuple[int, ...], ...], model: ServedModel, vocab: int
+    params: SamplingParams,
+    max_tokens: int,
+    bad_words_ids: tuple[tuple[int, ...], ...],
+    end_ids: tuple[int, ...],
+    vocab: int,
 ) -> Sampling:
-    eos_ids = () if params.ignore_eos else tuple(eos_id for eos_id in model.eos_ids if eos_id < vocab)
     return Sampling(
         max_tokens=max_tokens,
         seed=(params.seed or 0) % 2**64,
-        temperature=params.temperature if params.temperature >= _GREEDY_BELOW else 0.0,
+        temperature=params.temperature if params.temperature >= GREEDY_BELOW else 0.0,
         top_p=params.top_p,
         top_k=min(max(params.top_k, 0), vocab),
         min_p=params.min_p,
@@ -189,8 +278,9 @@ def _sampling(
         logit_bias=params.logit_bias or {},
         allowed_token_ids=tuple(dict.fromkeys(params.allowed_token_ids or ())),
         bad_words_ids=bad_words_ids,
-        stop_token_ids=tuple(dict.fromkeys((*(params.stop_token_ids or ()), *eos_ids))),
+        stop_token_ids=tuple(dict.fromkeys((*(params.stop_token_ids or ()), *(() if params.ignore_eos else end_ids)))),
         min_tokens=params.min_tokens,
         logprobs=params.logprobs,
+        logprob_token_ids=tuple(dict.fromkeys(params.logprob_token_ids or ())),
         prompt_logprobs=params.prompt_logprobs,
     )

@@ -1,7 +1,7 @@
-"""The documented shape of a route whose body is parsed by hand: OpenAPI from the same pydantic models.
+"""OpenAPI descriptions of routes that parse their bodies themselves, generated from the pydantic models.
 
-Bodies are parsed by hand because clients (curl -d) send JSON under any content type, and because every problem is
-answered in OpenAI's shape.
+Routes parse bodies themselves because clients (curl -d) send JSON under any content type, and so that every error has
+OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -18,34 +18,30 @@ from serve_llm.server.schema.common import ErrorBody
 _PROBLEMS = {400: "The request is at fault.", 404: "No such model.", 503: "Not ready, or shutting down."}
 
 
-def described(
-    request: type[BaseModel] | None, reply: type[BaseModel], event: type[BaseModel] | None = None
+def describe_route(
+    request: type[BaseModel] | None, response: type[BaseModel], event: type[BaseModel] | None = None
 ) -> dict[str, Any]:
-    """Keyword arguments for a route's decorator. `event`: what a stream's events hold, where there is one."""
-    content: dict[str, Any] = {}
+    """Keyword arguments for a route's decorator. event: the data of a stream's events, if the route can stream."""
+    success: dict[str, Any] = {"model": response}
     if event is not None:
-        content["text/event-stream"] = {"schema": _reference(event)}
-    found: dict[str, Any] = {
-        "responses": {
-            200: {"model": reply, **({"content": content} if content else {})},
-            **{status: {"model": ErrorBody, "description": text} for status, text in _PROBLEMS.items()},
-        },
-    }
+        success["content"] = {"text/event-stream": {"schema": _reference(event)}}
+    problems = {status: {"model": ErrorBody, "description": text} for status, text in _PROBLEMS.items()}
+    description: dict[str, Any] = {"responses": {200: success, **problems}}
     if request is not None:
         body = {"required": True, "content": {"application/json": {"schema": _reference(request)}}}
-        found["openapi_extra"] = {"requestBody": body}
-    return found
+        description["openapi_extra"] = {"requestBody": body}
+    return description
 
 
-def document(app: FastAPI, models: list[type[BaseModel]]) -> dict[str, Any]:
-    """The app's OpenAPI document with the models that `described` refers to."""
+def build_openapi(app: FastAPI, models: list[type[BaseModel]]) -> dict[str, Any]:
+    """The app's OpenAPI document, with the schemas of the models that `describe_route` refers to."""
     if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        _, found = models_json_schema(
+        document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        _, schemas = models_json_schema(
             [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
         )
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(found["$defs"])
-        app.openapi_schema = schema
+        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+        app.openapi_schema = document
     return app.openapi_schema
 
 

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from fastapi import APIRouter
 
-from serve_llm.server.routes.document import described
-from serve_llm.server.routes.service import Service
+from serve_llm.server.routes.app_state import AppState
+from serve_llm.server.routes.document import describe_route
 from serve_llm.server.schema.models import ModelCard, ModelList
 
 
-def router(service: Service) -> APIRouter:
-    routes = APIRouter()
+def build_card(state: AppState, name: str) -> ModelCard:
+    """The card of the base model under one of its names, or of an adapter."""
+    adapter = state.model.find_adapter(name)
+    return ModelCard(
+        id=name,
+        created=state.start_time,
+        root=state.model.root if adapter is None else adapter.directory,
+        parent=None if adapter is None else state.model.names[0],
+        max_model_len=state.replicas.facts.max_model_len,
+        display_name=name,
+        created_at=datetime.fromtimestamp(state.start_time, UTC).isoformat(),
+    )
 
-    def card(name: str) -> ModelCard:
-        return ModelCard(
-            id=name,
-            created=service.started,
-            root=service.model.root,
-            max_model_len=service.replicas.facts.max_model_len,
-        )
 
-    @routes.get("/v1/models", **described(None, ModelList))
+def create_router(state: AppState) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/v1/models", **describe_route(None, ModelList))
     async def list_models() -> ModelList:
-        """The served model, once for each of its names."""
-        return ModelList(data=[card(name) for name in service.model.names])
+        """The served model, once for each of its names, and its adapters."""
+        names = [*state.model.names, *state.model.adapters]
+        return ModelList(data=[build_card(state, name) for name in names], first_id=names[0], last_id=names[-1])
 
-    @routes.get("/v1/models/{name:path}", **described(None, ModelCard))
+    @router.get("/v1/models/{name:path}", **describe_route(None, ModelCard))
     async def retrieve_model(name: str) -> ModelCard:
         """One served model."""
-        return card(service.model.check_name(name))
+        return build_card(state, name)
 
-    return routes
+    return router

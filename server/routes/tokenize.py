@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -6,33 +6,55 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from serve_llm.server.prompt.jobs import Text, Tokens
-from serve_llm.server.routes.document import described
-from serve_llm.server.routes.exchange import run_job
-from serve_llm.server.routes.service import Service
-from serve_llm.server.schema.tokenize import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
+from serve_llm.server.prompt.text_jobs import Text, Tokens
+from serve_llm.server.routes.app_state import AppState
+from serve_llm.server.routes.document import describe_route
+from serve_llm.server.schema.tokenize import (
+    DetokenizeReply,
+    DetokenizeRequest,
+    TokenizeReply,
+    TokenizeRequest,
+    TokenizerInfo,
+)
 
 
-def router(service: Service) -> APIRouter:
-    routes = APIRouter()
+def create_router(state: AppState) -> APIRouter:
+    router = APIRouter()
 
-    @routes.post("/tokenize", **described(TokenizeRequest, TokenizeReply))
+    @router.post("/tokenize", **describe_route(TokenizeRequest, TokenizeReply))
     async def tokenize(request: Request) -> Response:
         """The ids that a prompt, or a conversation, becomes."""
-        made = await run_job(service, request, "tokenize", Tokens)
-        reply = {"count": len(made.ids), "max_model_len": service.replicas.facts.max_model_len, "tokens": made.ids}
-        if made.texts is not None:
-            reply["token_strs"] = made.texts
-        return _json(reply)  # there may be millions, too many for pydantic
+        tokens = await state.run_prompt_job(request, "tokenize", Tokens)
+        content: dict[str, object] = {
+            "count": len(tokens.ids),
+            "max_model_len": state.replicas.facts.max_model_len,
+            "tokens": tokens.ids,
+            "token_strs": tokens.names,
+        }
+        return _json_response(content)
 
-    @routes.post("/detokenize", **described(DetokenizeRequest, DetokenizeReply))
+    @router.post("/detokenize", **describe_route(DetokenizeRequest, DetokenizeReply))
     async def detokenize(request: Request) -> Response:
         """The text of ids, special tokens included."""
-        made = await run_job(service, request, "detokenize", Text)
-        return _json({"prompt": made.text})
+        text = await state.run_prompt_job(request, "detokenize", Text)
+        return _json_response({"prompt": text.text})
 
-    return routes
+    @router.get("/tokenizer_info", **describe_route(None, TokenizerInfo))
+    async def show_tokenizer_info() -> TokenizerInfo:
+        """What a client needs to render and count prompts itself."""
+        tokenizer = state.model.tokenizer
+        template = state.model.template
+        return TokenizerInfo(
+            tokenizer_class=state.model.tokenizer_class,
+            chat_template=None if template is None else template.source,
+            model_max_length=state.replicas.facts.max_model_len,
+            added_tokens=tokenizer.added_tokens,
+            **tokenizer.named_tokens,
+        )
+
+    return router
 
 
-def _json(reply: dict[str, object]) -> Response:
-    return Response(msgspec.json.encode(reply), media_type="application/json")
+def _json_response(content: dict[str, object]) -> Response:
+    """Encoded by msgspec: there may be millions of ids, too many for pydantic."""
+    return Response(msgspec.json.encode(content), media_type="application/json")

@@ -1,135 +1,191 @@
-"""POST /v1/chat/completions: the shapes of request, reply and events."""
+"""POST /v1/chat/completions: request, reply and stream events."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
-from serve_llm.engine.limits import Limits
-from serve_llm.server.errors import InvalidRequest, Unsupported
-from serve_llm.server.prompt.params import RANGES
-from serve_llm.server.prompt.template import ChatTemplate
-from serve_llm.server.schema.common import Ignored, PromptLogprobs, RequestBody, SamplingBody, Usage, ranged
+from serve_llm.common.options.limits import Limits
+from serve_llm.server.http.errors import InvalidRequest
+from serve_llm.server.prompt.chat_turn import ChatTurn
+from serve_llm.server.prompt.messages import plain_messages
+from serve_llm.server.sampling_params import RANGES, SamplingParams
+from serve_llm.server.schema.common import (
+    Ignored,
+    PromptLogprobs,
+    RequestBody,
+    ResponseMetrics,
+    SamplingBody,
+    Usage,
+    ranged,
+)
+from serve_llm.server.schema.peer_fields import PeerFields, neutral
+from serve_llm.server.schema.tools import ToolChoiceField, Tools, read_tool_choice, read_tools
 
-Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+Role = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$")]
+_THINKS = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class ContentPart(TypedDict):
-    """Only text parts are served; others are named in the error."""
+class TextContent(TypedDict):
+    """Only parts that hold text are supported: text, input_text, output_text, refusal, thinking."""
 
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
 
     type: str
     text: NotRequired[str | None]
+    refusal: NotRequired[str | None]
+    thinking: NotRequired[str | None]
+
+
+def _build_text_content(part: object) -> object:
+    return {"type": "text", "text": part} if isinstance(part, str) else part
+
+
+ContentPart = Annotated[TextContent, BeforeValidator(_build_text_content, json_schema_input_type=str | TextContent)]
+
+
+class FunctionCall(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
+
+    name: str
+    arguments: NotRequired[str | dict[str, object] | None]
+
+
+class MessageToolCall(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
+
+    id: NotRequired[str | None]
+    function: FunctionCall
 
 
 class ChatMessage(TypedDict):
-    """What else a message holds (tool_calls, reasoning, ...) reaches the chat template as it is."""
+    """The chat template decides which roles there are. Other fields are passed to it unchanged."""
 
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
 
     role: Role
     content: NotRequired[str | Annotated[list[ContentPart], Field(fail_fast=True)] | None]
     name: NotRequired[str | None]
+    tool_calls: NotRequired[Annotated[list[MessageToolCall], Field(fail_fast=True)] | None]
+    tool_call_id: NotRequired[str | None]
+    reasoning: NotRequired[str | None]
+    reasoning_content: NotRequired[str | None]
 
 
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True)]
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
+class ReasoningOptions(RequestBody):
+    effort: ReasoningEffort | None = Field(default=None, description="As reasoning_effort.")
+    max_tokens: int | None = ranged("thinking_token_budget", "As thinking_token_budget.")
+    enabled: bool | None = Field(default=None, description="As enable_thinking.")
+    exclude: bool | None = Field(default=None, description="The opposite of include_reasoning.")
+    summary: Ignored = None
 
-    type: str
+
+class ThinkingOptions(RequestBody):
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+
+
+def _build_thinking_options(value: object) -> object:
+    return {"type": "enabled" if value else "disabled"} if isinstance(value, bool) else value
 
 
 class TemplateBody(RequestBody):
-    """How messages become a prompt; shared with /tokenize."""
+    """Fields that control how messages become a prompt; shared with /tokenize."""
 
     add_generation_prompt: bool | None = Field(
         default=None, description="Open the assistant's turn; true unless continue_final_message."
     )
-    continue_final_message: bool | None = Field(default=None, description="Go on with the last message's own text.")
+    continue_final_message: bool | None = Field(default=None, description="Continue the text of the last message.")
     chat_template: str | None = Field(
-        default=None, description="Instead of the model's own, where the server allows it."
+        default=None, description="Template to use instead of the model's own, if the server allows it."
     )
     chat_template_kwargs: dict[str, object] | None = Field(
         default=None, description="More variables for the chat template."
     )
 
-    def render(self, template: ChatTemplate | None, messages: list[ChatMessage], max_characters: int) -> str:
-        """The prompt text. Raises InvalidRequest, Unsupported."""
-        if template is None:
-            raise InvalidRequest("this model has no chat template; start the server with --chat-template", "messages")
-        if not messages:
-            raise InvalidRequest("messages must not be empty", "messages")
+    documents: list[dict[str, object]] | None = Field(
+        default=None, description="For chat templates that show documents, such as those of Command R and Granite."
+    )
+    tools: Tools | None = Field(default=None, description="Functions that the model may call.")
+    reasoning_effort: ReasoningEffort | None = Field(
+        default=None, description="For the chat template: how long to reason; none: not at all."
+    )
+
+    enable_thinking: bool | None = Field(
+        default=None, description="For the chat template, as enable_thinking and thinking."
+    )
+    thinking: Annotated[
+        ThinkingOptions | None,
+        BeforeValidator(_build_thinking_options, json_schema_input_type=bool | ThinkingOptions | None),
+    ] = Field(default=None, description="Another form of enable_thinking.")
+
+    def _choose_thinking(self) -> dict[str, object]:
+        """Variables of chat templates. Raises InvalidRequest."""
+        wanted = self.enable_thinking
+        if self.thinking is not None:
+            thinks = _THINKS[self.thinking.type]
+            if wanted is not None and thinks is not None and wanted != thinks:
+                raise InvalidRequest("thinking and enable_thinking contradict each other", "thinking")
+            wanted = thinks if wanted is None else wanted
+        return {} if wanted is None else {"enable_thinking": wanted, "thinking": wanted}
+
+    def build_turn(self, messages: list[ChatMessage], params: SamplingParams, limits: Limits, **more: Any) -> ChatTurn:
+        """more: further fields of ChatTurn. Raises InvalidRequest, Unsupported."""
+        if len(messages) > limits.messages:
+            raise InvalidRequest(f"{len(messages)} messages are more than {limits.messages}", "messages")
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequest(
                 "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
             )
-        plain = [
-            {name: value for name, value in message.items() if value is not None}
-            | {"content": _text(message.get("content"), place)}
-            for place, message in enumerate(messages)
-        ]
-        return template.render(
-            plain,
-            max_characters=max_characters,
+        return ChatTurn(
+            messages=plain_messages(messages),
+            params=params,
+            tools=read_tools(self.tools or [], limits),
+            documents=self.documents or [],
+            reasoning_effort=self.reasoning_effort,
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
-            kwargs=self.chat_template_kwargs,
+            chat_template=self.chat_template,
+            chat_template_kwargs={**self._choose_thinking(), **(self.chat_template_kwargs or {})},
+            **more,
         )
 
 
-def check_number(messages: list[ChatMessage], limits: Limits) -> None:
-    """Raises InvalidRequest."""
-    if len(messages) > limits.messages:
-        raise InvalidRequest(f"{len(messages)} messages are more than {limits.messages}", "messages")
-
-
-def _text(content: str | list[ContentPart] | None, place: int) -> str | None:
-    """Several text parts stand on lines of their own."""
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for number, part in enumerate(content):
-        param = f"messages[{place}].content[{number}]"
-        if part["type"] != "text":
-            raise Unsupported(f"{param}: content of type {part['type']!r} is not supported, only text", param)
-        text = part.get("text")
-        if text is None:
-            raise InvalidRequest(f"{param}.text is required", f"{param}.text")
-        texts.append(text)
-    return "\n".join(texts)
-
-
-class ChatRequest(SamplingBody, TemplateBody):
+class ChatRequest(SamplingBody, TemplateBody, PeerFields):
     messages: Messages
-    max_completion_tokens: int | None = ranged("max_tokens", "What is left of the context when absent.")
+    max_completion_tokens: int | None = ranged("max_tokens", "The rest of the context when absent.")
     logprobs: bool | None = None
-    top_logprobs: int | None = ranged("logprobs", "Needs logprobs: true.")
-    response_format: ResponseFormat | None = Field(default=None, description="Only type text.")
-    tools: list[object] | None = Field(default=None, description="Refused, unless empty.")
-    tool_choice: object | None = Field(default=None, description="Refused, unless none or auto.")
-    functions: object | None = Field(default=None, description="Refused.")
-    function_call: object | None = Field(default=None, description="Refused.")
-    parallel_tool_calls: Ignored = None
+    top_logprobs: int | None = ranged("logprobs", "Requires logprobs: true.")
+    echo: bool | None = Field(
+        default=None, description="Put the last message, if it is the assistant's, before the text."
+    )
+    tool_choice: ToolChoiceField | None = Field(default=None, description="auto when absent.")
+    parallel_tool_calls: bool | None = Field(default=None, description="False: at most one call.")
+    include_reasoning: bool | None = Field(default=None, description="False omits the reasoning from the answer.")
+    thinking_token_budget: int | None = ranged("thinking_token_budget", "Tokens of reasoning; -1: no limit.")
+    reasoning: ReasoningOptions | None = Field(default=None, description="OpenRouter's form of the fields above.")
+    reasoning_format: object | None = neutral("auto", "deepseek")
+    separate_reasoning: object | None = neutral(True)
+    stream_reasoning: object | None = neutral(True)
+    functions: object | None = neutral([], hint="use tools")
+    function_call: object | None = neutral("none", hint="use tool_choice")
+    modalities: object | None = neutral(["text"])
+    audio: object | None = neutral()
+    web_search_options: object | None = neutral()
+    moderation: object | None = neutral()
+    prediction: Ignored = None
+    verbosity: Ignored = None
 
     def check(self, limits: Limits) -> None:
+        self.check_peer_fields()
+        if self.reasoning is not None:
+            self._read_reasoning_options(self.reasoning)
         super().check(limits)
-        check_number(self.messages, limits)
-        if self.tools:
-            raise Unsupported("tools are not supported", "tools")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise Unsupported("tool_choice is not supported", "tool_choice")
-        for name in ("functions", "function_call"):
-            if getattr(self, name) is not None:
-                raise Unsupported(f"{name} is not supported", name)
-        if self.response_format is not None and self.response_format.type != "text":
-            raise Unsupported(
-                f"response_format {self.response_format.type!r} is not supported, only text", "response_format"
-            )
         if self.top_logprobs is not None:
             if not self.logprobs:
                 raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
@@ -142,6 +198,41 @@ class ChatRequest(SamplingBody, TemplateBody):
                 f"max_completion_tokens must be {RANGES['max_tokens']}, not {self.max_completion_tokens}",
                 "max_completion_tokens",
             )
+
+    def _read_reasoning_options(self, options: ReasoningOptions) -> None:
+        """Give the fields that `reasoning` stands for their values. Raises InvalidRequest if they have others."""
+        wanted: dict[str, object] = {
+            "reasoning_effort": options.effort,
+            "thinking_token_budget": options.max_tokens,
+            "enable_thinking": options.enabled,
+            "include_reasoning": None if options.exclude is None else not options.exclude,
+        }
+        for name, value in wanted.items():
+            if value is None:
+                continue
+            if getattr(self, name) not in (None, value):
+                raise InvalidRequest(f"reasoning and {name} contradict each other", "reasoning")
+            setattr(self, name, value)
+
+    def chat_params(self, defaults: dict[str, float]) -> SamplingParams:
+        """defaults: those of the model. Raises InvalidRequest, Unsupported."""
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.sampling_params(defaults, max_tokens=max_tokens, logprobs=self.num_logprobs)
+
+    def to_turn(self, params: SamplingParams, limits: Limits) -> ChatTurn:
+        """Raises InvalidRequest, Unsupported."""
+        return self.build_turn(
+            self.messages,
+            params,
+            limits,
+            tool_choice=read_tool_choice(self.tool_choice, self.tools or []),
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            include_reasoning=self.include_reasoning is not False,
+            add_special_tokens=bool(self.add_special_tokens),
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
+            max_tokens_param="max_tokens" if self.max_completion_tokens is None else "max_completion_tokens",
+        )
 
     @property
     def num_logprobs(self) -> int | None:
@@ -162,26 +253,55 @@ class ChatLogprobs(BaseModel):
     content: list[ChatTokenLogprob]
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str = Field(description="JSON text.")
+
+
+class ChatToolCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatReplyMessage(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None = Field(description="Null if the model only called tools.")
+    reasoning: str | None = Field(default=None, description="Or reasoning_content, by --reasoning-field.")
+    reasoning_content: str | None = None
+    tool_calls: list[ChatToolCall] | None = None
+
+
+class CalledFunctionDelta(BaseModel):
+    name: str | None = None
+    arguments: str
+
+
+class ChatToolCallDelta(BaseModel):
+    """The first of a call has id, type and name; the others only add to its arguments."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunctionDelta
 
 
 class ChatDelta(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ChatToolCallDelta] | None = None
 
 
 class ChatEnding(BaseModel):
-    """What the choices of replies and events have in common."""
+    """Fields that the choices of replies and stream events share."""
 
     index: int
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "abort"] | None
+    finish_reason: Literal["stop", "length", "tool_calls", "repetition", "abort"] | None
     stop_reason: int | str | None = Field(default=None, description="The stop id or string that ended the text.")
     token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatChoice(ChatEnding):
@@ -192,7 +312,14 @@ class ChatEventChoice(ChatEnding):
     delta: ChatDelta
 
 
-class ChatCompletion(BaseModel):
+class ChatPrompt(BaseModel):
+    """Fields about the prompt, in a reply and in the first event of each choice of a stream."""
+
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class ChatCompletion(ChatPrompt):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -200,9 +327,10 @@ class ChatCompletion(BaseModel):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    metrics: ResponseMetrics | None = None
 
 
-class ChatEvent(BaseModel):
+class ChatEvent(ChatPrompt):
     """One event of a stream."""
 
     id: str
@@ -212,3 +340,4 @@ class ChatEvent(BaseModel):
     system_fingerprint: str
     choices: list[ChatEventChoice]
     usage: Usage | None = None
+    metrics: ResponseMetrics | None = Field(default=None, description="In the last event.")

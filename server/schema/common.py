@@ -1,36 +1,47 @@
-"""What the bodies of several endpoints share, as pydantic models: the wire's shape, types only.
+"""Pydantic models that the bodies of several endpoints share, and the parser of request bodies.
 
-Ranges are checked by `SamplingParams` (the same for the offline `LLM`); here they only go into the documentation. A
-null field is an absent field everywhere; an unknown one is an error.
+The models check types; `SamplingParams` checks ranges, which appear here only in the OpenAPI documentation. A null
+field counts as absent; an unknown field is an error.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from serve_llm.engine.limits import Limits
-from serve_llm.server.errors import InvalidRequest, TooLarge
-from serve_llm.server.prompt.params import LOGIT_BIAS, RANGES, SamplingParams
+from serve_llm.common.options.limits import Limits
+from serve_llm.server.http.errors import InvalidRequest, TooLarge
+from serve_llm.server.sampling_params import (
+    LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
+    PATTERN_SIZE,
+    RANGES,
+    REPETITIONS,
+    Range,
+    RepetitionDetection,
+    SamplingParams,
+)
+from serve_llm.server.schema.structured_output import ResponseFormat, StructuredOutputsField
+from serve_llm.server.structured_output.params import StructuredOutputs
 
 Body = TypeVar("Body", bound=BaseModel)
 
 MAX_ENTRIES = 2**16
 
 
-def _few(value: object) -> object:
-    """Pydantic makes an error of every wrong entry, at a few microseconds each."""
+def _limit_entries(value: object) -> object:
+    """Refuse huge objects early: pydantic spends microseconds on every wrong entry."""
     if isinstance(value, dict) and len(value) > MAX_ENTRIES:
         raise ValueError(f"more than {MAX_ENTRIES} entries")
     return value
 
 
 def _token_key(key: str) -> int:
-    """JSON's keys are strings; two of them must not mean the same token."""
+    """A token id from a JSON key. Only the canonical spelling is valid, so that no two keys name the same token."""
     if not re.fullmatch(r"-?(0|[1-9]\d{0,18})", key, re.ASCII):
         raise ValueError("keys must be token ids")
     return int(key)
@@ -39,37 +50,61 @@ def _token_key(key: str) -> int:
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
 TokenKey = Annotated[int, BeforeValidator(_token_key, json_schema_input_type=str)]
-Biases = Annotated[dict[TokenKey, float], BeforeValidator(_few)]
+Biases = Annotated[dict[TokenKey, float], BeforeValidator(_limit_entries)]
 
 Ignored = Annotated[object | None, Field(description="Accepted, because real clients send it; has no effect.")]
 
 
 def ranged(name: str, description: str | None = None) -> Any:
     """An optional number whose documented range is that of `SamplingParams`."""
-    allowed = RANGES[name]
+    return bounded(RANGES[name], description, default=None)
+
+
+def bounded(allowed: Range, description: str | None, default: object = ...) -> Any:
+    """A number whose range is documented, and checked elsewhere."""
     low = {"exclusiveMinimum" if allowed.above else "minimum": allowed.low}
     high = {} if allowed.high is None else {"maximum": allowed.high}
-    return Field(default=None, description=description, json_schema_extra={**low, **high})
+    return Field(default=default, description=description, json_schema_extra={**low, **high})
 
 
 class RequestBody(BaseModel):
-    """No silent conversions: "3" is not 3, true is not 1, and NaN is nothing."""
+    """Strict: "3" is not 3, true is not 1, and NaN is refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class TranslatedBody(BaseModel):
+    """A body of another API: strict in its values; unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+
 class StreamOptions(RequestBody):
-    include_usage: bool | None = Field(default=None, description="One more event before [DONE], with the usage.")
-    continuous_usage_stats: bool | None = Field(default=None, description="The usage so far in every event.")
+    include_usage: bool | None = Field(default=None, description="Send one more event, with the usage, before [DONE].")
+    continuous_usage_stats: bool | None = Field(default=None, description="Send the usage so far in every event.")
     include_obfuscation: Ignored = None
 
 
+class RepetitionDetectionOptions(RequestBody):
+    max_pattern_size: int = bounded(PATTERN_SIZE, "Tokens of the longest pattern.")
+    min_pattern_size: int | None = bounded(PATTERN_SIZE, "Tokens of the shortest pattern; 1 when absent.", default=None)
+    min_count: int = bounded(REPETITIONS, "How many times in a row the pattern must stand at the end.")
+
+    def to_params(self) -> RepetitionDetection:
+        """Raises InvalidRequest."""
+        return RepetitionDetection(
+            max_pattern_size=self.max_pattern_size,
+            min_pattern_size=1 if self.min_pattern_size is None else self.min_pattern_size,
+            min_count=self.min_count,
+        )
+
+
 class SamplingBody(RequestBody):
-    """Fields of completions and chat completions alike."""
+    """Fields that completions and chat completions share."""
 
     model: str | None = Field(default=None, description="A served model's name; the served model when absent.")
     n: int | None = ranged("n", "Choices per prompt.")
-    temperature: float | None = ranged("temperature", "0 takes the likeliest token.")
+    temperature: float | None = ranged("temperature", "0 takes the most likely token.")
     top_p: float | None = ranged("top_p")
     top_k: int | None = ranged("top_k", "0 and -1: off.")
     min_p: float | None = ranged("min_p")
@@ -88,17 +123,39 @@ class SamplingBody(RequestBody):
     min_tokens: int | None = ranged("min_tokens")
     bad_words: Strings | None = None
     allowed_token_ids: Ids | None = None
+    logprob_token_ids: Ids | None = Field(
+        default=None,
+        description=f"At most {MAX_LOGPROB_TOKEN_IDS} ids whose log-probabilities stand after those of the most "
+        "likely tokens. Requires logprobs.",
+    )
     prompt_logprobs: int | None = ranged("prompt_logprobs")
+    structured_outputs: StructuredOutputsField = Field(
+        default=None, description="The form of the text: one of json, regex, choice, grammar, json_object."
+    )
+    response_format: ResponseFormat | None = Field(default=None, description="The form of the text.")
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = ranged(
-        "truncate_prompt_tokens", "Keep the prompt's last tokens only; -1: as many as fit."
+        "truncate_prompt_tokens", "Keep only this many of the prompt's last tokens; -1: as many as fit."
     )
-    return_token_ids: bool | None = Field(default=None, description="token_ids and prompt_token_ids in each choice.")
-    priority: int | None = Field(default=None, description="Smaller goes first; between -2**31 and 2**31 - 1.")
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None, description="The side on which truncate_prompt_tokens cuts; left when absent."
+    )
+    repetition_detection: RepetitionDetectionOptions | None = Field(
+        default=None, description="End a text that repeats itself, with finish_reason repetition."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None, description="Tokens of logprobs as token_id:<id> instead of their text."
+    )
+    return_metrics: bool | None = Field(default=None, description="Times of the request in the response, as metrics.")
+    request_id: str | None = Field(
+        default=None, max_length=128, pattern=r"^[!-~]+$", description="Part of the response's id."
+    )
+    return_token_ids: bool | None = Field(default=None, description="token_ids in each choice, and prompt_token_ids.")
+    priority: int | None = Field(default=None, description="Smaller values run first; between -2**31 and 2**31 - 1.")
     cache_salt: str | None = Field(default=None, description="Prefixes are shared between equal salts only.")
     stream: bool | None = None
-    stream_options: Annotated[StreamOptions | None, BeforeValidator(_few)] = None
+    stream_options: Annotated[StreamOptions | None, BeforeValidator(_limit_entries)] = None
     user: Ignored = None
     store: Ignored = None
     metadata: Ignored = None
@@ -107,7 +164,7 @@ class SamplingBody(RequestBody):
     prompt_cache_key: Ignored = None
 
     def check(self, limits: Limits) -> None:
-        """What types cannot say. Raises InvalidRequest, Unsupported."""
+        """Check what types cannot express. Raises InvalidRequest, Unsupported."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true", "stream_options")
         if self.priority is not None and not -(2**31) <= self.priority < 2**31:
@@ -119,27 +176,34 @@ class SamplingBody(RequestBody):
         if len(self.logit_bias or ()) > limits.logit_bias:
             raise InvalidRequest(f"logit_bias may hold at most {limits.logit_bias} tokens", "logit_bias")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        for name, words, most in (
-            ("stop", stops, limits.stop_strings),
-            ("bad_words", self.bad_words or [], limits.bad_words),
-        ):
-            if len(words) > most:
-                raise InvalidRequest(f"{name} may hold at most {most} strings, not {len(words)}", name)
-            if words and (longest := max(map(len, words))) > limits.stop_characters:
-                raise InvalidRequest(
-                    f"each string of {name} may be {limits.stop_characters} characters long, not {longest}", name
-                )
+        check_words("stop", stops, limits.stop_strings, limits)
+        check_words("bad_words", self.bad_words or [], limits.bad_words, limits)
 
-    def sampling_params(self, defaults: dict[str, float], **given: int | None) -> SamplingParams:
-        """The text-level parameters: what the client said, else the model's defaults, else OpenAI's.
-        `given` overrides fields by name. Raises InvalidRequest."""
+    def sampling_params(self, defaults: dict[str, float], **overrides: int | None) -> SamplingParams:
+        """The text-level parameters: `overrides`, else the body's fields, else the model's defaults, else OpenAI's.
+        Raises InvalidRequest."""
         fields = SamplingParams.__struct_fields__
-        said = {name: value for name in fields if (value := getattr(self, name, None)) is not None}
-        return SamplingParams(**{**defaults, **said, **given})
+        values = {name: value for name in fields if (value := getattr(self, name, None)) is not None}
+        values["structured_outputs"] = self.to_structured_outputs()
+        if self.repetition_detection is not None:
+            values["repetition_detection"] = self.repetition_detection.to_params()
+        return SamplingParams(**{**defaults, **values, **overrides})
+
+    def to_structured_outputs(self) -> StructuredOutputs | None:
+        """The form that the text must have. Raises InvalidRequest, Unsupported."""
+        wanted = None if self.structured_outputs is None else self.structured_outputs.to_params()
+        format = None if self.response_format is None else self.response_format.to_params()
+        if wanted is not None and format is not None:
+            raise InvalidRequest("response_format and structured_outputs exclude each other", "structured_outputs")
+        return wanted or format
 
 
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
+
+
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int
 
 
 class Usage(BaseModel):
@@ -147,6 +211,21 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = Field(
+        default=None, description="For models whose reasoning is told apart."
+    )
+
+
+class ResponseMetrics(BaseModel):
+    """Times of a request with all its choices; null where there is nothing to measure."""
+
+    queue_time_ms: float | None = Field(description="From the engine's receipt to the first scheduling.")
+    time_to_first_token_ms: float | None = Field(description="From the first scheduling to the first token.")
+    generation_time_ms: float | None = Field(description="From the first token to the last.")
+    mean_itl_ms: float | None = Field(description="Mean time from one token of a choice to its next.")
+    tokens_per_second: float | None = Field(
+        description="Generated tokens by the time from first scheduling to the last."
+    )
 
 
 class PromptLogprob(BaseModel):
@@ -156,7 +235,7 @@ class PromptLogprob(BaseModel):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""One per prompt token, by token id; the first is null."""
+"""One entry per prompt token, keyed by token id; the first is null."""
 
 
 class ErrorDetail(BaseModel):
@@ -170,9 +249,19 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-def _check_depth(found: object, most: int) -> None:
-    level = [found]
-    for _ in range(most):
+class ObjectList(BaseModel):
+    """A page of stored objects."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+def _check_depth(content: object, max_depth: int) -> None:
+    level = [content]
+    for _ in range(max_depth):
         level = [
             child
             for node in level
@@ -181,45 +270,74 @@ def _check_depth(found: object, most: int) -> None:
         ]
         if not level:
             return
-    raise InvalidRequest(f"the body holds more than {most} objects and lists inside each other")
+    raise InvalidRequest(f"the body nests more than {max_depth} objects and lists")
 
 
 def parse_body(kind: type[Body], content: bytes, limits: Limits) -> Body:
-    """A request's body. Raises InvalidRequest that names the first field at fault, TooLarge."""
+    """Parse and check a request body. Raises InvalidRequest, which names the first invalid field, and TooLarge."""
+    values = read_fields(content, limits)
+    unknown = _find_unknown_fields(kind, values)
+    if unknown:
+        raise _build_unknown_field_error(kind, unknown[0])
+    return validate_body(kind, {name: value for name, value in values.items() if name in kind.model_fields})
+
+
+def _find_unknown_fields(kind: type[Body], values: dict[str, Any]) -> list[str]:
+    """Names of fields with a value; a null field counts as absent."""
+    return [name for name, value in values.items() if name not in kind.model_fields and value is not None]
+
+
+def _build_unknown_field_error(kind: type[Body], name: str) -> InvalidRequest:
+    close = difflib.get_close_matches(name, kind.model_fields, n=1)
+    suggestion = f"; did you mean {close[0]}?" if close else ""
+    return InvalidRequest(f"unknown field {name}{suggestion}", name)
+
+
+def parse_lenient_body(kind: type[Body], content: bytes, limits: Limits) -> tuple[Body, list[str]]:
+    """Like `parse_body`, but leaves out unknown fields and returns their names."""
+    values = read_fields(content, limits)
+    known = {name: value for name, value in values.items() if name in kind.model_fields}
+    return validate_body(kind, known), _find_unknown_fields(kind, values)
+
+
+def read_fields(content: bytes, limits: Limits) -> dict[str, Any]:
+    """The object that a body holds. Raises InvalidRequest, TooLarge."""
     if sum(map(content.count, b",[{")) > limits.json_values:
         raise TooLarge(f"the body holds more than {limits.json_values} values")
     try:
-        found = from_json(content, allow_inf_nan=False)
+        values = from_json(content, allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequest(f"the body is malformed JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         raise InvalidRequest("the body must be a JSON object")
     if content.count(b"{") + content.count(b"[") > limits.json_depth:
-        _check_depth(found, limits.json_depth)
-    for name in found:
-        if name not in kind.model_fields:
-            close = difflib.get_close_matches(name, kind.model_fields, n=1)
-            raise InvalidRequest(f"unknown field {name}{f'; did you mean {close[0]}?' if close else ''}", name)
+        _check_depth(values, limits.json_depth)
+    return values
+
+
+def validate_body(kind: type[Body], values: dict[str, Any]) -> Body:
+    """Raises InvalidRequest, which names the first invalid field."""
     try:
-        return kind.model_validate(found)
+        return kind.model_validate(values)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False, include_input=False)
-    param, problem = _path(problems[0]["loc"]), problems[0]["type"]
+    param = _path(problems[0]["loc"])
+    problem = problems[0]["type"]
     if problem == "missing":
         raise InvalidRequest(f"{param} is required", param)
     if problem == "extra_forbidden":
         raise InvalidRequest(f"unknown field {param}", param)
-    # A field that may have several types has one problem for each of them.
+    # A field that allows several types has one problem per type.
     reasons = dict.fromkeys(
-        found["msg"].removeprefix("Value error, ") for found in problems if _path(found["loc"]) == param
+        entry["msg"].removeprefix("Value error, ") for entry in problems if _path(entry["loc"]) == param
     )
     raise InvalidRequest(f"{param}: {'; or: '.join(reasons)}", param)
 
 
-def _path(place: tuple[int | str, ...]) -> str:
-    """`messages[0].content` for ("messages", 0, "content", "str"): pydantic ends it with the type that it tried."""
-    path = str(place[0])
-    for part in place[1:]:
+def _path(location: tuple[int | str, ...]) -> str:
+    """`messages[0].content` for ("messages", 0, "content", "str"): pydantic appends the type that it tried."""
+    path = str(location[0])
+    for part in location[1:]:
         if isinstance(part, int):
             path += f"[{part}]"
         elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
@@ -227,3 +345,13 @@ def _path(place: tuple[int | str, ...]) -> str:
         else:
             break
     return path
+
+
+def check_words(name: str, words: list[str], most: int, limits: Limits) -> None:
+    """Raises InvalidRequest, under the name of the field, if there are too many words or one is too long."""
+    if len(words) > most:
+        raise InvalidRequest(f"{name} may hold at most {most} strings, not {len(words)}", name)
+    if words and (longest := max(map(len, words))) > limits.stop_characters:
+        raise InvalidRequest(
+            f"each string of {name} may be {limits.stop_characters} characters long, not {longest}", name
+        )

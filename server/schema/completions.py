@@ -1,4 +1,4 @@
-"""POST /v1/completions: the shapes of request, reply and events."""
+"""POST /v1/completions: request, reply and stream events."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
-from serve_llm.engine.limits import Limits
-from serve_llm.server.errors import InvalidRequest, Unsupported
-from serve_llm.server.schema.common import Ids, PromptLogprobs, SamplingBody, Strings, Usage, ranged
+from serve_llm.common.options.limits import Limits
+from serve_llm.server.http.errors import InvalidRequest, Unsupported
+from serve_llm.server.schema.common import Ids, PromptLogprobs, ResponseMetrics, SamplingBody, Strings, Usage, ranged
+from serve_llm.server.schema.peer_fields import PeerFields
 
 
-def _form(prompt: object) -> str:
-    """Which form a prompt has, by its beginning: trying them all on a long one takes seconds."""
+def _prompt_tag(prompt: object) -> str:
+    """The type of a prompt, by its first element: trying all types on a long prompt takes seconds."""
     if not isinstance(prompt, list):
         return "str"
     first = prompt[0] if prompt else None
-    return "list[str]" if isinstance(first, str) else "list[list[int]]" if isinstance(first, list) else "list[int]"
+    if isinstance(first, str):
+        return "list[str]"
+    return "list[list[int]]" if isinstance(first, list) else "list[int]"
 
 
 Prompt = Annotated[
@@ -24,30 +27,36 @@ Prompt = Annotated[
     | Annotated[Strings, Tag("list[str]")]
     | Annotated[Ids, Tag("list[int]")]
     | Annotated[list[Ids], Field(fail_fast=True), Tag("list[list[int]]")],
-    Discriminator(_form),
+    Discriminator(_prompt_tag),
 ]
 
 
-class CompletionRequest(SamplingBody):
-    prompt: Prompt = Field(description="A text, several, the ids of one, or the ids of several.")
-    echo: bool | None = Field(default=None, description="The prompt in front of each text (and of its logprobs).")
-    logprobs: int | None = ranged("logprobs", "The chosen and the so many likeliest tokens' log-probabilities.")
-    best_of: object | None = Field(default=None, description="Refused: use n.")
-    suffix: object | None = Field(default=None, description="Refused.")
+class CompletionRequest(SamplingBody, PeerFields):
+    prompt: Prompt = Field(description="A text, a list of texts, a list of token ids, or a list of such lists.")
+    echo: bool | None = Field(default=None, description="Put the prompt before each text (and its logprobs).")
+    logprobs: int | None = ranged(
+        "logprobs", "Log-probabilities of the chosen token and of this many most likely tokens."
+    )
+    best_of: int | None = Field(default=None, description="Refused at other values than 1 and n.")
+    suffix: str | None = Field(
+        default=None, description="Text after the one to be written, for models trained to fill in the middle."
+    )
 
     def check(self, limits: Limits) -> None:
+        self.check_peer_fields()
         super().check(limits)
-        if self.best_of is not None:
+        if self.best_of not in (None, 1, self.n):
             raise Unsupported("best_of is not supported; use n and choose among the choices", "best_of")
-        if self.suffix is not None:
-            raise Unsupported("suffix is not supported", "suffix")
+        for name in ("echo", "truncate_prompt_tokens"):
+            if self.suffix and getattr(self, name):
+                raise InvalidRequest(f"suffix and {name} exclude each other", "suffix")
         if isinstance(self.prompt, list) and not self.prompt:
             raise InvalidRequest("prompt must not be empty", "prompt")
         if len(self.prompts()) > limits.prompts:
             raise InvalidRequest(f"{len(self.prompts())} prompts are more than {limits.prompts}", "prompt")
 
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt by itself, in order."""
+        """The prompts in order, each a text or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -66,7 +75,7 @@ class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length", "abort"] | None
+    finish_reason: Literal["stop", "length", "repetition", "abort"] | None
     stop_reason: int | str | None = Field(default=None, description="The stop id or string that ended the text.")
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
@@ -74,7 +83,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """The reply, and with `stream` each event (where the choices hold what is new)."""
+    """The reply, and with `stream` each event, whose choices contain only the new text."""
 
     id: str
     object: Literal["text_completion"]
@@ -83,3 +92,4 @@ class Completion(BaseModel):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    metrics: ResponseMetrics | None = Field(default=None, description="In a stream, in the last event.")

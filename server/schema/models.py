@@ -1,4 +1,4 @@
-"""GET /v1/models and the small answers about the server itself."""
+"""GET /v1/models, /status and the other routes about the server itself."""
 
 from __future__ import annotations
 
@@ -12,35 +12,46 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["serve-llm"] = "serve-llm"
-    root: str = Field(description="What the server was started with.")
+    root: str = Field(description="The model as the server was started with it, or the directory of an adapter.")
+    parent: str | None = Field(description="The base model of an adapter.")
     max_model_len: int = Field(description="Tokens of prompt and generated text together.")
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str = Field(description="The time of `created` in RFC 3339, as Anthropic's clients read it.")
 
 
 class ModelList(BaseModel):
     object: Literal["list"] = "list"
     data: list[ModelCard]
+    first_id: str
+    last_id: str
+    has_more: Literal[False] = False
 
 
 class Health(BaseModel):
     status: Literal["ok"] = "ok"
 
 
+class Load(BaseModel):
+    server_load: int = Field(description="Requests that have not finished.")
+
+
 class StatusKv(BaseModel):
     tokens: int
     blocks: int
-    usage: float = Field(description="Share of the blocks that running requests hold, 0 to 1.")
+    usage: float = Field(description="Share of the blocks in use by running requests, 0 to 1.")
 
 
 class StatusEngine(BaseModel):
     ready: bool
     num_ranks: int
-    num_running: int = Field(description="Choices that it computes.")
-    num_waiting: int = Field(description="Choices that wait in it.")
+    num_running: int = Field(description="Choices being computed.")
+    num_waiting: int = Field(description="Choices waiting in the engine.")
     kv_cache: StatusKv
 
 
 class StatusQueue(BaseModel):
-    num_open: int = Field(description="Requests that have not ended.")
+    num_open: int = Field(description="Requests that have not finished.")
     waiting_requests: int = Field(description="Choices without a first token.")
     waiting_prompt_tokens: int
     max_requests: int
@@ -54,8 +65,8 @@ class Status(BaseModel):
     uptime_seconds: int
     engines: list[StatusEngine]
     queue: StatusQueue
-    restarts: int = Field(description="Of engines, since the start.")
-    first_cause: str | None = Field(description="Why the newest restart was needed.")
+    restarts: int = Field(description="Engine restarts since the start.")
+    first_cause: str | None = Field(description="Why the last restart was needed.")
     versions: dict[str, str]
 
 

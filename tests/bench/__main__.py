@@ -15,12 +15,15 @@ BENCHES = {
     "steps": "bench.steps",
     "steps_int8": "bench.steps --quantization int8 --streams 1 8",
     "throughput": "bench.throughput",
+    "neighbour": "bench.neighbour --turns 1",
     "start": "bench.start",
     "frontend": "bench.frontend",
     "routing": "bench.routing --requests 800",
     "messages": "bench.messages",
     "parallel": "bench.parallel --rounds 2 --tokens 32",
     "accuracy": "bench.accuracy --files 2",
+    "structured": "bench.structured",
+    "speculation": "bench.speculation --tokens 100 --turns 3",
 }
 
 

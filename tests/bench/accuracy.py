@@ -24,7 +24,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from serve_llm.engine.hub import resolve_model
+from serve_llm.common.hub import resolve_model
 from serve_llm.engine.model.decoder import Decoder
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.spec import ModelSpec

@@ -22,13 +22,14 @@ from collections.abc import Callable, Iterable, Sequence
 import uvicorn
 import uvloop
 
-from serve_llm.engine import wire
-from serve_llm.engine.hub import resolve_model
-from serve_llm.engine.options import Options
-from serve_llm.engine.types import FinishReason, ModelFacts, Output, Request, Stats
+from serve_llm.common import messages
+from serve_llm.common.hub import resolve_model
+from serve_llm.common.options.sources import make_options
+from serve_llm.common.types import FinishReason, ModelInfo, Output, Request, Stats
 from serve_llm.server.app import create_app
+from serve_llm.server.engines.replicas import Replicas
+from serve_llm.server.metrics.meter import Clock, Meter
 from serve_llm.server.prompt.model import ServedModel
-from serve_llm.server.replicas import Replicas
 
 IDLE_SECONDS = 2.0
 TEXT = "def main():\n    stack = Stack()\n    for number in range(10):\n        stack.push(number)\n"
@@ -37,7 +38,7 @@ TEXT = "def main():\n    stack = Stack()\n    for number in range(10):\n        
 class PacedEngine:
     """Steps at a fixed rate once all streams are open."""
 
-    facts = ModelFacts(
+    facts = ModelInfo(
         architecture="Scripted",
         max_model_len=2**20,
         vocab_size=4096,
@@ -52,7 +53,7 @@ class PacedEngine:
     def __init__(self, ids: list[int]) -> None:
         self.ready = True
         self.stats = Stats()
-        self.on_step: Callable[[wire.Step], None] | None = None
+        self.meter = Meter(Clock())
         self.sinks: dict[int, Callable[[Output], None]] = {}
         self._ids = ids
 
@@ -66,12 +67,15 @@ class PacedEngine:
     def message(self, number: int, last: bool) -> bytes:
         reason = FinishReason.LENGTH if last else None
         token_ids = [self._ids[number % len(self._ids)]]
-        return wire.encode(wire.Step([Output(one, token_ids, reason) for one in self.sinks], Stats(num_steps=number)))
+        return messages.encode(
+            messages.StepOutputs([Output(one, token_ids, reason) for one in self.sinks], Stats(num_steps=number))
+        )
 
     def deliver(self, message: bytes) -> None:
-        step = wire.decode_from_engine(message)
-        assert isinstance(step, wire.Step) and self.on_step is not None
-        self.on_step(step)
+        step = messages.decode_from_engine(message)
+        assert isinstance(step, messages.StepOutputs)
+        self.stats = step.stats
+        self.meter.count_step(step.stats)
         for output in step.outputs:
             self.sinks[output.id](output)
 
@@ -89,10 +93,10 @@ async def idle_cpu_seconds() -> float:
 
 async def serve(listener: socket.socket, num_streams: int, num_tokens: int, rate: float) -> None:
     """In the child: serve, step, and print what it cost."""
-    options = Options.from_kwargs("demo")
+    options = make_options("demo")
     model = ServedModel.load(resolve_model("demo"), options)
     engine = PacedEngine(model.tokenizer.encode(TEXT, add_special_tokens=False))
-    app, gate, _ = create_app(Replicas([engine]), model, options)
+    app, admission, *_ = create_app(Replicas([engine]), model, options)
     config = uvicorn.Config(app, http="httptools", ws="none", lifespan="off", log_level="error", access_log=False)
     server = uvicorn.Server(config)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
@@ -109,7 +113,7 @@ async def serve(listener: socket.socket, num_streams: int, num_tokens: int, rate
     for number, message in enumerate(messages):
         await asyncio.sleep(max(0.0, began + number / rate - loop.time()))
         engine.deliver(message)
-    await gate.drained()
+    await admission.drained()
     spent, seconds = cpu_seconds() - before, loop.time() - began
     found = {"cpu_seconds": spent, "seconds": seconds, "idle_cpu_seconds": idle, "idle_without": idle_without}
     print(json.dumps(found), flush=True)

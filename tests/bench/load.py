@@ -4,8 +4,8 @@ Run: PYTHONPATH=tests python -m bench.load --url http://127.0.0.1:8000 --workloa
 
 Closed loop (each stream sends its next request when the last is answered) or, with --rate, Poisson arrivals. Prompts
 are token ids, the end-of-sequence token is ignored, and the server's own usage says how many tokens there were. It
-shares the cores with the server, so it does little: httptools cuts the reply, msgspec reads the few fields that are
-wanted, and the result names the share of one core that it took. Prints one line for people, then one JSON line.
+shares the cores with the server, so it does little (serve_llm.cli.bench.client, which `serve-llm bench` uses too), and
+the result names the share of one core that it took. Prints one line for people, then one JSON line.
 """
 
 from __future__ import annotations
@@ -20,119 +20,16 @@ import sys
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
-import httptools
 import msgspec
 import uvloop
 
 from bench.workloads import WORKLOADS, Workload, percentile, poisson_arrivals
+from serve_llm.cli.bench.client import StreamClient, TimedReply
 
 IDS = range(300, 31000)
-REQUEST_SECONDS = 600.0
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
-class _Event(msgspec.Struct):
-    """The fields of a streamed completion that are read."""
-
-    choices: list[msgspec.Raw] = []
-    usage: _Usage | None = None
-    error: Any = None
-
-
-_decode = msgspec.json.Decoder(_Event).decode
-
-
-class Events:
-    """Cuts server-sent events out of pieces of a body: `feed` gives the data of each that is complete."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, piece: bytes) -> list[bytes]:
-        *lines, self._rest = (self._rest + piece).split(b"\n")
-        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
-
-
-@dataclass
-class Reply:
-    """What came of one request. Times are of `time.perf_counter`."""
-
-    began: float
-    ended: float = 0.0
-    times: list[float] = field(default_factory=list)  # of each event with a choice
-    usage: _Usage | None = None
-    error: str | None = None
-
-
-class _Client(asyncio.Protocol):
-    """One request on a connection of its own; `done` is set when the reply is complete or the connection lost."""
-
-    def __init__(self, head_and_body: bytes) -> None:
-        self._message = head_and_body
-        self._parser = httptools.HttpResponseParser(self)
-        self._events = Events()
-        self._failure = b""
-        self.reply = Reply(time.perf_counter())
-        self.done = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._transport = transport
-        transport.write(self._message)
-
-    def data_received(self, data: bytes) -> None:
-        self._now = time.perf_counter()
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, msgspec.MsgspecError) as error:
-            self.reply.error = f"what the server sent cannot be read: {error}"
-            self._end()
-
-    def on_body(self, piece: bytes) -> None:
-        if self._parser.get_status_code() != 200:
-            self._failure += piece
-            return
-        for data in self._events.feed(piece):
-            if data == b"[DONE]":
-                self._end()
-                return
-            event = _decode(data)
-            if event.choices:
-                self.reply.times.append(self._now)
-            self.reply.usage = event.usage or self.reply.usage
-            if event.error is not None:
-                self.reply.error = str(event.error)
-
-    def on_message_complete(self) -> None:
-        if self.reply.usage is not None and not self.done.done():  # transformers sends no [DONE]
-            self._end()
-        self._break_off("the reply ended without [DONE]")
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._break_off(f"the server closed the connection: {error}")
-
-    def _break_off(self, why: str) -> None:
-        """Whatever ends a reply but [DONE]; nothing if that has been seen."""
-        if self.done.done():
-            return
-        if self._failure:
-            why = f"status {self._parser.get_status_code()}: {self._failure.decode(errors='replace')[:300]}"
-        self.reply.error = self.reply.error or why
-        self._end()
-
-    def _end(self) -> None:
-        self.reply.ended = time.perf_counter()
-        if not self.done.done():
-            self.done.set_result(None)
-        self._transport.close()
 
 
 def single_words(tokenizer: Path) -> dict[int, str]:
@@ -148,12 +45,10 @@ class Target:
     """A server by its URL. words: the text of each id, for a server that takes no ids."""
 
     def __init__(self, url: str, model: str | None, words: Mapping[int, str] | None = None) -> None:
-        parts = urlsplit(url)
-        assert parts.hostname is not None, f"{url} names no host"
-        self._host, self._port = parts.hostname, parts.port or 80
+        self._client = StreamClient(url)
         self._model, self._words = model, words
 
-    async def complete(self, prompt: Sequence[int], output_tokens: int) -> Reply:
+    async def complete(self, prompt: Sequence[int], output_tokens: int) -> TimedReply:
         asked: dict[str, object] = {
             "model": self._model,
             "prompt": prompt,
@@ -166,20 +61,7 @@ class Target:
             asked["ignore_eos"] = True
         else:  # such a server refuses what is not OpenAI's, so the model itself must not end early
             asked["prompt"] = "".join(self._words[token_id] for token_id in prompt)
-        body = json.dumps(asked).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nConnection: close\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        loop = asyncio.get_running_loop()
-        began = time.perf_counter()
-        try:
-            _, client = await loop.create_connection(lambda: _Client(head.encode() + body), self._host, self._port)
-            await asyncio.wait_for(client.done, REQUEST_SECONDS)
-        except (OSError, TimeoutError) as error:
-            return Reply(began, time.perf_counter(), error=f"{type(error).__name__}: {error}")
-        client.reply.began = began
-        return client.reply
+        return await self._client.send("/v1/completions", asked)
 
 
 @dataclass(frozen=True)
@@ -200,7 +82,7 @@ class Result:
     client_cores: float  # what this generator took
 
 
-def summarise(replies: Sequence[Reply], seconds: float, wanted: int, client_seconds: float) -> Result:
+def summarise(replies: Sequence[TimedReply], seconds: float, wanted: int, client_seconds: float) -> Result:
     """wanted: output tokens of each request. Errors count for nothing but as errors."""
     good = [reply for reply in replies if reply.error is None and reply.times]
     counts = [reply.usage.completion_tokens if reply.usage else len(reply.times) for reply in good]
@@ -231,7 +113,7 @@ async def drive(target: Target, workload: Workload, turn: int, ids: Sequence[int
     used, began = _cpu_seconds(), time.perf_counter()
     if rate is None:
         waiting = iter(prompts)
-        replies: list[Reply] = []
+        replies: list[TimedReply] = []
 
         async def stream() -> None:
             for prompt in waiting:
@@ -240,7 +122,7 @@ async def drive(target: Target, workload: Workload, turn: int, ids: Sequence[int
         await asyncio.gather(*(stream() for _ in range(workload.streams)))
     else:
 
-        async def arrive(prompt: list[int], after: float) -> Reply:
+        async def arrive(prompt: list[int], after: float) -> TimedReply:
             await asyncio.sleep(began + after - time.perf_counter())
             return await target.complete(prompt, workload.output_tokens)
 

@@ -22,12 +22,12 @@ from functools import partial
 import msgspec
 import torch
 
-from serve_llm.engine.execute.discovery import LOCAL, settings_of_our_own
-from serve_llm.engine.execute.steps import RingSource, RingSteps, SocketSource, SocketSteps
-from serve_llm.engine.parallel.encrypted import Endpoint
-from serve_llm.engine.parallel.ring import Ring
-from serve_llm.engine.parallel.shm import Closed, Handle
-from serve_llm.engine.parallel.shm_group import ShmGroup, shm_group
+from serve_llm.common.curve_zmq import Endpoint
+from serve_llm.engine.distributed.ray.discovery import LOCAL, local_cluster_settings
+from serve_llm.engine.distributed.step_channels import RingSource, RingSteps, SocketSource, SocketSteps
+from serve_llm.engine.parallel.shm import ChannelClosed, ShmHandle
+from serve_llm.engine.parallel.shm_group import ShmGroup, build_shm_group
+from serve_llm.engine.parallel.shm_ring import Ring
 
 STEP_BYTES, ANSWER_BYTES = 2000, 200  # about what 32 running sequences need
 SHAPES = ((1, 896), (8, 896), (32, 896), (256, 896), (2048, 896))
@@ -50,7 +50,7 @@ def rank_main(rank: int, count: int, rings: list[Ring], python: bool) -> None:
     torch.set_num_threads(1)
     size = len(rings) // 2
     steps, answers, tensor = rings[0], rings[1 : 1 + size], rings[1 + size :]
-    group = (ShmGroup if python else shm_group)(tensor, rank)
+    group = (ShmGroup if python else build_shm_group)(tensor, rank)
     source = RingSource(steps, rank, answers[rank])
     found = {}
     for shape in SHAPES:
@@ -79,7 +79,7 @@ def answer_steps(source: RingSource) -> None:
         while True:
             source.receive()
             source.answer(bytes(ANSWER_BYTES))
-    except Closed:
+    except ChannelClosed:
         return
 
 
@@ -87,7 +87,7 @@ class RayRank:
     """One rank in a Ray actor; sums do not know who started the ranks, so only steps."""
 
     def run(self, rank: int, handles: str) -> None:
-        steps, *answers = (Ring.open(handle) for handle in msgspec.json.decode(handles, type=list[Handle]))
+        steps, *answers = (Ring.open(handle) for handle in msgspec.json.decode(handles, type=list[ShmHandle]))
         answer_steps(RingSource(steps, rank, answers[rank]))
 
 
@@ -107,10 +107,10 @@ def time_steps(size: int, count: int, rings: list[Ring]) -> list[float]:
 
 
 def time_ray_steps(size: int, count: int) -> list[float]:
-    os.environ.update(settings_of_our_own(os.environ))
+    os.environ.update(local_cluster_settings(os.environ))
     import ray
 
-    from serve_llm.engine.execute.cluster import connect
+    from serve_llm.engine.distributed.ray.cluster import connect
 
     connect(LOCAL, size)
     rings, handles = make_rings(size)
@@ -173,7 +173,7 @@ def main() -> None:
     if arguments.url is not None:
         return remote_rank_main(arguments.rank, arguments.url)
     if arguments.rank is not None:
-        handles = msgspec.json.decode(arguments.rings, type=list[Handle])
+        handles = msgspec.json.decode(arguments.rings, type=list[ShmHandle])
         rank_main(arguments.rank, arguments.count, [Ring.open(handle) for handle in handles], arguments.python)
         return
     size = arguments.ranks

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from serve_llm.engine.hub import resolve_model
+from serve_llm.common.hub import resolve_model
 
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -20,18 +20,18 @@ from pathlib import Path
 import psutil
 
 from bench.model import SHAPE
+from serve_llm.common.options.sources import make_options
+from serve_llm.common.types import Request, Sampling
 from serve_llm.engine import startup
-from serve_llm.engine.loop import Engine
-from serve_llm.engine.options import Options
-from serve_llm.engine.types import Request, Sampling
-from serve_llm.engine.wire import Submit
+from serve_llm.engine.loop import EngineCore
+from support.resolved import resolve_all
 
 PROMPT_TOKENS = 128
 GRIDS = {"one rank": (1, 1), "TP=2": (2, 1), "PP=2": (1, 2)}
 
 
-def start(directory: Path, tensor: int, pipeline: int) -> Engine:
-    options = Options.from_kwargs(
+def start(directory: Path, tensor: int, pipeline: int) -> EngineCore:
+    options = make_options(
         str(directory),
         load_format="dummy",
         kv_cache_memory="512MiB",
@@ -40,8 +40,8 @@ def start(directory: Path, tensor: int, pipeline: int) -> Engine:
         enable_prefix_caching=False,
         log_level="warning",
     )
-    config, spec, weights = startup.resolve_all(options, str(directory), dict(SHAPE))
-    return Engine(config, startup.build_executor(config, spec, weights, dict(SHAPE)))
+    config, spec, weights = resolve_all(options, str(directory), dict(SHAPE))
+    return EngineCore(config, startup.build_executor(config, spec, weights, dict(SHAPE)))
 
 
 def rank_processes() -> dict[int, psutil.Process]:
@@ -53,7 +53,7 @@ def cpu_seconds(processes: list[psutil.Process]) -> list[float]:
     return [sum(process.cpu_times()[:2]) for process in processes]
 
 
-def decode(engine: Engine, streams: int, tokens: int, processes: list[psutil.Process]) -> tuple[float, list[float]]:
+def decode(engine: EngineCore, streams: int, tokens: int, processes: list[psutil.Process]) -> tuple[float, list[float]]:
     """(output tokens per second, each process's CPU seconds per second) from the last stream's first token on."""
     requests = [
         Request(
@@ -63,7 +63,7 @@ def decode(engine: Engine, streams: int, tokens: int, processes: list[psutil.Pro
         )
         for number in range(streams)
     ]
-    engine.take([Submit(requests)])
+    engine.add_requests(requests)
     begun: set[int] = set()
     while len(begun) < streams:
         begun |= {output.id for output in engine.step().outputs if output.token_ids}

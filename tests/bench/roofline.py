@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from bench.model import SHAPE
 from bench.workloads import WORKLOADS, Workload
 from serve_llm.engine.model.registry import read_model
-from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.spec import AnyAttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec
 from serve_llm.kernels import bench as kernel_bench
 
 
@@ -52,18 +52,19 @@ class Work:
 
 def step_work(spec: ModelSpec, chunks: Sequence[tuple[int, int]], is_int8: bool = False) -> Work:
     """Of one step. chunks: of each sequence its new tokens, and its context with them; each samples one token. bf16, or
-    with is_int8 the linear layers in 8 bits."""
-    numbers = sum(_products(spec, index) for index in range(len(spec.layers)))
-    head = spec.vocab_size * (spec.embedding_width or spec.width)
+    the linear layers in 8 bits, with is_int8 and for a spec with fp8; the head too with is_int8."""
     new = sum(count for count, _ in chunks)
+    counts = [_products(layer, spec.hidden_size, new) for layer in spec.layers]
+    stored, multiplied = sum(read for read, _ in counts), sum(used for _, used in counts)
+    head = spec.vocab_size * (spec.embedding_size or spec.hidden_size)
     pairs = sum(count * (context - count) + count * (count + 1) / 2 for count, context in chunks)
-    keys = sum(layer.mixer.kv_heads * layer.mixer.head_dim for layer in spec.layers)
-    queries = sum(layer.mixer.heads * layer.mixer.head_dim for layer in spec.layers)
+    cached = sum(_cached_numbers(layer.attention) for layer in spec.layers)
+    scored = sum(_pair_operations(layer.attention) for layer in spec.layers)
     return Work(
         {
-            "linear": (numbers * (1 if is_int8 else 2), 2 * numbers * new),
-            "head": (2 * head, 2 * head * len(chunks)),
-            "attention": (2 * 2 * keys * sum(context for _, context in chunks), 4 * queries * pairs),
+            "linear": (stored * (1 if is_int8 or spec.fp8 else 2), 2 * multiplied * new),
+            "head": (head * (1 if is_int8 else 2), 2 * head * len(chunks)),
+            "attention": (2 * cached * sum(context for _, context in chunks), scored * pairs),
         }
     )
 
@@ -86,15 +87,47 @@ def tokens_per_second(spec: ModelSpec, workload: Workload, limits: Limits, is_in
 
 def measure_limits() -> Limits:
     """The best of a few: what a machine can do is more than what it does in a slow moment."""
-    found = [kernel_bench.limits() for _ in range(3)]
+    found = [kernel_bench.measure_limits() for _ in range(3)]
     return Limits(max(bandwidth for bandwidth, _ in found), max(peak for _, peak in found))
 
 
-def _products(spec: ModelSpec, index: int) -> int:
-    """Numbers in the weights of one layer's products."""
-    mixer, ffn = spec.layers[index].mixer, spec.layers[index].ffn
-    attention = (2 * mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim
-    return spec.width * (attention + ffn.width * (3 if ffn.gated else 2))
+def _products(layer: LayerSpec, width: int, tokens: int) -> tuple[float, float]:
+    """Numbers in the weights of one layer's products: those that a step of so many tokens reads, and those that one
+    token is multiplied with. Of experts, as many are read as so many random choices hit on average."""
+    attention = _attention_numbers(layer.attention, width)
+    if isinstance(layer.ffn, MLPSpec):
+        both = attention + _ffn_numbers(layer.ffn, width)
+        return both, both
+    router, expert = layer.ffn.router, _ffn_numbers(layer.ffn.expert, width)
+    shared = attention + width * router.num_experts + _ffn_numbers(layer.ffn.shared_expert, width)
+    hit = router.num_experts * (1 - (1 - router.top_k / router.num_experts) ** tokens)
+    return shared + hit * expert, shared + router.top_k * expert
+
+
+def _ffn_numbers(ffn: MLPSpec | None, width: int) -> int:
+    return 0 if ffn is None else width * ffn.intermediate_size * (3 if ffn.gated else 2)
+
+
+def _attention_numbers(attention: AnyAttentionSpec, width: int) -> int:
+    if not isinstance(attention, MLASpec):
+        return width * (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+    query_size = attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
+    rank = attention.q_lora_rank
+    queries = width * query_size if rank is None else rank * (width + query_size)
+    expanded = attention.num_heads * (attention.qk_nope_head_dim + attention.v_head_dim)
+    latent = width * attention.head_dim + attention.kv_lora_rank * expanded
+    return queries + latent + width * attention.num_heads * attention.v_head_dim
+
+
+def _cached_numbers(attention: AnyAttentionSpec) -> int:
+    """Of one token in one layer."""
+    return attention.head_dim if isinstance(attention, MLASpec) else 2 * attention.num_kv_heads * attention.head_dim
+
+
+def _pair_operations(attention: AnyAttentionSpec) -> int:
+    """Of one query with one key in one layer. Latent attention works on the cached rows themselves."""
+    value = attention.kv_lora_rank if isinstance(attention, MLASpec) else attention.head_dim
+    return 2 * attention.num_heads * (attention.head_dim + value)
 
 
 def main() -> None:

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from serve_llm.engine.schedule.batch import Batch, ChunkResult
-from serve_llm.engine.schedule.scheduler import Scheduler
-from serve_llm.engine.schedule.sequence import GroupLayout
-from serve_llm.engine.types import Output, Request, Sampling
-from serve_llm.server.balance import Balancer
+from serve_llm.common.types import Output, Request, Sampling
+from serve_llm.engine.scheduler.output import RunnerOutput, SchedulerOutput
+from serve_llm.engine.scheduler.scheduler import Scheduler
+from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.server.engines.router import Router
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 4096  # 65,536 tokens per engine
@@ -46,12 +46,12 @@ class Engine:
             max_chunk=STEP_TOKENS,
             prefix_caching=True,
         )
-        self.batch: Batch | None = None
+        self.batch: SchedulerOutput | None = None
 
     def begin(self, now: float) -> float | None:
         """Start a step; returns when it ends, or None if there is nothing to do."""
         batch = self.scheduler.schedule(STEP_TOKENS, now)
-        if not batch.chunks:
+        if not batch.scheduled:
             return None
         self.batch = batch
         return now + STEP_SECONDS + batch.num_tokens * TOKEN_SECONDS
@@ -59,16 +59,16 @@ class Engine:
     def end(self) -> list[Output]:
         assert self.batch is not None
         results = []
-        for chunk in self.batch.chunks:
-            result = ChunkResult()
+        for chunk in self.batch.scheduled:
+            result = RunnerOutput()
             if chunk.sample:
                 result.token_id = 1
             results.append(result)
         batch, self.batch = self.batch, None
-        return self.scheduler.commit(batch, results)
+        return self.scheduler.update_from_output(batch, results)
 
 
-class RoundRobin(Balancer):
+class RoundRobin(Router):
     """Each engine in turn."""
 
     def place(self, request_ids: Iterable[int], prompt_ids: Sequence[int], salt: str = "") -> int:
@@ -79,15 +79,15 @@ class RoundRobin(Balancer):
         return self._next
 
 
-def least_loaded(num_engines: int) -> Balancer:
-    return Balancer([0] * num_engines, BLOCK_SIZE)
+def least_loaded(num_engines: int) -> Router:
+    return Router([0] * num_engines, BLOCK_SIZE)
 
 
-def by_prefix(num_engines: int) -> Balancer:
-    return Balancer([NUM_BLOCKS] * num_engines, BLOCK_SIZE)
+def by_prefix(num_engines: int) -> Router:
+    return Router([NUM_BLOCKS] * num_engines, BLOCK_SIZE)
 
 
-def round_robin(num_engines: int) -> Balancer:
+def round_robin(num_engines: int) -> Router:
     return RoundRobin([0] * num_engines, BLOCK_SIZE)
 
 
@@ -100,7 +100,7 @@ class Found:
     largest_share: float  # of all requests, on one engine
 
 
-def simulate(arrivals: list[Arrival], num_engines: int, make: Callable[[int], Balancer]) -> Found:
+def simulate(arrivals: list[Arrival], num_engines: int, make: Callable[[int], Router]) -> Found:
     balancer, engines = make(num_engines), [Engine() for _ in range(num_engines)]
     arrived, order = {request.id: at for at, request in arrivals}, count()
     events: list[tuple[float, int, Request | int]] = [(at, next(order), request) for at, request in arrivals]
@@ -116,10 +116,10 @@ def simulate(arrivals: list[Arrival], num_engines: int, make: Callable[[int], Ba
             index = event
             for output in engines[index].end():
                 if output.cached_tokens is not None:
-                    balancer.began(output.id)
+                    balancer.mark_computed(output.id)
                     firsts.append(now - arrived[output.id])
                 if output.finish_reason is not None:
-                    balancer.ended(output.id)
+                    balancer.release(output.id)
                     ends.append(now - arrived[output.id])
         if engines[index].batch is None and (until := engines[index].begin(now)) is not None:
             heapq.heappush(events, (until, next(order), index))

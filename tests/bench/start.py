@@ -21,6 +21,7 @@ import urllib.request
 from bench.model import model_folder
 from bench.servers import SERVE_LLM, free_port
 
+LATER_REQUESTS = 9
 PHASES = {
     "engine: modules imported": r"Engine modules imported in ([\d.]+) s",
     "engine: weights packed": r"Weights loaded and packed in ([\d.]+) s",
@@ -46,6 +47,15 @@ def seconds_until(url: str, body: bytes | None, began: float, process: subproces
     raise SystemExit(f"serve-llm ended with code {process.returncode}")
 
 
+def later_seconds(url: str, process: subprocess.Popen[bytes]) -> list[float]:
+    """Of requests one after the other, like the first but for their prompts."""
+    found = []
+    for number in range(LATER_REQUESTS):
+        body = json.dumps({"prompt": f"def main{number}():", "max_tokens": 1}).encode()
+        found.append(seconds_until(url, body, time.perf_counter(), process))
+    return found
+
+
 def start_seconds(model: str, *options: str, **environ: str) -> dict[str, float]:
     """environ: more variables."""
     port = free_port()
@@ -56,8 +66,11 @@ def start_seconds(model: str, *options: str, **environ: str) -> dict[str, float]
         process = subprocess.Popen(command, stderr=log, env=os.environ | environ)
         try:
             found = {"exec to /health": seconds_until(f"{url}/health", None, began, process)}
+            ready = seconds_until(f"{url}/ready", None, began, process)
             body = b'{"prompt": "def main():", "max_tokens": 1}'
             found["exec to first token"] = seconds_until(f"{url}/v1/completions", body, began, process)
+            found["first request once ready"] = found["exec to first token"] - ready
+            found["later request"] = statistics.median(later_seconds(f"{url}/v1/completions", process))
         finally:
             process.terminate()
             process.wait()

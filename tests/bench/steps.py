@@ -11,6 +11,10 @@ steps without. Prints a table, then one JSON line.
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as engine processes have it, before torch is imported
+
 import argparse
 import dataclasses
 import json
@@ -28,15 +32,17 @@ import zmq
 
 from bench.model import IDS, model_folder
 from bench.roofline import Limits, measure_limits, step_work
-from serve_llm.engine import startup, wire
+from serve_llm.common import messages
+from serve_llm.common.hub import read_config
+from serve_llm.common.options.sources import make_options
+from serve_llm.common.types import Request, Sampling
+from serve_llm.engine import startup
 from serve_llm.engine.__main__ import ZmqChannel
-from serve_llm.engine.hub import read_config
-from serve_llm.engine.loop import Engine
+from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.model.spec import ModelSpec
-from serve_llm.engine.options import Options
-from serve_llm.engine.types import Request, Sampling
-from serve_llm.engine.weights import place
-from serve_llm.kernels.table import Kernels
+from serve_llm.engine.weights import load
+from serve_llm.kernels.registry import Kernels
+from support.resolved import resolve_all
 
 CONTEXT = 256
 CHUNK = 256
@@ -58,11 +64,11 @@ KERNEL_PARTS = (
 # Where other parts are, from the engine on; `[]` stands for every element of a list.
 CALLS = (
     ("scheduling", "scheduler.schedule"),
-    ("scheduling", "scheduler.commit"),
-    ("scheduling", "take"),
-    ("inputs", "_executor._worker._runner._rows.apply"),
-    ("inputs", "_executor._worker._runner._rows.gather"),
-    ("embedding", "_executor._worker._decoder._enter"),
+    ("scheduling", "scheduler.update_from_output"),
+    ("scheduling", "add_requests"),
+    ("inputs", "_executor._worker._runner._input_batch.apply"),
+    ("inputs", "_executor._worker._runner._input_batch.gather"),
+    ("embedding", "_executor._worker._decoder._embed"),
     ("rope, cache", "_executor._worker._decoder._ropes.[]"),
     ("head", "_executor._worker._decoder.logits"),
     ("sampling", "_executor._worker._runner._sampler.sample"),
@@ -141,7 +147,7 @@ def timed_kernels(kernels: Kernels, vocab_size: int, watch: Stopwatch) -> Kernel
     return dataclasses.replace(kernels, **{name: timed(name, getattr(kernels, name)) for name in fields})
 
 
-def time_calls(engine: Engine, watch: Stopwatch) -> list[str]:
+def time_calls(engine: EngineCore, watch: Stopwatch) -> list[str]:
     """Put timers around CALLS. Returns those that are not there (any more)."""
     missing = []
     for part, path in CALLS:
@@ -164,20 +170,20 @@ class Bench:
 
     def __init__(self, directory: Path, **options: object) -> None:
         self.watch = Stopwatch()
-        chosen = Options.from_kwargs(
+        chosen = make_options(
             str(directory),
             **{"enable_prefix_caching": False, "kv_cache_memory": "512MiB", "log_level": "warning"} | options,
         )
         raw = read_config(directory)
-        config, spec, weights = startup.resolve_all(chosen, str(directory), raw)
+        config, spec, weights = resolve_all(chosen, str(directory), raw)
         self.spec: ModelSpec = spec
-        real = place.choose
+        real = load.choose
 
         def choose(*args: Any, **kwargs: Any) -> Kernels:
             return timed_kernels(real(*args, **kwargs), spec.vocab_size, self.watch)
 
-        with mock.patch.object(place, "choose", choose):
-            self.engine = Engine(config, startup.build_executor(config, spec, weights, raw))
+        with mock.patch.object(load, "choose", choose):
+            self.engine = EngineCore(config, startup.build_executor(config, spec, weights, raw))
         self.missing = time_calls(self.engine, self.watch)
         self._socket = zmq.Context.instance().socket(zmq.PAIR)
         self._folder = tempfile.TemporaryDirectory()
@@ -204,18 +210,19 @@ class Bench:
             prompt = [rng.choice(IDS) % self.spec.vocab_size for _ in range(prompt_tokens)]
             sampling = Sampling(temperature=0.0, seed=0, max_tokens=max_tokens)
             requests.append(Request(id=self._next_id, prompt_ids=prompt, sampling=sampling))
-        self._socket.send(wire.encode(wire.Submit(requests)))
+        self._socket.send(messages.encode(messages.Submit(requests)))
 
-    def step(self, timed: bool) -> tuple[float, wire.Step]:
+    def step(self, timed: bool) -> tuple[float, messages.StepOutputs]:
         """One round of the loop: its seconds, and what was sent."""
         self.watch.on = timed
         began = time.perf_counter()
-        self.engine.take(self._receive(0))
+        for message in self._receive(0):
+            self.engine.add_requests(message.requests)
         self._send(self.engine.step())
         seconds = time.perf_counter() - began
         self.watch.on = False
-        step = wire.decode_from_engine(self._socket.recv())
-        assert isinstance(step, wire.Step)
+        step = messages.decode_from_engine(self._socket.recv())
+        assert isinstance(step, messages.StepOutputs)
         return seconds, step
 
     def drain(self) -> None:
@@ -257,7 +264,7 @@ def measure(bench: Bench, steps: Iterator[None], limits: Limits, chunks: list[tu
         found[timed].append((seconds, dict(bench.watch.seconds)))
     plain, _ = middle_half(found[False])
     timed_seconds, parts = middle_half(found[True])
-    work = step_work(bench.spec, chunks, bench.spec.int8 is not None)
+    work = step_work(bench.spec, chunks, bench.spec.int8_lm_head)
     weights = work.weight_bytes / limits.bandwidth / 1e9
     return Case(plain, timed_seconds, parts, weights, work.least_seconds(limits), work.num_bytes, work.operations)
 

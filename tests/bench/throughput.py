@@ -21,7 +21,7 @@ from bench.roofline import measure_limits, tokens_per_second
 from bench.servers import named, running
 from bench.workloads import WARM, WORKLOADS, Workload
 from serve_llm import LLM, SamplingParams
-from serve_llm.engine.hub import read_config
+from serve_llm.common.hub import read_config
 from serve_llm.engine.model.registry import read_model
 
 KV_CACHE = "512MiB"

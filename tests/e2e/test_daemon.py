@@ -41,10 +41,23 @@ def test_start_up_log_says_what_fits_and_where() -> None:
         daemon.wait_until_serving()
         log = "\n".join(daemon.log)
         line = r"INFO \d\d-\d\d \d\d:\d\d:\d\d \[\w+\.py:\d+\] "
+        assert re.search(line + r"Listening on http://127\.0\.0\.1:\d+; loading demo$", daemon.log[0])
+        assert "set --api-key" not in log, "only this host reaches it"
         assert re.search(line + r"CPU KV cache size: [\d,]+ tokens", log)
         assert re.search(line + r"Maximum concurrency for 512 tokens per request: \d+\.\d\dx", log)
         assert re.search(line + r"Weights loaded and packed in [\d.]+ s", log)
         assert status(daemon.url + "/ready") == 200
+
+
+@pytest.mark.parametrize("key", [(), ("--api-key", "k")])
+def test_a_server_that_other_hosts_reach_warns_without_a_key(key: tuple[str, ...]) -> None:
+    with Daemon("demo", "--host", "0.0.0.0", *key) as daemon:
+        daemon.wait_until_logged("Listening on")
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0
+    warned = [entry for entry in daemon.log if entry.startswith("WARNING")]
+    assert len(warned) == (0 if key else 1) and all("set --api-key" in entry for entry in warned)
+    assert daemon.log[-1].endswith("Stopped")
 
 
 def status(url: str) -> int:

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from serve_llm.engine.arguments import parse_args
-from serve_llm.engine.options import Options, fields
+from serve_llm.common.options.schema import OPTION_FIELDS
+from serve_llm.common.options.sources import make_options, parse_args
 from support.daemon import SERVE_LLM, Daemon
 from support.manifests import documents
 
@@ -40,7 +40,7 @@ ABSENT = {
     "nnodes",
     "node_rank",
     "master_addr",
-} - {option.name for option in fields()}
+} - {option.name for option in OPTION_FIELDS}
 needs_options = pytest.mark.skipif(bool(ABSENT), reason=f"not in this build: {', '.join(sorted(ABSENT))}")
 
 
@@ -92,7 +92,7 @@ def test_the_options_in_the_manifests_exist() -> None:
     options = parse_args(arguments(line), {})
     (service,) = documents(ROOT / "deploy" / "kuberay" / "rayservice.yaml")
     (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
-    asked = Options.from_kwargs(**application["args"])
+    asked = make_options(**application["args"])
     assert dataclasses.replace(asked, distributed_executor_backend="ray") == options
 
 

@@ -190,15 +190,15 @@ def test_where_a_replica_is_placed(folder: Path) -> None:
     """One that fits on a node holds its devices itself; one with stages has a bundle for each."""
     code = """
         import ray_serve
-        assert ray_serve.by_stage({"tensor_parallel_size": 8, "pipeline_parallel_size": 2}) == {
+        assert ray_serve.place_by_stage({"tensor_parallel_size": 8, "pipeline_parallel_size": 2}) == {
             "ray_actor_options": {"num_cpus": 1},
             "placement_group_bundles": [{"CPU": 1}, {"CPU": 1, "GPU": 8}, {"CPU": 1, "GPU": 8}],
             "placement_group_strategy": "PACK",
         }
-        assert ray_serve.placed_on_one_node({"tensor_parallel_size": 2, "device": "cpu"}) == {
+        assert ray_serve.place_on_one_node({"tensor_parallel_size": 2, "device": "cpu"}) == {
             "ray_actor_options": {"num_cpus": 2, "num_gpus": 0},
         }
-        from serve_llm.engine.errors import OptionError
+        from serve_llm.common.errors import OptionError
         try:
             ray_serve.build_app({"model": "demo", "max_model_length": 5})
         except OptionError as error:

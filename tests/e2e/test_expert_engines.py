@@ -21,6 +21,7 @@ from support.tiny import make_checkpoint
 DEMO = Path(__file__).parents[2] / "serve_llm" / "demo"
 SMALL = ("--served-model-name", "demo", "--kv-cache-memory", "16MiB", "--max-model-len", "400", "--max-restarts", "100")
 TWO = ("--data-parallel-size", "2", "--enable-expert-parallel")
+LONGEST = 300  # tokens of a stream
 COUNTERS = ("prompt_tokens_total", "generation_tokens_total", "request_success_total", "iteration_tokens_total_sum")
 
 
@@ -38,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def undisturbed(model: str) -> Iterator[Streams]:
     """What a single engine makes of the streams."""
     with Daemon(model, *SMALL) as daemon:
-        yield Streams(daemon.wait_until_serving(), mixed(12)).finish()
+        yield Streams(daemon.wait_until_serving(), mixed(12, LONGEST)).finish()
 
 
 def cpu_seconds(pids: list[int]) -> float:
@@ -47,13 +48,13 @@ def cpu_seconds(pids: list[int]) -> float:
 
 def test_streams_on_both_one_idle_and_none(model: str, undisturbed: Streams) -> None:
     with Daemon(model, *SMALL, *TWO) as daemon:
-        assert Streams(daemon.wait_until_serving(), mixed(12)).finish() == undisturbed
+        assert Streams(daemon.wait_until_serving(), mixed(12, LONGEST)).finish() == undisturbed
         both, each = daemon.metrics(), [daemon.metrics(engine) for engine in (0, 1)]
         for name in COUNTERS:
             assert all(one[f"serve_llm_{name}"] > 0 for one in each)
             assert both[f"serve_llm_{name}"] == sum(one[f"serve_llm_{name}"] for one in each)
         assert both["serve_llm_generation_tokens_total"] == undisturbed.num_tokens
-        Streams(daemon.url, mixed(1)).finish()  # one request: the other engine only holds experts
+        Streams(daemon.url, mixed(1, LONGEST)).finish()  # one request: the other engine only holds experts
         name = "serve_llm_generation_tokens_total"
         assert sum(daemon.metrics(engine)[name] > each[engine][name] for engine in (0, 1)) == 1
         pids = daemon.engine_pids()
@@ -70,7 +71,7 @@ def test_streams_on_both_one_idle_and_none(model: str, undisturbed: Streams) -> 
 def test_when_one_is_killed_all_are_replaced_and_the_streams_go_on(model: str, undisturbed: Streams) -> None:
     with Daemon(model, *SMALL, *TWO) as daemon:
         daemon.wait_until_serving()
-        streams = Streams(daemon.url, mixed(12))
+        streams = Streams(daemon.url, mixed(12, LONGEST))
         streams.wait_for(40)
         before = daemon.engine_pids()
         os.kill(before[1], signal.SIGKILL)
@@ -104,7 +105,7 @@ def test_the_end_amid_steps(model: str) -> None:
 @pytest.mark.slow
 def test_ranks_of_one_engine(model: str) -> None:
     """Three processes that hold 2, 2 and 1 of the experts of each layer."""
-    bodies = [{name: value for name, value in body.items() if name != "logprobs"} for body in mixed(12)]
+    bodies = [{name: value for name, value in body.items() if name != "logprobs"} for body in mixed(12, LONGEST)]
     with Daemon(model, *SMALL) as daemon:
         expected = Streams(daemon.wait_until_serving(), bodies).finish()
     with Daemon(model, *SMALL, "-tp", "3", "--enable-expert-parallel") as daemon:
@@ -114,7 +115,7 @@ def test_ranks_of_one_engine(model: str) -> None:
 @pytest.mark.slow
 def test_ranks_of_each_engine(model: str) -> None:
     """Tensor-parallel ranks are processes, one of which dies."""
-    bodies = mixed(6)
+    bodies = mixed(6, LONGEST)
     with Daemon(model, *SMALL, *TWO, "-tp", "2") as daemon:
         expected = Streams(daemon.wait_until_serving(), bodies).finish()
         streams = Streams(daemon.url, bodies)
@@ -129,11 +130,11 @@ def test_ranks_of_each_engine(model: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("demo", *TWO), "--enable-expert-parallel: this model has no experts; leave it away"),
-        (("MODEL", *TWO, "-pp", "2"), "--enable-expert-parallel: several engines (--data-parallel-size) share out"),
+        (("demo", *TWO), "--enable-expert-parallel: this model has no experts; omit it"),
+        (("MODEL", *TWO, "-pp", "2"), "--enable-expert-parallel: several engines (--data-parallel-size) share experts"),
         (
             ("MODEL", *TWO, "--distributed-executor-backend", "ray"),
-            "--enable-expert-parallel: several engines (--data-parallel-size) share out experts on one host only",
+            "--enable-expert-parallel: several engines (--data-parallel-size) share experts on one host only",
         ),
         (
             ("MODEL", *TWO, "--nnodes", "2", "--master-addr", "127.0.0.1:1"),

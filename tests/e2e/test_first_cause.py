@@ -21,8 +21,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from serve_llm.engine.errors import EngineError
-from serve_llm.engine.hub import resolve_model
+from serve_llm.common.errors import EngineError
+from serve_llm.common.hub import resolve_model
 from support.daemon import SERVE_LLM, Daemon
 from support.faults import FAULTS, RAISER, STARVER
 from support.first_causes import ALL, ONE, TWO, Fault

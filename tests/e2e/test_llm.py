@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from serve_llm import LLM, RequestOutput, SamplingParams
-from serve_llm.engine.errors import OptionError
-from serve_llm.server.errors import InvalidRequest
+from serve_llm.common.errors import OptionError
+from serve_llm.server.http.errors import InvalidRequest
 
 PROMPTS = ["class Stack:\n    def __init__(self):\n", "def main():\n", "import os\n"]
 

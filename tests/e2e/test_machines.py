@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from serve_llm.engine.errors import EngineError
+from serve_llm.common.errors import EngineError
 from support.daemon import Daemon
 from support.namespaces import Machines
 from support.nodes import LIMIT, ONCE, SMALL, body

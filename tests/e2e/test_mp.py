@@ -21,19 +21,20 @@ import psutil
 import pytest
 
 from serve_llm import LLM, SamplingParams
+from serve_llm.common.errors import EngineError, ModelError, OptionError, RankFailed
+from serve_llm.common.hub import read_config, resolve_model
+from serve_llm.common.options.sources import make_options
+from serve_llm.common.types import Sampling
 from serve_llm.engine import startup
-from serve_llm.engine.errors import EngineError, ModelError, OptionError, RankFailed
-from serve_llm.engine.execute.executors import mp
-from serve_llm.engine.execute.roster import Roster
-from serve_llm.engine.hub import read_config, resolve_model
-from serve_llm.engine.options import Options
-from serve_llm.engine.schedule.batch import Batch, Chunk, NewRow
-from serve_llm.engine.types import Sampling
+from serve_llm.engine.distributed import mp
+from serve_llm.engine.distributed.worker_group import WorkerGroup
+from serve_llm.engine.scheduler.output import NewRequestData, ScheduledTokens, SchedulerOutput
 from serve_llm.kernels import linear_int8
 from support.daemon import SERVE_LLM, Daemon
 from support.engine import generate, greedy, make_engine
 from support.matrix import mostly_slow
 from support.quantised import quantise_checkpoint
+from support.resolved import resolve_all
 from support.tiny import make_checkpoint, make_tokenizer
 
 IDLE_SECONDS = 3.0
@@ -85,7 +86,9 @@ def test_ranks_compute_with_as_many_threads_as_asked_for(count: int) -> None:
             before = thread_seconds([psutil.Process(pid)])
             complete(url, "demo")
             after = thread_seconds([psutil.Process(pid)])
-            assert sum(after[thread] - before.get(thread, 0.0) > 0.002 for thread in after) == count
+            spent = [after[thread] - before.get(thread, 0.0) for thread in after]
+            # Threads that compute share the work; all others take far less.
+            assert sum(seconds > sum(spent) / 20 for seconds in spent) == count
 
 
 @pytest.mark.slow
@@ -166,12 +169,13 @@ def test_an_int8_checkpoint_on_two_stages(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "float", "llama")
     quantise_checkpoint(tmp_path / "float", tmp_path / "int8")
     requests = [greedy(0, [3, 1, 4, 1, 5], 12, logprobs=0)]
-    found = []
-    for directory, options in ((tmp_path / "int8", {"pipeline_parallel_size": 2}), (tmp_path / "float", {})):
-        engine = make_engine(directory, quantization="auto" if options else "int8", **options)
-        with contextlib.closing(engine._executor):
-            found.append(generate(engine, requests)[0])
-    assert found[0].token_ids == found[1].token_ids and found[0].logprobs == found[1].logprobs
+    for name, quantization in (("int8", "auto"), ("float", "int8")):
+        found = []
+        for num_stages in (1, 2):
+            engine = make_engine(tmp_path / name, quantization=quantization, pipeline_parallel_size=num_stages)
+            with contextlib.closing(engine._executor):
+                found.append(generate(engine, requests)[0])
+        assert found[0].token_ids == found[1].token_ids and found[0].logprobs == found[1].logprobs
 
 
 def test_the_offline_class_takes_the_same_options() -> None:
@@ -233,25 +237,27 @@ def test_no_rank_outlives_the_process_that_started_it(victim: str) -> None:
         daemon.wait(LIMIT)
 
 
-def build(options: dict[str, object], roster: Roster | None = None) -> mp.MpExecutor:
+def build(options: dict[str, object], worker_group: WorkerGroup | None = None) -> mp.MpExecutor:
     """An executor of the demo model in this process."""
     directory = resolve_model("demo", None, None, weights=True)
     small = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory": "16MiB"}
-    chosen = Options.from_kwargs("demo", **(small | options))
+    chosen = make_options("demo", **(small | options))
     raw = read_config(directory)
-    config, spec, weights = startup.resolve_all(chosen, str(directory), raw)
-    executor = startup.build_executor(config, spec, weights, raw, roster)
+    config, spec, weights = resolve_all(chosen, str(directory), raw)
+    executor = startup.build_executor(config, spec, weights, raw, worker_group)
     assert isinstance(executor, mp.MpExecutor)
     return executor
 
 
 def pids_of(executor: mp.MpExecutor) -> list[int]:
-    launched = executor._roster._launched
-    return [int(launched.where(rank).rpartition(" ")[2]) for rank in range(executor._roster.size)]
+    launched = executor._worker_group._launched
+    return [int(launched.where(rank).rpartition(" ")[2]) for rank in range(executor._worker_group.size)]
 
 
-ONE_PROMPT = Batch([NewRow(0, [5, 6, 7], 3, Sampling(max_tokens=1, seed=0), None)], [Chunk(0, 0, 3, [[0]], True, [])])
-NO_SUCH_ROW = Batch([], [Chunk(5, 0, 1, [[0]], True, [])])
+ONE_PROMPT = SchedulerOutput(
+    [NewRequestData(0, [5, 6, 7], 3, Sampling(max_tokens=1, seed=0), None)], [ScheduledTokens(0, 0, 3, [[0]], True, [])]
+)
+NO_SUCH_ROW = SchedulerOutput([], [ScheduledTokens(5, 0, 1, [[0]], True, [])])
 
 
 def test_a_ranks_exception_names_it_and_stays_the_answer() -> None:
@@ -281,12 +287,12 @@ def test_a_silent_rank_is_named() -> None:
 
 
 def test_a_death_while_starting_ends_the_others() -> None:
-    roster = mp.start_ranks(2)
-    launched = roster._launched
+    worker_group = mp.launch_workers(2)
+    launched = worker_group._launched
     pids = [int(launched.where(rank).rpartition(" ")[2]) for rank in range(2)]
     os.kill(pids[0], signal.SIGKILL)
     with pytest.raises(RankFailed, match=rf"^rank 0 \(host \S+, pid {pids[0]}\) died while \w+.* by signal SIGKILL"):
-        build({"tensor_parallel_size": 2}, roster)
+        build({"tensor_parallel_size": 2}, worker_group)
     assert gone(pids)
 
 

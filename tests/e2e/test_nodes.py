@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from serve_llm.engine.errors import CapacityError, EngineError, ModelError, OptionError
+from serve_llm.common.errors import CapacityError, EngineError, ModelError, OptionError
 from support.daemon import Daemon
 from support.matrix import mostly_slow
 from support.nodes import LIMIT, ONCE, SMALL, body, complete
@@ -97,7 +97,7 @@ def request_under_way(url: str, seconds: float = LIMIT) -> Iterator[list[str]]:
 def test_a_stage_on_each_host_follower_first_and_an_end_in_order(continuations: list[str]) -> None:
     hosts = Hosts()
     with hosts.node(1) as follower:
-        follower.wait_until_logged(r"Waits for node 0 of 2 nodes at 127\.0\.0\.1:\d+")
+        follower.wait_until_logged(r"Waiting for node 0 of 2 nodes at 127\.0\.0\.1:\d+")
         with hosts.node(0, "demo", *SMALL, "-tp", "2", "-pp", "2") as master:
             assert complete(master.wait_until_serving()) == continuations
             here, there = master.rank_pids(), follower.rank_pids(follower.process.pid)
@@ -151,7 +151,7 @@ def test_three_hosts_for_four_ranks_in_groups_that_span(continuations: list[str]
         with hosts.node(0, "demo", *SMALL, "-tp", "2", "-pp", "2", nnodes=3) as master:
             assert complete(master.wait_until_serving()) == continuations
     for node in (master, follower):
-        assert any("--cluster-secret is not set: whoever reaches" in line for line in node.log)
+        assert any("--cluster-secret is not set: anyone who reaches" in line for line in node.log)
     assert any("Tensor parallelism of ranks 2 to 3 crosses hosts" in line for line in master.log)
 
 
@@ -231,7 +231,7 @@ def test_no_follower_outlives_node_0(victim: str) -> None:
 def test_signals_of_a_follower() -> None:
     """Before node 0 is there, one is enough; when it serves, the first leaves it time, the second does not."""
     with Hosts().node(1) as alone:
-        alone.wait_until_logged("Waits for node 0")
+        alone.wait_until_logged("Waiting for node 0")
         alone.signal(signal.SIGTERM)
         assert alone.wait(LIMIT) == 0
     with serving(*ONCE, "-pp", "2") as (master, follower):
@@ -297,4 +297,4 @@ def test_a_follower_learns_why_node_0_cannot_start() -> None:
 def test_a_master_address_of_another_host() -> None:
     with Daemon("demo", *SMALL, "-tp", "2", "--nnodes", "2", "--master-addr", "192.0.2.1:29500") as master:
         assert master.wait(LIMIT) == OptionError.exit_code
-        assert re.search(r"serve-llm: (--master-addr 192\.0\.2\.1 is 192|no way from this host)", master.log[-1])
+        assert re.search(r"serve-llm: (--master-addr 192\.0\.2\.1 is 192|no route from this host)", master.log[-1])

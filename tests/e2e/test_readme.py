@@ -18,7 +18,7 @@ PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_there_is_something_to_run() -> None:
-    assert len(CURLS) >= 2 and len(PYTHON) == 2
+    assert len(CURLS) >= 2 and len(PYTHON) == 3
 
 
 @pytest.mark.parametrize("command", CURLS)

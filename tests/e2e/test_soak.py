@@ -73,23 +73,30 @@ def held(daemon: Daemon) -> tuple[int, int]:
 
 
 async def soak(daemon: Daemon, rounds: int, settled: int) -> None:
+    """Compare the least that is held in `settled` rounds early and late.
+
+    The C library gives freed pages back late: one reading of resident memory may stand 4 % above the next, in
+    either direction. What leaks never goes away, so it raises the least of several readings too.
+    """
     rng = random.Random(5)
-    before = (0, 0)
-    for number in range(1, rounds + 1):
+    readings: list[tuple[int, int]] = []
+    for _ in range(rounds):
         await one_round(daemon.url, rng)
         await until(lambda: idle(daemon))
-        if number == settled:
-            before = held(daemon)
-    after = held(daemon)
-    assert after[0] <= 1.03 * before[0], f"resident memory grew from {before[0]:,} to {after[0]:,} bytes"
-    assert after[1] <= 1.03 * before[1], f"open descriptors grew from {before[1]} to {after[1]}"
+        readings.append(held(daemon))
+    early = readings[settled - 1 : 2 * settled - 1]
+    late = readings[-settled:]
+    for kind, name in enumerate(("resident bytes", "open descriptors")):
+        before = min(reading[kind] for reading in early)
+        after = min(reading[kind] for reading in late)
+        assert after <= 1.03 * before, f"{name} grew from {before:,} to {after:,}"
 
 
 @pytest.mark.slow
-def test_twenty_rounds_leave_nothing_behind() -> None:
+def test_rounds_of_streams_leave_nothing_behind() -> None:
     with Daemon("demo") as daemon:
         daemon.wait_until_serving()
-        asyncio.run(soak(daemon, rounds=20, settled=5))
+        asyncio.run(soak(daemon, rounds=24, settled=5))
         assert not [line for line in daemon.log if line.startswith(("WARNING", "ERROR")) or "Traceback" in line]
 
 

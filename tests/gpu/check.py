@@ -1,54 +1,69 @@
-"""Checks and measures everything that needs a GPU, in one command and less than eight minutes, from a bare checkout:
+"""Checks and measures everything that needs a GPU, from a bare checkout, in runs of less than eight minutes:
 
     python3 tests/gpu/check.py [--parts kernels,engine,...] [--out FOLDER]
 
+Run it again until it says that all parts are done. Each part is a process of its own, with a limit, so that one that
+fails leaves the others their turn; a part is begun only if its limit fits into the time that is left.
+tests/gpu/results.json keeps what the parts found. A run takes the parts that never ran, in order of worth, then those
+that failed; or those that --parts names. `python tests/gpu/figures.py` writes the results into docs/gpu.md.
+
 It needs torch, Triton, transformers, tokenizers and safetensors in the Python that runs it, and wheels of what else is
 missing (`python3 tests/gpu/wheels.py` on a machine with a package index puts them into .whl/, which travels with the
-tree). Nothing is installed: a folder of links gives the import names. Each part is a process of its own, with a limit,
-so that one that fails leaves the others their turn. Prints one table, then one line of JSON; FOLDER gets both, as
-table.md and result.json, and what the parts said, as log.txt.
+tree). Nothing is installed: a folder of links gives the import names. Prints one table, then one line of JSON. FOLDER
+gets table.md of this run, results.json, and what the parts said, as log.txt; all are renewed after each part.
 The exit code is 0 if every check passed, whatever was measured.
 
     python3 tests/gpu/check.py --rehearse
 
-does the same with tiny models and without a GPU, in order to find mistakes of this script: what it measures then means
-nothing.
+runs all parts with tiny models and without a GPU, in order to find mistakes of this script. What it measures means
+nothing, so tests/gpu/results.json is neither read nor written.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import wheels
 from report import Row, read_rows, table
+from results import Attempt, Run, merge_runs, newest_attempts, read_runs, unfinished, write_runs
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = {  # each one's limit; what all take is less than the total
+DEVICE = Path("/dev/nvidiactl")  # which the driver makes
+RESULTS = ROOT / "tests" / "gpu" / "results.json"
+SECONDS = {  # each part's limit, in order of worth
     "machine": 30,
-    "kernels": 120,
-    "engine": 120,
+    "kernels": 140,
+    "engine": 130,
     "ranks": 90,
-    "speed": 120,
-    "bench": 70,
-    "start": 50,
-    "server": 90,
-    "idle": 60,
-    "invariance": 50,
+    "idle": 70,
+    "mixed": 80,
+    "speed": 105,
+    "attention_times": 45,
+    "start": 75,
+    "fp8": 50,
+    "experts": 75,
+    "latent": 60,
+    "memory": 50,
+    "bench": 75,
+    "server": 80,
+    "invariance": 60,
     "peer": 60,
 }
 AT_ONCE = {"kernels", "engine", "ranks"}  # these measure nothing, and most of their time is compilers'
-TOTAL_SECONDS = 475
+TOTAL_SECONDS = 475  # of a run
 REHEARSAL = 4  # times as long, without a GPU and beside other work
 
 
@@ -58,7 +73,7 @@ def environment(folder: Path) -> dict[str, str]:
     package.mkdir()
     for entry in (ROOT / "serve_llm").iterdir():
         (package / entry.name).symlink_to(entry)
-    for name in ("server", "engine", "kernels"):
+    for name in ("cli", "common", "server", "engine", "kernels"):
         (package / name).symlink_to(ROOT / name)
     told = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     metadata = folder / f"serve_llm-{told['version']}.dist-info" / "METADATA"
@@ -66,7 +81,7 @@ def environment(folder: Path) -> dict[str, str]:
     metadata.write_text(f"Metadata-Version: 2.1\nName: {told['name']}\nVersion: {told['version']}\n")
     program = folder / "bin" / "serve-llm"
     program.parent.mkdir()
-    program.write_text(f"#!{sys.executable} -P\nfrom serve_llm.server.__main__ import main\nraise SystemExit(main())\n")
+    program.write_text(f"#!{sys.executable} -P\nfrom serve_llm.cli.main import main\nraise SystemExit(main())\n")
     program.chmod(0o755)
     paths = [folder, *wheels.unpack(ROOT / ".whl", folder / "wheels"), ROOT / "tests", ROOT / "tests" / "gpu"]
     environ = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
@@ -79,8 +94,8 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def run_part(name: str, environ: dict[str, str], folder: Path, seconds: float, rehearse: bool) -> list[Row]:
-    """The rows that the part wrote, and one more if it failed."""
+def run_part(name: str, environ: dict[str, str], folder: Path, seconds: float, rehearse: bool) -> Attempt:
+    """Run a part to its end or for so many seconds."""
     written = folder / f"{name}.jsonl"
     command = [sys.executable, "-P", "-m", f"parts.{name}", str(written), *(["--rehearse"] if rehearse else [])]
     began = time.monotonic()
@@ -97,47 +112,99 @@ def run_part(name: str, environ: dict[str, str], folder: Path, seconds: float, r
         last = (folder / f"{name}.log").read_text(errors="replace").strip().splitlines()[-15:]
         print(f"--- {name}: {problem}\n" + "\n".join(last), file=sys.stderr)
         rows.append(Row(name, "the part itself", problem, passed=False))
-    return [*rows, Row(name, "seconds", round(time.monotonic() - began, 1), "s")]
+    took = round(time.monotonic() - began, 1)
+    return Attempt(took, problem, [*rows, Row(name, "seconds", took, "s")])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(SECONDS), help=f"of {', '.join(SECONDS)}")
-    parser.add_argument("--out", type=Path, help="folder for table.md, result.json and log.txt")
-    parser.add_argument("--rehearse", action="store_true", help="tiny models, no GPU")
-    given = parser.parse_args()
-    names = given.parts.split(",")
-    if unknown := [name for name in names if name not in SECONDS]:
-        parser.error(f"--parts: no part is called {unknown[0]}")
-    times = REHEARSAL if given.rehearse else 1
-    deadline = time.monotonic() + times * TOTAL_SECONDS
+def next_parts(left: Sequence[str], seconds: float) -> list[str]:
+    """What to run now in so many seconds: the first part that fits, with all that run beside it. Empty if none fits."""
+    fitting = [name for name in left if SECONDS[name] <= seconds]
+    if not fitting:
+        return []
+    first = fitting[0]
+    return [name for name in fitting if name in AT_ONCE] if first in AT_ONCE else [first]
+
+
+def run_parts(
+    names: Iterable[str], deadline: float, scale: float, run: Callable[[str], Attempt]
+) -> Iterator[dict[str, Attempt]]:
+    """Those that fit until the deadline, with limits of `scale` times as long, as each group of them ends."""
+    left = list(names)
+    while now := next_parts(left, (deadline - time.monotonic()) / scale):
+        with ThreadPoolExecutor(len(now)) as pool:
+            yield dict(zip(now, pool.map(run, now), strict=True))
+        left = [name for name in left if name not in now]
+
+
+def read_card() -> tuple[str, str]:
+    """Name and driver version of the first GPU. Raises LookupError where there is none."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    if not DEVICE.exists():
+        raise LookupError(f"there is no NVIDIA GPU ({DEVICE} is missing); --rehearse does without")
+    if shutil.which(command[0]) is None:
+        return "unknown", "unknown"
+    said = subprocess.run(command, capture_output=True, text=True).stdout.strip().splitlines()
+    card, _, driver = (said or ["unknown, unknown"])[0].partition(", ")
+    return card, driver
+
+
+def write_folder(out: Path, run: Run, runs: Iterable[Run], logs: Path) -> None:
+    """table.md, results.json and log.txt. logs: folder with the parts' output."""
+    write_runs(out / "results.json", runs)
+    (out / "table.md").write_text(table(run.rows) + "\n")
+    with (out / "log.txt").open("wb") as log:
+        for name in run.parts:
+            log.write(f"=== {name}\n".encode() + (logs / f"{name}.log").read_bytes())
+
+
+def perform(given: argparse.Namespace, names: list[str], earlier: list[Run], this: Run) -> None:
+    """Add parts to `this` run. Results are written down after each one."""
+    scale = REHEARSAL if given.rehearse else 1
+    deadline = time.monotonic() + scale * TOTAL_SECONDS
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         environ = environment(folder)
 
-        def run(name: str) -> list[Row]:
-            left = deadline - time.monotonic()
-            if left < 5:
-                return [Row(name, "the part itself", "not run: no time was left", passed=False)]
-            return run_part(name, environ, folder, min(times * SECONDS[name], left), given.rehearse)
+        def run(name: str) -> Attempt:
+            return run_part(name, environ, folder, scale * SECONDS[name], given.rehearse)
 
-        rows: list[Row] = []
-        for at_once, group in itertools.groupby(names, AT_ONCE.__contains__):
-            with ThreadPoolExecutor(len(AT_ONCE) if at_once else 1) as pool:
-                rows += itertools.chain.from_iterable(pool.map(run, group))
-        text = table(rows)
-        line = json.dumps({"command": " ".join(sys.argv), "rows": [row.plain() for row in rows]})
-        print(text)
-        print(line)
-        if given.out is not None:
-            given.out.mkdir(parents=True, exist_ok=True)
-            (given.out / "table.md").write_text(text + "\n")
-            (given.out / "result.json").write_text(line + "\n")
-            with (given.out / "log.txt").open("wb") as log:
-                for name in names:
-                    said = folder / f"{name}.log"
-                    log.write(f"=== {name}\n".encode() + (said.read_bytes() if said.exists() else b""))
-    return 0 if all(row.passed is not False for row in rows) else 1
+        for found in run_parts(names, deadline, scale, run):
+            this.parts |= found
+            runs = merge_runs(earlier, [this])
+            if not given.rehearse:
+                write_runs(RESULTS, runs)
+            if given.out is not None:
+                write_folder(given.out, this, runs, folder)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", help=f"of {', '.join(SECONDS)} (default: those that are not done yet)")
+    parser.add_argument("--out", type=Path, help="folder for table.md, results.json and log.txt")
+    parser.add_argument("--rehearse", action="store_true", help="tiny models, no GPU")
+    given = parser.parse_args()
+    earlier = [] if given.rehearse else read_runs(RESULTS)
+    if given.parts:
+        names = given.parts.split(",")
+    else:
+        names = unfinished(SECONDS, newest_attempts(earlier))
+    if unknown := [name for name in names if name not in SECONDS]:
+        parser.error(f"--parts: no part is called {unknown[0]}")
+    try:
+        card, driver = ("rehearsal", "none") if given.rehearse else read_card()
+    except LookupError as error:
+        parser.error(str(error))
+    command = "check.py" + " --rehearse" * given.rehearse + (f" --parts {given.parts}" if given.parts else "")
+    this = Run(datetime.now(UTC).isoformat(timespec="milliseconds"), card, driver, command)
+    perform(given, names, earlier, this)
+    print(table(this.rows))
+    print(json.dumps({"command": this.command, "rows": [row.plain() for row in this.rows]}))
+    left = unfinished(SECONDS, newest_attempts([*earlier, this]))
+    if left and not given.parts:
+        print(f"Not done yet: {', '.join(left)}. Run the same command again.", file=sys.stderr)
+    elif not left:
+        print("All parts are done.", file=sys.stderr)
+    return 0 if all(row.passed is not False for row in this.rows) else 1
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python3 tests/gpu/wheels.py        where there is an index: fills .whl/ at the root of the tree
 
-Python 3.12 on x86-64. What the machine has anyway (torch, Triton, transformers, numpy, ...) is not taken along.
+Python 3.12 on x86-64. What the machine has anyway (`PRESENT`) is not taken along.
 """
 
 from __future__ import annotations
@@ -15,8 +15,24 @@ import sys
 import zipfile
 from pathlib import Path
 
-PACKAGES = ("pyzmq", "msgspec", "fastapi", "uvicorn", "httptools")  # and what these need
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+# What the machine has: torch's, transformers' and accelerate's needs come with them.
+PRESENT = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "huggingface-hub")
+# And what these need. fastapi brings pydantic.
+PACKAGES = (
+    "pyzmq",
+    "msgspec",
+    "fastapi",
+    "uvicorn",
+    "uvloop",
+    "httptools",
+    "prometheus-client",
+    "psutil",
+    "llguidance",
+)
+YARDSTICKS = (
+    "fa3-fwd==0.0.3",
+)  # without what they need, torch above all; only the check's part `attention_times` asks
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 MOST_BYTES = 60 << 20  # of the tree and the wheels
 
 
@@ -27,8 +43,9 @@ def fetch(folder: Path) -> None:
         old.unlink()
     where = [word for platform in PLATFORMS for word in ("--platform", platform)]
     python = ["--python-version", "3.12", "--implementation", "cp", "--only-binary=:all:"]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", *python, *where, "--dest", str(folder), *PACKAGES]
-    subprocess.run(command, check=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", *python, *where, "--dest", str(folder)]
+    subprocess.run([*command, *PACKAGES], check=True)
+    subprocess.run([*command, "--no-deps", *YARDSTICKS], check=True)
 
 
 def tree_bytes(root: Path) -> int:

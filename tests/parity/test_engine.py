@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from serve_llm.engine.loop import Engine
-from serve_llm.engine.types import FinishReason
+from serve_llm.common.types import FinishReason
+from serve_llm.engine.loop import EngineCore
 from support.engine import generate, greedy, make_engine
 from support.matrix import mostly_slow
 from support.reference import reference_greedy
@@ -56,7 +56,7 @@ def check(engine, chosen, expected, first_id: int = 0) -> dict:
     return results
 
 
-def engine_of(family: str, directory: Path, **options: object) -> Engine:
+def engine_of(family: str, directory: Path, **options: object) -> EngineCore:
     how = "transformers" if family in OTHERS else "auto"
     return make_engine(directory, block_size=8, model_impl=how, **options)
 

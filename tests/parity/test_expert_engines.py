@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_llm.engine.types import Request
+from serve_llm.common.types import Request
 from support.engine import Result, generate, generate_together, greedy, make_engine, make_engines
 from support.tiny import WITH_EXPERTS, make_checkpoint
 

@@ -11,19 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_llm.engine.errors import OptionError
-from serve_llm.engine.model.build import Builder
-from serve_llm.engine.model.decoder import Decoder
+from reference import linear_fp8 as reference
+from serve_llm.common.errors import OptionError
+from serve_llm.engine.model.build import ModelBuilder
+from serve_llm.engine.model.decoder import build_decoder
 from serve_llm.engine.model.registry import read_model
-from serve_llm.engine.model.shard import shard_of
-from serve_llm.engine.parallel.comm import Neighbours
-from serve_llm.engine.parallel.layout import Grid
-from serve_llm.engine.weights import place
+from serve_llm.engine.model.shard import build_shard
+from serve_llm.engine.parallel.groups import ProcessGroups
+from serve_llm.engine.parallel.layout import ParallelLayout
+from serve_llm.engine.weights import load
 from serve_llm.engine.weights.files import Checkpoint
-from serve_llm.engine.weights.place import assign, placement
+from serve_llm.engine.weights.load import match_tensors
+from serve_llm.engine.weights.parameters import CheckpointLoader
 from serve_llm.kernels import linear_fp8
-from serve_llm.kernels.reference import linear_fp8 as reference
-from serve_llm.kernels.table import PORTABLE, Kernels
+from serve_llm.kernels.registry import PORTABLE, Kernels
 from support.engine import make_engine
 from support.forward import CPU, Harness, load_whole
 from support.reference import reference_logprobs
@@ -43,9 +44,9 @@ def logprobs(directory: Path, chosen: list[list[int]], kernels: Kernels) -> Tens
     spec, weight_map = read_model(json.loads((directory / "config.json").read_text()))
     spec = spec.with_fp8()
     checkpoint = Checkpoint(directory)
-    read = placement(checkpoint, assign(checkpoint, spec, weight_map, str(directory))[1], BF16, CPU)
-    builder = Builder(read, kernels, shard_of(spec, Grid(), 0), Neighbours(), fp8=spec.fp8)
-    return torch.cat(Harness(spec, Decoder(spec, builder, CPU), BF16).logprobs(chosen))
+    read = CheckpointLoader(checkpoint, match_tensors(checkpoint, spec, weight_map, str(directory))[1], BF16, CPU)
+    builder = ModelBuilder(read, kernels, build_shard(spec, ParallelLayout(), 0), ProcessGroups(), fp8=spec.fp8)
+    return torch.cat(Harness(spec, build_decoder(spec, builder, CPU), BF16).logprobs(chosen))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "opt"])
@@ -71,13 +72,13 @@ def test_loaded_as_the_option_says(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         packed.append((weight.dtype, weight.shape[0]))
         return pack(weight, scale, bias)
 
-    monkeypatch.setattr(place, "choose", lambda *args, **more: replace(PORTABLE, pack_fp8=noted))
+    monkeypatch.setattr(load, "choose", lambda *args, **more: replace(PORTABLE, pack_fp8=noted))
     load_whole(tmp_path, spec.with_fp8(), weight_map, dtype=BF16)
-    mixer, ffn = spec.layers[0].mixer, spec.layers[0].ffn
-    qkv = (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim
-    assert packed == [(linear_fp8.DTYPE, outputs) for outputs in (qkv, spec.width, 2 * ffn.width, spec.width)] * len(
-        spec.layers
-    )
+    mixer, ffn = spec.layers[0].attention, spec.layers[0].ffn
+    qkv = (mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim
+    assert packed == [
+        (linear_fp8.DTYPE, outputs) for outputs in (qkv, spec.hidden_size, 2 * ffn.intermediate_size, spec.hidden_size)
+    ] * len(spec.layers)
     packed.clear()
     load_whole(tmp_path, spec, weight_map, dtype=BF16)
     assert not packed
@@ -86,7 +87,7 @@ def test_loaded_as_the_option_says(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_refused_where_there_is_no_such_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path, "llama", dtype="bfloat16")
     spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))
-    monkeypatch.setattr("serve_llm.engine.quant.fp8.works", lambda device: False)
+    monkeypatch.setattr("serve_llm.engine.quantization.fp8.works", lambda device: False)
     with pytest.raises(OptionError, match=r"^--quantization fp8: this GPU.*compute capability 8\.9"):
         load_whole(tmp_path, spec.with_fp8(), weight_map, dtype=BF16)
     with pytest.raises(OptionError, match=r"^--quantization: fp8 is served on a GPU only; on a CPU take int8"):

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from serve_llm.engine.errors import ModelError
-from serve_llm.engine.quant.fp8_blocks import dequantise
+from serve_llm.common.errors import ModelError
+from serve_llm.engine.quantization.fp8_blocks import build_matrix
+from serve_llm.kernels.cpu.linear_grouped import GroupedPacker
 from support.engine import generate, greedy, make_engine
 from support.forward import Harness, load
 from support.quantised import is_linear
@@ -67,7 +68,11 @@ def make_pair(
     ],
 )
 def test_the_whole_model_on_any_ranks(
-    family: str, block: tuple[int, int], scale_dtype: torch.dtype, tmp_path: Path
+    family: str,
+    block: tuple[int, int],
+    scale_dtype: torch.dtype,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     vocab_size = make_pair(family, tmp_path / "plain", tmp_path / "packed", block, scale_dtype)
     rng = random.Random(3)
@@ -80,6 +85,10 @@ def test_the_whole_model_on_any_ranks(
         expected = generate(make_engine(tmp_path / "plain", **grid), wanted)
         results = generate(make_engine(tmp_path / "packed", **grid), wanted)
         assert [results[n].token_ids for n in results] == [expected[n].token_ids for n in expected]
+        with monkeypatch.context() as patch:  # the definition, which a GPU uses
+            patch.setattr(GroupedPacker, "packs", lambda packer, weight: False)
+            results = generate(make_engine(tmp_path / "packed", **grid), wanted)
+        assert [results[n].token_ids for n in results] == [expected[n].token_ids for n in expected]
         assert [results[n].logprobs for n in results] == [expected[n].logprobs for n in expected], "to the bit"
 
 
@@ -89,7 +98,7 @@ def test_numbers_are_those_of_transformers(scale_dtype: torch.dtype) -> None:
     numbers, scales, whole = quantised(weight, 16, 32, scale_dtype)
     theirs = Fp8Dequantize(None)._dequantize_one(numbers, scales, torch.float32)
     assert torch.equal(whole, theirs) and (whole - weight).abs().max() < 0.07 * weight.abs().max()
-    part = dequantise(numbers[21:70, 40:], scales[1:5, 1:], (16, 32), (5, 8))
+    part = build_matrix(numbers[21:70, 40:], scales[1:5, 1:], (16, 32), (5, 8)).dequantise()
     assert torch.equal(part, theirs[21:70, 40:])
 
 
@@ -102,7 +111,11 @@ def test_numbers_are_those_of_transformers(scale_dtype: torch.dtype) -> None:
             torch.ones(2, 2),
             r"q_proj\.weight_scale_inv has shape \[2, 2\], but .* \[6, 3\]",
         ),
-        ("", torch.ones(60, 60), r"q_proj\.weight has scales, but is stored as torch\.float32 with 2 dimensions"),
+        (
+            "",
+            torch.ones(60, 60),
+            r"q_proj\.weight is stored as torch\.float32, but .*quantization_config asks for torch\.float8_e4m3fn",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(name: str, tensor: Tensor | None, message: str, tmp_path: Path) -> None:
@@ -121,5 +134,5 @@ def test_what_does_not_fit_is_named(name: str, tensor: Tensor | None, message: s
 def test_a_checkpoint_that_does_not_say_so(tmp_path: Path) -> None:
     make_pair("llama", tmp_path / "plain", tmp_path / "packed", (16, 20), torch.float32)
     shutil.copy(tmp_path / "plain" / "config.json", tmp_path / "packed" / "config.json")
-    with pytest.raises(ModelError, match=r"nothing in a LlamaForCausalLM uses .*weight_scale_inv"):
+    with pytest.raises(ModelError, match=r"no parameter of a LlamaForCausalLM uses .*weight_scale_inv"):
         load(tmp_path / "packed")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from serve_llm.engine.types import Request, Sampling
-from serve_llm.kernels import table
+from serve_llm.common.types import Request, Sampling
+from serve_llm.kernels import registry
 from support.engine import Result, generate, greedy, make_engine
 from support.gpu_path import graphs_of, make_gpu_engine
 from support.tiny import make_checkpoint
@@ -115,8 +115,8 @@ def test_with_tritons_kernels_in_its_interpreter(
     family: str, sizes: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason=NO_TRITON)
-    kernels = table.with_triton(batch_invariant=True)
-    assert isinstance(kernels, table.Kernels), kernels
+    kernels = registry.with_triton(batch_invariant=True)
+    assert isinstance(kernels, registry.Kernels), kernels
     vocab_size = make_checkpoint(tmp_path, family, **sizes)
     requests = load(vocab_size, count=5)[0]
     requests = [replace(request, sampling=replace(request.sampling, max_tokens=5)) for request in requests]

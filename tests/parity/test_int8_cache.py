@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from serve_llm.engine.types import Request, Sampling
+from serve_llm.common.types import Request, Sampling
 from support.engine import Result, generate, greedy, make_engine
 from support.forward import Harness, load
 from support.matrix import mostly_slow

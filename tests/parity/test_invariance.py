@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serve_llm.engine.types import Request, Sampling
+from serve_llm.common.types import Request, Sampling
 from support.engine import Result, generate, make_engine
 from support.tiny import make_checkpoint
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from serve_llm.engine.errors import ModelError
-from serve_llm.engine.model.registry import read_model, served
-from serve_llm.engine.model.spec import Rope
+from serve_llm.common.errors import ModelError
+from serve_llm.engine.model.registry import apply_engine_config, read_model
+from serve_llm.engine.model.spec import RopeSpec
 from support.config import CONFIG
 from support.engine import Result, generate, greedy, make_engine
 from support.gpu_path import make_gpu_engine
@@ -92,8 +92,8 @@ def test_on_the_path_of_a_gpu(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
 def test_longrope_in_some_layers_only_is_refused(case: Case) -> None:
     directory, _, _ = case
     spec, _ = read_model(json.loads((directory / "config.json").read_text()))
-    assert spec.rope_turns_at == ORIGINAL
+    assert spec.long_rope_threshold == ORIGINAL
     first = spec.layers[0]
-    other = replace(first, mixer=replace(first.mixer, rope=Rope(500.0)))
+    other = replace(first, attention=replace(first.attention, rope=RopeSpec(500.0)))
     with pytest.raises(ModelError, match=r"^config\.json: longrope in some layers only"):
-        served(replace(spec, layers=(other, *spec.layers[1:])), CONFIG)
+        apply_engine_config(replace(spec, layers=(other, *spec.layers[1:])), CONFIG)

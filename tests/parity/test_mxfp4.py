@@ -4,64 +4,35 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from serve_llm.engine.errors import ModelError
-from serve_llm.engine.quant.mxfp4 import dequantise
+from serve_llm.common.errors import ModelError
+from serve_llm.engine.quantization.mxfp4 import build_weight
 from support.engine import generate, greedy, make_engine
 from support.forward import Harness, load
+from support.mxfp4_files import STORED, make_mxfp4, random_blocks
 from support.reference import reference_logprobs
 from support.tiny import make_checkpoint
-
-SIZES = {"hidden_size": 64, "intermediate_size": 96}  # whole blocks of 32; two ranks share the 3 of 96 columns
-STORED = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-
-
-def random_blocks(*shape: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(shape[-1])
-    blocks = torch.randint(0, 256, (*shape[:-1], shape[-1] // 32, 16), dtype=torch.uint8, generator=generator)
-    return blocks, torch.randint(120, 126, blocks.shape[:-1], dtype=torch.uint8, generator=generator)
-
-
-def make_pair(plain: Path, packed: Path) -> int:
-    """The same model twice: its experts as blocks, and as what transformers makes of these."""
-    vocab_size = make_checkpoint(plain, "gpt_oss", **SIZES)
-    shutil.copytree(plain, packed)
-    tensors = load_file(plain / "model.safetensors")
-    stored = dict(tensors)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = tensors[name].shape
-        blocks, scales = random_blocks(experts, outputs, inputs)
-        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-        assert tensors[name].shape == stored.pop(name).shape
-        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, plain / "model.safetensors")
-    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, packed / "model.safetensors")
-    config = json.loads((packed / "config.json").read_text())
-    (packed / "config.json").write_text(json.dumps(config | {"quantization_config": STORED}))
-    return vocab_size
 
 
 def test_numbers_are_those_of_transformers() -> None:
     blocks, scales = random_blocks(3, 7, 96)
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     for expert in range(3):
-        assert torch.equal(dequantise(blocks[expert], scales[expert]), theirs[expert].T)
+        assert torch.equal(build_weight(blocks[expert], scales[expert]).dequantise(), theirs[expert].T)
         assert torch.equal(theirs[expert].bfloat16().float(), theirs[expert])
     lowest, none = torch.tensor([[0]], dtype=torch.uint8), torch.tensor([[255]], dtype=torch.uint8)
-    assert dequantise(blocks[0, :1, :1], lowest).abs().max() <= 6 * 2.0**-127
-    assert dequantise(blocks[0, :1, :1], none).isnan().all()
+    assert build_weight(blocks[0, :1, :1], lowest).dequantise().abs().max() <= 6 * 2.0**-127
+    assert build_weight(blocks[0, :1, :1], none).dequantise().isnan().all()
 
 
 def test_the_whole_model_on_any_ranks(tmp_path: Path) -> None:
-    vocab_size = make_pair(tmp_path / "plain", tmp_path / "packed")
+    vocab_size = make_mxfp4(tmp_path)
     rng = random.Random(3)
     prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in (1, 17, 60)]
     spec, decoder = load(tmp_path / "packed")
@@ -86,7 +57,7 @@ def test_the_whole_model_on_any_ranks(tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_fit_is_named(change: dict[str, slice | None], message: str, tmp_path: Path) -> None:
-    make_pair(tmp_path / "plain", tmp_path / "packed")
+    make_mxfp4(tmp_path)
     path = tmp_path / "packed" / "model.safetensors"
     tensors = load_file(path)
     for name, kept in change.items():

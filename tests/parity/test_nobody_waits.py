@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from serve_llm.engine.types import Request, Sampling
+from serve_llm.common.types import Request, Sampling
 from support.engine import generate
 from support.tiny import FAMILIES, make_checkpoint
 from support.triton import NO_TRITON

@@ -14,8 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from serve_llm.engine.types import FinishReason, Request, Sampling
-from serve_llm.engine.wire import Submit
+from serve_llm.common.types import FinishReason, Request, Sampling
 from support.engine import Result, abort, generate, greedy, make_engine
 from support.matrix import mostly_slow
 from support.ranks import ThreadExecutor
@@ -35,7 +34,7 @@ STYLES: list[dict[str, object]] = [
     {"temperature": 0.9, "top_k": 5},
     {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
     {"temperature": 0.8, "top_k": 7, "presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": {5: 4.0}},
-    {"temperature": 1.0, "top_k": 300, "logprobs": 0},
+    {"temperature": 1.0, "top_k": 300, "logprobs": 0, "logprob_token_ids": (9, 0, 200)},
 ]
 
 
@@ -71,6 +70,7 @@ def check(results: dict[int, Result], expected: dict[int, Result]) -> None:
         for ours, theirs in zip(result.logprobs, one.logprobs, strict=True):
             assert ours.rank == theirs.rank and ours.top_ids == theirs.top_ids
             assert abs(ours.logprob - theirs.logprob) < TOLERANCE
+            assert ours.top_logprobs == pytest.approx(theirs.top_logprobs, abs=TOLERANCE)
         assert (result.prompt_logprobs is None) == (one.prompt_logprobs is None)
         for ours, theirs in zip(result.prompt_logprobs or [], one.prompt_logprobs or [], strict=True):
             assert abs(ours.logprob - theirs.logprob) < TOLERANCE
@@ -240,7 +240,7 @@ def test_aborts_while_batches_are_under_way(tmp_path: Path) -> None:
     rng = random.Random(2)
     for first in range(0, 60, 6):
         prompts = [[rng.randrange(vocab_size) for _ in range(rng.randrange(1, 20))] for _ in range(6)]
-        engine.take([Submit([greedy(first + n, prompt, 9) for n, prompt in enumerate(prompts)])])
+        engine.add_requests([greedy(first + n, prompt, 9) for n, prompt in enumerate(prompts)])
         for _ in range(4):
             engine.step()
             engine.scheduler.check_integrity()
@@ -268,7 +268,7 @@ def test_a_rank_that_fails_is_named_and_nobody_waits(tmp_path: Path, monkeypatch
     make_checkpoint(tmp_path, "llama")
     engine = make_engine(tmp_path, tensor=2, pipeline=2)
 
-    def broken(batch: object) -> None:
+    def broken(batch: object, masks: object = None) -> None:
         raise RuntimeError("rank 1 broke")
 
     monkeypatch.setattr(engine._executor.workers[1], "start", broken)

@@ -28,18 +28,19 @@ from transformers import (
 )
 
 from serve_llm import LLM, SamplingParams
+from serve_llm.common.errors import ModelError, OptionError, UnsupportedModel
+from serve_llm.common.types import Request, Sampling
 from serve_llm.engine import startup
-from serve_llm.engine.errors import ModelError, OptionError, UnsupportedModel
-from serve_llm.engine.loop import Engine
-from serve_llm.engine.model.pretrained import PackedLinear
-from serve_llm.engine.model.trial import Found, run_trial
-from serve_llm.engine.types import Request, Sampling
+from serve_llm.engine.hf_backend.decoder import PackedLinear
+from serve_llm.engine.hf_backend.probe import ProbeResult, probe_model
+from serve_llm.engine.loop import EngineCore
 from support.engine import generate, greedy, make_engine
 from support.reference import reference_greedy, reference_logprobs
+from support.speculation import NGRAM, assert_drafted, draft_from
 from support.tiny import make_checkpoint, make_tokenizer
 
 
-def engine_of(directory: Path, **options: object) -> Engine:
+def engine_of(directory: Path, **options: object) -> EngineCore:
     return make_engine(directory, block_size=8, model_impl="transformers", **options)
 
 
@@ -99,6 +100,21 @@ def test_an_int8_cache_is_close(tmp_path: Path) -> None:
     assert exact is not None and small is not None
     off = [abs(a.logprob - b.logprob) for a, b in zip(exact, small, strict=True)]
     assert 0 < sum(off) / len(off) < 0.5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_drafts_change_no_bit(dtype: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "exaone4", dtype=dtype, intermediate_size=96)
+    requests = [
+        Request(id=n, prompt_ids=random_ids(9 * n + 1), sampling=Sampling(max_tokens=12, seed=5, logprobs=1))
+        for n in range(4)
+    ]
+    expected = generate(engine_of(tmp_path), requests)
+    engine = draft_from(engine_of(tmp_path, speculative_config=NGRAM), requests, expected)
+    for number, result in generate(engine, requests).items():
+        assert result.token_ids == expected[number].token_ids
+        assert result.logprobs == expected[number].logprobs
+    assert_drafted(engine)
 
 
 def test_dummy_weights_follow_the_seed(tmp_path: Path) -> None:
@@ -234,7 +250,7 @@ def test_what_a_trial_refuses(make: Callable[[], PreTrainedModel], why: str) -> 
     torch.manual_seed(0)
     model = make().eval()
     with pytest.raises(UnsupportedModel) as raised:
-        run_trial(model, 331, 256)
+        probe_model(model, 331, 256)
     assert str(raised.value) == f"{type(model).__name__} cannot be served by transformers' own code: {why}"
 
 
@@ -280,8 +296,8 @@ def test_weights_go_as_they_are_packed(tmp_path: Path, monkeypatch: pytest.Monke
     living: list[weakref.ref[nn.Module]] = []
     counts: list[int] = []
 
-    def noting(*arguments: Any) -> Found:
-        found = run_trial(*arguments)
+    def noting(*arguments: Any) -> ProbeResult:
+        found = probe_model(*arguments)
         living.extend(weakref.ref(layer) for layer in found.linears)
         return found
 
@@ -290,8 +306,8 @@ def test_weights_go_as_they_are_packed(tmp_path: Path, monkeypatch: pytest.Monke
             super().__init__(*arguments)
             counts.append(sum(layer() is not None for layer in living))
 
-    monkeypatch.setattr("serve_llm.engine.model.trial.run_trial", noting)
-    monkeypatch.setattr("serve_llm.engine.model.pretrained.PackedLinear", Counted)
+    monkeypatch.setattr("serve_llm.engine.hf_backend.probe.probe_model", noting)
+    monkeypatch.setattr("serve_llm.engine.hf_backend.decoder.PackedLinear", Counted)
     make_checkpoint(tmp_path, "olmo")
     engine_of(tmp_path)
     assert len(living) == len(counts) == 3 * 7 + 1  # four of attention, three of its MLP, and the head

@@ -41,6 +41,7 @@ class Call:
         self._body: bytes | None = (
             body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         )
+        path, _, query = path.partition("?")
         encoded = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
         scope: Scope = {
             "type": "http",
@@ -50,7 +51,7 @@ class Call:
             "scheme": "http",
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "headers": [(b"host", b"test"), *encoded],
             "client": ("127.0.0.1", 1),

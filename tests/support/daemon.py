@@ -103,7 +103,7 @@ class Daemon:
         found = {}
         for process in psutil.Process(starter or self.engine_pid()).children():
             command = process.cmdline()
-            if "serve_llm.engine.execute.rank" in command:
+            if "serve_llm.engine.distributed.worker_main" in command:
                 found[int(command[command.index("--rank") + 1])] = process.pid
         return found
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from serve_llm.common.hub import read_config
+from serve_llm.common.options.sources import make_options
+from serve_llm.common.types import FinishReason, Output, Request, Sampling, TokenLogprobs
 from serve_llm.engine import startup
-from serve_llm.engine.hub import read_config
-from serve_llm.engine.loop import Engine
-from serve_llm.engine.options import Options
-from serve_llm.engine.parallel.layout import Grid
-from serve_llm.engine.parallel.lockstep import Lockstep
-from serve_llm.engine.types import FinishReason, Output, Request, Sampling, TokenLogprobs
-from serve_llm.engine.wire import Abort, Submit
+from serve_llm.engine.distributed.executor import SyncedExecutor
+from serve_llm.engine.loop import EngineCore
+from serve_llm.engine.parallel.dp_sync import DPStepSync
+from serve_llm.engine.parallel.layout import ParallelLayout
 from support.ranks import Meeting, Ranks, ThreadExecutor, run_together
+from support.resolved import resolve_all
 
 
 def make_engine(
@@ -24,50 +25,52 @@ def make_engine(
     split: tuple[float, ...] | None = None,
     layers: Sequence[int] | None = None,
     **options: object,
-) -> Engine:
+) -> EngineCore:
     """The engine that `serve-llm directory` with these options would start. A small cache unless one is named.
 
     tensor, pipeline, split, layers: ranks as threads of this process (`support.ranks`).
     """
-    chosen = Options.from_kwargs(str(directory), **({"kv_cache_memory": "64MiB", "max_num_seqs": 64} | options))
+    chosen = make_options(str(directory), **({"kv_cache_memory": "64MiB", "max_num_seqs": 64} | options))
     raw = read_config(directory)
-    config, spec, weights = startup.resolve_all(chosen, str(directory), raw)
+    config, spec, weights = resolve_all(chosen, str(directory), raw)
     if tensor == pipeline == 1:
-        return Engine(config, startup.build_executor(config, spec, weights, raw))
-    return Engine(config, ThreadExecutor(config, spec, weights, Ranks(spec, Grid(tensor, pipeline), split, layers)))
+        return EngineCore(config, startup.build_executor(config, spec, weights, raw))
+    return EngineCore(
+        config, ThreadExecutor(config, spec, weights, Ranks(spec, ParallelLayout(tensor, pipeline), split, layers))
+    )
 
 
-def make_engines(directory: Path, meeting: Path, engines: int, tensor: int = 1, **options: object) -> list[Engine]:
+def make_engines(directory: Path, meeting: Path, engines: int, tensor: int = 1, **options: object) -> list[EngineCore]:
     """Several engines that share out experts. meeting: a directory for their sockets. All else as `make_engine`."""
     given = {"data_parallel_size": engines, "tensor_parallel_size": tensor, "enable_expert_parallel": True}
     defaults = {"kv_cache_memory": "16MiB", "max_num_seqs": 64}
-    chosen = Options.from_kwargs(str(directory), **(defaults | given | options))
+    chosen = make_options(str(directory), **(defaults | given | options))
     raw = read_config(directory)
     columns = [Meeting(engines) for _ in range(tensor)]
 
-    def make(index: int) -> Engine:
-        config, spec, weights = startup.resolve_all(chosen, str(directory), raw, engine=index)
-        ranks = Ranks(spec, Grid(tensor, 1), config.tensor_parallel_split, columns=columns, engine=index)
+    def make(index: int) -> EngineCore:
+        config, spec, weights = resolve_all(chosen, str(directory), raw, engine=index)
+        ranks = Ranks(spec, ParallelLayout(tensor, 1), config.tensor_parallel_split, columns=columns, engine=index)
         executor = ThreadExecutor(config, spec, weights, ranks)
-        return Engine(config, executor, steps=Lockstep(meeting, index, engines))
+        return EngineCore(config, SyncedExecutor(executor, DPStepSync(meeting, index, engines)))
 
     return [make(index) for index in range(engines)]
 
 
-def generate_together(engines: Sequence[Engine], shares: Sequence[Sequence[Request]]) -> list[dict[int, Result]]:
+def generate_together(engines: Sequence[EngineCore], shares: Sequence[Sequence[Request]]) -> list[dict[int, Result]]:
     """What each engine makes of its share of the requests, all at the same time; engines without any take part."""
 
     def work(index: int) -> dict[int, Result]:
         try:
             results = generate(engines[index], shares[index], [3 * place for place in range(len(shares[index]))])
-            engines[index].leave()
+            engines[index].drain()
             return results
         finally:
-            engines[index]._steps.close()
+            engines[index]._executor.sync.close()
 
     def abort() -> None:
         for engine in engines:
-            engine._executor.ranks.abort()
+            engine._executor.executor.ranks.abort()
 
     return run_together(len(engines), work, abort)
 
@@ -92,7 +95,7 @@ class Result:
         self.finish_reason = output.finish_reason
 
 
-def generate(engine: Engine, requests: Sequence[Request], arrivals: Sequence[int] = ()) -> dict[int, Result]:
+def generate(engine: EngineCore, requests: Sequence[Request], arrivals: Sequence[int] = ()) -> dict[int, Result]:
     """Run requests to their end. `arrivals`: the step before which each one comes (default: all before the first)."""
     waiting = sorted(zip(arrivals or [0] * len(requests), requests, strict=True), key=lambda pair: pair[0])
     results = {request.id: Result() for request in requests}
@@ -100,7 +103,7 @@ def generate(engine: Engine, requests: Sequence[Request], arrivals: Sequence[int
     while waiting or engine.has_work:
         arrived = [request for start, request in waiting if start <= step]
         waiting = waiting[len(arrived) :]
-        engine.take([Submit(arrived)])
+        engine.add_requests(arrived)
         for output in engine.step().outputs:
             results[output.id].add(output)
         engine.scheduler.check_integrity()
@@ -110,11 +113,25 @@ def generate(engine: Engine, requests: Sequence[Request], arrivals: Sequence[int
     return results
 
 
+def assert_equal(found: dict[int, Result], expected: dict[int, Result], is_exact: bool = True) -> None:
+    """is_exact: log-probabilities have the same bits, not only nearly the same value."""
+    assert found.keys() == expected.keys()
+    for number, one in expected.items():
+        result = found[number]
+        assert (result.token_ids, result.finish_reason) == (one.token_ids, one.finish_reason), f"request {number}"
+        if is_exact:
+            assert result.logprobs == one.logprobs, f"request {number}"
+        else:
+            assert len(result.logprobs) == len(one.logprobs), f"request {number}"
+            pairs = zip(result.logprobs, one.logprobs, strict=True)
+            assert all(abs(left.logprob - right.logprob) <= 1e-4 for left, right in pairs), f"request {number}"
+
+
 def greedy(number: int, prompt_ids: Sequence[int], max_tokens: int, **sampling: object) -> Request:
     """A request for the likeliest tokens."""
     chosen = {"temperature": 0.0, "seed": 0, "max_tokens": max_tokens} | sampling
     return Request(id=number, prompt_ids=list(prompt_ids), sampling=Sampling(**chosen))
 
 
-def abort(engine: Engine, ids: Sequence[int]) -> None:
-    engine.take([Abort(list(ids))])
+def abort(engine: EngineCore, ids: Sequence[int]) -> None:
+    engine.abort_requests(list(ids))

@@ -1,20 +1,21 @@
-"""An engine by script: the shape of `engine.client.EngineClient`, without processes, sockets or sleeps."""
+"""An engine by script: the shape of `server.engines.client.EngineClient`, without processes, sockets or sleeps."""
 
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from serve_llm.engine.errors import EngineDead
-from serve_llm.engine.types import FinishReason, ModelFacts, Output, Request, Stats, TokenLogprobs
-from serve_llm.engine.wire import Step
+from serve_llm.common.errors import EngineDead
+from serve_llm.common.types import FinishReason, ModelInfo, Output, Request, Stats, TokenLogprobs
+from serve_llm.server.metrics.meter import Clock, Meter
 
 Sink = Callable[[Output], None]
 Script = Callable[[Request], Sequence[int]]
 
 
-def facts(**changed: object) -> ModelFacts:
+def facts(**changed: object) -> ModelInfo:
     """Plausible facts for the demo model's tokenizer."""
     usual: dict[str, object] = {
         "architecture": "ScriptedForCausalLM",
@@ -27,7 +28,7 @@ def facts(**changed: object) -> ModelFacts:
         "dtype": "float32",
         "device": "cpu",
     }
-    return ModelFacts(**(usual | changed))
+    return ModelInfo(**(usual | changed))
 
 
 @dataclass
@@ -45,6 +46,8 @@ class ScriptedEngine:
     """Each request gets the ids of `script(request)`, over and over, until a stop id or max_tokens; if it has some
     already, those after them.
 
+    A pooling request gets `script(request)` as its vector.
+
     `automatic`: steps follow each other from the event loop while requests are open; else the test calls `step`.
     `tokens_per_step`: how many tokens a step brings each request.
     """
@@ -54,9 +57,10 @@ class ScriptedEngine:
         script: Script,
         *,
         automatic: bool = True,
-        model_facts: ModelFacts | None = None,
+        model_facts: ModelInfo | None = None,
         tokens_per_step: int = 1,
         cached_tokens: int = 0,
+        meter: Meter | None = None,
     ) -> None:
         self.script = script
         self.automatic = automatic
@@ -65,15 +69,12 @@ class ScriptedEngine:
         self.cached_tokens = cached_tokens
         self.ready = True
         self.stats = Stats()
-        self.on_step: Callable[[Step], None] | None = None
+        self.meter = meter or Meter(Clock())
         self.open: dict[int, Open] = {}
         self.submitted: list[Request] = []
         self.aborted: list[int] = []
         self.changed = asyncio.Event()  # set at each submit and abort, for tests that wait for one
         self._stepping = False
-
-    def submit(self, request: Request, sink: Sink) -> None:
-        self.submit_many([(request, sink)])
 
     def submit_many(self, pairs: Iterable[tuple[Request, Sink]]) -> None:
         if not self.ready:
@@ -109,8 +110,7 @@ class ScriptedEngine:
         self._count()
         self.stats.num_steps += 1
         self.stats.step_tokens = sum(len(output.token_ids) for output in outputs)
-        if self.on_step is not None:
-            self.on_step(Step(outputs, self.stats))
+        self.meter.count_step(self.stats)
         for output in outputs:
             # What an earlier sink of this step aborted gets nothing more; what ended in this step still gets its end.
             if output.id in self.open or output.finish_reason is not None:
@@ -125,6 +125,10 @@ class ScriptedEngine:
             if sampling.prompt_logprobs is not None:
                 ids = request.prompt_ids[1:]
                 output.prompt_logprobs = [logprobs_of(one, sampling.prompt_logprobs) for one in ids]
+        if request.pooling:
+            output.vector = array("f", entry.ids).tobytes()
+            output.finish_reason = FinishReason.STOP
+            return output
         while len(output.token_ids) < self.tokens_per_step and entry.num_given < sampling.max_tokens:
             token_id = entry.ids[entry.num_given % len(entry.ids)]
             entry.num_given += 1
@@ -135,7 +139,8 @@ class ScriptedEngine:
         if output.finish_reason is None and entry.num_given >= sampling.max_tokens:
             output.finish_reason = FinishReason.LENGTH
         if sampling.logprobs is not None:
-            output.logprobs = [logprobs_of(one, sampling.logprobs) for one in output.token_ids]
+            asked = sampling.logprob_token_ids
+            output.logprobs = [logprobs_of(one, sampling.logprobs, asked) for one in output.token_ids]
         return output
 
     def _count(self) -> None:
@@ -154,7 +159,7 @@ class ScriptedEngine:
         self._go_on()
 
 
-def logprobs_of(token_id: int, count: int) -> TokenLogprobs:
+def logprobs_of(token_id: int, count: int, asked: Sequence[int] = ()) -> TokenLogprobs:
     """Made up, but a function of the token: it is the likeliest if its id is even, else the second."""
     rank = 1 + token_id % 2
     logprob = -0.25 * rank
@@ -162,4 +167,6 @@ def logprobs_of(token_id: int, count: int) -> TokenLogprobs:
     ranked = [
         (token_id, logprob) if place + 1 == rank else (others.pop(), -0.25 * (place + 1)) for place in range(count)
     ]
+    known = dict(ranked)
+    ranked += [(one, -float(one)) for one in asked if one not in known]
     return TokenLogprobs(logprob, rank, [one for one, _ in ranked], [value for _, value in ranked])

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from serve_llm.engine.errors import CapacityError, EngineError, ModelError, OptionError
+from serve_llm.common.errors import CapacityError, EngineError, ModelError, OptionError
 from support.faults import FAULTS
 
 OPTIONS, MODEL, CAPACITY, ENGINE = (kind.exit_code for kind in (OptionError, ModelError, CapacityError, EngineError))
@@ -208,7 +208,10 @@ MODEL_FAULTS = [
         damage=without("model.safetensors"),
     ),
     Fault(
-        "no tokenizer", MODEL, "{model} has no tokenizer: .*; name one by --tokenizer", damage=without("tokenizer.json")
+        "no tokenizer",
+        MODEL,
+        "{model} has no tokenizer: .*; choose one with --tokenizer",
+        damage=without("tokenizer.json"),
     ),
     Fault(
         "another model's tokenizer",
@@ -263,7 +266,7 @@ MODEL_FAULTS = [
     Fault(
         "an index that leaves the directory",
         MODEL,
-        "{model}/model.safetensors.index.json names '../other.safetensors', which is no safetensors file of .*",
+        "{model}/model.safetensors.index.json names '../other.safetensors', which is not a safetensors file of .*",
         damage=index_of("../other.safetensors"),
     ),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,30 @@ from torch import Tensor
 from serve_llm.engine.model.decoder import Decoder
 from serve_llm.engine.model.inputs import GroupInputs, StepInputs
 from serve_llm.engine.model.registry import read_model
-from serve_llm.engine.model.shard import shard_of
-from serve_llm.engine.model.spec import MLA, ModelSpec
+from serve_llm.engine.model.shard import build_shard
+from serve_llm.engine.model.spec import MLASpec, ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
-from serve_llm.engine.parallel.comm import Neighbours
-from serve_llm.engine.parallel.layout import Grid
-from serve_llm.engine.weights.place import load_model
+from serve_llm.engine.parallel.groups import ProcessGroups
+from serve_llm.engine.parallel.layout import ParallelLayout
+from serve_llm.engine.weights.load import load_model
 from serve_llm.kernels import cache_int8
 
 CPU = torch.device("cpu")
 
 
-def load(directory: Path, dtype: torch.dtype = torch.float32, int8: bool = False) -> tuple[ModelSpec, Decoder]:
-    """The checkpoint in `directory` as the engine would load it. int8: as with `--quantization int8`."""
-    spec, weight_map = read_model(json.loads((directory / "config.json").read_text()))
-    spec = spec.with_int8() if int8 else spec
+def read_spec(directory: Path) -> tuple[ModelSpec, WeightMap]:
+    return read_model(json.loads((directory / "config.json").read_text()))
+
+
+def load(
+    directory: Path, dtype: torch.dtype = torch.float32, int8: bool = False, int8_lm_head: bool = True
+) -> tuple[ModelSpec, Decoder]:
+    """The checkpoint in `directory` as the engine would load it. int8: as with `--quantization int8`, the LM head
+    included unless `int8_lm_head` is false."""
+    spec, weight_map = read_spec(directory)
+    if int8:
+        spec = spec.with_int8()
+        spec = replace(spec, int8_lm_head=spec.int8_lm_head and int8_lm_head)
     return spec, load_whole(directory, spec, weight_map, dtype=dtype)
 
 
@@ -36,8 +46,8 @@ def load_whole(
     directory: Path, spec: ModelSpec, weight_map: WeightMap, dtype: torch.dtype = torch.float32, **how: Any
 ) -> Decoder:
     """`load_model` for the only rank there is."""
-    whole = shard_of(spec, Grid(), 0)
-    return load_model(directory, spec, weight_map, shard=whole, neighbours=Neighbours(), dtype=dtype, device=CPU, **how)
+    whole = build_shard(spec, ParallelLayout(), 0)
+    return load_model(directory, spec, weight_map, shard=whole, groups=ProcessGroups(), dtype=dtype, device=CPU, **how)
 
 
 class Harness:
@@ -53,9 +63,11 @@ class Harness:
             scale, self.nothing = cache_int8.SCALE_BYTES, -1  # four bytes of -1 are a scale of NaN
         self.caches = [
             torch.full(
-                (num_blocks, parts, mixer.kv_heads, block_size, mixer.head_dim + scale), self.nothing, dtype=dtype
+                (num_blocks, parts, mixer.num_kv_heads, block_size, mixer.head_dim + scale), self.nothing, dtype=dtype
             )
-            for mixer, parts in ((layer.mixer, 1 if isinstance(layer.mixer, MLA) else 2) for layer in spec.layers)
+            for mixer, parts in (
+                (layer.attention, 1 if isinstance(layer.attention, MLASpec) else 2) for layer in spec.layers
+            )
         ]
         self.free = [self.rng.sample(range(1, num_blocks), num_blocks - 1) for _ in spec.kv_groups]
         self.tables: dict[int, list[list[int]]] = {}  # sequence -> group -> blocks
@@ -87,8 +99,8 @@ class Harness:
             table = self.tables.setdefault(sequence, [[] for _ in self.spec.kv_groups])[number]
             while len(table) * self.block_size <= int(where[-1]):
                 table.append(self.free[number].pop())
-            if group.window is not None:
-                for index in range(max(0, int(where[0]) - group.window + 1) // self.block_size):
+            if group.sliding_window is not None:
+                for index in range(max(0, int(where[0]) - group.sliding_window + 1) // self.block_size):
                     if table[index]:
                         for layer in group.layers:
                             self.caches[layer][table[index]] = self.nothing

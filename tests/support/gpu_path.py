@@ -15,17 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from serve_llm.common.hub import read_config
+from serve_llm.common.options.sources import make_options
 from serve_llm.engine import startup
-from serve_llm.engine.execute import runner
-from serve_llm.engine.execute.graphs import Captured
-from serve_llm.engine.hub import read_config
-from serve_llm.engine.loop import Engine
-from serve_llm.engine.options import Options
-from serve_llm.engine.parallel.layout import Grid
-from serve_llm.engine.weights import place
-from serve_llm.kernels import attention, rope, table
+from serve_llm.engine.loop import EngineCore
+from serve_llm.engine.parallel.layout import ParallelLayout
+from serve_llm.engine.weights import load
+from serve_llm.engine.worker import runner
+from serve_llm.engine.worker.graphs import Captured
+from serve_llm.kernels import attention, registry, rope
 from serve_llm.kernels.attention import Lengths
 from support.ranks import Ranks, ThreadExecutor
+from support.resolved import resolve_all
 
 
 def paged_attention(
@@ -83,7 +84,7 @@ def _some(angles: rope.Angles | None, rows: Tensor) -> rope.Angles | None:
 
 
 KERNELS = replace(
-    table.PORTABLE,
+    registry.PORTABLE,
     paged_attention=paged_attention,
     rope_and_cache=rope_and_cache,
     rope_and_latent=rope_and_latent,
@@ -108,23 +109,27 @@ class Recorder:
 
 
 def make_gpu_engine(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, kernels: table.Kernels = KERNELS, tensor: int = 1, **more: object
-) -> Engine:
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kernels: registry.Kernels = KERNELS,
+    tensor: int = 1,
+    **more: object,
+) -> EngineCore:
     """An engine that works as on a GPU. more: fields of Config, or options."""
-    monkeypatch.setattr(place, "choose", lambda *_, **__: kernels)
+    monkeypatch.setattr(load, "choose", lambda *_, **__: kernels)
     monkeypatch.setattr(runner, "CudaCapture", Recorder)
     as_on_gpu = {"async_scheduling": True, "enforce_eager": False}
     fields = {name: more.pop(name, value) for name, value in as_on_gpu.items()}
-    options = Options.from_kwargs(str(directory), **({"kv_cache_memory": "16MiB", "max_num_seqs": 40} | more))
+    options = make_options(str(directory), **({"kv_cache_memory": "16MiB", "max_num_seqs": 40} | more))
     raw = read_config(directory)
-    config, spec, weights = startup.resolve_all(options, str(directory), raw)
+    config, spec, weights = resolve_all(options, str(directory), raw)
     config = replace(config, **fields)
     if tensor == 1:
-        return Engine(config, startup.build_executor(config, spec, weights, raw))
-    return Engine(config, ThreadExecutor(config, spec, weights, Ranks(spec, Grid(tensor, 1))))
+        return EngineCore(config, startup.build_executor(config, spec, weights, raw))
+    return EngineCore(config, ThreadExecutor(config, spec, weights, Ranks(spec, ParallelLayout(tensor, 1))))
 
 
-def graphs_of(engine: Engine) -> runner.DecodeGraphs:
+def graphs_of(engine: EngineCore) -> runner.DecodeGraphs:
     found = engine._executor._worker._runner.graphs  # type: ignore[attr-defined]
     assert found is not None
     return found

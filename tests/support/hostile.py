@@ -24,12 +24,30 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    families = (numbers, types, texts, ids, sizes, costly, malformed, templates, routes, headers)
+    families = (
+        numbers,
+        types,
+        small_fields,
+        texts,
+        ids,
+        sizes,
+        costly,
+        malformed,
+        templates,
+        routes,
+        headers,
+        vectors,
+        stored,
+    )
     return [case for family in families for case in family()]
 
 
 def completion(name: str, **fields: object) -> Case:
     return Case(f"completion {name}", COMPLETIONS, json.dumps({"prompt": "x", "max_tokens": 1} | fields).encode())
+
+
+def decisions(name: str, **fields: object) -> Case:
+    return Case(f"decisions {name}", "/v1/decisions", json.dumps({"input": "x"} | fields).encode())
 
 
 def chat(name: str, **fields: object) -> Case:
@@ -64,7 +82,12 @@ def types() -> Iterator[Case]:
     for value in (None, 3, {}, [], [None], [{}], [1.5], ["x", 3], [[1], "x"], [[]]):
         yield completion(f"prompt={value!r}", prompt=value)
         yield chat(f"messages={value!r}", messages=value)
-    for value in ({"role": "user", "content": 3}, {"role": "wizard", "content": "x"}, {"content": "x"}, {"role": None}):
+    for value in (
+        {"role": "user", "content": 3},
+        {"role": "wizard<|end|>", "content": "x"},
+        {"content": "x"},
+        {"role": None},
+    ):
         yield chat(f"message {value!r}", messages=[value])
     for part in ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, {"type": "text"}, {}, 3):
         yield chat(f"part {part!r}", messages=[{"role": "user", "content": [part]}])
@@ -80,6 +103,54 @@ def types() -> Iterator[Case]:
         "a" * 9999,
     ):
         yield chat(f"field {name[:20]!r}", **{name: [{"type": "x"}]})
+
+
+def small_fields() -> Iterator[Case]:
+    """Fields that few clients send."""
+    detection = {"max_pattern_size": 2, "min_count": 2}
+    for name, value in (("max_pattern_size", 10**9), ("min_pattern_size", -1), ("min_count", 10**30), ("x", 1)):
+        yield completion(f"repetition {name}", repetition_detection=detection | {name: value})
+    for value in ([], "x", {}, {"max_pattern_size": {}}):
+        yield completion(f"repetition {value!r}", repetition_detection=value)
+    for name in ("return_metrics", "return_tokens_as_token_ids", "echo"):
+        yield chat(f"{name} as text", **{name: "true"})
+    for value in ([-1], [10**9], list(range(129)), [10**30], "x", [[]], [0] * MANY, {}):
+        yield completion(f"asked ids {value!r}"[:40], logprob_token_ids=value, logprobs=1)
+        yield chat(f"asked ids {value!r}"[:40], logprob_token_ids=value, logprobs=True)
+    for value in (
+        [],
+        [{}],
+        [{"type": "x"}],
+        [{"type": "choice", "instructions": "x", "choices": [{"value": "x"}] * MANY}],
+        "x",
+    ):
+        yield decisions(f"{value!r}"[:30], questions=value)
+    predicate = {"type": "predicate", "instructions": "x"}
+    yield decisions("many", questions=[predicate] * MANY)
+    yield decisions("long", questions=[predicate], input="x" * 10**7)
+    for value in ("x" * 10**6, "a\r\nX-Injected: 1", "\x00", 3):
+        yield completion(f"request id {value!r}"[:40], request_id=value)
+    for value in ("x", "x" * 10**7, ["x"] * MANY, {}):
+        yield completion(f"suffix {value!r}"[:40], suffix=value)
+    for value in ("x", {}, [3], [{"text": "x"}], [{"text": "x" * 10**6}] * 20):
+        yield chat(f"documents {value!r}"[:40], documents=value)
+    for value in ({"effort": "x"}, {"effort": "low"} | {f"x{number}": 1 for number in range(MANY)}, [], "high"):
+        yield chat(f"reasoning {value!r}"[:40], reasoning=value)
+    for name in ("typical_p", "use_beam_search", "logits_processors", "modalities", "guided_regex", "best_of"):
+        for value in ("x" * 10**6, [[[]]] * MANY, {"a": {"b": {}}}, -1):
+            yield completion(f"{name} {value!r}"[:40], **{name: value})
+    for name, value in (("max_new_tokens", 10**9), ("n_predict", -1), ("rep_pen", 1e999), ("stopping_strings", [3])):
+        yield completion(f"{name}", **{name: value})
+    for body in (
+        b"{",
+        b"[]",
+        b'{"input_extra": [{}]}',
+        b'{"n_predict": 1e999}',
+        b'{"input_prefix": "' + b"x" * 10**7 + b'"}',
+    ):
+        yield Case(f"infill {body[:20]!r}", "/infill", body)
+    for body in (b"{", b"[]", b"{}", b'{"messages": 3}', b'{"prompt": ' + b"[" * 9999, b'{"input": {}}'):
+        yield Case(f"invocation {body[:20]!r}", "/invocations", body)
 
 
 def texts() -> Iterator[Case]:
@@ -130,11 +201,11 @@ def costly() -> Iterator[Case]:
     found = [
         completion("bad words", n=16, max_tokens=20, bad_words=[f"{number} " * 200 for number in range(256)]),
         completion("biases", n=64, max_tokens=5, logit_bias={str(number): 1 for number in range(4096)}),
-        completion("logprobs", n=32, max_tokens=100, logprobs=20, ignore_eos=True),
-        completion("prompt logprobs", prompt=[[number + 5] * 1000 for number in range(8)], prompt_logprobs=20),
-        completion("echo", prompt=[[number + 5] * 1000 for number in range(8)], logprobs=20, echo=True),
+        completion("logprobs", n=128, max_tokens=25, logprobs=20, ignore_eos=True),
+        completion("prompt logprobs", prompt=[[number + 5] * 1000 for number in range(6)], prompt_logprobs=20),
+        completion("echo", prompt=[[number + 5] * 1000 for number in range(3)], logprobs=20, echo=True),
         completion("choices", n=128, prompt=["x"] * 8, stream=True),
-        chat("top logprobs", n=32, max_tokens=100, logprobs=True, top_logprobs=20),
+        chat("top logprobs", n=128, max_tokens=25, logprobs=True, top_logprobs=20),
     ]
     found.append(Case("tokens", "/tokenize", json.dumps({"prompt": "word and word " * 40_000}).encode()))
     found.append(Case("text", "/detokenize", json.dumps({"tokens": [300] * 500_000}).encode()))
@@ -213,3 +284,79 @@ def headers() -> Iterator[Case]:
         yield Case(f"header {name}={value[:9]!r}", COMPLETIONS, good, headers=((name, value),))
     yield Case("two lengths", COMPLETIONS, good, headers=(("Content-Length", "5"), ("Content-Length", "50")))
     yield Case("smuggled", COMPLETIONS, good, headers=(("Transfer-Encoding", "chunked"), ("Content-Length", "5")))
+
+
+VECTORS: dict[str, dict[str, object]] = {
+    "/v1/embeddings": {"input": "x"},
+    "/pooling": {"input": "x"},
+    "/classify": {"input": "x"},
+    "/v1/score": {"queries": "x", "documents": ["y"]},
+    "/v1/rerank": {"query": "x", "documents": ["y"]},
+}
+
+
+def vectors() -> Iterator[Case]:
+    """Routes whose replies are vectors; the server embeds, so what is right for /classify is refused as well."""
+    for path, good in VECTORS.items():
+        text = next(reversed(good))
+        wrong: list[dict[str, object]] = [
+            {text: value}
+            for value in (None, 5, {}, [], [[]], [None], ["x", 5], [5, "x"], [[5], "x"], [True], [1.5], [[["x"]]])
+        ]
+        wrong += [{text: [""] * 3}, {text: ["x"] * 3000}, {text: ["word " * MANY]}, {text: [-1]}, {text: [[2**63]]}]
+        wrong += [{"truncate_prompt_tokens": value} for value in (0, -2, 2**63, "1", 1.5)]
+        wrong += [{"truncation_side": "middle"}, {"add_special_tokens": "yes"}, {"priority": 2**40}, {"model": 5}]
+        wrong += [{"temperature": 0.5}, {"input_type": "x"}, {"model": "x" * MANY}]
+        for number, changed in enumerate(wrong):
+            yield Case(f"{path} {number}", path, json.dumps(good | changed).encode())
+        for number, body in enumerate((b"", b"[]", b'{"input": NaN}', b'{"input": "\xff"}', b"[" * 1000)):
+            yield Case(f"{path} malformed {number}", path, body)
+    for value in (0, -1, 10**9, 1.5, "3", 2**63):
+        yield Case(f"dimensions {value}", "/v1/embeddings", json.dumps({"input": "x", "dimensions": value}).encode())
+    for value in ("hex", 5, ["float"], "FLOAT"):
+        yield Case(f"format {value}", "/v1/embeddings", json.dumps({"input": "x", "encoding_format": value}).encode())
+    for changed in (
+        {"top_n": -1},
+        {"top_n": 1.5},
+        {"max_tokens_per_doc": 0},
+        {"return_documents": 1},
+        {"documents": [{"text": 5}]},
+        {"documents": [{"image": "x"}]},
+        {"instruction": 5},
+    ):
+        body = {"query": "x", "documents": ["y"]} | changed
+        yield Case(f"rerank {changed}", "/rerank", json.dumps(body).encode())
+    for body in ({"queries": ["x", "y"], "documents": ["z"] * 3}, {"text_1": "x"}, {"queries": "x", "text_2": "y"}):
+        yield Case(f"score {sorted(body)}", "/score", json.dumps(body).encode())
+
+
+RESPONSES = "/v1/responses"
+
+
+def stored() -> Iterator[Case]:
+    """Stored responses that are not there, pages that cannot be, and references to nothing."""
+    for name in (
+        "resp_x",
+        "%00",
+        "%2e%2e%2f%2e%2e",
+        "'%20OR%201=1--",
+        "x" * 5000,
+        "%ff",
+        "\u00e9".encode().decode("latin-1"),
+    ):
+        for method, more in (("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel")):
+            yield Case(f"stored {method} {name[:12]!r}{more}", f"{RESPONSES}/{name}{more}", b"", method)
+    for query in ("limit=0", "limit=-1", "limit=1e9", "order=x", "after=%00", "stream=maybe", "starting_after=-1"):
+        yield Case(f"stored {query}", f"{RESPONSES}/resp_x/input_items?{query}", b"", "GET")
+    wrong: list[dict[str, object]] = [
+        {name: value}
+        for name in ("previous_response_id", "background", "store")
+        for value in ({}, [], 5, "resp_x", 1.5, "\x00")
+    ]
+    wrong += [{"background": True, "store": False}, {"previous_response_id": "x" * 10**6}]
+    wrong += [{"input": [{"type": "item_reference", "id": value}]} for value in ("msg_x", 5, None, {}, "x" * MANY)]
+    wrong += [{"input": [{"type": "item_reference", "id": str(number)} for number in range(MANY)]}]
+    for number, changed in enumerate(wrong):
+        yield Case(
+            f"stored body {number}", RESPONSES, json.dumps({"input": "x", "max_output_tokens": 1} | changed).encode()
+        )

@@ -22,16 +22,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
+from serve_llm.common.hub import read_config
+from serve_llm.common.options.sources import make_options
 from serve_llm.engine import startup
-from serve_llm.engine.execute import runner
-from serve_llm.engine.execute.graphs import Captured
-from serve_llm.engine.hub import read_config
-from serve_llm.engine.loop import Engine
-from serve_llm.engine.options import Options
-from serve_llm.engine.weights import place
-from serve_llm.kernels import table
+from serve_llm.engine.loop import EngineCore
+from serve_llm.engine.weights import load
+from serve_llm.engine.worker import runner
+from serve_llm.engine.worker.graphs import Captured
+from serve_llm.kernels import registry
 from serve_llm.kernels.triton import sampling
 from support import triton
+from support.resolved import resolve_all
 
 META = torch.device("meta")
 MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
@@ -42,7 +43,7 @@ INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_
 class Arrived:
     tensor: Tensor
 
-    is_there = True
+    is_ready = True
 
     def wait(self) -> Tensor:
         return self.tensor
@@ -116,7 +117,7 @@ class MetaTransfer:
             return Arrived(torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu"))
 
 
-def make_meta_engine(directory: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> tuple[Engine, Watch]:
+def make_meta_engine(directory: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> tuple[EngineCore, Watch]:
     watch = Watch()
 
     def capture(compute: Callable[[], Tensor]) -> Captured:
@@ -128,30 +129,30 @@ def make_meta_engine(directory: Path, monkeypatch: pytest.MonkeyPatch, **options
 
     def weights(seed: int, dtype: torch.dtype, device: torch.device) -> Any:
         return lambda name, shape, part=None, own=None: torch.empty(
-            shape if part is None else _with(shape, part.dimension, len(part.own)), dtype=own or dtype, device=META
+            shape if part is None else _with(shape, part.dimension, len(part.range)), dtype=own or dtype, device=META
         )
 
-    found = table.with_triton(batch_invariant=bool(options.get("batch_invariant")))
-    assert isinstance(found, table.Kernels), found
-    monkeypatch.setattr(place, "choose", lambda *_, **__: found)
-    monkeypatch.setattr(place, "dummy", weights)
+    found = registry.with_triton(batch_invariant=bool(options.get("batch_invariant")))
+    assert isinstance(found, registry.Kernels), found
+    monkeypatch.setattr(load, "choose", lambda *_, **__: found)
+    monkeypatch.setattr(load, "build_dummy_loader", weights)
     monkeypatch.setattr(runner, "choose_device_sampling", lambda device: sampling)
-    monkeypatch.setattr(runner, "Transfer", lambda device: MetaTransfer(watch))
+    monkeypatch.setattr(runner, "DeviceCopier", lambda device: MetaTransfer(watch))
     monkeypatch.setattr(runner, "CudaCapture", lambda device: capture)
     monkeypatch.setattr(InterpretedFunction, "run", lambda self, *args, **more: watch.launched(self, *args, **more))
     start = runner.Runner.start
 
-    def watched(self: runner.Runner, batch: Any) -> Any:
+    def watched(self: runner.Runner, batch: Any, masks: Any = None) -> Any:
         with watch, NoNumbers():
-            return start(self, batch)
+            return start(self, batch, masks)
 
     monkeypatch.setattr(runner.Runner, "start", watched)
-    asked = Options.from_kwargs(str(directory), kv_cache_memory="16MiB", load_format="dummy", **options)
+    asked = make_options(str(directory), kv_cache_memory="16MiB", load_format="dummy", **options)
     raw = read_config(directory)
-    config, spec, rows = startup.resolve_all(asked, str(directory), raw)
+    config, spec, rows = resolve_all(asked, str(directory), raw)
     eager = bool(options.get("enforce_eager"))
     config = replace(config, device="meta", async_scheduling=True, enforce_eager=eager)
-    return Engine(config, startup.build_executor(config, spec, rows, raw)), watch
+    return EngineCore(config, startup.build_executor(config, spec, rows, raw)), watch
 
 
 def _with(shape: tuple[int, ...], dimension: int, size: int) -> tuple[int, ...]:

@@ -40,19 +40,26 @@ def quantization_config(ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
 
 NEOX = ("query_key_value.weight", "attention.dense.weight", "dense_h_to_4h.weight", "dense_4h_to_h.weight")
 GPTJ = ("fc_in.weight", "fc_out.weight")
+DEEPSEEK = ("kv_a_proj_with_mqa.weight",)
 
 
 def is_linear(name: str) -> bool:
     """Whether a tensor of a Llama-like or OPT checkpoint is the weight of a linear module of its layers, routers of
     experts left out."""
     ends = ("proj.weight", "fc1.weight", "fc2.weight", "c_fc.weight", "w1.weight", "w2.weight", "w3.weight")
-    return name.endswith((*ends, *NEOX, *GPTJ))
+    return name.endswith((*ends, *NEOX, *GPTJ, *DEEPSEEK))
 
 
 def quantise_checkpoint(
-    source: Path, directory: Path, *, scale_dtype: torch.dtype = torch.float32, ignore: Sequence[str] = ("lm_head",)
+    source: Path,
+    directory: Path,
+    *,
+    scale_dtype: torch.dtype = torch.float32,
+    ignore: Sequence[str] = ("lm_head",),
+    heads: Sequence[str] = (),
 ) -> Path:
-    """Write `source` to `directory` (created) with int8 weights in all linear modules but those in `ignore`.
+    """Write `source` to `directory` (created) with int8 weights in all linear modules but those in `ignore`, and in
+    the LM heads `heads`.
 
     Also to `directory`/dequantised: the same weights in floating point. Returns that folder.
     """
@@ -61,7 +68,8 @@ def quantise_checkpoint(
     stored, whole = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
         stored[name] = whole[name] = tensor
-        if is_linear(name) and name.removesuffix(".weight") not in ignore:
+        module = name.removesuffix(".weight")
+        if module in heads or (is_linear(name) and module not in ignore):
             scale = (tensor.float().abs().amax(1, keepdim=True) / 127).to(scale_dtype)
             numbers = (tensor.float() / scale.float()).round().clamp(-128, 127)
             stored[name], stored[f"{name}_scale"] = numbers.to(torch.int8), scale
@@ -90,11 +98,13 @@ def _as_int8(module: object, inputs: tuple[Tensor]) -> tuple[Tensor]:
 
 
 @torch.inference_mode()
-def int8_logprobs(plain: Path, prompts: Sequence[Sequence[int]], ignore: Sequence[str] = ()) -> list[Tensor]:
-    """What transformers says after each id when every linear module of the layers gets rounded activations, in
-    float32. plain: a checkpoint whose weights int8 can hold."""
+def int8_logprobs(
+    plain: Path, prompts: Sequence[Sequence[int]], ignore: Sequence[str] = (), heads: Sequence[str] = ()
+) -> list[Tensor]:
+    """What transformers says after each id when every linear module of the layers, and of `heads`, gets rounded
+    activations, in float32. plain: a checkpoint whose weights int8 can hold."""
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
     for name, module in model.named_modules():
-        if is_linear(f"{name}.weight") and name not in ignore:
+        if name in heads or (is_linear(f"{name}.weight") and name not in ignore):
             module.register_forward_pre_hook(_as_int8)
     return [model(torch.tensor([list(ids)])).logits[0].log_softmax(-1) for ids in prompts]

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from serve_llm.engine.config import Config
-from serve_llm.engine.execute.worker import Worker
-from serve_llm.engine.model.shard import Shard, shard_of
+from serve_llm.engine.distributed.executor import Executor
+from serve_llm.engine.model.shard import Shard, build_shard
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
-from serve_llm.engine.parallel.comm import Alone, Neighbours
-from serve_llm.engine.parallel.layout import Grid
-from serve_llm.engine.schedule.batch import Batch, ChunkResult
+from serve_llm.engine.parallel.groups import ProcessGroups, SingleRankGroup
+from serve_llm.engine.parallel.layout import ParallelLayout
+from serve_llm.engine.scheduler.output import MaskSource, RunnerOutput, SchedulerOutput
+from serve_llm.engine.worker.worker import Worker
 
 Result = TypeVar("Result")
 TIMEOUT = 60.0  # seconds; nothing takes nearly as long unless a rank is missing
@@ -106,7 +107,7 @@ class Ranks:
     def __init__(
         self,
         spec: ModelSpec,
-        grid: Grid,
+        grid: ParallelLayout,
         split: tuple[float, ...] | None = None,
         layers: Sequence[int] | None = None,
         columns: Sequence[Meeting] = (),
@@ -115,19 +116,19 @@ class Ranks:
         """columns: one for each place, where ranks of several engines share out experts. engine: which one this is."""
         self.grid, self.columns, self.engine = grid, columns, engine
         part = {"engine": engine, "engines": columns[0].size} if columns else {}
-        self.shards = [shard_of(spec, grid, rank, split, layers, **part) for rank in range(grid.size)]
-        self.meetings = [Meeting(grid.tensor) for _ in range(grid.pipeline)]
-        self._links = [[MemoryLink() for _ in range(grid.tensor)] for _ in range(grid.pipeline - 1)]
+        self.shards = [build_shard(spec, grid, rank, split, layers, **part) for rank in range(grid.size)]
+        self.meetings = [Meeting(grid.tp_size) for _ in range(grid.pp_size)]
+        self._links = [[MemoryLink() for _ in range(grid.tp_size)] for _ in range(grid.pp_size - 1)]
         self.neighbours = [self._neighbours(rank) for rank in range(grid.size)]
 
-    def _neighbours(self, rank: int) -> Neighbours:
-        stage, place = self.grid.stage(rank), self.grid.place(rank)
-        return Neighbours(
-            Alone() if self.grid.tensor == 1 else MemoryGroup(self.meetings[stage], place),
+    def _neighbours(self, rank: int) -> ProcessGroups:
+        stage, place = self.grid.pp_rank(rank), self.grid.tp_rank(rank)
+        return ProcessGroups(
+            SingleRankGroup() if self.grid.tp_size == 1 else MemoryGroup(self.meetings[stage], place),
             previous=self._links[stage - 1][place] if stage > 0 else None,
-            next=self._links[stage][place] if stage < self.grid.pipeline - 1 else None,
+            next=self._links[stage][place] if stage < self.grid.pp_size - 1 else None,
             local_ranks=self.grid.size,
-            experts=MemoryGroup(self.columns[place], self.engine) if self.columns else Alone(),
+            experts=MemoryGroup(self.columns[place], self.engine) if self.columns else SingleRankGroup(),
         )
 
     def abort(self) -> None:
@@ -161,11 +162,11 @@ def run_together(size: int, work: Callable[[int], Result], abort: Callable[[], N
     return [results[rank] for rank in range(size)]
 
 
-class ThreadExecutor:
+class ThreadExecutor(Executor):
     """See `Executor`: one thread per rank. Batches travel as bytes, as they do between processes."""
 
     def __init__(self, config: Config, spec: ModelSpec, weights: WeightMap, ranks: Ranks) -> None:
-        self.depth = 2 if config.async_scheduling else ranks.grid.pipeline
+        self.depth = 2 if config.async_scheduling else ranks.grid.pp_size
         self.ranks = ranks
         self.workers = run_together(
             ranks.grid.size,
@@ -174,7 +175,9 @@ class ThreadExecutor:
         )
         num_blocks = min(worker.num_blocks for worker in self.workers)
         self.layout = max((worker.allocate(num_blocks) for worker in self.workers), key=lambda lie: lie.block_bytes)
-        self._inboxes: list[Queue[tuple[bytes, Future[list[ChunkResult]]] | None]] = [Queue() for _ in self.workers]
+        self._inboxes: list[Queue[tuple[bytes, Future[list[RunnerOutput]]] | bytes | None]] = [
+            Queue() for _ in self.workers
+        ]
         for shard, worker, inbox in zip(ranks.shards, self.workers, self._inboxes, strict=True):
             threading.Thread(target=_serve, args=(shard, worker, inbox, ranks), daemon=True).start()
         self.close = weakref.finalize(self, _end, self._inboxes)
@@ -182,11 +185,15 @@ class ThreadExecutor:
     def check(self) -> None:
         """A failure shows in the next step."""
 
-    def execute(self, batch: Batch) -> Future[list[ChunkResult]]:
-        future: Future[list[ChunkResult]] = Future()
-        message = msgspec.msgpack.encode(batch)
+    def execute(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> Future[list[RunnerOutput]]:
+        future: Future[list[RunnerOutput]] = Future()
+        message = msgspec.msgpack.encode(scheduler_output)
         for inbox in self._inboxes:
             inbox.put((message, future))
+        if masks is not None:
+            bits = masks()
+            for inbox in self._inboxes:
+                inbox.put(bits)
         return future
 
 
@@ -194,7 +201,7 @@ def _serve(shard: Shard, worker: Worker, inbox: Queue, ranks: Ranks) -> None:
     while (item := inbox.get()) is not END:
         message, future = item
         try:
-            results = worker.start(msgspec.msgpack.decode(message, type=Batch)).finish()
+            results = worker.start(msgspec.msgpack.decode(message, type=SchedulerOutput), inbox.get).finish()
             assert shard.is_output or results == []
             if shard.is_output:
                 future.set_result(results)

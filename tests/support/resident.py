@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType, ModuleType
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+
+from serve_llm.engine.worker.memory import find_tensors
 
 
 def mapped_checkpoints() -> list[range]:
@@ -20,27 +19,16 @@ def mapped_checkpoints() -> list[range]:
 
 
 def weight_bytes(decoder: object) -> int:
-    """Of all tensors that hang on a decoder, each storage counted once; without the frequencies of its ropes."""
+    """Count the bytes of all tensors of a decoder, each storage once, without the frequencies of its ropes."""
     files = mapped_checkpoints()
     sizes: dict[int, int] = {}
-    seen = {id(getattr(decoder, "_ropes", None))}
-    todo = [decoder]
-    while todo:
-        item = todo.pop()
-        if id(item) in seen or isinstance(item, ModuleType | type):
-            continue
-        seen.add(id(item))
-        if isinstance(item, Tensor):
-            if item.layout is torch._mkldnn:
-                sizes[id(item)] = torch.ops.mkldnn._nbytes(item)
-            else:
-                storage = item.untyped_storage()
-                mapped = any(storage.data_ptr() in file for file in files)  # only what is used takes memory
-                sizes[storage._cdata] = item.nbytes if mapped else storage.nbytes()
-        elif isinstance(item, FunctionType):  # not its globals
-            todo += [cell.cell_contents for cell in item.__closure__ or ()]
+    for tensor in find_tensors(decoder, without=[getattr(decoder, "_ropes", None)]):
+        if tensor.is_mkldnn:
+            sizes[id(tensor)] = torch.ops.mkldnn._nbytes(tensor)
         else:
-            todo += gc.get_referents(item)
+            storage = tensor.untyped_storage()
+            mapped = any(storage.data_ptr() in file for file in files)  # only what is used takes memory
+            sizes[storage._cdata] = tensor.nbytes if mapped else storage.nbytes()
     return sum(sizes.values())
 
 

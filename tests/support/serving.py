@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp
 
-from serve_llm.server.admission import Gate
+from serve_llm.server.admission.controller import AdmissionController
+from serve_llm.server.batches.service import BatchService
 from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.storage.storage import Storage
 from support.asgi import Reply, fetch
 from support.fakes import ScriptedEngine
 
@@ -17,9 +19,11 @@ TEXT = "def main():\n    print('h\u00e9llo w\u00f6rld \u65e5\u672c\u8a9e \U0001f
 @dataclass
 class Served:
     app: ASGIApp
-    gate: Gate
+    admission: AdmissionController
     engines: list[ScriptedEngine]
     model: ServedModel
+    storage: Storage
+    batches: BatchService | None
 
     @property
     def engine(self) -> ScriptedEngine:
@@ -30,6 +34,9 @@ class Served:
 
     def post(self, path: str, body: object, headers: dict[str, str] | None = None) -> Reply:
         return fetch(self.app, "POST", path, body, headers)
+
+    def delete(self, path: str, headers: dict[str, str] | None = None) -> Reply:
+        return fetch(self.app, "DELETE", path, None, headers)
 
     def complete(self, **body: object) -> Reply:
         return self.post("/v1/completions", {"prompt": "x", "temperature": 0} | body)

@@ -7,15 +7,47 @@ import http.client
 import json
 import threading
 import time
+import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
+from support.tools import TOOLS
+
 LIMIT = 240.0  # seconds; more than anything takes on a busy machine
 PROMPTS = ("class Stack:\n    def __init__(self", "import os\n", "def main():\n    ", "for item in items:\n", "x = [")
+RECORD = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "tags": {"type": "array", "items": {"type": "string"}}},
+    "required": ["name", "tags"],
+}
+CONSTRAINTS: tuple[dict[str, Any], ...] = (
+    {"json": RECORD},
+    {"regex": "[a-z ]{40,60}"},
+    {
+        "structural_tag": {
+            "format": {
+                "type": "triggered_tags",
+                "triggers": ["<call>"],
+                "tags": [
+                    {
+                        "type": "tag",
+                        "begin": "<call>",
+                        "content": {"type": "json_schema", "json_schema": RECORD},
+                        "end": "</call>",
+                    }
+                ],
+                "at_least_one": True,
+            }
+        }
+    },
+)
 
 
-def mixed(count: int = 32) -> list[dict[str, Any]]:
-    """Bodies of completions for the demo model. Every one has a seed or is greedy, so that it can be repeated."""
+def mixed(count: int = 32, longest: int = 600) -> list[dict[str, Any]]:
+    """Bodies of completions for the demo model. Every one has a seed or is greedy, so that it can be repeated.
+
+    The last one has `longest` tokens, so that a fast engine still works on it when a slow test kills the engine.
+    """
     bodies: list[dict[str, Any]] = []
     for number in range(count):
         body: dict[str, Any] = {
@@ -34,12 +66,33 @@ def mixed(count: int = 32) -> list[dict[str, Any]]:
             body |= {"stop": ["self.", "\n\n\n", "retur"]}
         else:
             body |= {"ignore_eos": True}
+        if number % 4 == 2:
+            body.pop("ignore_eos", None)
+            body |= {"structured_outputs": CONSTRAINTS[number // 4 % len(CONSTRAINTS)]}
         bodies.append(body)
+    bodies[-1] |= {"max_tokens": longest, "ignore_eos": True, "stop": []}
     return bodies
 
 
+def tool_talks(count: int = 6) -> list[dict[str, Any]]:
+    """Bodies of chat completions that have to call a tool."""
+    return [
+        {
+            "messages": [{"role": "user", "content": f"{number} The weather in Oslo, please."}],
+            "tools": TOOLS,
+            "tool_choice": "required",
+            "parallel_tool_calls": number % 2 == 0,
+            "max_tokens": 30 + 5 * number,
+            "stream": number % 3 != 0,
+            "temperature": 1.0,
+            "seed": number,
+        }
+        for number in range(count)
+    ]
+
+
 class Streams:
-    """All are sent at once."""
+    """All are sent at once: to the completions, or the chat completions if they hold messages."""
 
     def __init__(self, url: str, bodies: Sequence[dict[str, Any]], patiently: bool = False) -> None:
         """patiently: what is refused because the engine is not there is sent again."""
@@ -58,9 +111,22 @@ class Streams:
             thread.start()
 
     def wait_for(self, num_events: int) -> None:
-        """Until so many events of streams have come."""
+        """Wait until this many events have arrived and the server has admitted every request.
+
+        A request whose body is still being parsed when an engine dies gets 503, as documented.
+        """
         with self._changed:
             assert self._changed.wait_for(lambda: self.num_events >= num_events, LIMIT), "the streams stand still"
+            deadline = time.monotonic() + LIMIT
+            while not self._are_all_admitted():
+                assert time.monotonic() < deadline, "a request is not admitted"
+                self._changed.wait(0.05)
+
+    def _are_all_admitted(self) -> bool:
+        ended = sum(not thread.is_alive() for thread in self._threads)
+        with urllib.request.urlopen(f"http://{self._url}/status", timeout=LIMIT) as answer:
+            num_open = json.load(answer)["queue"]["num_open"]
+        return int(num_open) + ended >= len(self._threads)
 
     def finish(self) -> Streams:
         """Until all have ended."""
@@ -68,6 +134,11 @@ class Streams:
             thread.join(LIMIT)
             assert not thread.is_alive(), "a stream does not end"
         return self
+
+    @property
+    def stop_reasons(self) -> set[Any]:
+        """Of all choices."""
+        return {choice.get("stop_reason") for choices in self._results for choice in choices}
 
     @property
     def num_tokens(self) -> int:
@@ -85,7 +156,8 @@ class Streams:
         while True:
             connection = http.client.HTTPConnection(self._url, timeout=LIMIT)
             try:
-                connection.request("POST", "/v1/completions", json.dumps(body | more))
+                path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+                connection.request("POST", path, json.dumps(body | more))
                 with connection.getresponse() as answer:
                     if answer.status == 503 and self._patiently:
                         time.sleep(0.1)
@@ -121,7 +193,7 @@ class Streams:
             if event.get("usage"):
                 self._usages[number] = _counts(event["usage"])
             for choice in event["choices"]:
-                _fold(choices.setdefault(choice["index"], {"index": choice["index"], "text": ""}), choice)
+                _fold(choices.setdefault(choice["index"], {"index": choice["index"]}), choice)
             with self._changed:
                 self.num_events += 1
                 self._changed.notify_all()
@@ -136,7 +208,12 @@ class Streams:
 
 
 def _plain(choice: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in choice.items() if value is not None}
+    """Without the ids of calls, which are random."""
+    plain = {name: value for name, value in choice.items() if value is not None}
+    if "message" in plain:
+        calls = [call["function"] for call in plain["message"].get("tool_calls", [])]
+        plain["message"] = {**plain["message"], "tool_calls": calls}
+    return plain
 
 
 def _counts(usage: dict[str, Any]) -> dict[str, Any]:
@@ -146,9 +223,25 @@ def _counts(usage: dict[str, Any]) -> dict[str, Any]:
 
 def _fold(whole: dict[str, Any], choice: dict[str, Any]) -> None:
     """Add an event's news to what is known of a choice."""
-    whole["text"] += choice["text"]
+    if "delta" in choice:
+        _fold_delta(whole.setdefault("message", {"tool_calls": []}), choice["delta"])
+    else:
+        whole["text"] = whole.get("text", "") + choice["text"]
     for name in ("finish_reason", "stop_reason"):
         if choice.get(name) is not None:
             whole[name] = choice[name]
     for name, values in (choice.get("logprobs") or {}).items():
         whole.setdefault("logprobs", {}).setdefault(name, []).extend(values or [])
+
+
+def _fold_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
+    for name in ("content", "reasoning"):
+        if delta.get(name):
+            message[name] = message.get(name, "") + delta[name]
+    calls = message["tool_calls"]
+    for call in delta.get("tool_calls") or []:
+        if "id" in call:
+            assert call["index"] == len(calls), "calls begin in order"
+            calls.append({"name": call["function"]["name"], "arguments": ""})
+        assert call["index"] == len(calls) - 1
+        calls[-1]["arguments"] += call["function"]["arguments"]

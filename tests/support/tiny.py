@@ -116,6 +116,18 @@ SIZES: dict[str, dict[str, Any]] = {
     "granitemoeshared": {**_EXPERTS, **_GRANITE, "shared_intermediate_size": 23},
     "deepseek_v2": {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2},
     "deepseek_v3": {**_LATENT, "num_key_value_heads": 6},
+    "glm4_moe": {
+        **_without(_LLAMA_LIKE, "head_dim"),
+        "head_dim": 12,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 37,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.7,
+        "num_nextn_predict_layers": 0,
+    },
     "gpt_oss": {**_EXPERTS, "sliding_window": 21, "num_local_experts": 5, "intermediate_size": 37},
     "opt": {
         "vocab_size": 331,

@@ -1,4 +1,4 @@
-"""Every dotted name in ARCHITECTURE.md exists: a document that lies is worse than none."""
+"""Every dotted name in ARCHITECTURE.md exists, and there are few of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = sorted(
-    set(re.findall(r"`((?:serve_llm|server|engine|kernels)(?:\.\w+)+)`", (ROOT / "ARCHITECTURE.md").read_text()))
+    set(
+        re.findall(
+            r"`((?:serve_llm|cli|common|server|engine|kernels)(?:\.\w+)+)`", (ROOT / "ARCHITECTURE.md").read_text()
+        )
+    )
 )
 
 
@@ -43,8 +47,8 @@ def exists(name: str) -> bool:
     return False
 
 
-def test_the_walk_names_functions() -> None:
-    assert len(NAMES) > 30
+def test_the_page_names_few_things() -> None:
+    assert 30 < len(NAMES) <= 40
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -53,6 +57,6 @@ def test_name_exists(name: str) -> None:
 
 
 def test_a_name_that_does_not_exist_is_found_out() -> None:
-    assert exists("engine.loop.Engine.step")
-    assert not exists("engine.loop.Engine.stride")
+    assert exists("engine.loop.EngineCore.step")
+    assert not exists("engine.loop.EngineCore.stride")
     assert not exists("engine.lop.Engine")

@@ -1,23 +1,79 @@
-"""What must hold for the repository as a whole: who imports whom when a process really starts."""
+"""Rules for the repository as a whole: names, comments, packaging, and what a process imports when it starts."""
 
+import ast
 import importlib.util
+import io
+import re
 import subprocess
 import sys
+import tokenize
 import tomllib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("cli", "common", "server", "engine", "kernels", "serve_llm")
+PRODUCT = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def test_no_class_name_is_defined_twice() -> None:
+    """Private names count too: `_Packed` beside `Packed` is as confusing as two of them."""
+    places = defaultdict(list)
+    for path in PRODUCT:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(str(path.relative_to(ROOT)))
+    assert len(places) > 200
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_comments_are_sentences() -> None:
+    """A comment that begins with "of" depends on the code before it for its noun."""
+    found = []
+    for path in PRODUCT:
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            if token.type == tokenize.COMMENT and token.string.startswith("# of "):
+                found.append(f"{path.relative_to(ROOT)}:{token.start[0]}")
+    assert found == []
+
+
+@pytest.mark.parametrize("phrase", ["leave it away", "leave away", "Whoever"])
+def test_phrases_that_are_not_english_or_not_plain(phrase: str) -> None:
+    assert [str(path.relative_to(ROOT)) for path in PRODUCT if phrase in path.read_text()] == []
 
 
 def test_every_folder_of_code_is_in_the_wheel() -> None:
     """An editable install, which tests use, would not notice."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {
-        path.parent.relative_to(ROOT) for top in ("server", "engine", "kernels") for path in ROOT.glob(f"{top}/**/*.py")
+        path.parent.relative_to(ROOT)
+        for top in ("cli", "common", "server", "engine", "kernels")
+        for path in ROOT.glob(f"{top}/**/*.py")
     }
     assert {f"serve_llm.{'.'.join(folder.parts)}" for folder in folders} <= set(listed)
+
+
+def test_make_serve_installs_nothing_for_tests() -> None:
+    def plan(target: str) -> str:
+        command = ["make", "--dry-run", target, "VENV=.absent"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=60).stdout
+
+    serve = plan("serve")
+    assert "--editable .\n" in serve and "[dev]" not in serve
+    assert "--editable '.[dev]'" in plan("test")
+    assert plan("test").count("pip ") == 2, "one installation"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 120
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
+    assert len(targets) > 20 and [target for target in targets if not (ROOT / target).exists()] == []
 
 
 def test_our_kernels_folder_is_not_importable_as_kernels() -> None:
@@ -30,18 +86,22 @@ def test_our_kernels_folder_is_not_importable_as_kernels() -> None:
 @pytest.mark.parametrize(
     ("modules", "unwanted"),
     [
-        ("types options errors wire hub client logs config model.spec model.registry", "torch transformers"),
-        ("options", "torch transformers numpy huggingface_hub zmq yaml"),  # what --help waits for
+        (
+            "common.types common.options.sources common.errors common.messages common.hub common.logs "
+            "server.engines.client engine.config engine.model.spec engine.model.registry",
+            "torch transformers",
+        ),
+        ("common.options.sources", "torch transformers numpy huggingface_hub zmq yaml"),  # what --help waits for
     ],
 )
-def test_engine_seam_loads_without(modules: str, unwanted: str) -> None:
-    loaded = loaded_by("; ".join(f"import serve_llm.engine.{name}" for name in modules.split()))
+def test_modules_load_without(modules: str, unwanted: str) -> None:
+    loaded = loaded_by("; ".join(f"import serve_llm.{name}" for name in modules.split()))
     assert loaded.isdisjoint(unwanted.split())
 
 
 def test_server_loads_without_torch() -> None:
     """Third parties included, which import-linter does not look into."""
-    loaded = loaded_by("import serve_llm.server.app, serve_llm.server.__main__")
+    loaded = loaded_by("import serve_llm.server.app, serve_llm.server.daemon, serve_llm.cli.main")
     assert loaded.isdisjoint({"torch", "transformers"}) and "fastapi" in loaded
 
 

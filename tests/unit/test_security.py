@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("serve_llm", "server", "engine", "kernels", "examples", "deploy", "tools")
+FOLDERS = ("serve_llm", "cli", "common", "server", "engine", "kernels", "examples", "deploy", "tools")
 PRODUCT = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 # What unpickles or runs what it is given. multiprocessing and its pools pickle between processes.
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "xmlrpc"}
@@ -24,13 +24,20 @@ CALLS = {
     *("jinja2.Template", "jinja2.Environment"),  # outside its sandbox
     *("ProcessPoolExecutor", "multiprocessing.Process", "multiprocessing.Pool", "multiprocessing.Queue"),
 }
+# The one call that reads pickles, in a process that can do nothing else: decision 0030.
+ALLOWED = {
+    "cli/convert/worker.py": "torch.load(path, map_location='cpu', weights_only=True, mmap=is_archive)",
+}
 WORDS = ("shell", "trust_remote_code", "allow_pickle", "recv_pyobj", "send_pyobj", "_object_list", "all_gather_object")
 
 
-def problems(source: str) -> list[str]:
-    """What in a module's source is forbidden, with its line."""
+def problems(source: str, allowed: str = "") -> list[str]:
+    """What in a module's source is forbidden, with its line. allowed: one call that is not."""
     found = []
     for node in ast.walk(ast.parse(source)):
+        if allowed and isinstance(node, ast.Call) and ast.unparse(node) == allowed:
+            allowed = ""  # once
+            continue
         found += [f"line {getattr(node, 'lineno', 0)}: {what}" for what in _imported(node) + _used(node)]
     return found
 
@@ -61,7 +68,8 @@ def _used(node: ast.AST) -> list[str]:
 
 @pytest.mark.parametrize("path", PRODUCT, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_code_comes_from_data(path: Path) -> None:
-    assert problems(path.read_text(encoding="utf-8")) == []
+    allowed = ALLOWED.get(path.relative_to(ROOT).as_posix(), "")
+    assert problems(path.read_text(encoding="utf-8"), allowed) == []
 
 
 @pytest.mark.parametrize(
@@ -91,6 +99,14 @@ def test_no_code_comes_from_data(path: Path) -> None:
 )
 def test_the_check_finds_what_it_looks_for(source: str) -> None:
     assert problems(source)
+
+
+def test_the_exception_is_one_call() -> None:
+    (call,) = ALLOWED.values()
+    assert problems(call, call) == [] and "weights_only=True" in call
+    assert problems(call) == ["line 1: torch.load"]
+    assert problems(f"{call}\n{call}", call) == ["line 2: torch.load"]
+    assert problems(call.replace("weights_only=True", "weights_only=False"), call) == ["line 1: torch.load"]
 
 
 def test_the_check_looks_at_everything() -> None:

@@ -1,44 +1,42 @@
-"""Command R (CohereForCausalLM, Cohere2ForCausalLM): halves in parallel, layer norms without biases, interleaved rope;
-Cohere2 with windows in three of four layers and rope in those alone."""
+"""Command R (CohereForCausalLM, Cohere2ForCausalLM): parallel layers, layer norms without biases, interleaved rope.
+
+In Cohere2 three of four layers have a sliding window, and only these have rope.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families.decoder import read_decoder, read_local_windows
+from serve_llm.engine.model.config import ConfigReader
+from serve_llm.engine.model.families.decoder import map_attention, read_decoder, read_local_windows
 from serve_llm.engine.model.families.names import ATTENTION, GATED, HEAD_NORMS, weights
 from serve_llm.engine.model.families.rope import DEFAULT_BASE
-from serve_llm.engine.model.spec import ModelSpec, Norm
+from serve_llm.engine.model.spec import ModelSpec, NormSpec
 from serve_llm.engine.model.weight_map import WeightMap
 
 NAMES = {"input_layernorm": "attention_norm"} | ATTENTION | GATED
 
 
-def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """CohereForCausalLM. Defaults of absent keys are transformers' own (CohereConfig)."""
     windows = [None] * config.layers("num_hidden_layers")
     head_norm = config.flag("use_qk_norm", False)
     spec = _read(config, "CohereForCausalLM", windows, default_rope_base=500_000.0, head_norm=head_norm)
-    # of the first Command R: the context that it is meant for, beyond its max_position_embeddings
+    # the first Command R supports a longer context than its max_position_embeddings
     spec = replace(spec, max_position=config.integer("model_max_length", spec.max_position))
     config.done()
     return spec, weights(spec, NAMES | HEAD_NORMS if head_norm else NAMES)
 
 
-def read_cohere2(config: Config) -> tuple[ModelSpec, WeightMap]:
+def read_cohere2(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Cohere2ForCausalLM. Defaults of absent keys are transformers' own (Cohere2Config)."""
     windows = read_local_windows(config, 4)
     spec = _read(config, "Cohere2ForCausalLM", windows, default_rope_base=DEFAULT_BASE)
-    spec = replace(
-        spec,
-        layers=tuple(
-            layer if layer.mixer.window else replace(layer, mixer=replace(layer.mixer, rope=None))
-            for layer in spec.layers
-        ),
+    spec = map_attention(
+        spec, lambda index, attention: attention if attention.sliding_window else replace(attention, rope=None)
     )
-    # of the published ones: the architecture in other words; transformers does not read them
+    # in published files, describing the architecture; transformers does not read them
     config.ignore("layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct")
     config.ignore("use_embedding_sharing", "use_gated_activation", "use_parallel_block", "use_parallel_embedding")
     config.ignore("use_qk_norm")
@@ -47,7 +45,7 @@ def read_cohere2(config: Config) -> tuple[ModelSpec, WeightMap]:
 
 
 def _read(
-    config: Config,
+    config: ConfigReader,
     architecture: str,
     windows: Sequence[int | None],
     *,
@@ -64,8 +62,8 @@ def _read(
         default_tied=True,
         windows=windows,
         interleaved=True,
-        placement="parallel",
-        norm=Norm("layer", config.number("layer_norm_eps", 1e-5), bias=False),
+        norm_position="parallel",
+        norm=NormSpec("layer", config.number("layer_norm_eps", 1e-5), bias=False),
         qkv_bias=bias,
         output_bias=bias,
         head_norm=head_norm,

@@ -1,38 +1,38 @@
-"""Decoders with rope, which most families are, and how their files say which layers have a window."""
+"""Decoders with rope, as most families are, and the keys that say which layers have a sliding window."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from serve_llm.engine.errors import ModelError
-from serve_llm.engine.model.config import Config
+from serve_llm.common.errors import ModelError
+from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.rope import DEFAULT_BASE, read_rope
-from serve_llm.engine.model.spec import Attention, Dense, Layer, ModelSpec, Norm, Placement, Rope
+from serve_llm.engine.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormPosition, NormSpec, RopeSpec
 
 
 def read_decoder(
-    config: Config,
+    config: ConfigReader,
     architecture: str,
     *,
-    default_kv_heads: int | None,  # None: as many as heads
+    default_kv_heads: int | None,  # None: num_attention_heads
     default_max_position: int,
     default_rope_base: float = DEFAULT_BASE,
     default_tied: bool = False,
     windows: Sequence[int | None],  # one for each layer
     default_head_dim: int | None = None,  # None: hidden_size / heads
-    placement: Placement = "pre",
-    norm: Norm | None = None,  # None: rms, of rms_norm_eps
-    ffn: Dense | None = None,  # None: gated silu
+    norm_position: NormPosition = "pre",
+    norm: NormSpec | None = None,  # None: rms, of rms_norm_eps
+    ffn: MLPSpec | None = None,  # None: gated silu
     qkv_bias: bool = False,
     output_bias: bool = False,
-    ffn_bias: bool = False,  # of the gated one
+    ffn_bias: bool = False,  # whether the default ffn has biases
     head_norm: bool = False,
-    rope: tuple[Rope, int] | None = None,  # None: by read_rope
-    partial_rotary: float | None = None,  # as of read_rope
-    interleaved: bool = False,  # as of spec.Rope
+    rope: tuple[RopeSpec, int] | None = None,  # None: by read_rope
+    partial_rotary: float | None = None,  # see `read_rope`
+    interleaved: bool = False,  # see `RopeSpec`
 ) -> ModelSpec:
-    """A decoder with rope. The caller ends with config.done()."""
+    """Read a decoder with rope. The caller must call config.done()."""
     width = config.integer("hidden_size")
     heads = config.integer("num_attention_heads")
     if config.is_null("num_key_value_heads"):
@@ -42,39 +42,49 @@ def read_decoder(
     if heads % kv_heads:
         raise ModelError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
     max_position = config.integer("max_position_embeddings", default_max_position)
-    turned, context = rope or read_rope(config, max_position, head_dim, partial_rotary, default_rope_base)
-    norm = norm or Norm("rms", config.number("rms_norm_eps", 1e-6))
+    rotary, context = rope or read_rope(config, max_position, head_dim, partial_rotary, default_rope_base)
+    norm = norm or NormSpec("rms", config.number("rms_norm_eps", 1e-6))
     if ffn is None:
         config.choice("hidden_act", {"silu": "silu", "swish": "silu"}, "silu")
-        ffn = Dense(config.integer("intermediate_size"), "silu", gated=True, bias=ffn_bias)
-    mixer = Attention(
-        heads=heads,
-        kv_heads=kv_heads,
+        ffn = MLPSpec(config.integer("intermediate_size"), "silu", gated=True, bias=ffn_bias)
+    mixer = AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rope=replace(turned, interleaved=interleaved),
+        rope=replace(rotary, interleaved=interleaved),
         qkv_bias=qkv_bias,
         output_bias=output_bias,
-        head_norm=norm if head_norm else None,
+        qk_norm=norm if head_norm else None,
     )
     return ModelSpec(
         architecture=architecture,
         vocab_size=config.integer("vocab_size"),
-        width=width,
+        hidden_size=width,
         max_position=context,
-        layers=tuple(Layer(replace(mixer, window=window), ffn, norm, placement) for window in windows),
+        layers=tuple(LayerSpec(replace(mixer, sliding_window=window), ffn, norm, norm_position) for window in windows),
         final_norm=norm,
-        tied_head=config.flag("tie_word_embeddings", default_tied),
+        tie_word_embeddings=config.flag("tie_word_embeddings", default_tied),
     )
 
 
-def read_windows(config: Config) -> list[int | None]:
-    """Qwen's way to say which layers have a sliding window: all from max_window_layers on, or layer_types."""
+def map_attention(spec: ModelSpec, change: Callable[[int, AttentionSpec], AttentionSpec]) -> ModelSpec:
+    """The model with each layer's attention replaced by `change(layer index, attention)`."""
+
+    def changed(index: int, layer: LayerSpec) -> LayerSpec:
+        assert isinstance(layer.attention, AttentionSpec)
+        return replace(layer, attention=change(index, layer.attention))
+
+    return replace(spec, layers=tuple(changed(index, layer) for index, layer in enumerate(spec.layers)))
+
+
+def read_windows(config: ConfigReader) -> list[int | None]:
+    """Each layer's sliding window by Qwen's keys: those from max_window_layers on, or as layer_types says."""
     num_layers = config.layers("num_hidden_layers")
     sliding = config.flag("use_sliding_window", False)
     window = None if config.is_null("sliding_window") else config.integer("sliding_window", 4096, lowest=0) or None
     first = config.integer("max_window_layers", 28, lowest=0)
-    slides = _slides(config, num_layers)
+    slides = read_layer_kinds(config, num_layers)
     if slides is None:
         return [window if sliding and index >= first else None for index in range(num_layers)]
     if any(slides) and not (sliding and window):
@@ -84,20 +94,20 @@ def read_windows(config: Config) -> list[int | None]:
     return [window if slide else None for slide in slides]
 
 
-def read_local_windows(config: Config, default_pattern: int, default_window: int = 4096) -> list[int | None]:
-    """Gemma's way to say it: all but each sliding_window_pattern-th, or layer_types."""
+def read_local_windows(config: ConfigReader, default_pattern: int, default_window: int = 4096) -> list[int | None]:
+    """Each layer's sliding window by Gemma's keys: all but every sliding_window_pattern-th, or layer_types says."""
     num_layers = config.layers("num_hidden_layers")
     window = config.integer("sliding_window", default_window)
     pattern = config.integer("sliding_window_pattern", default_pattern)
-    config.ignore("_sliding_window_pattern")  # transformers writes it beside layer_types, which says more
-    slides = _slides(config, num_layers) or [(index + 1) % pattern != 0 for index in range(num_layers)]
+    config.ignore("_sliding_window_pattern")  # transformers writes it beside layer_types, which takes precedence
+    slides = read_layer_kinds(config, num_layers) or [(index + 1) % pattern != 0 for index in range(num_layers)]
     if any(slides) and config.is_null("sliding_window"):
         raise ModelError("config.json: sliding_window is null, but some layers have a sliding window")
     return [window if slide else None for slide in slides]
 
 
-def _slides(config: Config, num_layers: int) -> list[bool] | None:
-    """Which layers have a window by layer_types, if it is there."""
+def read_layer_kinds(config: ConfigReader, num_layers: int) -> list[bool] | None:
+    """Which layers have a sliding window by layer_types; None if the key is absent."""
     kinds = config.names("layer_types")
     if kinds is None:
         return None

@@ -1,33 +1,34 @@
-"""Falcon (FalconForCausalLM) with rope: halves in parallel, joint weights, one key and value head or groups of them."""
+"""Falcon (FalconForCausalLM) with rope: parallel attention and feed-forward, joint qkv weights, multi-query or
+grouped-query attention."""
 
 from __future__ import annotations
 
-from serve_llm.engine.errors import ModelError
-from serve_llm.engine.model.config import Config
+from serve_llm.common.errors import ModelError
+from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.decoder import read_decoder
 from serve_llm.engine.model.families.gpt2 import ACTIVATIONS
 from serve_llm.engine.model.families.gpt_neox import FFN
 from serve_llm.engine.model.families.names import PRE_NORMS, QKV, Names, weights
-from serve_llm.engine.model.spec import Dense, ModelSpec, Norm, Placement
+from serve_llm.engine.model.spec import MLPSpec, ModelSpec, NormPosition, NormSpec
 from serve_llm.engine.model.weight_map import WeightMap
 
 NAMES = {"self_attention.query_key_value": QKV, "self_attention.dense": "attention.output"}
-NORMS: dict[Placement, dict[str, str]] = {
+NORMS: dict[NormPosition, dict[str, str]] = {
     "pre": PRE_NORMS,
     "parallel": {"input_layernorm": "attention_norm"},
-    "parallel_norms": {"ln_attn": "attention_norm", "ln_mlp": "ffn_norm"},
+    "parallel_two_norms": {"ln_attn": "attention_norm", "ln_mlp": "ffn_norm"},
 }
 OUTSIDE = Names("transformer.", "transformer.h", "transformer.word_embeddings", "transformer.ln_f")
 
 
-def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (FalconConfig)."""
     config.refuse("alibi")  # positions as a bias of the scores, in Falcon-RW
     config.refuse("apply_residual_connection_post_layernorm")
     bias = config.flag("bias", False)
     width = config.integer("hidden_size")
     activation = config.choice("activation", ACTIVATIONS, "gelu")
-    kv_heads, placement = _layout(config)
+    kv_heads, norm_position = _layout(config)
     spec = read_decoder(
         config,
         "FalconForCausalLM",
@@ -35,18 +36,18 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
         default_max_position=2048,
         default_tied=True,
         windows=[None] * config.layers("num_hidden_layers"),
-        norm=Norm("layer", config.number("layer_norm_epsilon", 1e-5)),
-        ffn=Dense(config.integer("ffn_hidden_size", 4 * width), activation, bias=bias),
+        norm=NormSpec("layer", config.number("layer_norm_epsilon", 1e-5)),
+        ffn=MLPSpec(config.integer("ffn_hidden_size", 4 * width), activation, bias=bias),
         qkv_bias=bias,
         output_bias=bias,
-        placement=placement,
+        norm_position=norm_position,
     )
     config.ignore("hidden_dropout", "ff_factor")
     config.done()
-    return spec, weights(spec, NORMS[placement] | NAMES | FFN, OUTSIDE, qkv_groups=kv_heads)
+    return spec, weights(spec, NORMS[norm_position] | NAMES | FFN, OUTSIDE, qkv_groups=kv_heads)
 
 
-def _layout(config: Config) -> tuple[int, Placement]:
+def _layout(config: ConfigReader) -> tuple[int, NormPosition]:
     """The number of key and value heads, and where the norms stand: by three generations of keys."""
     heads, new = config.integer("num_attention_heads"), config.flag("new_decoder_architecture", False)
     multi_query, parallel = config.flag("multi_query", True), config.flag("parallel_attn", True)
@@ -57,7 +58,7 @@ def _layout(config: Config) -> tuple[int, Placement]:
             "config.json: new_decoder_architecture, parallel_attn and num_ln_in_parallel_attn do not go together"
         )
     if new:
-        return kv_heads, "parallel_norms" if norms == 2 else "parallel"
+        return kv_heads, "parallel_two_norms" if norms == 2 else "parallel"
     if not multi_query and kv_heads != heads:
         raise ModelError(f"config.json: num_kv_heads {kv_heads} needs multi_query or new_decoder_architecture")
     return 1 if multi_query else heads, "parallel" if parallel else "pre"

@@ -1,18 +1,18 @@
-"""Gemma 2 and 3 (Gemma2ForCausalLM, Gemma3ForCausalLM): norms around each half, their weights stored less 1 and kept in
-float32, gelu gates, and windows in all but some layers; Gemma 2 with capped scores and logits, Gemma 3 with norms of
-heads, and another rope in the layers with windows."""
+"""Gemma 2 and 3 (Gemma2ForCausalLM, Gemma3ForCausalLM): norms before and after attention and feed-forward, with weights
+stored less 1 and kept in float32, gelu gates, and windows in all but some layers; Gemma 2 with capped scores and
+logits, Gemma 3 with norms of heads, and another rope in the layers with windows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from serve_llm.engine.errors import ModelError
-from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families.decoder import read_decoder, read_local_windows
+from serve_llm.common.errors import ModelError
+from serve_llm.engine.model.config import ConfigReader
+from serve_llm.engine.model.families.decoder import map_attention, read_decoder, read_local_windows
 from serve_llm.engine.model.families.names import ATTENTION, GATED, weights
 from serve_llm.engine.model.families.rope import DEFAULT_BASE, read_rope
-from serve_llm.engine.model.spec import Activation, Dense, Layer, ModelSpec, Norm, Rope
+from serve_llm.engine.model.spec import Activation, MLPSpec, ModelSpec, NormSpec, RopeSpec
 from serve_llm.engine.model.weight_map import WeightMap
 
 ACTIVATIONS: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh"}
@@ -26,18 +26,18 @@ NAMES = {
 }
 
 
-def read_gemma2(config: Config) -> tuple[ModelSpec, WeightMap]:
+def read_gemma2(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Gemma2ForCausalLM. Defaults of absent keys are transformers' own (Gemma2Config)."""
     spec = _read(config, "Gemma2ForCausalLM", read_local_windows(config, 2), default_max_position=8192)
     softcap = _softcap(config, "attn_logit_softcapping", 50.0)
-    layers = tuple(replace(layer, mixer=replace(layer.attention, softcap=softcap)) for layer in spec.layers)
-    spec = replace(spec, layers=layers, logits_softcap=_softcap(config, "final_logit_softcapping", 30.0))
-    config.ignore("sliding_window_size")  # of the published ones; transformers does not read it
+    spec = map_attention(spec, lambda index, attention: replace(attention, softcap=softcap))
+    spec = replace(spec, logits_softcap=_softcap(config, "final_logit_softcapping", 30.0))
+    config.ignore("sliding_window_size")  # in published files; transformers does not read it
     config.done()
     return spec, weights(spec, NAMES, norms="plus_one")
 
 
-def read_gemma3(config: Config) -> tuple[ModelSpec, WeightMap]:
+def read_gemma3(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Gemma3ForCausalLM. Defaults of absent keys are transformers' own (Gemma3TextConfig)."""
     windows = read_local_windows(config, 6)
     max_position = config.integer("max_position_embeddings", 131072)  # with what the scaling of rope makes usable
@@ -50,28 +50,32 @@ def read_gemma3(config: Config) -> tuple[ModelSpec, WeightMap]:
         rope=(whole, max_position),
         head_norm=True,
     )
-
-    def turned(layer: Layer) -> Layer:
-        return layer if layer.mixer.window is None else replace(layer, mixer=replace(layer.attention, rope=local))
-
-    softcap = _softcap(config, "final_logit_softcapping", None)
-    spec = replace(spec, layers=tuple(map(turned, spec.layers)), logits_softcap=softcap)
+    spec = map_attention(
+        spec, lambda index, attention: replace(attention, rope=local) if attention.sliding_window else attention
+    )
+    spec = replace(spec, logits_softcap=_softcap(config, "final_logit_softcapping", None))
     if _softcap(config, "attn_logit_softcapping", None):  # transformers knows the key, but does nothing with it
         raise ModelError("config.json: attn_logit_softcapping is not served in Gemma 3")
     config.done()
     return spec, weights(spec, NAMES, norms="plus_one")
 
 
+def read_gemma3_text(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
+    """The text_config of Gemma3ForConditionalGeneration, whose published files omit these keys."""
+    config.set_defaults(vocab_size=262208, num_attention_heads=8)
+    return read_gemma3(config)
+
+
 def _read(
-    config: Config,
+    config: ConfigReader,
     architecture: str,
     windows: Sequence[int | None],
     default_max_position: int,
-    rope: tuple[Rope, int] | None = None,
+    rope: tuple[RopeSpec, int] | None = None,
     head_norm: bool = False,
 ) -> ModelSpec:
     config.refuse("use_bidirectional_attention")
-    config.ignore("hidden_act")  # hidden_activation has taken its place
+    config.ignore("hidden_act")  # replaced by hidden_activation
     bias = config.flag("attention_bias", False)
     activation = config.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")
     spec = read_decoder(
@@ -82,26 +86,26 @@ def _read(
         default_head_dim=256,
         default_tied=True,
         windows=windows,
-        placement="sandwich",
-        norm=Norm("rms", config.number("rms_norm_eps", 1e-6), wide=True),
-        ffn=Dense(config.integer("intermediate_size"), activation, gated=True),
+        norm_position="sandwich",
+        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-6), float32_weight=True),
+        ffn=MLPSpec(config.integer("intermediate_size"), activation, gated=True),
         qkv_bias=bias,
         output_bias=bias,
         head_norm=head_norm,
         rope=rope,
     )
     scale = config.number("query_pre_attn_scalar", 256.0) ** -0.5
-    layers = tuple(replace(layer, mixer=replace(layer.attention, scale=scale)) for layer in spec.layers)
-    return replace(spec, layers=layers, embedding_multiplier=spec.width**0.5, rounds_multiplier=True)
+    spec = map_attention(spec, lambda index, attention: replace(attention, scale=scale))
+    return replace(spec, embedding_multiplier=spec.hidden_size**0.5, rounds_embedding_multiplier=True)
 
 
-def _softcap(config: Config, key: str, default: float | None) -> float | None:
+def _softcap(config: ConfigReader, key: str, default: float | None) -> float | None:
     """null in the file means that there is none."""
     return None if config.is_null(key) else config.number(key, default or 0.0) or None
 
 
-def _ropes(config: Config, max_position: int) -> tuple[Rope, Rope]:
-    """Of layers with a window, and of the others."""
+def _ropes(config: ConfigReader, max_position: int) -> tuple[RopeSpec, RopeSpec]:
+    """The ropes of layers with and without a sliding window."""
     head_dim = config.integer("head_dim", 256)
     both = config.inner("rope_parameters")
     local, whole = (both and both.inner(f"{kind}_attention") for kind in ("sliding", "full"))
@@ -112,4 +116,4 @@ def _ropes(config: Config, max_position: int) -> tuple[Rope, Rope]:
         local.choice("rope_type", {"default": "default"}, "default")
         base = local.number("rope_theta", base)
         local.done()
-    return Rope(base), read_rope(config, max_position, head_dim, default_base=1_000_000.0, scaling=whole)[0]
+    return RopeSpec(base), read_rope(config, max_position, head_dim, default_base=1_000_000.0, scaling=whole)[0]

@@ -1,12 +1,12 @@
 """GLM-4 (GlmForCausalLM, Glm4ForCausalLM): Llama with biases of queries, keys and values, interleaved rope in a part of
-each head, and a joint weight of gate and up; in Glm4 with norms around each half."""
+each head, and a joint weight of gate and up; in Glm4 also norms after attention and feed-forward."""
 
 from __future__ import annotations
 
-from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.decoder import read_decoder
 from serve_llm.engine.model.families.names import ATTENTION, JOINT_GATED, PRE_NORMS, weights
-from serve_llm.engine.model.spec import ModelSpec, Norm, Placement
+from serve_llm.engine.model.spec import ModelSpec, NormPosition, NormSpec
 from serve_llm.engine.model.weight_map import WeightMap
 
 SANDWICH = {
@@ -17,19 +17,19 @@ SANDWICH = {
 }
 
 
-def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """GlmForCausalLM. Defaults of absent keys are transformers' own (GlmConfig)."""
     spec = _read(config, "GlmForCausalLM", "pre")
     return spec, weights(spec, PRE_NORMS | ATTENTION | JOINT_GATED)
 
 
-def read_glm4(config: Config) -> tuple[ModelSpec, WeightMap]:
+def read_glm4(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Glm4ForCausalLM. Defaults of absent keys are transformers' own (Glm4Config)."""
     spec = _read(config, "Glm4ForCausalLM", "sandwich")
     return spec, weights(spec, SANDWICH | ATTENTION | JOINT_GATED)
 
 
-def _read(config: Config, architecture: str, placement: Placement) -> ModelSpec:
+def _read(config: ConfigReader, architecture: str, norm_position: NormPosition) -> ModelSpec:
     spec = read_decoder(
         config,
         architecture,
@@ -38,8 +38,8 @@ def _read(config: Config, architecture: str, placement: Placement) -> ModelSpec:
         default_head_dim=128,
         partial_rotary=0.5,
         interleaved=True,
-        placement=placement,
-        norm=Norm("rms", config.number("rms_norm_eps", 1.5625e-7)),
+        norm_position=norm_position,
+        norm=NormSpec("rms", config.number("rms_norm_eps", 1.5625e-7)),
         windows=[None] * config.layers("num_hidden_layers"),
         qkv_bias=config.flag("attention_bias", True),
     )

@@ -1,14 +1,15 @@
-"""GPT-NeoX and Pythia (GPTNeoXForCausalLM): halves in parallel with a norm each, rope in a part of each head."""
+"""GPT-NeoX and Pythia (GPTNeoXForCausalLM): parallel attention and feed-forward with a norm each, rope in a part
+of each head."""
 
 from __future__ import annotations
 
-from serve_llm.engine.errors import ModelError
-from serve_llm.engine.model.config import Config
+from serve_llm.common.errors import ModelError
+from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.decoder import read_decoder
 from serve_llm.engine.model.families.gpt2 import ACTIVATIONS
 from serve_llm.engine.model.families.names import PRE_NORMS, QKV, Names, weights
 from serve_llm.engine.model.families.rope import DEFAULT_BASE
-from serve_llm.engine.model.spec import Dense, ModelSpec, Norm
+from serve_llm.engine.model.spec import MLPSpec, ModelSpec, NormSpec
 from serve_llm.engine.model.weight_map import WeightMap
 
 FFN = {"mlp.dense_h_to_4h": "ffn.up", "mlp.dense_4h_to_h": "ffn.down"}
@@ -16,7 +17,7 @@ NAMES = {"attention.query_key_value": QKV, "attention.dense": "attention.output"
 OUTSIDE = Names("gpt_neox.", "gpt_neox.layers", "gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out")
 
 
-def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (GPTNeoXConfig)."""
     bias = config.flag("attention_bias", True)
     base, share = config.number("rotary_emb_base", DEFAULT_BASE), config.number("rotary_pct", 0.25)
@@ -33,12 +34,12 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
         default_rope_base=base,
         partial_rotary=share,
         windows=[None] * config.layers("num_hidden_layers"),
-        norm=Norm("layer", config.number("layer_norm_eps", 1e-5)),
-        ffn=Dense(config.integer("intermediate_size"), activation, bias=True),
+        norm=NormSpec("layer", config.number("layer_norm_eps", 1e-5)),
+        ffn=MLPSpec(config.integer("intermediate_size"), activation, bias=True),
         qkv_bias=bias,
         output_bias=bias,
-        placement="parallel_norms" if config.flag("use_parallel_residual", True) else "pre",
+        norm_position="parallel_two_norms" if config.flag("use_parallel_residual", True) else "pre",
     )
     config.ignore("hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob")
     config.done()
-    return spec, weights(spec, PRE_NORMS | NAMES | FFN, OUTSIDE, qkv_groups=spec.layers[0].mixer.kv_heads)
+    return spec, weights(spec, PRE_NORMS | NAMES | FFN, OUTSIDE, qkv_groups=spec.layers[0].attention.num_kv_heads)

@@ -1,14 +1,16 @@
-"""GPT-J (GPTJForCausalLM): GPT-2's keys, halves in parallel, interleaved rope in a part of each head."""
+"""GPT-J (GPTJForCausalLM): GPT-2's keys, parallel attention and feed-forward, interleaved rope in a part of each
+head."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.config import ConfigReader
+from serve_llm.engine.model.families.decoder import map_attention
 from serve_llm.engine.model.families.gpt2 import read_plain
 from serve_llm.engine.model.families.names import Names, weights
-from serve_llm.engine.model.families.rope import DEFAULT_BASE, part_of_head
-from serve_llm.engine.model.spec import ModelSpec, Rope
+from serve_llm.engine.model.families.rope import DEFAULT_BASE, check_rotary_dim
+from serve_llm.engine.model.spec import ModelSpec, RopeSpec
 from serve_llm.engine.model.weight_map import WeightMap
 
 NAMES = {
@@ -23,14 +25,15 @@ NAMES = {
 OUTSIDE = Names("transformer.", "transformer.h", "transformer.wte", "transformer.ln_f")
 
 
-def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (GPTJConfig)."""
-    plain = read_plain(config, "GPTJForCausalLM", default_max_position=2048, default_tied=False)
-    layer = plain.layers[0]
-    dims = part_of_head(config.integer("rotary_dim", 64), layer.mixer.head_dim)
-    mixer = replace(layer.mixer, rope=Rope(DEFAULT_BASE, dims=dims, interleaved=True))
-    layers = (replace(layer, mixer=mixer, placement="parallel"),) * len(plain.layers)
-    spec = replace(plain, layers=layers, head_bias=True)
-    config.ignore("rotary", "scale_attn_weights")  # of the published one; transformers does not read them
+    plain = read_plain(
+        config, "GPTJForCausalLM", default_max_position=2048, default_tied=False, norm_position="parallel"
+    )
+    plain = replace(plain, lm_head_bias=True)
+    rotary_dim = check_rotary_dim(config.integer("rotary_dim", 64), plain.layers[0].attention.head_dim)
+    rope = RopeSpec(DEFAULT_BASE, rotary_dim=rotary_dim, interleaved=True)
+    spec = map_attention(plain, lambda index, attention: replace(attention, rope=rope))
+    config.ignore("rotary", "scale_attn_weights")  # in the published file; transformers does not read them
     config.done()
     return spec, weights(spec, NAMES, OUTSIDE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.experts import IN_TRAINING, read_router, with_experts
 from serve_llm.engine.model.families.granite import read_granite
 from serve_llm.engine.model.families.names import ATTENTION, PRE_NORMS, weights
@@ -19,18 +19,18 @@ NAMES = {
 SHARED = {"shared_mlp.input_linear": "ffn.shared.gate ffn.shared.up", "shared_mlp.output_linear": "ffn.shared.down"}
 
 
-def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (GraniteMoeConfig)."""
     return _read(config, "GraniteMoeForCausalLM", shared=0)
 
 
-def read_shared(config: Config) -> tuple[ModelSpec, WeightMap]:
+def read_shared(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """With an expert that all tokens share, unless its width is 0. Defaults are GraniteMoeSharedConfig's."""
     shared = config.integer("shared_intermediate_size", 0, lowest=0)
     return _read(config, "GraniteMoeSharedForCausalLM", shared)
 
 
-def _read(config: Config, architecture: str, shared: int) -> tuple[ModelSpec, WeightMap]:
+def _read(config: ConfigReader, architecture: str, shared: int) -> tuple[ModelSpec, WeightMap]:
     config.refuse("mlp_bias")
     dense = read_granite(config, architecture)
     router = read_router(config, config.integer("num_local_experts", 8, highest=10_000), default_top_k=2)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from serve_llm.engine.errors import ModelError
-from serve_llm.engine.model.config import Config
+from serve_llm.common.errors import ModelError
+from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.names import GATED, PRE_NORMS
 from serve_llm.engine.model.families.rope import read_rope, score_factor
-from serve_llm.engine.model.spec import MLA, Dense, Layer, ModelSpec, Norm
+from serve_llm.engine.model.spec import LayerSpec, MLASpec, MLPSpec, ModelSpec, NormSpec
 
-NORM_EPS = 1e-6  # of latent vectors; not in config.json
+NORM_EPS = 1e-6  # RMS norms of latent vectors; not in config.json
 NAMES = {
     **PRE_NORMS,
     **GATED,
@@ -28,41 +28,41 @@ LATENT_QUERIES = {
 
 
 def read_latent_decoder(
-    config: Config, architecture: str, *, default_max_position: int, interleaved: bool
+    config: ConfigReader, architecture: str, *, default_max_position: int, interleaved: bool
 ) -> ModelSpec:
     """The model with a dense part in every layer. interleaved: as of `Rope`. The caller ends with config.done()."""
     mixer, context = _read_mixer(config, default_max_position, interleaved)
-    norm = Norm("rms", config.number("rms_norm_eps", 1e-6))
+    norm = NormSpec("rms", config.number("rms_norm_eps", 1e-6))
     config.choice("hidden_act", {"silu": "silu"}, "silu")
     config.refuse("mlp_bias")
-    layer = Layer(mixer, Dense(config.integer("intermediate_size"), "silu", gated=True), norm)
+    layer = LayerSpec(mixer, MLPSpec(config.integer("intermediate_size"), "silu", gated=True), norm)
     return ModelSpec(
         architecture=architecture,
         vocab_size=config.integer("vocab_size"),
-        width=config.integer("hidden_size"),
+        hidden_size=config.integer("hidden_size"),
         max_position=context,
         layers=(layer,) * config.layers("num_hidden_layers"),
         final_norm=norm,
-        tied_head=config.flag("tie_word_embeddings", False),
+        tie_word_embeddings=config.flag("tie_word_embeddings", False),
     )
 
 
-def _read_mixer(config: Config, default_max_position: int, interleaved: bool) -> tuple[MLA, int]:
-    """And the longest context in tokens."""
+def _read_mixer(config: ConfigReader, default_max_position: int, interleaved: bool) -> tuple[MLASpec, int]:
+    """The attention, and the longest context in tokens."""
     rank = None if config.is_null("q_lora_rank") else config.integer("q_lora_rank", 1536)
     nope_dim, rope_dim = config.integer("qk_nope_head_dim", 128), config.integer("qk_rope_head_dim", 64)
     rope, context = read_rope(config, config.integer("max_position_embeddings", default_max_position), rope_dim)
     bias = config.flag("attention_bias", False)
     if bias and rank is None:
         raise ModelError("config.json: attention_bias without q_lora_rank is not supported")
-    config.ignore("num_key_value_heads", "head_dim", "qk_head_dim")  # of latent attention they say nothing
-    mixer = MLA(
-        heads=config.integer("num_attention_heads"),
+    config.ignore("num_key_value_heads", "head_dim", "qk_head_dim")  # without meaning for latent attention
+    mixer = MLASpec(
+        num_heads=config.integer("num_attention_heads"),
         q_lora_rank=rank,
         kv_lora_rank=config.integer("kv_lora_rank", 512),
-        nope_dim=nope_dim,
-        rope_dim=rope_dim,
-        value_dim=config.integer("v_head_dim", 128),
+        qk_nope_head_dim=nope_dim,
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=config.integer("v_head_dim", 128),
         scale=(nope_dim + rope_dim) ** -0.5 * score_factor(config, rope),
         norm_eps=NORM_EPS,
         rope=replace(rope, interleaved=interleaved),
@@ -73,6 +73,6 @@ def _read_mixer(config: Config, default_max_position: int, interleaved: bool) ->
 
 def latent_names(spec: ModelSpec) -> dict[str, str]:
     """For `weights`, of a model that `read_latent_decoder` has read."""
-    mixer = spec.layers[0].mixer
-    assert isinstance(mixer, MLA)
+    mixer = spec.layers[0].attention
+    assert isinstance(mixer, MLASpec)
     return NAMES | (QUERIES if mixer.q_lora_rank is None else LATENT_QUERIES)

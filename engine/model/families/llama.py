@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.decoder import read_decoder
 from serve_llm.engine.model.families.names import weights
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 
 
-def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (LlamaConfig)."""
     spec = read_plain(config, "LlamaForCausalLM")
-    config.ignore("max_sequence_length")  # of early conversions; transformers does not read it
+    config.ignore("max_sequence_length")  # in early conversions; transformers does not read it
     config.done()
     return spec, weights(spec)
 
 
-def read_plain(config: Config, architecture: str) -> ModelSpec:
+def read_plain(config: ConfigReader, architecture: str) -> ModelSpec:
     """A decoder with Llama's keys and defaults. The caller ends with config.done()."""
     bias = config.flag("attention_bias", False)
     return read_decoder(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.decoder import read_decoder
 from serve_llm.engine.model.families.experts import IN_TRAINING, read_router, with_experts
 from serve_llm.engine.model.families.names import ATTENTION, PRE_NORMS, weights
-from serve_llm.engine.model.spec import ModelSpec, Norm
+from serve_llm.engine.model.spec import ModelSpec, NormSpec
 from serve_llm.engine.model.weight_map import WeightMap
 
 NAMES = {
@@ -19,7 +19,7 @@ NAMES = {
 }
 
 
-def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (MixtralConfig)."""
     window = config.integer("sliding_window", 0)
     dense = read_decoder(
@@ -28,7 +28,7 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
         default_kv_heads=8,
         default_max_position=131072,
         default_rope_base=1_000_000.0,
-        norm=Norm("rms", config.number("rms_norm_eps", 1e-5)),
+        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
         windows=[window or None] * config.layers("num_hidden_layers"),
     )
     spec = with_experts(dense, read_router(config, config.integer("num_local_experts", 8, highest=10_000), 2))

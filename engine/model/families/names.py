@@ -1,12 +1,12 @@
-"""What checkpoints call a decoder's tensors: the names of Llama, and what other families have in their place."""
+"""Names of a decoder's tensors in checkpoints: those of Llama, with the replacements of other families."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from serve_llm.engine.model.spec import MLA, Attention, Dense, Mixer, ModelSpec, MoE
-from serve_llm.engine.model.weight_map import Row, Transform, WeightMap
+from serve_llm.engine.model.spec import AnyAttentionSpec, AttentionSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
+from serve_llm.engine.model.weight_map import Transform, WeightMap, WeightRule
 
 PRE_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
 ATTENTION = {
@@ -25,7 +25,7 @@ HEAD_NORMS = {source: f"{parameter}.{{member}}" for source, parameter in QK_NORM
 
 @dataclass(frozen=True)
 class Names:
-    """What a checkpoint calls modules outside its layers, and the list of these."""
+    """Names in a checkpoint of the modules outside the layers, and of the list of layers."""
 
     prefix: str = "model."
     layers: str = "model.layers"
@@ -44,52 +44,54 @@ def weights(
     norms: Transform = "none",
     qkv_groups: int = 1,
 ) -> WeightMap:
-    """The names of LlamaForCausalLM and its descendants, and for each whether the spec has weight and bias or one.
+    """Build the weight map of LlamaForCausalLM and its descendants, with biases where the spec has them.
 
-    names: in a layer of the checkpoint -> the parameters that this fills, with spaces between. norms: how the weights
-    of all norms are stored. qkv_groups: in a joint weight, of query heads with the key and value head that they read.
+    names: module of a layer in the checkpoint -> the parameters that it fills, separated by spaces. outside: names
+    outside the layers. norms: how the weights of all norms are stored. qkv_groups: groups of query heads in a joint
+    weight, each stored with the key and value head that it reads.
     """
     layer = spec.layers[0]
-    mixer = layer.mixer
+    mixer = layer.attention
     sizes = {}
     members = _members(spec)
-    if isinstance(mixer, Attention):
-        if mixer.projection_norm_eps is not None or (mixer.head_norm is not None and mixer.head_norm.kind == "rms"):
+    if isinstance(mixer, AttentionSpec):
+        if mixer.qk_projection_norm_eps is not None or (mixer.qk_norm is not None and mixer.qk_norm.kind == "rms"):
             names = {**names, **QK_NORMS}
-        sizes = {"attention.q": mixer.heads * mixer.head_dim}
-        sizes |= dict.fromkeys(("attention.k", "attention.v"), mixer.kv_heads * mixer.head_dim)
-    dense = [one.ffn for one in spec.layers if isinstance(one.ffn, Dense)]
+        sizes = {"attention.q": mixer.num_heads * mixer.head_dim}
+        sizes |= dict.fromkeys(("attention.k", "attention.v"), mixer.num_kv_heads * mixer.head_dim)
+    dense = [one.ffn for one in spec.layers if isinstance(one.ffn, MLPSpec)]
     biased = _biased(mixer)
     biased |= dict.fromkeys(("ffn.gate", "ffn.up", "ffn.down"), any(ffn.bias for ffn in dense))
     biased |= dict.fromkeys(("attention_norm", "ffn_norm"), layer.norm.has_bias)
 
-    def rows(source: str, filled: str) -> list[Row]:
-        parameters = filled.split()
-        kind_of = MoE if parameters[0].startswith(MOE) else Dense if parameters[0].startswith("ffn.") else Dense | MoE
+    def build_rules(source: str, joined: str) -> list[WeightRule]:
+        parameters = joined.split()
+        in_ffn = parameters[0].startswith("ffn.")
+        kind_of = MoESpec if parameters[0].startswith(MOE) else MLPSpec if in_ffn else MLPSpec | MoESpec
         layers = tuple(index for index, one in enumerate(spec.layers) if isinstance(one.ffn, kind_of))
         return [
-            Row(
+            WeightRule(
                 f"{outside.layers}.{{layer}}.{source}.{kind}",
                 tuple(f"layers.{{layer}}.{parameter}.{kind}" for parameter in parameters),
                 norms if kind == "weight" and parameters[0].endswith("norm") else "none",
                 tuple(sizes[parameter] for parameter in parameters if len(parameters) > 1 and parameter in sizes),
-                qkv_groups if filled == QKV else 1,
+                qkv_groups if joined == QKV else 1,
                 layers=layers if len(layers) < len(spec.layers) else None,
-                members=members.get(parameters[0].partition(".{member}")[0], 0) if "{member}" in filled else 0,
+                members=members.get(parameters[0].partition(".{member}")[0], 0) if "{member}" in joined else 0,
             )
             for kind in (("weight", "bias") if biased.get(parameters[0]) else ("weight",))
         ]
 
-    inside = [row for source, filled in names.items() for row in rows(source, filled)]
+    layer_rules = [rule for source, joined in names.items() for rule in build_rules(source, joined)]
     kinds = ("weight", "bias") if layer.norm.has_bias else ("weight",)
-    ends = [
-        Row(f"{outside.final_norm}.{kind}", (f"final_norm.{kind}",), norms if kind == "weight" else "none")
+    outside_rules = [
+        WeightRule(f"{outside.final_norm}.{kind}", (f"final_norm.{kind}",), norms if kind == "weight" else "none")
         for kind in kinds
     ]
-    if spec.head_bias:
-        ends.append(Row(f"{outside.head}.bias", ("head.bias",)))
+    if spec.lm_head_bias:
+        outside_rules.append(WeightRule(f"{outside.head}.bias", ("head.bias",)))
     return WeightMap(
-        rows=(*inside, *ends),
+        rules=(*layer_rules, *outside_rules),
         embedding=f"{outside.embedding}.weight",
         head=f"{outside.head}.weight",
         prefix=outside.prefix,
@@ -99,16 +101,16 @@ def weights(
 
 
 def _members(spec: ModelSpec) -> dict[str, int]:
-    """How many experts or heads there are, by what stands before `{member}` in parameters."""
-    mixer = spec.layers[0].mixer
-    experts = [layer.ffn.router.num_experts for layer in spec.layers if isinstance(layer.ffn, MoE)]
-    counts = {"attention.q_norm": mixer.heads, "attention.k_norm": mixer.kv_heads}
+    """The number of experts or heads, by the part of a parameter's name before `{member}`."""
+    mixer = spec.layers[0].attention
+    experts = [layer.ffn.router.num_experts for layer in spec.layers if isinstance(layer.ffn, MoESpec)]
+    counts = {"attention.q_norm": mixer.num_heads, "attention.k_norm": mixer.num_kv_heads}
     return {**counts, "ffn.experts": max(experts, default=0)}
 
 
-def _biased(mixer: Mixer) -> dict[str, bool]:
-    """Which of its products have a bias."""
-    if isinstance(mixer, MLA):
+def _biased(mixer: AnyAttentionSpec) -> dict[str, bool]:
+    """Whether each linear layer of the attention has a bias."""
+    if isinstance(mixer, MLASpec):
         return dict.fromkeys(("attention.q_down", "attention.kv_down", "attention.output"), mixer.bias)
     return dict.fromkeys(("attention.q", "attention.k", "attention.v"), mixer.qkv_bias) | {
         "attention.output": mixer.output_bias

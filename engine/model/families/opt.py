@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from serve_llm.engine.errors import ModelError
-from serve_llm.engine.model.config import Config
+from serve_llm.common.errors import ModelError
+from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.gpt2 import ACTIVATIONS
-from serve_llm.engine.model.spec import Attention, Dense, Layer, LearnedPositions, ModelSpec, Norm
-from serve_llm.engine.model.weight_map import Row, WeightMap
+from serve_llm.engine.model.spec import AttentionSpec, LayerSpec, LearnedPositions, MLPSpec, ModelSpec, NormSpec
+from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 
 POSITION_OFFSET = 2  # rows before the one of position 0
 
 
-def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (OPTConfig)."""
     width, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     if width % heads:
         raise ModelError(f"config.json: hidden_size {width} is not a multiple of num_attention_heads {heads}")
     head_dim = width // heads
     bias = config.flag("enable_bias", True)
-    norm = Norm("layer", 1e-5, affine=config.flag("layer_norm_elementwise_affine", True))
+    norm = NormSpec("layer", 1e-5, affine=config.flag("layer_norm_elementwise_affine", True))
     before = config.flag("do_layer_norm_before", True)
-    layer = Layer(
-        mixer=Attention(heads, heads, head_dim, head_dim**-0.5, qkv_bias=bias, output_bias=bias),
-        ffn=Dense(config.integer("ffn_dim"), config.choice("activation_function", ACTIVATIONS, "relu"), bias=bias),
+    layer = LayerSpec(
+        attention=AttentionSpec(
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            qkv_bias=bias,
+            output_bias=bias,
+        ),
+        ffn=MLPSpec(config.integer("ffn_dim"), config.choice("activation_function", ACTIVATIONS, "relu"), bias=bias),
         norm=norm,
-        placement="pre" if before else "post",
+        norm_position="pre" if before else "post",
     )
     max_position = config.integer("max_position_embeddings", 2048)
     embedding_width = config.integer("word_embed_proj_dim", width)
@@ -32,32 +39,32 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
     spec = ModelSpec(
         architecture="OPTForCausalLM",
         vocab_size=config.integer("vocab_size"),
-        width=width,
+        hidden_size=width,
         max_position=max_position,
         layers=(layer,) * config.layers("num_hidden_layers"),
         final_norm=norm if before and not removed else None,
-        tied_head=config.flag("tie_word_embeddings", True),
-        positions=LearnedPositions(max_position + POSITION_OFFSET, POSITION_OFFSET),
-        embedding_width=None if embedding_width == width else embedding_width,
+        tie_word_embeddings=config.flag("tie_word_embeddings", True),
+        learned_positions=LearnedPositions(max_position + POSITION_OFFSET, POSITION_OFFSET),
+        embedding_size=None if embedding_width == width else embedding_width,
     )
     config.ignore("dropout", "layerdrop", "init_std", "activation_dropout")
     config.done()
-    return spec, _weights(spec)
+    return spec, _weights(spec, bias)
 
 
-def _weights(spec: ModelSpec) -> WeightMap:
+def _weights(spec: ModelSpec, linear_bias: bool) -> WeightMap:
     layer = spec.layers[0]
     base = "model.decoder."
 
-    def rows(source: str, parameter: str, *kinds: str) -> list[Row]:
-        return [Row(f"{base}{source}.{kind}", (f"{parameter}.{kind}",)) for kind in kinds]
+    def rows(source: str, parameter: str, *kinds: str) -> list[WeightRule]:
+        return [WeightRule(f"{base}{source}.{kind}", (f"{parameter}.{kind}",)) for kind in kinds]
 
-    def inside(source: str, parameter: str, kinds: tuple[str, ...]) -> list[Row]:
+    def inside(source: str, parameter: str, kinds: tuple[str, ...]) -> list[WeightRule]:
         return rows(f"layers.{{layer}}.{source}", f"layers.{{layer}}.{parameter}", *kinds)
 
-    linear = ("weight", "bias") if layer.attention.qkv_bias else ("weight",)  # all of them alike
+    linear = ("weight", "bias") if linear_bias else ("weight",)
     norm = ("weight", "bias") if layer.norm.affine else ()
-    found = [
+    rules = [
         *rows("embed_positions", "positions", "weight"),
         *inside("self_attn_layer_norm", "attention_norm", norm),
         *inside("self_attn.q_proj", "attention.q", linear),
@@ -69,8 +76,8 @@ def _weights(spec: ModelSpec) -> WeightMap:
         *inside("fc2", "ffn.down", linear),
     ]
     if spec.final_norm is not None:
-        found += rows("final_layer_norm", "final_norm", *norm)
-    if spec.embedding_width is not None:
-        found += rows("project_in", "project_in", "weight")
-        found += rows("project_out", "project_out", "weight")
-    return WeightMap(tuple(found), embedding=f"{base}embed_tokens.weight", head="lm_head.weight", prefix="model.")
+        rules += rows("final_layer_norm", "final_norm", *norm)
+    if spec.embedding_size is not None:
+        rules += rows("project_in", "project_in", "weight")
+        rules += rows("project_out", "project_out", "weight")
+    return WeightMap(tuple(rules), embedding=f"{base}embed_tokens.weight", head="lm_head.weight", prefix="model.")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from serve_llm.engine.errors import ModelError
-from serve_llm.engine.model.config import Config
+from serve_llm.common.errors import ModelError
+from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.decoder import read_decoder, read_windows
 from serve_llm.engine.model.families.experts import IN_TRAINING, read_router, with_experts
 from serve_llm.engine.model.families.names import ATTENTION, GATED, PRE_NORMS, weights
@@ -23,7 +23,7 @@ SHARED = {
 }
 
 
-def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (Qwen2MoeConfig).
 
     Which layers have the sliding window, where layer_types does not say it, has changed from version to version.
@@ -45,7 +45,7 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
 
 
 def read_experts(
-    config: Config, dense: ModelSpec, num_experts: int, *, default_top_k: int, default_width: int, shared: int = 0
+    config: ConfigReader, dense: ModelSpec, num_experts: int, *, default_top_k: int, default_width: int, shared: int = 0
 ) -> ModelSpec:
     """The model of dense layers with experts where Qwen's keys ask for them. shared: as of `with_experts`."""
     step, dense_layers = config.integer("decoder_sparse_step", 1), config.integers("mlp_only_layers", highest=10_000)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.decoder import read_decoder, read_windows
 from serve_llm.engine.model.families.names import weights
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 
 
-def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (Qwen3Config)."""
     bias = config.flag("attention_bias", False)
     spec = read_decoder(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.decoder import read_decoder
 from serve_llm.engine.model.families.names import weights
 from serve_llm.engine.model.families.qwen2_moe import NAMES, read_experts
@@ -10,7 +10,7 @@ from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 
 
-def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (Qwen3MoeConfig)."""
     bias = config.flag("attention_bias", False)
     sliding, window = config.flag("use_sliding_window", False), config.integer("sliding_window", 4096)
@@ -24,7 +24,7 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
         output_bias=bias,
         head_norm=True,
     )
-    # of the published ones; transformers does not read them
+    # in published files; transformers does not read them
     config.ignore("max_window_layers", "qkv_bias", "use_qk_norm", "shared_expert_intermediate_size")
     # num_experts in what is published, num_local_experts as transformers 5 writes it
     num_experts = config.integer("num_experts", config.integer("num_local_experts", 128), highest=10_000)

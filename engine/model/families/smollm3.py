@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from serve_llm.engine.errors import ModelError
-from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families.decoder import read_decoder
+from serve_llm.common.errors import ModelError
+from serve_llm.engine.model.config import ConfigReader
+from serve_llm.engine.model.families.decoder import map_attention, read_decoder
 from serve_llm.engine.model.families.names import weights
-from serve_llm.engine.model.spec import Layer, ModelSpec
+from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 
 
-def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (SmolLM3Config). Windows, which no published model has, are not
     served."""
     bias = config.flag("attention_bias", False)
@@ -33,23 +33,21 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
     if "sliding_attention" in (config.names("layer_types") or ()):
         raise ModelError("config.json: layer_types: sliding windows of SmolLM3 are not served")
     config.ignore("sliding_window", "max_window_layers")
-
-    def layer(index: int, turned: int) -> Layer:
-        whole = plain.layers[index]
-        return whole if turned else replace(whole, mixer=replace(whole.mixer, rope=None))
-
-    turns = _turns(config, num_layers)
-    spec = replace(plain, layers=tuple(layer(index, turned) for index, turned in enumerate(turns)))
+    has_rope = _read_rope_layers(config, num_layers)
+    spec = map_attention(
+        plain, lambda index, attention: attention if has_rope[index] else replace(attention, rope=None)
+    )
     config.done()
     return spec, weights(spec)
 
 
-def _turns(config: Config, num_layers: int) -> tuple[int, ...]:
-    """1 for each layer with rope, 0 for each without. The file's name for it, no_rope_layers, says the opposite."""
+def _read_rope_layers(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
+    """1 for each layer with rope, 0 for each without. no_rope_layers in config.json uses this encoding in spite of its
+    name."""
     interval = config.integer("no_rope_layer_interval", 4)
-    turns = config.integers("no_rope_layers", highest=1)
-    if turns is None:
+    has_rope = config.integers("no_rope_layers", highest=1)
+    if has_rope is None:
         return tuple(int((index + 1) % interval != 0) for index in range(num_layers))
-    if len(turns) < num_layers:
-        raise ModelError(f"config.json: no_rope_layers has {len(turns)} entries for {num_layers} layers")
-    return turns[:num_layers]
+    if len(has_rope) < num_layers:
+        raise ModelError(f"config.json: no_rope_layers has {len(has_rope)} entries for {num_layers} layers")
+    return has_rope[:num_layers]

@@ -1,14 +1,14 @@
-"""StableLM (StableLmForCausalLM): Llama with layer norms, rope in a part of each head, and halves in parallel; in
-StableLM 2 12B with layer norms of heads."""
+"""StableLM (StableLmForCausalLM): Llama with layer norms, rope in a part of each head, and parallel attention
+and feed-forward where use_parallel_residual says so; in StableLM 2 12B with layer norms per head."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.families.decoder import read_decoder
+from serve_llm.engine.model.config import ConfigReader
+from serve_llm.engine.model.families.decoder import map_attention, read_decoder
 from serve_llm.engine.model.families.names import ATTENTION, GATED, PRE_NORMS, weights
-from serve_llm.engine.model.spec import ModelSpec, Norm
+from serve_llm.engine.model.spec import ModelSpec, NormSpec
 from serve_llm.engine.model.weight_map import WeightMap
 
 HEAD_NORMS = {
@@ -16,9 +16,10 @@ HEAD_NORMS = {
 }
 
 
-def read(config: Config) -> tuple[ModelSpec, WeightMap]:
+def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (StableLmConfig)."""
     parallel = config.flag("use_parallel_residual", False)
+    norm = NormSpec("layer", config.number("layer_norm_eps", 1e-5))
     spec = read_decoder(
         config,
         "StableLmForCausalLM",
@@ -26,15 +27,14 @@ def read(config: Config) -> tuple[ModelSpec, WeightMap]:
         default_max_position=4096,
         partial_rotary=0.25,
         windows=[None] * config.layers("num_hidden_layers"),
-        norm=Norm("layer", config.number("layer_norm_eps", 1e-5)),
+        norm=norm,
         qkv_bias=config.flag("use_qkv_bias", False),
-        placement="parallel" if parallel else "pre",
+        norm_position="parallel" if parallel else "pre",
     )
     names = ATTENTION | GATED | ({"input_layernorm": "attention_norm"} if parallel else PRE_NORMS)
     if config.flag("qk_layernorm", False):
-        layer = spec.layers[0]
-        mixer = replace(layer.attention, head_norm=replace(layer.norm, bias=False))
-        spec = replace(spec, layers=(replace(layer, mixer=mixer),) * len(spec.layers))
+        qk_norm = replace(norm, bias=False)
+        spec = map_attention(spec, lambda index, attention: replace(attention, qk_norm=qk_norm))
         names |= HEAD_NORMS
     config.ignore("hidden_dropout")
     config.done()

@@ -1,5 +1,6 @@
-"""Rounds of 32 mixed streams, in each of which something dies or hangs at a random moment: every stream is complete and
-equal to the undisturbed run, no process is left over, and nothing grows. The seed makes a failure repeatable.
+"""Rounds of 38 streams, of mixed completions and required calls, in each of which something dies or hangs at a random
+moment: every stream is complete and equal to the undisturbed run, no process is left over, and nothing grows. The seed
+makes a failure repeatable.
 
 With `pytest -s` it prints the figures of docs/reliability.md.
 """
@@ -15,13 +16,15 @@ import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import pytest
 
 from support.daemon import Daemon
-from support.streams import Streams, mixed
+from support.streams import Streams, mixed, tool_talks
+from support.tools import write_files
 
 OPTIONS = ("demo", "--kv-cache-memory", "64MiB", "--max-restarts", "1000000")
 SEED = 11
@@ -120,13 +123,14 @@ KINDS = ("death", "during recovery", "two in a row", "hang")
 
 def run(chaos: Chaos, rounds: int) -> None:
     url = chaos.daemon.wait_until_serving()
-    undisturbed = Streams(url, mixed()).finish()
+    bodies = [*mixed(), *tool_talks()]
+    undisturbed = Streams(url, bodies).finish()
     num_events = undisturbed.num_events
     seen: set[int] = set()
     before = chaos.held()
     for number in range(1, rounds + 1):
         seen |= set(chaos.victims())
-        streams = Streams(url, mixed())
+        streams = Streams(url, bodies)
         streams.wait_for(chaos.rng.randrange(1, num_events // 2))
         chaos.fault(KINDS[number % len(KINDS)])
         chaos.check_counters()
@@ -157,8 +161,9 @@ LONG = pytest.mark.long
         pytest.param((2, 2), 50, id="2 x 2 ranks, long", marks=LONG),
     ],
 )
-def test_chaos(grid: tuple[int, int], rounds: int) -> None:
+def test_chaos(grid: tuple[int, int], rounds: int, tmp_path: Path) -> None:
     tensor, pipeline = grid
-    with Daemon(*OPTIONS, "-tp", str(tensor), "-pp", str(pipeline)) as daemon:
+    files = [word for pair in write_files(tmp_path).items() for word in pair]
+    with Daemon(*OPTIONS, *files, "-tp", str(tensor), "-pp", str(pipeline)) as daemon:
         daemon.wait_until_serving()
         run(Chaos(daemon, random.Random(SEED), tensor * pipeline), rounds)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serve_llm.engine.execute.graphs import CudaCapture
+from serve_llm.engine.worker.graphs import CudaCapture
 from serve_llm.kernels.attention import Lengths
-from serve_llm.kernels.table import Kernels
+from serve_llm.kernels.registry import Kernels
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-5}  # of the norm of each row and head
 BLOCK_SIZE = 16

@@ -13,36 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from floors import Chunks, Shape, floor_seconds
 from report import Report
 
-from bench.model import SHAPE
-from serve_llm.engine.hub import resolve_model
-
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 16384,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "dtype": "bfloat16",
-}
-QWEN_HALF_B = SHAPE | {"max_position_embeddings": 16384}
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 4500,
-}
+from bench.roofline import Limits
+from serve_llm.common.hub import resolve_model
+from serve_llm.engine.model.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -59,19 +35,19 @@ class Place:
     def sized(self, full: int, tiny: int) -> int:
         return tiny if self.rehearse else full
 
-    def folder(self, shape: dict[str, object], name: str) -> str:
+    def folder(self, shape: Shape) -> str:
         """A checkpoint without weights: config.json, and the demo model's tokenizer with a word for each further id,
         because a server sends no event for ids that have no text."""
-        folder = Path(tempfile.gettempdir()) / f"serve-llm-gpu-check-{name}{'-tiny' if self.rehearse else ''}"
+        folder = Path(tempfile.gettempdir()) / f"serve-llm-gpu-check-{shape.name}{'-tiny' if self.rehearse else ''}"
         folder.mkdir(exist_ok=True)
-        shape = shape | (TINY if self.rehearse else {})
+        config = shape.config | (shape.tiny if self.rehearse else {})
         demo = Path(resolve_model("demo"))
         shutil.copy(demo / "tokenizer_config.json", folder)
         tokenizer = json.loads((demo / "tokenizer.json").read_text())
         words = tokenizer["model"]["vocab"]
-        words |= {f"<{number}>": number for number in range(len(words), shape["vocab_size"])}
+        words |= {f"<{number}>": number for number in range(len(words), config["vocab_size"])}
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-        (folder / "config.json").write_text(json.dumps(shape))
+        (folder / "config.json").write_text(json.dumps(config))
         return str(folder)
 
     def options(self) -> dict[str, object]:
@@ -111,16 +87,25 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def limits(rehearse: bool) -> tuple[float, float]:
-    """Bytes/s of a copy, read and written; operations/s of a bfloat16 matrix product of random numbers."""
+def limits(rehearse: bool) -> Limits:
+    """Of the card: a copy's bytes, read and written; a bfloat16 matrix product of random numbers."""
     found = _limits("cpu", 1 << 20, 256) if rehearse else _limits("cuda", 1 << 32, 8192)
     torch.cuda.empty_cache()  # the card's memory is the engine's, which is another process
     return found
 
 
-def _limits(device: str, num_bytes: int, size: int) -> tuple[float, float]:
+def _limits(device: str, num_bytes: int, size: int) -> Limits:
     source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     square = torch.randn((size, size), device=device).bfloat16()
-    copied, multiplied = seconds(lambda: target.copy_(source)), seconds(lambda: square @ square)
-    return 2 * num_bytes / copied, 2 * size**3 / multiplied
+    copied = seconds(lambda: target.copy_(source))
+    multiplied = seconds(lambda: square @ square)
+    return Limits(2 * num_bytes / copied / 1e9, 2 * size**3 / multiplied / 1e9)
+
+
+def tell_step(
+    here: Place, name: str, took: float, spec: ModelSpec, chunks: Chunks, found: Limits, aim: float | None = None
+) -> None:
+    """A step's time, and the share of it that its bytes and operations need. took: seconds."""
+    here.report.measured(name, took * 1000, "ms")
+    here.report.measured(f"{name}: share of the floor", floor_seconds(spec, chunks, found) / took, aim=aim)

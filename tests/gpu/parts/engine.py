@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from parts import common
-from serve_llm.engine.loop import Engine
-from serve_llm.engine.types import Request, Sampling
+from serve_llm.common.types import Request, Sampling
+from serve_llm.engine.loop import EngineCore
 from support.engine import Result, generate, greedy, make_engine
 from support.reference import reference_greedy, reference_logprobs
 from support.tiny import FAMILIES, make_checkpoint
@@ -85,7 +85,7 @@ def mixed_load(here: common.Place, folder: Path) -> None:
             here.report.check("decode steps were captured", captured(engine) > 0, f"{captured(engine)} graphs")
 
 
-def captured(engine: Engine) -> int:
+def captured(engine: EngineCore) -> int:
     return len(engine._executor._worker._runner.graphs._graphs)  # type: ignore[attr-defined]
 
 

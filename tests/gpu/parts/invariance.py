@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from floors import LLAMA_8B
+
 from parts import common
 from parts.speed import decode_rate, prompt_seconds
 from serve_llm import LLM
@@ -9,7 +11,7 @@ from serve_llm import LLM
 
 def main() -> None:
     here = common.place("invariance")
-    folder = here.folder(common.LLAMA_8B, "8b")
+    folder = here.folder(LLAMA_8B)
     batch, context, tokens = here.sized(64, 2), here.sized(1024, 64), here.sized(8192, 128)
     found: list[tuple[float, float]] = []
     for batch_invariant in (False, True):

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from parts import attention, common
 from parts.attention import TOLERANCE, difference
-from serve_llm.kernels import activation, linear_fp8, moe, norm, rope, table
-from serve_llm.kernels.device_sampling import BANNED, EDIT_COLUMNS, REPEATED, DeviceSampling, Edits
-from serve_llm.kernels.reference import device_sampling as definition
-from serve_llm.kernels.table import Kernels
+from serve_llm.kernels import activation, linear_fp8, moe, norm, registry, rope
+from serve_llm.kernels import torch_sampling as definition
+from serve_llm.kernels.registry import Kernels
+from serve_llm.kernels.sampling import BANNED, REPEATED, SPAN_COLUMNS, DeviceSampling, LogitAdjustments
 from support import experts, triton_rounding
 
 BF16 = torch.bfloat16
@@ -56,7 +56,7 @@ def activations(kernels: Kernels, random: Numbers, widths: tuple[int, ...]) -> F
     for width in widths:
         for name, call in kernels.activations.items():
             x = random(33, 2 * width) * 2
-            yield f"activation {name}", difference(call(x), table.PORTABLE.activations[name](x.float())), 1e-2
+            yield f"activation {name}", difference(call(x), registry.PORTABLE.activations[name](x.float())), 1e-2
 
 
 def ropes(kernels: Kernels, random: Numbers, shapes: tuple[tuple[int, int, int], ...]) -> Found:
@@ -158,13 +158,13 @@ def drawing(kernels: DeviceSampling, random: Numbers, rows: int, columns: int) -
     }
     for name, fields in ways.items():
         draws = torch.stack((*fields, uniform[0]), 1).to(random.device)
-        found = kernels.choose(logits, draws, sampled=name != "greedy", filtered=True)
-        share = (found != definition.choose(logits, draws)).double().mean()
+        found = kernels.sample(logits, draws, sampled=name != "greedy", filtered=True)
+        share = (found != definition.sample(logits, draws)).double().mean()
         yield f"sampling: {name}", float(share), 1e-9 if name == "greedy" else 0.05
     broken = logits[:2].clone()
     broken[1, columns // 2] = torch.nan
     draws = torch.zeros((2, 5), dtype=torch.float64, device=random.device)
-    yield "sampling: NaN is told", float(kernels.choose(broken, draws)[1] != -1), 0.5
+    yield "sampling: NaN is told", float(kernels.sample(broken, draws)[1] != -1), 0.5
 
 
 def log_probabilities(kernels: DeviceSampling, random: Numbers, rows: int, columns: int) -> Found:
@@ -178,16 +178,16 @@ def log_probabilities(kernels: DeviceSampling, random: Numbers, rows: int, colum
 
 def penalties(kernels: DeviceSampling, random: Numbers, columns: int) -> Found:
     pick = torch.Generator().manual_seed(4)
-    changed = torch.randperm(columns, generator=pick)[:EDIT_COLUMNS].sort().values.int()
+    changed = torch.randperm(columns, generator=pick)[:SPAN_COLUMNS].sort().values.int()
     entries = torch.empty((len(changed), 4), dtype=torch.int32)
     entries[:, 0] = changed
     entries[:, 2] = torch.randint(0, (BANNED | REPEATED) + 1, (len(changed),), generator=pick)
     for column in (1, 3):
         entries[:, column] = torch.randn(len(changed), generator=pick).view(torch.int32)
-    penalty, end = int(torch.tensor(1.3).view(torch.int32)), min(EDIT_COLUMNS, columns)
+    penalty, end = int(torch.tensor(1.3).view(torch.int32)), min(SPAN_COLUMNS, columns)
     last = int(torch.searchsorted(changed, end))
     spans = torch.tensor([[2, 0, len(changed), penalty, 0, 0], [1, 0, last, penalty, 0, end]], dtype=torch.int32)
-    edits = Edits(entries.to(random.device), spans.to(random.device))
+    edits = LogitAdjustments(entries.to(random.device), spans.to(random.device))
     ours = random(4, columns, dtype=torch.float32)
     theirs = ours.clone()
     kernels.adjust(ours, edits)
@@ -212,13 +212,13 @@ def tell(here: common.Place, found: Found, expected: str) -> None:
 
 
 def check(here: common.Place) -> None:
-    from serve_llm.kernels.triton import sampling  # says in time what cannot be imported
+    from serve_llm.kernels.triton import sampling
 
     device = torch.device(here.device)
     random, tiny = Numbers(device), here.rehearse
 
     def choose(batch_invariant: bool = False) -> Kernels:
-        found = table.with_triton(batch_invariant)
+        found = registry.with_triton(batch_invariant)
         assert isinstance(found, Kernels), found
         return found
 
@@ -252,7 +252,7 @@ def interpreted() -> str:
         from triton.runtime import interpreter
 
         interpreter._convert_float = triton_rounding.convert  # as a GPU rounds
-        found = table.with_triton(batch_invariant=True)
+        found = registry.with_triton(batch_invariant=True)
         assert isinstance(found, Kernels), found
         weight, x = torch.randn(5, 200), torch.randn(3, 200)
         error = difference(found.pack(weight)(x), x @ weight.t())

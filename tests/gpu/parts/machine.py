@@ -19,13 +19,13 @@ def main() -> None:
         except ImportError as error:
             here.report.measured(name, f"none: {error}")
     if not here.rehearse:
-        found = torch.cuda.get_device_properties(0)
-        here.report.measured("card", found.name)
-        here.report.measured("memory", found.total_memory / 2**30, "GiB")
-        here.report.measured("multiprocessors", found.multi_processor_count)
-    bandwidth, peak = common.limits(here.rehearse)
-    here.report.measured("copy", bandwidth / 1e9, "GB/s, read and written")
-    here.report.measured("bf16 matrix product", peak / 1e12, "TFLOP/s")
+        card = torch.cuda.get_device_properties(0)
+        here.report.measured("card", card.name)
+        here.report.measured("memory", card.total_memory / 2**30, "GiB")
+        here.report.measured("multiprocessors", card.multi_processor_count)
+    found = common.limits(here.rehearse)
+    here.report.measured("copy", found.bandwidth, "GB/s, read and written")
+    here.report.measured("bf16 matrix product", found.peak / 1000, "TFLOP/s")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import random
 import time
 
 import torch
+from floors import LLAMA_8B
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from parts import common
@@ -14,7 +15,7 @@ from serve_llm import LLM, SamplingParams
 
 def main() -> None:
     here = common.place("peer")
-    folder = here.folder(common.LLAMA_8B, "8b")
+    folder = here.folder(LLAMA_8B)
     count, prompt_tokens, output = here.sized(64, 2), here.sized(256, 16), here.sized(128, 4)
     rng = random.Random(1)
     others, prompts = (

@@ -1,31 +1,31 @@
-"""Several ranks on one card, as processes that exchange tensors by gloo: the tokens of one rank. NCCL with one rank,
-inside a captured graph. What needs more cards is said not to have run.
+"""NCCL with one rank, inside a captured graph. What needs several GPUs is reported as not run.
+
+A rehearsal on a CPU compares the tokens of several ranks with those of one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import tempfile
 from pathlib import Path
 
 import torch
 
 from parts import common
+from serve_llm.common.hub import read_config
+from serve_llm.common.options.sources import make_options
 from serve_llm.engine import startup
-from serve_llm.engine.execute.choose import Choice
-from serve_llm.engine.execute.graphs import CudaCapture
-from serve_llm.engine.hub import read_config
-from serve_llm.engine.loop import Engine
-from serve_llm.engine.options import Options
-from serve_llm.engine.parallel.torch_group import TorchGroup, host_store
+from serve_llm.engine.distributed.choose import ExecutorChoice
+from serve_llm.engine.loop import EngineCore
+from serve_llm.engine.parallel.torch_group import TorchGroup, create_store
+from serve_llm.engine.worker.graphs import CudaCapture
 from support.engine import generate, greedy, make_engine
+from support.resolved import resolve_all
 from support.tiny import make_checkpoint
 
 
-def spread(here: common.Place, folder: Path, tensor: int, pipeline: int) -> Engine:
-    ranks = tensor * pipeline
-    options = Options.from_kwargs(
+def spread(here: common.Place, folder: Path, tensor: int, pipeline: int) -> EngineCore:
+    options = make_options(
         str(folder),
         device=here.device,
         tensor_parallel_size=tensor,
@@ -35,14 +35,14 @@ def spread(here: common.Place, folder: Path, tensor: int, pipeline: int) -> Engi
         max_num_seqs=16,
     )
     raw = read_config(folder)
-    config, spec, weights = startup.resolve_all(options, str(folder), raw, Choice("mp", "to share a card", here.device))
-    if not here.rehearse:
-        config = dataclasses.replace(config, ranks_per_gpu=ranks, enforce_eager=True)
-    return Engine(config, startup.build_executor(config, spec, weights, raw))
+    config, spec, weights = resolve_all(
+        options, str(folder), raw, ExecutorChoice("mp", "the rehearsal asks for it", here.device)
+    )
+    return EngineCore(config, startup.build_executor(config, spec, weights, raw))
 
 
 def nccl_in_a_graph(here: common.Place) -> None:
-    store = host_store("127.0.0.1")
+    store = create_store("127.0.0.1")
     group = TorchGroup(store, "alone", 0, 1, "127.0.0.1", backend="nccl")
     x = torch.ones(1000, device="cuda")
     group.all_reduce(x.clone())  # the communicator is made at the first call
@@ -54,8 +54,7 @@ def nccl_in_a_graph(here: common.Place) -> None:
     del captured  # before the communicator, which waits for all graphs that use it
 
 
-def main() -> None:
-    here = common.place("ranks")
+def compare_ranks(here: common.Place) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         vocab_size = make_checkpoint(folder, "llama")
@@ -63,7 +62,7 @@ def main() -> None:
         requests = [greedy(number, prompt, 16) for number, prompt in enumerate(prompts)]
         expected = generate(make_engine(folder, device=here.device), requests)
         for tensor, pipeline in ((2, 1), (1, 2), (2, 2)):
-            what = f"TP={tensor}, PP={pipeline} on one card: tokens of one rank"
+            what = f"TP={tensor}, PP={pipeline}: tokens of one rank"
             try:
                 engine = spread(here, folder, tensor, pipeline)
                 with contextlib.closing(engine._executor):
@@ -73,9 +72,15 @@ def main() -> None:
                 continue
             same = all(found[number].token_ids == result.token_ids for number, result in expected.items())
             here.report.check(what, same)
+
+
+def main() -> None:
+    here = common.place("ranks")
     if here.rehearse:
+        compare_ranks(here)
         return
     nccl_in_a_graph(here)
+    here.report.not_run("tensor and pipeline parallelism on GPUs", "one card")
     here.report.not_run("NCCL between cards, in graphs and out of them", "one card")
     here.report.not_run("symmetric-memory all-reduce", "one card")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from floors import LLAMA_8B
+
 from bench import load
 from bench.model import IDS
 from bench.servers import named, running
@@ -15,7 +17,7 @@ from serve_llm import LLM
 
 def main() -> None:
     here = common.place("server")
-    folder = here.folder(common.LLAMA_8B, "8b")
+    folder = here.folder(LLAMA_8B)
     prompt, output = here.sized(512, 16), here.sized(192, 8)
     offline: dict[int, float] = {}
     streams = (here.sized(64, 2), here.sized(256, 4))

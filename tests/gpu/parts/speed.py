@@ -1,20 +1,19 @@
-"""The engine's speed in real shapes with random weights, offline: bytes and operations counted first, then measured.
-
-Decoding: tokens per second over what the measured bandwidth allows for the bytes of a step (weights once, cached keys
-and values of every sequence once). A prompt: operations per second over the measured rate of a matrix product.
+"""The engine's speed in real shapes with random weights, offline, beside the least that the bytes and operations of
+each step take: see `floors`.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from pathlib import Path
+from collections.abc import Sequence
 
-from bench.roofline import step_work
+from floors import CONTEXT, LLAMA_8B, PROMPT, QWEN_HALF_B, Shape, decode_steps, decodes
+
+from bench.roofline import Limits
 from parts import common
 from serve_llm import LLM, SamplingParams
-from serve_llm.engine.hub import read_config
-from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.model.spec import ModelSpec
 
 TENSORRT_FP8 = 17744  # output tokens/s that TensorRT-LLM publishes for this shape in FP8, 1000 in and 1000 out
 
@@ -43,40 +42,52 @@ def prompt_seconds(llm: LLM, tokens: int) -> float:
     return min(generate(llm, 1, tokens, 1, seed=seed) for seed in (2, 3, 4))
 
 
-def decoding(here: common.Place, llm: LLM, spec: object, bandwidth: float) -> None:
-    context = here.sized(1024, 64)
-    for batch in (1, here.sized(64, 2), here.sized(256, 3)):
-        steps = here.sized(200 if batch == 1 else 100, 8)
-        rate = decode_rate(llm, batch, context, steps)
-        work = step_work(spec, [(1, context + steps // 2)] * batch)  # type: ignore[arg-type]
-        share = rate * work.num_bytes / bandwidth
-        here.report.measured(f"decode, batch {batch}, context {context}", rate * batch, "tokens/s")
-        here.report.measured(f"decode, batch {batch}: share of the bandwidth", share, aim=0.85 if batch == 1 else 0.75)
+def decoding(
+    here: common.Place, name: str, llm: LLM, spec: ModelSpec, found: Limits, batches: Sequence[int] = (1, 64, 256)
+) -> None:
+    context = here.sized(CONTEXT, 64)
+    for full in batches:
+        batch = here.sized(full, full % 61)  # 1, 3, 12
+        steps = here.sized(decode_steps(full), 8)
+        took = 1 / decode_rate(llm, batch, context, steps)
+        chunks = decodes(batch, context, steps)
+        common.tell_step(here, f"{name}: decode, batch {batch}", took, spec, chunks, found, aim=0.7)
+
+
+def prefill(here: common.Place, name: str, llm: LLM, spec: ModelSpec, found: Limits, tokens: int = PROMPT) -> None:
+    tokens = here.sized(tokens, 128)
+    took = prompt_seconds(llm, tokens)
+    common.tell_step(here, f"{name}: prompt of {tokens}", took, spec, [(tokens, tokens)], found, aim=0.6)
+
+
+def measure_shape(here: common.Place, name: str, shape: Shape, quantization: str | None = None) -> None:
+    """Decoding and a prompt of one shape."""
+    found, spec = common.limits(here.rehearse), shape.spec(quantization)
+    options = here.options() | ({"quantization": quantization} if quantization else {})
+    with LLM(here.folder(shape), max_num_seqs=here.sized(64, 4), **options) as llm:
+        decoding(here, name, llm, spec, found, (1, 64))
+        prefill(here, name, llm, spec, found)
+
+
+def offline(here: common.Place, llm: LLM) -> None:
+    """As many requests as fit."""
+    length = here.sized(1000, 16)
+    fit = llm._replicas.facts.kv_cache_tokens // (2 * length)
+    count = min(fit, here.sized(1024, 4))
+    rate = count * length / generate(llm, count, length, length, seed=5)
+    here.report.measured("8B: offline, 1000 in and out", rate, f"tokens/s, {count} requests of {length}")
+    here.report.measured("8B: offline, over TensorRT-LLM's published figure in FP8", rate / TENSORRT_FP8)
 
 
 def main() -> None:
     here = common.place("speed")
-    bandwidth, peak = common.limits(here.rehearse)
-    folder = here.folder(common.LLAMA_8B, "8b")
-    spec, _ = read_model(read_config(Path(folder)))
-    with LLM(here.folder(common.QWEN_HALF_B, "half-b"), max_num_seqs=8, **here.options()) as llm:
-        rate = decode_rate(llm, 1, here.sized(1024, 64), here.sized(200, 8))
-        here.report.measured("0.5B: batch 1", 1000 / rate, "ms a token")
-    with LLM(folder, max_num_seqs=here.sized(1024, 8), **here.options()) as llm:
-        decoding(here, llm, spec, bandwidth)
-        tokens = here.sized(8192, 128)
-        took = prompt_seconds(llm, tokens)
-        work = step_work(spec, [(tokens, tokens)])
-        here.report.measured(f"8B: prompt of {tokens} tokens", tokens / took, "tokens/s")
-        here.report.measured("8B: prompt, share of the matrix rate", work.operations / took / peak, aim=0.6)
-        length = here.sized(1000, 16)
-        fit = llm._replicas.facts.kv_cache_tokens // (2 * length)
-        count = min(fit, here.sized(1024, 4))
-        took = generate(llm, count, length, length, seed=5)
-        here.report.measured(
-            f"8B: offline, {count} requests of {length} in, {length} out", count * length / took, "tokens/s"
-        )
-        here.report.measured("8B: beside TensorRT-LLM's published figure in FP8", count * length / took / TENSORRT_FP8)
+    found = common.limits(here.rehearse)
+    with LLM(here.folder(LLAMA_8B), max_num_seqs=here.sized(1024, 8), **here.options()) as llm:
+        decoding(here, "8B", llm, LLAMA_8B.spec(), found)
+        prefill(here, "8B", llm, LLAMA_8B.spec(), found)
+        offline(here, llm)
+    with LLM(here.folder(QWEN_HALF_B), max_num_seqs=8, **here.options()) as llm:
+        decoding(here, "0.5B", llm, QWEN_HALF_B.spec(), found, (1,))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """How long until the daemon answers, by phase: with random weights and nothing compiled yet, and with Triton's files on
-the disk; and how fast weights come from a file that no memory holds.
+the disk; how much longer the first requests take than later ones; and how fast weights come from a file that no memory
+holds.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ import tempfile
 import time
 from pathlib import Path
 
+from floors import LLAMA_8B
+
 from bench.model import model_folder
 from bench.start import start_seconds
 from parts import common
-from serve_llm.engine.hub import resolve_model
+from serve_llm.common.hub import resolve_model
 
 PIECE = 1 << 24  # bytes
+AIMS = {("cold", "exec to first token"): 15.0, ("cold", "first request over later ones"): 2.0}
 
 
 def read_seconds(file: Path) -> float:
@@ -33,15 +37,20 @@ def forget(file: Path) -> None:
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def main() -> None:
-    here = common.place("start")
-    words = [*here.words(), "--log-level=info"]  # which names the phases
-    folder = here.folder(common.LLAMA_8B, "8b")
-    with tempfile.TemporaryDirectory() as empty:
-        for how, environ in (("nothing compiled yet", {"TRITON_CACHE_DIR": empty}), ("compiled before", {})):
-            for name, seconds in start_seconds(folder, *words, **environ).items():
-                aim = 15.0 if (how, name) == ("nothing compiled yet", "exec to first token") else None
-                here.report.measured(f"8B, random weights, {how}: {name}", seconds, "s", aim=aim)
+def starts(here: common.Place, words: list[str]) -> None:
+    """Twice, with the same folder for what Triton compiles."""
+    folder = here.folder(LLAMA_8B)
+    with tempfile.TemporaryDirectory() as compiled:
+        for how in ("cold", "warm"):
+            found = start_seconds(folder, *words, TRITON_CACHE_DIR=compiled)
+            for name, seconds in found.items():
+                here.report.measured(f"8B, {how} start: {name}", seconds, "s", aim=AIMS.get((how, name)))
+            name = "first request over later ones"
+            ratio = found["first request once ready"] / found["later request"]
+            here.report.measured(f"8B, {how} start: {name}", ratio, aim=AIMS.get((how, name)))
+
+
+def weights_from_a_file(here: common.Place, words: list[str]) -> None:
     stored = Path(resolve_model("demo")) if here.rehearse else model_folder()
     file = stored / "model.safetensors"
     read = read_seconds(file)
@@ -49,6 +58,13 @@ def main() -> None:
     loaded = start_seconds(str(stored), *words, "--load-format=auto")["engine: weights packed"]
     here.report.measured("0.5B from a file: GB/s while it is loaded", file.stat().st_size / loaded / 1e9, "GB/s")
     here.report.measured("0.5B from a file: GB/s while it is only read", file.stat().st_size / read / 1e9, "GB/s")
+
+
+def main() -> None:
+    here = common.place("start")
+    words = [*here.words(), "--log-level=info"]  # which names the phases
+    starts(here, words)
+    weights_from_a_file(here, words)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,6 @@ those with another TEST_HOST. They then use no shared memory between them, but t
 import os
 
 if name := os.environ.get("TEST_HOST"):
-    from serve_llm.engine.parallel import hosts
+    from serve_llm.common import hosts
 
     hosts.host_id = lambda: f"test host {name}"

@@ -11,7 +11,7 @@ import sys
 import time
 
 KILLER, RAISER, SLEEPER, STARVER = 4001, 4002, 4003, 4004
-WORKER = "serve_llm.engine.execute.worker"
+WORKER = "serve_llm.engine.worker.worker"
 
 
 def own_rank():
@@ -39,8 +39,8 @@ class Loader(importlib.machinery.SourceFileLoader):
                 out_of_memory()
             return load(*args, **given)
 
-        def faulty(self, batch):
-            ids = {token_id for row in batch.new_rows for token_id in row.ids}
+        def faulty(self, batch, masks=None):
+            ids = {token_id for new in batch.new_requests for token_id in new.token_ids}
             if KILLER in ids:
                 os.kill(os.getpid(), signal.SIGKILL)
             if RAISER in ids:
@@ -49,7 +49,7 @@ class Loader(importlib.machinery.SourceFileLoader):
                 time.sleep(600)
             if STARVER in ids:
                 self._decoder.forward = out_of_memory
-            return start(self, batch)
+            return start(self, batch, masks)
 
         module.Worker.start = faulty
         module.load_model = faulty_load

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from bench.load import Events, Reply, Target, _Usage, drive, id_range, positive, single_words, summarise
+from bench.load import Target, drive, id_range, positive, single_words, summarise
 from bench.workloads import Workload
-from serve_llm.engine.hub import resolve_model
+from serve_llm.cli.bench.client import EventSplitter, StreamUsage, TimedReply
+from serve_llm.common.hub import resolve_model
 
 IDS = range(10, 20)
 
@@ -61,7 +62,7 @@ class Script:
 
 def test_events_are_cut_wherever_the_pieces_are() -> None:
     for size in (1, 2, 7, 1000):
-        events = Events()
+        events = EventSplitter()
         found = [data for at in range(0, len(GOOD), size) for data in events.feed(GOOD[at : at + size])]
         assert len(found) == 5 and found[-1] == b"[DONE]" and json.loads(found[0])["choices"] == [CHOICE]
 
@@ -114,9 +115,9 @@ def test_a_server_that_is_not_there_is_an_error() -> None:
 
 def test_figures_of_a_known_course_of_events() -> None:
     replies = [
-        Reply(0.0, 4.0, [1.0, 2.0, 4.0], _Usage(4, 3)),
-        Reply(1.0, 5.0, [4.0, 5.0], _Usage(4, 2)),
-        Reply(1.0, 2.0, error="gone"),
+        TimedReply(0.0, 4.0, [1.0, 2.0, 4.0], StreamUsage(4, 3)),
+        TimedReply(1.0, 5.0, [4.0, 5.0], StreamUsage(4, 2)),
+        TimedReply(1.0, 2.0, error="gone"),
     ]
     result = summarise(replies, seconds=5.0, wanted=3, client_seconds=0.5)
     assert (result.output_tokens, result.tokens_per_second, result.short, result.errors) == (5, 1.0, 1, 1)

@@ -22,7 +22,72 @@ def test_a_step_reads_all_matrices_once_and_each_cache_once() -> None:
     cached = 2 * 2 * 2 * 64 * 2 * 256  # keys and values, layers, heads, numbers of a head, bytes, tokens
     assert (one.parts["attention"][0], eight.parts["attention"][0]) == (cached, 8 * cached)
     assert eight.operations == pytest.approx(8 * one.operations)
-    assert step_work(spec, [(1, 256)], is_int8=True).parts["linear"][0] == one.parts["linear"][0] / 2
+    int8 = step_work(spec, [(1, 256)], is_int8=True)
+    assert int8.weight_bytes == matrices / 2
+
+
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "dtype": "bfloat16",
+}
+LATENT = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 2,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "max_position_embeddings": 512,
+    "dtype": "bfloat16",
+}
+
+
+def test_of_experts_those_are_read_that_are_hit() -> None:
+    spec, _ = read_model(dict(EXPERTS))
+    expert, shared = 3 * 64 * 32, 64 * (2 * 4 + 2 * 2) * 16 + 64 * 8
+    one, many = step_work(spec, [(1, 16)]), step_work(spec, [(1, 16)] * 500)
+    assert one.parts["linear"] == pytest.approx((2 * 3 * (shared + 2 * expert), 2 * 3 * (shared + 2 * expert)))
+    assert many.parts["linear"][0] == pytest.approx(2 * 3 * (shared + 8 * expert)), "all of them"
+    assert many.parts["linear"][1] == pytest.approx(500 * one.parts["linear"][1])
+    assert 2 < (step_work(spec, [(1, 16)] * 2).parts["linear"][0] / 6 - shared) / expert < 4
+
+
+def test_latent_attention_reads_one_row_of_a_token_for_all_heads() -> None:
+    spec, _ = read_model(dict(LATENT))
+    work = step_work(spec, [(1, 100)])
+    row = 24 + 8
+    assert work.parts["attention"] == (2 * 2 * row * 100, 2 * 2 * 4 * (row + 24) * 100)
+    attention = 64 * 4 * (16 + 8) + 64 * row + 24 * 4 * (16 + 12) + 64 * 4 * 12
+    assert work.parts["linear"][0] == 2 * 2 * (attention + 3 * 64 * 96)
+
+
+def test_products_in_8_bit_floats_are_half_as_large() -> None:
+    spec, _ = read_model(dict(SMALL))
+    plain, small = step_work(spec, [(1, 16)]), step_work(spec.with_fp8(), [(1, 16)])
+    assert small.parts["linear"] == (plain.parts["linear"][0] / 2, plain.parts["linear"][1])
+    assert small.parts["head"] == plain.parts["head"]
 
 
 def test_a_workload_is_its_steps() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from bench.roofline import Limits
 from bench.steps import CALLS, ORDER, Bench, Stopwatch, decode, kernel_part, middle_half, prefill, table
-from serve_llm.engine.hub import resolve_model
+from serve_llm.common.hub import resolve_model
 
 
 def test_time_inside_another_part_is_taken_off_that_one() -> None:

@@ -14,9 +14,9 @@ import jsonschema
 import pytest
 import yaml
 
-from serve_llm.engine.arguments import parse_args
-from serve_llm.engine.options import Options
-from serve_llm.server.process import STOP_SECONDS
+from serve_llm.common.options.schema import Options
+from serve_llm.common.options.sources import parse_args
+from serve_llm.server.engines.process import STOP_SECONDS
 from support.manifests import CRDS, ROOT, clusters, crd_schema, manifests, pods
 
 Json = dict[str, Any]

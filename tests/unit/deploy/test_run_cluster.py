@@ -114,6 +114,15 @@ def test_the_command_that_the_head_prints_starts_a_worker(node: Node) -> None:
     assert not any("health_check" in value for value in value_after(worker, "--env"))
 
 
+@pytest.mark.parametrize("flags", [["-e", "SERVE_LLM_HOST_IP=10.0.0.1"], ["--env=SERVE_LLM_HOST_IP=10.0.0.1"]])
+def test_the_command_for_workers_has_no_address_of_the_head(node: Node, flags: list[str]) -> None:
+    around = ["-e", "NCCL_IB_HCA=mlx5", *flags, "-v", "/a b:/data"]
+    _, output, errors = node.run("image", "10.0.0.1", "--head", str(node.home), *around)
+    (line,) = (line for line in output.splitlines() if "--worker" in line)
+    assert "SERVE_LLM_HOST_IP" not in line and line.endswith("-e NCCL_IB_HCA=mlx5 -v /a\\ b:/data "), errors
+    assert flags[-1] in node.calls()[0], "the head keeps it"
+
+
 @pytest.mark.parametrize("by", ["environment", "flag"])
 def test_worker_with_a_chosen_address(node: Node, by: str) -> None:
     arguments = ["image", "fd00::1", "--worker", str(node.home)]

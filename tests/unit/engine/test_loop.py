@@ -7,16 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from serve_llm.engine import wire
-from serve_llm.engine.execute.memory import CacheLayout
-from serve_llm.engine.loop import Engine, run
-from serve_llm.engine.schedule.batch import ChunkResult
-from serve_llm.engine.schedule.sequence import GroupLayout
-from serve_llm.engine.types import FinishReason, Request, Sampling
+from serve_llm.common import messages
+from serve_llm.common.types import FinishReason, Request, Sampling
+from serve_llm.engine.distributed.executor import Executor
+from serve_llm.engine.loop import EngineCore, run
+from serve_llm.engine.scheduler.output import RunnerOutput
+from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.engine.worker.kv_cache import CacheLayout
 from support.config import CONFIG
 
 
-class CountingExecutor:
+class CountingExecutor(Executor):
     """Every sampled id is the number of the step. Results come only when asked for, `depth` steps later."""
 
     layout = CacheLayout((GroupLayout(8, None),), block_bytes=64, num_blocks=32)
@@ -29,13 +30,15 @@ class CountingExecutor:
     def check(self) -> None:
         pass
 
-    def execute(self, batch):
+    def execute(self, batch, masks=None):
         self.steps += 1
         future: Future = Future()
         if self.steps == self.fail_at:
             future.set_exception(RuntimeError("worker broke"))
         else:
-            future.set_result([ChunkResult(token_id=self.steps if chunk.sample else None) for chunk in batch.chunks])
+            future.set_result(
+                [RunnerOutput(token_id=self.steps if chunk.sample else None) for chunk in batch.scheduled]
+            )
         return future
 
     def close(self) -> None: ...
@@ -44,17 +47,17 @@ class CountingExecutor:
 class ScriptedChannel:
     """Hands out one list of messages per receive, then Shutdown once nothing is left to do."""
 
-    def __init__(self, script: list[list[wire.ToEngine]]) -> None:
+    def __init__(self, script: list[list[messages.ToEngine]]) -> None:
         self.script = script
-        self.sent: list[wire.Step] = []
+        self.sent: list[messages.StepOutputs] = []
 
     def receive(self, seconds):
         if self.script:
             return self.script.pop(0)
-        return [] if seconds == 0 else [wire.Shutdown()]
+        return [] if seconds == 0 else [messages.Shutdown()]
 
     def send(self, step) -> None:
-        self.sent.append(wire.decode_from_engine(wire.encode(step)))
+        self.sent.append(messages.decode_from_engine(messages.encode(step)))
 
 
 def request(number: int, max_tokens: int) -> Request:
@@ -63,9 +66,9 @@ def request(number: int, max_tokens: int) -> Request:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_requests_run_to_their_end_and_an_aborted_one_is_silent(depth: int) -> None:
-    script = [[wire.Submit([request(1, 5), request(2, 50)])], [], [], [], [], [wire.Abort([2])]]
+    script = [[messages.Submit([request(1, 5), request(2, 50)])], [], [], [], [], [messages.Abort([2])]]
     channel = ScriptedChannel(script)
-    run(Engine(CONFIG, CountingExecutor(depth)), channel)
+    run(EngineCore(CONFIG, CountingExecutor(depth)), channel)
     outputs = [output for step in channel.sent for output in step.outputs]
     assert sum(len(output.token_ids) for output in outputs if output.id == 1) == 5
     assert [output.finish_reason for output in outputs if output.id == 1][-1] is FinishReason.LENGTH
@@ -75,16 +78,16 @@ def test_requests_run_to_their_end_and_an_aborted_one_is_silent(depth: int) -> N
 
 
 def test_an_abort_of_the_only_request_is_followed_by_a_step_with_gauges_at_zero() -> None:
-    channel = ScriptedChannel([[wire.Submit([request(1, 40)])], [], [wire.Abort([1])]])
-    run(Engine(CONFIG, CountingExecutor(1)), channel)
+    channel = ScriptedChannel([[messages.Submit([request(1, 40)])], [], [messages.Abort([1])]])
+    run(EngineCore(CONFIG, CountingExecutor(1)), channel)
     assert channel.sent[-1].outputs == []
     assert channel.sent[-1].stats.num_running == 0 and channel.sent[-1].stats.kv_cache_usage == 0.0
 
 
 def test_a_workers_exception_ends_the_loop() -> None:
-    channel = ScriptedChannel([[wire.Submit([request(1, 5)])]])
+    channel = ScriptedChannel([[messages.Submit([request(1, 5)])]])
     with pytest.raises(RuntimeError, match="worker broke"):
-        run(Engine(CONFIG, CountingExecutor(1, fail_at=2)), channel)
+        run(EngineCore(CONFIG, CountingExecutor(1, fail_at=2)), channel)
 
 
 def test_what_is_computed_is_shown_before_each_step_and_stays_when_a_step_fails() -> None:
@@ -92,22 +95,27 @@ def test_what_is_computed_is_shown_before_each_step_and_stays_when_a_step_fails(
     executor = CountingExecutor(1, fail_at=3)
     execute = executor.execute
 
-    def checked(batch):
+    def checked(batch, masks):
         assert shown[-1] == [7, 8]
-        return execute(batch)
+        return execute(batch, masks)
 
     executor.execute = checked
     channel = ScriptedChannel(
-        [[wire.Submit([request(7, 5), Request(id=8, prompt_ids=[2], sampling=request(8, 5).sampling)])]]
+        [[messages.Submit([request(7, 5), Request(id=8, prompt_ids=[2], sampling=request(8, 5).sampling)])]]
     )
     with pytest.raises(RuntimeError, match="worker broke"):
         run(
-            Engine(replace(CONFIG, max_num_batched_tokens=64), executor, show=lambda ids: shown.append([*ids])), channel
+            EngineCore(
+                replace(CONFIG, max_num_batched_tokens=64), executor, report_in_flight=lambda ids: shown.append([*ids])
+            ),
+            channel,
         )
     assert shown == [[7, 8], [], [7, 8], [], [7, 8]]
 
 
 def test_messages_survive_the_wire() -> None:
     sampling = Sampling(max_tokens=3, seed=2**64 - 1, logit_bias={5: -1.5}, bad_words_ids=((1, 2), (3,)), logprobs=2)
-    message = wire.Submit([Request(id=9, prompt_ids=[1, 2], output_ids=[3], sampling=sampling, cache_salt="\u00e9")])
-    assert wire.decode_to_engine(wire.encode(message)) == message
+    message = messages.Submit(
+        [Request(id=9, prompt_ids=[1, 2], output_ids=[3], sampling=sampling, cache_salt="\u00e9")]
+    )
+    assert messages.decode_to_engine(messages.encode(message)) == message

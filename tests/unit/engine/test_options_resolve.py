@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from serve_llm.engine.config import Config, resolve
-from serve_llm.engine.errors import ModelError, OptionError
-from serve_llm.engine.options import Options
+from serve_llm.common.errors import ModelError, OptionError
+from serve_llm.common.options.sources import make_options
+from serve_llm.engine.config import Config, check_options, resolve
 
 
 def decide(
@@ -17,16 +17,15 @@ def decide(
     has_experts: bool = False,
     **options: object,
 ) -> Config:
-    said = Options.from_kwargs("demo", **options)
+    said = make_options("demo", **options)
+    check_options(said, model_max_len, 24, has_experts)
     return resolve(
         said,
         "/models/demo",
         device=device,
         checkpoint_dtype=checkpoint_dtype,
         model_max_len=model_max_len,
-        num_layers=24,
         stores_int8=stores_int8,
-        has_experts=has_experts,
         executor_backend="mp" if said.tensor_parallel_size > 1 else "inprocess",
     )
 
@@ -163,7 +162,7 @@ def test_engines_that_share_out_experts() -> None:
     two = {"data_parallel_size": 2, "has_experts": True}
     assert decide(**two, enable_expert_parallel=True).expert_engines == 2
     assert decide(**two).expert_engines == 1
-    with pytest.raises(OptionError, match=r"share out experts only where each has one stage; leave --pipeline"):
+    with pytest.raises(OptionError, match=r"share experts only if each has one stage; omit --pipeline"):
         decide(**two, enable_expert_parallel=True, pipeline_parallel_size=2)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from serve_llm.engine.execute import worker
-from serve_llm.engine.hub import resolve_model
+from serve_llm.common.hub import resolve_model
+from serve_llm.engine.worker import worker
 from support.engine import make_engine
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_llm.kernels import attention, table
+from reference import attention as definition
+from serve_llm.kernels import attention, linear, registry
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.library import Library
-from serve_llm.kernels.reference import attention as definition
 from support.matrix import mostly_slow
 from support.paged import TOKENS, Cache, Compiled, Sequence, Shape, make_sequence, run
 
@@ -204,8 +205,8 @@ def decoded(subject: Sequence, shape: Shape, kernels: Any) -> Tensor:
     blocks = cache.table(len(subject))
     slots = [blocks[p // cache.block_size] * cache.block_size + p % cache.block_size for p in range(len(subject))]
     kernels.write_cache(subject.key, subject.value, cache.view, torch.tensor(slots))
-    table = torch.tensor([blocks], dtype=torch.int32)
-    return kernels.paged_attention(subject.query[-1:], cache.view, table, [0, 1], [len(subject)], scale=0.3)
+    registry = torch.tensor([blocks], dtype=torch.int32)
+    return kernels.paged_attention(subject.query[-1:], cache.view, registry, [0, 1], [len(subject)], scale=0.3)
 
 
 @pytest.mark.parametrize("name", VERSIONS)
@@ -222,8 +223,8 @@ def test_rows_with_strides(name: str, dtype: torch.dtype) -> None:
         blocks = cache.table(30)
         slots = torch.tensor([blocks[p // block_size] * block_size + p % block_size for p in range(30)])
         kernels.write_cache(key, value, cache.view, slots)
-        table = torch.tensor([blocks], dtype=torch.int32)
-        outputs.append(kernels.paged_attention(query, cache.view, table, [0, 30], [30], scale=0.25))
+        registry = torch.tensor([blocks], dtype=torch.int32)
+        outputs.append(kernels.paged_attention(query, cache.view, registry, [0, 30], [30], scale=0.25))
     torch.testing.assert_close(*outputs, atol=2e-2 if dtype == torch.bfloat16 else 2e-5, rtol=2**-7)
 
 
@@ -287,9 +288,9 @@ def test_rows_of_an_int8_cache_equal_the_definition(name: str, dtype: torch.dtyp
 @pytest.mark.skipif(COMPILED is None, reason="no C++ compiler at installation")
 def test_the_compiled_kernels_are_chosen_where_they_can_be(caplog: pytest.LogCaptureFixture) -> None:
     for dtype in DTYPES:
-        chosen = table.choose(torch.device("cpu"), dtype, {16, 128})
+        chosen = registry.choose(torch.device("cpu"), dtype, {16, 128})
         assert chosen.paged_attention.__self__.variant == list(VERSIONS)[-1]
-    assert table.choose(torch.device("meta"), torch.bfloat16, {16}) is table.PORTABLE
+    assert registry.choose(torch.device("meta"), torch.bfloat16, {16}) is registry.PORTABLE
     assert caplog.messages == []
 
 
@@ -311,7 +312,8 @@ def test_without_them_plain_torch_and_one_line(
 ) -> None:
     monkeypatch.setattr(library, "find", lambda: found)
     with caplog.at_level(logging.WARNING):
-        assert table.choose(torch.device("cpu"), dtype, head_dims) is table.PORTABLE
+        chosen = registry.choose(torch.device("cpu"), dtype, head_dims)
+    assert replace(chosen, pack=linear.pack, pack_heads=linear.pack_heads) == registry.PORTABLE
     (line,) = caplog.messages
     assert reason in line
 
@@ -319,13 +321,13 @@ def test_without_them_plain_torch_and_one_line(
 @pytest.mark.skipif(COMPILED is None, reason="no C++ compiler at installation")
 @pytest.mark.parametrize("head_dim", [20, 512])
 def test_other_heads_take_plain_torch_for_attention(head_dim: int, caplog: pytest.LogCaptureFixture) -> None:
-    chosen = table.choose(torch.device("cpu"), torch.float32, {64, head_dim})
-    assert chosen.paged_attention is table.PORTABLE.paged_attention and chosen.pack is not table.PORTABLE.pack
+    chosen = registry.choose(torch.device("cpu"), torch.float32, {64, head_dim})
+    assert chosen.paged_attention is registry.PORTABLE.paged_attention and chosen.pack is not registry.PORTABLE.pack
     (line,) = caplog.messages
     assert f"heads of {head_dim} numbers" in line
-    latent = table.choose(torch.device("cpu"), torch.float32, (), {576})
-    assert latent.paged_attention is not table.PORTABLE.paged_attention
-    assert table.choose(torch.device("cpu"), torch.float32, (), {20}).paged_attention is chosen.paged_attention
+    latent = registry.choose(torch.device("cpu"), torch.float32, (), {576})
+    assert latent.paged_attention is not registry.PORTABLE.paged_attention
+    assert registry.choose(torch.device("cpu"), torch.float32, (), {20}).paged_attention is chosen.paged_attention
 
 
 def test_a_variant_that_is_not_there() -> None:

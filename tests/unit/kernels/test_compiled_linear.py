@@ -3,16 +3,20 @@ row's bits do not depend on the rows around it, on the number of threads, or on 
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
 
-from serve_llm.kernels import linear, linear_int8, table
+from reference import linear as definition
+from reference import linear_int8 as definition_int8
+from serve_llm.kernels import linear, linear_int8, registry
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.library import Library
 from serve_llm.kernels.cpu.linear import Packer
-from serve_llm.kernels.reference import linear as definition
-from serve_llm.kernels.reference import linear_int8 as definition_int8
+from serve_llm.kernels.invariance import FixedRows
 
 COMPILED = library.find()
 PACKERS = {} if COMPILED is None else {name: Packer(Library(COMPILED, name)) for name in Library(COMPILED).variants}
@@ -149,8 +153,46 @@ def test_what_is_not_finite_stays_in_its_row(packer: Packer) -> None:
     assert torch.equal(y[kept], expected[kept])
 
 
-def test_processors_with_matrix_units_keep_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    for amx in (False, True):
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
-        chosen = table.choose(torch.device("cpu"), torch.bfloat16, {16})
-        assert (chosen.pack is linear.pack) == amx
+def test_a_kernel_that_is_not_invariant_is_caught_where_a_model_is_built(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = Packer.pack
+
+    def fake(self: Packer, weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = ()) -> linear.Linear:
+        layer = real(self, weight, bias, beside)
+        return lambda x: layer(x) if len(x) > 1 else layer(x) * (1 + 2**-7)
+
+    monkeypatch.setattr(Packer, "pack", fake)
+    caplog.set_level(logging.WARNING)
+    layer = registry.choose(torch.device("cpu"), torch.bfloat16, {64}).pack(random(97, 53, dtype=torch.bfloat16))
+    (line,) = caplog.messages
+    assert "97 x 53 in bfloat16" in line and "32 rows at a time" in line
+    x = random(40, 53, dtype=torch.bfloat16, seed=1)
+    assert torch.equal(layer(x)[7:8], layer(x[7:8]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_model_is_built_with_passes_the_self_check(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    chosen = registry.choose(torch.device("cpu"), dtype, {64})
+    for shape in SHAPES:
+        assert not isinstance(chosen.pack(random(*shape, dtype=dtype)), FixedRows)
+        if linear_int8.works():
+            assert not isinstance(chosen.pack_int8(*int8_weights(*shape), None), FixedRows)
+    assert not caplog.messages
+
+
+def test_the_log_names_the_instruction_set(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    registry.choose(torch.device("cpu"), torch.bfloat16, {64})
+    assert COMPILED is not None
+    assert caplog.messages == [f"CPU kernels: compiled for {Library(COMPILED).variant}"]
+
+
+def test_the_variable_of_onednn_limits_the_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = library.allowed_variants
+    assert allowed({}) == allowed({"ONEDNN_MAX_CPU_ISA": "DEFAULT"}) == library.VARIANTS
+    assert allowed({"ONEDNN_MAX_CPU_ISA": "avx512_core"}) == ("baseline", "avx2", "avx512")
+    assert allowed({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"})[-1] == "avx512_bf16"
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+    assert COMPILED is not None and Library(COMPILED).variants == ("baseline",)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_llm.engine.quant.fp8 import quantise
+from reference import linear_fp8 as definition
+from serve_llm.engine.quantization.fp8 import quantise
 from serve_llm.kernels import linear_fp8
-from serve_llm.kernels.reference import linear_fp8 as definition
 
 CPU = torch.device("cpu")
 SHAPES = [(96, 64), (97, 53), (130, 33), (7, 1), (1, 7), (320, 1024)]  # outputs, inputs

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_llm.kernels import activation, linear, moe, table
-from serve_llm.kernels.reference import activation as reference_activation
-from serve_llm.kernels.reference import linear as reference_linear
-from serve_llm.kernels.reference import moe as reference
+from reference import activation as reference_activation
+from reference import linear as reference_linear
+from reference import moe as reference
+from serve_llm.kernels import activation, linear, moe, registry
 from support.experts import Case, make_case
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def test_as_the_reference(dtype: torch.dtype, chosen: int, own: range) -> None:
     expected = reference.pack_experts(case.pairs(own, reference_linear.pack), reference_activation.silu_and_mul, own)(
         case.x, case.weights, case.experts
     )
-    for pack in (linear.pack, table.choose(CPU, dtype, {64}).pack):
+    for pack in (linear.pack, registry.choose(CPU, dtype, {64}).pack):
         packed = moe.pack_experts(case.pairs(own, pack), activation.silu_and_mul, own)
         found = packed(case.x, case.weights, case.experts)
         assert found.dtype == dtype and found.is_contiguous()
@@ -35,7 +35,7 @@ def test_as_the_reference(dtype: torch.dtype, chosen: int, own: range) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rows_bits_are_its_own(dtype: torch.dtype) -> None:
     case = make_case(150, 5, 3, 33, 21, dtype)
-    pack = table.choose(CPU, dtype, {64}).pack
+    pack = registry.choose(CPU, dtype, {64}).pack
     experts = moe.pack_experts(case.pairs(range(5), pack), activation.silu_and_mul, range(5))
     whole = experts(case.x, case.weights, case.experts)
     some = partial(_some, case, experts)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from reference import activation as activation_definition
+from reference import norm as norm_definition
 from serve_llm.kernels import activation, linear_int8, norm, rope
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.library import Library
 from serve_llm.kernels.cpu.rows import RowKernels
-from serve_llm.kernels.reference import activation as activation_definition
-from serve_llm.kernels.reference import norm as norm_definition
 from serve_llm.kernels.rope import HeadNorms
 
 COMPILED = library.find()

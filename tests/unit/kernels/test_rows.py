@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from reference import activation as activation_definition
+from reference import linear as linear_definition
+from reference import linear_int8 as linear_int8_definition
+from reference import norm as norm_definition
+from reference import rope as rope_definition
 from serve_llm.kernels import activation, linear, linear_int8, norm, rope
-from serve_llm.kernels.reference import activation as activation_definition
-from serve_llm.kernels.reference import linear as linear_definition
-from serve_llm.kernels.reference import linear_int8 as linear_int8_definition
-from serve_llm.kernels.reference import norm as norm_definition
-from serve_llm.kernels.reference import rope as rope_definition
 
 DTYPES = [torch.float32, torch.bfloat16]
 MAX_ROWS = 300
@@ -198,7 +198,17 @@ class TestRope:
 
 class TestActivation:
     @pytest.mark.parametrize(
-        "name", ["silu_and_mul", "gelu_tanh_and_mul", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai_and_mul"]
+        "name",
+        [
+            "silu_and_mul",
+            "gelu_and_mul",
+            "gelu_tanh_and_mul",
+            "gelu",
+            "gelu_tanh",
+            "relu",
+            "relu2",
+            "swigluoai_and_mul",
+        ],
     )
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("width", [2, 194, 2048])

@@ -1,5 +1,5 @@
-"""The draw and the log-probabilities: every compiled variant that this processor runs, the NumPy version, the torch
-definition and a plain float64 sort must all agree."""
+"""The draw and the log-probabilities: every compiled variant that this processor runs, the torch definition and a
+plain float64 sort must all agree."""
 
 import functools
 import math
@@ -10,22 +10,23 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_llm.kernels import sampling
+from serve_llm.kernels import torch_sampling as definition
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.library import Library
 from serve_llm.kernels.cpu.sampling import CompiledSampling
-from serve_llm.kernels.reference import sampling as reference
 from serve_llm.kernels.sampling import Draw
+from serve_llm.kernels.torch_sampling import SyncSampling
 from support.matrix import mostly_slow
 
 COMPILED = library.find()
-FAST: dict[str, Any] = {"numpy": sampling}
+REFERENCE = SyncSampling(definition)
+FAST: dict[str, Any] = {}
 if COMPILED is not None:
-    FAST |= {variant: CompiledSampling(Library(COMPILED, variant)) for variant in Library(COMPILED).variants}
-BOTH = pytest.mark.parametrize("kernel", [*FAST.values(), reference], ids=[*FAST, "reference"])
+    FAST = {variant: CompiledSampling(Library(COMPILED, variant)) for variant in Library(COMPILED).variants}
+BOTH = pytest.mark.parametrize("kernel", [*FAST.values(), REFERENCE], ids=[*FAST, "reference"])
 EVERY_FAST = pytest.mark.parametrize("kernel", FAST.values(), ids=FAST)
 GREEDY = Draw(0.0, 0, 1.0, 0.0, 0.0)
 VOCABS = [1, 2, 7, 63, 1025, 5003]
@@ -64,23 +65,21 @@ draws = st.builds(
 
 
 @BOTH
-@settings(deadline=None)
 @given(seed=st.integers(0, 10**6), vocab=st.sampled_from(VOCABS), scale=st.sampled_from([0.3, 3.0, 20.0]), draw=draws)
 def test_every_filter(kernel: Any, seed: int, vocab: int, scale: float, draw: Draw) -> None:
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * scale
     token_id, unsure = expected(distribution(logits, draw), draw.noise)
     if not unsure:
-        assert kernel.choose(logits.unsqueeze(0), [draw]) == [token_id]
+        assert kernel.sample(logits.unsqueeze(0), [draw]) == [token_id]
 
 
 @EVERY_FAST
-@settings(deadline=None)
 @given(seed=st.integers(0, 10**6), vocab=st.sampled_from(VOCABS), draw=draws, distinct=st.integers(1, 9))
 def test_equal_logits_stay_or_go_together(kernel: Any, seed: int, vocab: int, draw: Draw, distinct: int) -> None:
     logits = torch.randint(0, distinct, (1, vocab), generator=torch.Generator().manual_seed(seed)).float()
     token_id, unsure = expected(distribution(logits[0], draw), draw.noise)
     if not unsure:
-        assert kernel.choose(logits, [draw]) == reference.choose(logits, [draw]) == [token_id]
+        assert kernel.sample(logits, [draw]) == REFERENCE.sample(logits, [draw]) == [token_id]
 
 
 @BOTH
@@ -106,20 +105,20 @@ def test_what_is_kept(kernel: Any, draw: Draw, kept: set[int]) -> None:
     probabilities = [1 / 24, 1 / 2, 1 / 24, 3 / 16, 3 / 16, 1 / 24]
     logits = torch.tensor([probabilities]).log().repeat(400, 1)
     grid = [draw._replace(noise=(i + 0.5) / 400) for i in range(400)]
-    assert set(kernel.choose(logits, grid)) == kept
+    assert set(kernel.sample(logits, grid)) == kept
 
 
 @BOTH
 def test_inverse_of_the_cumulative_distribution_in_id_order(kernel: Any) -> None:
     logits = torch.tensor([[0.25, 0.0, 0.5, 0.25, 0.0]]).log()
     for noise, token_id in [(0.0, 0), (0.2499, 0), (0.2501, 2), (0.7499, 2), (0.7501, 3), (1 - 2**-53, 3)]:
-        assert kernel.choose(logits, [Draw(1.0, 0, 1.0, 0.0, noise)]) == [token_id]
+        assert kernel.sample(logits, [Draw(1.0, 0, 1.0, 0.0, noise)]) == [token_id]
 
 
 @EVERY_FAST
 def test_borders_between_blocks_of_the_sum(kernel: Any) -> None:
     logits = torch.zeros(1, 2048).expand(2048, -1)
-    assert kernel.choose(logits, [Draw(1.0, 0, 1.0, 0.0, i / 2048) for i in range(2048)]) == list(range(2048))
+    assert kernel.sample(logits, [Draw(1.0, 0, 1.0, 0.0, i / 2048) for i in range(2048)]) == list(range(2048))
 
 
 @EVERY_FAST
@@ -131,7 +130,7 @@ def test_wide_nucleus(kernel: Any, scale: float, top_p: float) -> None:
     for noise in (0.03, 0.5, 0.97):
         draw = Draw(1.0, 0, top_p, 0.0, noise)
         token_id, _ = expected(distribution(logits, draw), noise)
-        (found,) = kernel.choose(logits.unsqueeze(0), [draw])
+        (found,) = kernel.sample(logits.unsqueeze(0), [draw])
         assert abs(found - token_id) <= 1  # one place of 30,000: the borders are that close to each other
 
 
@@ -141,7 +140,7 @@ def test_noise_near_one_never_draws_an_impossible_token(kernel: Any) -> None:
     logits[0, 4990:] = -math.inf
     logits[0, :3] = -math.inf
     for noise in (0.0, 5e-324, 1 - 2**-53):
-        (token_id,) = kernel.choose(logits, [Draw(1.0, 0, 1.0, 0.0, noise)])
+        (token_id,) = kernel.sample(logits, [Draw(1.0, 0, 1.0, 0.0, noise)])
         assert 3 <= token_id < 4990
 
 
@@ -151,8 +150,8 @@ def test_greedy_takes_the_lowest_of_equals(kernel: Any) -> None:
     logits[1, [17, 4000]] = 1.0
     logits[2] = -math.inf
     logits[2, 9] = -5.0
-    assert kernel.choose(logits, [GREEDY] * 3) == [0, 17, 9]
-    assert kernel.choose(logits, [GREEDY, GREEDY, Draw(1.0, 0, 1.0, 0.0, 0.5)]) == [0, 17, 9]
+    assert kernel.sample(logits, [GREEDY] * 3) == [0, 17, 9]
+    assert kernel.sample(logits, [GREEDY, GREEDY, Draw(1.0, 0, 1.0, 0.0, 0.5)]) == [0, 17, 9]
 
 
 @BOTH
@@ -162,7 +161,7 @@ def test_rows_that_are_not_finite(kernel: Any, draw: Draw) -> None:
     logits[1, 50] = math.nan
     logits[2, 50] = math.inf
     logits[3] = -math.inf
-    chosen = kernel.choose(logits, [draw] * 5)
+    chosen = kernel.sample(logits, [draw] * 5)
     assert chosen[1:4] == [-1, -1, -1] and chosen[0] >= 0 and chosen[4] == chosen[0]
 
 
@@ -170,7 +169,7 @@ def test_rows_that_are_not_finite(kernel: Any, draw: Draw) -> None:
 @pytest.mark.parametrize("temperature", [1e-5, 1e5])
 def test_extreme_temperatures_do_not_overflow(kernel: Any, temperature: float) -> None:
     logits = torch.tensor([[-3e38, 0.0, 3e38, 1e30]])
-    assert kernel.choose(logits, [Draw(temperature, 0, 0.9, 0.0, 0.99)]) == [2]
+    assert kernel.sample(logits, [Draw(temperature, 0, 0.9, 0.0, 0.99)]) == [2]
 
 
 @EVERY_FAST
@@ -179,7 +178,7 @@ def test_frequencies_follow_the_distribution(kernel: Any) -> None:
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3)) * 2
     draw = Draw(1.3, 0, 0.97, 0.01, 0.0)
     noise = np.random.default_rng(5).random(20_000)
-    chosen = kernel.choose(logits.expand(20_000, -1), [draw._replace(noise=float(u)) for u in noise])
+    chosen = kernel.sample(logits.expand(20_000, -1), [draw._replace(noise=float(u)) for u in noise])
     probabilities = distribution(logits[0], draw)
     counts = np.bincount(chosen, minlength=50)
     possible = probabilities > 0
@@ -195,7 +194,7 @@ def test_a_row_does_not_depend_on_its_neighbours(kernel: Any) -> None:
     pick = np.random.default_rng(11)
     row = torch.randn(4999, generator=generator) * 2
     styles = [Draw(1.0, 0, 1.0, 0.0, 0.7), Draw(1.3, 0, 0.9, 0.0, 0.31), Draw(0.8, 40, 0.95, 0.01, 0.99), GREEDY]
-    alone = [kernel.choose(row.unsqueeze(0), [style])[0] for style in styles]
+    alone = [kernel.sample(row.unsqueeze(0), [style])[0] for style in styles]
     probability = kernel.logprobs(row.unsqueeze(0), [42], 5)[0]
     for _ in range(50):
         batch = torch.randn(int(pick.integers(1, 9)), 4999, generator=generator) * 3
@@ -204,12 +203,11 @@ def test_a_row_does_not_depend_on_its_neighbours(kernel: Any) -> None:
         others = [styles[i] for i in pick.integers(len(styles), size=len(batch))]
         for style, token_id in zip(styles, alone, strict=True):
             others[place] = style
-            assert kernel.choose(batch, others)[place] == token_id
+            assert kernel.sample(batch, others)[place] == token_id
         assert kernel.logprobs(batch, [42] * len(batch), 5)[place] == probability
 
 
 @BOTH
-@settings(deadline=None)
 @given(seed=st.integers(0, 10**6), vocab=st.sampled_from(VOCABS), k=st.integers(0, 25), distinct=st.booleans())
 def test_logprobs(kernel: Any, seed: int, vocab: int, k: int, distinct: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -237,9 +235,9 @@ def test_logprobs_of_broken_logits(kernel: Any) -> None:
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_likeliest_and_largest(kernel: Any, vocab: int) -> None:
     logits = (torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab)) * 4).round() / 2  # many are equal
-    assert kernel.likeliest(logits).tolist() == [row.tolist().index(row.max()) for row in logits]
+    assert kernel.argmax(logits).tolist() == [row.tolist().index(row.max()) for row in logits]
     for k in {1, min(3, vocab), vocab}:
-        for row, found in zip(logits, kernel.largest(logits, k), strict=True):
+        for row, found in zip(logits, kernel.top_k(logits, k), strict=True):
             floor = sorted(row.tolist())[-k]
             assert found.tolist() == [token_id for token_id, value in enumerate(row.tolist()) if value >= floor]
 
@@ -248,10 +246,10 @@ def test_likeliest_and_largest(kernel: Any, vocab: int) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_likeliest_and_largest_of_broken_rows(kernel: Any, value: float) -> None:
     logits = torch.tensor([[1.0, 5.0, value, 2.0], [4.0, 3.0, 2.0, 4.0]])
-    assert kernel.likeliest(logits).tolist() == [2, 0]
-    assert [found.tolist() for found in kernel.largest(logits, 2)] == [[2], [0, 3]]
+    assert kernel.argmax(logits).tolist() == [2, 0]
+    assert [found.tolist() for found in kernel.top_k(logits, 2)] == [[2], [0, 3]]
     nothing = torch.full((1, 3), -math.inf)
-    assert len(kernel.largest(nothing, 2)[0]) == 1
+    assert len(kernel.top_k(nothing, 2)[0]) == 1
 
 
 # The vocabularies of real models, and rows that are hard to select from.
@@ -284,7 +282,7 @@ def hard_rows(vocab: int) -> torch.Tensor:
 
 @functools.cache
 def hard_answers(vocab: int, dtype: torch.dtype) -> list[list[int]]:
-    return [reference.choose(hard_rows(vocab).to(dtype), [draw] * 8) for draw in SOME_DRAWS]
+    return [REFERENCE.sample(hard_rows(vocab).to(dtype), [draw] * 8) for draw in SOME_DRAWS]
 
 
 def probability_between(logits: torch.Tensor, draw: Draw, ids: list[int]) -> float:
@@ -300,15 +298,15 @@ def test_hard_rows(kernel: Any, vocab: int, dtype: torch.dtype) -> None:
     """As the definition; another id only where the noise falls next to a border."""
     logits = hard_rows(vocab).to(dtype)
     for draw, wanted in zip(SOME_DRAWS, hard_answers(vocab, dtype), strict=True):
-        found = kernel.choose(logits, [draw] * 8)
+        found = kernel.sample(logits, [draw] * 8)
         for row, ids in zip(logits.float(), zip(wanted, found, strict=True), strict=True):
             assert ids[0] == ids[1] or (draw != GREEDY and probability_between(row, draw, list(ids)) < 1e-5)
     for k in {1, min(vocab, 40), min(vocab, 900)}:
-        for wanted_ids, found_ids in zip(reference.largest(logits, k), kernel.largest(logits, k), strict=True):
+        for wanted_ids, found_ids in zip(REFERENCE.top_k(logits, k), kernel.top_k(logits, k), strict=True):
             assert found_ids.tolist() == wanted_ids.tolist()
-    assert kernel.likeliest(logits).tolist() == reference.likeliest(logits).tolist()
+    assert kernel.argmax(logits).tolist() == REFERENCE.argmax(logits).tolist()
     ids = [n % vocab for n in range(8)]
-    for wanted_row, found_row in zip(reference.logprobs(logits, ids, 9), kernel.logprobs(logits, ids, 9), strict=True):
+    for wanted_row, found_row in zip(REFERENCE.logprobs(logits, ids, 9), kernel.logprobs(logits, ids, 9), strict=True):
         assert (found_row.rank, found_row.top_ids) == (wanted_row.rank, wanted_row.top_ids)
         assert found_row.logprob == pytest.approx(wanted_row.logprob, abs=2e-5)
         assert found_row.top_logprobs == pytest.approx(wanted_row.top_logprobs, abs=2e-5)
@@ -326,11 +324,11 @@ def test_threads_and_instruction_sets_do_not_show(threads: None) -> None:
     """The instruction sets that multiply and add at once give the same bits; those without may round differently."""
     logits, ids = hard_rows(WHOLE)[:5].contiguous(), [3, 1, 4, 1, 5]
     results = []
-    for kernel in (FAST[variant] for variant in FAST if variant not in ("numpy", "baseline")):
+    for kernel in (FAST[variant] for variant in FAST if variant != "baseline"):
         for number in (1, 2, 3, 5):
             torch.set_num_threads(number)
-            drawn = [kernel.choose(logits, [draw] * 5) for draw in SOME_DRAWS]
-            mixed = kernel.choose(logits, SOME_DRAWS[1:])
+            drawn = [kernel.sample(logits, [draw] * 5) for draw in SOME_DRAWS]
+            mixed = kernel.sample(logits, SOME_DRAWS[1:])
             results.append((drawn, mixed, kernel.logprobs(logits, ids, 5)))
     assert all(result == results[0] for result in results)
     for drawn, mixed, _ in results:
@@ -346,9 +344,9 @@ def test_one_broken_number_anywhere(kernel: Any, place: int, value: float, dtype
     logits[0, place] = value
     logits[1, WHOLE - 9 :] = -math.inf
     for draw in (GREEDY, Draw(1.0, 5, 0.9, 0.1, 0.5), Draw(1.0, 0, 1.0, 0.0, 0.5)):
-        chosen = kernel.choose(logits, [draw] * 2)
+        chosen = kernel.sample(logits, [draw] * 2)
         assert chosen[0] == -1 and 0 <= chosen[1] < WHOLE - 9
-    assert kernel.likeliest(logits)[0] == place
+    assert kernel.argmax(logits)[0] == place
     with pytest.raises(ValueError, match="not finite"):
         kernel.logprobs(logits, [0, 0], 1)
 
@@ -358,4 +356,44 @@ def test_rows_of_a_wider_matrix(kernel: Any) -> None:
     wide = torch.randn((3, 1100), generator=torch.Generator().manual_seed(1))
     wide[:, 1000:] = 99.0
     for draw in SOME_DRAWS:
-        assert kernel.choose(wide[:, :1000], [draw] * 3) == kernel.choose(wide[:, :1000].contiguous(), [draw] * 3)
+        assert kernel.sample(wide[:, :1000], [draw] * 3) == kernel.sample(wide[:, :1000].contiguous(), [draw] * 3)
+
+
+@pytest.mark.skipif(COMPILED is None, reason="no C++ compiler at installation")
+def test_a_library_with_another_draw_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert COMPILED is not None
+    monkeypatch.setattr(Draw, "_fields", (*Draw._fields, "one_more"))
+    with pytest.raises(OSError, match="was compiled from other sources; install serve-llm again"):
+        CompiledSampling(Library(COMPILED))
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 203, 4096, 20001])
+def test_masks_of_grammars(kernel: Any, vocab: int, dtype: torch.dtype) -> None:
+    allowed = np.random.default_rng(vocab).random((3, vocab)) < 0.5
+    allowed[2, 40:] = False
+    allowed[1, :99] = True
+    padded = np.pad(allowed, ((0, 0), (0, -vocab % 32)))
+    masks = torch.from_numpy(np.packbits(padded, 1, bitorder="little").view(np.int32))
+    scores = torch.randn(5, vocab + 8, generator=torch.Generator().manual_seed(vocab)).to(dtype)[:, :vocab]
+    expected = scores.clone()
+    for row, one in zip((4, 0, 2), allowed, strict=True):
+        expected[row, torch.from_numpy(~one)] = -torch.inf
+    kernel.apply_masks(scores, [4, 0, 2], masks)
+    assert torch.equal(scores, expected)
+
+
+@EVERY_FAST
+@given(seed=st.integers(0, 10**6), vocab=st.sampled_from(VOCABS), share=st.sampled_from([0.001, 0.5, 0.97]), draw=draws)
+def test_masked_rows_are_sampled_the_same_as_bfloat16_and_float32(
+    kernel: Any, seed: int, vocab: int, share: float, draw: Draw
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = (4.0 * torch.randn(1, vocab, generator=generator)).bfloat16()
+    allowed = torch.rand(1, vocab, generator=generator) < share
+    allowed[0, seed % vocab] = True
+    scores = logits.masked_fill(~allowed, -torch.inf)
+    (token_id,) = kernel.sample(scores, [draw])
+    assert allowed[0, token_id]
+    assert kernel.sample(scores.float(), [draw]) == [token_id]

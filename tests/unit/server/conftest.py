@@ -6,19 +6,21 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from serve_llm.engine.hub import resolve_model
-from serve_llm.engine.options import Options
+from serve_llm.common.hub import resolve_model
+from serve_llm.common.options.sources import make_options
 from serve_llm.server.app import create_app
+from serve_llm.server.engines.replicas import Replicas
+from serve_llm.server.metrics.meter import Clock, Meter
 from serve_llm.server.prompt.model import ServedModel
-from serve_llm.server.prompt.pool import PromptPool
-from serve_llm.server.replicas import Replicas
+from serve_llm.server.prompt.pool import PromptPool, build_grammar_compiler
+from serve_llm.server.storage.storage import Storage
 from support.fakes import Script, ScriptedEngine
 from support.serving import TEXT, Served
 
 
 @pytest.fixture(scope="session")
 def model() -> ServedModel:
-    return ServedModel.load(resolve_model("demo"), Options.from_kwargs("demo"))
+    return ServedModel.load(resolve_model("demo"), make_options("demo"))
 
 
 @pytest.fixture
@@ -26,6 +28,7 @@ def serve(model: ServedModel) -> Iterator[Callable[..., Served]]:
     """serve(text=..., engine options..., options={...}): the app on engines that generate this text."""
 
     pools: list[PromptPool] = []
+    storages: list[Storage] = []
 
     def make(
         text: str = TEXT,
@@ -33,17 +36,29 @@ def serve(model: ServedModel) -> Iterator[Callable[..., Served]]:
         script: Script | None = None,
         options: dict[str, object] | None = None,
         num_engines: int = 1,
+        served_model: ServedModel = model,
         **engine: object,
     ) -> Served:
         ids = model.tokenizer.encode(text, add_special_tokens=False)
-        scripted = [ScriptedEngine(script or (lambda request: ids), **engine) for _ in range(num_engines)]
-        app, gate, pool = create_app(Replicas(scripted), model, Options.from_kwargs("demo", **(options or {})))
+        clock = Clock()
+        scripted = [
+            ScriptedEngine(script or (lambda request: ids), meter=Meter(clock), **engine) for _ in range(num_engines)
+        ]
+        app, admission, pool, storage, batches = create_app(
+            Replicas(scripted), served_model, make_options("demo", **(options or {}))
+        )
         pools.append(pool)
-        return Served(app, gate, scripted, model)
+        storages.append(storage)
+        if served_model is not model:  # whose dialect a worker process would not know
+            context = pool._context._replace(is_worker=True)
+            pool._context = context._replace(grammars=build_grammar_compiler(context))
+        return Served(app, admission, scripted, served_model, storage, batches)
 
     yield make
     for pool in pools:
         pool.close()
+    for storage in storages:
+        storage.close()
 
 
 @pytest.fixture

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
+from openai.types.completion_create_params import CompletionCreateParamsBase as TextParamsBase
 
-from serve_llm.engine.options import Options
+from serve_llm.common.options.sources import make_options
 from serve_llm.server.app import create_app
+from serve_llm.server.engines.replicas import Replicas
 from serve_llm.server.prompt.model import ServedModel
-from serve_llm.server.replicas import Replicas
-from serve_llm.server.schema.chat import ChatCompletion, ChatEvent
+from serve_llm.server.schema.chat import ChatCompletion, ChatEvent, ChatRequest
+from serve_llm.server.schema.completions import CompletionRequest
 from support.asgi import Reply, fetch
 from support.fakes import ScriptedEngine, facts, logprobs_of
 from support.serving import TEXT, Served
@@ -51,6 +54,15 @@ def test_without_max_tokens_the_context_is_filled(serve: Serve) -> None:
     assert request.sampling.max_tokens == 2048 - len(request.prompt_ids)
 
 
+def test_without_max_tokens_the_limit_on_logprobs_bounds_the_length(serve: Serve) -> None:
+    served = serve(options={"limit": "logprobs=600"})
+    reply = served.chat(logprobs=True, top_logprobs=2, n=2)
+    assert reply.status == 200
+    assert {request.sampling.max_tokens for request in served.engine.submitted} == {100}
+    refused = served.chat(logprobs=True, top_logprobs=2, n=2, max_tokens=101)
+    assert refused.status == 400 and refused.json()["error"]["param"] == "logprobs"
+
+
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 def test_both_names_of_the_limit(served: Served, field: str) -> None:
     assert completion(served.chat(**{field: 3})).usage.completion_tokens == 3
@@ -78,6 +90,10 @@ def test_a_stream_has_the_role_first(served: Served, n: int) -> None:
         ([{"type": "text", "text": "one"}], "one"),
         ([{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "one\ntwo"),
         ("", ""),
+        (["one", {"type": "text", "text": "two"}], "one\ntwo"),
+        ([{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b"}], "a\nb"),
+        ([{"type": "refusal", "refusal": "I cannot."}], "I cannot."),
+        ([{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Yes."}], "Yes."),
     ],
 )
 def test_contents(served: Served, content: object, text: str) -> None:
@@ -85,25 +101,26 @@ def test_contents(served: Served, content: object, text: str) -> None:
     assert prompt_text(served).startswith(f"<|user|>\n{text}<|end|>")
 
 
-def test_every_role_and_what_else_messages_hold_reach_the_template(model: ServedModel) -> None:
+def test_every_role_and_extra_message_fields_reach_the_template(model: ServedModel) -> None:
     source = (
         "{% for m in messages %}{{ m.role }}={{ m.content }}/{{ m.name }}/{{ m.tool_calls | default([]) | length }};"
         "{% endfor %}{{ mood }}"
     )
     engine = ScriptedEngine(lambda request: [40])
-    custom = ServedModel.load(model.directory, Options.from_kwargs("demo", chat_template=source))
-    app, *_ = create_app(Replicas([engine]), custom, Options.from_kwargs("demo"))
+    custom = ServedModel.load(model.directory, make_options("demo", chat_template=source))
+    app, *_ = create_app(Replicas([engine]), custom, make_options("demo"))
     messages = [
         {"role": "system", "content": "s"},
         {"role": "developer", "content": "d", "name": "Ann"},
         {"role": "user", "content": "u"},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f"}}]},
         {"role": "tool", "content": "t", "tool_call_id": "1"},
+        {"role": "ipython", "content": "i"},
     ]
     body = {"messages": messages, "max_tokens": 1, "chat_template_kwargs": {"mood": "good"}}
     assert fetch(app, "POST", "/v1/chat/completions", body).status == 200
     text = model.tokenizer.decode(engine.submitted[0].prompt_ids)
-    assert text == "system=s//0;developer=d/Ann/0;user=u//0;assistant=None//1;tool=t//0;good"
+    assert text == "system=s//0;developer=d/Ann/0;user=u//0;assistant=None//1;tool=t/f/0;ipython=i//0;good"
 
 
 def test_continuing_the_final_message(served: Served) -> None:
@@ -131,19 +148,52 @@ def test_logprobs(serve: Serve) -> None:
     assert [token.top_logprobs for token in plain] == [[], []]
 
 
-def test_usage_is_there_also_for_token_ids(served: Served) -> None:
+def test_usage_with_token_ids(served: Served) -> None:
     found = completion(served.chat(max_tokens=2, return_token_ids=True, prompt_logprobs=0))
     assert found.choices[0].token_ids == served.ids(TEXT)[:2]
-    assert found.choices[0].prompt_token_ids == served.engine.submitted[0].prompt_ids
-    assert len(found.choices[0].prompt_logprobs) == found.usage.prompt_tokens
+    assert found.prompt_token_ids == served.engine.submitted[0].prompt_ids
+    assert len(found.prompt_logprobs) == found.usage.prompt_tokens
     assert found.usage.prompt_tokens_details.cached_tokens == 0
 
 
+def test_the_first_event_of_a_choice_describes_the_prompt(served: Served) -> None:
+    found = events(served.chat(max_tokens=2, return_token_ids=True, prompt_logprobs=0, n=2, stream=True))
+    for index in range(2):
+        first, *others = [event for event in found if event.choices[0].index == index]
+        assert first.prompt_token_ids == served.engine.submitted[0].prompt_ids
+        assert len(first.prompt_logprobs) == len(first.prompt_token_ids)
+        assert all(event.prompt_token_ids is event.prompt_logprobs is None for event in others)
+
+
+def test_continuous_usage_begins_before_the_first_token(served: Served) -> None:
+    options = {"continuous_usage_stats": True}
+    found = events(served.chat(max_tokens=3, stream=True, stream_options=options))
+    assert [event.usage.completion_tokens for event in found] == [0, 1, 2, 3]
+    found = events(served.chat(max_tokens=3, n=2, stream=True, stream_options=options))
+    shown = [event.usage.completion_tokens for event in found]
+    assert shown == sorted(shown) and (shown[0], shown[-1]) == (0, 6)
+
+
 FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+def assistant(*calls: object, **fields: object) -> dict[str, object]:
+    return {"messages": [*HI, {"role": "assistant", "content": None, "tool_calls": list(calls), **fields}]}
+
+
+def call(arguments: object) -> dict[str, object]:
+    return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
 BAD: list[tuple[dict[str, object], str, str | None]] = [
     ({"messages": []}, "messages", None),
     ({"messages": None}, "messages", None),
-    ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", None),
+    ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role", None),
+    ({"messages": [{"role": "a" * 65, "content": "x"}]}, "messages[0].role", None),
+    ({"messages": [{"role": "user|>", "content": "x"}]}, "messages[0].role", None),
+    ({"messages": [{"role": "user", "content": [{"type": "refusal", "text": "x"}]}]},
+     "messages[0].content[0].refusal", None),
+    ({"messages": [{"role": "user", "content": ["x", 3]}]}, "messages[0].content", None),
     ({"messages": [*HI, {"content": "x"}]}, "messages[1].role", None),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", None),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -152,10 +202,66 @@ BAD: list[tuple[dict[str, object], str, str | None]] = [
     ({"messages": HI * 10_001}, "messages", None),
     ({"messages": [{"role": "user", "content": "x " * 5000}]}, "messages", "context_length_exceeded"),
     ({"tools": [FUNCTION]}, "tools", "unsupported"),
-    ({"tool_choice": "required"}, "tool_choice", "unsupported"),
+    ({"tool_choice": "required"}, "tool_choice", None),
     ({"functions": [{}]}, "functions", "unsupported"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "unsupported"),
+    ({"function_call": "auto"}, "function_call", "unsupported"),
+    ({"tools": [FUNCTION, FUNCTION], "tool_choice": "none"}, "tools[1].function.name", None),
+    ({"tools": [FUNCTION] * 257}, "tools", None),
+    ({"tools": [{"type": "custom"}]}, "tools[0]", "unsupported"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", None),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", None),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+     "tools[0].function.parameters.type", None),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters",
+     None),
+    ({"tools": [FUNCTION], "tool_choice": "sometimes"}, "tool_choice", None),
+    ({"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+     "tool_choice.function.name", None),
+    ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name", None),
+    ({"tools": [FUNCTION], "tool_choice": {"type": "function"}}, "tool_choice.function", None),
+    ({"tools": [FUNCTION], "tool_choice": 1}, "tool_choice", None),
+    ({"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+     "tool_choice.allowed_tools.tools", None),
+    (assistant(call("{")), "messages[1].tool_calls[0].function.arguments", None),
+    (assistant(call("{}"), call("[1]")), "messages[1].tool_calls[1].function.arguments", None),
+    (assistant(call('{"a": NaN}')), "messages[1].tool_calls[0].function.arguments", None),
+    (assistant(call(3)), "messages[1].tool_calls[0].function.arguments", None),
+    (assistant({"id": "1"}), "messages[1].tool_calls[0].function", None),
+    (assistant(reasoning=3), "messages[1].reasoning", None),
+    ({"reasoning_effort": "huge"}, "reasoning_effort", None),
+    ({"thinking_token_budget": -2}, "thinking_token_budget", None),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "unsupported"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format", None),
+    ({"response_format": {"type": "structural_tag", "format": {"type": "token"}}}, "response_format", None),
+    ({"response_format": {"type": "structural_tag", "json_schema": {"name": "x", "schema": {}}}},
+     "response_format.json_schema", None),
+    ({"response_format": {"type": "text", "format": {"type": "any_text"}}}, "response_format.format", None),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", None),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name", None),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+     "response_format.json_schema.schema", None),
+    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema", None),
+    ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs", None),
+    ({"structured_outputs": {}}, "structured_outputs", None),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", None),
+    ({"structured_outputs": {"regex": "a\0"}}, "structured_outputs.regex", None),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", None),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object", None),
+    ({"structured_outputs": {"structural_tag": ""}}, "structured_outputs.structural_tag", None),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", None),
+    ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern", None),
+    ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp", None),
+    ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", None),
+    ({"guided_json": {}}, "guided_json", "unsupported"),
+    ({"modalities": ["text", "audio"]}, "modalities", "unsupported"),
+    ({"audio": {"voice": "x"}}, "audio", "unsupported"),
+    ({"web_search_options": {}}, "web_search_options", "unsupported"),
+    ({"moderation": {}}, "moderation", "unsupported"),
+    ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning", None),
+    ({"reasoning": {"effort": "huge"}}, "reasoning.effort", None),
+    ({"reasoning": {"depth": 1}}, "reasoning.depth", None),
+    ({"thinking": {"type": "deeply"}}, "thinking.type", None),
+    ({"thinking": True, "enable_thinking": False}, "thinking", None),
     ({"top_logprobs": 2}, "top_logprobs", None),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
     ({"logprobs": 1}, "logprobs", None),
@@ -173,19 +279,54 @@ def test_a_bad_field_is_named(served: Served, body: dict[str, object], param: st
     assert served.engine.submitted == []
 
 
-def test_what_asks_for_nothing_is_accepted(served: Served) -> None:
+def test_fields_without_effect_are_accepted(served: Served) -> None:
     nothing = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "functions": None}
     assert served.chat(**nothing, parallel_tool_calls=True, max_tokens=1).status == 200
 
 
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"reasoning_effort": "none"}, "none/False/False"),
+        ({"reasoning": {"effort": "low", "summary": "auto"}}, "low/True/True"),
+        ({"reasoning": {"enabled": False}}, "-/False/False"),
+        ({"enable_thinking": True}, "-/True/True"),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, "high/False/False"),
+        ({"thinking": {"type": "adaptive"}}, "-/-/-"),
+        ({"thinking": False, "chat_template_kwargs": {"thinking": 7}}, "-/False/7"),
+    ],
+    ids=str,
+)
+def test_every_way_to_ask_for_reasoning(
+    model: ServedModel, serve: Serve, body: dict[str, object], expected: str
+) -> None:
+    source = "{{ reasoning_effort or '-' }}/{{ enable_thinking | default('-') }}/{{ thinking | default('-') }}"
+    served = serve(served_model=ServedModel.load(model.directory, make_options("demo", chat_template=source)))
+    assert served.chat(max_tokens=1, **body).status == 200
+    assert prompt_text(served) == expected
+
+
+def test_openais_whole_schema_is_known(served: Served) -> None:
+    """A field of its chat request is served, has no effect, or is refused by name with its code."""
+    neutral = {"modalities": ["text"], "audio": None, "prediction": {"content": "x"}, "functions": [],
+               "verbosity": "low", "prompt_cache_retention": "24h", "function_call": "none", "moderation": None,
+               "prompt_cache_options": {"mode": "auto"}, "web_search_options": None, "response_format": None,
+               "reasoning_effort": "low", "stream_options": None}  # fmt: skip
+    assert served.chat(**neutral, max_tokens=1).status == 200
+    names = set(CompletionCreateParamsBase.__annotations__)
+    assert len(names) > 30 and names <= set(ChatRequest.model_fields)
+    completion_names = set(TextParamsBase.__annotations__)
+    assert len(completion_names) > 12 and completion_names <= set(CompletionRequest.model_fields)
+
+
 def test_a_model_without_a_template_says_so(model: ServedModel) -> None:
     engine = ScriptedEngine(lambda request: [40])
-    app, *_ = create_app(Replicas([engine]), replace(model, template=None), Options.from_kwargs("x"))
+    app, *_ = create_app(Replicas([engine]), replace(model, template=None), make_options("x"))
     reply = fetch(app, "POST", "/v1/chat/completions", {"messages": HI})
     assert reply.status == 400 and "--chat-template" in reply.json()["error"]["message"]
 
 
-def test_a_long_conversation_is_prepared_off_the_event_loop(serve: Serve) -> None:
+def test_a_long_conversation_is_prepared_outside_the_event_loop(serve: Serve) -> None:
     served = serve(model_facts=facts(max_model_len=10**6))
     assert served.chat(messages=HI * 5000, max_tokens=1).status == 200
     assert len(served.engine.submitted[0].prompt_ids) > 10_000

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.processors import TemplateProcessing
 
-from serve_llm.engine.types import Request
+from serve_llm.common.types import Request
+from serve_llm.server.prompt.tokenizer import Tokenizer
 from serve_llm.server.schema.completions import Completion, CompletionLogprobs
 from support.fakes import logprobs_of
 from support.serving import TEXT, Served
@@ -15,7 +19,7 @@ Serve = Callable[..., Served]
 
 
 def completion(reply) -> Completion:
-    """The reply, checked against the documented schema."""
+    """The response, checked against the documented schema."""
     assert reply.status == 200, reply.content
     return Completion.model_validate(reply.json(), strict=False, extra="forbid")
 
@@ -31,7 +35,7 @@ def test_a_plain_completion(served: Served) -> None:
     assert (found.choices[0].finish_reason, found.choices[0].index) == ("length", 0)
     assert found.id.startswith("cmpl-") and found.model == "demo" and found.system_fingerprint.startswith("fp_")
     assert found.usage is not None
-    assert found.usage.model_dump() == {
+    assert found.usage.model_dump(exclude_unset=True) == {
         "prompt_tokens": 1,
         "completion_tokens": 5,
         "total_tokens": 6,
@@ -193,6 +197,26 @@ def test_echo_keeps_the_prompt_as_it_was_sent(served: Served) -> None:
     assert (found.text, found.finish_reason) == ("<|user|>hi", "length")
 
 
+def test_offsets_of_an_echo_count_special_tokens(serve: Serve) -> None:
+    """Those in the text count; one that the tokenizer adds does not."""
+    served = serve("x")
+    body = {"echo": True, "logprobs": 0, "max_tokens": 1}
+    text = "<|user|>hello<|assistant|>"
+    for prompt in (text, served.ids(text)):
+        found = completion(served.complete(prompt=prompt, **body)).choices[0]
+        assert found.text == text + "x"
+        assert found.logprobs.text_offset == [0, 8, 10, 11, 13, 26]
+    tokenizer = served.model.tokenizer
+    tokenizer = Tokenizer(RustTokenizer.from_str(tokenizer.rust.to_str()), tokenizer.named_tokens)
+    tokenizer.rust.post_processor = TemplateProcessing("<|user|> $A <|end|>", None, [("<|user|>", 4), ("<|end|>", 1)])
+    begins = serve("x", served_model=replace(served.model, tokenizer=tokenizer))
+    found = completion(begins.complete(prompt="hello", **body)).choices[0]
+    assert (found.text, found.logprobs.text_offset) == ("hellox", [0, 0, 2, 3, 5, 5])
+    assert found.logprobs.tokens[0] == "<|user|>"
+    found = completion(begins.complete(prompt="hello", truncate_prompt_tokens=2, **body)).choices[0]
+    assert (found.text, found.logprobs.text_offset) == ("lo<|end|>x", [0, 2, 9])
+
+
 def test_prompt_logprobs(served: Served) -> None:
     ids = served.ids("ab cd")
     found = completion(served.complete(prompt=ids, prompt_logprobs=2, max_tokens=1)).choices[0].prompt_logprobs
@@ -250,6 +274,12 @@ def test_null_is_absent_and_harmless_fields_are_accepted(served: Served) -> None
     assert served.complete(**harmless, prompt_cache_key="k").status == 200
 
 
+def test_the_form_of_a_completion(served: Served) -> None:
+    assert served.complete(response_format={"type": "text"}).status == 200
+    assert served.complete(response_format={"type": "json_object"}).status == 200
+    assert served.engine.submitted[-1].sampling.grammar
+
+
 BAD: list[tuple[dict[str, object], int, str | None]] = [
     ({"prompt": None}, 400, "prompt"),
     ({"prompt": 3}, 400, "prompt"),
@@ -283,6 +313,18 @@ BAD: list[tuple[dict[str, object], int, str | None]] = [
     ({"logit_bias": {"99999": 1}}, 400, "logit_bias"),
     ({"best_of": 2}, 400, "best_of"),
     ({"suffix": "x"}, 400, "suffix"),
+    ({"best_of": True}, 400, "best_of"),
+    ({"use_beam_search": True}, 400, "use_beam_search"),
+    ({"length_penalty": 1.2}, 400, "length_penalty"),
+    ({"typical_p": True}, 400, "typical_p"),
+    ({"typical_p": 0.9}, 400, "typical_p"),
+    ({"guided_regex": "a"}, 400, "guided_regex"),
+    ({"logits_processors": ["x"]}, 400, "logits_processors"),
+    ({"max_new_tokens": -1}, 400, "max_new_tokens"),
+    ({"max_new_tokens": 3, "max_tokens": 4}, 400, "max_new_tokens"),
+    ({"rep_pen": 0}, 400, "rep_pen"),
+    ({"stopping_strings": 3}, 400, "stopping_strings"),
+    ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, 400, "structured_outputs"),
     ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
     ({"stream": True, "stream_options": {"include": True}}, 400, "stream_options.include"),
     ({"priority": 2**40}, 400, "priority"),
@@ -311,6 +353,9 @@ def test_errors_say_what_helps(served: Served) -> None:
     assert "2100" in too_long["message"] and "2048" in too_long["message"]
     assert too_long["code"] == "context_length_exceeded"
     assert served.complete(best_of=2).json()["error"]["code"] == "unsupported"
+    assert message(use_beam_search=True) == "use_beam_search is not supported; beam search is not implemented, use n"
+    assert "use structured_outputs" in message(guided_json={"type": "object"})
+    assert served.complete(guided_json={}).json()["error"]["code"] == "unsupported"
     assert served.complete(model="x").json()["error"]["code"] == "model_not_found"
 
 

@@ -1,4 +1,4 @@
-"""Incremental decoding against decoding at once, for each kind of tokenizer."""
+"""Incremental decoding equals decoding at once, for each kind of tokenizer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
+from serve_llm.server.generate.detokenize import DetokenizerFactory, WindowDetokenizer
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.tokenizer import Tokenizer
-from serve_llm.server.reply.detokenize import DetokenizerFactory, WindowDetokenizer
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-PROMPT = 40  # some visible token, so that no first space is stripped
+PROMPT = 40  # any visible token, so that no leading space is stripped
 
 
 def sentencepiece(strip: bool) -> Tokenizer:
-    """As Llama 2's: characters, bytes for the others, a mark for spaces."""
+    """Like Llama 2's: characters, byte fallback, a mark for spaces."""
     tokens = ["<unk>", "<s>", *BYTES, *"\u2581abcdefgh\u00e9", "\u2581a", "\u2581ab"]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = [("\u2581", "a"), ("\u2581a", "b")]
@@ -47,24 +47,24 @@ def wordpiece() -> Tokenizer:
 
 
 def stream(tokenizer: Tokenizer, prompt: list[int], ids: list[int], skip: bool = True) -> str:
-    detokenizer = DetokenizerFactory(tokenizer).make(prompt, skip)
+    detokenizer = DetokenizerFactory(tokenizer).create(prompt, skip)
     return "".join([detokenizer.push(token_id) for token_id in ids]) + detokenizer.flush()
 
 
 @given(text=st.text(max_size=40))
-def test_byte_level_text_comes_back(model: ServedModel, text: str) -> None:
+def test_byte_level_round_trip(model: ServedModel, text: str) -> None:
     ids = model.tokenizer.encode(text, add_special_tokens=False)
     assert stream(model.tokenizer, [PROMPT], ids) == text == model.tokenizer.decode(ids)
 
 
 @given(ids=st.lists(st.integers(0, 4200), max_size=30), skip=st.booleans())
-def test_any_ids_give_what_the_library_gives(model: ServedModel, ids: list[int], skip: bool) -> None:
-    """Broken characters, special tokens and ids outside the vocabulary included."""
+def test_any_ids_decode_as_the_library_decodes_them(model: ServedModel, ids: list[int], skip: bool) -> None:
+    """Including broken characters, special tokens and ids outside the vocabulary."""
     assert stream(model.tokenizer, [PROMPT], ids, skip) == model.tokenizer.decode(ids, skip)
 
 
 @given(text=st.text("abcdefgh \u00e9\u65e5\U0001f600", max_size=30), strip=st.booleans())
-def test_sentencepiece_text_comes_back(text: str, strip: bool) -> None:
+def test_sentencepiece_round_trip(text: str, strip: bool) -> None:
     tokenizer = sentencepiece(strip)
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert stream(tokenizer, [], ids) == tokenizer.decode(ids)
@@ -74,19 +74,19 @@ def test_a_first_space_is_kept_after_a_prompt_and_stripped_without_one() -> None
     tokenizer = sentencepiece(strip=True)
     ids = tokenizer.encode("ab ab", add_special_tokens=False)
     assert stream(tokenizer, ids, ids) == " ab ab"
-    assert stream(tokenizer, [1], ids) == "ab ab"  # <s> is no text
+    assert stream(tokenizer, [1], ids) == "ab ab"  # <s> has no text
     assert stream(tokenizer, [1], ids, skip=False) == " ab ab"
 
 
-def test_a_character_that_the_prompt_begins_is_completed(model: ServedModel) -> None:
+def test_a_character_begun_in_the_prompt_is_completed(model: ServedModel) -> None:
     ids = model.tokenizer.encode("\U0001f600", add_special_tokens=False)
     assert len(ids) > 1, "the test needs a character of several tokens"
     assert stream(model.tokenizer, ids[:1], ids[1:]) == "\U0001f600"
 
 
-def test_text_is_given_out_as_soon_as_a_character_is_complete(model: ServedModel) -> None:
+def test_text_is_emitted_as_soon_as_a_character_is_complete(model: ServedModel) -> None:
     ids = model.tokenizer.encode("\U0001f600", add_special_tokens=False)
-    detokenizer = DetokenizerFactory(model.tokenizer).make([PROMPT], True)
+    detokenizer = DetokenizerFactory(model.tokenizer).create([PROMPT], True)
     assert [detokenizer.push(token_id) for token_id in ids] == [""] * (len(ids) - 1) + ["\U0001f600"]
 
 
@@ -100,11 +100,11 @@ def test_metaspace(ids: list[int]) -> None:
 @given(ids=st.lists(st.integers(0, 6), min_size=1, max_size=12))
 def test_other_tokenizers_decode_in_a_window(ids: list[int]) -> None:
     tokenizer = wordpiece()
-    assert isinstance(DetokenizerFactory(tokenizer).make([], True), WindowDetokenizer)
+    assert isinstance(DetokenizerFactory(tokenizer).create([], True), WindowDetokenizer)
     whole = tokenizer.decode([4, *ids], skip_special_tokens=False)
     assert "able" + stream(tokenizer, [4], ids, skip=False) == whole
 
 
 @pytest.mark.parametrize("tokenizer", [sentencepiece(True), metaspace(), wordpiece()])
-def test_unknown_ids_are_no_text(tokenizer: Tokenizer) -> None:
+def test_unknown_ids_have_no_text(tokenizer: Tokenizer) -> None:
     assert stream(tokenizer, [], [9999]) == ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_llm.engine.types import Stats
-from serve_llm.engine.wire import Step
-from serve_llm.server.metrics import Histogram, Meter
+from serve_llm.common.types import FinishReason, Stats
+from serve_llm.server.metrics.meter import ChoiceTimes, Clock, Histogram, Meter
+from support.asgi import Call, Reply
 from support.serving import Served
 
 Serve = Callable[..., Served]
@@ -27,15 +29,31 @@ NAMES = {
     "prefix_cache_queries": "counter",
     "prefix_cache_hits": "counter",
     "num_preemptions": "counter",
+    "spec_decode_num_drafts": "counter",
+    "spec_decode_num_draft_tokens": "counter",
+    "spec_decode_num_accepted_tokens": "counter",
     "replayed_requests": "counter",
     "replayed_tokens": "counter",
     "restarts": "counter",
     "request_success": "counter",
     "requests_refused": "counter",
+    "ignored_fields": "counter",
+    "http_requests": "counter",
+    "stored_responses": "gauge",
+    "stored_response_bytes": "gauge",
+    "evicted_responses": "counter",
+    "batch_requests_running": "gauge",
+    "batch_requests": "counter",
     "time_to_first_token_seconds": "histogram",
     "inter_token_latency_seconds": "histogram",
     "e2e_request_latency_seconds": "histogram",
     "request_queue_time_seconds": "histogram",
+    "request_prefill_time_seconds": "histogram",
+    "request_decode_time_seconds": "histogram",
+    "request_inference_time_seconds": "histogram",
+    "request_params_n": "histogram",
+    "request_params_max_tokens": "histogram",
+    "request_max_num_generation_tokens": "histogram",
     "request_prompt_tokens": "histogram",
     "request_generation_tokens": "histogram",
     "iteration_tokens_total": "histogram",
@@ -44,9 +62,14 @@ NAMES = {
 }
 
 
+OF_SERVER = ("requests_refused", "ignored_fields", "http_requests", "stored_responses", "stored_response_bytes")
+OF_SERVER += ("evicted_responses", "batch_requests_running", "batch_requests")
+
+
 @pytest.mark.parametrize("prefix", ["serve_llm_", "vllm:"])
 def test_names_and_labels(serve: Serve, prefix: str) -> None:
     served = serve(options={"metrics_prefix": prefix, "served_model_name": "m"})
+    served.get("/health")
     reply = served.get("/metrics")
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
     families = [one for one in text_string_to_metric_families(reply.content.decode()) if one.name.startswith(prefix)]
@@ -55,12 +78,19 @@ def test_names_and_labels(serve: Serve, prefix: str) -> None:
         assert family.samples and family.documentation
         for sample in family.samples:
             assert sample.labels["model_name"] == served.model.names[0]
-            is_refusal = sample.name == f"{prefix}requests_refused_total"  # no engine has seen it
-            assert sample.labels.get("engine") == (None if is_refusal else "0")
+            is_of_server = family.name.removeprefix(prefix) in OF_SERVER
+            assert sample.labels.get("engine") == (None if is_of_server else "0")
     config = next(one for one in families if one.name.endswith("cache_config_info")).samples[0].labels
     assert (config["block_size"], config["num_gpu_blocks"]) == ("16", "256")
+    assert (config["kv_cache_size_tokens"], config["kv_cache_max_concurrency"]) == ("4096", "2.00")
     reasons = next(one for one in families if one.name.endswith("request_success")).samples
-    assert {sample.labels["finished_reason"] for sample in reasons} == {"stop", "length", "abort", "error"}
+    assert {sample.labels["finished_reason"] for sample in reasons} == {
+        "stop",
+        "length",
+        "repetition",
+        "abort",
+        "error",
+    }
 
 
 def test_the_documentation_lists_every_name(served: Served) -> None:
@@ -70,8 +100,8 @@ def test_the_documentation_lists_every_name(served: Served) -> None:
     assert documented == exposed
 
 
-def test_the_engines_state_is_shown_as_it_is_now(served: Served) -> None:
-    served.engine.stats = Stats(3, 2, 0.25, 100, 40, 5)
+def test_gauges_show_the_newest_engine_stats(served: Served) -> None:
+    served.engine.stats = Stats(3, 2, 0.25, 100, 40, 5, num_drafts=7, num_draft_tokens=21, num_accepted_tokens=9)
     text = served.get("/metrics").content.decode()
     for name, value in (
         ("num_requests_running", 3),
@@ -80,13 +110,16 @@ def test_the_engines_state_is_shown_as_it_is_now(served: Served) -> None:
         ("prefix_cache_queries_total", 100),
         ("prefix_cache_hits_total", 40),
         ("num_preemptions_total", 5),
+        ("spec_decode_num_drafts_total", 7),
+        ("spec_decode_num_draft_tokens_total", 21),
+        ("spec_decode_num_accepted_tokens_total", 9),
     ):
         assert re.search(rf"^serve_llm_{name}{{[^}}]*}} {float(value)}$", text, re.MULTILINE), name
     served.engine.ready = False
     assert "cache_config_info" not in served.get("/metrics").content.decode()
 
 
-def test_every_engine_has_its_own_samples_and_their_sum_is_what_was_delivered(serve: Serve) -> None:
+def test_every_engine_has_its_own_samples_which_add_up_to_the_usage(serve: Serve) -> None:
     served = serve(num_engines=2)
     usages = [served.complete(prompt=["a", "b", "c"], n=2, max_tokens=5).json()["usage"] for _ in range(3)]
     served.engines[0].stats = Stats(1, 0, 0.5, 70, 7)
@@ -110,25 +143,104 @@ def test_every_engine_has_its_own_samples_and_their_sum_is_what_was_delivered(se
     assert sum(samples["time_to_first_token_seconds_count"]) == 18
 
 
+def read_samples(served: Served) -> dict[str, float]:
+    """Samples of the first engine and of the server, by name without the prefix and their last label's value."""
+    found = {}
+    for family in text_string_to_metric_families(served.get("/metrics").content.decode()):
+        for sample in family.samples:
+            label = sample.labels.get("status") or sample.labels.get("le", "")
+            found[sample.name.removeprefix("serve_llm_") + label] = sample.value
+    return found
+
+
+def test_what_a_request_asks_for_and_its_longest_choice(serve: Serve) -> None:
+    served = serve("one two three")
+    served.complete(prompt=["a", "b"], n=3, max_tokens=2)
+    served.complete(max_tokens=3)
+    samples = read_samples(served)
+    assert (samples["request_params_n_count"], samples["request_params_n_sum"]) == (3, 7)
+    assert (samples["request_params_max_tokens_count"], samples["request_params_max_tokens_sum"]) == (7, 15)
+    longest = "request_max_num_generation_tokens"
+    assert (samples[f"{longest}_count"], samples[f"{longest}_sum"]) == (3, 7)
+
+
+def test_times_of_a_choice_add_up() -> None:
+    times = iter([0.0, 10.0, 12.0, 13.0])
+    meter = Meter(Clock(lambda: next(times)))
+    choice = ChoiceTimes(arrival=1.0, submitted=2.0)
+    meter.count_step(Stats())
+    meter.count_first_output(choice, 5.0)
+    choice.last_token = meter.count_tokens(1, None)
+    meter.count_step(Stats())
+    choice.last_token = meter.count_tokens(1, choice.last_token)
+    meter.count_finished(FinishReason.STOP, 2, 9, choice)
+    found = (meter.time_to_first_token, meter.queue_time, meter.prefill_time, meter.decode_time, meter.inference_time)
+    assert [one.sum for one in found] == [9, 5, 3, 2, 5] and meter.request_latency.sum == 12
+    unscheduled = ChoiceTimes(arrival=1.0)
+    meter.clock.read = lambda: 14.0
+    meter.count_finished(FinishReason.ABORT, 0, 9, unscheduled)
+    assert meter.inference_time.cumulative_buckets()[-1] == ("+Inf", 1)
+
+
+def test_every_answer_is_counted_by_its_status(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "serve_llm")
+    served = serve(options={"api_key": "key"})
+    key = {"authorization": "Bearer key"}
+    for _ in range(2):
+        assert served.post("/v1/completions", {"prompt": "a secret prompt", "n": 0}, key).status == 400
+    assert served.get("/v1/models").status == 401
+    lines = [record.getMessage() for record in caplog.records]
+    assert [re.sub(r"after .*", "", line) for line in lines] == [
+        "POST '/v1/completions': status 400 ",
+        "POST '/v1/completions': status 400 ",
+        "GET '/v1/models': status 401 ",
+    ]
+    assert served.get("/health").status == 200 and len(caplog.records) == 3
+    text = served.get("/metrics", key).content.decode()
+    counts = dict(re.findall(r'http_requests_total{.*status="(\d+)"} (\S+)', text))
+    assert counts == {"400": "2.0", "401": "1.0", "200": "1.0"}
+
+
+def test_stored_responses_are_counted(serve: Serve) -> None:
+    served = serve(options={"responses_store": "memory", "limit": ("stored-responses=2",)})
+    ids = [served.post("/v1/responses", {"input": "Hi"}).json()["id"] for _ in range(3)]
+
+    def read() -> dict[str, float]:
+        found = re.findall(
+            r"^serve_llm_(stored_\w+|evicted_\w+){.*} (.+)$", served.get("/metrics").content.decode(), re.M
+        )
+        return {name: float(value) for name, value in found}
+
+    before = read()
+    assert (before["stored_responses"], before["evicted_responses_total"]) == (2, 1)
+
+    async def delete() -> Reply:
+        return await Call(served.app, "DELETE", f"/v1/responses/{ids[-1]}").reply()
+
+    assert asyncio.run(delete()).status == 200
+    after = read()
+    assert (after["stored_responses"], after["evicted_responses_total"]) == (1, 1)
+    assert 0 < after["stored_response_bytes"] < before["stored_response_bytes"]
+
+
 @given(st.lists(st.floats(0, 100), max_size=20))
 def test_histogram(values: list[float]) -> None:
     histogram = Histogram((1, 10, 50))
     for value in values:
         histogram.observe(value)
     expected = [(str(float(bound)), sum(value <= bound for value in values)) for bound in (1, 10, 50)]
-    assert histogram.buckets() == [*expected, ("+Inf", len(values))]
+    assert histogram.cumulative_buckets() == [*expected, ("+Inf", len(values))]
     assert histogram.sum == pytest.approx(sum(values))
 
 
-def test_several_tokens_at_once_share_the_time_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    meter = Meter()
-    times = iter([10.0, 10.6])
-    monkeypatch.setattr(meter, "clock", lambda: next(times), raising=False)
-    meter.count_step(Step([], Stats(step_tokens=9)))
+def test_several_tokens_at_once_share_the_time_between_steps() -> None:
+    times = iter([0.0, 10.0, 10.6])
+    meter = Meter(Clock(lambda: next(times)))
+    meter.count_step(Stats(step_tokens=9))
     first = meter.count_tokens(1, None)
-    meter.count_step(Step([], Stats()))
+    meter.count_step(Stats())
     assert meter.count_tokens(3, first) == 10.6
     assert meter.generation_tokens == 4
-    assert meter.inter_token_latency.buckets()[-1] == ("+Inf", 3)
+    assert meter.inter_token_latency.cumulative_buckets()[-1] == ("+Inf", 3)
     assert meter.inter_token_latency.sum == pytest.approx(0.6)
-    assert meter.step_tokens.buckets()[-1] == ("+Inf", 1), "a step that computed nothing is none"
+    assert meter.step_tokens.cumulative_buckets()[-1] == ("+Inf", 1), "a step without tokens does not count"

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, processors
 
-from serve_llm.engine.errors import ModelError
-from serve_llm.engine.hub import resolve_model
-from serve_llm.engine.options import Options
+from serve_llm.common.errors import ModelError
+from serve_llm.common.hub import resolve_model
+from serve_llm.common.options.sources import make_options
+from serve_llm.server.dialects.table import BUILT_IN
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.tokenizer import load_tokenizer
+from support.chat_templates import TEMPLATES
 
 DEMO = resolve_model("demo")
 
@@ -32,7 +34,7 @@ def change(path: Path, **values: object) -> None:
 
 
 def load(directory: Path, **options: object) -> ServedModel:
-    return ServedModel.load(directory, Options.from_kwargs(str(directory), **options))
+    return ServedModel.load(directory, make_options(str(directory), **options))
 
 
 def test_end_ids_come_from_the_best_source(checkpoint: Path) -> None:
@@ -55,6 +57,19 @@ def test_sampling_defaults_are_the_models_unless_turned_off(checkpoint: Path) ->
     change(checkpoint / "generation_config.json", temperature="hot")
     with pytest.raises(ModelError, match="temperature"):
         load(checkpoint)
+
+
+def test_the_dialect_is_found_by_the_chat_template_and_opens_reasoning(checkpoint: Path) -> None:
+    assert load(checkpoint).dialect is None
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATES["qwen3"].write())
+    model = load(checkpoint)
+    assert model.dialect is not None and model.dialect.name == "qwen3"
+    assert "check passed" in model.describe_dialect()
+    prompt = "[user] <think>\n<|im_start|>assistant\n"
+    assert not model.opens_reasoning(prompt)
+    assert model.opens_reasoning(prompt + "<think>\n")
+    assert load(checkpoint, dialect="none").dialect is None
+    assert load(checkpoint, dialect="llama3").dialect == BUILT_IN["llama3"]
 
 
 def test_names(checkpoint: Path) -> None:

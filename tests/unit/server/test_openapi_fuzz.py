@@ -21,6 +21,7 @@ from support.asgi import Reply
 from support.serving import Served
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+PATHS += ("/infill", "/v1/decisions", "/v1/embeddings", "/rerank", "/score", "/pooling")
 CHECKS = [
     not_a_server_error,
     checks.status_code_conformance,
@@ -53,7 +54,7 @@ def test_every_answer_is_a_described_one(serve: Callable[..., Served], path: str
     document = served.get("/openapi.json").json()
     operation = schemathesis.openapi.from_dict(document)[path]["POST"]
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, suppress_health_check=list(HealthCheck))
     @given(operation.as_strategy(mode))
     def check(case: Case) -> None:
         if isinstance(case.body, dict) and isinstance(case.body.get("n"), int):
@@ -73,4 +74,4 @@ def test_every_answer_is_a_described_one(serve: Callable[..., Served], path: str
             assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
 
     check()
-    assert served.gate.num_open == 0 and not served.engine.open
+    assert served.admission.num_open == 0 and not served.engine.open

@@ -1,4 +1,4 @@
-"""The queue, deadlines and keys over HTTP, step by step."""
+"""The queue, deadlines and API keys over HTTP, step by step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from serve_llm.engine.errors import EngineDead
-from serve_llm.server.replicas import Replicas
+from serve_llm.common.errors import EngineDead
+from serve_llm.server.engines.replicas import Replicas
 from support.asgi import Call
 from support.fakes import ScriptedEngine
 from support.serving import Served
@@ -28,7 +28,7 @@ def post(served: Served, key: str = "", headers: dict[str, str] | None = None, *
     return Call(served.app, "POST", "/v1/completions", body, given | (headers or {}))
 
 
-def test_a_full_queue_is_answered_with_503(serve: Serve) -> None:
+def test_a_full_queue_answers_503(serve: Serve) -> None:
     served = serve(automatic=False, options={"max_queue": "2"})
 
     async def scenario() -> None:
@@ -37,7 +37,7 @@ def test_a_full_queue_is_answered_with_503(serve: Serve) -> None:
         refused = await post(served).reply()
         assert refused.status == 503 and int(refused.headers["retry-after"]) >= 1
         assert "the queue is full" in refused.json()["error"]["message"]
-        served.engine.step()  # both have their first token: they wait no longer
+        served.engine.step()  # both get their first token and no longer wait
         third = post(served)
         await submitted(served, 3)
         for _ in range(3):
@@ -45,11 +45,11 @@ def test_a_full_queue_is_answered_with_503(serve: Serve) -> None:
         assert [(await call.reply()).status for call in (*first, third)] == [200] * 3
 
     asyncio.run(scenario())
-    assert served.gate.num_open == served.gate.num_requests == served.gate.num_tokens == 0
+    assert served.admission.num_open == served.admission.num_waiting == served.admission.num_waiting_tokens == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_heavy_key_makes_room_for_a_light_one(serve: Serve, stream: bool) -> None:
+def test_a_request_of_a_heavy_key_is_evicted_for_a_light_key(serve: Serve, stream: bool) -> None:
     served = serve(automatic=False, options={"max_queue": "3", "api_key": ("heavy", "light")})
 
     async def scenario() -> None:
@@ -70,7 +70,7 @@ def test_a_heavy_key_makes_room_for_a_light_one(serve: Serve, stream: bool) -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("by", ["option", "header"])
-def test_a_deadline_that_passes_ends_the_request(serve: Serve, stream: bool, by: str) -> None:
+def test_a_request_ends_at_its_deadline(serve: Serve, stream: bool, by: str) -> None:
     served = serve(automatic=False, options={"request_timeout": 0.05 if by == "option" else 60})
     headers = {"x-request-timeout": "0.05"} if by == "header" else {}
 
@@ -89,16 +89,36 @@ def test_a_deadline_that_passes_ends_the_request(serve: Serve, stream: bool, by:
         assert served.engine.aborted == [1]
 
     asyncio.run(scenario())
-    assert served.gate.num_open == 0
+    assert served.admission.num_open == 0
+
+
+def test_a_request_that_cannot_end_in_time_ends_unless_it_has_begun(serve: Serve) -> None:
+    served = serve(automatic=False, options={"request_timeout": 60})
+    for _ in range(50):
+        served.admission._pace.count(50, 59.95, is_whole=True)  # so 0.05 s are left to begin
+
+    async def scenario() -> None:
+        begun = post(served, stream=True, max_tokens=50)
+        await submitted(served, 1)
+        served.engine.step()
+        waiting = post(served, max_tokens=50)
+        reply = await waiting.reply()
+        assert reply.status == 504 and "waited too long" in reply.json()["error"]["message"]
+        assert served.engine.aborted == [2] and not begun.finished.done()
+        begun.leave()
+        await begun.finished
+
+    asyncio.run(scenario())
+    assert served.admission.num_open == served.admission.num_waiting == 0
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "x", "", "nan", "inf", "1e9", "1" * 40, "1 2"])
-def test_a_limit_that_is_no_number_is_refused(served: Served, given: str) -> None:
+def test_an_invalid_timeout_header_is_refused(served: Served, given: str) -> None:
     reply = served.post("/v1/completions", {"prompt": "x"}, {"x-request-timeout": given})
     assert reply.status == 400 and reply.json()["error"]["param"] == "X-Request-Timeout"
 
 
-def test_the_end_of_draining_is_every_streams_last_event(serve: Serve) -> None:
+def test_end_open_is_the_last_event_of_every_stream(serve: Serve) -> None:
     served = serve(automatic=False)
 
     async def scenario() -> None:
@@ -107,27 +127,27 @@ def test_the_end_of_draining_is_every_streams_last_event(serve: Serve) -> None:
         served.engine.step()
         while not calls[0].sent:
             await asyncio.sleep(0)
-        served.gate.draining = True
-        served.gate.end_open()
+        served.admission.draining = True
+        served.admission.end_open()
         stream, whole = [await call.reply() for call in calls]
         assert stream.status == 200 and "shutting down" in stream.events()[-1]["error"]["message"]
         assert whole.status == 503 and "shutting down" in whole.json()["error"]["message"]
-        await served.gate.drained()
+        await served.admission.drained()
 
     asyncio.run(scenario())
 
 
 def kill(replicas: Replicas, engine: ScriptedEngine) -> ScriptedEngine:
-    """As `server.supervise` does it. Returns the one to take its place."""
+    """Lose the engine as `server.engines.supervisor` does. Returns its replacement."""
     engine.ready = False
     replicas.lose({0: []}, EngineDead("it died"))
     replicas.num_restarts, replicas.first_cause = replicas.num_restarts + 1, "it died"
-    return ScriptedEngine(engine.script, automatic=False)
+    return ScriptedEngine(engine.script, automatic=False, meter=engine.meter)
 
 
-def test_what_waits_counts_once_however_many_engines_compute_it(serve: Serve) -> None:
+def test_replayed_requests_count_once_in_the_queue(serve: Serve) -> None:
     served = serve(automatic=False)
-    gate, replicas = served.gate, served.gate._replicas
+    admission, replicas = served.admission, served.admission._replicas
 
     async def scenario() -> None:
         begun = post(served, max_tokens=6)
@@ -135,15 +155,15 @@ def test_what_waits_counts_once_however_many_engines_compute_it(serve: Serve) ->
         served.engine.step()
         waiting = post(served, max_tokens=6, n=2, temperature=1)
         await submitted(served, 3)
-        assert gate.num_requests == 2
+        assert admission.num_waiting == 2
         engine = kill(replicas, served.engine)
-        assert gate.num_requests == 2 and (await post(served).reply()).status == 503
+        assert admission.num_waiting == 2 and (await post(served).reply()).status == 503
         status = (await Call(served.app, "GET", "/status").reply()).json()
         assert (status["phase"], status["restarts"], status["first_cause"]) == ("recovering", 1, "it died")
         replicas.join({0: engine})
-        assert gate.num_requests == 2 and len(engine.open) == 3
+        assert admission.num_waiting == 2 and len(engine.open) == 3
         engine.step()
-        assert gate.num_requests == gate.num_tokens == 0 and gate.num_open == 2
+        assert admission.num_waiting == admission.num_waiting_tokens == 0 and admission.num_open == 2
         again = kill(replicas, engine)
         replicas.join({0: again})
         assert [len(request.output_ids) for request in again.submitted] == [2, 1, 1]
@@ -152,13 +172,20 @@ def test_what_waits_counts_once_however_many_engines_compute_it(serve: Serve) ->
         assert [(await call.reply()).status for call in (begun, waiting)] == [200, 200]
 
     asyncio.run(scenario())
-    assert gate.num_open == gate.num_requests == gate.num_tokens == 0
+    assert admission.num_open == admission.num_waiting == admission.num_waiting_tokens == 0
+
+
+def test_a_request_that_no_engine_takes_leaves_the_queue(served: Served) -> None:
+    served.admission._replicas.give_up(EngineDead("it died too often"))
+    reply = served.complete()
+    assert reply.status == 503 and "it died too often" in reply.json()["error"]["message"]
+    assert served.admission.num_open == served.admission.num_waiting == served.admission.num_waiting_tokens == 0
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-def test_who_waits_for_an_engine_waits_no_longer_than_its_deadline(serve: Serve, has_begun: bool) -> None:
+def test_a_request_that_waits_for_an_engine_ends_at_its_deadline(serve: Serve, has_begun: bool) -> None:
     served = serve(automatic=False, options={"request_timeout": 0.2})
-    replicas = served.gate._replicas
+    replicas = served.admission._replicas
 
     async def scenario() -> None:
         call = post(served, max_tokens=50)
@@ -169,24 +196,24 @@ def test_who_waits_for_an_engine_waits_no_longer_than_its_deadline(serve: Serve,
         reply = await call.reply()
         assert reply.status == 504 and "it died" in reply.json()["error"]["message"]
         replicas.join({0: engine})
-        assert not engine.submitted and served.gate.num_open == served.gate.num_requests == 0
+        assert not engine.submitted and served.admission.num_open == served.admission.num_waiting == 0
 
     asyncio.run(scenario())
 
 
-def test_a_drain_waits_for_what_another_engine_goes_on_with(serve: Serve) -> None:
+def test_draining_waits_for_replayed_requests(serve: Serve) -> None:
     served = serve(automatic=False)
 
     async def scenario() -> None:
         call = post(served, max_tokens=3)
         await submitted(served, 1)
         served.engine.step()
-        engine = kill(served.gate._replicas, served.engine)
-        served.gate.draining = True
-        drained = asyncio.ensure_future(served.gate.drained())
+        engine = kill(served.admission._replicas, served.engine)
+        served.admission.draining = True
+        drained = asyncio.ensure_future(served.admission.drained())
         await asyncio.sleep(0)
         assert not drained.done()
-        served.gate._replicas.join({0: engine})
+        served.admission._replicas.join({0: engine})
         while engine.open:
             engine.step()
         assert (await call.reply()).status == 200

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from serve_llm.server.errors import InvalidRequest
-from serve_llm.server.prompt.params import SamplingParams
+from serve_llm.server.http.errors import InvalidRequest
+from serve_llm.server.sampling_params import SamplingParams
 
 GOOD = [
     {"temperature": 0},

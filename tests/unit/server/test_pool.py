@@ -1,4 +1,4 @@
-"""Large and untrusted requests are read in processes that can be killed; limits on what a request may hold."""
+"""Large and untrusted requests are parsed in processes that can be killed; limits on requests."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from serve_llm.engine.limits import Limits
-from serve_llm.engine.options import Options
-from serve_llm.server.errors import DeadlineExceeded, InvalidRequest, Unavailable
-from serve_llm.server.prompt.jobs import Context, Tokens
+from serve_llm.common.options.limits import Limits
+from serve_llm.common.options.sources import make_options
+from serve_llm.server.http.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from serve_llm.server.prompt.jobs import Context
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import SMALL_BYTES, PromptPool
+from serve_llm.server.prompt.text_jobs import Tokens
 from support.fakes import facts
 from support.serving import Served
 
@@ -25,15 +26,15 @@ ALLOWED = {"trust_request_chat_template": True, "limit": ("prompt-seconds=1", "t
 
 @pytest.fixture
 def pool(model: ServedModel) -> Iterator[PromptPool]:
-    options = Options.from_kwargs("demo", limit=("prompt-seconds=1",))
-    made = PromptPool(Context(model, facts(), Limits.read(options.limit)), options)
+    options = make_options("demo", limit=("prompt-seconds=1",))
+    made = PromptPool(Context(model, facts(), options.limits), options)
     yield made
     made.close()
 
 
 @pytest.fixture
 def alone(pool: PromptPool) -> PromptPool:
-    """With one process: the next job may come before the first thread is known to be idle, and would get another."""
+    """A pool of one process: a job that arrives before the first thread is idle would start another one."""
     pool._size = 1
     return pool
 
@@ -42,7 +43,7 @@ def large(text: str = "x") -> bytes:
     return b'{"prompt": "' + text.encode() * SMALL_BYTES + b'"}'
 
 
-def test_a_process_apart_gives_what_this_one_gives(alone: PromptPool, model: ServedModel) -> None:
+def test_a_worker_returns_what_this_process_returns(alone: PromptPool, model: ServedModel) -> None:
     made = asyncio.run(alone.run("tokenize", large(), Tokens))
     assert made.ids == model.tokenizer.encode("x" * SMALL_BYTES, add_special_tokens=True)
     (worker,) = alone._workers
@@ -71,7 +72,7 @@ def test_a_process_that_dies_or_hangs_is_replaced(alone: PromptPool, number: sig
     assert asyncio.run(alone.run("tokenize", large(), Tokens)).ids
 
 
-def test_a_bug_in_a_process_apart_is_not_the_clients_fault(pool: PromptPool) -> None:
+def test_a_bug_in_a_worker_is_not_the_clients_fault(pool: PromptPool) -> None:
     with pytest.raises(RuntimeError, match="KeyError: 'nonsense'"):
         asyncio.run(pool.run("nonsense", large(), Tokens))
 
@@ -89,7 +90,7 @@ def test_a_crowd_is_refused_and_deadlines_hold(pool: PromptPool) -> None:
 
 
 def test_small_requests_start_no_process(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve_llm.server.prompt.pool.Worker", None)
+    monkeypatch.setattr("serve_llm.server.prompt.pool.PromptWorker", None)
     assert served.complete(prompt="x" * 2000).status == 200
 
 
@@ -106,7 +107,7 @@ def test_small_requests_start_no_process(served: Served, monkeypatch: pytest.Mon
         ("{% for", "not valid Jinja"),
     ],
 )
-def test_a_template_of_the_requests_own_hurts_only_itself(serve: Serve, template: str, problem: str) -> None:
+def test_a_hostile_template_fails_only_its_request(serve: Serve, template: str, problem: str) -> None:
     served = serve(options=ALLOWED)
     began = time.monotonic()
     reply = served.chat(chat_template=template)
@@ -157,8 +158,8 @@ def test_limits(serve: Serve, limit: str, path: str, fine: object, refused: obje
     assert reply.json()["error"]["param"] == param
 
 
-def test_limits_are_read_and_named() -> None:
-    assert Limits.read(["n=4", "body-bytes=1MiB", "n=5"]) == Limits(n=5, body_bytes=2**20)
+def test_limits_are_parsed_and_named() -> None:
+    assert Limits.parse(["n=4", "body-bytes=1MiB", "n=5"]) == Limits(n=5, body_bytes=2**20)
     for text, problem in (("x=1", "with one of the names header-bytes"), ("n", "NAME=VALUE"), ("n=0", "n: must be")):
         with pytest.raises(ValueError, match=problem):
-            Limits.read([text])
+            Limits.parse([text])

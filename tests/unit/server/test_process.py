@@ -1,4 +1,4 @@
-"""How a hang is told from work: by looks at the pulse of a process that does nothing, which the tests script."""
+"""Hang detection: an idle process with a scripted heartbeat."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import pytest
 
-from serve_llm.engine.options import Options
-from serve_llm.engine.pulse import Seen
-from serve_llm.server import process as process_module
-from serve_llm.server.process import Death, EngineProcess
+from serve_llm.common.heartbeat import HeartbeatReading
+from serve_llm.common.options.sources import make_options
+from serve_llm.server.engines import process as process_module
+from serve_llm.server.engines.process import EngineDeath, EngineProcess
+from serve_llm.server.metrics.meter import Clock, Meter
 
-LOOK_SECONDS = 0.001
+POLL_SECONDS = 0.001
 
 
 @pytest.fixture(autouse=True)
@@ -23,40 +25,40 @@ def idle_process(monkeypatch: pytest.MonkeyPatch) -> None:
         return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
 
     monkeypatch.setattr(process_module, "launch", launch)
-    monkeypatch.setattr(process_module, "LOOK_SECONDS", LOOK_SECONDS)
-    monkeypatch.setattr(process_module, "STEP_SECONDS", 10 * LOOK_SECONDS)
-    monkeypatch.setattr(process_module, "STEP_GRACE_SECONDS", 5 * LOOK_SECONDS)
+    monkeypatch.setattr(process_module, "POLL_SECONDS", POLL_SECONDS)
+    monkeypatch.setattr(process_module, "STEP_SECONDS", 10 * POLL_SECONDS)
+    monkeypatch.setattr(process_module, "STEP_GRACE_SECONDS", 5 * POLL_SECONDS)
 
 
-class OverError(Exception):
-    """All looks have been taken."""
+class ReadingsExhaustedError(Exception):
+    """The scripted heartbeat has no further readings."""
 
 
-class Looks:
-    """Instead of the pulse: what is seen, look by look."""
+class ScriptedHeartbeat:
+    """Returns one reading per poll."""
 
-    def __init__(self, seen: Sequence[Seen]) -> None:
-        self._seen = list(seen)
+    def __init__(self, readings: Sequence[HeartbeatReading]) -> None:
+        self._readings = list(readings)
 
-    def read(self) -> Seen:
-        if not self._seen:
-            raise OverError
-        return self._seen.pop(0)
+    def read(self) -> HeartbeatReading:
+        if not self._readings:
+            raise ReadingsExhaustedError
+        return self._readings.pop(0)
 
     def close(self) -> None:
         pass
 
 
-def watch(what: str, seen: Sequence[Seen], **options: object) -> tuple[Death | None, bool]:
-    """The death that a watch returns, if it does; and whether the engine counted as one that responds at the end."""
+def watch(what: str, readings: Sequence[HeartbeatReading], **options: object) -> tuple[EngineDeath | None, bool]:
+    """Run a watch. Returns the death it found, if any, and whether the engine counts as responsive at the end."""
 
-    async def run() -> tuple[Death | None, bool]:
-        engine = EngineProcess(Options.from_kwargs("demo", device="cpu", **options), "/model", 0)
-        engine.client.pulse.close()
-        engine.client.pulse = Looks(seen)  # type: ignore[assignment]
+    async def run() -> tuple[EngineDeath | None, bool]:
+        engine = EngineProcess(make_options("demo", device="cpu", **options), "/model", 0, Meter(Clock()))
+        engine.client.heartbeat.close()
+        engine.client.heartbeat = ScriptedHeartbeat(readings)  # type: ignore[assignment]
         try:
-            death = await (engine._watch_steps() if what == "steps" else engine._watch_beats(6))
-        except OverError:
+            death = await (engine._watch_steps() if what == "steps" else engine._watch_heartbeat(6))
+        except ReadingsExhaustedError:
             death = None
         finally:
             responds = engine.client.responds
@@ -66,46 +68,46 @@ def watch(what: str, seen: Sequence[Seen], **options: object) -> tuple[Death | N
     return asyncio.run(run())
 
 
-def beats(*numbers: int) -> list[Seen]:
-    return [Seen(number, 0.0, 0.0, 0) for number in numbers]
+def beats(*numbers: int) -> list[HeartbeatReading]:
+    return [HeartbeatReading(number, 0.0, 0.0, 0) for number in numbers]
 
 
-def since(*starts: float, longest: float = 0.0) -> list[Seen]:
-    """Steps that began at these times; 0: none is under way."""
-    return [Seen(1, start, longest, 1) for start in starts]
+def since(*starts: float, longest: float = 0.0) -> list[HeartbeatReading]:
+    """Readings of steps that began at these times; 0: no step is in progress."""
+    return [HeartbeatReading(1, start, longest, 1) for start in starts]
 
 
-def test_an_engine_that_shows_no_life_hangs_after_so_many_looks_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_module, "SILENT_LOOKS", 3)
+def test_an_engine_hangs_after_consecutive_polls_without_a_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "UNRESPONSIVE_POLLS", 3)
     death, responds = watch("beats", beats(*[7] * 7))
     assert death is not None and death.reason == "hung" and "hangs: no sign of life for 0 s" in str(death.error)
     assert not responds
     assert watch("beats", beats(*[7] * 6, 8, *[8] * 5, 9)) == (None, True)
-    assert watch("beats", beats(*[7] * 4)) == (None, False), "not ready before it is given up"
+    assert watch("beats", beats(*[7] * 4)) == (None, False), "not ready before it counts as hung"
 
 
-def test_a_step_without_result_hangs_and_many_short_ones_do_not() -> None:
+def test_a_step_without_a_result_hangs_and_many_short_steps_do_not() -> None:
     death, _ = watch("steps", since(*[5.0] * 12))
     assert death is not None and death.reason == "step_timeout" and "hangs in a step" in str(death.error)
     for well in (since(*range(1, 100)), since(*[0.0] * 99), since(*[5.0] * 9, 6.0, *[6.0] * 9, 0.0)):
         assert watch("steps", well) == (None, True)
 
 
-def test_the_limit_grows_with_the_steps_that_were_seen_and_is_what_was_said_if_it_was() -> None:
-    slow = since(*[5.0] * 99, longest=6 * LOOK_SECONDS)  # 20 times as much is 120 looks
+def test_the_step_limit_grows_with_the_longest_step_unless_it_is_set() -> None:
+    slow = since(*[5.0] * 99, longest=6 * POLL_SECONDS)  # the limit is 20 times that, 120 polls
     assert watch("steps", slow) == (None, True)
     assert watch("steps", [*slow, *slow])[0] is not None
-    assert watch("steps", slow, step_timeout=20 * LOOK_SECONDS)[0] is not None
+    assert watch("steps", slow, step_timeout=20 * POLL_SECONDS)[0] is not None
 
 
-def test_an_engine_with_ranks_has_time_to_say_itself_who_is_silent() -> None:
+def test_an_engine_with_several_ranks_has_time_to_report_the_silent_one() -> None:
     assert watch("steps", since(*[5.0] * 13), tensor_parallel_size=2) == (None, True)
     assert watch("steps", since(*[5.0] * 20), tensor_parallel_size=2)[0] is not None
 
 
-def test_a_process_that_ends_while_it_starts_is_named_at_once() -> None:
+def test_a_process_that_exits_while_starting_is_reported_at_once() -> None:
     async def run() -> None:
-        engine = EngineProcess(Options.from_kwargs("demo"), "/model", 0)
+        engine = EngineProcess(make_options("demo"), "/model", 0, Meter(Clock()))
         assert engine._process.stdin is not None
         engine._process.stdin.close()
         with pytest.raises(process_module.EngineDead, match=r"died while starting by exit code 1; the server's log"):
@@ -113,3 +115,13 @@ def test_a_process_that_ends_while_it_starts_is_named_at_once() -> None:
         await engine.stop()
 
     asyncio.run(run())
+
+
+def test_engines_start_with_what_their_libraries_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "MKL_CBWR"):
+        monkeypatch.delenv(name, raising=False)
+    environ = process_module._engine_environ()
+    assert environ["MKL_CBWR"] == "AUTO,STRICT"
+    assert environ.get("OMP_WAIT_POLICY") == ("passive" if find_spec("serve_llm.kernels.cpu.compiled") else None)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert process_module._engine_environ()["OMP_WAIT_POLICY"] == "active"

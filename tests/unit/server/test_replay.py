@@ -1,4 +1,4 @@
-"""An engine's death: its requests go on elsewhere with what was received, and the one that is its cause is found."""
+"""After an engine's death: its requests continue elsewhere, and the quarantine finds a request that kills engines."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from serve_llm.engine.errors import EngineDead
-from serve_llm.engine.types import FinishReason, Output, Request, Sampling, Stats
-from serve_llm.server.record import CLEARED
-from serve_llm.server.replicas import SUSPECT, Replicas
+from serve_llm.common.errors import EngineDead
+from serve_llm.common.types import FinishReason, Output, Request, Sampling, Stats
+from serve_llm.server.engines.quarantine import CLEARING_TOKENS, SUSPECT_DEATHS
+from serve_llm.server.engines.replicas import Replicas
+from serve_llm.server.metrics.meter import Clock, Meter
 from support.asgi import Call
 from support.fakes import ScriptedEngine, facts
 from support.serving import Served
@@ -37,15 +38,19 @@ class Sink:
         return self.outputs[-1].finish_reason if self.outputs else None
 
 
-class Set:
-    """Replicas on scripted engines that give 100, 101, 102, ... to every request."""
+class Deployment:
+    """Replicas on scripted engines that generate 100, 101, 102, ... for every request."""
 
     def __init__(self, number: int = 1) -> None:
-        self.engines = [self._engine() for _ in range(number)]
+        clock = Clock()
+        self.meters = [Meter(clock) for _ in range(number)]
+        self.engines = [self.new_engine(index) for index in range(number)]
         self.replicas = Replicas(self.engines)
 
-    def _engine(self) -> ScriptedEngine:
-        return ScriptedEngine(lambda request: range(100, 1000), automatic=False, cached_tokens=3)
+    def new_engine(self, index: int) -> ScriptedEngine:
+        return ScriptedEngine(
+            lambda request: range(100, 1000), automatic=False, cached_tokens=3, meter=self.meters[index]
+        )
 
     def submit(self, number: int, max_tokens: int = 40, **sampling: object) -> list[Sink]:
         sinks = [Sink() for _ in range(number)]
@@ -54,20 +59,20 @@ class Set:
         self.replicas.submit_many(zip(requests, sinks, strict=True))
         return sinks
 
-    def kill(self, index: int = 0, under_way: Sequence[int] | None = None) -> None:
-        """under_way: ids of the engine; None: all that it has."""
+    def kill(self, index: int = 0, in_step: Sequence[int] | None = None) -> None:
+        """in_step: engine request ids of the step in which it dies; None: all of its requests."""
         engine = self.engines[index]
         engine.ready = False
-        self.replicas.lose({index: list(engine.open) if under_way is None else under_way}, DEAD)
+        self.replicas.lose({index: list(engine.open) if in_step is None else in_step}, DEAD)
 
     def restart(self, index: int = 0) -> None:
-        self.engines[index] = self._engine()
+        self.engines[index] = self.new_engine(index)
         self.replicas.join({index: self.engines[index]})
 
 
-def test_what_was_received_stays_and_the_rest_follows() -> None:
+def test_a_request_continues_after_its_received_tokens() -> None:
     async def run() -> None:
-        one = Set()
+        one = Deployment()
         (sink,) = one.submit(1, max_tokens=6, prompt_logprobs=0)
         one.engines[0].step()
         one.engines[0].step()
@@ -80,7 +85,9 @@ def test_what_was_received_stays_and_the_rest_follows() -> None:
         while sink.reason is None:
             one.engines[0].step()
         assert sink.ids == [100, 101, 102, 103, 104, 105] and sink.reason is FinishReason.LENGTH
-        assert [output.cached_tokens for output in sink.outputs] == [3] + [None] * 5, "of the first admission only"
+        assert [output.cached_tokens for output in sink.outputs] == [3] + [None] * 5, (
+            "only those of the first admission"
+        )
         assert one.engines[0].open == {} and one.replicas.num_finished == 1
         meter = one.replicas.engines[0].meter
         assert (meter.replayed_requests, meter.replayed_tokens) == (1, 5)
@@ -88,9 +95,9 @@ def test_what_was_received_stays_and_the_rest_follows() -> None:
     asyncio.run(run())
 
 
-def test_before_the_first_output_the_request_goes_as_it_was() -> None:
+def test_a_request_without_output_is_submitted_unchanged() -> None:
     async def run() -> None:
-        one = Set()
+        one = Deployment()
         (sink,) = one.submit(1, prompt_logprobs=2)
         (before,) = one.engines[0].submitted
         one.kill()
@@ -105,14 +112,14 @@ def test_before_the_first_output_the_request_goes_as_it_was() -> None:
 
 def test_other_engines_take_over_at_once() -> None:
     async def run() -> None:
-        two = Set(2)
+        two = Deployment(2)
         sinks = [sink for _ in range(4) for sink in two.submit(1)]
         assert [len(engine.open) for engine in two.engines] == [2, 2]
         two.engines[1].step()
         two.kill(1)
         assert two.replicas.ready and len(two.engines[0].open) == 4
         two.restart(1)
-        assert len(two.engines[1].open) == 0, "what goes on elsewhere stays there"
+        assert len(two.engines[1].open) == 0, "requests that moved stay there"
         two.submit(1)
         assert len(two.engines[1].open) == 1
         for _ in range(40):
@@ -122,20 +129,20 @@ def test_other_engines_take_over_at_once() -> None:
     asyncio.run(run())
 
 
-def test_engines_that_need_each_other_are_lost_and_come_back_together() -> None:
+def test_an_expert_parallel_group_is_lost_and_replaced_together() -> None:
     async def run() -> None:
-        two = Set(2)
+        two = Deployment(2)
         sinks = [sink for _ in range(4) for sink in two.submit(1)]
-        for _ in range(SUSPECT):
+        for _ in range(SUSPECT_DEATHS):
             for engine in two.engines:
                 engine.step()
             guilty = list(two.engines[1].open)
             assert not two.replicas.lose({0: (), 1: guilty}, DEAD)
             assert all(engine.is_lost for engine in two.replicas.engines)
-            two.engines = [two._engine(), two._engine()]
+            two.engines = [two.new_engine(index) for index in range(2)]
             two.replicas.join(dict(enumerate(two.engines)))
             placed = [len(engine.open) for engine in two.engines]
-        assert placed == [1, 2], "of the two that ran on engine 1 at both deaths one runs alone, and one waits"
+        assert placed == [1, 2], "one of engine 1's two suspects runs alone, the other waits"
         while not all(sink.reason for sink in sinks):
             for engine in two.engines:
                 engine.step()
@@ -144,9 +151,9 @@ def test_engines_that_need_each_other_are_lost_and_come_back_together() -> None:
     asyncio.run(run())
 
 
-def test_while_no_engine_is_there_requests_wait_and_can_be_aborted() -> None:
+def test_requests_wait_without_an_engine_and_can_be_aborted() -> None:
     async def run() -> None:
-        one = Set()
+        one = Deployment()
         one.kill()
         one.submit(2)
         one.replicas.abort([1])
@@ -156,11 +163,11 @@ def test_while_no_engine_is_there_requests_wait_and_can_be_aborted() -> None:
     asyncio.run(run())
 
 
-def test_what_comes_while_the_engine_is_silent_is_sent_to_it() -> None:
-    """It may only be slow, and nobody says when it goes on."""
+def test_requests_are_sent_to_an_unresponsive_engine_if_there_is_no_other() -> None:
+    """It may only be slow, and nothing reports when it continues."""
 
     async def run() -> None:
-        one = Set()
+        one = Deployment()
         engine = one.engines[0]
         engine.ready, sent = False, []
         engine.submit_many = sent.extend  # type: ignore[method-assign,assignment]
@@ -170,11 +177,11 @@ def test_what_comes_while_the_engine_is_silent_is_sent_to_it() -> None:
     asyncio.run(run())
 
 
-def test_late_outputs_of_a_replaced_engine_reach_nobody() -> None:
-    """The client drops them because the request has another id by then."""
+def test_a_replayed_request_has_a_new_id() -> None:
+    """So that the client drops late outputs of the lost engine."""
 
     async def run() -> None:
-        one = Set()
+        one = Deployment()
         one.submit(1)
         (before,) = one.engines[0].open
         one.kill()
@@ -184,29 +191,29 @@ def test_late_outputs_of_a_replaced_engine_reach_nobody() -> None:
     asyncio.run(run())
 
 
-def test_the_request_that_kills_again_and_again_ends_and_all_others_finish() -> None:
+def test_the_request_that_kills_engines_ends_and_all_others_finish() -> None:
     async def run() -> None:
-        one = Set()
+        one = Deployment()
         sinks = one.submit(4)
         for _ in range(2):
             one.kill()
             one.restart()
         killer = 2
-        trials = []
+        isolated = []
         while sinks[killer].reason is None:
             (alone,) = one.engines[0].open.values()
-            trials.append(alone.sink.__self__.id)  # type: ignore[attr-defined]
-            if trials[-1] == killer + 1:
+            isolated.append(alone.sink.__self__.id)  # type: ignore[attr-defined]
+            if isolated[-1] == killer + 1:
                 one.kill()
                 assert sinks[killer].reason is FinishReason.ERROR
                 one.restart()
             else:
-                for _ in range(CLEARED):
+                for _ in range(CLEARING_TOKENS):
                     one.engines[0].step()
-        assert trials == [4, 3], "the newest first"
+        assert isolated == [4, 3], "the newest first"
         error = sinks[killer].outputs[-1].error
         assert error == "this request has ended the engine 3 times, alone at the last: it died"
-        assert len(one.engines[0].open) == 3, "the others are no longer suspected"
+        assert len(one.engines[0].open) == 3, "the others are no longer suspects"
         for _ in range(40):
             one.engines[0].step()
         assert [sink.ids for sink in sinks] == [list(range(100, 140))] * 2 + [[]] + [list(range(100, 140))]
@@ -215,34 +222,34 @@ def test_the_request_that_kills_again_and_again_ends_and_all_others_finish() -> 
     asyncio.run(run())
 
 
-def test_progress_clears_of_suspicion_and_so_does_not_being_computed() -> None:
+def test_requests_with_progress_or_outside_the_step_are_not_suspects() -> None:
     async def run() -> None:
-        one = Set()
+        one = Deployment()
         sinks = one.submit(3, max_tokens=60)
-        for _ in range(5):  # each time after some progress
+        for _ in range(5):  # with progress in between
             one.kill()
             one.restart()
             assert len(one.engines[0].open) == 3
-            for _ in range(CLEARED):
+            for _ in range(CLEARING_TOKENS):
                 one.engines[0].step()
         for _ in range(5):  # between two steps
-            one.kill(under_way=[])
+            one.kill(in_step=[])
             one.restart()
             assert len(one.engines[0].open) == 3
-        assert all(sink.ids == list(range(100, 100 + 5 * CLEARED)) for sink in sinks)
+        assert all(sink.ids == list(range(100, 100 + 5 * CLEARING_TOKENS)) for sink in sinks)
 
     asyncio.run(run())
 
 
-def test_a_suspect_that_leaves_makes_room_for_the_next() -> None:
+def test_the_next_suspect_runs_when_one_is_aborted() -> None:
     async def run() -> None:
-        one = Set()
+        one = Deployment()
         one.submit(3)
         for _ in range(2):
             one.kill()
             one.restart()
         one.submit(1)
-        assert len(one.engines[0].open) == 1, "a new request waits as well"
+        assert len(one.engines[0].open) == 1, "a new request waits too"
         one.replicas.abort([1])
         assert len(one.engines[0].open) == 1
         one.replicas.abort([2, 3])
@@ -253,9 +260,9 @@ def test_a_suspect_that_leaves_makes_room_for_the_next() -> None:
     asyncio.run(run())
 
 
-def test_suspects_run_on_one_engine_while_others_go_on_at_the_other() -> None:
+def test_other_requests_run_on_the_engines_without_a_suspect() -> None:
     async def run() -> None:
-        two = Set(2)
+        two = Deployment(2)
         two.kill(1)
         sinks = two.submit(2)
         two.kill(0)
@@ -274,9 +281,9 @@ def test_suspects_run_on_one_engine_while_others_go_on_at_the_other() -> None:
     asyncio.run(run())
 
 
-def test_when_no_engine_will_come_all_ends_with_the_cause() -> None:
+def test_give_up_ends_all_requests_with_the_cause() -> None:
     async def run() -> None:
-        one = Set()
+        one = Deployment()
         (sink,) = one.submit(1)
         one.engines[0].step()
         one.kill()
@@ -288,22 +295,22 @@ def test_when_no_engine_will_come_all_ends_with_the_cause() -> None:
     asyncio.run(run())
 
 
-def test_counters_do_not_go_back() -> None:
+def test_counters_never_decrease() -> None:
     async def run() -> None:
-        one = Set()
-        one.engines[0].stats = Stats(2, 1, 0.5, 100, 40, 5, 9, 7)
+        one = Deployment()
+        one.engines[0].stats = Stats(2, 1, 0.5, 100, 40, 5, 9, 7, 6, 20, 8)
         one.kill()
-        assert one.replicas.engines[0].stats == Stats(0, 0, 0.0, 100, 40, 5, 9, 0)
+        assert one.replicas.engines[0].stats == Stats(0, 0, 0.0, 100, 40, 5, 9, 0, 6, 20, 8)
         one.restart()
-        one.engines[0].stats = Stats(1, 0, 0.25, 10, 4, 1, 2, 3)
-        assert one.replicas.engines[0].stats == Stats(1, 0, 0.25, 110, 44, 6, 11, 3)
+        one.engines[0].stats = Stats(1, 0, 0.25, 10, 4, 1, 2, 3, 1, 2, 2)
+        assert one.replicas.engines[0].stats == Stats(1, 0, 0.25, 110, 44, 6, 11, 3, 7, 22, 10)
 
     asyncio.run(run())
 
 
-def test_the_engines_facts_are_those_of_the_newest_process() -> None:
+def test_facts_are_those_of_the_newest_process() -> None:
     async def run() -> None:
-        one = Set()
+        one = Deployment()
         one.kill()
         replaced = ScriptedEngine(lambda request: [5], model_facts=facts(num_kv_blocks=77))
         one.replicas.join({0: replaced})
@@ -312,8 +319,8 @@ def test_the_engines_facts_are_those_of_the_newest_process() -> None:
     asyncio.run(run())
 
 
-def test_a_stream_goes_on_in_text_and_usage(serve: Serve) -> None:
-    """With a stop string that is half received, and several choices."""
+def test_text_and_usage_are_those_of_an_undisturbed_run(serve: Serve) -> None:
+    """With several choices and a partially received stop string."""
     text = "one two three four. five six"
     body = {"prompt": "x", "n": 2, "max_tokens": 50, "stop": ["four. f"], "logprobs": 1, "stream_options": None}
 
@@ -328,9 +335,9 @@ def test_a_stream_goes_on_in_text_and_usage(serve: Serve) -> None:
                     steps += 1
                 if steps == kill_after:
                     engine.ready = False
-                    replicas = served.gate._replicas
+                    replicas = served.admission._replicas
                     replicas.lose({0: list(engine.open)}, DEAD)
-                    engine = ScriptedEngine(engine.script, automatic=False)
+                    engine = ScriptedEngine(engine.script, automatic=False, meter=engine.meter)
                     replicas.join({0: engine})
                     steps += 1
                 await asyncio.sleep(0)

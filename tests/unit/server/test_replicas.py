@@ -1,12 +1,12 @@
-"""Several engines as one: who gets which request, whom an abort reaches, and what one engine's death means."""
+"""Data-parallel replicas: routing of requests and aborts."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
-from serve_llm.engine.types import Output, Request, Sampling
-from serve_llm.server.replicas import Replicas
+from serve_llm.common.types import Output, Request, Sampling
+from serve_llm.server.engines.replicas import Replicas
 from support.asgi import Call
 from support.fakes import ScriptedEngine, facts
 from support.serving import Served
@@ -22,13 +22,13 @@ def request(number: int, prompt_ids: list[int], choice: int = 0, max_tokens: int
     return Request(id=number, prompt_ids=prompt_ids, sampling=Sampling(max_tokens=max_tokens, seed=0, choice=choice))
 
 
-def nowhere(output: Output) -> None:
-    """A sink."""
+def discard(output: Output) -> None:
+    """A sink that drops its outputs."""
 
 
-def places(replicas: Replicas, requests: list[Request]) -> list[int]:
-    """The engine of each, once submitted."""
-    return [record.engine for record in replicas.submit_many([(one, nowhere) for one in requests])]
+def submit(replicas: Replicas, requests: list[Request]) -> list[int]:
+    """Submit requests. Returns the engine of each."""
+    return [tracked.engine for tracked in replicas.submit_many([(one, discard) for one in requests])]
 
 
 def test_choices_of_a_prompt_stay_together_and_prompts_are_spread() -> None:
@@ -37,7 +37,7 @@ def test_choices_of_a_prompt_stay_together_and_prompts_are_spread() -> None:
         replicas = Replicas(both)
         prompts = [[1] * 40, [2] * 40, [1] * 40, [3]]
         requests = [request(4 * k + choice, prompt, choice) for k, prompt in enumerate(prompts) for choice in range(4)]
-        placed = places(replicas, requests)
+        placed = submit(replicas, requests)
         assert [placed[4 * k] for k in range(4)] == [0, 1, 0, 1]
         assert all(len({*placed[4 * k : 4 * k + 4]}) == 1 for k in range(4))
         assert [[one.id for one in engine.submitted] for engine in both] == [
@@ -55,11 +55,11 @@ def test_ids_are_unique_over_all_engines() -> None:
     asyncio.run(run())
 
 
-def test_aborts_reach_the_engine_that_has_the_request() -> None:
+def test_aborts_go_to_the_engine_of_the_request() -> None:
     async def run() -> None:
         both = engines(2)
         replicas = Replicas(both)
-        placed = places(replicas, [request(number, [number]) for number in range(6)])
+        placed = submit(replicas, [request(number, [number]) for number in range(6)])
         replicas.abort([1, 2, 5, 77])
         assert [sorted(engine.aborted) for engine in both] == [
             [number for number in (1, 2, 5) if placed[number] == which] for which in (0, 1)
@@ -74,15 +74,13 @@ def test_load_follows_outputs_and_ends() -> None:
     async def run() -> None:
         both = engines(2)
         replicas = Replicas(both)
-        seen: list[tuple[int, int]] = []
-        replicas.on_step = lambda index, step: seen.append((index, len(step.outputs)))
-        assert places(replicas, [request(0, [1] * 5000, max_tokens=3)]) == [0]
-        assert places(replicas, [request(n, [n], max_tokens=1) for n in (1, 2, 3)]) == [1, 1, 1]
+        assert submit(replicas, [request(0, [1] * 5000, max_tokens=3)]) == [0]
+        assert submit(replicas, [request(n, [n], max_tokens=1) for n in (1, 2, 3)]) == [1, 1, 1]
         both[0].step()  # its prompt is computed; one open request against three
-        assert places(replicas, [request(4, [9])]) == [0]
+        assert submit(replicas, [request(4, [9])]) == [0]
         both[1].step()  # all its requests end
-        assert places(replicas, [request(5, [8])]) == [1]
-        assert seen == [(0, 1), (1, 3)]
+        assert submit(replicas, [request(5, [8])]) == [1]
+        assert [engine.meter.step_tokens.sum for engine in both] == [1, 3], "each engine counts its own steps"
 
     asyncio.run(run())
 
@@ -90,12 +88,12 @@ def test_load_follows_outputs_and_ends() -> None:
 def test_without_prefix_caching_equal_prompts_are_spread() -> None:
     async def run() -> None:
         replicas = Replicas(engines(2), prefix_caching=False)
-        assert places(replicas, [request(number, [1] * 2000) for number in range(4)]) == [0, 1, 0, 1]
+        assert submit(replicas, [request(number, [1] * 2000) for number in range(4)]) == [0, 1, 0, 1]
 
     asyncio.run(run())
 
 
-def test_ready_when_one_is_and_facts_hold_for_all() -> None:
+def test_replicas_are_ready_when_one_is_and_share_the_smallest_cache() -> None:
     async def run() -> None:
         both = engines(2)
         both[1].facts = facts(num_kv_blocks=100, kv_cache_tokens=1600)
@@ -109,17 +107,17 @@ def test_ready_when_one_is_and_facts_hold_for_all() -> None:
     asyncio.run(run())
 
 
-def test_an_engine_that_is_not_ready_gets_nothing() -> None:
+def test_an_engine_that_is_not_ready_gets_no_requests() -> None:
     async def run() -> None:
         both = engines(2)
         replicas = Replicas(both)
         both[1].ready = False
-        assert places(replicas, [request(number, [number]) for number in range(4)]) == [0] * 4
+        assert submit(replicas, [request(number, [number]) for number in range(4)]) == [0] * 4
 
     asyncio.run(run())
 
 
-def test_a_client_that_leaves_frees_its_choices_on_every_engine(serve: Serve) -> None:
+def test_a_disconnect_frees_choices_on_every_engine(serve: Serve) -> None:
     async def run() -> None:
         served = serve(num_engines=2, automatic=False)
         body = {"prompt": ["one", "two", "three"], "n": 2, "max_tokens": 50, "stream": True}
@@ -137,7 +135,7 @@ def test_a_client_that_leaves_frees_its_choices_on_every_engine(serve: Serve) ->
     asyncio.run(run())
 
 
-def test_texts_come_back_in_order_whoever_computed_them(serve: Serve, served: Served) -> None:
+def test_choices_are_ordered_by_prompt_on_any_engine(serve: Serve, served: Served) -> None:
     prompts = ["one", "two", "three", "four"]
     by_prompt = {tuple(served.ids(prompt)): served.ids(prompt.upper()) for prompt in prompts}
     several = serve(num_engines=3, script=lambda request: by_prompt[tuple(request.prompt_ids)])

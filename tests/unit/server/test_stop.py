@@ -1,18 +1,18 @@
-"""Stop strings: the cut, the hold-back, and that neither depends on how the text is cut into tokens."""
+"""Stop strings: cut and hold-back do not depend on how the text is split into tokens."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_llm.server.reply.stop import StopScanner
+from serve_llm.server.generate.stop import StopScanner
 
 LETTERS = st.text("ab", max_size=24)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
 def cut(text: str, stops: list[str], include: bool, armed_from: int = 0) -> tuple[str, str | None]:
-    """What must come out, by trying every end in order."""
+    """The expected text and stop string, by trying every end in order."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop) and end > armed_from]
         if found:
@@ -44,18 +44,18 @@ def test_a_stop_string_must_end_in_the_armed_part(before: list[str], after: list
     assert (text, matched) == cut("".join(before + after), stops, False, armed_from=len("".join(before)))
 
 
-def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+def test_only_a_possible_stop_string_is_held_back() -> None:
     _, _, given_out = scan(
         [("one <", True), ("en", True), ("x", True), ("> <end", True), (">", True)], ["<end>"], False
     )
     assert given_out == ["one ", "", "<enx", "> ", ""]
 
 
-def test_include_keeps_the_stop_string_and_cuts_behind_it() -> None:
+def test_include_keeps_the_stop_string_and_cuts_after_it() -> None:
     assert scan([("a stop b", True)], ["stop"], True)[:2] == ("a stop", "stop")
 
 
-def test_sixteen_long_stop_strings_cost_little_on_hostile_text() -> None:
+def test_long_stop_strings_on_hostile_text() -> None:
     stops = ["a" * 1000 + str(number) for number in range(16)]
     scanner = StopScanner(stops, False)
     assert "".join(scanner.push("a" * 4, True) for _ in range(500)) == "a" * 1000  # the rest may still become one

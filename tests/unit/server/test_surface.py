@@ -8,13 +8,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from serve_llm.server.errors import ServeError, Unavailable, answer_for, error_body
+from serve_llm.server.http.errors import ServeError, Unavailable, answer_for, error_body
 from support.asgi import Call, fetch
 from support.fakes import facts
 from support.serving import TEXT, Served
@@ -45,25 +47,51 @@ def leaves(table: Iterable[object]) -> Iterator[Route]:
 def test_no_route_changes_the_servers_state(served: Served) -> None:
     """One that did would need a key of its own, for administrators."""
     changing = {path for method, path in routes(served) if method not in ("GET", "HEAD")}
-    assert changing == {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
+    vectors = {"/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score", "/classify", "/pooling"}
+    texts = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/infill", "/invocations"}
+    translated = {"/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/input_tokens"}
+    assert changing == texts | translated | vectors | {"/v1/decisions"}
 
 
-def test_every_route_but_the_probes_needs_a_key(serve: Serve) -> None:
-    served = serve(**KEYS)
+def test_routes_that_load_adapters(serve: Serve, served: Served) -> None:
+    """They need an administrator's key: test_adapters.py."""
+    added = routes(serve(options={"enable_lora": True})) - routes(served)
+    assert added == {("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter")}
+
+
+def store_in(folder: Path) -> dict[str, object]:
+    """Options that add routes."""
+    return {"responses_store": "memory", "batches_dir": str(folder)}
+
+
+def test_routes_that_store_are_those_of_a_keys_own_objects(serve: Serve, served: Served, tmp_path: Path) -> None:
+    added = routes(serve(options=store_in(tmp_path))) - routes(served)
+    response, batch, file = "/v1/responses/{response_id}", "/v1/batches/{batch_id}", "/v1/files/{file_id}"
+    reading = {response, response + "/input_items", batch, file, file + "/content", "/v1/batches", "/v1/files"}
+    writing = {response + "/cancel", batch + "/cancel", "/v1/batches", "/v1/files"}
+    assert {path for method, path in added if method == "GET"} == reading
+    assert {path for method, path in added if method == "POST"} == writing
+    assert {path for method, path in added if method == "DELETE"} == {response, file}
+
+
+@pytest.mark.parametrize("stores", [False, True])
+def test_every_route_but_the_probes_needs_a_key(serve: Serve, tmp_path: Path, stores: bool) -> None:
+    served = serve(options=KEYS["options"] | (store_in(tmp_path) if stores else {}))
     table = routes(served)
+    assert stores == any("{batch_id}" in path for _, path in table)
     assert {"/v1/completions", "/metrics", "/status", "/health", "/docs"} <= {path for _, path in table}
     found = sorted((method, re.sub(r"{[^}]*}", "x", path)) for method, path in table if method != "HEAD")
-    for method, path in [*found, ("GET", "/nowhere"), ("GET", "/health/"), ("GET", "//health")]:
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "first"}, {"x-api-key": "first"}):
+    for method, path in [*found, ("GET", "/nowhere"), ("GET", "/health/"), ("GET", "//health"), ("GET", "/models/")]:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "first"}, {"x-api-key": "wrong"}):
             reply = served.get(path, headers) if method == "GET" else served.post(path, {}, headers)
-            if path in ("/health", "/ready"):
+            if path in ("/health", "/ping", "/ready", "/health/"):
                 assert reply.status == 200
             else:
                 assert reply.status == 401, (method, path, headers)
-                assert reply.json()["error"]["code"] == "invalid_api_key"
+                error = reply.json()["error"]
+                assert "invalid_api_key" in error.values() or error["type"] == "authentication_error"
                 assert reply.headers["www-authenticate"] == "Bearer" and reply.headers["x-request-id"]
-        for key in ("first", "second"):
-            headers = {"authorization": f"bearer {key}"}
+        for headers in ({"authorization": "bearer first"}, {"authorization": "bearer second"}, {"x-api-key": "second"}):
             reply = served.get(path, headers) if method == "GET" else served.post(path, {}, headers)
             assert reply.status != 401
 
@@ -129,6 +157,8 @@ def test_models(serve: Serve) -> None:
     served = serve(model_facts=facts(max_model_len=77))
     found = served.get("/v1/models").json()["data"]
     assert [(card["id"], card["root"], card["max_model_len"]) for card in found] == [("demo", "demo", 77)]
+    created = datetime.fromisoformat(found[0]["created_at"])
+    assert created.timestamp() == found[0]["created"] and found[0]["display_name"] == "demo"
     assert served.get("/v1/models/demo").json() == found[0]
     missing = served.get("/v1/models/org/name")
     assert (missing.status, missing.json()["error"]["code"]) == (404, "model_not_found")
@@ -146,7 +176,7 @@ def test_probes_tell_life_from_readiness(served: Served) -> None:
 
 
 def test_draining_refuses_new_requests(served: Served) -> None:
-    served.gate.draining = True
+    served.admission.draining = True
     for reply in (served.complete(), served.chat(), served.get("/ready"), served.post("/tokenize", {"prompt": "x"})):
         assert reply.status == 503 and reply.headers["retry-after"]
     assert served.get("/health").status == 200
@@ -163,10 +193,26 @@ def test_status_says_what_the_server_does(serve: Serve) -> None:
     assert set(found["versions"]) == {"serve-llm", "python", "torch"}
     served.engine.ready = False
     assert served.get("/status").json()["phase"] == "recovering" and served.complete().status == 503
-    served.gate.draining = True
+    served.admission.draining = True
     served.get("/ready")
     found = served.get("/status").json()
     assert found["phase"] == "draining" and found["queue"]["refused"]["not_ready"] == 1, "probes do not count"
+
+
+def test_a_slash_at_the_end_does_not_count(served: Served) -> None:
+    for path in ("/health", "/v1/models", "/v1/models/demo"):
+        assert served.get(path + "/").content == served.get(path).content != b""
+    assert served.post("/v1/completions/", {"prompt": "x", "max_tokens": 1}).status == 200
+    assert served.post("/v1/messages/", {"max_tokens": 1, "messages": []}).json()["type"] == "error"
+    assert served.get("/health//").status == served.get("//").status == served.get("/").status == 404
+
+
+def test_head_is_get_without_the_body(served: Served) -> None:
+    for path in ("/health", "/v1/models", "/ready/", "/openapi.json", "/nowhere"):
+        head, whole = fetch(served.app, "HEAD", path), served.get(path)
+        assert (head.status, head.content) == (whole.status, b"")
+        assert head.headers["content-length"] == str(len(whole.content))
+    assert fetch(served.app, "HEAD", "/v1/completions").status == 405
 
 
 def test_version(served: Served) -> None:
@@ -179,9 +225,18 @@ def test_tokenize_and_detokenize(served: Served) -> None:
     assert found["max_model_len"] == 2048 and len(found["token_strs"]) == found["count"]
     assert served.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": TEXT}
     chat = served.post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]}).json()
-    assert "token_strs" not in chat
+    assert chat["token_strs"] is None
+    emoji = served.post("/tokenize", {"prompt": "a\U0001f600", "return_token_strs": True}).json()["token_strs"]
+    assert len(set(emoji)) == len(emoji) and not any("\ufffd" in token for token in emoji), "bytes can be told apart"
     served.chat(max_tokens=1)
     assert chat["tokens"] == served.engine.submitted[-1].prompt_ids
+
+
+def test_tokenizer_info_is_what_lm_eval_looks_up(served: Served) -> None:
+    found = served.get("/tokenizer_info").json()
+    assert found["eos_token"] in served.model.tokenizer.added_tokens and found["model_max_length"] == 2048
+    assert "message" in found["chat_template"] and found["added_tokens"]["<|end|>"] == served.ids("<|end|>")[0]
+    assert set(found) >= {"tokenizer_class"}
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from serve_llm.engine.errors import ModelError, OptionError
-from serve_llm.server.errors import InvalidRequest
-from serve_llm.server.prompt.template import ChatTemplate, load_template
+from serve_llm.common.errors import ModelError, OptionError
+from serve_llm.server.http.errors import InvalidRequest
+from serve_llm.server.prompt.template import PROBE_TOOL, ChatTemplate, load_template
 
 PLAIN = (
     "{{ bos_token }}{% for message in messages %}\n"
@@ -39,8 +39,31 @@ def test_continuing_a_trimmed_message_has_no_space_that_the_template_drops() -> 
 
 
 def test_continuing_what_the_template_leaves_out_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="leaves out"):
+    with pytest.raises(InvalidRequest, match="omits"):
         render("{{ messages[0].content }}", continue_final_message=True)
+
+
+PARTS = (
+    "{% for m in messages %}{{ m.role }}:{% for p in m.content %}[{{ p.text }}{{ '/' + p.lang if p.lang }}]{% endfor %}"
+    "{% endfor %}"
+)
+
+
+def test_a_template_that_walks_parts_gets_parts() -> None:
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, "}]
+    assert render(PARTS, talk) == "user:[Hi]assistant:[Hello, ]"
+    assert render(PARTS, talk, continue_final_message=True) == "user:[Hi]assistant:[Hello, "
+    parts = [{"type": "text", "text": "a", "lang": "de"}, {"type": "text", "text": "b"}]
+    assert render(PARTS, [{"role": "user", "content": parts}]) == "user:[a/de][b]"
+    assert render(PARTS, [{"role": "user", "content": parts}], continue_final_message=True) == "user:[a/de][b"
+    assert render(PARTS, [{"role": "user", "content": parts[1:] * 2}]) == "user:[b\nb]", "what is text only is joined"
+    assert render(PARTS, [{"role": "user", "content": []}], continue_final_message=True) == "user:["
+    assert render(PARTS, [{"role": "user", "content": parts[:1] * 2}]) == "user:[a/de][a/de]"
+
+
+def test_a_template_that_takes_texts_gets_texts() -> None:
+    parts = [{"type": "text", "text": "a", "cache_control": {}}, {"type": "text", "text": "b"}]
+    assert render(PLAIN, [{"role": "user", "content": parts}]) == "<s>[user] a\nb\n[assistant]"
 
 
 def test_json_is_not_escaped_for_html() -> None:
@@ -102,6 +125,54 @@ def test_sources_of_a_checkpoint_in_order(tmp_path: Path) -> None:
     assert found() == "json"
     write(tmp_path, "chat_template.jinja", "jinja")
     assert found() == "jinja"
+
+
+def test_the_template_for_tools_is_used_when_tools_are_given(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "with tools"}, {"name": "default", "template": "plain"}]
+    for number, add in enumerate(("list", "file")):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        if add == "list":
+            write(directory, "tokenizer_config.json", {"chat_template": named})
+        else:
+            write(directory, "chat_template.jinja", "plain")
+            (directory / "additional_chat_templates").mkdir()
+            write(directory / "additional_chat_templates", "tool_use.jinja", "with tools")
+        template = load_template(None, directory, {})
+        assert template is not None
+        assert template.render([]) == "plain"
+        assert template.render([], tools=[PROBE_TOOL]) == "with tools"
+        assert template.render([], kwargs={"tools": [PROBE_TOOL]}) == "with tools"
+        assert template.tool_source == "with tools"
+
+
+def test_whether_a_template_shows_tools() -> None:
+    assert ChatTemplate("{{ tools | tojson }}", {}).shows_tools
+    assert ChatTemplate("{{ messages | length }}", {}, tool_source="{{ tools[0].function.name }}").shows_tools
+    assert ChatTemplate("{% if messages[0].role == 'system' %}{{ tools }}{% endif %}", {}).shows_tools
+    assert ChatTemplate("{% if xml_tools or python_tools %}{{ xml_tools or python_tools }}{% endif %}", {}).shows_tools
+    assert not ChatTemplate("{{ messages | length }}", {}).shows_tools
+    assert not ChatTemplate("{{ tools[0].nothing.nothing }}", {}).shows_tools
+
+
+@pytest.mark.parametrize(
+    ("written", "is_text"),
+    [
+        ("{{ call.function.arguments | tojson }}", False),
+        ("{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }}{% endfor %}", False),
+        ("{{ 'args: ' + call.function.arguments }}", True),
+        ("{{ call.function.arguments }}", True),
+    ],
+)
+def test_arguments_of_history_have_the_form_that_the_template_wants(written: str, is_text: bool) -> None:
+    source = f"{{% for call in messages[-1].tool_calls %}}{written}{{% endfor %}}"
+    template = ChatTemplate(source, {})
+    assert template.wants_argument_text is is_text
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}
+    message: dict[str, object] = {"role": "assistant", "content": "", "tool_calls": [call]}
+    text = template.render([message], add_generation_prompt=False)
+    assert text.removeprefix("args: ") in ('{"a": "é"}', "a=é")
+    assert call["function"] == {"name": "f", "arguments": {"a": "é"}}  # the request's own message is unchanged
 
 
 def test_a_chosen_template_is_a_file_or_itself(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from serve_llm.engine.limits import Limits
-from serve_llm.server.errors import InvalidRequest
+from serve_llm.common.options.limits import Limits
+from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.prompt.model import ServedModel
-from serve_llm.server.prompt.params import SamplingParams
-from serve_llm.server.prompt.validate import TextRequest, check_text, check_volume, prepare
+from serve_llm.server.prompt.validate import Echo, TextRequest, check_text, check_volume, prepare
+from serve_llm.server.sampling_params import SamplingParams
 from support.fakes import facts
 
 FACTS = facts(max_model_len=32, vocab_size=4096)
@@ -140,13 +140,13 @@ def test_echo_with_logprobs_asks_for_the_prompts(model: ServedModel) -> None:
     params = SamplingParams(logprobs=3, prompt_logprobs=1)
     request = prepare([[40, 41]], params, model, FACTS, echo=[None])
     assert request.samplings[0].prompt_logprobs == 3
-    assert request.echoes == [model.tokenizer.decode([40, 41])]
+    assert request.echoes == [Echo(model.tokenizer.decode([40, 41]))]
     assert prepare([[40]], SamplingParams(logprobs=3), model, FACTS).samplings[0].prompt_logprobs is None
 
 
 def test_echo_is_the_text_that_came_unless_it_was_cut(model: ServedModel) -> None:
     ids = model.tokenizer.encode("<|user|>ab cd", add_special_tokens=False)
-    whole = prepare([ids], SamplingParams(), model, FACTS, echo=["<|user|>ab cd"])
-    assert whole.echoes == ["<|user|>ab cd"]
-    cut = prepare([ids], SamplingParams(truncate_prompt_tokens=1), model, FACTS, echo=["<|user|>ab cd"])
-    assert cut.echoes == [model.tokenizer.decode(ids[-1:])]
+    whole = prepare([ids], SamplingParams(), model, FACTS, echo=[Echo("<|user|>ab cd")])
+    assert whole.echoes == [Echo("<|user|>ab cd")]
+    cut = prepare([ids], SamplingParams(truncate_prompt_tokens=1), model, FACTS, echo=[Echo("<|user|>ab cd")])
+    assert cut.echoes == [Echo(model.tokenizer.decode(ids[-1:]))]

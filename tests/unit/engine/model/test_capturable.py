@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from serve_llm.engine.model.build import Builder, Part, in_float32
-from serve_llm.engine.model.decoder import Decoder
+from serve_llm.engine.model.build import ModelBuilder, Part, is_float32
+from serve_llm.engine.model.decoder import Decoder, build_decoder
 from serve_llm.engine.model.inputs import GroupInputs, StepInputs
 from serve_llm.engine.model.registry import read_model
-from serve_llm.engine.model.shard import shard_of
-from serve_llm.engine.model.spec import MLA, Layer, ModelSpec
-from serve_llm.engine.parallel.comm import Neighbours
-from serve_llm.engine.parallel.layout import Grid
-from serve_llm.kernels import table
+from serve_llm.engine.model.shard import build_shard
+from serve_llm.engine.model.spec import LayerSpec, MLASpec, ModelSpec
+from serve_llm.engine.parallel.groups import ProcessGroups
+from serve_llm.engine.parallel.layout import ParallelLayout
+from serve_llm.kernels import registry
 from serve_llm.kernels.attention import Lengths
 from support.tiny import FAMILIES, WITH_EXPERTS, config_of
 from support.triton import NO_TRITON, record
@@ -44,14 +44,18 @@ class OnTheDevice(TorchDispatchMode):
 def parameter(name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
     sizes = list(shape)
     if part is not None:
-        sizes[part.dimension] = len(part.own)
-    return torch.empty(sizes, dtype=dtype or (torch.float32 if in_float32(name) else torch.bfloat16), device=META)
+        sizes[part.dimension] = len(part.range)
+    return torch.empty(sizes, dtype=dtype or (torch.float32 if is_float32(name) else torch.bfloat16), device=META)
 
 
 def decoder_of(spec: ModelSpec, batch_invariant: bool = False) -> Decoder:
-    kernels = table.with_triton(batch_invariant)
-    assert isinstance(kernels, table.Kernels), kernels
-    return Decoder(spec, Builder(parameter, kernels, shard_of(spec, Grid(), 0), Neighbours(), fp8=spec.fp8), META)
+    kernels = registry.with_triton(batch_invariant)
+    assert isinstance(kernels, registry.Kernels), kernels
+    return build_decoder(
+        spec,
+        ModelBuilder(parameter, kernels, build_shard(spec, ParallelLayout(), 0), ProcessGroups(), fp8=spec.fp8),
+        META,
+    )
 
 
 def whole_numbers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -70,10 +74,12 @@ def step(spec: ModelSpec) -> StepInputs:
     )
 
 
-def cache_of(layer: Layer) -> Tensor:
-    mixer = layer.mixer
-    parts = 1 if isinstance(mixer, MLA) else 2
-    return torch.empty((BLOCKS, parts, mixer.kv_heads, BLOCK_SIZE, mixer.head_dim), dtype=torch.bfloat16, device=META)
+def cache_of(layer: LayerSpec) -> Tensor:
+    mixer = layer.attention
+    parts = 1 if isinstance(mixer, MLASpec) else 2
+    return torch.empty(
+        (BLOCKS, parts, mixer.num_kv_heads, BLOCK_SIZE, mixer.head_dim), dtype=torch.bfloat16, device=META
+    )
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -92,7 +98,7 @@ def test_a_decode_step_reads_nothing_back(family: str, batch_invariant: bool) ->
 
     launches = {launch.kernel.name for launch in record(compute)}
     assert (made[0].shape[0], made[0].device) == (ROWS, META)
-    assert "_product" in launches if family in WITH_EXPERTS else "_product" not in launches
+    assert "_multiply_experts" in launches if family in WITH_EXPERTS else "_multiply_experts" not in launches
 
 
 def test_what_would_be_noticed() -> None:

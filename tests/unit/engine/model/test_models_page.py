@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from serve_llm.engine.errors import ModelError
+from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.registry import FAMILIES, read_model
 from support.engine import generate, greedy, make_engine
 from support.forward import Harness, load
 from support.reference import reference_logprobs
+from support.scripts import load_script
 from support.tiny import make_checkpoint
 
 ROOT = Path(__file__).parents[4]
@@ -33,30 +32,22 @@ def example(name: str) -> str:
     return found.group(1)
 
 
-def module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
 def test_the_table_is_current_and_every_family_is_tested() -> None:
-    make_docs = module(ROOT / "tools" / "make_docs.py")
-    assert make_docs.updated(PAGE, make_docs.PAGES[make_docs.MODELS_PAGE]) == PAGE, "run `make docs`"
+    make_docs = load_script(ROOT / "tools" / "make_docs.py")
+    assert make_docs.update_page(PAGE, make_docs.PAGES[make_docs.MODELS_PAGE]) == PAGE, "run `make docs`"
     assert "not tested" not in PAGE
     rows = [line for line in PAGE.splitlines() if line.startswith("| ") and ".py](" in line]
     assert len(rows) == len(FAMILIES)
     assert all((ROOT / "docs" / link).is_file() for link in re.findall(r"\]\(([^)]+)\)", PAGE))
     (falcon,) = [row for row in rows if row.startswith("| FalconForCausalLM")]
-    assert "(parallel norms)" in falcon and "`alibi`" in falcon and "norm: layer" in falcon
+    assert "(parallel two norms)" in falcon and "`alibi`" in falcon and "norm: layer" in falcon
 
 
 @pytest.fixture
 def acorn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, object]], Path]:
     """The example, registered, and a function that writes a Llama as an Acorn, with more keys in config.json."""
     (tmp_path / "acorn.py").write_text(example("family"))
-    line = eval(f"{{{example('registry')}}}", {"acorn": module(tmp_path / "acorn.py")})
+    line = eval(f"{{{example('registry')}}}", {"acorn": load_script(tmp_path / "acorn.py")})
     for architecture, read in line.items():
         monkeypatch.setitem(FAMILIES, architecture, read)
 
@@ -123,7 +114,7 @@ def test_the_example_computes_what_transformers_does(acorn: Callable[[dict[str, 
 def test_the_example_reads_its_own_keys(acorn: Callable[[dict[str, object]], Path]) -> None:
     config = json.loads((acorn({"score_scale": 0.5, "logits_scale": 0.25}) / "config.json").read_text())
     spec, _ = read_model(config)
-    assert (spec.layers[0].mixer.scale, spec.logits_multiplier) == (0.5, 0.25)
+    assert (spec.layers[0].attention.scale, spec.logits_multiplier) == (0.5, 0.25)
     for change, message in (({"parallel_blocks": True}, "parallel_blocks is not"), ({"leaf": 1}, "unknown keys.*leaf")):
         with pytest.raises(ModelError, match=message):
             read_model(config | change)

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from serve_llm.engine.model.count import weight_bytes
+from serve_llm.cli.plan.weights import weight_bytes
 from serve_llm.engine.model.registry import read_model
-from serve_llm.engine.model.shard import shard_of
-from serve_llm.engine.model.spec import Llama3Scaling, MoE, Rope, Router
-from serve_llm.engine.parallel.layout import Grid
+from serve_llm.engine.model.shard import build_shard
+from serve_llm.engine.model.spec import Llama3Scaling, MoESpec, RopeSpec, RouterSpec
+from serve_llm.engine.parallel.layout import ParallelLayout
 
 GPT2_MEDIUM = """{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
 "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
@@ -255,8 +255,8 @@ def test_understood(
     spec, _ = read_model(json.loads(text))
     (group,) = spec.kv_groups
     assert group.layers == tuple(range(num_layers))
-    assert (group.kv_heads, group.head_dim, group.window) == (kv_heads, head_dim, window)
-    assert (spec.max_position, spec.tied_head) == (context, tied)
+    assert (group.num_kv_heads, group.head_dim, group.sliding_window) == (kv_heads, head_dim, window)
+    assert (spec.max_position, spec.tie_word_embeddings) == (context, tied)
 
 
 @pytest.mark.parametrize(
@@ -289,24 +289,31 @@ def test_windows_in_all_but_some_layers(
     local, whole = spec.kv_groups
     assert whole.layers == tuple(range(every - 1, num_layers, every))
     assert sorted((*local.layers, *whole.layers)) == list(range(num_layers))
-    assert {(group.kv_heads, group.head_dim) for group in spec.kv_groups} == {(kv_heads, head_dim)}
-    assert (local.window, whole.window, spec.max_position, spec.tied_head) == (window, None, context, True)
+    assert {(group.num_kv_heads, group.head_dim) for group in spec.kv_groups} == {(kv_heads, head_dim)}
+    assert (local.sliding_window, whole.sliding_window, spec.max_position, spec.tie_word_embeddings) == (
+        window,
+        None,
+        context,
+        True,
+    )
 
 
 def test_details() -> None:
     opt = read_model(json.loads(OPT_350M))[0]
-    assert (opt.embedding_width, opt.layers[0].placement, opt.final_norm) == (512, "post", None)
-    rope = read_model(json.loads(LLAMA_32_1B))[0].layers[0].mixer.rope
+    assert (opt.embedding_size, opt.layers[0].norm_position, opt.final_norm) == (512, "post", None)
+    rope = read_model(json.loads(LLAMA_32_1B))[0].layers[0].attention.rope
     assert rope is not None and rope.scaling == Llama3Scaling(32.0, 1.0, 4.0, 8192)
-    assert read_model(json.loads(PYTHIA_1B))[0].layers[0].mixer.rope == Rope(10000.0, dims=64)
-    assert read_model(json.loads(GPT_J_6B))[0].layers[0].mixer.rope == Rope(10000.0, dims=64, interleaved=True)
+    assert read_model(json.loads(PYTHIA_1B))[0].layers[0].attention.rope == RopeSpec(10000.0, rotary_dim=64)
+    assert read_model(json.loads(GPT_J_6B))[0].layers[0].attention.rope == RopeSpec(
+        10000.0, rotary_dim=64, interleaved=True
+    )
     falcons = [read_model(json.loads(text))[0].layers[0] for text in (FALCON_7B, FALCON_40B, FALCON2_11B)]
-    assert [layer.placement for layer in falcons] == ["parallel", "parallel_norms", "parallel"]
-    assert [layer.ffn.width for layer in falcons] == [18176, 32768, 16384]
-    local, whole = (read_model(json.loads(GEMMA_3_1B))[0].layers[index].mixer for index in (4, 5))
-    assert (local.rope, whole.rope) == (Rope(10000.0), Rope(1000000.0))
+    assert [layer.norm_position for layer in falcons] == ["parallel", "parallel_two_norms", "parallel"]
+    assert [layer.ffn.intermediate_size for layer in falcons] == [18176, 32768, 16384]
+    local, whole = (read_model(json.loads(GEMMA_3_1B))[0].layers[index].attention for index in (4, 5))
+    assert (local.rope, whole.rope) == (RopeSpec(10000.0), RopeSpec(1000000.0))
     gemma = read_model(json.loads(GEMMA_2_2B))[0]
-    assert (gemma.layers[0].mixer.softcap, gemma.logits_softcap, gemma.embedding_multiplier) == (50.0, 30.0, 48.0)
+    assert (gemma.layers[0].attention.softcap, gemma.logits_softcap, gemma.embedding_multiplier) == (50.0, 30.0, 48.0)
 
 
 @pytest.mark.parametrize(
@@ -324,8 +331,12 @@ def test_experts(
     """billions: of parameters, as their publishers count them."""
     spec = read_model(json.loads(text))[0]
     (ffn,) = {layer.ffn for layer in spec.layers}
-    assert isinstance(ffn, MoE)
-    assert ffn.router == Router(experts, top_k, normalise=normalise)
-    assert (ffn.expert.width, ffn.shared and ffn.shared.width, ffn.shared_gate) == (width, shared, shared is not None)
-    loaded = weight_bytes(spec, shard_of(spec, Grid(), 0), 2, "cuda").loaded
+    assert isinstance(ffn, MoESpec)
+    assert ffn.router == RouterSpec(experts, top_k, renormalise=normalise)
+    assert (
+        ffn.expert.intermediate_size,
+        ffn.shared_expert and ffn.shared_expert.intermediate_size,
+        ffn.shared_expert_gate,
+    ) == (width, shared, shared is not None)
+    loaded = weight_bytes(spec, build_shard(spec, ParallelLayout(), 0), 2, "cuda").loaded
     assert loaded / 2e9 == pytest.approx(billions, abs=0.05)

@@ -1,4 +1,4 @@
-"""config.json of published DeepSeek and gpt-oss models: what is read of it, and what is refused."""
+"""config.json of published DeepSeek, GLM-4.5 and gpt-oss models: what is read of it, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import pytest
 
+from serve_llm.cli.plan.weights import weight_bytes
+from serve_llm.common.errors import ModelError
 from serve_llm.engine.config import CacheRow
-from serve_llm.engine.errors import ModelError
-from serve_llm.engine.execute.memory import plan_cache
-from serve_llm.engine.model.count import weight_bytes
 from serve_llm.engine.model.registry import read_model
-from serve_llm.engine.model.shard import shard_of
-from serve_llm.engine.model.spec import MLA, Dense, ExpertGroups, MoE, Router
-from serve_llm.engine.parallel.layout import Grid
+from serve_llm.engine.model.shard import build_shard
+from serve_llm.engine.model.spec import AttentionSpec, ExpertGroups, MLASpec, MLPSpec, MoESpec, RouterSpec
+from serve_llm.engine.parallel.layout import ParallelLayout
+from serve_llm.engine.worker.kv_cache import plan_cache
 
 DEEPSEEK_V2_LITE = """{"architectures": ["DeepseekV2ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
 "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"}, "aux_loss_alpha": 0.001, "bos_token_id": 100000,
@@ -42,6 +42,15 @@ DEEPSEEK_V3 = """{"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": 
 "type": "yarn"}, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": true,
 "tie_word_embeddings": false, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
 "transformers_version": "4.33.1", "use_cache": true, "v_head_dim": 128, "vocab_size": 129280}"""
+GLM_4_5_AIR = """{"architectures": ["Glm4MoeForCausalLM"], "attention_bias": true, "attention_dropout": 0.0,
+"eos_token_id": [151329, 151336, 151338], "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu",
+"hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 10944, "max_position_embeddings": 131072,
+"model_type": "glm4_moe", "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
+"norm_topk_prob": true, "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46,
+"num_key_value_heads": 8, "num_nextn_predict_layers": 1, "pad_token_id": 151329, "partial_rotary_factor": 0.5,
+"rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 1000000, "routed_scaling_factor": 1.0,
+"tie_word_embeddings": false, "topk_group": 1, "torch_dtype": "bfloat16", "transformers_version": "4.54.0",
+"use_cache": true, "use_qk_norm": false, "vocab_size": 151552}"""
 GPT_OSS_20B = """{"architectures": ["GptOssForCausalLM"], "attention_bias": true, "attention_dropout": 0.0,
 "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
 "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": [TYPES],
@@ -55,29 +64,56 @@ GPT_OSS_20B = """{"architectures": ["GptOssForCausalLM"], "attention_bias": true
 "vocab_size": 201088}""".replace("TYPES", ", ".join(['"sliding_attention", "full_attention"'] * 12))
 
 
+def test_glm_moe() -> None:
+    """GLM-4.5-Air: 107 billion parameters without its layer for multi-token prediction."""
+    spec, weights = read_model(json.loads(GLM_4_5_AIR))
+    attention, ffn = spec.layers[0].attention, spec.layers[1].ffn
+    assert [type(layer.ffn) for layer in spec.layers] == [MLPSpec, *[MoESpec] * 45]
+    assert isinstance(attention, AttentionSpec) and isinstance(ffn, MoESpec)
+    assert (attention.qkv_bias, attention.output_bias, attention.qk_norm) == (True, False, None)
+    assert attention.rope is not None and attention.rope.rotary_dim == 64
+    assert (ffn.router.scoring, ffn.router.correction_bias, ffn.router.num_experts) == ("sigmoid", True, 128)
+    assert any(re.fullmatch(pattern, "model.layers.46.eh_proj.weight") for pattern in weights.ignored)
+    parameters = weight_bytes(spec, build_shard(spec, ParallelLayout(), 0), 2, "cuda").loaded / 2e9
+    assert parameters == pytest.approx(107, abs=0.5)
+
+
 def test_deepseek() -> None:
     lite = read_model(json.loads(DEEPSEEK_V2_LITE))[0]
     (group,) = lite.kv_groups
-    assert (group.kv_heads, group.head_dim, group.is_latent, len(group.layers)) == (1, 576, True, 27)
-    assert [type(layer.ffn) for layer in lite.layers] == [Dense, *[MoE] * 26]
-    ffn, mixer = lite.layers[1].ffn, lite.layers[0].mixer
-    assert isinstance(ffn, MoE) and isinstance(mixer, MLA)
-    assert ffn.router == Router(64, 6, normalise=False, wide=True)
-    assert ffn.shared is not None and ffn.shared.width == 2816
+    assert (group.num_kv_heads, group.head_dim, group.is_latent, len(group.layers)) == (1, 576, True, 27)
+    assert [type(layer.ffn) for layer in lite.layers] == [MLPSpec, *[MoESpec] * 26]
+    ffn, mixer = lite.layers[1].ffn, lite.layers[0].attention
+    assert isinstance(ffn, MoESpec) and isinstance(mixer, MLASpec)
+    assert ffn.router == RouterSpec(64, 6, renormalise=False, float32=True)
+    assert ffn.shared_expert is not None and ffn.shared_expert.intermediate_size == 2816
     assert mixer.scale == pytest.approx(192**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2)
-    assert weight_bytes(lite, shard_of(lite, Grid(), 0), 2, "cuda").loaded / 2e9 == pytest.approx(15.7, abs=0.05)
+    assert weight_bytes(lite, build_shard(lite, ParallelLayout(), 0), 2, "cuda").loaded / 2e9 == pytest.approx(
+        15.7, abs=0.05
+    )
 
     large, weights = read_model(json.loads(DEEPSEEK_V3))
-    assert (large.max_position, [type(layer.ffn) for layer in large.layers]) == (163840, [*[Dense] * 3, *[MoE] * 58])
+    assert (large.max_position, [type(layer.ffn) for layer in large.layers]) == (
+        163840,
+        [*[MLPSpec] * 3, *[MoESpec] * 58],
+    )
     router = large.layers[-1].ffn.router
-    assert (router.groups, router.factor, router.correction) == (ExpertGroups(8, 4, best=2), 2.5, True)
-    assert weight_bytes(large, shard_of(large, Grid(), 0), 2, "cuda").loaded / 2e9 == pytest.approx(671, abs=0.5)
+    assert (router.groups, router.scaling_factor, router.correction_bias) == (
+        ExpertGroups(8, 4, scores_per_group=2),
+        2.5,
+        True,
+    )
+    assert weight_bytes(large, build_shard(large, ParallelLayout(), 0), 2, "cuda").loaded / 2e9 == pytest.approx(
+        671, abs=0.5
+    )
     assert re.fullmatch(weights.ignored[-1], "model.layers.61.eh_proj.weight")  # of the layer for further tokens
     cache = plan_cache(large.kv_groups, large.kv_groups, CacheRow(2), 64, 0, max_model_len=4096, max_chunk=2048)
     assert cache.block_bytes == 61 * 64 * 576 * 2  # instead of 61 * 64 * 2 * 128 heads * 128 * 2
 
     stored = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
-    assert read_model({**json.loads(DEEPSEEK_V3), "quantization_config": stored})[1].block == (128, 128)
+    quantised = read_model({**json.loads(DEEPSEEK_V3), "quantization_config": stored})[0]
+    held = weight_bytes(quantised, build_shard(quantised, ParallelLayout(), 0), 2, "cpu").held
+    assert held / 671e9 == pytest.approx(1.036, abs=0.002)  # bytes a number: scales, and what stays in 16 bits
 
 
 @pytest.mark.parametrize(
@@ -101,13 +137,25 @@ def test_what_deepseek_files_may_not_say(text: str, change: dict[str, object], m
 def test_gpt_oss() -> None:
     spec, weights = read_model(json.loads(GPT_OSS_20B))
     windowed, whole = spec.kv_groups
-    assert (windowed.window, windowed.layers[:2], whole.window, len(whole.layers)) == (128, (0, 2), None, 12)
+    assert (windowed.sliding_window, windowed.layers[:2], whole.sliding_window, len(whole.layers)) == (
+        128,
+        (0, 2),
+        None,
+        12,
+    )
     assert all(layer.attention.sinks for layer in spec.layers)
     ffn = spec.layers[0].ffn
-    assert isinstance(ffn, MoE)
-    assert ffn.router == Router(32, 4, bias=True) and ffn.expert == Dense(2880, "swigluoai", gated=True, bias=True)
-    assert weight_bytes(spec, shard_of(spec, Grid(), 0), 2, "cuda").loaded / 2e9 == pytest.approx(20.9, abs=0.05)
-    scales = weights.expanded(24)["model.layers.23.mlp.experts.down_proj_blocks"].scales
+    assert isinstance(ffn, MoESpec)
+    assert ffn.router == RouterSpec(32, 4, bias=True) and ffn.expert == MLPSpec(
+        2880, "swigluoai", gated=True, bias=True
+    )
+    shard = build_shard(spec, ParallelLayout(), 0)
+    in_bfloat16 = replace(spec, grouped=None)  # as on a GPU
+    assert weight_bytes(in_bfloat16, shard, 2, "cuda").loaded / 2e9 == pytest.approx(20.9, abs=0.05)
+    assert weight_bytes(spec, shard, 2, "cpu").held / 1e9 == pytest.approx(
+        13.775, abs=0.002
+    )  # about what its files take
+    scales = weights.expand(24)["model.layers.23.mlp.experts.down_proj_blocks"].scales
     assert scales == "model.layers.23.mlp.experts.down_proj_scales"
     for change, message in (
         ({"swiglu_limit": 5.0}, "swiglu_limit other than 7.0"),
@@ -124,7 +172,7 @@ def test_gpt_oss() -> None:
 def test_windows_of_gpt_oss_give_blocks_back() -> None:
     """A request of 32768 tokens takes about half of what it would if all layers kept all tokens."""
     spec = read_model(json.loads(GPT_OSS_20B))[0]
-    layers = tuple(replace(layer, mixer=replace(layer.attention, window=None)) for layer in spec.layers)
+    layers = tuple(replace(layer, attention=replace(layer.attention, sliding_window=None)) for layer in spec.layers)
     num_bytes = []
     for groups in (spec.kv_groups, replace(spec, layers=layers).kv_groups):
         layout = plan_cache(groups, groups, CacheRow(2), 16, 0, max_model_len=32768, max_chunk=2048)

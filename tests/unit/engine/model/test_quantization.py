@@ -1,5 +1,4 @@
-"""quantization_config as a closed world: int8 compressed-tensors and blocks of 8-bit floats are read, everything else
-is refused by name."""
+"""quantization_config as a closed world: what is not read is refused by name."""
 
 from __future__ import annotations
 
@@ -9,22 +8,38 @@ from typing import Any
 
 import pytest
 
-from serve_llm.engine.errors import ModelError, OptionError
-from serve_llm.engine.model import quantization
-from serve_llm.engine.model.config import Config
-from serve_llm.engine.model.quantization import Blocks, Stored
+from serve_llm.common.errors import ModelError, OptionError
+from serve_llm.engine.model.compressed_tensors_config import Int8Checkpoint
+from serve_llm.engine.model.config import ConfigReader
+from serve_llm.engine.model.quantization_config import read_quantization_config
+from serve_llm.engine.model.quantization_spec import GroupedForm
 from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.model.weight_format import (
+    BitsAndBytes4,
+    MarkedModules,
+    ScaledNumbers,
+    TargetedModules,
+    UnlistedModules,
+    WeightFormat,
+)
 from support import published
 from support.quantised import quantization_config
 
 
 def read(stored: object) -> object:
-    return quantization.read(Config({"quantization_config": stored}).needed("quantization_config"))
+    return read_quantization_config(ConfigReader({"quantization_config": stored}).needed("quantization_config"))
 
 
 @pytest.mark.parametrize("value", [None, {}])
 def test_nothing(value: object) -> None:
     assert read_model(published.LLAMA_1B | {"quantization_config": value}) == read_model(published.LLAMA_1B)
+
+
+def group(part: str, **change: object) -> Callable[[dict[str, Any]], None]:
+    def edit(config: dict[str, Any]) -> None:
+        config["config_groups"]["group_0"][part] |= change
+
+    return edit
 
 
 def older(config: dict[str, Any]) -> None:
@@ -43,12 +58,50 @@ def test_served(change: Callable[[dict[str, Any]], None]) -> None:
     config = quantization_config()
     change(config)
     stored = read(config)
-    assert isinstance(stored, Stored)
+    assert isinstance(stored, Int8Checkpoint)
     assert stored.ignore == (() if config["ignore"] is None else ("lm_head",))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: c["config_groups"]["group_0"].update(input_activations=None),
+        group("input_activations", dynamic=False, strategy="tensor"),
+        group("input_activations", symmetric=False),
+    ],
+)
+def test_int8_weights_alone(change: Callable[[dict[str, Any]], None]) -> None:
+    """Activations that are not rounded token by token stay as they are."""
+    config = quantization_config()
+    change(config)
+    stored = read(config)
+    assert isinstance(stored, TargetedModules)
+    assert stored.find_format("model.layers.0.mlp.up_proj") == ScaledNumbers("int8", "channel")
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "static"}, ScaledNumbers("fp8", "tensor")),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, ScaledNumbers("fp8", "channel")),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, BitsAndBytes4("fp4", is_nested=False)),
+    ],
+)
+def test_floats_and_bitsandbytes(stored: dict[str, object], expected: WeightFormat) -> None:
+    found = read(stored)
+    assert (
+        isinstance(found, UnlistedModules | MarkedModules)
+        and found.find_format("model.layers.0.mlp.up_proj") == expected
+    )
+
+
+def test_bitsandbytes_names_one_width() -> None:
+    with pytest.raises(ModelError, match="one of load_in_4bit and load_in_8bit must be true"):
+        read({"quant_method": "bitsandbytes"})
+
+
 def test_what_is_ignored() -> None:
-    stored = Stored(("lm_head", "re:.*down_proj$", "re:model\\.layers\\.1\\."))
+    stored = Int8Checkpoint(("lm_head", "re:.*down_proj$", "re:model\\.layers\\.1\\."))
     names = ["lm_head", "lm_head2", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.up_proj", "model.layers.10.up"]
     assert [stored.ignores(name) for name in names] == [True, False, True, True, False]
 
@@ -58,15 +111,29 @@ FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "we
 
 @pytest.mark.parametrize("more", [{}, {"modules_to_not_convert": ["lm_head"], "scale_fmt": "ue8m0"}])
 def test_blocks_of_8_bit_floats(more: dict[str, object]) -> None:
-    assert read(FP8 | more) == Blocks(128, 64)
+    found = read(FP8 | more)
+    assert isinstance(found, MarkedModules)
+    assert found.find_format("lm_head") == ScaledNumbers("fp8", "block", (128, 64), scale="weight_scale_inv")
+    assert found.find_form("model.layers.0.mlp.up_proj") == GroupedForm(
+        8, 64, has_zeros=False, scale_bytes=4, is_float8=True
+    )
+    assert (found.find_form("lm_head") is None) == bool(more)
+
+
+def test_modules_that_are_not_in_8_bit_floats() -> None:
+    listed = {"modules_to_not_convert": ["layers.1.mlp.gate", "model.layers.2"], "ignored_layers": ["re:.*lm_head"]}
+    found = read(FP8 | listed)
+    assert isinstance(found, MarkedModules)
+    names = ["layers.1.mlp.gate", "layers.1.mlp.gate_proj", "layers.11.mlp.gate", "layers.2.mlp.up_proj"]
+    forms = [found.find_form(f"model.{name}") for name in names] + [found.find_form("lm_head")]
+    assert [form is None for form in forms] == [True, False, False, True, True]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"activation_scheme": "static"}, "activation_scheme 'static' is not supported (supported: dynamic)"),
+        ({"activation_scheme": "other"}, "activation_scheme 'other' is not supported (supported: dynamic, static)"),
         ({"fmt": "e5m2"}, "fmt 'e5m2'"),
-        ({"weight_block_size": None}, "weight_block_size must be two whole numbers, but it is None"),
         ({"weight_block_size": [128]}, "weight_block_size must be two"),
         ({"weight_block_size": [128, 0]}, "weight_block_size must be a list of integers from 1"),
         ({"weight_block_size": [128, True]}, "weight_block_size must be a list of integers from 1"),
@@ -77,13 +144,6 @@ def test_other_8_bit_floats(change: dict[str, object], message: str) -> None:
         read(FP8 | change)
 
 
-def group(part: str, **change: object) -> Callable[[dict[str, Any]], None]:
-    def edit(config: dict[str, Any]) -> None:
-        config["config_groups"]["group_0"][part] |= change
-
-    return edit
-
-
 def deeper(key: str) -> dict[str, Any]:
     config = quantization_config()
     group("weights", **{key: 3})(config)
@@ -91,31 +151,31 @@ def deeper(key: str) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (lambda c: c.update(quant_method="gptq"), "quant_method 'gptq'"),
+    (lambda c: c.update(quant_method="exl3"), "quant_method 'exl3'"),
     (lambda c: c.pop("quant_method"), "quant_method '' is not supported"),
-    (lambda c: c.update(format="pack-quantized"), "format 'pack-quantized'"),
+    (lambda c: c.update(format="marlin-24"), "format 'marlin-24'"),
     (lambda c: c.update(quantization_status="calibration"), "quantization_status 'calibration'"),
-    (lambda c: c.update(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
+    (lambda c: c.update(kv_cache_scheme={"num_bits": 3}), "kv_cache_scheme: num_bits 3"),
     (
         lambda c: c.update(sparsity_config={"format": "sparse-24-bitmask"}),
         "sparsity_config: format 'sparse-24-bitmask'",
     ),
     (lambda c: c.update(transform_config={"config_groups": {"R1": {}}}), "transform_config"),
     (lambda c: c.update(config_groups={}), "config_groups is missing"),
-    (lambda c: c.update(config_groups={"a": {}, "b": {}}), "config_groups must be one group"),
+    (lambda c: c["config_groups"].update(b=c["config_groups"]["group_0"]), "config_groups must be one group"),
+    (lambda c: c["config_groups"].update(b={}), "config_groups: b is missing"),
     (lambda c: c.update(ignore="lm_head"), "ignore must be a list"),
-    (lambda c: c.update(ignore=["re:("]), r"ignore: 're:\(' is no pattern"),
+    (lambda c: c.update(ignore=["re:("]), r"ignore: 're:\(' is not a valid pattern"),
     (lambda c: c["config_groups"]["group_0"].update(targets=["Linear", "Embedding"]), "targets"),
     (lambda c: c["config_groups"]["group_0"].update(output_activations={"num_bits": 8}), "output_activations"),
-    (lambda c: c["config_groups"]["group_0"].update(input_activations=None), "group_0: input_activations is missing"),
     (group("weights", num_bits=4), r"weights: num_bits 4 is not supported \(supported: 8\)"),
     (group("weights", type="float"), "weights: type 'float'"),
-    (group("weights", strategy="group", group_size=128), "weights: strategy 'group'"),
+    (group("weights", strategy="group"), "weights: strategy 'group'"),
     (group("weights", symmetric=False), "weights: symmetric False"),
     (group("weights", actorder="group"), "weights: actorder is not supported"),
-    (group("input_activations", dynamic=False), "input_activations: dynamic False"),
-    (group("input_activations", strategy="tensor"), "input_activations: strategy 'tensor'"),
-    (group("input_activations", symmetric=False), "input_activations: symmetric False"),
+    (group("input_activations", dynamic=3), "input_activations: dynamic must be true, false or 'local'"),
+    (group("input_activations", strategy="row"), "input_activations: strategy 'row'"),
+    (group("input_activations", num_bits=3), "input_activations: num_bits 3"),
 ]
 
 
@@ -157,10 +217,10 @@ class TestModel:
     def test_products_of_modules(self) -> None:
         ignore = ["lm_head", "re:.*layers\\.3\\..*", "model.layers.5.self_attn.o_proj"]
         spec, weights = read_model({**published.LLAMA_8B, "quantization_config": quantization_config(ignore)})
-        assert spec.int8 is not None and spec.int8.stored
+        assert spec.int8 is not None and spec.int8.in_checkpoint
         third = [*(f"attention.{name}" for name in ("q", "k", "v", "output")), "ffn.gate", "ffn.up", "ffn.down"]
-        assert spec.int8.kept == {*(f"layers.3.{name}" for name in third), "layers.5.attention.output"}
-        rows = weights.expanded(len(spec.layers), spec.int8)
+        assert spec.int8.excluded == {*(f"layers.3.{name}" for name in third), "layers.5.attention.output"}
+        rows = weights.expand(len(spec.layers), spec.int8)
         scales = [name for name in rows if name.endswith("weight_scale")]
         assert len(scales) == 32 * 7 - 8
         assert rows["model.layers.4.mlp.up_proj.weight_scale"].parameters == ("layers.4.ffn.up.weight_scale",)
@@ -170,8 +230,8 @@ class TestModel:
         config = {"quantization_config": quantization_config([])}
         with pytest.raises(ModelError, match=r'"ignore" must name lm_head'):
             read_model({**published.LLAMA_8B, **config})
-        assert read_model({**published.LLAMA_1B, **config})[0].tied_head
+        assert read_model({**published.LLAMA_1B, **config})[0].tie_word_embeddings
 
     def test_gpt2_has_no_linear_modules(self) -> None:
-        with pytest.raises(ModelError, match="int8 checkpoints of a GPT2LMHeadModel are not served"):
+        with pytest.raises(ModelError, match="int8 checkpoints of a GPT2LMHeadModel are not supported"):
             read_model({**published.GPT2_XL, "quantization_config": quantization_config()})

@@ -7,10 +7,10 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from serve_llm.engine.model.config import Config
+from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.rope import read_rope
-from serve_llm.engine.model.rope import angles_of, inverse_frequencies
-from serve_llm.engine.model.spec import DynamicScaling, Rope
+from serve_llm.engine.model.rope import build_angles, inverse_frequencies
+from serve_llm.engine.model.spec import DynamicScaling, RopeSpec
 from support.tiny import ROPE_SCALINGS
 
 CPU = torch.device("cpu")
@@ -29,9 +29,9 @@ CASES = [
 ]
 
 
-def both(parameters: dict[str, object], head_dim: int, max_position: int = 256) -> tuple[Rope, LlamaConfig]:
+def both(parameters: dict[str, object], head_dim: int, max_position: int = 256) -> tuple[RopeSpec, LlamaConfig]:
     written = {"rope_theta": 10000.0, **parameters}
-    rope, _ = read_rope(Config({"rope_parameters": written}), max_position, head_dim)
+    rope, _ = read_rope(ConfigReader({"rope_parameters": written}), max_position, head_dim)
     config = LlamaConfig(head_dim=head_dim, max_position_embeddings=max_position, rope_parameters=dict(written))
     return rope, config
 
@@ -43,7 +43,7 @@ def test_equals_transformers(parameters: dict[str, object], head_dim: int) -> No
     frequencies, magnitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, CPU)
     torch.testing.assert_close(inverse_frequencies(rope, head_dim), frequencies, rtol=1e-6, atol=0)
     positions = torch.arange(500)
-    cos, sin = angles_of(rope, head_dim, CPU)(positions)
+    cos, sin = build_angles(rope, head_dim, CPU)(positions)
     angle = positions[:, None] * frequencies
     torch.testing.assert_close(cos, angle.cos() * magnitude, atol=2e-4, rtol=0)
     torch.testing.assert_close(sin, angle.sin() * magnitude, atol=2e-4, rtol=0)
@@ -54,7 +54,7 @@ def test_dynamic_equals_transformers_at_each_length(head_dim: int) -> None:
     rope, config = both(ROPE_SCALINGS["dynamic"], head_dim)
     assert isinstance(rope.scaling, DynamicScaling)
     positions = torch.tensor([0, 1, 100, 255, 256, 257, 400, 511])
-    cos, sin = angles_of(rope, head_dim, CPU)(positions)
+    cos, sin = build_angles(rope, head_dim, CPU)(positions)
     for row, position in enumerate(positions.tolist()):
         frequencies, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, CPU, seq_len=position + 1)
         torch.testing.assert_close(cos[row], (position * frequencies).cos(), atol=2e-4, rtol=0)
@@ -67,7 +67,7 @@ def test_a_position_has_one_angle_in_every_batch(parameters: dict[str, object], 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        at = angles_of(both(parameters, 14)[0], 14, CPU)
+        at = build_angles(both(parameters, 14)[0], 14, CPU)
         positions = torch.randperm(512)
         cos, sin = at(positions)
         for count in (1, 2, 3, 5, 17, 100, 511):

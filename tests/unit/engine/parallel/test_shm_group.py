@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_llm.engine.errors import PeerLost
+from serve_llm.common.errors import PeerLost
 from serve_llm.engine.parallel import shm_group
-from serve_llm.engine.parallel.comm import Group
-from serve_llm.engine.parallel.ring import Ring
-from serve_llm.engine.parallel.shm import Closed
+from serve_llm.engine.parallel.groups import ProcessGroup
+from serve_llm.engine.parallel.shm import ChannelClosed
 from serve_llm.engine.parallel.shm_group import CompiledGroup, ShmGroup, ShmLink
+from serve_llm.engine.parallel.shm_ring import Ring
 from serve_llm.kernels.cpu import library
 
 COMPILED = library.find()
@@ -115,15 +115,15 @@ def test_links_are_deep_and_in_order() -> None:
 @needs_compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_compiled_group_has_the_same_bits(dtype: torch.dtype) -> None:
-    def work(group: Group) -> tuple[Tensor, list[Tensor]]:
+    def work(group: ProcessGroup) -> tuple[Tensor, list[Tensor]]:
         x = values(group.rank, 300, dtype)  # beyond a slot
         return group.all_reduce(x.clone()), group.all_gather(x.t())
 
     def compiled(rank: int) -> tuple[Tensor, list[Tensor]]:
-        return work(shm_group.shm_group(rings, rank))
+        return work(shm_group.build_shm_group(rings, rank))
 
     rings = [Ring.create(2, 1 << 14) for _ in range(3)]
-    assert isinstance(shm_group.shm_group(rings, 0), CompiledGroup)
+    assert isinstance(shm_group.build_shm_group(rings, 0), CompiledGroup)
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(compiled, range(3)))
     for (total, parts), (expected, expected_parts) in zip(found, on_all(3, 1 << 14, work), strict=True):
@@ -136,7 +136,7 @@ def test_without_a_library_that_fits_torch_adds(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "compiled.so").write_text("none")
     for path in (None, tmp_path / "compiled.so"):
         monkeypatch.setattr(library, "find", lambda path=path: path)
-        assert isinstance(shm_group.shm_group(rings, 0), ShmGroup)
+        assert isinstance(shm_group.build_shm_group(rings, 0), ShmGroup)
 
 
 @needs_compiled
@@ -147,7 +147,7 @@ def test_the_compiled_group_names_a_silent_rank_and_ends_when_closed() -> None:
         CompiledGroup(COMPILED, rings, 0, seconds=0.01).all_reduce(torch.ones(3))
     for ring in rings:
         ring.close()
-    with pytest.raises(Closed):
+    with pytest.raises(ChannelClosed):
         CompiledGroup(COMPILED, rings, 0).all_gather(torch.ones(3))
 
 
@@ -157,18 +157,18 @@ def test_closing_ends_an_exchange() -> None:
         found = pool.submit(ShmGroup(rings, 0).all_reduce, torch.ones(3))
         for ring in rings:
             ring.close()
-        with pytest.raises(Closed):
+        with pytest.raises(ChannelClosed):
             found.result(LIMIT)
 
 
 RANK = """
 import sys, torch
-from serve_llm.engine.parallel.ring import Ring
-from serve_llm.engine.parallel.shm import Handle
-from serve_llm.engine.parallel.shm_group import ShmGroup, shm_group
-kind = {"ShmGroup": ShmGroup, "shm_group": shm_group}[sys.argv.pop()]
+from serve_llm.engine.parallel.shm_ring import Ring
+from serve_llm.engine.parallel.shm import ShmHandle
+from serve_llm.engine.parallel.shm_group import ShmGroup, build_shm_group
+kind = {"ShmGroup": ShmGroup, "build_shm_group": build_shm_group}[sys.argv.pop()]
 pid, rank, *places = sys.argv[1:]
-rings = [Ring.open(Handle(int(pid), *map(int, place.split(":")))) for place in places]
+rings = [Ring.open(ShmHandle(int(pid), *map(int, place.split(":")))) for place in places]
 group = kind(rings, int(rank))
 total = torch.zeros(700)
 for number in range(50):
@@ -177,7 +177,7 @@ print(total.unique().tolist(), [part.tolist() for part in group.all_gather(torch
 """
 
 
-@pytest.mark.parametrize("kind", ["ShmGroup", "shm_group"])
+@pytest.mark.parametrize("kind", ["ShmGroup", "build_shm_group"])
 def test_processes(kind: str) -> None:
     rings = [Ring.create(2, 512) for _ in range(3)]
     places = [f"{ring.memory.handle.fd}:{ring.memory.handle.size}" for ring in rings]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from serve_llm.engine.errors import OptionError
+from serve_llm.common.errors import OptionError
 from serve_llm.engine.parallel import symmetric
 from serve_llm.engine.parallel.symmetric import ONE_SHOT_BYTES, SYMMETRIC_BYTES, SymmetricGroup, TorchMemory
 from support.ranks import Meeting, MemoryGroup, run_together
@@ -123,7 +123,7 @@ def test_joining_registers_the_group_that_operators_look_for(monkeypatch: pytest
 
     monkeypatch.setattr(c10d, "_SymmetricMemory", Torchs)
     store = c10d.HashStore()
-    group = symmetric.symmetric_group(store, "group of stage 3", MemoryGroup(Meeting(4), 2), ["here"] * 4, CPU)
+    group = symmetric.build_symmetric_group(store, "group of stage 3", MemoryGroup(Meeting(4), 2), ["here"] * 4, CPU)
     assert seen == [((SYMMETRIC_BYTES,), (1,), CPU), (2, 4, "group of stage 3, symmetric memory")]
     assert (group.rank, group.size) == (2, 4)
     memory = group._memory
@@ -132,10 +132,14 @@ def test_joining_registers_the_group_that_operators_look_for(monkeypatch: pytest
 
 def test_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match=r"--all-reduce: symmetric needs each .* group on one host, not on 2; take"):
-        symmetric.symmetric_group(c10d.HashStore(), "group of stage 0", MemoryGroup(Meeting(2), 0), ["a", "b"], CPU)
+        symmetric.build_symmetric_group(
+            c10d.HashStore(), "group of stage 0", MemoryGroup(Meeting(2), 0), ["a", "b"], CPU
+        )
     # A CPU has no such memory, and torch says so.
     with pytest.raises(OptionError, match=r"--all-reduce: symmetric: .* cannot map each other's memory .*; take nccl"):
-        symmetric.symmetric_group(c10d.HashStore(), "group of stage 9", MemoryGroup(Meeting(2), 0), ["a", "a"], CPU)
+        symmetric.build_symmetric_group(
+            c10d.HashStore(), "group of stage 9", MemoryGroup(Meeting(2), 0), ["a", "a"], CPU
+        )
 
 
 @pytest.mark.parametrize(("by_switch", "in_place"), [(True, "multimem_all_reduce_"), (False, "two_shot_all_reduce_")])

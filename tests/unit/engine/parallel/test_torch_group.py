@@ -12,27 +12,28 @@ from typing import Any
 import pytest
 import torch
 
-from serve_llm.engine.errors import EngineError, OptionError
+from serve_llm.common.errors import EngineError, OptionError
 from serve_llm.engine.parallel import torch_group
 
 RANKS = 3
 RANK = """
 import os, sys, torch
-from serve_llm.engine.errors import EngineError
-from serve_llm.engine.parallel.comm import Alone
-from serve_llm.engine.parallel.torch_group import TorchGroup, gather, host_store, join_store, spanning_group
+from serve_llm.common.errors import EngineError
+from serve_llm.engine.parallel.groups import SingleRankGroup
+from serve_llm.engine.parallel.torch_group import TorchGroup, build_hierarchical_group
+from serve_llm.engine.parallel.torch_group import connect_store, create_store, gather_values
 
 rank, folder, port = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 if rank == 0:
-    store = host_store("127.0.0.1", seconds=20)
+    store = create_store("127.0.0.1", seconds=20)
     print(store.port, flush=True)
 else:
-    store = join_store("127.0.0.1", port, 20)
-got = {"gathered": gather(store, "names", rank, 3, f"I am {rank}")}
+    store = connect_store("127.0.0.1", port, 20)
+got = {"gathered": gather_values(store, "names", rank, 3, f"I am {rank}")}
 group = TorchGroup(store, "tensor 0", rank, 3, "127.0.0.1", 20)
 hosts = ["a", "a", "b"]
-local = TorchGroup(store, "on host a", rank, 2, "127.0.0.1", 20) if rank < 2 else Alone()
-spanning = spanning_group(store, "spanning", rank, hosts, local, "127.0.0.1", 20)
+local = TorchGroup(store, "on host a", rank, 2, "127.0.0.1", 20) if rank < 2 else SingleRankGroup()
+spanning = build_hierarchical_group(store, "spanning", rank, hosts, local, "127.0.0.1", 20)
 for dtype in (torch.float32, torch.bfloat16):
     x = torch.load(f"{folder}/x{rank}").to(dtype)
     for name, one in (("sum", group), ("spanning", spanning)):
@@ -53,7 +54,7 @@ if rank < 2:
 if rank > 0:
     link = group.link(rank - 1, torch.float16)
     got["received"] = [link.receive((2, 3)) for number in range(7)]
-gather(store, "done", rank, 3)
+gather_values(store, "done", rank, 3)
 if rank < 2:  # the last one is gone without a word
     for _ in range(2):
         try:
@@ -134,10 +135,10 @@ def test_a_lost_rank_is_an_error_that_names_the_group(got: list[dict[Any, Any]])
 
 
 def test_who_has_not_arrived() -> None:
-    store = torch_group.host_store("127.0.0.1")
+    store = torch_group.create_store("127.0.0.1")
     store.set("start/2", "here")
     with pytest.raises(EngineError, match=r"^start: node 0, 3 of 0 to 3 not there after 0.05 s$"):
-        torch_group.gather(store, "start", 1, 4, seconds=0.05, who="node")
+        torch_group.gather_values(store, "start", 1, 4, seconds=0.05, who="node")
 
 
 def test_master_that_comes_late_or_never() -> None:
@@ -145,19 +146,21 @@ def test_master_that_comes_late_or_never() -> None:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
         with pytest.raises(EngineError, match=rf"no answer from the master at 127.0.0.1 port {port} within 0.2 s"):
-            torch_group.join_store("127.0.0.1", port, 0.2)
+            torch_group.connect_store("127.0.0.1", port, 0.2)
         with pytest.raises(OptionError, match=f"cannot listen on 127.0.0.1 port {port}"):
-            torch_group.host_store("127.0.0.1", port)
+            torch_group.create_store("127.0.0.1", port)
 
 
 def test_lost_master() -> None:
-    code = "from serve_llm.engine.parallel.torch_group import host_store; s = host_store('127.0.0.1'); print(s.port); "
+    code = (
+        "from serve_llm.engine.parallel.torch_group import create_store; s = create_store('127.0.0.1'); print(s.port); "
+    )
     command = [sys.executable, "-P", "-uc", code + "input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as master:
         assert master.stdout is not None
-        store = torch_group.join_store("127.0.0.1", int(master.stdout.readline()), 5)
+        store = torch_group.connect_store("127.0.0.1", int(master.stdout.readline()), 5)
         master.kill()
         began = time.monotonic()
         with pytest.raises(EngineError, match="start: the connection to the master is lost"):
-            torch_group.gather(store, "start", 1, 2, seconds=5)
+            torch_group.gather_values(store, "start", 1, 2, seconds=5)
         assert time.monotonic() - began < 4

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from serve_llm.engine.errors import ModelError
-from serve_llm.engine.hub import read_json
+from serve_llm.common.errors import ModelError
+from serve_llm.common.hub import read_json
 from serve_llm.engine.weights.files import INDEX, SINGLE, Checkpoint
 
 
@@ -63,7 +63,7 @@ def test_an_index_names_files_of_its_own_directory_only(tmp_path: Path, name: st
     for path in (tmp_path / "other.safetensors", directory / "sub" / "x.safetensors"):
         write(path, {"a": tensor(0, 64, [16])})
     (directory / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(ModelError, match="no safetensors file of the same directory"):
+    with pytest.raises(ModelError, match="not a safetensors file of the same directory"):
         Checkpoint(directory)
 
 
@@ -85,7 +85,7 @@ def test_links_are_followed_and_what_they_lead_to_is_checked(tmp_path: Path) -> 
         assert "tiger" not in str(caught.value)
     (directory / INDEX).unlink()
     (directory / SINGLE).symlink_to(directory / SINGLE)  # to itself
-    with pytest.raises(ModelError, match="holds neither"):
+    with pytest.raises(ModelError, match="contains neither"):
         Checkpoint(directory)
 
 

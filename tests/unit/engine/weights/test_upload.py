@@ -18,11 +18,11 @@ class SlowBuffer:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8)
         self.log: list[str] = []
 
-    def free(self) -> Tensor:
+    def wait_until_free(self) -> Tensor:
         self.log.append("free")
         return self.memory
 
-    def used(self) -> None:
+    def mark_copy_started(self) -> None:
         assert self.log[-1] == "free", "filled without a look at whether it is free"
         self.log.append("used")
 

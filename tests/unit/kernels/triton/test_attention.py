@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from reference import attention as definition
 from serve_llm.kernels.attention import Lengths
-from serve_llm.kernels.reference import attention as definition
 from support.triton import NO_TRITON, Resources, assert_fits, compile_for, record
 
 pytest.importorskip("triton", reason=NO_TRITON)
@@ -131,7 +131,7 @@ def test_shapes_of_published_models(shape: Shape) -> None:
 def test_a_captured_launch_serves_shorter_contexts(
     batch_invariant: bool, waves: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ours, "WAVES", waves)
+    monkeypatch.setattr(ours, "PROGRAMS_PER_MULTIPROCESSOR", waves)
     step = Step((4, 2, 32, None, 16), torch.bfloat16, [1] * 4, [5, 600, 64, 513])
     result = ours.paged_attention(
         *(step.query, step.cache, torch.cat([step.table, step.table.flip(0)], 1), range(5), [1200] * 4),
@@ -149,19 +149,19 @@ HOWS: list[dict[str, Any]] = [{}, {"window": 150, "how": {"sinks": torch.linspac
 
 @pytest.mark.parametrize("how", HOWS)
 def test_a_row_has_the_same_bits_in_any_batch(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "FIXED_SPLIT", 128)
+    monkeypatch.setattr(ours, "BATCH_INVARIANT_SPLIT", 128)
     step = Step((2, 1, 32, None, 16), torch.bfloat16, [1, 60, 1], [290, 300, 30], **how)
     mixed = step.run(ours, batch_invariant=True)
     for rows in (slice(0, 1), slice(1, 2), slice(2, 3)):
         alone = step.run(ours, rows, batch_invariant=True)
         assert alone.equal(mixed[step.starts[rows][0] :][: len(alone)])
-    monkeypatch.setattr(ours, "WAVES", 0)
+    monkeypatch.setattr(ours, "PROGRAMS_PER_MULTIPROCESSOR", 0)
     assert step.run(ours, batch_invariant=True).equal(mixed)
 
 
 @pytest.mark.parametrize("how", HOWS)
 def test_a_row_has_the_same_bits_in_any_chunk(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "FIXED_SPLIT", 128)
+    monkeypatch.setattr(ours, "BATCH_INVARIANT_SPLIT", 128)
     step = Step((2, 1, 32, None, 16), torch.float32, [40], [290], **how)
     whole, query = step.run(ours, batch_invariant=True), step.query
     for start, end in pairwise([0, 1, 18, 19, 38, 39, 40]):  # some chunks are single tokens, as in decode
@@ -235,7 +235,7 @@ def test_the_invariant_kernels_have_one_shape_and_no_contraction(hopper: dict[st
     decode, _, prefill = (kernel.launch for kernel in hopper["invariant"])
     assert decode.options == prefill.options
     plan = prefill.constexprs["PLAN"]
-    assert decode.constexprs["PLAN"] == replace(plan, single=True, split=True)
+    assert decode.constexprs["PLAN"] == replace(plan, single_query=True, split=True)
 
 
 def test_no_step_makes_triton_compile_again() -> None:

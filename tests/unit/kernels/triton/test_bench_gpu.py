@@ -1,4 +1,4 @@
-"""The benchmark of a GPU's kernels, its cases at least: on a CPU, interpreted and tiny, each can be called."""
+"""The cases of the GPU benchmark run on a CPU, interpreted and with tiny shapes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_llm.kernels import bench_gpu, table
+from serve_llm.kernels import bench_gpu, registry
 from support.triton import NO_TRITON
 
 pytest.importorskip("triton", reason=NO_TRITON)
-TINY = bench_gpu.Model(width=48, inner=80, heads=4, kv_heads=2, head_dim=16, vocabulary=96)
+TINY = bench_gpu.BenchModel(hidden_size=48, intermediate_size=80, heads=4, kv_heads=2, head_dim=16, vocabulary=96)
 
 
 def random(*shape: int) -> Tensor:
@@ -21,9 +21,9 @@ def random(*shape: int) -> Tensor:
 
 @torch.inference_mode()
 def test_every_case_can_be_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = table.with_triton(batch_invariant=False)
-    assert isinstance(kernels, table.Kernels)
-    monkeypatch.setattr(table, "choose", lambda *args: kernels)
+    kernels = registry.with_triton(batch_invariant=False)
+    assert isinstance(kernels, registry.Kernels)
+    monkeypatch.setattr(registry, "choose", lambda *args: kernels)
     cases = [
         *bench_gpu.linear_cases(TINY, (1, 3, 4), random),
         *bench_gpu.row_cases(TINY, (1, 20), random),
@@ -45,12 +45,13 @@ def test_every_case_can_be_called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sampling_is_timed() -> None:
-    found = bench_gpu.sampling_times(random, 50)
-    assert len(found) == 6 and all(timed.us > 0 for timed in found.values())
+    times = bench_gpu.sampling_times(random, 50, (1, 64))
+    kinds = 4  # three ways to sample, and masks
+    assert len(times) == 2 * kinds and all(timing.us > 0 for timing in times.values())
 
 
 def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_gpu.report({"rms_norm": bench_gpu.Timed(2.0, 4_000_000, 8e6)}, 4000.0, 8000.0)
+    bench_gpu.report({"rms_norm": bench_gpu.Timing(2.0, 4_000_000, 8e6)}, 4000.0, 8000.0)
     table_row, json_line = capsys.readouterr().out.splitlines()
     assert re.search(r"rms_norm +2\.0 us +2000\.0 GB/s +50% +4000 GFLOP/s +50%", table_row)
     assert json_line == '{"rms_norm": 2.0}'

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from serve_llm.engine.model.registry import read_model
-from serve_llm.engine.weights import place
-from serve_llm.kernels import table
+from serve_llm.engine.weights import load
+from serve_llm.kernels import registry
 from support.forward import Harness, load_whole
 from support.tiny import make_checkpoint
 from support.triton import NO_TRITON
@@ -27,21 +27,21 @@ GPU = torch.device("cuda")
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_gpu_has_tritons(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
-    kernels = table.choose(GPU, dtype, {64, 576})
+    kernels = registry.choose(GPU, dtype, {64, 576})
     assert kernels.rms_norm is norm.rms_norm and kernels.add_rms_norm is norm.add_rms_norm
     assert kernels.rope_and_latent is rope.rope_and_latent
     assert kernels.layer_norm is norm.layer_norm and kernels.rope_and_cache is rope.rope_and_cache
     assert kernels.paged_attention.func is attention.paged_attention  # type: ignore[attr-defined]
-    assert kernels.pack is table.PORTABLE.pack and kernels.capturable
+    assert kernels.pack is registry.PORTABLE.pack and kernels.capturable
     assert kernels.pack_fp8.keywords == {"quantise": fp8.quantise_rows}  # type: ignore[attr-defined]
-    assert kernels.activations.keys() == table.PORTABLE.activations.keys()
-    own = {name for name, kernel in kernels.activations.items() if kernel != table.PORTABLE.activations[name]}
+    assert kernels.activations.keys() == registry.PORTABLE.activations.keys()
+    own = {name for name, kernel in kernels.activations.items() if kernel != registry.PORTABLE.activations[name]}
     assert own == set(activation.ACTIVATIONS) and "relu" not in own
     assert not caplog.records
 
 
 def test_what_is_batch_invariant() -> None:
-    kernels = table.choose(GPU, torch.bfloat16, {64}, batch_invariant=True)
+    kernels = registry.choose(GPU, torch.bfloat16, {64}, batch_invariant=True)
     assert kernels.pack is linear.pack and kernels.pack_heads is linear.pack_heads
     assert kernels.paged_attention.keywords == {"batch_invariant": True}  # type: ignore[attr-defined]
     assert kernels.pack_experts.func is moe.pack_experts  # type: ignore[attr-defined]
@@ -53,13 +53,15 @@ def test_without_triton_plain_torch(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton", None)
     with caplog.at_level(logging.WARNING):
-        assert table.choose(GPU, torch.bfloat16, {64}) is table.PORTABLE
+        chosen = registry.choose(GPU, torch.bfloat16, {64})
+    portable = registry.PORTABLE
+    assert replace(chosen, pack=portable.pack, pack_heads=portable.pack_heads) == portable
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "plain torch operations, which is much slower: Triton's kernels cannot be imported" in caplog.text
 
 
 def test_other_devices_have_neither(caplog: pytest.LogCaptureFixture) -> None:
-    assert table.choose(torch.device("meta"), torch.bfloat16, {64}) is table.PORTABLE
+    assert registry.choose(torch.device("meta"), torch.bfloat16, {64}) is registry.PORTABLE
     assert not caplog.records
 
 
@@ -85,12 +87,12 @@ def test_a_model_on_the_kernels_for_rows(
     prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in (1, 12)]
     spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))
 
-    def logprobs(kernels: table.Kernels) -> torch.Tensor:
-        monkeypatch.setattr(place, "choose", lambda *args, **more: kernels)
+    def logprobs(kernels: registry.Kernels) -> torch.Tensor:
+        monkeypatch.setattr(load, "choose", lambda *args, **more: kernels)
         decoder = load_whole(tmp_path, spec, weight_map)
         return torch.cat(Harness(spec, decoder, torch.float32).logprobs(prompts, max_chunk=7))
 
-    interpreted = table.with_triton(batch_invariant)
-    assert isinstance(interpreted, table.Kernels)
-    ours = logprobs(replace(interpreted, paged_attention=table.PORTABLE.paged_attention))
-    assert (ours - logprobs(table.PORTABLE)).abs().max() < 2e-4
+    interpreted = registry.with_triton(batch_invariant)
+    assert isinstance(interpreted, registry.Kernels)
+    ours = logprobs(replace(interpreted, paged_attention=registry.PORTABLE.paged_attention))
+    assert (ours - logprobs(registry.PORTABLE)).abs().max() < 2e-4

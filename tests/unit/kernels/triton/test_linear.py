@@ -8,7 +8,7 @@ import torch
 from support.triton import NO_TRITON, assert_fits, compile_for, record
 
 pytest.importorskip("triton", reason=NO_TRITON)
-from serve_llm.kernels.reference import linear as definition
+from reference import linear as definition
 from serve_llm.kernels.triton import linear
 
 
@@ -59,7 +59,7 @@ def test_a_product_for_each_head(dtype: torch.dtype) -> None:
 
 
 def test_tiles_follow_the_weight_alone() -> None:
-    assert [linear.block_columns(outputs, 2) for outputs in (8, 1024, 4096, 6144, 28672, 128256)] == [
+    assert [linear.choose_block_width(outputs, 2) for outputs in (8, 1024, 4096, 6144, 28672, 128256)] == [
         16,
         16,
         32,
@@ -67,7 +67,7 @@ def test_tiles_follow_the_weight_alone() -> None:
         128,
         128,
     ]
-    assert linear.block_columns(28672, 4) == 64
+    assert linear.choose_block_width(28672, 4) == 64
 
 
 @pytest.mark.slow

@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
+from reference import activation as reference_activation
+from reference import linear as reference_linear
+from reference import moe as reference
 from serve_llm.kernels import activation, linear
-from serve_llm.kernels.reference import activation as reference_activation
-from serve_llm.kernels.reference import linear as reference_linear
-from serve_llm.kernels.reference import moe as reference
 from support.experts import make_case
 from support.triton import NO_TRITON, assert_fits, compile_for, record
 
@@ -20,7 +20,7 @@ from serve_llm.kernels.triton.moe import pack_experts
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> linear.Functional:
     """As on a GPU."""
-    return linear.Functional(weight, bias, row_multiple=1)
+    return linear.Functional(weight, bias)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_compiled() -> None:
     exact = record(lambda: launch(64, 8, 2, 1024, 3584, torch.float32))
     found = compile_for(launches + exact)
     assert_fits(found)
-    products = [each for each in found[: len(launches)] if each.launch.kernel.name == "_product"]
+    products = [each for each in found[: len(launches)] if each.launch.kernel.name == "_multiply_experts"]
     assert len(products) == 6
     for product in products:
         assert product.has_wgmma if product.launch.constexprs["ROWS"] >= 64 else product.has_mma

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from reference import activation as activation_definition
+from reference import norm as norm_definition
 from serve_llm.kernels import activation, linear_fp8, norm, rope
-from serve_llm.kernels.reference import activation as activation_definition
-from serve_llm.kernels.reference import norm as norm_definition
 from serve_llm.kernels.rope import HeadNorms
 from support.triton import NO_TRITON, assert_fits, compile_for, record
 

@@ -11,10 +11,9 @@ from support.triton import NO_TRITON, assert_fits, compile_for, record
 
 pytest.importorskip("triton", reason=NO_TRITON)
 
-from serve_llm.kernels.device_sampling import BANNED, EDIT_COLUMNS, REPEATED, DeviceSampling, Edits, ListSampling
-from serve_llm.kernels.reference import device_sampling as reference
-from serve_llm.kernels.reference import sampling as listed
-from serve_llm.kernels.reference.sampling import Draw
+from serve_llm.kernels import torch_sampling as reference
+from serve_llm.kernels.sampling import BANNED, REPEATED, SPAN_COLUMNS, DeviceSampling, Draw, LogitAdjustments
+from serve_llm.kernels.torch_sampling import SyncSampling
 from serve_llm.kernels.triton import sampling, thresholds
 
 KERNELS: DeviceSampling = sampling
@@ -58,12 +57,12 @@ def is_close_call(logits: torch.Tensor, draw: torch.Tensor) -> bool:
             moved = draw.clone()
             moved[field] = (moved[field] + step).clamp(0.0, 1.0)
             if field == 4 or 0.0 < draw[field] < 1.0:
-                found.add(int(reference.choose(logits[None], moved[None])[0]))
+                found.add(int(reference.sample(logits[None], moved[None])[0]))
     return len(found) > 1
 
 
 def assert_same_draws(logits: torch.Tensor, draws: torch.Tensor) -> None:
-    found, wanted = KERNELS.choose(logits, draws), reference.choose(logits, draws)
+    found, wanted = KERNELS.sample(logits, draws), reference.sample(logits, draws)
     assert found.dtype == torch.int64
     for row in (found != wanted).nonzero().flatten().tolist():
         assert is_close_call(logits[row], draws[row]), (row, found[row], wanted[row], draws[row])
@@ -82,7 +81,7 @@ def test_equal_logits_stay_or_go_together(distinct: int) -> None:
 
 
 def test_more_values_above_the_bound_than_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "FEW", 64)  # the rows themselves are searched then
+    monkeypatch.setattr(thresholds, "MAX_CANDIDATES", 64)  # the rows themselves are searched then
     logits = random_logits(4, 4500, 3, scale=0.5)
     assert_same_draws(
         logits,
@@ -93,14 +92,14 @@ def test_more_values_above_the_bound_than_are_copied(monkeypatch: pytest.MonkeyP
 def test_every_column_is_drawn_by_its_share() -> None:
     logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().repeat(20, 1)
     noises = [(number + 0.5) / 20 for number in range(20)]
-    found = KERNELS.choose(logits, draws_of(*(PLAIN._replace(noise=noise) for noise in noises)), filtered=False)
+    found = KERNELS.sample(logits, draws_of(*(PLAIN._replace(noise=noise) for noise in noises)), filtered=False)
     assert found.tolist() == [0] * 2 + [1] * 4 + [2] * 6 + [3] * 8
 
 
 def test_the_ends_of_the_noise_never_draw_a_column_without_weight() -> None:
     logits = torch.full((2, 5000), -math.inf)
     logits[:, 7] = logits[:, 4800] = 1.0
-    found = KERNELS.choose(logits, draws_of(PLAIN._replace(noise=0.0), PLAIN._replace(noise=math.nextafter(1.0, 0.0))))
+    found = KERNELS.sample(logits, draws_of(PLAIN._replace(noise=0.0), PLAIN._replace(noise=math.nextafter(1.0, 0.0))))
     assert found.tolist() == [7, 4800]
 
 
@@ -111,7 +110,7 @@ def test_greedy_takes_the_first_of_the_largest() -> None:
     logits[2] = -0.0
     logits[2, 5] = 0.0
     for known in ({}, {"filtered": False}, {"sampled": False, "filtered": False}):
-        assert KERNELS.choose(logits, draws_of(GREEDY, GREEDY, GREEDY), **known).tolist() == [4095, 9000, 0]
+        assert KERNELS.sample(logits, draws_of(GREEDY, GREEDY, GREEDY), **known).tolist() == [4095, 9000, 0]
 
 
 @pytest.mark.parametrize("draw", [GREEDY, PLAIN, Draw(0.7, 3, 0.9, 0.1, 0.3)])
@@ -121,18 +120,18 @@ def test_rows_without_a_finite_maximum(draw: Draw) -> None:
     logits[1, 9] = math.inf
     logits[2] = -math.inf
     logits[3, :4100] = -math.inf
-    found = KERNELS.choose(logits, draws_of(*[draw] * 5)).tolist()
+    found = KERNELS.sample(logits, draws_of(*[draw] * 5)).tolist()
     assert found[:3] == [-1, -1, -1] and 4100 <= found[3] < 4200 and found[4] >= 0
 
 
 def test_a_row_is_the_same_alone_and_in_other_memory() -> None:
     logits, draws = random_logits(3, 700, 4), random_draws(3, 4)
-    together = KERNELS.choose(logits, draws)
+    together = KERNELS.sample(logits, draws)
     wide = torch.full((3, 900), math.nan)
     wide[:, :700] = logits
     for row in range(3):
-        assert KERNELS.choose(wide[row : row + 1, :700], draws[row : row + 1])[0] == together[row]
-        assert KERNELS.choose(logits.T.contiguous().T[row : row + 1], draws[row : row + 1])[0] == together[row]
+        assert KERNELS.sample(wide[row : row + 1, :700], draws[row : row + 1])[0] == together[row]
+        assert KERNELS.sample(logits.T.contiguous().T[row : row + 1], draws[row : row + 1])[0] == together[row]
 
 
 @pytest.mark.parametrize("k", [0, 5, 300])
@@ -163,10 +162,12 @@ def test_log_softmax_of_rows_that_are_not_finite() -> None:
 
 
 def test_as_the_kernels_that_answer_in_lists() -> None:
-    lists, logits = ListSampling(KERNELS), random_logits(3, 300, 6)
+    lists, logits = SyncSampling(KERNELS), random_logits(3, 300, 6)
     draws = [GREEDY, PLAIN, Draw(0.8, 20, 0.9, 0.05, 0.2)]
-    assert lists.choose(logits, draws) == listed.choose(logits, draws)
-    for found, wanted in zip(lists.logprobs(logits, [5, 6, 7], 3), listed.logprobs(logits, [5, 6, 7], 3), strict=True):
+    assert lists.sample(logits, draws) == SyncSampling(reference).sample(logits, draws)
+    for found, wanted in zip(
+        lists.logprobs(logits, [5, 6, 7], 3), SyncSampling(reference).logprobs(logits, [5, 6, 7], 3), strict=True
+    ):
         assert found.rank == wanted.rank and found.top_ids == wanted.top_ids
         assert found.logprob == pytest.approx(wanted.logprob, abs=2e-6)
     logits[1, 0] = math.nan
@@ -176,24 +177,24 @@ def test_as_the_kernels_that_answer_in_lists() -> None:
 
 def test_other_logits_are_refused() -> None:
     with pytest.raises(ValueError, match="float64"):
-        KERNELS.choose(torch.zeros(1, 4, dtype=torch.float64), draws_of(GREEDY))
+        KERNELS.sample(torch.zeros(1, 4, dtype=torch.float64), draws_of(GREEDY))
     with pytest.raises(ValueError, match="1,048,577"):
-        KERNELS.choose(torch.zeros(1, 1, dtype=torch.bfloat16).expand(1, 2**20 + 1), draws_of(GREEDY))
+        KERNELS.sample(torch.zeros(1, 1, dtype=torch.bfloat16).expand(1, 2**20 + 1), draws_of(GREEDY))
 
 
 def test_adjusts_as_the_definition() -> None:
     vocab, pick = 2500, torch.Generator().manual_seed(8)
-    columns = torch.randperm(vocab, generator=pick)[:EDIT_COLUMNS].sort().values.int()
+    columns = torch.randperm(vocab, generator=pick)[:SPAN_COLUMNS].sort().values.int()
     entries = torch.empty((len(columns), 4), dtype=torch.int32)
     entries[:, 0] = columns
     entries[:, 2] = torch.randint(0, (BANNED | REPEATED) + 1, (len(columns),), generator=pick)
     for field in (1, 3):
         entries[:, field] = torch.randn(len(columns), generator=pick).view(torch.int32)
     penalty = int(torch.tensor(1.3).view(torch.int32))
-    begin, end = EDIT_COLUMNS, 2 * EDIT_COLUMNS
+    begin, end = SPAN_COLUMNS, 2 * SPAN_COLUMNS
     first, last = torch.searchsorted(columns, torch.tensor([begin, end])).tolist()
     spans = [[2, 0, len(columns), penalty, 0, 0], [0, 5, 6, penalty, 0, 0], [1, first, last, penalty, begin, end]]
-    edits = Edits(entries, torch.tensor(spans, dtype=torch.int32))
+    edits = LogitAdjustments(entries, torch.tensor(spans, dtype=torch.int32))
     found = random_logits(4, vocab, 9)
     wanted, before = found.clone(), found.clone()
     KERNELS.adjust(found, edits)
@@ -210,17 +211,34 @@ def test_is_compiled_for_a_gpu() -> None:
 
     def launch() -> None:
         logits, draws = meta(256, 151936, dtype=torch.bfloat16), meta(256, 5, dtype=torch.float64)
-        KERNELS.choose(logits, draws)
-        KERNELS.choose(logits, draws, filtered=False)
-        KERNELS.choose(logits, draws, sampled=False, filtered=False)
+        KERNELS.sample(logits, draws)
+        KERNELS.sample(logits, draws, filtered=False)
+        KERNELS.sample(logits, draws, sampled=False, filtered=False)
         KERNELS.log_softmax_gather(logits, meta(256, dtype=torch.int64), 20)
-        edits = Edits(meta(999, 4, dtype=torch.int32), meta(9, 6, dtype=torch.int32))
+        edits = LogitAdjustments(meta(999, 4, dtype=torch.int32), meta(9, 6, dtype=torch.int32))
         KERNELS.adjust(logits.float(), edits)
+        rows, masks = meta(16, dtype=torch.int64), meta(16, 4748, dtype=torch.int32)
+        KERNELS.apply_masks(logits.float(), rows, masks)
 
     launches = record(launch)
-    assert len({each.kernel.name for each in launches}) == 10
+    assert len({each.kernel.name for each in launches}) == 11
     found = compile_for(launches)
     assert_fits(found, stack_bytes=32)
     for kernel in found:
-        assert ("atom" in kernel.ptx) == (kernel.launch.kernel.name == "_collect")  # on integers, in one place
+        assert ("atom" in kernel.ptx) == (
+            kernel.launch.kernel.name == "_collect_candidates"
+        )  # on integers, in one place
         assert "atom.global.gpu.acq_rel.add.f" not in kernel.ptx
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), CASES)
+def test_masks_of_grammars(vocab: int, dtype: torch.dtype) -> None:
+    scores = random_logits(4, vocab, vocab).float()
+    masks = torch.randint(-(2**31), 2**31, (2, -(-vocab // 32)), generator=torch.Generator().manual_seed(vocab))
+    rows, masks = torch.tensor([3, 1]), masks.to(torch.int32)
+    expected = scores.clone()
+    reference.apply_masks(expected, rows, masks)
+    KERNELS.apply_masks(scores, rows, masks)
+    assert torch.equal(scores, expected)
+    assert (scores[[3, 1]] == -torch.inf).any() or vocab < 3
+    assert scores[[0, 2]].isfinite().all()

@@ -1,0 +1,71 @@
+"""Try each shape of linear layer of a model, as `kernels.invariance` does when the server starts, but with more rows.
+
+Runs as a process of its own (`invariance.check_invariance`), with the checkpoint's directory in argv; writes an
+`InvarianceReport` as JSON. Weights are random: the shape and the dtype alone decide which code runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+
+from serve_llm.cli.check.invariance import InvarianceReport
+from serve_llm.cli.plan.weights import LinearShape, linear_shapes
+from serve_llm.common.hub import read_config
+from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.model.shard import Shard
+from serve_llm.engine.parallel.layout import ParallelLayout
+from serve_llm.engine.quantization import int8
+from serve_llm.engine.weights.headers import find_checkpoint_dtype
+from serve_llm.kernels import invariance, linear_int8, registry
+from serve_llm.kernels.cpu import library
+from serve_llm.kernels.invariance import FixedRows, LayerKind
+from serve_llm.kernels.linear import Linear
+
+CPU = torch.device("cpu")
+MAX_MULTIPLICATIONS = 3 * 10**10  # in one call; limits the number of rows
+RANDOM_ROWS = 512  # per weight, then they repeat: random numbers take longer to make than to multiply
+
+
+def try_layers(directory: str) -> InvarianceReport:
+    raw = read_config(directory)
+    spec, _ = read_model(raw)
+    dtype = torch.float32 if find_checkpoint_dtype(raw, Path(directory))[0] == "float32" else torch.bfloat16
+    shapes = linear_shapes(spec, Shard(ParallelLayout(), 0, range(len(spec.layers))))
+    slow: list[str] = []
+    differing: list[str] = []
+    count = 0
+    for shape in sorted(shapes):
+        for in_8_bits in (False, True) if shape.in_layers and linear_int8.works() else (False,):
+            rows_dtype = torch.float32 if shape.float32 else dtype
+            layer = _make_layer(shape, rows_dtype, in_8_bits)
+            kind = LayerKind("int8" if in_8_bits else "rows", shape.outputs, shape.inputs, rows_dtype)
+            batch_size = min(
+                max(MAX_MULTIPLICATIONS // (shape.outputs * shape.inputs), invariance.FEWEST_ROWS), invariance.MOST_ROWS
+            )
+            name = f"{shape.outputs} x {shape.inputs} in {'int8' if in_8_bits else str(rows_dtype)[6:]}"
+            if isinstance(layer, FixedRows):
+                slow.append(f"{name} ({layer.rows} rows at a time)")
+            if sizes := invariance.differing_sizes(layer, kind, batch_size):
+                differing.append(f"{name} ({sizes[0]} rows against {batch_size})")
+            count += 1
+    path = library.find()
+    variant = "torch" if path is None else library.Library(path).variant
+    return InvarianceReport(num_shapes=count, variant=variant, slow=slow, differing=differing)
+
+
+def _make_layer(shape: LinearShape, dtype: torch.dtype, in_8_bits: bool) -> Linear:
+    kernels = registry.choose(CPU, dtype, ())
+    weight = torch.randn((min(shape.outputs, RANDOM_ROWS), shape.inputs)).to(dtype)
+    weight = weight.repeat(-(-shape.outputs // RANDOM_ROWS), 1)[: shape.outputs]
+    if in_8_bits:
+        return kernels.pack_int8(*int8.quantise(weight), None)
+    return kernels.pack(weight, None)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        sys.stdout.write(msgspec.json.encode(try_layers(sys.argv[1])).decode() + "\n")

@@ -1,0 +1,242 @@
+"""`serve-llm completion bash|zsh|fish`: print a script that completes commands, options and their values."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from serve_llm.common.errors import OptionError
+from serve_llm.common.options.sources import make_parser
+
+INSTALL = {
+    "bash": 'add to ~/.bashrc: eval "$(serve-llm completion bash)"',
+    "zsh": 'add to ~/.zshrc, after compinit: eval "$(serve-llm completion zsh)"',
+    "fish": "serve-llm completion fish > ~/.config/fish/completions/serve-llm.fish",
+}
+_FILES = ("FILE", "DIR", "DIRECTORY", "FILE.yaml", "FILE.jsonl", "NAME|FILE", "off|memory|FILE")
+
+
+class CompletedOption(NamedTuple):
+    names: tuple[str, ...]
+    help: str
+    values: tuple[str, ...]  # choices; empty if anything goes
+    takes_value: bool
+    takes_file: bool
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the script. Return 0. Raises OptionError for another shell."""
+    if list(argv) in (["-h"], ["--help"]):
+        sys.stdout.write("usage: serve-llm completion bash|zsh|fish\n\n" + "\n".join(INSTALL.values()) + "\n")
+        return 0
+    if len(argv) != 1 or argv[0] not in INSTALL:
+        raise OptionError(f"completion: expected one of {', '.join(INSTALL)}")
+    sys.stdout.write(format_script(argv[0], {name: read_options(make()) for name, make in PARSERS.items()}))
+    return 0
+
+
+def _make_plan_parser() -> argparse.ArgumentParser:
+    from serve_llm.cli.plan.command import create_parser
+
+    return create_parser()
+
+
+def _make_check_parser() -> argparse.ArgumentParser:
+    from serve_llm.cli.check.__main__ import make_parser
+
+    return make_parser()
+
+
+def _make_batch_parser() -> argparse.ArgumentParser:
+    from serve_llm.cli.run_batch import create_parser
+
+    return create_parser()
+
+
+def _make_convert_parser() -> argparse.ArgumentParser:
+    from serve_llm.cli.convert.command import create_parser
+
+    return create_parser()
+
+
+def _make_chat_parser() -> argparse.ArgumentParser:
+    from serve_llm.cli.chat.command import create_parser
+
+    return create_parser()
+
+
+def _make_bench_parser() -> argparse.ArgumentParser:
+    """The options of `bench serve`, which has most of them."""
+    from serve_llm.cli.bench.serve import create_parser
+
+    return create_parser()
+
+
+def _make_top_parser() -> argparse.ArgumentParser:
+    from serve_llm.cli.top import create_parser
+
+    return create_parser()
+
+
+def _make_completion_parser() -> argparse.ArgumentParser:
+    return argparse.ArgumentParser("serve-llm completion")
+
+
+# Command -> its parser; "" is the server's, whose first argument is a model.
+PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
+    "": make_parser,
+    "serve": make_parser,
+    "chat": _make_chat_parser,
+    "bench": _make_bench_parser,
+    "top": _make_top_parser,
+    "plan": _make_plan_parser,
+    "check": _make_check_parser,
+    "run-batch": _make_batch_parser,
+    "convert": _make_convert_parser,
+    "completion": _make_completion_parser,
+}
+
+
+def read_options(parser: argparse.ArgumentParser) -> list[CompletedOption]:
+    found = []
+    for action in parser._actions:
+        if not action.option_strings:
+            continue
+        metavar = action.metavar if isinstance(action.metavar, str) else ""
+        takes_value = action.nargs != 0
+        values = tuple(action.choices) if action.choices else ()
+        if not values and "|" in metavar:
+            values = tuple(word for word in metavar.split("|") if word.islower())
+        text = (action.help or "").replace("%%", "%")
+        takes_file = takes_value and metavar in _FILES
+        found.append(CompletedOption(tuple(action.option_strings), text, values, takes_value, takes_file))
+    return found
+
+
+def format_script(shell: str, commands: Mapping[str, Sequence[CompletedOption]]) -> str:
+    """The script. commands: the options of each; "" is that of the server, whose first argument is a model."""
+    return {"bash": _format_bash, "zsh": _format_zsh, "fish": _format_fish}[shell](commands)
+
+
+def _format_bash(commands: Mapping[str, Sequence[CompletedOption]]) -> str:
+    """Functions that are pure lists of words, and one that chooses."""
+    names = [name for name in commands if name]
+    flag_cases = []
+    value_cases = []
+    for command, options in commands.items():
+        flags = " ".join(name for option in options for name in option.names)
+        flag_cases.append(f"        {command or '*'}) words='{flags}' ;;")
+        for option in options:
+            pattern = "|".join(f"{command or '-'}:{name}" for name in option.names)
+            if option.values:
+                value_cases.append(f"        {pattern}) words='{' '.join(option.values)}'; files={_flag(option)} ;;")
+            elif option.takes_value:
+                value_cases.append(f"        {pattern}) words=''; files={_flag(option)} ;;")
+    # The server's options come last in the first case, because its pattern matches everything.
+    flag_cases.sort(key=lambda line: line.lstrip().startswith("*"))
+    return _BASH.format(
+        names=" ".join([*names, "demo"]),
+        pattern="|".join(names),
+        flags="\n".join(flag_cases),
+        values="\n".join(value_cases),
+    )
+
+
+def _flag(option: CompletedOption) -> str:
+    return "1" if option.takes_file else ""
+
+
+_BASH = """\
+_serve_llm() {{
+    local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" command="-" words="" files=1
+    case "${{COMP_WORDS[1]}}" in
+        {pattern}) [ "$COMP_CWORD" -gt 1 ] && command="${{COMP_WORDS[1]}}" ;;
+    esac
+    case "$command:$previous" in
+{values}
+        *)
+            case "$current" in
+                -*)
+                    files=""
+                    case "$command" in
+{flags}
+                    esac ;;
+                *) [ "$COMP_CWORD" -eq 1 ] && words='{names}' ;;
+            esac ;;
+    esac
+    COMPREPLY=($(compgen -W "$words" -- "$current"))
+    [ -n "$files" ] && COMPREPLY+=($(compgen -f -- "$current"))
+    return 0
+}}
+complete -o filenames -F _serve_llm serve-llm
+"""
+
+
+def _format_zsh(commands: Mapping[str, Sequence[CompletedOption]]) -> str:
+    """zsh's _arguments takes the options with their help."""
+    lines = ["#compdef serve-llm", "_serve_llm() {", "    local -a options", '    case "${words[2]}" in']
+    for command, options in sorted(commands.items(), key=lambda item: not item[0]):
+        lines.append(f"        {command or '*'})")
+        lines.append("            options=(")
+        lines += [
+            f"                {_quote(_zsh_argument(name, option))}" for option in options for name in option.names
+        ]
+        lines += ["            ) ;;"]
+    names = " ".join([*filter(None, commands), "demo"])
+    lines += [
+        "    esac",
+        "    if (( CURRENT == 2 )) && [[ ${words[2]} != -* ]]; then",
+        f"        compadd -- {names}",
+        "        _files",
+        "    else",
+        "        _arguments -S $options '*:file:_files'",
+        "    fi",
+        "}",
+        "compdef _serve_llm serve-llm",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _zsh_argument(name: str, option: CompletedOption) -> str:
+    text = option.help.replace("\\", "\\\\").replace("[", "\\[").replace("]", "\\]").replace(":", "\\:")
+    spec = f"*{name}[{text}]"
+    if not option.takes_value:
+        return spec
+    if option.values:
+        return f"{spec}:value:({' '.join(option.values)})"
+    return f"{spec}:value:{'_files' if option.takes_file else ' '}"
+
+
+def _format_fish(commands: Mapping[str, Sequence[CompletedOption]]) -> str:
+    names = [name for name in commands if name]
+    lines = [f"complete -c serve-llm -n __fish_use_subcommand -a {_quote(' '.join([*names, 'demo']))}"]
+    for command, options in commands.items():
+        condition = f"__fish_seen_subcommand_from {command}"
+        if not command:
+            condition = f"not __fish_seen_subcommand_from {' '.join(names)}"
+        for option in options:
+            lines.append(_fish_line(condition, option))
+    return "\n".join(lines) + "\n"
+
+
+def _fish_line(condition: str, option: CompletedOption) -> str:
+    words = [f"complete -c serve-llm -n {_quote(condition)}"]
+    for name in option.names:
+        if name.startswith("--"):
+            words.append(f"-l {name[2:]}")
+        else:
+            words.append(f"{'-s' if len(name) == 2 else '-o'} {name[1:]}")
+    if option.values and not option.takes_file:
+        words.append(f"-x -a {_quote(' '.join(option.values))}")
+    elif option.takes_file:
+        words.append("-r -F")
+    elif option.takes_value:
+        words.append("-x")
+    words.append(f"-d {_quote(option.help)}")
+    return " ".join(words)
+
+
+def _quote(text: str) -> str:
+    return "'" + text.replace("'", "'\\''") + "'"

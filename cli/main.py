@@ -1,0 +1,116 @@
+"""The `serve-llm` command: read the command line and run the daemon or another command."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from serve_llm.common.errors import ServeError
+from serve_llm.common.logs import write_final_error
+from serve_llm.common.options.sources import parse_args
+
+
+def main() -> int:
+    try:
+        command = COMMANDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
+        if command is not None:
+            return run_command(command, sys.argv[2:])
+        return serve(sys.argv[1:])
+    except ServeError as error:
+        with contextlib.suppress(OSError):  # stderr may be a full disk or a closed pipe
+            write_final_error(error)
+        return error.exit_code
+
+
+def run_command(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """Returns the exit code, for a closed pipe behind stdout that of a program which SIGPIPE ended."""
+    try:
+        exit_code = command(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return 128 + signal.SIGPIPE
+    return exit_code
+
+
+def serve(argv: Sequence[str]) -> int:
+    options = parse_args(argv, os.environ)
+    if options.node_rank:
+        # Other nodes serve no HTTP, so they run the follower program instead of the server.
+        replace_process("serve_llm.engine.distributed.multihost.follower", argv)
+    from serve_llm.server import daemon  # imported late, so that --help and a mistyped option answer at once
+
+    return daemon.run(options)
+
+
+def plan(argv: Sequence[str]) -> int:
+    from serve_llm.cli.plan import command
+
+    return command.main(argv, os.environ)
+
+
+def chat(argv: Sequence[str]) -> int:
+    from serve_llm.cli.chat import command
+
+    return command.main(argv, os.environ)
+
+
+def bench(argv: Sequence[str]) -> int:
+    from serve_llm.cli.bench import command
+
+    return command.main(argv, os.environ)
+
+
+def top(argv: Sequence[str]) -> int:
+    from serve_llm.cli import top as command
+
+    return command.main(argv, os.environ)
+
+
+def check(argv: Sequence[str]) -> int:
+    replace_process("serve_llm.cli.check", argv)
+
+
+def run_batch(argv: Sequence[str]) -> int:
+    from serve_llm.cli import run_batch as command
+
+    return command.main(argv, os.environ)
+
+
+def convert(argv: Sequence[str]) -> int:
+    from serve_llm.cli.convert import command
+
+    return command.main(argv, os.environ)
+
+
+def complete(argv: Sequence[str]) -> int:
+    from serve_llm.cli import completion
+
+    return completion.main(argv)
+
+
+def replace_process(module: str, argv: Sequence[str]) -> NoReturn:
+    """Replace this process by another program, which may import torch."""
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *argv])
+
+
+# First argument -> the command that takes the other arguments.
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "bench": bench,
+    "chat": chat,
+    "check": check,
+    "completion": complete,
+    "convert": convert,
+    "plan": plan,
+    "run-batch": run_batch,
+    "serve": serve,  # as vLLM and Ollama spell it
+    "top": top,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

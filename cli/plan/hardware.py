@@ -1,0 +1,70 @@
+"""The hardware that `serve-llm plan` plans for: its command-line options, and the memory of common GPUs. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serve_llm.common.options.fields import option
+from serve_llm.common.options.parsers import at_least_one, int_between, one_of, parse_boolean, parse_bytes
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    """memory_gib: total device memory as CUDA reports it, slightly below the nominal size; driver versions differ in
+    the second decimal. has_nvlink: whether machines with this GPU usually connect their GPUs by NVLink. has_fp8:
+    whether it multiplies 8-bit floats (compute capability 8.9 or more)."""
+
+    memory_gib: float
+    has_nvlink: bool
+    has_fp8: bool
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * 2**30)
+
+
+GPU_MODELS: dict[str, GpuModel] = {
+    "b200": GpuModel(178.35, has_nvlink=True, has_fp8=True),
+    "h200": GpuModel(139.80, has_nvlink=True, has_fp8=True),
+    "h100": GpuModel(79.10, has_nvlink=True, has_fp8=True),
+    "h20": GpuModel(95.00, has_nvlink=True, has_fp8=True),
+    "a100-80g": GpuModel(79.15, has_nvlink=True, has_fp8=False),
+    "a100-40g": GpuModel(39.39, has_nvlink=True, has_fp8=False),
+    "v100-32g": GpuModel(31.73, has_nvlink=True, has_fp8=False),
+    "v100-16g": GpuModel(15.77, has_nvlink=True, has_fp8=False),
+    "l40s": GpuModel(44.39, has_nvlink=False, has_fp8=True),
+    "a6000": GpuModel(47.40, has_nvlink=False, has_fp8=False),
+    "a10": GpuModel(22.00, has_nvlink=False, has_fp8=False),
+    "l4": GpuModel(21.95, has_nvlink=False, has_fp8=True),
+    "t4": GpuModel(14.56, has_nvlink=False, has_fp8=False),
+    "rtx-5090": GpuModel(31.36, has_nvlink=False, has_fp8=True),
+    "rtx-4090": GpuModel(23.52, has_nvlink=False, has_fp8=True),
+    "rtx-3090": GpuModel(23.57, has_nvlink=False, has_fp8=False),
+}
+
+
+def _parse_gpu(value: object) -> str:
+    try:
+        return str(one_of(*GPU_MODELS)(value))
+    except ValueError as error:
+        raise ValueError(f"{error} (for any other GPU, such as one of AMD, give --memory instead)") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareOptions:
+    """The options that `serve-llm plan` adds to the server's own."""
+
+    gpu: str | None = option(None, _parse_gpu, f"GPU model: {', '.join(GPU_MODELS)}", metavar="NAME")
+    gpus_per_node: int | None = option(None, int_between(1, 1024), "GPUs per machine (default: 8)")
+    nodes: int = option(1, int_between(1, 1024), "number of machines")
+    nvlink: bool = option(
+        True,
+        parse_boolean,
+        "whether NVLink connects the GPUs of a machine; ignored for GPU models that have none",
+    )
+    memory: int | None = option(
+        None,
+        at_least_one(parse_bytes),
+        "memory of one GPU, instead of --gpu; with --device cpu, of one machine (default: the free memory of this one)",
+        metavar="BYTES",
+    )

@@ -1,0 +1,136 @@
+"""A server that a command starts for itself on a free port of this host, and stops at the end."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from serve_llm.cli.api_client import DEFAULT_URL, is_url
+from serve_llm.common.errors import OptionError, ServeError
+from serve_llm.common.options.sources import parse_args
+
+STOP_SECONDS = 15.0
+# These come last on its command line: the place of the server is read from its log.
+_OWN_OPTIONS = ("--host", "127.0.0.1", "--port", "0", "--log-level", "info", "--log-format", "text")
+_PR_SET_PDEATHSIG = 1
+
+
+class ServerProcess:
+    """`serve-llm MODEL [options]` as a child process. A context manager: entering it waits until requests are served.
+
+    It has a session of its own, so that Ctrl-C in the terminal does not reach it, and ends with this process.
+    """
+
+    def __init__(self, arguments: Sequence[str], api_key: str | None = None) -> None:
+        """arguments: the model and options of the server. Raises OptionError if they cannot work."""
+        parse_args(arguments, os.environ)
+        self.url = ""
+        self.start_seconds = 0.0
+        self._command = [sys.executable, "-P", "-m", "serve_llm.cli.main", *arguments, *_OWN_OPTIONS]
+        self._environ = os.environ | ({"SERVE_LLM_API_KEY": api_key} if api_key else {})
+        self._last_lines: collections.deque[str] = collections.deque(maxlen=20)
+        self._has_settled = threading.Event()  # it serves, or has ended
+
+    def __enter__(self) -> ServerProcess:
+        """Raises ServeError with the server's own error and exit code."""
+        began = time.perf_counter()
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=self._environ,
+            start_new_session=True,
+            preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+        )
+        self._reader = threading.Thread(target=self._read_log, daemon=True)
+        self._reader.start()
+        try:
+            self._has_settled.wait()
+            if not self.url:
+                raise self._explain_end()
+        except BaseException:
+            self.stop()
+            raise
+        self.start_seconds = time.perf_counter() - began
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Idempotent."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._reader.join(STOP_SECONDS)
+
+    def _read_log(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as log:
+            for line in log:
+                self._last_lines.append(line.rstrip())
+                if not self.url and (found := re.search(r" Serving .* on (https?://\S+) after ", line)):
+                    self.url = found[1]
+                    self._has_settled.set()
+        self._has_settled.set()
+
+    def _explain_end(self) -> ServeError:
+        code = self._process.wait()
+        final = [line.removeprefix("serve-llm: ") for line in self._last_lines if line.startswith("serve-llm: ")]
+        error = ServeError(final[-1] if final else "\n".join(["the server ended while starting:", *self._last_lines]))
+        error.exit_code = code if code > 0 else 1
+        return error
+
+
+def split_target(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """The URL or model, which comes first, and the other arguments."""
+    if argv and not argv[0].startswith("-"):
+        return argv[0], list(argv[1:])
+    return DEFAULT_URL, list(argv)
+
+
+@contextlib.contextmanager
+def find_server(target: str, arguments: Sequence[str], api_key: str | None) -> Iterator[str]:
+    """The URL of the server at `target`, or of one that is started for the model `target` with `arguments`.
+
+    Raises OptionError for arguments beside a URL, ServeError if the server does not start.
+    """
+    if not is_url(target):
+        with ServerProcess([target, *arguments], api_key) as server:
+            yield server.url
+        return
+    if arguments:
+        raise OptionError(f"unknown option {arguments[0]}, or one of a server, which is running at {target}")
+    yield target
+
+
+@contextlib.contextmanager
+def end_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP leave the block as an exception, so that a server that was started in it is stopped."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,16 @@
+"""The files of a LoRA adapter, as PEFT names them. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+Stamp = tuple[tuple[int, ...], ...]
+
+
+def read_stamp(directory: Path) -> Stamp:
+    """Numbers that change when one of the files does. Raises OSError if one is missing."""
+    found = [(directory / name).stat() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+    return tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found)

@@ -1,0 +1,117 @@
+"""What GGUF files call the served architectures and their settings, as data.
+
+An architecture's settings are metadata keys that begin with its name, such as "llama.block_count". Each is translated
+to a key of config.json, handled in `common.gguf.config`, listed as ignored, or refused there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+COMMON = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "rope.freq_base": "rope_theta",
+}
+RMS_NORM = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+WINDOW = {"attention.sliding_window": "sliding_window"}
+SOFTCAPS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+MULTIPLIERS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+QWEN_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+
+
+@dataclass(frozen=True)
+class GGUFArchitecture:
+    """One value of general.architecture."""
+
+    name: str  # the architecture in config.json
+    keys: Mapping[str, str] = field(default_factory=lambda: RMS_NORM)  # beside those in COMMON
+    constants: Mapping[str, object] = field(
+        default_factory=dict
+    )  # keys of config.json with the same value in all files
+    flags: Mapping[str, str] = field(default_factory=dict)  # key of config.json -> tensor of a layer that it stands for
+    has_partial_rotary: bool = False  # rope may rotate a part of each head
+    scales_by_width: int | None = None  # number of layers of the model that scales scores by hidden size / heads
+
+
+ARCHITECTURES = {
+    "llama": GGUFArchitecture("LlamaForCausalLM", flags={"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}),
+    "qwen2": GGUFArchitecture("Qwen2ForCausalLM"),
+    "qwen2moe": GGUFArchitecture(
+        "Qwen2MoeForCausalLM",
+        RMS_NORM | QWEN_EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        {"norm_topk_prob": False, "decoder_sparse_step": 1},
+    ),
+    "qwen3": GGUFArchitecture("Qwen3ForCausalLM", flags={"attention_bias": "attn_q.bias"}),
+    "qwen3moe": GGUFArchitecture(
+        "Qwen3MoeForCausalLM",
+        RMS_NORM | QWEN_EXPERTS,
+        {"norm_topk_prob": True, "decoder_sparse_step": 1},
+        {"attention_bias": "attn_q.bias"},
+    ),
+    "gemma2": GGUFArchitecture("Gemma2ForCausalLM", RMS_NORM | WINDOW | SOFTCAPS, scales_by_width=46),
+    "gemma3": GGUFArchitecture(
+        "Gemma3ForCausalLM",
+        RMS_NORM
+        | WINDOW
+        | SOFTCAPS
+        | {"rope.freq_base_swa": "rope_local_base_freq", "attention.sliding_window_pattern": "sliding_window_pattern"},
+        scales_by_width=62,
+    ),
+    "phi3": GGUFArchitecture("Phi3ForCausalLM", RMS_NORM | WINDOW, has_partial_rotary=True),
+    "granite": GGUFArchitecture(
+        "GraniteForCausalLM", RMS_NORM | MULTIPLIERS, flags={"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
+    ),
+    "smollm3": GGUFArchitecture("SmolLM3ForCausalLM", constants={"no_rope_layer_interval": 4}),
+    "olmo2": GGUFArchitecture("Olmo2ForCausalLM"),
+    "glm4": GGUFArchitecture("Glm4ForCausalLM", flags={"attention_bias": "attn_q.bias"}, has_partial_rotary=True),
+    "starcoder2": GGUFArchitecture(
+        "Starcoder2ForCausalLM", {"attention.layer_norm_epsilon": "norm_epsilon"}, {"use_bias": True}
+    ),
+    "stablelm": GGUFArchitecture(
+        "StableLmForCausalLM",
+        {
+            "attention.layer_norm_epsilon": "layer_norm_eps",
+            "use_parallel_residual": "use_parallel_residual",
+        },
+        flags={"use_qkv_bias": "attn_q.bias", "qk_layernorm": "attn_q_norm.weight"},
+        has_partial_rotary=True,
+    ),
+    "command-r": GGUFArchitecture(
+        "CohereForCausalLM",
+        {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
+        flags={"use_qk_norm": "attn_q_norm.weight"},
+    ),
+    "cohere2": GGUFArchitecture(
+        "Cohere2ForCausalLM",
+        {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"} | WINDOW,
+        {"sliding_window_pattern": 4},
+    ),
+    "nemotron": GGUFArchitecture(
+        "NemotronForCausalLM",
+        {"attention.layer_norm_epsilon": "norm_eps"},
+        flags={"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"},
+        has_partial_rotary=True,
+    ),
+}
+MIXTRAL = GGUFArchitecture(  # "llama" with experts
+    "MixtralForCausalLM", RMS_NORM | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+)
+IGNORED = ("vocab_size", "rope.scaling.finetuned")  # the embedding tells the first, the second is about training

@@ -1,0 +1,271 @@
+"""From the vocabulary in a GGUF file to tokenizer.json and tokenizer_config.json. No torch.
+
+Two models are known: "gpt2", byte-level BPE whose way of cutting text into words tokenizer.ggml.pre names, and "llama",
+sentencepiece's BPE with a score for each token instead of merges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from serve_llm.common.errors import ModelError
+from serve_llm.common.gguf.file import GGUFFile
+
+SPACE = "\u2581"  # sentencepiece's mark for a space
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+LLAMA3_WORDS = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_MARKS}|{_SPACES}"
+QWEN2_WORDS = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_MARKS}|{_SPACES}"
+_CASES = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
+_PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+TEKKEN_WORDS = rf"{_CASES[0]}|{_CASES[1]}|\p{{N}}|{_PATHS}|{_SPACES}"
+GPT4O_WORDS = rf"{_CASES[0]}{_CONTRACTIONS}?|{_CASES[1]}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_PATHS}|{_SPACES}"
+WORDS = {  # tokenizer.ggml.pre -> what one word matches
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), LLAMA3_WORDS),
+    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez"), QWEN2_WORDS),
+    "tekken": TEKKEN_WORDS,
+    "gpt-4o": GPT4O_WORDS,
+}
+GPT2_WORDS = ("gpt-2", "olmo", "phi-2")  # the words of GPT-2
+DIGIT_WORDS = ("smollm", "starcoder", "refact", "command-r")  # the same after each digit is cut off
+# A word that is a token is not merged, and a text begins with BOS unless the file says otherwise.
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
+END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
+TEMPLATE = "tokenizer.chat_template"
+NAMED = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+}
+
+
+class TokenType(IntEnum):
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+class Vocabulary:
+    """The tokenizer's metadata, checked."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._file = file
+        self.tokens = self._texts("tokenizer.ggml.tokens")
+        if not self.tokens:
+            raise self._wrong("tokenizer.ggml.tokens", "a list of texts")
+        count = len(self.tokens)
+        self.types = self._numbers("tokenizer.ggml.token_type", count) or [TokenType.NORMAL] * count
+        self.scores = self._numbers("tokenizer.ggml.scores", count)
+        self.merges = [self._pair(merge) for merge in self._texts("tokenizer.ggml.merges")]
+        self.model = file.metadata.get("tokenizer.ggml.model")
+        self.pre = file.metadata.get("tokenizer.ggml.pre", "default")
+        self.is_gemma = str(file.metadata.get("general.architecture")).startswith("gemma")
+
+    @property
+    def templates(self) -> dict[str, str]:
+        """Chat templates by name; that of the plain key is "default"."""
+        found = {
+            key.removeprefix(TEMPLATE).removeprefix(".") or "default": value
+            for key, value in self._file.metadata.items()
+            if key == TEMPLATE or key.startswith(f"{TEMPLATE}.")
+        }
+        for name, template in found.items():
+            if not isinstance(template, str):
+                raise self._wrong(TEMPLATE if name == "default" else f"{TEMPLATE}.{name}", "a text")
+        return {name: str(template) for name, template in found.items()}
+
+    def token_id(self, key: str) -> int | None:
+        """An id under a metadata key, None if it is absent or none."""
+        found = self._file.metadata.get(key)
+        if found is None or found in (-1, 2**32 - 1):
+            return None
+        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < len(self.tokens):
+            raise self._wrong(key, f"an id below {len(self.tokens)}")
+        return found
+
+    def flag(self, key: str, default: bool) -> bool:
+        found = self._file.metadata.get(key, default)
+        if not isinstance(found, bool):
+            raise self._wrong(key, "true or false")
+        return found
+
+    def refuse(self, key: str, why: str) -> ModelError:
+        return ModelError(f"{self._file.path}: {key} {why}; choose another tokenizer with --tokenizer")
+
+    def _pair(self, merge: str) -> tuple[str, str]:
+        first, space, second = merge.partition(" ")
+        if not (first and space and second) or " " in second:
+            raise self._wrong("tokenizer.ggml.merges", f"pairs of texts, not {merge!r}")
+        return first, second
+
+    def _texts(self, key: str) -> list[str]:
+        found = self._file.metadata.get(key, [])
+        if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+            raise self._wrong(key, "a list of texts")
+        return found
+
+    def _numbers(self, key: str, count: int) -> list[int]:
+        found = self._file.metadata.get(key, [])
+        if not isinstance(found, list) or not all(isinstance(one, int | float) for one in found):
+            raise self._wrong(key, "a list of numbers")
+        if found and len(found) != count:
+            raise self._wrong(key, f"as long as the {count} tokens, not {len(found)}")
+        return found
+
+    def _wrong(self, key: str, expected: str) -> ModelError:
+        return ModelError(f"{self._file.path}: metadata key {key} must be {expected}")
+
+
+def build_tokenizer(vocabulary: Vocabulary) -> str:
+    """The content of tokenizer.json. Raises ModelError that names the key if the vocabulary is not supported."""
+    if vocabulary.model == "gpt2":
+        tokenizer = _build_byte_level(vocabulary)
+    elif vocabulary.model == "llama":
+        tokenizer = _build_sentencepiece(vocabulary)
+    else:
+        raise vocabulary.refuse(
+            "tokenizer.ggml.model", f"{vocabulary.model!r} is not supported (supported: gpt2, llama)"
+        )
+    _add_tokens(tokenizer, vocabulary)
+    _add_template(tokenizer, vocabulary)
+    content: str = tokenizer.to_str()
+    return content
+
+
+def build_tokenizer_config(vocabulary: Vocabulary) -> dict[str, object]:
+    """The content of tokenizer_config.json: the names of special tokens, and the chat templates."""
+    ids = {name: vocabulary.token_id(key) for name, key in NAMED.items()}
+    config: dict[str, object] = {
+        name: vocabulary.tokens[token_id] for name, token_id in ids.items() if token_id is not None
+    }
+    templates = vocabulary.templates
+    if templates.keys() == {"default"}:
+        config["chat_template"] = templates["default"]
+    elif templates:
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    return config
+
+
+def find_eos_ids(vocabulary: Vocabulary) -> list[int]:
+    """The ids that end a text or a turn: those that the file names, and control tokens that are known to."""
+    named = [vocabulary.token_id(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    known = [
+        index
+        for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
+        if kind == TokenType.CONTROL and token in END_OF_TURN
+    ]
+    return list(dict.fromkeys([token_id for token_id in named if token_id is not None] + known))
+
+
+def _build_byte_level(vocabulary: Vocabulary) -> Tokenizer:
+    pre = vocabulary.pre
+    ids = {token: index for index, token in enumerate(vocabulary.tokens)}
+    tokenizer = Tokenizer(models.BPE(ids, vocabulary.merges, ignore_merges=pre in WHOLE_WORDS))
+    if pre in WORDS:
+        steps = [
+            pre_tokenizers.Split(Regex(WORDS[str(pre)]), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    elif pre in GPT2_WORDS or pre in DIGIT_WORDS:
+        digits = [pre_tokenizers.Digits(individual_digits=True)] if pre in DIGIT_WORDS else []
+        steps = [*digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    else:
+        supported = ", ".join(sorted((*WORDS, *GPT2_WORDS, *DIGIT_WORDS)))
+        raise vocabulary.refuse("tokenizer.ggml.pre", f"{pre!r} is not supported (supported: {supported})")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _build_sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
+    tokens, scores = vocabulary.tokens, [float(score) for score in vocabulary.scores]
+    if not scores:
+        raise vocabulary.refuse("tokenizer.ggml.scores", "is missing")
+    if vocabulary.is_gemma:
+        # Gemma's tokens of several spaces are stored as such, and its merges follow the order of tokens, not scores.
+        tokens = [SPACE * len(token) if token.strip(" ") == "" else token for token in tokens]
+        scores = [-float(index) for index in range(len(tokens))]
+    ids = {token: index for index, token in enumerate(tokens)}
+    if len(ids) < len(tokens):
+        raise vocabulary.refuse("tokenizer.ggml.tokens", "names a token twice")
+    pieces = [
+        token
+        for token, kind in zip(tokens, vocabulary.types, strict=True)
+        if kind in (TokenType.NORMAL, TokenType.USER_DEFINED)
+    ]
+    merges = vocabulary.merges or _derive_merges(pieces, ids, scores)
+    unknown = vocabulary.token_id("tokenizer.ggml.unknown_token_id")
+    unknown_token = None if unknown is None else tokens[unknown]
+    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=unknown_token, fuse_unk=True, byte_fallback=True))
+    adds_space = vocabulary.flag("tokenizer.ggml.add_space_prefix", True)
+    marks = normalizers.Replace(" ", SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), marks]) if adds_space else marks
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if adds_space else steps)
+    return tokenizer
+
+
+def _derive_merges(pieces: Sequence[str], ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Each way to cut one of the pieces into two tokens, those of the best pieces first. scores: of all tokens."""
+    found = [
+        (-scores[ids[token]], ids[token[:cut]], ids[token[cut:]], token[:cut], token[cut:])
+        for token in pieces
+        for cut in range(1, len(token))
+        if token[:cut] in ids and token[cut:] in ids
+    ]
+    return [(first, second) for _, _, _, first, second in sorted(found)]
+
+
+def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+    """Tokens that are found whole in a text. Control tokens are special: no text comes from them."""
+    special = [
+        AddedToken(token, normalized=False, special=True)
+        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+        if kind in (TokenType.CONTROL, TokenType.UNKNOWN)
+    ]
+    plain = [
+        AddedToken(token, normalized=False, special=False)
+        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+        if kind == TokenType.USER_DEFINED and token.strip(" ")
+    ]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(plain)
+
+
+def _add_template(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+    """BOS before and EOS after a text, where the file asks for them."""
+    is_default = vocabulary.model == "llama" or vocabulary.pre in WHOLE_WORDS
+    ends = {
+        "bos": vocabulary.flag("tokenizer.ggml.add_bos_token", is_default),
+        "eos": vocabulary.flag("tokenizer.ggml.add_eos_token", False),
+    }
+    ids = {name: vocabulary.token_id(f"tokenizer.ggml.{name}_token_id") for name, adds in ends.items() if adds}
+    named = {name: token_id for name, token_id in ids.items() if token_id is not None}
+    if not named:
+        return
+    tokens = {name: vocabulary.tokens[token_id] for name, token_id in named.items()}
+
+    def frame(text: str, kind: int) -> list[str]:
+        parts = [f"{tokens['bos']}:{kind}"] if "bos" in tokens else []
+        parts.append(f"{text}:{kind}")
+        return [*parts, f"{tokens['eos']}:{kind}"] if "eos" in tokens else parts
+
+    template = processors.TemplateProcessing(
+        single=frame("$A", 0),
+        pair=[*frame("$A", 0), *frame("$B", 1)],
+        special_tokens=[(tokens[name], token_id) for name, token_id in named.items()],
+    )
+    if vocabulary.model == "gpt2":
+        tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    else:
+        tokenizer.post_processor = template

@@ -1,0 +1,200 @@
+"""Resolve a model name to a local checkpoint directory, and read the JSON files in it.
+
+A GGUF file becomes such a directory (`common.gguf.checkpoint`).
+
+huggingface_hub, which reads HF_TOKEN, HF_HOME and HF_HUB_OFFLINE, is imported only when the Hub is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from fnmatch import fnmatch
+from importlib.resources import files
+from pathlib import Path
+
+from serve_llm.common.cache_directory import cache_directory
+from serve_llm.common.errors import ModelError
+from serve_llm.common.gguf.checkpoint import make_checkpoint_directory
+from serve_llm.common.gguf.parts import list_parts
+
+logger = logging.getLogger(__name__)
+
+_TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # configuration and all tokenizer formats
+_WEIGHT_FILES = ("*.safetensors",)
+BIN_SINGLE = "pytorch_model.bin"  # pickled, and read by `serve-llm convert` only
+BIN_INDEX = "pytorch_model.bin.index.json"
+# Copies of the same weights in the publisher's own format: subfolders, and Mistral's consolidated files.
+_COPIES = ("*/*", "consolidated*.safetensors")
+
+
+def resolve_model(
+    model: str, revision: str | None = None, download_dir: str | None = None, *, weights: bool = True
+) -> Path:
+    """The checkpoint directory: the bundled one for "demo", a local directory, or the snapshot of a Hugging Face id,
+    downloaded unless it is cached. weights=False (dummy weights): safetensors are not needed.
+
+    A GGUF file may be named by its path, by that of a directory in which it is alone, or as "organisation/name:Q4_K_M"
+    or "organisation/name:file.gguf". Raises ModelError, which says what is missing and what to do.
+    """
+    if (gguf := _find_gguf(model, revision, download_dir)) is not None:
+        return make_checkpoint_directory(gguf, cache_directory() / "gguf")
+    if model == "demo":
+        directory = Path(str(files("serve_llm.demo")))
+    elif (local := _local(model)) is not None:
+        directory = local
+    else:
+        directory = _download(model, revision, download_dir, _TEXT_FILES + (_WEIGHT_FILES if weights else ()))
+        _download_modules(model, revision, download_dir, directory)
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"{model}: no config.json in {directory}; it must be a Hugging Face checkpoint directory")
+    if weights and not any(directory.glob("*.safetensors")):
+        raise ModelError(
+            f"{model}: no *.safetensors in {directory}; convert the weights (`serve-llm convert {model} -o DIR` "
+            "writes them from pytorch_model*.bin, transformers' save_pretrained from other files)"
+        )
+    return directory
+
+
+def resolve_bin_model(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
+    """The directory of a checkpoint whose weights are pytorch_model*.bin, downloaded unless it is cached.
+    Raises ModelError like `resolve_model`."""
+    patterns = (*_TEXT_FILES, "pytorch_model*.bin")
+    directory = _local(model) or _download(model, revision, download_dir, patterns)
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"{model}: no config.json in {directory}; it must be a Hugging Face checkpoint directory")
+    if not any((directory / name).is_file() for name in (BIN_SINGLE, BIN_INDEX)):
+        raise ModelError(f"{model}: neither {BIN_SINGLE} nor {BIN_INDEX} in {directory}: there is nothing to convert")
+    return directory
+
+
+def _find_gguf(model: str, revision: str | None, download_dir: str | None) -> Path | None:
+    """The GGUF file that the name stands for, None if it stands for another kind of checkpoint."""
+    path = Path(model).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return path
+    if path.is_dir():
+        found = sorted(path.glob("*.gguf"))
+        if not found or any(path.glob("*.safetensors")):
+            return None
+        where, wanted = path, "*.gguf"
+    else:
+        repository, colon, kind = model.partition(":")
+        if not colon or repository.count("/") != 1 or path.is_absolute():
+            return None
+        wanted = kind if kind.endswith(".gguf") else f"*{kind}.gguf"
+        patterns = tuple(dict.fromkeys((wanted, f"*{kind.lower()}.gguf", f"*{kind.upper()}.gguf")))
+        parts = tuple(pattern.replace(".gguf", "-*-of-*.gguf") for pattern in patterns)
+        where = _download(repository, revision, download_dir, patterns + parts, ignored=())
+        lower = {pattern.lower() for pattern in patterns + parts}
+        found = sorted(
+            file for file in where.rglob("*.gguf") if any(fnmatch(file.name.lower(), pattern) for pattern in lower)
+        )
+    if len(found) == 1 or (found and found == list_parts(found[0])):
+        return found[0]
+    names = ", ".join(file.name for file in found) or "none"
+    raise ModelError(f"{model}: one file {wanted} is needed in {where}, found: {names}; name one")
+
+
+def _download_modules(model: str, revision: str | None, download_dir: str | None, directory: Path) -> None:
+    """The folders that sentence-transformers' modules.json names, if there is one; they are small."""
+    path = directory / "modules.json"
+    if not path.is_file():
+        return
+    try:
+        folders = [module["path"] for module in json.loads(path.read_text(encoding="utf-8")) if module["path"]]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    if folders:
+        _download(model, revision, download_dir, tuple(f"{folder}/*" for folder in folders), ignored=())
+
+
+def resolve_config(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
+    """The checkpoint directory with the model's config.json; downloads no other file, except a GGUF file. Raises
+    ModelError like `resolve_model`."""
+    if model == "demo" or ":" in model or Path(model).suffix == ".gguf" or _local(model) is not None:
+        return resolve_model(model, revision, download_dir, weights=False)
+    return _download(model, revision, download_dir, ("config.json",))
+
+
+def resolve_tokenizer(tokenizer: str, download_dir: str | None = None) -> Path:
+    """The directory of the tokenizer named by --tokenizer: local, "demo", or a Hugging Face id.
+    Raises ModelError like `resolve_model`."""
+    if tokenizer == "demo":
+        return resolve_model(tokenizer)
+    try:
+        return _local(tokenizer) or _download(tokenizer, None, download_dir, _TEXT_FILES)
+    except ModelError as error:
+        raise ModelError(f"--tokenizer: {error}") from None
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """The JSON object in a file of the checkpoint. Raises ModelError if the file cannot be read or holds no object."""
+    try:
+        content: object = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
+        raise ModelError(f"{path} is not valid JSON ({error}); was it cut short when it was copied?") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return content
+
+
+def read_config(directory: Path | str) -> dict[str, object]:
+    """The checkpoint's config.json. Raises ModelError."""
+    return read_json(Path(directory) / "config.json")
+
+
+def _local(name: str) -> Path | None:
+    """The directory of that name, None if the name can only be a Hugging Face id. Raises ModelError."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelError(f"{name} is a file; give the checkpoint directory that holds config.json")
+    if path.is_absolute() or name.startswith(".") or name.count("/") > 1 or name.endswith("/"):
+        raise ModelError(f"there is no directory {path}: check the path, or give a Hugging Face id (organisation/name)")
+    return None
+
+
+def _download(
+    name: str,
+    revision: str | None,
+    download_dir: str | None,
+    patterns: tuple[str, ...],
+    ignored: tuple[str, ...] = _COPIES,
+) -> Path:
+    import huggingface_hub as hub  # takes half a second to import
+    from huggingface_hub import errors
+
+    logger.info("Looking for %s on the Hub; what is not here yet is downloaded", name)
+    at_revision = f" at revision {revision}" if revision else ""
+    try:
+        directory = hub.snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(ignored),
+        )
+    except errors.GatedRepoError:
+        problem = f"access is granted on request: ask at https://huggingface.co/{name}, then set HF_TOKEN"
+        if os.environ.get("HF_TOKEN"):
+            problem = f"access is granted on request: ask at https://huggingface.co/{name} with the account of HF_TOKEN"
+    except errors.RevisionNotFoundError:
+        problem = f"the Hub has the model but not revision {revision}"
+    except errors.RepositoryNotFoundError:
+        problem = "neither a local directory nor a model on the Hub; check the name, or set HF_TOKEN if it is private"
+    except errors.HFValidationError:
+        problem = "neither a local directory nor a possible Hugging Face id (organisation/name)"
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+        reason = "HF_HUB_OFFLINE is set; unset it" if offline else "the Hub cannot be reached; check the network"
+        problem = f"no local directory, and{at_revision} not (completely) in the cache, while {reason}"
+    except Exception as error:  # network, disk, permissions, ...
+        raise ModelError(f"{name}: download failed: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    else:
+        return Path(str(directory))
+    raise ModelError(f"{name}: {problem}")

@@ -1,0 +1,90 @@
+"""Configure logging of a process: lines in vLLM's format, `INFO 07-23 13:56:04 [memory.py:75] message`, or JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from contextvars import ContextVar
+from datetime import UTC, datetime
+
+_UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
+
+CURRENT_REQUEST: ContextVar[str] = ContextVar("CURRENT_REQUEST", default="")
+"""X-Request-Id of the HTTP request that is being handled; records logged meanwhile name it in JSON."""
+
+
+def configure(level: str, process: str = "", format: str = "text") -> None:
+    """Log to stderr: our own messages and uvicorn's from `level` ("debug", "info", "warning", "error") up, those
+    of other libraries from warning up.
+
+    process: name before every message, if several processes of one kind log. format: "text" or "json". Call it once, at
+    the start of a process, never from a library. Start uvicorn with log_config=None, or it installs its own handlers
+    again.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    if format == "json":
+        handler.setFormatter(JsonFormatter(process))
+    else:
+        prefix = f"{process}: " if process else ""
+        line = f"%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] {prefix}%(message)s"
+        handler.setFormatter(logging.Formatter(line, datefmt="%m-%d %H:%M:%S"))
+    number = logging.getLevelNamesMapping()[level.upper()]
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(max(number, logging.WARNING))
+    logging.getLogger("serve_llm").setLevel(number)
+    for name in _UVICORN:
+        logger = logging.getLogger(name)
+        logger.handlers = []
+        logger.propagate = True
+        logger.setLevel(logging.NOTSET if name != "uvicorn" else number)
+
+
+def read_format() -> str:
+    """The format that this process logs in, for the processes that it starts."""
+    is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+    return "json" if is_json else "text"
+
+
+def write_final_error(error: Exception) -> None:
+    """Write the error that ends the process to stderr, in the format of the log. Raises OSError."""
+    line = f"serve-llm: {error}"
+    if read_format() == "json":
+        record = logging.LogRecord("serve_llm", logging.ERROR, __file__, 0, str(error), None, None)
+        line = JsonFormatter("").format(record)
+    sys.stderr.write(line + "\n")
+
+
+# What every record has. Other attributes were given by `extra`, or begin with an underscore and are a library's own, as
+# Ray's are.
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per record: time (UTC), level, logger, file, line, process, request_id, message, what `extra`
+    added, and exception."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        fields: dict[str, object] = {
+            "time": time.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "file": record.filename,
+            "line": record.lineno,
+        }
+        if self._process:
+            fields["process"] = self._process
+        if request_id := CURRENT_REQUEST.get():
+            fields["request_id"] = request_id
+        fields["message"] = record.getMessage()
+        given = vars(record).items()
+        fields |= {name: value for name, value in given if name not in _STANDARD and not name.startswith("_")}
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False, default=str)

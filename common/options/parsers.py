@@ -1,0 +1,232 @@
+"""Parsers of option values. Each takes text (command line, environment) or a plain value (YAML, Python keyword) and
+returns the field's value, or raises ValueError saying what it expected; `sources` adds which option and where.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+
+Parse = Callable[[object], object]
+
+DEFAULT_QUEUE = (2048, 4 * 2**20)  # requests, prompt tokens
+
+_MAX_SECONDS = 365 * 86400
+_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+_BYTE_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _BYTE_UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
+
+
+def parse_count(value: object) -> int:
+    """A count: 32768, "32768", "32k" = 32,000 or "32K" = 32,768, as in vLLM: lower-case units are powers of 1000 and
+    allow decimals ("1.5k"), upper-case units are powers of 1024 and do not."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", str(value).strip())
+    if isinstance(value, bool) or match is None or ("." in match[1] and not match[2].islower()):
+        raise ValueError('expected a whole number, or one with a unit: "32k" is 32,000 and "32K" is 32,768')
+    return _scale(match[1], _COUNT_UNITS[match[2]])
+
+
+def parse_bytes(value: object) -> int:
+    """Bytes: 1073741824, "8GiB" and "8g" (powers of 1024), "8GB" (powers of 1000), in either case, with decimals."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).strip().lower())
+    if isinstance(value, bool) or match is None or match[2] not in _BYTE_UNITS:
+        raise ValueError('expected bytes, such as 8589934592, "8GiB" or "512MiB"')
+    return _scale(match[1], _BYTE_UNITS[match[2]])
+
+
+def _scale(number: str, unit: int) -> int:
+    """Exact, unlike float."""
+    integer, _, decimals = number.partition(".")
+    divisor: int = 10 ** len(decimals)
+    return int(integer + decimals) * unit // divisor
+
+
+def at_least_one(parse: Callable[[object], int]) -> Parse:
+    """A parser that accepts what `parse` accepts if it is at least 1."""
+
+    def parse_positive(value: object) -> int:
+        number = parse(value)
+        if number < 1:
+            raise ValueError("must be at least 1")
+        return number
+
+    return parse_positive
+
+
+def int_between(low: int, high: int) -> Parse:
+    """A parser of whole numbers from `low` to `high`, both included."""
+
+    def parse_int(value: object) -> int:
+        if isinstance(value, bool) or not re.fullmatch(r"-?\d+", str(value)) or not low <= int(str(value)) <= high:
+            raise ValueError(f"expected a whole number from {low} to {high}")
+        return int(str(value))
+
+    return parse_int
+
+
+def one_of(*allowed: str, synonyms: Mapping[str, str] | None = None) -> Parse:
+    """A parser of the given lower-case words, in either case. synonyms: other spellings of them."""
+
+    def parse_word(value: object) -> str:
+        word = str(value).lower()
+        word = (synonyms or {}).get(word, word)
+        if word not in allowed:
+            raise ValueError(f"expected one of {', '.join(allowed)}")
+        return word
+
+    return parse_word
+
+
+def parse_positive_floats(value: object) -> tuple[float, ...]:
+    """Several numbers above 0: a list, or text with commas."""
+    try:
+        numbers = tuple(float(item) for item in _split(value))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(0 < number < math.inf for number in numbers):
+        raise ValueError("expected numbers above 0 separated by commas, such as 3,1")
+    return numbers
+
+
+def parse_positive_ints(value: object) -> tuple[int, ...]:
+    """Several whole numbers of at least 1: a list, or text with commas."""
+    items = _split(value)
+    numbers = tuple(int(item) for item in items if re.fullmatch(r"[0-9]+", item))
+    if len(numbers) < len(items) or min(numbers, default=0) < 1:
+        raise ValueError("expected whole numbers of at least 1 separated by commas, such as 9,8,7")
+    return numbers
+
+
+def _split(value: object) -> list[str]:
+    items = value if isinstance(value, list | tuple) else str(value).split(",")
+    return [str(item).strip() for item in items]
+
+
+def parse_block_size(value: object) -> int:
+    """A power of two from 8 to 256."""
+    sizes = ("8", "16", "32", "64", "128", "256")
+    if isinstance(value, bool) or str(value) not in sizes:
+        raise ValueError(f"expected one of {', '.join(sizes)}")
+    return int(str(value))
+
+
+def parse_kv_cache_dtype(value: object) -> str:
+    if "fp8" in str(value).lower():
+        raise ValueError("fp8 is not supported; the 8-bit type of the KV cache is int8; expected auto or int8")
+    return str(one_of("auto", "int8")(value))
+
+
+def parse_fraction(value: object) -> float:
+    """A number above 0 and at most 1."""
+    try:
+        number = float(str(value))
+    except ValueError:
+        number = 0.0
+    if not 0.0 < number <= 1.0:
+        raise ValueError("expected a number above 0 and at most 1")
+    return number
+
+
+def parse_seconds(value: object) -> float:
+    """A duration above 0, at most a year."""
+    number = _parse_float(value)
+    if not 0.0 < number <= _MAX_SECONDS:
+        raise ValueError("expected seconds, a number above 0")
+    return number
+
+
+def parse_duration(value: object) -> float:
+    """A duration that may be 0, at most a year."""
+    number = _parse_float(value)
+    if not 0.0 <= number <= _MAX_SECONDS:
+        raise ValueError("expected seconds, a number that is at least 0")
+    return number
+
+
+def _parse_float(value: object) -> float:
+    """-1 for what is not a number."""
+    try:
+        return -1.0 if isinstance(value, bool) else float(str(value))
+    except ValueError:
+        return -1.0
+
+
+def parse_queue(value: object) -> tuple[int, int]:
+    """Requests and prompt tokens: "1024,4M" or a list of both; the tokens may be omitted."""
+    items = _split(value)
+    if len(items) not in (1, 2):
+        raise ValueError('expected requests, or requests and prompt tokens separated by a comma, such as "1024,4M"')
+    numbers = [parse_count(item) for item in items]
+    if min(numbers) < 1:
+        raise ValueError("must be at least 1")
+    return numbers[0], numbers[1] if len(numbers) == 2 else DEFAULT_QUEUE[1]
+
+
+def parse_boolean(value: object) -> bool:
+    """True or false, also as 1, yes, on, 0, no, off."""
+    words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+    if str(value).lower() not in words:
+        raise ValueError("expected true or false")
+    return words[str(value).lower()]
+
+
+def parse_text(value: object) -> str:
+    """Any text that is not empty: `--api-key "$UNSET"` must not open the server."""
+    if not isinstance(value, str) or not value:
+        raise ValueError("expected some text (quote numbers in YAML)")
+    return value
+
+
+def parse_texts(value: object) -> tuple[str, ...]:
+    """Several texts: a list, or one text with commas."""
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not items:
+        raise ValueError("expected one text or a list of them")
+    return tuple(parse_text(item) for item in items)
+
+
+def parse_lora_modules(value: object) -> tuple[str, ...]:
+    """Several NAME=DIRECTORY, each name once: a list, or one text with commas."""
+    items = parse_texts(value)
+    names = [
+        name for name, equals, directory in (item.partition("=") for item in items) if name and equals and directory
+    ]
+    if len(names) < len(items):
+        raise ValueError("expected NAME=DIRECTORY")
+    if len(set(names)) < len(names):
+        raise ValueError("expected each name once")
+    return items
+
+
+def parse_origins(value: object) -> tuple[str, ...]:
+    """Origins of web pages: scheme://host[:port] each, or * for all."""
+    items = parse_texts(value)
+    if not all(item == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", item) for item in items):
+        raise ValueError("expected origins such as https://chat.example.com, or *")
+    return items
+
+
+def parse_address(value: object) -> tuple[str, int]:
+    """(host, port) of "host:port" or "[IPv6]:port"."""
+    host, _, port = str(value).rpartition(":")
+    has_brackets = host.startswith("[")
+    if has_brackets:
+        host = host.removeprefix("[").removesuffix("]")
+    is_port = port.isdecimal() and 0 < int(port) < 65536
+    if not host or not is_port or (":" in host and not has_brackets):
+        raise ValueError("expected host:port, such as 10.0.0.1:29500 or [fd00::1]:29500")
+    return host, int(port)
+
+
+def check_address(value: object) -> str:
+    """The value as text, if `parse_address` accepts it."""
+    parse_address(value)
+    return str(value)
+
+
+def parse_metrics_prefix(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_:]*", value):
+        raise ValueError("expected the beginning of a Prometheus metric name, such as serve_llm_ or vllm:")
+    return value

@@ -1,0 +1,47 @@
+"""The vocabulary of the tables of other engines' options."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class PeerFlag(NamedTuple):
+    """An option of another engine, under all its names."""
+
+    names: tuple[str, ...]
+    answer: str  # one line: what corresponds to it here
+    ours: str = ""  # the same in our words, such as "--no-prefix-caching"; MODEL is the positional argument
+    takes_value: bool = False  # accepted with a value, which is ours as well
+    neutral: tuple[str, ...] = ()  # accepted at these values, in lower case, which are what happens here anyway
+    is_always: bool = False  # accepted without a value: what it asks for always happens here
+    may_be_off: bool = False  # in Python and YAML, false is accepted as well
+
+    @property
+    def is_accepted(self) -> bool:
+        return bool(self.ours) or self.is_always
+
+
+def same(names: str, ours: str, note: str = "") -> PeerFlag:
+    """Another name of an option that takes a value. note: a difference that a user should know."""
+    answer = f"here it is {ours}" + (f"; {note}" if note else "")
+    return PeerFlag(tuple(names.split()), answer, ours, takes_value=True)
+
+
+def switch(names: str, ours: str) -> PeerFlag:
+    """A flag without a value that means one of our options, written with its value if it has one."""
+    return PeerFlag(tuple(names.split()), f"here it is {ours}", ours)
+
+
+def always(names: str, answer: str, may_be_off: bool = False) -> PeerFlag:
+    """A flag without a value that asks for what always happens here."""
+    return PeerFlag(tuple(names.split()), answer, is_always=True, may_be_off=may_be_off)
+
+
+def neutral(names: str, values: str, answer: str) -> PeerFlag:
+    """An option that is accepted at `values`, separated by `|`, and refused at others."""
+    return PeerFlag(tuple(names.split()), answer, neutral=tuple(values.split("|")))
+
+
+def refused(names: str, answer: str) -> PeerFlag:
+    """An option that has no counterpart of the same meaning."""
+    return PeerFlag(tuple(names.split()), answer)

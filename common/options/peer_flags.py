@@ -1,0 +1,134 @@
+"""Options of vLLM, SGLang and llama.cpp, and what corresponds to them here.
+
+`sources` reads the tables when an option is unknown: what means the same is accepted with a notice, everything else is
+an error that says what to do. docs/from-other-engines.md shows the same tables.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from serve_llm.common.errors import OptionError
+from serve_llm.common.options.llama_cpp_flags import LLAMA_CPP
+from serve_llm.common.options.parsers import parse_boolean
+from serve_llm.common.options.peer_flag import PeerFlag
+from serve_llm.common.options.sglang_flags import SGLANG
+from serve_llm.common.options.vllm_flags import VLLM
+
+logger = logging.getLogger(__name__)
+
+PEER_FLAGS: dict[str, tuple[PeerFlag, ...]] = {"vLLM": VLLM, "SGLang": SGLANG, "llama.cpp": LLAMA_CPP}
+
+# First words of other command lines -> what to type here.
+PEER_COMMANDS = {
+    "run": "Ollama's `run MODEL` is `serve-llm chat MODEL`",
+    "pull": "Ollama's `pull MODEL` is not needed: `serve-llm MODEL` downloads what is missing",
+    "list": "Ollama's `list` has no counterpart: one model is served, given first",
+    "ps": "Ollama's `ps` is `serve-llm top`",
+    "create": "Ollama's `create` is not needed: `serve-llm FILE.gguf` serves a file",
+}
+
+
+class FoundFlag(NamedTuple):
+    """A flag of another engine that is not an option here."""
+
+    engine: str
+    flag: PeerFlag
+
+    def refuse(self, name: str) -> OptionError:
+        return OptionError(f"{name} is an option of {self.engine}: {self.flag.answer}")
+
+
+def find_peer_flag(name: str) -> FoundFlag | None:
+    """name: as on the command line, with dashes."""
+    for engine, flags in PEER_FLAGS.items():
+        for flag in flags:
+            if name in flag.names:
+                return FoundFlag(engine, flag)
+    return None
+
+
+def translate_arguments(argv: Sequence[str], known: Collection[str]) -> list[str]:
+    """The command line with the flags of other engines replaced by ours. known: our own flags.
+
+    Raises OptionError for a flag that has no counterpart.
+    """
+    translated: list[str] = []
+    rest = iter(argv)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        found = find_peer_flag(name) if argument.startswith("-") and name not in known else None
+        if found is None:
+            translated.append(argument)
+            continue
+        takes_value = found.flag.takes_value or bool(found.flag.neutral)
+        translated += _translate(found, name, _read_value(name, equals, value, rest) if takes_value else None)
+    return translated
+
+
+def _read_value(name: str, equals: str, value: str, rest: Iterator[str]) -> str:
+    if equals:
+        return value
+    following = next(rest, None)
+    if following is None:
+        raise OptionError(f"{name}: expected one argument")
+    return following
+
+
+def _translate(found: FoundFlag, name: str, value: str | None) -> list[str]:
+    flag = found.flag
+    if value is not None and flag.neutral:
+        if value.lower() not in flag.neutral:
+            raise found.refuse(name)
+        _log_notice(name, flag.answer)
+        return []
+    if not flag.is_accepted:
+        raise found.refuse(name)
+    _log_notice(name, flag.answer)
+    if not flag.ours:
+        return []
+    if value is None:
+        return flag.ours.split()
+    return [value] if flag.ours == "MODEL" else [flag.ours, value]
+
+
+def translate_name(name: str, value: object, source: str) -> tuple[str, object] | None:
+    """Our option and its value for another engine's option in a file, the environment or a keyword.
+
+    The name has underscores and may be ours, which is not looked for. Returns None for an unknown name, and ("", None)
+    for an option that changes nothing. Raises OptionError for one that has no counterpart.
+    """
+    is_short = len(name) <= 2  # such as tp: short names are for the command line
+    found = None if is_short else find_peer_flag("--" + name.replace("_", "-"))
+    if found is None:
+        return None
+    if value is None:
+        return "", None
+    flag = found.flag
+    if flag.neutral:
+        if str(value).lower() not in flag.neutral:
+            raise found.refuse(source)
+        return "", None
+    if not flag.is_accepted:
+        raise found.refuse(source)
+    if flag.takes_value:
+        return flag.ours.lstrip("-").replace("-", "_").lower(), value
+    try:
+        is_on = parse_boolean(value)
+    except ValueError as error:
+        raise OptionError(f"{source}: {error}, not {value!r}") from None
+    if not flag.ours:  # always on here
+        if not is_on and not flag.may_be_off:
+            raise found.refuse(source)
+        return "", None
+    if not is_on:
+        return "", None
+    option, _, fixed = flag.ours.removeprefix("--").partition(" ")
+    return option.replace("-", "_"), fixed or True
+
+
+def _log_notice(name: str, answer: str) -> None:
+    """Before logging is configured, Python writes a warning to stderr as it is."""
+    logger.warning("%s: %s", name, answer)

@@ -1,0 +1,363 @@
+"""Read options from the command line, the --config file, the environment and Python keywords, and check them.
+
+Must stay quick to import, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+
+import msgspec
+
+from serve_llm.common.errors import OptionError
+from serve_llm.common.options.fields import option_name
+from serve_llm.common.options.groups import OTHER_GROUP, find_groups
+from serve_llm.common.options.parsers import parse_boolean
+from serve_llm.common.options.schema import OPTION_FIELDS, Options
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
+Kind = TypeVar("Kind", bound="DataclassInstance")
+Fields = Sequence[dataclasses.Field[object]]
+Given = dict[str, tuple[object, str]]
+"""Field name -> (value as given, its source as error messages name it: a flag, a variable, a key of a file)."""
+
+ENVIRONMENT_PREFIX = "SERVE_LLM_"
+
+# Kubernetes sets such variables for a Service whose name begins with serve-llm; they are addresses, not options.
+_KUBERNETES_NAME = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_\d+_(TCP|UDP|SCTP)(_|$)")
+_KUBERNETES_VALUE = re.compile(r"(tcp|udp|sctp)://")
+
+
+def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
+    """Options from the command line (without the program's name), which beats the --config file, which beats the
+    environment (SERVE_LLM_<OPTION>), which beats the defaults.
+
+    Raises OptionError (one line that names the option), SystemExit after --help and --version."""
+    flags = read_command_line(make_parser(), OPTION_FIELDS, argv)
+    return merge_sources(flags, environ)
+
+
+def make_options(model: str, **options: object) -> Options:
+    """Options given in Python, as by `LLM(model, max_model_len="32k")`; None means the default. Raises OptionError."""
+    given: Given = {"model": (model, "model")}
+    for name, value in options.items():
+        given |= _find_option(name, value, name)
+    return build_options(given)
+
+
+def merge_sources(flags: dict[str, object], environ: Mapping[str, str]) -> Options:
+    """Options from a command line's values by field name, from the file that its `config` names, and from the
+    environment. Raises OptionError."""
+    return build_options(collect_given(flags, environ))
+
+
+def collect_given(flags: dict[str, object], environ: Mapping[str, str]) -> Given:
+    """What `merge_sources` builds options from: all values that somebody has given."""
+    file = flags.pop("config", None)
+    given = _read_environment(environ)
+    if file is not None:
+        given |= _read_file(Path(str(file)))
+    return given | _label_flags(Options, flags)
+
+
+def build_from_flags(kind: type[Kind], flags: Mapping[str, object]) -> Kind:
+    """A dataclass of options other than `Options`, from a command line's values by field name. Raises OptionError."""
+    return msgspec.convert(_parse_values(kind, _label_flags(kind, flags)), kind)
+
+
+# Command line
+
+
+DESCRIPTION = (
+    "Serve a language model behind the OpenAI API. Other commands, each with --help: `serve-llm chat [URL|MODEL]` "
+    "talks to a model; `bench serve|latency|throughput|start` measures; `top [URL]` shows what a server is doing; "
+    "`plan MODEL` says whether a model fits, and how to spread it over GPUs and machines; `check [MODEL]` finds out "
+    "whether this host, or several together, can serve; `run-batch MODEL -i IN -o OUT` answers a file of requests; "
+    "`convert MODEL -o DIR` writes pytorch_model*.bin as safetensors; `completion bash|zsh|fish` prints a script that "
+    "completes options. docs/from-other-engines.md translates the options of vLLM, SGLang, llama.cpp and Ollama."
+)
+
+
+def make_parser(
+    program: str = "serve-llm",
+    description: str = DESCRIPTION,
+    options: Fields = OPTION_FIELDS,
+) -> argparse.ArgumentParser:
+    """A parser of a command line with these options. It leaves every value as text."""
+    parser = OptionParser(
+        prog=program,
+        usage=f"{program} MODEL [options]",
+        description=description,
+        epilog=f"Each option can also be set by {ENVIRONMENT_PREFIX}<OPTION>, for example "
+        f"{ENVIRONMENT_PREFIX}MAX_MODEL_LEN=32k, or in the --config file; the command line beats the file, and the "
+        "file beats the environment.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="store_true", help="show the version and exit")
+    parser.add_argument("--config", metavar="FILE.yaml", help="file with options by name, such as `max-model-len: 32k`")
+    titles = find_groups()
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for option in options:
+        title = titles.get(option.name, OTHER_GROUP)
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        group = groups[title]
+        text = _help_text(option).replace("%", "%%")
+        flag = f"--{option_name(option)}"
+        metavar = option.metadata.get("metavar") or option.name.upper()
+        if option.name == "model":
+            parser.add_argument("model", nargs="?", help=text)
+        elif isinstance(option.default, bool):
+            group.add_argument(flag, dest=option.name, action=argparse.BooleanOptionalAction, help=text)
+        elif option.metadata["nargs"]:
+            group.add_argument(flag, action="extend", nargs="+", metavar=metavar, help=text)
+        elif option.default == ():  # may be repeated
+            group.add_argument(flag, action="append", metavar=metavar, help=text)
+        elif option.metadata["short"]:
+            group.add_argument(flag, f"-{option.metadata['short']}", dest=option.name, metavar=metavar, help=text)
+        else:
+            group.add_argument(flag, dest=option.name, metavar=metavar, help=text)
+    return parser
+
+
+class OptionParser(argparse.ArgumentParser):
+    """Raises OptionError instead of ending the program."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(message.removeprefix("argument "))
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """No abbreviations of single-dash names either: `-p 8080` is not `-pp 8080`."""
+        return []
+
+
+def _help_text(option: dataclasses.Field[object]) -> str:
+    """The help of an option, with its default unless the text states it."""
+    text = str(option.metadata["help"])
+    default = option.default
+    if default in (dataclasses.MISSING, None) or isinstance(default, tuple):
+        return text
+    if isinstance(default, bool):
+        default = "on" if default else "off"
+    return f"{text} (default: {default})"
+
+
+def read_command_line(parser: argparse.ArgumentParser, options: Fields, argv: Sequence[str]) -> dict[str, object]:
+    """The given values by field name. Raises OptionError for an unknown option, SystemExit after --version."""
+    namespace, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        from serve_llm.common.options.peer_flags import translate_arguments  # large tables, needed here only
+
+        translated = translate_arguments(argv, parser._option_string_actions)
+        namespace, unknown = parser.parse_known_args(translated)
+    flags = cast(dict[str, object], vars(namespace))
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        if not flag.startswith("-"):
+            raise OptionError(f"unexpected argument {flag!r}: {_explain_argument(flags.get('model'))}")
+        raise OptionError(f"unknown option {flag}{_suggest(flag, '--', options, parser.prog)}")
+    if flags.pop("version", False):
+        from importlib.metadata import version  # slower than all other imports here
+
+        sys.stdout.write(f"serve-llm {version('serve-llm')}\n")
+        raise SystemExit(0)
+    return flags
+
+
+def _explain_argument(model: object) -> str:
+    """Why an argument is unexpected. model: what was taken for the model."""
+    from serve_llm.common.options.peer_flags import PEER_COMMANDS
+
+    return PEER_COMMANDS.get(str(model), "one model is served, given first")
+
+
+def _label_flags(kind: type[DataclassInstance], flags: Mapping[str, object]) -> Given:
+    names = {option.name: f"--{option_name(option)}" for option in dataclasses.fields(kind)} | {"model": "model"}
+    return {name: (value, names[name]) for name, value in flags.items()}
+
+
+# Environment and file
+
+
+def _read_environment(environ: Mapping[str, str]) -> Given:
+    given: Given = {}
+    for name, value in environ.items():
+        if not name.startswith(ENVIRONMENT_PREFIX):
+            continue
+        if _KUBERNETES_NAME.search(name) or _KUBERNETES_VALUE.match(value):
+            continue
+        given |= _find_option(name.removeprefix(ENVIRONMENT_PREFIX).lower(), value, name, ENVIRONMENT_PREFIX)
+    return given
+
+
+def _read_file(path: Path) -> Given:
+    import yaml  # slow to import
+
+    try:
+        content = cast(object, yaml.safe_load(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise OptionError(f"--config {path}: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:  # without the line itself, which may hold a secret
+        mark = error.problem_mark
+        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        raise OptionError(f"--config {path}: not YAML{where}: {error.problem}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise OptionError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise OptionError(f"--config {path}: expected lines such as `max-model-len: 32k`")
+    given: Given = {}
+    for name, value in content.items():
+        given |= _find_option(str(name), value, f"{name} in {path}")
+    return given
+
+
+# Names
+
+
+def _find_option(name: str, value: object, source: str, prefix: str = "") -> Given:
+    """The option that a file, the environment or a keyword names: by its field, its flag, or `no_` and the flag of a
+    boolean. Empty if the value is None. Raises OptionError for an unknown name."""
+    plain = name.replace("-", "_")
+    for option in OPTION_FIELDS:
+        flag = option_name(option).replace("-", "_")
+        is_negated = isinstance(option.default, bool) and plain == f"no_{flag}"
+        if plain not in (option.name, flag) and not is_negated:
+            continue
+        if value is None:
+            return {}
+        if is_negated:
+            value = not _parse(parse_boolean, value, source)
+        return {option.name: (value, source)}
+    from serve_llm.common.options.peer_flags import translate_name  # large tables, needed here only
+
+    translated = translate_name(plain, value, source)
+    if translated is not None:
+        ours, value = translated
+        return _find_option(ours, value, source, prefix) if ours else {}
+    raise OptionError(f"unknown option {source}{_suggest(plain, prefix)}")
+
+
+def _suggest(name: str, prefix: str, options: Fields = OPTION_FIELDS, program: str = "serve-llm") -> str:
+    """'; did you mean ...?' in the spelling of the source of the unknown name, which `prefix` tells."""
+    names = {option_name(option) for option in options}
+    names |= {f"no-{option_name(option)}" for option in options if isinstance(option.default, bool)}
+    if prefix == "--":
+        names = (names | {"config", "version", "help"}) - {"model"}
+    close = difflib.get_close_matches(name.strip("-").replace("_", "-").lower(), sorted(names), n=1)
+    if not close:
+        return f"; see {program} --help"
+    nearest = close[0] if prefix == "--" else close[0].replace("-", "_")
+    if prefix == ENVIRONMENT_PREFIX:
+        nearest = nearest.upper()
+    return f"; did you mean {prefix}{nearest}?"
+
+
+# Values
+
+
+def _parse(parse: Callable[[object], T], value: object, source: str, is_secret: bool = False) -> T:
+    try:
+        return parse(value)
+    except ValueError as error:
+        shown = "" if is_secret else f", not {value!r}"
+        raise OptionError(f"{source}: {error}{shown}") from None
+
+
+def _parse_values(kind: type[DataclassInstance], given: Given) -> dict[str, object]:
+    values: dict[str, object] = {}
+    for option in dataclasses.fields(kind):
+        if option.name in given:
+            value, source = given[option.name]
+            is_secret = option.metadata.get("secret", False)
+            values[option.name] = _parse(option.metadata["parse"], value, source, is_secret)
+    return values
+
+
+def build_options(given: Given) -> Options:
+    """Parse every value and check how they combine. Raises OptionError."""
+    values = _parse_values(Options, given)
+    if "model" not in values:
+        if not values.get("node_rank"):
+            raise OptionError(
+                "no model: give a checkpoint directory, a Hugging Face id, or `demo` for the bundled model"
+            )
+        values["model"] = ""  # node 0 sends it
+    options = msgspec.convert(values, Options)
+    _check_nodes(options)
+    _check_model_impl(options)
+    _check_lora(options)
+    if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
+        raise OptionError("--ssl-keyfile and --ssl-certfile are needed together")
+    return options
+
+
+def _check_model_impl(options: Options) -> None:
+    """Refuse what transformers' own code does not support."""
+    if options.model_impl == "auto":
+        return
+    refused = {
+        "--tensor-parallel-size": options.tensor_parallel_size > 1,
+        "--pipeline-parallel-size": options.pipeline_parallel_size > 1,
+        "--distributed-executor-backend": options.distributed_executor_backend not in (None, "inprocess"),
+        "--enable-expert-parallel": options.enable_expert_parallel,
+        "--quantization": options.quantization != "auto",
+        "--allow-unknown-config": bool(options.allow_unknown_config),
+    }
+    wrong = [name for name, is_refused in refused.items() if is_refused]
+    if wrong:
+        raise OptionError(
+            "--model-impl: transformers' own code, which runs as one rank in the engine's process, does not go with "
+            f"{', '.join(wrong)}"
+        )
+
+
+def _check_lora(options: Options) -> None:
+    """Refuse what does not go with adapters."""
+    if not options.enable_lora:
+        if options.lora_modules:
+            raise OptionError("--lora-modules needs --enable-lora")
+        return
+    refused = {
+        "--model-impl transformers": options.model_impl != "auto",
+        "--runner pooling": options.runner == "pooling",
+        "--load-format dummy": options.load_format == "dummy",
+        "--nnodes": options.nnodes > 1,
+        "--distributed-executor-backend ray": options.distributed_executor_backend == "ray",
+    }
+    if wrong := [name for name, is_refused in refused.items() if is_refused]:
+        raise OptionError(f"--enable-lora does not go with {', '.join(wrong)}")
+    if shared := {module.partition("=")[0] for module in options.lora_modules} & set(options.served_model_name):
+        raise OptionError(f"--lora-modules: {min(shared)} is also a --served-model-name")
+
+
+def _check_nodes(options: Options) -> None:
+    """Refuse options for several hosts that do not fit together."""
+    if options.node_rank >= options.nnodes:
+        raise OptionError(
+            f"--node-rank: {options.node_rank} is none of 0 to {options.nnodes - 1} (--nnodes {options.nnodes})"
+        )
+    if options.nnodes == 1:
+        return
+    if options.master_addr is None:
+        raise OptionError(f"--nnodes: {options.nnodes} hosts need --master-addr HOST:PORT, the same on all of them")
+    if options.data_parallel_size > 1:
+        raise OptionError("--data-parallel-size: several engines over several hosts need Ray; omit --nnodes")
+    num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
+    if options.node_rank == 0 and num_ranks < options.nnodes:
+        raise OptionError(
+            f"--nnodes: {options.nnodes} hosts for {num_ranks} rank{'s' if num_ranks > 1 else ''} "
+            "(--tensor-parallel-size times --pipeline-parallel-size), so some would have none"
+        )

@@ -1,0 +1,23 @@
+"""Hashes of prefixes: one chained hash per full block, so that equal hashes mean equal tokens from the beginning.
+
+The chain starts from the salt (`cache_salt`), so that requests with different salts never share blocks, and from what
+changes the keys of the same tokens: whether the long RoPE factors apply, and the contents of a LoRA adapter. SHA-256,
+because a client that could make two prefixes collide could read another client's cache.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import sha256
+
+
+def root(salt: str, uses_long_rope: bool = False, adapter: str = "") -> bytes:
+    """The hash before the first block. adapter: the digest of the request's adapter; "": it has none."""
+    base = sha256((b"long-rope" if uses_long_rope else b"serve-llm") + salt.encode("utf-8", "surrogatepass")).digest()
+    return sha256(base + adapter.encode()).digest() if adapter else base
+
+
+def extend(parent: bytes, ids: Sequence[int]) -> bytes:
+    """The hash after one more full block of token ids."""
+    return sha256(parent + array("q", ids).tobytes()).digest()

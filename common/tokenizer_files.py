@@ -1,0 +1,87 @@
+"""Convert the tokenizer of a checkpoint without tokenizer.json, once, into a cache directory.
+
+transformers' AutoTokenizer reads every format (vocab.json with merges.txt, sentencepiece, ...), but importing it takes
+seconds and loads torch, so a child process does it: this module run with -m.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from serve_llm.common.cache_directory import cache_directory
+from serve_llm.common.errors import ModelError
+from serve_llm.common.gguf.checkpoint import TOKENIZER_ERROR
+
+_SOURCES = (
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+    "config.json",
+)
+
+
+def find_tokenizer(directory: Path) -> Path:
+    """The directory with the tokenizer.json of a checkpoint, converted first if it has none. Raises ModelError."""
+    return directory if (directory / "tokenizer.json").is_file() else convert_tokenizer(directory)
+
+
+def convert_tokenizer(directory: Path) -> Path:
+    """The cache directory with tokenizer.json and tokenizer_config.json made from `directory`. Raises ModelError."""
+    if (directory / TOKENIZER_ERROR).is_file():
+        raise ModelError((directory / TOKENIZER_ERROR).read_text(encoding="utf-8"))
+    sources = [directory / name for name in _SOURCES if (directory / name).is_file()]
+    if not any(path.suffix in (".txt", ".model") or path.name == "vocab.json" for path in sources):
+        raise ModelError(
+            f"{directory} has no tokenizer: neither tokenizer.json nor vocab.json, *.model or vocab.txt; choose one "
+            "with --tokenizer"
+        )
+    digest = hashlib.sha256()
+    for path in sources:
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}\n".encode() + content)
+    target = cache_directory() / "tokenizers" / digest.hexdigest()[:32]
+    if not (target / "tokenizer.json").is_file():
+        _convert(directory, target)
+    return target
+
+
+def _convert(directory: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+        # -P: the caller's directory must not shadow what the child imports.
+        command = [sys.executable, "-P", "-m", __name__, str(directory.resolve()), work]
+        # No stdin, so that transformers cannot ask whether to run the checkpoint's own code; and no downloads.
+        environ = os.environ | {"HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environ)
+        if done.returncode != 0 or not (Path(work) / "tokenizer.json").is_file():
+            last = (done.stderr.strip().splitlines() or ["no tokenizer.json was written"])[-1]
+            raise ModelError(f"{directory}: the tokenizer cannot be converted: {last}")
+        try:
+            os.rename(work, target)
+        except OSError:
+            if not (target / "tokenizer.json").is_file():  # else another process converted it at the same time
+                raise
+        else:
+            os.mkdir(work)  # for TemporaryDirectory to remove
+
+
+def main(source: str, target: str) -> None:
+    """Run in the child process."""
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(source, use_fast=True, trust_remote_code=False).save_pretrained(target)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

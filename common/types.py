@@ -1,0 +1,169 @@
+"""Types that the server (text) and the engine (token ids) exchange: plain msgspec structs.
+
+Their values are valid: the server checks what a client sent (`server.prompt.validate`), the engine trusts it.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+LOWEST_PRIORITY = 2**31 - 1  # runs after everything else
+GREEDY_BELOW = 1e-5  # lower temperatures are greedy, as in vLLM: dividing logits by them would overflow
+PoolingTask = Literal["none", "embed", "classify"]  # what the vector of a pooling request is: an embedding or logits
+
+
+class FinishReason(StrEnum):
+    """Why a request finished. Every accepted request finishes with exactly one of these."""
+
+    STOP = "stop"  # end-of-sequence id, a stop id, or (server) a stop string
+    LENGTH = "length"  # max_tokens or the context length was reached
+    REPETITION = "repetition"  # (server) the text repeats itself
+    ABORT = "abort"  # the client disconnected, or the server aborted it
+    ERROR = "error"  # the engine failed; see Output.error
+
+
+class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The most tokens of a request's reasoning. Once they are spent, the closing delimiter is forced."""
+
+    num_tokens: int  # over all regions; those of the delimiters that open them do not count
+    close_ids: tuple[int, ...]  # the delimiter that closes the region, at least one id
+    open_ids: tuple[int, ...] = ()  # the delimiter that opens it; empty: only the prompt opens one
+    end_ids: tuple[tuple[int, ...], ...] = ()  # other delimiters that end it, such as the beginning of a call
+    is_open: bool = False  # the prompt has opened the region
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Id-level sampling parameters of one sequence; strings never reach the engine.
+
+    The noise is a pure function of (seed, choice, output position), so a request that is interrupted at any token can
+    be continued with the same result.
+    """
+
+    max_tokens: int  # 0: compute only the prompt (prompt_logprobs)
+    seed: int  # 0 .. 2**64 - 1; the server draws one if the request has none
+    choice: int = 0  # index among the n choices of one request
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # forbids the last id of each tuple after its other ids
+    stop_token_ids: tuple[int, ...] = ()  # including the model's end-of-sequence ids, unless ignore_eos
+    min_tokens: int = 0  # stop_token_ids are masked until then
+    logprobs: int | None = None  # None: off; k: the chosen token and the k most likely ones, raw distribution
+    logprob_token_ids: tuple[int, ...] = ()  # ids whose log-probabilities `logprobs` has too, different
+    grammar: str = ""  # in llguidance's own format; the text must satisfy it. Empty: none
+    thinking: ThinkingBudget | None = None
+    prompt_logprobs: int | None = None  # the same for every prompt token except the first
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the previous ids decide which ones may come next."""
+        return bool(self.grammar) or self.thinking is not None
+
+    @property
+    def reads_history(self) -> bool:
+        """Whether the logits depend on the previous ids themselves, not only on their number."""
+        return bool(
+            self.is_constrained
+            or self.repetition_penalty != 1.0
+            or self.frequency_penalty
+            or self.presence_penalty
+            or any(len(word) > 1 for word in self.bad_words_ids)
+        )
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter, as requests and engines name it. Adapters with equal digests compute the same."""
+
+    name: str
+    directory: str
+    digest: str  # SHA-256 of the adapter's files
+
+
+class LoRATarget(msgspec.Struct, frozen=True):
+    """A linear layer that an adapter can change."""
+
+    module: str  # its name in the model's checkpoint
+    outputs: int
+    inputs: int
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to continue. An HTTP request with n choices becomes n of these, with `sampling.choice` 0..n-1."""
+
+    id: int  # chosen by the server, unique among its open requests
+    prompt_ids: list[int]
+    sampling: Sampling
+    output_ids: list[int] = []  # generated before, if the request is continued; counted as output
+    priority: int = 0  # smaller runs first
+    tenant: int = 0  # index of the API key; at equal priority the tenant that was served least goes first
+    cache_salt: str = ""  # prefix blocks are shared only between equal salts
+    pooling: bool = False  # return the vector of the prompt instead of tokens
+    second_text_start: int | None = None  # where the second text of a pair begins in prompt_ids
+    adapter: Adapter | None = None  # None: the base model
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position: natural log, of the raw logits before temperature, penalties and masks."""
+
+    logprob: float  # log probability of the actual token
+    rank: int  # 1: the most likely token
+    top_ids: list[int]  # the k most likely, in descending order; then those asked for that are not among them
+    top_logprobs: list[float]
+
+
+class Output(msgspec.Struct, array_like=True, omit_defaults=True):
+    """The result of one step for one request."""
+
+    id: int
+    token_ids: list[int]  # new tokens, usually one
+    finish_reason: FinishReason | None = None
+    stop_id: int | None = None  # the id that ended it, if finish_reason is STOP; the last of token_ids
+    cached_tokens: int | None = None  # set once, with the first output: prompt tokens found in the prefix cache
+    queued_seconds: float | None = None  # set once, with the first output: from arrival to first scheduling
+    logprobs: list[TokenLogprobs] | None = None  # one per entry of token_ids
+    prompt_logprobs: list[TokenLogprobs] | None = None  # set once: one per prompt token except the first
+    vector: bytes | None = None  # the result of a pooling request: float32, little-endian
+    error: str | None = None
+
+
+class Stats(msgspec.Struct, array_like=True, omit_defaults=True):
+    """Statistics of the engine after a step. Gauges are current; counters are totals since the engine started."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0  # share of the blocks in use by live sequences, 0..1
+    prefix_cache_queries: int = 0  # prompt tokens looked up
+    prefix_cache_hits: int = 0  # prompt tokens found
+    num_preemptions: int = 0
+    num_steps: int = 0
+    step_tokens: int = 0  # prompt and output tokens computed in this step
+    num_drafts: int = 0  # times that a step verified drafts of a request
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # draft tokens that became output
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about the served model and its memory, sent to the server once, in EngineReady."""
+
+    architecture: str
+    max_model_len: int  # prompt and output tokens together
+    vocab_size: int  # rows of the embedding: ids 0..vocab_size-1
+    block_size: int  # tokens per KV block
+    num_kv_blocks: int
+    kv_cache_tokens: int
+    max_num_seqs: int
+    dtype: str
+    device: str
+    generates: bool = True  # takes requests for tokens
+    pooling_task: PoolingTask = "none"
+    vector_size: int = 0  # numbers of the vector of a pooling request
+    lora_targets: dict[str, LoRATarget] = {}  # by each name that PEFT may give them; empty: adapters are not served

@@ -1,0 +1,93 @@
+"""The executor's end of the control channel: one ROUTER socket for all ranks."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+
+import msgspec
+import zmq
+
+from serve_llm.common.curve_zmq import PING, Endpoint, send
+from serve_llm.engine.distributed import messages
+
+logger = logging.getLogger(__name__)
+
+
+class ControlSocket:
+    """Receives messages of ranks from all connections. Not thread-safe.
+
+    url: the address for ranks, a Unix socket unless ranks come from several hosts."""
+
+    def __init__(self, size: int, endpoint: Endpoint | None) -> None:
+        """size: number of ranks. endpoint: listens for ranks of several hosts; None if all are on this host."""
+        self._size = size
+        self._endpoint = endpoint
+        self._directory = tempfile.mkdtemp(prefix="serve-llm-ranks-")  # mode 700: no other user reaches the socket
+        self._identities: dict[int, bytes] = {}
+        self._heartbeats: dict[int, bytes] = {}  # connections that are open as long as their rank runs
+        self._socket: zmq.Socket[bytes]
+        if endpoint is None:
+            self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self.url = f"ipc://{self._directory}/control"
+            self._socket.bind(self.url)
+        else:
+            listener, url = endpoint.listen()
+            self._socket = listener
+            self.url = url
+
+    def send(self, rank: int, message: messages.ToRank) -> None:
+        """Send to a rank that has sent WorkerHello. Drop the message if the rank is gone."""
+        send(self._socket, self._identities[rank], messages.encode(message))
+
+    def receive(self, seconds: float) -> list[tuple[int, messages.FromRank]]:
+        """Messages that have arrived, with their ranks. If there are none, wait up to `seconds` for one."""
+        received: list[tuple[int, messages.FromRank]] = []
+        timeout = int(seconds * 1000)
+        while self._socket.poll(timeout):
+            timeout = 0
+            identity, *frames = self._socket.recv_multipart()
+            try:
+                message = messages.decode_from_rank(b"".join(frames))
+            except msgspec.DecodeError:
+                logger.warning("ignored a message that no rank of this version sends")
+                continue
+            rank = self._identify(identity, message)
+            if rank is not None:
+                received.append((rank, message))
+        return received
+
+    def _identify(self, identity: bytes, message: messages.FromRank) -> int | None:
+        """The rank that sent the message. None for heartbeat connections, and for processes that are no rank."""
+        if isinstance(message, messages.WorkerAlive):
+            if message.rank in range(self._size):
+                self._heartbeats[message.rank] = identity
+            return None
+        if isinstance(message, messages.WorkerHello) and message.rank in range(self._size):
+            self._identities[message.rank] = identity
+        for rank, known in self._identities.items():
+            if known == identity:
+                return rank
+        logger.warning("ignored a message from a process that is no rank")
+        return None
+
+    def find_lost(self) -> list[int]:
+        """Ranks whose heartbeat connection is gone."""
+        return [rank for rank, peer in self._heartbeats.items() if not send(self._socket, peer, PING)]
+
+    def remove_path(self) -> None:
+        """Remove the socket's path. Call once all ranks are connected: then they need it no more, and nothing is left
+        of it however this process ends."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def close(self) -> None:
+        """Close the socket and remove its path. Idempotent."""
+        self._socket.close()
+        self.remove_path()
+
+    def close_after_watching(self) -> None:
+        """Close a socket of this host only; an endpoint closes its own."""
+        if self._endpoint is None:
+            self._socket.close()

@@ -1,0 +1,103 @@
+"""One rank inside the engine's process: steps are calls, not messages."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from serve_llm.engine.config import Config
+from serve_llm.engine.distributed.executor import Executor, StepResult, Workers
+from serve_llm.engine.distributed.expert_groups import ExpertParallelGroups
+from serve_llm.engine.distributed.messages import LoadDone
+from serve_llm.engine.distributed.process_groups import build_expert_group
+from serve_llm.engine.model.shard import Shard, build_rank_shard
+from serve_llm.engine.model.spec import ModelSpec, PretrainedSpec
+from serve_llm.engine.model.weight_map import WeightMap
+from serve_llm.engine.parallel.groups import AllToAll, ProcessGroups, SingleRankGroup
+from serve_llm.engine.parallel.layout import ParallelLayout
+from serve_llm.engine.scheduler.output import MaskSource, SchedulerOutput
+from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.engine.worker.runner import PendingStep
+from serve_llm.engine.worker.worker import Worker
+
+
+class LocalWorker(Workers):
+    """The one rank, in this process."""
+
+    def __init__(
+        self,
+        config: Config,
+        spec: ModelSpec | PretrainedSpec,
+        weights: WeightMap | None,
+        expert_groups: ExpertParallelGroups | None,
+    ) -> None:
+        """expert_groups: set if data-parallel engines share the experts."""
+        self._config = config
+        self._spec = spec
+        self._weights = weights
+        self._expert_groups = expert_groups
+        self._worker: Worker | None = None
+
+    def load(self) -> list[LoadDone]:
+        config = self._config
+        experts: AllToAll = SingleRankGroup()
+        if self._expert_groups is not None:
+            experts = build_expert_group(self._expert_groups.setup(0), config, 0)
+        groups = ProcessGroups(local_ranks=config.data_parallel_size, experts=experts)
+        if isinstance(self._spec, PretrainedSpec):
+            shard = Shard(ParallelLayout(), 0, self._spec.layers)
+        else:
+            shard = build_rank_shard(self._spec, config, 0)
+        self._worker = Worker(config, self._spec, self._weights, shard, groups)
+        return [LoadDone(self._worker.num_blocks, self._worker.weight_bytes, self._worker.threads)]
+
+    def allocate_cache(self, num_blocks: int) -> list[CacheLayout]:
+        assert self._worker is not None, "load first"
+        return [self._worker.allocate(num_blocks)]
+
+    def build_executor(self, layout: CacheLayout) -> InProcessExecutor:
+        assert self._worker is not None, "load first"
+        return InProcessExecutor(self._config, self._worker, layout, self._expert_groups)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Nothing outlives the process."""
+
+
+class LocalStepFuture(Future[StepResult]):
+    """A step that has been started; `result` waits for it in the calling thread."""
+
+    def __init__(self, started: PendingStep) -> None:
+        super().__init__()
+        self._started = started
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        if not self.done():
+            try:
+                self.set_result(self._started.finish())
+            except Exception as error:
+                self.set_exception(error)
+        return super().result(timeout)
+
+
+class InProcessExecutor(Executor):
+    """Runs steps on one worker in this process."""
+
+    def __init__(self, config: Config, worker: Worker, layout: CacheLayout, shared_memory: object = None) -> None:
+        """shared_memory: kept alive for other engines."""
+        self.depth = 2 if config.async_scheduling else 1
+        self.layout = layout
+        self._worker = worker
+        self._shared_memory = shared_memory
+
+    def execute(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> Future[StepResult]:
+        try:
+            return LocalStepFuture(self._worker.start(scheduler_output, masks))
+        except Exception as error:
+            failed: Future[StepResult] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def check(self) -> None:
+        """Nothing happens between steps."""
+
+    def close(self) -> None:
+        """Nothing outlives the process."""

@@ -1,0 +1,91 @@
+"""Starts workers as processes on this host and watches them. No torch, so that the workers start at once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from serve_llm.common.library_variables import set_library_defaults
+
+logger = logging.getLogger(__name__)
+
+END_SECONDS = 5.0  # for killed processes to exit
+
+SECRET_VARIABLE = "SERVE_LLM_CLUSTER_SECRET"  # all users of a host can read command lines
+
+
+class WorkerLauncher:
+    """See `LaunchedWorkers`."""
+
+    def __init__(
+        self, ranks: Sequence[int], url: str, *, secret: str = "", address: str = "", directory: str | None = None
+    ) -> None:
+        """Start one process per rank. Each connects to `url` (ZeroMQ) and ends with this process: its standard input is
+        the parent-death pipe.
+
+        secret: of the engine's endpoint. address: of this host, for ranks on others. directory: of the checkpoint, if
+        its path may differ from that on the engine's host.
+        """
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._host = socket.gethostname()
+        for rank in ranks:
+            command = [sys.executable, "-P", "-m", "serve_llm.engine.distributed.worker_main"]
+            command += ["--connect", url, "--rank", str(rank)]
+            command += ["--address", address] if address else []
+            command += ["--directory", directory] if directory is not None else []
+            environ = os.environ | {SECRET_VARIABLE: secret}
+            set_library_defaults(environ)  # a node without an engine has not set them
+            if rank != ranks[0]:
+                environ["TQDM_DISABLE"] = "1"  # show one progress bar only
+            self._processes[rank] = subprocess.Popen(command, stdin=subprocess.PIPE, env=environ)
+
+    def ended(self) -> Mapping[int, str]:
+        codes = {rank: process.poll() for rank, process in self._processes.items()}
+        return {rank: _describe_exit(code) for rank, code in codes.items() if code is not None}
+
+    def where(self, rank: int) -> str:
+        return f"host {self._host}, pid {self._processes[rank].pid}"
+
+    def state(self, rank: int) -> str:
+        return process_state(self._processes[rank].pid)
+
+    def pid(self, rank: int) -> int:
+        return self._processes[rank].pid
+
+    def serve(self) -> None:
+        """No other process needs to know."""
+
+    def end(self, cause: str = "") -> None:
+        for process in self._processes.values():  # workers have no state to save
+            process.kill()
+        deadline = time.monotonic() + END_SECONDS
+        for rank, process in self._processes.items():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:  # it waits in the kernel, for example for a driver or a file server
+                logger.error("rank %d (%s) does not end, not even killed: %s", rank, self.where(rank), self.state(rank))
+            if process.stdin is not None:
+                process.stdin.close()
+
+
+def process_state(pid: int) -> str:
+    """What a process of this host does; see `LaunchedWorkers.state`."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+    return {"T": "stopped", "t": "stopped", "R": "running", "D": "running"}.get(letter, "waiting")
+
+
+def _describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    known = -code in {number.value for number in signal.Signals}
+    return f"signal {signal.Signals(-code).name if known else -code}"

@@ -1,0 +1,247 @@
+"""Workers as processes, on one host or on several: steps, tensors and results go through shared memory on the engine's
+host, and over the network to other hosts. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+
+from serve_llm.common.errors import EngineError
+from serve_llm.common.hosts import difference, fingerprint, host_id
+from serve_llm.common.logs import read_format
+from serve_llm.engine.config import Config
+from serve_llm.engine.distributed import messages
+from serve_llm.engine.distributed.executor import Executor, StepResult, Workers
+from serve_llm.engine.distributed.launcher import WorkerLauncher
+from serve_llm.engine.distributed.shm_setup import RankSetup
+from serve_llm.engine.distributed.step_channels import STEP_FACTOR, STEP_SECONDS, ConnectionLost
+from serve_llm.engine.distributed.worker_group import START_SECONDS, WorkerGroup
+from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.parallel.layout import ParallelLayout
+from serve_llm.engine.parallel.shm import ChannelClosed
+from serve_llm.engine.scheduler.output import MaskSource, RunnerOutput, SchedulerOutput
+from serve_llm.engine.worker.kv_cache import CacheLayout
+
+LOAD_SECONDS = 3600.0  # for weights, which may come over a slow network
+
+logger = logging.getLogger(__name__)
+
+
+def launch_workers(size: int) -> WorkerGroup:
+    """Start the processes; they import what they need while the caller does the same."""
+    return WorkerGroup(size, lambda address: WorkerLauncher(range(size), address))
+
+
+def connect_workers(
+    config: Config,
+    spec: ModelSpec,
+    model: Mapping[str, object],
+    worker_group: WorkerGroup,
+    expert_setup: Callable[[int], messages.ExpertGroupSetup] | None,
+) -> WorkerProcesses:
+    """Connect the engine and its workers with each other.
+
+    model: config.json, from which `spec` was read. worker_group: ends with what is returned. expert_setup:
+    `ExpertParallelGroups.setup`, if data-parallel engines share the experts. Raises what a rank failed with, in a
+    message that names it.
+    """
+    parallel = ParallelLayout(config.tensor_parallel_size, config.pipeline_parallel_size)
+    setup: RankSetup | None = None
+    try:
+        hellos = worker_group.gather(messages.WorkerHello, worker_group.start_seconds)
+        check_hosts(hellos, config.directory)
+        setup = RankSetup(
+            parallel,
+            [hello.host_id for hello in hellos],
+            host_id(),
+            config.max_num_batched_tokens * spec.hidden_size * config.element_bytes,
+            worker_group.endpoint,
+            on_gpus=config.device == "cuda",
+        )
+        requests = setup.requests()
+        for rank, request in requests.items():
+            worker_group.send(rank, request)
+        replies = worker_group.gather(messages.ChannelsReady, START_SECONDS, requests)
+        setup.add_replies(dict(zip(requests, replies, strict=True)), [hello.address for hello in hellos])
+        warn_of_groups_across_hosts(setup.tp_groups_across_hosts, hellos)
+
+        log_level = logging.getLevelName(max(logger.getEffectiveLevel(), logging.DEBUG)).lower()
+        config_json = json.dumps(model)
+        for rank in range(parallel.size):
+            ranks_on_host = setup.local_ranks(rank)
+            init = messages.InitWorker(
+                config,
+                config_json,
+                local_ranks=len(ranks_on_host) * config.data_parallel_size,
+                device_index=ranks_on_host.index(rank),
+                log_level="warning" if log_level == "info" else log_level,  # the engine logs once for all ranks
+                steps=setup.steps(rank),
+                rings=setup.rings(rank),
+                rendezvous=setup.rendezvous,
+                expert_group=expert_setup(parallel.tp_rank(rank)) if expert_setup is not None else None,
+                log_format=read_format(),
+            )
+            worker_group.send(rank, init)
+        worker_group.gather(messages.GroupsReady, START_SECONDS)
+        setup.connect(START_SECONDS)
+    except BaseException as error:
+        if setup is not None:
+            setup.close()
+        worker_group.close(error)
+        raise
+    workers = WorkerProcesses(config, worker_group, setup, expert_setup)
+    logger.info("%s up in %.2f s", workers, time.perf_counter() - worker_group.began)
+    return workers
+
+
+class WorkerProcesses(Workers):
+    """Worker processes that are connected, until their executor is built."""
+
+    def __init__(
+        self, config: Config, worker_group: WorkerGroup, setup: RankSetup, shared_memory: object = None
+    ) -> None:
+        """Use `connect_workers`. shared_memory: kept alive for other engines."""
+        self._config = config
+        self._worker_group = worker_group
+        self._setup = setup
+        self._shared_memory = shared_memory
+
+    def __str__(self) -> str:
+        size = self._worker_group.size
+        return f"{size} rank{'s' if size > 1 else ''}"
+
+    def load(self) -> list[messages.LoadDone]:
+        began = time.perf_counter()
+        loaded = self._worker_group.gather(messages.LoadDone, LOAD_SECONDS)
+        logger.info("Weights loaded and packed by %s in %.2f s", self, time.perf_counter() - began)
+        return loaded
+
+    def allocate_cache(self, num_blocks: int) -> list[CacheLayout]:
+        for rank in range(self._worker_group.size):
+            self._worker_group.send(rank, messages.AllocateCache(num_blocks))
+        ready = self._worker_group.gather(messages.CacheReady, START_SECONDS)
+        return [message.layout for message in ready]
+
+    def build_executor(self, layout: CacheLayout) -> MpExecutor:
+        self._worker_group.watch(self._setup.close)
+        return MpExecutor(self._config, self._worker_group, self._setup, layout, self._shared_memory)
+
+    def close(self, error: BaseException | None = None) -> None:
+        self._setup.close()
+        self._worker_group.close(error)
+
+
+class RemoteStepFuture(Future[StepResult]):
+    """A step in flight. `result` receives in the calling thread, so that no other thread has to wake it."""
+
+    def __init__(self, executor: MpExecutor) -> None:
+        super().__init__()
+        self._executor = executor
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        self._executor.collect(self)
+        return super().result(timeout)
+
+
+class MpExecutor(Executor):
+    """Runs steps on worker processes. For one thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        worker_group: WorkerGroup,
+        setup: RankSetup,
+        layout: CacheLayout,
+        shared_memory: object = None,
+    ) -> None:
+        """worker_group: watched, ended by `close`. shared_memory: kept alive for other engines."""
+        self.depth = 2 if config.async_scheduling else config.pipeline_parallel_size
+        self.layout = layout
+        self._worker_group = worker_group
+        self._setup = setup
+        self._shared_memory = shared_memory
+        self._steps = setup.step_channel()
+        self._in_flight: deque[RemoteStepFuture] = deque()
+        self._step_timeout = config.step_timeout
+        self._longest = 0.0  # seconds, the longest wait for a result so far
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(list[RunnerOutput]).decode
+
+    def execute(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> Future[StepResult]:
+        future = RemoteStepFuture(self)
+        try:
+            self._steps.send(self._encode(scheduler_output), self._time_limit)
+            if masks is not None:  # ranks compute up to the sampling meanwhile
+                self._steps.send(masks(), self._time_limit)
+            self._in_flight.append(future)
+        except (ChannelClosed, TimeoutError) as error:
+            future.set_exception(self._find_cause(error))
+        return future
+
+    def collect(self, wanted: RemoteStepFuture) -> None:
+        """Receive results, which come in the order of the steps, up to this one's."""
+        while not wanted.done():
+            oldest = self._in_flight.popleft()
+            began = time.monotonic()
+            try:
+                oldest.set_result(self._decode(self._steps.receive(self._time_limit)))
+                self._longest = max(self._longest, time.monotonic() - began)
+            except (ChannelClosed, TimeoutError) as error:
+                oldest.set_exception(self._find_cause(error))
+
+    @property
+    def _time_limit(self) -> float:
+        """Seconds without a result after which a step has failed."""
+        return self._step_timeout or max(STEP_SECONDS, STEP_FACTOR * self._longest)
+
+    def _find_cause(self, error: Exception) -> Exception:
+        """The failure behind an error of the step channel."""
+        if isinstance(error, TimeoutError):
+            self._worker_group.fail(self._worker_group.silence(self._time_limit))
+            self._setup.close()
+        cause = self._worker_group.cause()
+        if isinstance(error, ConnectionLost) and self._worker_group.failure is None:  # nothing else is wrong
+            self._worker_group.fail(self._worker_group.lost(error.ranks))
+            self._setup.close()
+        return self._worker_group.failure or cause
+
+    def check(self) -> None:
+        if self._worker_group.failure is not None:
+            raise self._worker_group.failure
+
+    def close(self) -> None:
+        self._setup.close()
+        self._worker_group.close()
+
+
+def check_hosts(hellos: list[messages.WorkerHello], directory: str) -> None:
+    """Raises EngineError, in one line that names the hosts which differ from this one, and in what."""
+    others = {hello.host_id: hello for hello in hellos if hello.host_id != host_id()}
+    if not others:
+        return
+    fingerprints = [fingerprint(Path(directory)), *(hello.fingerprint for hello in others.values())]
+    names = ["the engine's host", *(f"the host {hello.host} ({hello.address})" for hello in others.values())]
+    difference_text = difference(fingerprints, names)
+    if difference_text:
+        raise EngineError(f"all hosts must have the same versions and the same model files: {difference_text}")
+
+
+def warn_of_groups_across_hosts(groups: list[range], hellos: list[messages.WorkerHello]) -> None:
+    """Log what it costs that ranks which exchange tensors in every layer are on several hosts."""
+    for group in groups:
+        addresses = ", ".join(dict.fromkeys(hellos[rank].address for rank in group))
+        logger.warning(
+            "Tensor parallelism of ranks %d to %d crosses hosts (%s): each layer waits for the network twice per step; "
+            "with tensor parallelism inside hosts and --pipeline-parallel-size across them it waits once per stage",
+            group[0],
+            group[-1],
+            addresses,
+        )

@@ -1,0 +1,241 @@
+"""Node 0 of several hosts without Ray: admits the other nodes, tells each what to run, and watches them."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from serve_llm.common import hosts
+from serve_llm.common.curve_zmq import BEAT_SECONDS, PING, Endpoint, send
+from serve_llm.common.errors import EngineError, OptionError, ServeError
+from serve_llm.common.options import parsers
+from serve_llm.common.options.schema import EngineOptions
+from serve_llm.engine.distributed.choose import gather_facts
+from serve_llm.engine.distributed.launcher import WorkerLauncher
+from serve_llm.engine.distributed.multihost import messages
+from serve_llm.engine.distributed.worker_group import WorkerGroup
+from serve_llm.engine.parallel.layout import split_range
+
+logger = logging.getLogger(__name__)
+
+JOIN_SECONDS = 900.0  # for all nodes to be started
+DOWNLOAD_SECONDS = 3600.0  # for a node to download the model
+END_SECONDS = 3.0  # for nodes to leave
+POLL_SECONDS = 0.05
+
+OPEN = "--cluster-secret is not set: anyone who reaches %s can take part; set it, or use a private network only"
+
+
+@dataclass
+class _FollowerNode:
+    """One other node."""
+
+    number: int
+    ranks: range
+    peer: bytes | None = None
+    joined: messages.JoinRequest | None = None
+    ranks_seen: dict[int, messages.RankStatus] = field(default_factory=dict)
+    knows_serving: bool = False  # EngineServing was sent
+    gone: str | ServeError | None = None  # how its ranks ended, or an error that needs no addition
+
+    def __str__(self) -> str:
+        if self.joined is None:
+            return f"node {self.number}, which has not joined"
+        return f"node {self.number}, host {self.joined.host} at {self.joined.address}"
+
+
+def start_on_nodes(options: EngineOptions, *, replaces: bool = False) -> WorkerGroup:
+    """Start the ranks of this node now, and those of other nodes as they join. replaces: an engine has served before.
+    Raises OptionError."""
+    if options.node_rank:
+        raise OptionError("--node-rank: only the command serve-llm runs other nodes than 0")
+    assert options.master_addr is not None
+    _, port = parsers.parse_address(options.master_addr)
+    endpoint = Endpoint(listening_address(options), options.cluster_secret or "")
+    try:
+        num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
+
+        def launch(url: str) -> MultiHostLeader:
+            return MultiHostLeader(options, endpoint, port, url, replaces=replaces)
+
+        return WorkerGroup(num_ranks, launch, endpoint, JOIN_SECONDS + DOWNLOAD_SECONDS)
+    except BaseException:
+        endpoint.close()
+        raise
+
+
+def listening_address(options: EngineOptions) -> str:
+    """Node 0's own address in the network of --master-addr. Raises OptionError if --master-addr is not this host."""
+    assert options.master_addr is not None
+    name, _ = parsers.parse_address(options.master_addr)
+    address = hosts.find_own_address(name, options.host_ip)
+    if options.host_ip is None and address not in (
+        addresses := {entry[4][0] for entry in socket.getaddrinfo(name, None)}
+    ):
+        raise OptionError(
+            f"--master-addr {name} is {', '.join(map(str, addresses))}, which is no address of this host, node 0; its "
+            f"address there is {address}; if {name} is forwarded to it, say --host-ip {address}"
+        )
+    return address
+
+
+class MultiHostLeader:
+    """See `LaunchedWorkers`. A thread exchanges messages with the other nodes."""
+
+    def __init__(
+        self, options: EngineOptions, endpoint: Endpoint, port: int, url: str, *, replaces: bool = False
+    ) -> None:
+        """port: where other nodes join. url: where ranks send WorkerHello. replaces: an engine has served before."""
+        self._options = options
+        self._url = url
+        self._port = port
+        local_ranks, *others = split_range(
+            options.tensor_parallel_size * options.pipeline_parallel_size, options.nnodes
+        )
+        self._nodes = {number: _FollowerNode(number, ranks) for number, ranks in enumerate(others, start=1)}
+        self._node_of = {rank: node for node in self._nodes.values() for rank in node.ranks}
+        listener, join_url = endpoint.listen(port)
+        self._socket = listener
+        self._where = join_url.removeprefix("tcp://")
+        self._ending = threading.Event()
+        self._cause = ""
+        self._has_served = replaces
+        self._deadline = time.monotonic() + JOIN_SECONDS
+        self._next_beat = 0.0
+        if options.cluster_secret is None:
+            logger.warning(OPEN, self._where)
+        logger.info("Waiting for node %s at %s", " and ".join(map(str, self._nodes)), self._where)
+        self._local = WorkerLauncher(local_ranks, url, secret=endpoint.secret, address=endpoint.address)
+        self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
+        self._thread.start()
+
+    def ended(self) -> Mapping[int, str | ServeError]:
+        ended: dict[int, str | ServeError] = dict(self._local.ended())
+        for rank, node in self._node_of.items():
+            if node.gone is not None:
+                ended[rank] = node.gone
+            elif rank in node.ranks_seen and node.ranks_seen[rank].ended:
+                ended[rank] = node.ranks_seen[rank].ended
+        return ended
+
+    def where(self, rank: int) -> str:
+        node = self._node_of.get(rank)
+        if node is None:
+            return f"node 0, {self._local.where(rank)}"
+        return f"{node}, pid {node.ranks_seen[rank].pid}" if rank in node.ranks_seen else str(node)
+
+    def state(self, rank: int) -> str:
+        node = self._node_of.get(rank)
+        if node is None:
+            return self._local.state(rank)
+        return node.ranks_seen[rank].state if rank in node.ranks_seen else ""
+
+    def serve(self) -> None:
+        self._has_served = True
+
+    def end(self, cause: str = "") -> None:
+        self._cause = self._cause or cause
+        self._ending.set()
+        self._local.end()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._ending.is_set():
+                self._listen(POLL_SECONDS)
+                self._announce_serving()
+                self._check_nodes()
+        except Exception as error:
+            logger.exception("the connection to other nodes failed")
+            for node in self._nodes.values():
+                node.gone = EngineError(f"the connection to other nodes failed: {error}")
+        self._say_goodbye()
+        self._socket.close()
+
+    def _listen(self, seconds: float) -> None:
+        timeout = int(seconds * 1000)
+        while self._socket.poll(timeout):
+            peer, frame = self._socket.recv_multipart()
+            try:
+                message = messages.decode_from_node(frame)
+            except msgspec.DecodeError:
+                self._send(peer, messages.JoinRefused("node 0 does not understand this node: is it the same version?"))
+                continue
+            self._receive(peer, message)
+            timeout = 0
+
+    def _receive(self, peer: bytes, message: messages.FromNode) -> None:
+        if isinstance(message, messages.JoinRequest):
+            return self._admit(peer, message)
+        node = next((node for node in self._nodes.values() if node.peer == peer), None)
+        if node is None:
+            return
+        if isinstance(message, messages.NodeReport):
+            node.ranks_seen = message.ranks
+        else:
+            node.gone = node.gone or message.to_exception(prefix=f"{node}: ")
+
+    def _admit(self, peer: bytes, join: messages.JoinRequest) -> None:
+        node = self._nodes.get(join.node)
+        if join.nnodes != self._options.nnodes:
+            reason = f"node 0 has --nnodes {self._options.nnodes}, node {join.node} has --nnodes {join.nnodes}"
+        elif node is None:
+            reason = f"--node-rank {join.node} is none of 1 to {len(self._nodes)}"
+        elif node.peer is not None:
+            reason = f"--node-rank {join.node} is taken by {node}"
+        else:
+            node.peer = peer
+            node.joined = join
+            logger.info("Joined: %s, for rank %s", node, " and ".join(map(str, node.ranks)))
+            on_gpus = gather_facts(self._options).num_gpus is not None
+            options = messages.without_secrets(self._options)
+            self._send(peer, messages.RunRanks(list(node.ranks), on_gpus, options, self._url))
+            return
+        logger.warning("Refused a node from %s at %s: %s", join.host, join.address, reason)
+        self._send(peer, messages.JoinRefused(reason))
+
+    def _send(self, peer: bytes, message: messages.ToNode) -> bool:
+        return send(self._socket, peer, messages.encode(message))
+
+    def _announce_serving(self) -> None:
+        """Tell nodes that do not know it yet that an engine which dies is replaced."""
+        if not self._has_served or not self._options.max_restarts:
+            return
+        for node in self._nodes.values():
+            if node.peer is not None and not node.knows_serving:
+                node.knows_serving = self._send(node.peer, messages.EngineServing())
+
+    def _check_nodes(self) -> None:
+        """Once a second, find nodes that are lost or have not joined in time."""
+        now = time.monotonic()
+        if now < self._next_beat:
+            return
+        self._next_beat = now + BEAT_SECONDS
+        for node in self._nodes.values():
+            if node.gone is not None:
+                continue
+            if node.peer is None and now > self._deadline:
+                node.gone = EngineError(
+                    f"node {node.number} has not joined at {self._where} within {JOIN_SECONDS:.0f} s: start serve-llm "
+                    f"--nnodes {self._options.nnodes} --node-rank {node.number} --master-addr "
+                    f"{self._options.master_addr} there, and see whether a firewall closes the port"
+                )
+            elif node.peer is not None and not send(self._socket, node.peer, PING):
+                node.gone = "loss of its node: host off, network cut, or its serve-llm killed"
+
+    def _say_goodbye(self) -> None:
+        """Send EndNode to all nodes that are connected, and wait until they have gone."""
+        self._announce_serving()
+        peers = [node.peer for node in self._nodes.values() if node.peer is not None and node.gone is None]
+        left = [peer for peer in peers if self._send(peer, messages.EndNode(self._cause))]
+        deadline = time.monotonic() + END_SECONDS
+        while left and time.monotonic() < deadline:
+            if self._socket.poll(int(POLL_SECONDS * 1000)):
+                self._socket.recv_multipart()
+            left = [peer for peer in left if send(self._socket, peer, PING)]

@@ -1,0 +1,155 @@
+"""Builds the process groups of one rank from what its executor sent: shared memory inside a host, torch.distributed
+between hosts and between GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from serve_llm.common.hosts import find_interface
+from serve_llm.engine.config import Config
+from serve_llm.engine.distributed.messages import (
+    LOOPBACK,
+    ChannelsReady,
+    ExpertGroupSetup,
+    InitWorker,
+    SetupChannels,
+)
+from serve_llm.engine.distributed.shm_setup import HostSetup
+from serve_llm.engine.parallel.groups import AllToAll, PipelineLink, ProcessGroup, ProcessGroups, SingleRankGroup
+from serve_llm.engine.parallel.layout import ParallelLayout
+from serve_llm.engine.parallel.shm import ShmHandle
+from serve_llm.engine.parallel.shm_group import PEER_SECONDS, ShmGroup, ShmLink, build_shm_group
+from serve_llm.engine.parallel.shm_ring import Ring
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+def create_channels(request: SetupChannels, address: str) -> tuple[ChannelsReady, object]:
+    """Create the rings and the store that the executor asks for. Returns the reply, and an object that must be kept as
+    long as other ranks use them. address: of this host."""
+    store = None
+    if request.host_store:
+        from serve_llm.engine.parallel.torch_group import create_store
+
+        store = create_store(address or LOOPBACK)
+    setup = HostSetup(ParallelLayout(request.tp_size, request.pp_size), request.ranks, request.step_bytes)
+    rings = {rank: setup.rings(rank) for rank in request.ranks}
+    return ChannelsReady(rings, store.port if store is not None else 0), (setup, store)
+
+
+def build_process_groups(parallel: ParallelLayout, rank: int, init: InitWorker, address: str) -> ProcessGroups:
+    """Join all groups of this rank; waits for the other members. address: of this host, for ranks on others; "" if
+    there are none. Raises EngineError."""
+    builder = _GroupBuilder(parallel, rank, init, address or LOOPBACK)
+    experts = build_expert_group(init.expert_group, init.config, parallel.tp_rank(rank))
+    return ProcessGroups(
+        builder.tensor_parallel_group(),
+        builder.link(rank - parallel.tp_size, init.rings.previous),
+        builder.link(rank + parallel.tp_size, init.rings.next),
+        init.local_ranks,
+        experts,
+    )
+
+
+def build_expert_group(setup: ExpertGroupSetup | None, config: Config, tp_rank: int) -> AllToAll:
+    """Join the expert-parallel group: the ranks with this tp_rank in all data-parallel engines. Waits for them. Raises
+    EngineError."""
+    if setup is None:
+        return SingleRankGroup()
+    if setup.rings:
+        return ShmGroup([Ring.open(ring) for ring in setup.rings], config.data_parallel_rank)
+    from serve_llm.engine.parallel.torch_group import TorchGroup, connect_store
+
+    store = connect_store(LOOPBACK, setup.store_port, PEER_SECONDS)
+    name = f"expert-parallel group of tensor-parallel rank {tp_rank}"
+    return TorchGroup(store, name, config.data_parallel_rank, config.data_parallel_size, LOOPBACK, PEER_SECONDS, "nccl")
+
+
+class _GroupBuilder:
+    """Builds the groups of one rank. They share one connection to the key-value store."""
+
+    def __init__(self, parallel: ParallelLayout, rank: int, init: InitWorker, address: str) -> None:
+        self._parallel = parallel
+        self._rank = rank
+        self._init = init
+        self._address = address
+        self._dtype: torch.dtype = getattr(torch, init.config.dtype)
+        self._device = torch.device(init.config.device)
+        self._backend = "nccl" if init.config.device == "cuda" else "gloo"
+        self._store: Store | None = None
+        if init.rendezvous is not None:
+            from serve_llm.engine.parallel.torch_group import connect_store
+
+            self._store = connect_store(init.rendezvous.store, init.rendezvous.store_port, PEER_SECONDS)
+            if self._backend == "nccl" and address != LOOPBACK:  # gloo takes the address itself
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={find_interface(address)}")
+
+    def tensor_parallel_group(self) -> ProcessGroup:
+        """NCCL on GPUs, shared memory on CPUs of one host; on CPUs of several hosts shared memory first, then gloo."""
+        ranks = self._parallel.tp_group(self._rank)
+        if len(ranks) == 1:
+            return SingleRankGroup()
+        rendezvous = self._init.rendezvous
+        if rendezvous is None:
+            rings = [Ring.open(ring) for ring in self._init.rings.tensor]
+            return build_shm_group(rings, self._parallel.tp_rank(self._rank))
+        name = f"tensor-parallel group of stage {self._parallel.pp_rank(self._rank)}"
+        hosts = [rendezvous.host_ids[rank] for rank in ranks]
+        return self._gpu_group(name, hosts) if self._device.type == "cuda" else self._cpu_group(name, hosts)
+
+    def _gpu_group(self, name: str, hosts: list[str]) -> ProcessGroup:
+        """hosts: host id of each member."""
+        from serve_llm.engine.parallel.torch_group import TorchGroup
+
+        assert self._store is not None
+        config = self._init.config
+        tp_rank = self._parallel.tp_rank(self._rank)
+        group = TorchGroup(
+            self._store,
+            name,
+            tp_rank,
+            len(hosts),
+            self._address,
+            PEER_SECONDS,
+            self._backend,
+            in_order=config.batch_invariant,
+        )
+        if config.all_reduce == "nccl":
+            return group
+        from serve_llm.engine.parallel.symmetric import build_symmetric_group
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        return build_symmetric_group(self._store, name, group, hosts, device)
+
+    def _cpu_group(self, name: str, hosts: list[str]) -> ProcessGroup:
+        """hosts: host id of each member."""
+        from serve_llm.engine.parallel.torch_group import build_hierarchical_group
+
+        assert self._store is not None
+        tp_rank = self._parallel.tp_rank(self._rank)
+        rings = [Ring.open(ring) for ring in self._init.rings.tensor]
+        local_rank = hosts[:tp_rank].count(hosts[tp_rank])
+        local = build_shm_group(rings, local_rank) if rings else SingleRankGroup()
+        if len(set(hosts)) == 1:
+            return local
+        return build_hierarchical_group(self._store, name, tp_rank, hosts, local, self._address, PEER_SECONDS)
+
+    def link(self, other: int, handle: ShmHandle | None) -> PipelineLink | None:
+        """The link to or from rank `other`, None if there is no such rank. handle: of its ring on the same host."""
+        if handle is not None:
+            return ShmLink(Ring.open(handle), self._dtype)
+        if not 0 <= other < self._parallel.size:
+            return None
+        from serve_llm.engine.parallel.torch_group import TorchGroup
+
+        assert self._store is not None, "without shared memory there is a store"
+        first, second = sorted((self._rank, other))
+        own_index = int(self._rank == second)
+        name = f"link from rank {first} to rank {second}"
+        pair = TorchGroup(self._store, name, own_index, 2, self._address, PEER_SECONDS, self._backend)
+        return pair.link(1 - own_index, self._dtype, self._device)

@@ -1,0 +1,180 @@
+"""Connects to a Ray cluster, or starts one, and reserves devices of it. Imports Ray; no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray._private.state import (
+    available_resources_per_node,  # there is no public API for the free resources of each node
+)
+from ray._raylet import PlacementGroupID
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+
+from serve_llm.common.errors import CapacityError, EngineError, OptionError
+from serve_llm.engine.distributed.ray import placement
+from serve_llm.engine.distributed.ray.discovery import LOCAL
+from serve_llm.engine.distributed.ray.placement import Bundle, RayNode
+from serve_llm.engine.parallel.layout import ParallelLayout
+from serve_llm.engine.worker.cpu_threads import usable_cores
+
+logger = logging.getLogger(__name__)
+
+FREE_SECONDS = 15.0  # for devices in use: processes that have just ended return theirs after a moment
+CREATE_SECONDS = 5.0  # for a placement group of devices that are free
+POLL_SECONDS = 0.2
+STORE_BYTES = 80_000_000  # object store of a cluster that is started here, which keeps no objects
+
+NODE_LABEL = "ray.io/node-id"  # Ray gives it to every node
+
+
+def connect(address: str, num_ranks: int) -> bool:
+    """Connect this process to a cluster, or start one here for `num_ranks`. address: see `RayAddress`. Returns False if
+    this process was connected already. Raises OptionError if the connection fails."""
+    if ray.is_initialized():
+        return False
+    options: dict[str, object] = {}
+    if address == LOCAL:
+        logger.info("This host is not part of a Ray cluster: starting one here")
+        num_cpus = max(usable_cores(), num_ranks)  # ranks may outnumber cores
+        options = {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+    try:
+        # Ray puts the current directory first on its workers' sys.path; this directory is on it anyway.
+        with contextlib.chdir(Path(os.__file__).parent):
+            ray.init(address=address, logging_level="WARNING", log_to_driver=True, **options)
+    except Exception as error:
+        raise OptionError(f"cannot connect to the Ray cluster at {address}: {' '.join(str(error).split())}") from None
+    return True
+
+
+def get_node_address() -> str:
+    """The IP by which Ray knows this node."""
+    return str(ray.util.get_node_ip_address())
+
+
+def choose_device_kind(asked: str, group_id: str | None) -> str:
+    """The resource that ranks compute on, "GPU" or "CPU". asked: --device. group_id: of the placement group to stay
+    within, in hex."""
+    if asked != "auto":
+        return {"cuda": "GPU", "cpu": "CPU"}[asked]
+    if group_id is None:
+        resources_by_node = [entry["Resources"] for entry in ray.nodes() if entry["Alive"]]
+    else:
+        resources_by_node = _group(group_id).bundle_specs
+    return "GPU" if any(resources.get("GPU", 0) >= 1 for resources in resources_by_node) else "CPU"
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Devices that are reserved until `end`."""
+
+    kind: str  # "CPU" or "GPU"
+    places: list[RayNode]  # by rank
+    group: PlacementGroup
+    bundles: list[int]  # by rank: index of its bundle
+    owns_group: bool  # whether `end` removes the group
+
+    def end(self) -> None:
+        if self.owns_group:
+            remove_placement_group(self.group)
+
+
+def reserve(layout: ParallelLayout, kind: str, group_id: str | None) -> Reservation:
+    """Reserve a device for each rank. group_id: of the placement group to stay within, in hex.
+
+    Raises CapacityError with counts per node: immediately if the cluster has too few devices, after FREE_SECONDS if
+    they are in use.
+    """
+    reservation = _take_given(layout, kind, group_id) if group_id is not None else _take_free(layout, kind)
+    bundles = placement.plan_bundles(reservation.places, layout)
+    on = (f"rank {' '.join(map(str, ranks))} on {reservation.places[ranks[0]].address}" for ranks in bundles)
+    logger.info("Ray places %s, one %s each", ", ".join(on), kind)
+    for line in placement.describe_spread_groups(reservation.places, layout):
+        logger.warning("%s", line)
+    return reservation
+
+
+def _take_free(layout: ParallelLayout, kind: str) -> Reservation:
+    deadline = time.monotonic() + FREE_SECONDS
+    while True:
+        places = _wait_for_places(lambda: _nodes(kind), layout, kind, "Ray cluster", deadline)
+        ranges = placement.plan_bundles(places, layout)
+        # Labels bind each bundle to its node. PACK alone may split tensor-parallel groups.
+        group = placement_group(
+            [{kind: len(ranks)} for ranks in ranges],
+            strategy="PACK",
+            bundle_label_selector=[{NODE_LABEL: places[ranks[0]].id} for ranks in ranges],
+        )
+        if group.wait(CREATE_SECONDS):
+            indices = [index for index, ranks in enumerate(ranges) for _ in ranks]
+            return Reservation(kind, places, group, indices, owns_group=True)
+        remove_placement_group(group)  # another process has taken the devices
+        if time.monotonic() > deadline:
+            raise CapacityError(placement.describe_shortage(_nodes(kind), layout, kind))
+
+
+def _take_given(layout: ParallelLayout, kind: str, group_id: str) -> Reservation:
+    group = _group(group_id)
+    if not group.wait(CREATE_SECONDS):
+        raise EngineError(f"the Ray placement group {group_id} that this runs in is not there")
+    deadline = time.monotonic() + FREE_SECONDS
+
+    def look() -> list[RayNode]:
+        return placement.select_nodes(_bundles(group, group_id, kind), _nodes(kind))
+
+    places = _wait_for_places(look, layout, kind, "Ray placement group", deadline)
+    indices = placement.assign_bundles(places, _bundles(group, group_id, kind))
+    return Reservation(kind, places, group, indices, owns_group=False)
+
+
+def _wait_for_places(
+    look: Callable[[], list[RayNode]], layout: ParallelLayout, kind: str, where: str, deadline: float
+) -> list[RayNode]:
+    while True:
+        nodes = look()
+        try:
+            return placement.place_ranks(nodes, layout, kind, where)
+        except CapacityError:
+            if sum(node.seen for node in nodes) < layout.size or time.monotonic() > deadline:
+                raise
+        time.sleep(POLL_SECONDS)
+
+
+def _nodes(kind: str) -> list[RayNode]:
+    here, free = ray.get_runtime_context().get_node_id(), available_resources_per_node()
+    return [
+        RayNode(
+            id=entry["NodeID"],
+            address=entry["NodeManagerAddress"],
+            seen=int(entry["Resources"].get(kind, 0)),
+            free=int(free.get(entry["NodeID"], {}).get(kind, 0)),
+            is_driver=entry["NodeID"] == here,
+        )
+        for entry in ray.nodes()
+        if entry["Alive"]
+    ]
+
+
+def _group(group_id: str) -> PlacementGroup:
+    return PlacementGroup(PlacementGroupID(bytes.fromhex(group_id)))
+
+
+def _bundles(group: PlacementGroup, group_id: str, kind: str) -> list[Bundle]:
+    """The group's bundles, with what is free of each: the process that created the group may use a part."""
+    node_of = placement_group_table(group)["bundles_to_node_id"]
+    free = available_resources_per_node()
+    return [
+        Bundle(
+            index=index,
+            node_id=node_of[index],
+            seen=int(resources.get(kind, 0)),
+            free=int(free.get(node_of[index], {}).get(f"{kind}_group_{index}_{group_id}", 0)),
+        )
+        for index, resources in enumerate(group.bundle_specs)
+    ]

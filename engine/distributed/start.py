@@ -1,0 +1,73 @@
+"""Chooses the executor and starts its worker processes, early, so that they import torch while the engine starts.
+
+No torch, and no Ray unless it is chosen.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from importlib.util import find_spec
+
+from serve_llm.common.errors import CapacityError, OptionError
+from serve_llm.common.messages import RayCluster
+from serve_llm.common.options.schema import EngineOptions
+from serve_llm.engine.devices import claim_gpus
+from serve_llm.engine.distributed import mp
+from serve_llm.engine.distributed.choose import ExecutorChoice, choose_executor, gather_facts
+from serve_llm.engine.distributed.multihost.leader import start_on_nodes
+from serve_llm.engine.distributed.ray.discovery import LOCAL, find_cluster
+from serve_llm.engine.distributed.worker_group import WorkerGroup
+from serve_llm.engine.parallel.layout import split_range
+from serve_llm.engine.worker import kv_cache
+
+
+def start_workers(
+    options: EngineOptions, server_cluster: RayCluster | None = None, engine: int = 0, *, replaces: bool = False
+) -> tuple[ExecutorChoice, WorkerGroup | None]:
+    """Choose the executor and start its workers. There is no worker group if the one rank runs in this process.
+
+    server_cluster: the Ray cluster that the server is part of. engine: index of the data-parallel engine. replaces: an
+    engine has served before. Raises OptionError if the executor cannot run this many ranks, CapacityError if devices or
+    memory are missing.
+    """
+    choice = choose_executor(
+        facts := gather_facts(options, server_cluster is not None and server_cluster.placement_group is not None)
+    )
+    if choice.backend == "inprocess":
+        return choice, None
+    if choice.backend == "ray" and options.experts_span_engines:
+        raise OptionError(
+            f"--enable-expert-parallel: several engines (--data-parallel-size) share experts on one host only, and "
+            f"not on Ray, which was chosen because {choice.reason}; take --distributed-executor-backend mp"
+        )
+    if choice.backend == "mp":
+        kv_cache.check_ranks(len(split_range(facts.num_ranks, facts.num_nodes)[0]), kv_cache.free_memory())
+        if facts.num_nodes > 1:
+            return choice, start_on_nodes(options, replaces=replaces)
+        return choice, mp.launch_workers(facts.num_ranks)
+    try:
+        worker_group, device = _start_on_ray(options, server_cluster, engine)
+    except (OptionError, CapacityError) as error:
+        raise type(error)(f"--distributed-executor-backend: ray, because {choice.reason}: {error}") from None
+    return replace(choice, device=device), worker_group
+
+
+def _start_on_ray(options: EngineOptions, server_cluster: RayCluster | None, engine: int) -> tuple[WorkerGroup, str]:
+    """Find the cluster and start workers on it; see `actors.start_on_ray`."""
+    if find_spec("ray") is None:
+        raise OptionError(
+            "Ray is not installed: install serve-llm[ray], or use mp with as many ranks as this host has devices for "
+            "(--tensor-parallel-size, --pipeline-parallel-size)"
+        )
+    is_requested = options.distributed_executor_backend == "ray"
+    address = server_cluster.address if server_cluster is not None else os.environ.get("RAY_ADDRESS")
+    cluster = find_cluster(address, is_requested, os.environ)
+    if cluster.address == LOCAL and options.device != "cpu":  # each engine starts its own cluster, on its own GPUs
+        gpus_per_engine = options.tensor_parallel_size * options.pipeline_parallel_size
+        claim_gpus(os.environ, engine, options.data_parallel_size, gpus_per_engine)
+    os.environ.update(cluster.settings)  # Ray reads them at import
+    from serve_llm.engine.distributed.ray.actors import start_on_ray
+
+    placement_group = server_cluster.placement_group if server_cluster is not None else None
+    return start_on_ray(options, cluster.address, placement_group)

@@ -1,0 +1,195 @@
+"""The step channel, which carries each step to all ranks and each result back: through shared memory on the engine's
+host, over encrypted ZeroMQ to ranks on other hosts.
+
+It carries bytes; the executor and the worker program encode and decode them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import zmq
+
+from serve_llm.common.curve_zmq import Endpoint, create_dealer, send
+from serve_llm.common.errors import EngineError
+from serve_llm.engine.parallel.shm import ChannelClosed, ShmHandle
+from serve_llm.engine.parallel.shm_ring import Ring
+
+POLL_SECONDS = 0.1  # between two looks at whether the channel has been closed
+STEP_SECONDS = 300.0  # a step without a result has failed after this; a large prompt on a CPU takes many seconds
+STEP_FACTOR = 20  # a step may take this many times as long as the longest step so far
+
+
+class ConnectionLost(ChannelClosed):
+    """The step connection to these ranks is lost."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(f"the step connection to rank {' and '.join(map(str, ranks))} is lost")
+        self.ranks = ranks
+
+
+class StepChannel(Protocol):
+    """The engine's end."""
+
+    def send(self, message: bytes, seconds: float = STEP_SECONDS) -> None:
+        """Send to all ranks. Raises TimeoutError if they do not take it in time, ChannelClosed after `close`."""
+
+    def receive(self, seconds: float = STEP_SECONDS) -> bytes:
+        """Wait for the next result. Raises TimeoutError, and ChannelClosed after `close`."""
+
+    def close(self) -> None:
+        """End all waits, here and in the ranks on this host, which then exit. Safe to call from any thread."""
+
+
+class StepSource(Protocol):
+    """A rank's end. `receive` and `answer` raise ChannelClosed when the engine has closed the channel."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether `receive` would return or raise at once."""
+
+    def receive(self) -> bytes:
+        """Wait for the next step, without a limit."""
+
+    def answer(self, message: bytes) -> None: ...
+
+
+class RingSteps:
+    """See `StepChannel`: the engine writes the ring `steps`, the rank that samples writes `answers`."""
+
+    def __init__(self, steps: Ring, answers: Ring) -> None:
+        self._rings = (steps, answers)
+        self._steps = steps.writer()
+        self._answers = answers.reader(0)
+        self._arrived: deque[bytes] = deque()
+
+    @property
+    def handles(self) -> tuple[ShmHandle, ShmHandle]:
+        """The handles of the rings for steps and for results."""
+        steps, answers = self._rings
+        return steps.memory.handle, answers.memory.handle
+
+    def send(self, message: bytes, seconds: float = STEP_SECONDS) -> None:
+        self._steps.send(message, seconds, self._take_answers)
+
+    def _take_answers(self) -> None:
+        """Make room for results: a rank that cannot write its result takes no step."""
+        while self._answers.ready:
+            self._arrived.append(self._answers.receive(STEP_SECONDS))
+
+    def receive(self, seconds: float = STEP_SECONDS) -> bytes:
+        return self._arrived.popleft() if self._arrived else self._answers.receive(seconds)
+
+    def close(self) -> None:
+        for ring in self._rings:
+            ring.close()
+
+
+class RingSource:
+    """See `StepSource`."""
+
+    def __init__(self, steps: Ring, reader: int, answers: Ring | None) -> None:
+        self._steps = steps.reader(reader)
+        self._answers = answers.writer() if answers is not None else None
+
+    @property
+    def ready(self) -> bool:
+        return self._steps.ready
+
+    def receive(self) -> bytes:
+        return self._steps.receive()
+
+    def answer(self, message: bytes) -> None:
+        assert self._answers is not None, "only the rank that samples has answers"
+        self._answers.send(message)
+
+
+class SocketSteps:
+    """The engine's end for ranks on other hosts: one connection each, all on one socket of the engine's thread."""
+
+    def __init__(self, endpoint: Endpoint, ranks: Sequence[int]) -> None:
+        listener, url = endpoint.listen()
+        self._socket = listener
+        self.url = url
+        self._ranks = ranks
+        self._peers: dict[int, bytes] = {}
+        self._closed = threading.Event()
+
+    def connect(self, seconds: float) -> None:
+        """Wait until all ranks are connected. Raises EngineError naming those that are not."""
+        deadline = time.monotonic() + seconds
+        while missing := [rank for rank in self._ranks if rank not in self._peers]:
+            try:
+                peer, rank = self._receive(deadline)
+            except TimeoutError:
+                raise EngineError(f"ranks {missing} did not open their step channel in {seconds:.0f} s") from None
+            self._peers[int(rank)] = peer
+
+    def send(self, message: bytes, seconds: float = STEP_SECONDS) -> None:
+        """Send without waiting. Raises ChannelClosed after `close`, and ConnectionLost."""
+        if self._closed.is_set():
+            raise ChannelClosed("the step channel was closed")
+        if lost := [rank for rank, peer in self._peers.items() if not send(self._socket, peer, message)]:
+            raise ConnectionLost(lost)
+
+    def receive(self, seconds: float = STEP_SECONDS) -> bytes:
+        return self._receive(time.monotonic() + seconds)[1]
+
+    def _receive(self, deadline: float) -> tuple[bytes, bytes]:
+        while not self._closed.is_set():
+            if self._socket.poll(int(POLL_SECONDS * 1000)):
+                peer, message = self._socket.recv_multipart()
+                return peer, message
+            if time.monotonic() > deadline:
+                raise TimeoutError
+        raise ChannelClosed("the step channel was closed")
+
+    def close(self) -> None:
+        """End all waits. The endpoint closes the socket."""
+        self._closed.set()
+
+
+class SpanningSteps:
+    """See `StepChannel`: ranks on this host by rings, ranks on others by the socket."""
+
+    def __init__(self, local: RingSteps | None, remote: SocketSteps, answers_here: bool) -> None:
+        """local: None if no rank runs on this host."""
+        self._local = local
+        self._remote = remote
+        self._answers: RingSteps | SocketSteps = local if local is not None and answers_here else remote
+
+    def send(self, message: bytes, seconds: float = STEP_SECONDS) -> None:
+        self._remote.send(message)  # first, because the network takes longest
+        if self._local is not None:
+            self._local.send(message, seconds)
+
+    def receive(self, seconds: float = STEP_SECONDS) -> bytes:
+        return self._answers.receive(seconds)
+
+    def close(self) -> None:
+        self._remote.close()
+        if self._local is not None:
+            self._local.close()
+
+
+class SocketSource:
+    """See `StepSource`: for a rank on another host than the engine. Its launcher ends it when the engine is gone."""
+
+    def __init__(self, url: str, secret: str, rank: int) -> None:
+        self._socket = create_dealer(zmq.Context.instance(), url, secret)
+        self._socket.connect(url)
+        self._socket.send(str(rank).encode())
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._socket.poll(0))
+
+    def receive(self) -> bytes:
+        return self._socket.recv()
+
+    def answer(self, message: bytes) -> None:
+        self._socket.send(message)

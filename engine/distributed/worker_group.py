@@ -1,0 +1,232 @@
+"""The workers of one executor: starts them, waits for their messages, and finds the first cause when one fails.
+
+Knows nothing of models or steps, nor how workers are started: a `LaunchedWorkers` does that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol, TypeVar
+
+from serve_llm.common.curve_zmq import BEAT_SECONDS, LOST_SECONDS, Endpoint
+from serve_llm.common.errors import EngineError, RankFailed, ServeError
+from serve_llm.common.messages import Failed
+from serve_llm.engine.distributed import messages
+from serve_llm.engine.distributed.control_socket import ControlSocket
+from serve_llm.engine.distributed.rank_failures import RankFailures
+
+logger = logging.getLogger(__name__)
+
+END_SECONDS = 10.0  # for the watching thread to end
+POLL_SECONDS = 0.1  # between two looks at the workers' processes
+STOPPED_BEATS = 5  # a process that is stopped at this many successive looks, a second apart, has failed
+SETTLE_SECONDS = 0.3  # after the first sign of a failure, because its cause may arrive after its consequences
+START_SECONDS = 300.0  # for a process to start and import torch on a busy machine
+LOSS_SECONDS = LOST_SECONDS + 2 * BEAT_SECONDS  # until the loss of another host is known
+
+T = TypeVar(
+    "T", messages.WorkerHello, messages.ChannelsReady, messages.GroupsReady, messages.LoadDone, messages.CacheReady
+)
+
+
+class LaunchedWorkers(Protocol):
+    """Worker processes as their launcher sees them."""
+
+    def ended(self) -> Mapping[int, str | ServeError]:
+        """How each rank that is gone ended, such as "signal SIGKILL", or an error that needs no addition. Quick."""
+
+    def where(self, rank: int) -> str:
+        """Such as "host abc, pid 123"."""
+
+    def state(self, rank: int) -> str:
+        """What the rank's process does: "stopped", "running", "waiting", or "" if unknown."""
+
+    def serve(self) -> None:
+        """The engine is ready."""
+
+    def end(self, cause: str = "") -> None:
+        """End all ranks and wait until they are gone. cause: "" at an orderly shutdown. Idempotent."""
+
+
+class _StoppedProcesses:
+    """Counts how often in a row each rank's process was seen stopped."""
+
+    def __init__(self) -> None:
+        self._looks: dict[int, int] = {}
+
+    def update(self, stopped: Iterable[int]) -> list[int]:
+        """Record which ranks are stopped now. Returns those that have been for too long."""
+        self._looks = {rank: self._looks.get(rank, 0) + 1 for rank in stopped}
+        return [rank for rank, looks in self._looks.items() if looks >= STOPPED_BEATS]
+
+
+class WorkerGroup:
+    """All workers of one executor. Call `gather` in one thread, then `watch`."""
+
+    def __init__(
+        self,
+        size: int,
+        launch: Callable[[str], LaunchedWorkers],
+        endpoint: Endpoint | None = None,
+        start_seconds: float = START_SECONDS,
+    ) -> None:
+        """launch: starts the workers, which connect to the given URL. endpoint: for workers on several hosts; `close`
+        closes it. start_seconds: limit for a worker to send WorkerHello."""
+        self.size = size
+        self.began = time.perf_counter()
+        self.endpoint = endpoint
+        self.start_seconds = start_seconds
+        self.failure: ServeError | None = None
+        self._socket = ControlSocket(size, endpoint)
+        self._received: dict[int, dict[type, messages.FromRank]] = {rank: {} for rank in range(size)}
+        self._failures = RankFailures()
+        self._stopped = _StoppedProcesses()
+        self._next_beat = 0.0  # monotonic
+        self._has_failed = threading.Event()
+        self._closing = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._launched = launch(self._socket.url)
+
+    def send(self, rank: int, message: messages.ToRank) -> None:
+        """Send to a rank that has sent WorkerHello; `gather` notices if it is gone."""
+        self._socket.send(rank, message)
+
+    def gather(self, kind: type[T], seconds: float, ranks: Iterable[int] | None = None) -> list[T]:
+        """Wait for a message of this kind from every rank, or every one of `ranks`; in their order.
+
+        Raises the first cause as soon as a rank fails, and EngineError that names the ranks that are late.
+        """
+        deadline = time.monotonic() + seconds
+        awaited = list(range(self.size) if ranks is None else ranks)
+        while True:
+            self._update(POLL_SECONDS)
+            if self._failures:
+                self.failure = self._find_first_cause()
+                raise self.failure
+            late = [rank for rank in awaited if kind not in self._received[rank]]
+            if not late:
+                break
+            if time.monotonic() > deadline:
+                names = "; ".join(map(self._describe, late))
+                raise EngineError(f"after {seconds:.0f} s still {_phase_before(kind)}: {names}")
+        if kind is messages.WorkerHello and ranks is None:
+            self._socket.remove_path()
+        gathered = (self._received[rank][kind] for rank in awaited)
+        return [message for message in gathered if isinstance(message, kind)]
+
+    def watch(self, on_failure: Callable[[], None]) -> None:
+        """From now on let a thread notice failures: it sets `failure`, then calls `on_failure`."""
+
+        def run() -> None:
+            try:
+                while not self._closing.is_set() and self.failure is None:
+                    self._update(POLL_SECONDS)
+                    if self._failures and not self._closing.is_set():
+                        self.fail(self._find_first_cause())
+                        on_failure()
+            except Exception as error:
+                logger.exception("watching the ranks failed")
+                self.fail(EngineError(f"watching the ranks failed: {type(error).__name__}: {error}"))
+                on_failure()
+            self._socket.close_after_watching()  # in the thread that used it last
+
+        self._watcher = threading.Thread(target=run, name="watch ranks", daemon=True)
+        self._watcher.start()
+
+    def serve(self) -> None:
+        """Tell the launcher that the engine is ready."""
+        self._launched.serve()
+
+    def fail(self, error: ServeError) -> None:
+        """Set the failure unless there is one."""
+        if self.failure is None:
+            logger.error("%s", error)
+            self.failure = error
+        self._has_failed.set()
+
+    def cause(self) -> ServeError:
+        """Why the ranks have gone. Waits for the watching thread if their end was noticed in another way."""
+        self._has_failed.wait(LOSS_SECONDS + 5)
+        return self.failure or EngineError("the ranks have ended")
+
+    def silence(self, seconds: float) -> RankFailed:
+        """The error of a step without a result: names the ranks that the others wait for, as far as can be seen."""
+        states = {rank: self._launched.state(rank) for rank in range(self.size)}
+        silent: list[int] = []
+        state = ""
+        for state in ("stopped", "running", "waiting", ""):
+            silent = [rank for rank in states if states[rank] == state]
+            if silent:
+                break
+        names = "; ".join(map(self._describe, silent))
+        state_text = f", {state}" if state else ""
+        return RankFailed(f"{names}{state_text}: no answer {self._phase(silent[0])} for {seconds:.0f} s")
+
+    def lost(self, ranks: Iterable[int]) -> RankFailed:
+        """The error of a step that could not be sent to these ranks."""
+        names = "; ".join(map(self._describe, ranks))
+        return RankFailed(f"{names}: the connection for steps is lost, by the network or a stop of more than seconds")
+
+    def close(self, cause: BaseException | None = None) -> None:
+        """End all ranks. cause: why, unless a rank has failed or the shutdown is orderly. Idempotent."""
+        self._closing.set()
+        self._launched.end(str(self.failure or cause or ""))
+        if self._watcher is not None:
+            self._watcher.join(END_SECONDS)
+        self._socket.close()
+        if self.endpoint is not None:
+            self.endpoint.close()
+
+    def _update(self, seconds: float) -> None:
+        """Receive messages, waiting up to `seconds` for the first, and record which ranks have failed."""
+        ended = self._launched.ended()  # before receiving: the last message of a process that has ended is already here
+        for rank, message in self._socket.receive(0.0 if ended else seconds):
+            if isinstance(message, Failed):
+                self._failures.add_message(rank, message, self._describe(rank), self._phase(rank))
+            else:
+                self._received[rank][type(message)] = message
+        self._check_liveness()
+        for rank, how in ended.items():
+            if isinstance(how, ServeError):
+                self._failures.add_error(rank, how)
+            else:
+                self._failures.add_end(rank, how, self._describe(rank), self._phase(rank))
+
+    def _check_liveness(self) -> None:
+        """Once a second, look for stopped processes and lost heartbeat connections."""
+        if time.monotonic() < self._next_beat:
+            return
+        self._next_beat = time.monotonic() + BEAT_SECONDS
+        stopped = [rank for rank in range(self.size) if self._launched.state(rank) == "stopped"]
+        for rank in self._stopped.update(stopped):
+            self._failures.add_error(rank, RankFailed(f"{self._describe(rank)} is stopped {self._phase(rank)}"))
+        loss = f"loss of its host: no sign of life for {LOST_SECONDS:.0f} s, or its process is gone"
+        for rank in self._socket.find_lost():
+            self._failures.add_end(rank, loss, self._describe(rank), self._phase(rank))
+
+    def _find_first_cause(self) -> ServeError:
+        """Wait a moment for the cause, which its consequences may overtake on their way here."""
+        began = time.monotonic()
+        while not self._failures.is_complete(self.size) and not self._closing.is_set():
+            # A lost peer is never the first cause, and the loss of a host is known only after a while.
+            only_lost_peers = self.endpoint is not None and not self._failures.find_causes()
+            if time.monotonic() > began + (LOSS_SECONDS if only_lost_peers else SETTLE_SECONDS):
+                break
+            self._update(POLL_SECONDS)
+            time.sleep(0.01)
+        return self._failures.first_cause()
+
+    def _phase(self, rank: int) -> str:
+        return messages.PHASES[next(reversed(self._received[rank]), None)]
+
+    def _describe(self, rank: int) -> str:
+        return f"rank {rank} ({self._launched.where(rank)})"
+
+
+def _phase_before(awaited: type[T]) -> str:
+    """What ranks do that have not sent `awaited` yet."""
+    kinds = list(messages.PHASES)
+    return messages.PHASES[kinds[kinds.index(awaited) - 1]].removeprefix("while ")

@@ -1,0 +1,201 @@
+"""The program of one worker. The launcher starts it as `worker_main --connect ADDRESS --rank K`.
+
+It connects to the executor, builds a `Worker`, and computes steps until the step channel is closed. Its standard input
+is the parent-death pipe: the process ends when the process that started it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import zmq
+
+from serve_llm.common.curve_zmq import BEAT_SECONDS, CurveClient, create_dealer
+from serve_llm.common.errors import CapacityError, EngineError, ServeError
+from serve_llm.common.logs import configure
+from serve_llm.common.messages import Failed
+from serve_llm.engine.distributed import messages
+from serve_llm.engine.distributed.launcher import SECRET_VARIABLE
+from serve_llm.engine.distributed.step_channels import RingSource, SocketSource, StepSource
+from serve_llm.engine.parallel.layout import ParallelLayout
+from serve_llm.engine.parallel.shm import ChannelClosed
+from serve_llm.engine.parallel.shm_ring import Ring
+
+if TYPE_CHECKING:
+    from serve_llm.engine.worker.runner import PendingStep
+    from serve_llm.engine.worker.worker import Worker
+
+POLL_SECONDS = 20e-6  # between two looks at whether a step has been computed or another one has come
+
+logger = logging.getLogger("serve_llm.engine.distributed.worker_main")  # also when run by -m
+
+T = TypeVar("T", messages.InitWorker, messages.AllocateCache)
+
+
+class ControlConnection:
+    """The worker's end of the control channel."""
+
+    def __init__(self, url: str, rank: int, secret: str = "", address: str = "", directory: str | None = None) -> None:
+        """Connect and send WorkerHello. secret, address, directory: for an engine that may be on another host; see
+        `messages.build_hello`."""
+        self.secret = secret
+        self.address = address
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = create_dealer(self._context, url, secret)
+        self._socket.connect(url)
+        self.send(messages.build_hello(rank, address, directory))
+
+    def send(self, message: messages.FromRank) -> None:
+        self._socket.send(messages.encode(message))
+
+    def receive(self, kind: type[T]) -> T:
+        """Wait for the next message, which the protocol says is of this kind."""
+        message = messages.decode_to_rank(self._socket.recv())
+        assert isinstance(message, kind), f"expected {kind.__name__}, not {message}"
+        return message
+
+    def set_up_channels(self) -> tuple[messages.InitWorker, object]:
+        """Create the channels that the executor asks for, until it sends InitWorker. Returns that message, and an
+        object to keep as long as this worker runs."""
+        message = messages.decode_to_rank(self._socket.recv())
+        if isinstance(message, messages.SetupChannels):
+            from serve_llm.engine.distributed.process_groups import create_channels
+
+            reply, channels = create_channels(message, self.address)
+            self.send(reply)
+            return self.receive(messages.InitWorker), channels
+        assert isinstance(message, messages.InitWorker)
+        return message, None
+
+    def close(self) -> None:
+        """Wait until the last message has gone out, at most two seconds: torch's threads may abort the exit."""
+        self._context.destroy(linger=2000)
+
+
+def run(connection: ControlConnection, rank: int, directory: str | None = None) -> None:
+    """Run the worker until the step channel is closed. directory: of the checkpoint, if not the engine's."""
+    # These imports take seconds and are needed in any case, so they come before the wait for the executor.
+    import torch
+
+    from serve_llm.engine.distributed.process_groups import build_process_groups
+    from serve_llm.engine.model.registry import apply_engine_config, read_model
+    from serve_llm.engine.model.shard import build_rank_shard
+    from serve_llm.engine.worker.worker import Worker
+
+    init, channels = connection.set_up_channels()
+    config = init.config if directory is None else replace(init.config, directory=directory)
+    configure(init.log_level, f"rank {rank}", init.log_format)
+    if config.device == "cuda":
+        if not torch.cuda.is_available():
+            raise CapacityError("torch finds no GPU on this host: is it built for CUDA, and the driver there?")
+        torch.cuda.set_device(init.device_index % torch.cuda.device_count())  # under Ray a rank sees its own GPU only
+    parallel = ParallelLayout(config.tensor_parallel_size, config.pipeline_parallel_size)
+    groups = build_process_groups(parallel, rank, init, connection.address)
+    source = open_step_source(connection, rank, init.steps)
+    connection.send(messages.GroupsReady())
+
+    spec, weights = read_model(json.loads(init.model), config.allow_unknown_config)
+    spec = apply_engine_config(spec, config)
+    worker = Worker(config, spec, weights, build_rank_shard(spec, config, rank), groups)
+    connection.send(messages.LoadDone(worker.num_blocks, worker.weight_bytes, worker.threads))
+
+    layout = worker.allocate(connection.receive(messages.AllocateCache).num_blocks)
+    connection.send(messages.CacheReady(layout))
+    run_steps(worker, source, answers=rank == parallel.output_rank)
+    del channels  # other ranks use them until now
+
+
+def open_step_source(
+    connection: ControlConnection, rank: int, steps: messages.StepRings | messages.StepsUrl
+) -> StepSource:
+    """This rank's end of the step channel."""
+    if isinstance(steps, messages.StepsUrl):
+        return SocketSource(steps.url, connection.secret, rank)
+    answers = Ring.open(steps.answers) if steps.answers is not None else None
+    return RingSource(Ring.open(steps.steps), steps.reader, answers)
+
+
+def run_steps(worker: Worker, source: StepSource, answers: bool) -> None:
+    """Compute steps until the channel is closed, which raises ChannelClosed. On a GPU the next step is started while
+    the last one is computed. answers: whether this rank sends results."""
+    import msgspec
+
+    from serve_llm.engine.scheduler.output import SchedulerOutput
+
+    decode = msgspec.msgpack.Decoder(SchedulerOutput).decode
+    encode = msgspec.msgpack.Encoder().encode
+    in_flight: deque[PendingStep] = deque()
+    while True:
+        if in_flight and in_flight[0].is_ready():
+            source.answer(encode(in_flight.popleft().finish()))
+        elif not in_flight or source.ready:
+            pending = worker.start(decode(source.receive()), source.receive)
+            if answers:
+                in_flight.append(pending)
+        else:
+            time.sleep(POLL_SECONDS)
+
+
+def end_with_engine(url: str, secret: str, rank: int) -> None:
+    """Keep a heartbeat connection to the engine, and end this process when the engine is gone or out of reach.
+
+    Run it in a thread of a worker that nobody on its host watches."""
+    line = CurveClient(url, secret)
+    line.send(messages.encode(messages.WorkerAlive(rank)))
+    try:
+        while True:
+            line.receive(BEAT_SECONDS)
+    except ServeError as error:
+        logger.error("rank %d ends: %s", rank, error)
+        os._exit(EngineError.exit_code)
+
+
+def _end_with_parent() -> None:
+    """Wait on the parent-death pipe, then end this process."""
+    while os.read(0, 4096):
+        pass
+    os._exit(EngineError.exit_code)
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all; the server decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--connect", required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--address", default="", help="address of this host, for ranks on others")
+    parser.add_argument("--directory", help="directory of the checkpoint on this host")
+    arguments = parser.parse_args()
+    secret = os.environ.get(SECRET_VARIABLE, "")
+    connection = ControlConnection(arguments.connect, arguments.rank, secret, arguments.address, arguments.directory)
+    return serve(connection, arguments.rank, arguments.directory)
+
+
+def serve(connection: ControlConnection, rank: int, directory: str | None) -> int:
+    """Run the worker to its end, and send Failed if that is an error. Returns the exit code."""
+    try:
+        run(connection, rank, directory)
+    except ChannelClosed:
+        return 0
+    except Exception as error:
+        if not isinstance(error, ServeError):
+            logger.exception("rank %d failed", rank)
+        connection.send(Failed.from_exception(error))
+        return EngineError.exit_code
+    finally:
+        connection.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Ways to run the workers. One rank: in the engine's own process."""

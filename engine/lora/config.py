@@ -1,0 +1,136 @@
+"""PEFT's adapter_config.json, closed-world: every key is used, cannot change the computation, or is refused by name."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from serve_llm.common.adapter_files import ADAPTER_CONFIG as CONFIG
+from serve_llm.common.errors import AdapterError
+
+# Keys that do not change what a trained adapter computes.
+IGNORED = frozenset(
+    (
+        *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config"),
+        *("lora_dropout", "fan_in_fan_out", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
+        *("eva_config", "loftq_config", "corda_config", "lora_ga_config"),  # how the weights began
+        *("layers_to_transform", "layers_pattern", "exclude_modules"),  # the tensors say which modules are adapted
+    )
+)
+REASONS = {
+    "use_dora": "DoRA is not supported",
+    "bias": "adapters with biases are not supported, only bias: none",
+    "lora_bias": "adapters with biases are not supported",
+    "modules_to_save": "modules that are stored whole are not supported",
+    "trainable_token_indices": "trained embeddings are not supported",
+    "target_parameters": "adapters of experts are not supported",
+    "layer_replication": "replicated layers are not supported",
+    "alora_invocation_tokens": "activated LoRA is not supported",
+    "megatron_config": "Megatron's parallel layers are not supported",
+}
+# Ways to begin that also change the base model's weights: the file alone does not reproduce the model.
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+ALL_LINEAR = "all-linear"
+_MODULE_NAME = re.compile(r"\^?[\w.]+")
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    rank: int
+    alpha: float
+    is_rank_stabilised: bool  # rsLoRA: the scale is alpha / sqrt(rank)
+    rank_pattern: Mapping[str, int]  # by the end of a module's name
+    alpha_pattern: Mapping[str, float]
+    modules: tuple[str, ...]  # ends of names of adapted modules; empty: the tensors say which
+    is_all_linear: bool  # all linear layers of attention and feed-forward networks are adapted
+
+    def find_rank(self, module: str) -> int:
+        return self.rank_pattern.get(_find_pattern(self.rank_pattern, module), self.rank)
+
+    def find_scale(self, module: str) -> float:
+        """The factor of the module's product."""
+        rank = self.find_rank(module)
+        alpha = self.alpha_pattern.get(_find_pattern(self.alpha_pattern, module), self.alpha)
+        return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
+
+    def adapts(self, module: str) -> bool | None:
+        """Whether the config names the module; None if only the tensors say it."""
+        if self.is_all_linear:
+            return True
+        if not self.modules:
+            return None
+        return any(module == name or module.endswith(f".{name}") for name in self.modules)
+
+
+def read_adapter_config(raw: object) -> AdapterConfig:
+    """raw: the parsed JSON. Raises AdapterError."""
+    if not isinstance(raw, dict):
+        raise AdapterError(f"{CONFIG} must be a JSON object")
+    config: dict[str, object] = dict(raw)
+    kind = config.pop("peft_type", None)
+    if kind != "LORA":
+        raise AdapterError(f"{CONFIG}: peft_type must be LORA, not {kind!r}")
+    task = config.pop("task_type", None)
+    if task not in (None, "CAUSAL_LM"):
+        raise AdapterError(f"{CONFIG}: task_type must be CAUSAL_LM, not {task!r}")
+    beginning = config.pop("init_lora_weights", True)
+    if isinstance(beginning, str) and beginning.lower().startswith(CHANGES_BASE):
+        raise AdapterError(
+            f"{CONFIG}: init_lora_weights: {beginning} changes the base model's weights; convert the adapter with "
+            "PEFT's path_initial_model_for_weight_conversion"
+        )
+    rank = _read_rank("r", config.pop("r", None))
+    alpha = _read_number("lora_alpha", config.pop("lora_alpha", None))
+    ranks = {name: _read_rank(f"rank_pattern.{name}", value) for name, value in _read_pattern("rank_pattern", config)}
+    alphas = {
+        name: _read_number(f"alpha_pattern.{name}", value) for name, value in _read_pattern("alpha_pattern", config)
+    }
+    use_rslora = config.pop("use_rslora", False)
+    if not isinstance(use_rslora, bool):
+        raise AdapterError(f"{CONFIG}: use_rslora must be true or false, not {use_rslora!r}")
+    targets = config.pop("target_modules", None)
+    is_partial = bool(config.get("layers_to_transform") or config.get("exclude_modules"))
+    modules: tuple[str, ...] = ()
+    if isinstance(targets, list) and targets and all(isinstance(name, str) for name in targets):
+        modules = () if is_partial else tuple(targets)
+    elif not isinstance(targets, str):
+        raise AdapterError(f"{CONFIG}: target_modules must be a list of names, a regular expression or {ALL_LINEAR}")
+    if config.pop("bias", "none") != "none":
+        raise AdapterError(f"{CONFIG}: bias: {REASONS['bias']}")
+    for name, value in config.items():
+        if name not in IGNORED and value not in (None, False, [], {}):
+            raise AdapterError(f"{CONFIG}: {name}: {REASONS.get(name, 'this key is not known')}")
+    is_all_linear = targets == ALL_LINEAR and not is_partial
+    return AdapterConfig(rank, alpha, use_rslora, ranks, alphas, modules, is_all_linear)
+
+
+def _read_pattern(key: str, config: dict[str, object]) -> list[tuple[str, object]]:
+    value = config.pop(key, None) or {}
+    if not isinstance(value, dict):
+        raise AdapterError(f"{CONFIG}: {key} must be an object")
+    for name in value:
+        if not _MODULE_NAME.fullmatch(name):
+            raise AdapterError(f"{CONFIG}: {key}: {name!r} is a regular expression; write the names of modules")
+    return list(value.items())
+
+
+def _find_pattern(patterns: Mapping[str, object], module: str) -> str:
+    """The first name that the module is called by, or by which it ends; "" for none. ^ stands for the beginning."""
+    for name in patterns:
+        if module == name.removeprefix("^") or (not name.startswith("^") and module.endswith(f".{name}")):
+            return name
+    return ""
+
+
+def _read_rank(key: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise AdapterError(f"{CONFIG}: {key} must be a positive integer, not {value!r}")
+    return value
+
+
+def _read_number(key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e9:
+        raise AdapterError(f"{CONFIG}: {key} must be a number, not {value!r}")
+    return float(value)

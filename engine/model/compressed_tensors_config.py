@@ -1,0 +1,178 @@
+"""Reading `quantization_config` of checkpoints that compressed-tensors and llm-compressor write. Torch-free.
+
+A configuration has groups of modules; each group has its own numbers for weights and activations.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from serve_llm.common.errors import ModelError
+from serve_llm.engine.model.config import ConfigReader
+from serve_llm.engine.model.weight_format import (
+    FormatGroup,
+    NvFp4,
+    PackedIntegers,
+    ScaledNumbers,
+    TargetedModules,
+    WeightFormat,
+)
+
+CALIBRATION = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")  # how scales were found
+
+
+@dataclass(frozen=True)
+class Int8Checkpoint:
+    """All linear modules but those that `ignore` matches have int8 weights and get int8 activations."""
+
+    ignore: tuple[str, ...]  # module names, or `re:` and a regular expression that matches the start of a name
+
+    def ignores(self, module: str) -> bool:
+        return any(
+            re.match(entry[3:], module) is not None if entry.startswith("re:") else entry == module
+            for entry in self.ignore
+        )
+
+
+def read_compressed_tensors(config: ConfigReader) -> Int8Checkpoint | TargetedModules:
+    """Raises ModelError for numbers or strategies that are not supported."""
+    default_format = config.text("format")
+    config.only("quantization_status", None, "compressed", "frozen")
+    config.empty("transform_config")
+    if cache := config.inner("kv_cache_scheme"):  # the KV cache is not rounded as it says
+        _ignore_activations("kv_cache_scheme", cache)
+    config.ignore("global_compression_ratio", "version")
+    if sparsity := config.inner("sparsity_config"):
+        sparsity.only("format", None, "dense")
+        sparsity.ignore("global_sparsity", "registry_requires_subclass", "sparsity_structure")
+        sparsity.done()
+    ignore = config.names("ignore") or ()
+    _check_patterns("ignore", ignore)
+    groups = config.needed("config_groups")
+    found = [_read_group(groups.needed(name), default_format) for name in groups.keys]
+    groups.done()
+    if None not in found:
+        return TargetedModules(tuple(group for group in found if group is not None), ignore)
+    if len(found) > 1:
+        raise ModelError("config.json: quantization_config: config_groups must be one group if it has int8 activations")
+    return Int8Checkpoint(ignore)
+
+
+def _read_group(config: ConfigReader, default_format: str | None) -> FormatGroup | None:
+    """None: int8 weights and activations of all linear modules, see `Int8Checkpoint`."""
+    stored = config.text("format") or default_format
+    config.empty("output_activations")
+    weights = config.needed("weights")
+    activations = config.inner("input_activations")
+    targets = config.names("targets") or ()
+    _check_patterns("targets", targets)
+    if classes := [target for target in targets if target != "Linear" and target[:1].isupper()]:
+        raise ModelError(
+            f"config.json: quantization_config: config_groups: targets {classes[0]!r} is not supported "
+            '(supported: "Linear", names of modules, and "re:" with a regular expression)'
+        )
+    numbers = _read_numbers(weights, stored)
+    is_dynamic = False
+    if activations is not None:
+        is_dynamic = _ignore_activations("input_activations", activations)
+    config.done()
+    if numbers == ScaledNumbers("int8", "channel") and is_dynamic and targets == ("Linear",):
+        return None
+    return FormatGroup(targets, numbers)
+
+
+def _ignore_activations(where: str, config: ConfigReader) -> bool:
+    """Whether they are int8, rounded token by token. All others are not rounded, which is more exact.
+
+    Raises ModelError for what is no known number format."""
+    bits = config.integer("num_bits")
+    kind = config.choice("type", {"int": "int", "float": "float"}, "int")
+    if bits not in (4, 8):
+        raise ModelError(
+            f"config.json: quantization_config: {where}: num_bits {bits} is not supported (supported: 4, 8)"
+        )
+    is_dynamic = config.flag_or("dynamic", "local")
+    strategies = {name: name for name in ("tensor", "token", "group", "tensor_group", "channel", "block", "attn_head")}
+    strategy = config.choice("strategy", strategies, "tensor")
+    is_symmetric = config.flag("symmetric", True)
+    config.ignore("actorder", "block_structure", "group_size", *CALIBRATION)
+    config.done()
+    return (bits, kind, strategy, is_dynamic, is_symmetric) == (8, "int", "token", True, True)
+
+
+def _read_numbers(weights: ConfigReader, stored: str | None) -> WeightFormat:
+    weights.only("dynamic", None, False)
+    weights.ignore(*CALIBRATION)
+    readers = {
+        "pack-quantized": _read_packed,
+        "int-quantized": _read_int8,
+        "float-quantized": _read_fp8,
+        "naive-quantized": _read_fp8,
+        "nvfp4-pack-quantized": _read_nvfp4,
+    }
+    if stored not in readers:
+        raise ModelError(
+            f"config.json: quantization_config: format {stored!r} is not supported (supported: {', '.join(readers)})"
+        )
+    numbers = readers[stored](weights)
+    weights.done()
+    return numbers
+
+
+def _read_int8(weights: ConfigReader) -> WeightFormat:
+    weights.only("num_bits", 8)
+    weights.only("type", "int")
+    weights.only("symmetric", True)
+    weights.empty("actorder", "block_structure", "group_size")
+    strategy = weights.choice("strategy", {"channel": "channel", "tensor": "tensor"}, "")
+    return ScaledNumbers("int8", "channel" if strategy == "channel" else "tensor")
+
+
+def _read_fp8(weights: ConfigReader) -> WeightFormat:
+    weights.only("num_bits", 8)
+    weights.only("type", "float")
+    weights.only("symmetric", None, True)
+    weights.empty("actorder")
+    weights.ignore("group_size")
+    block = weights.integers("block_structure", lowest=1, highest=2**31 - 1)
+    strategy = weights.choice("strategy", {name: name for name in ("tensor", "channel", "block")}, "")
+    if strategy != "block":
+        return ScaledNumbers("fp8", "channel" if strategy == "channel" else "tensor")
+    if block is None or len(block) != 2:
+        raise ModelError("config.json: quantization_config: block_structure must be two whole numbers")
+    return ScaledNumbers("fp8", "block", (block[0], block[1]))
+
+
+def _read_nvfp4(weights: ConfigReader) -> WeightFormat:
+    weights.only("num_bits", 4)
+    weights.only("type", "float")
+    weights.only("symmetric", None, True)
+    weights.only("strategy", "tensor_group")
+    weights.only("group_size", 16)
+    weights.empty("actorder", "block_structure")
+    return NvFp4()
+
+
+def _read_packed(weights: ConfigReader) -> WeightFormat:
+    weights.only("type", "int")
+    bits = weights.integer("num_bits")
+    if bits not in (4, 8):
+        raise ModelError(f"config.json: quantization_config: num_bits {bits} is not supported (supported: 4, 8)")
+    strategy = weights.choice("strategy", {name: name for name in ("group", "channel", "tensor")}, "")
+    group_size = weights.integer("group_size", None if strategy == "group" else -1, lowest=-1)
+    orders = {name: name for name in ("group", "weight", "static", "dynamic", "none")}
+    has_order = weights.choice("actorder", orders, "none") in ("group", "dynamic")
+    weights.empty("block_structure")
+    is_symmetric = weights.flag("symmetric", True)
+    return PackedIntegers("compressed", bits, group_size if strategy == "group" else None, is_symmetric, has_order)
+
+
+def _check_patterns(key: str, entries: tuple[str, ...]) -> None:
+    for entry in entries:
+        try:
+            re.compile(entry[3:] if entry.startswith("re:") else "")
+        except re.error as error:
+            raise ModelError(
+                f"config.json: quantization_config: {key}: {entry!r} is not a valid pattern: {error}"
+            ) from None

@@ -1,0 +1,93 @@
+"""NomicBERT: BERT with rope and a gated feed-forward network, without biases."""
+
+from __future__ import annotations
+
+from serve_llm.engine.model.config import ConfigReader
+from serve_llm.engine.model.families.encoder import build_encoder, build_first_token_classifier, read_heads
+from serve_llm.engine.model.families.encoder_names import build_weights
+from serve_llm.engine.model.families.pooled import Read, read_num_labels
+from serve_llm.engine.model.families.rope import read_rope
+from serve_llm.engine.model.spec import MLPSpec, ModelSpec, NormSpec, RopeSpec
+from serve_llm.engine.model.weight_map import WeightMap
+
+LAYER = {
+    "attn.Wqkv": "attention.q attention.k attention.v",
+    "attn.out_proj": "attention.output",
+    "norm1": "attention_norm",
+    "mlp.fc11": "ffn.up",
+    "mlp.fc12": "ffn.gate",
+    "mlp.fc2": "ffn.down",
+    "norm2": "ffn_norm",
+}
+CLASSIFIER = {"nomic_bert.pooler.dense": "pooler.dense", "classifier": "pooler.classifier"}
+PUBLISHED_NAMES = {  # what transformers calls a key -> what the model's own code calls it
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "intermediate_size": "n_inner",
+    "layer_norm_eps": "layer_norm_epsilon",
+    "max_position_embeddings": "max_trained_positions",
+}
+SERVED_WHEN_OFF = (
+    "causal prenorm parallel_block parallel_block_tied_norm qkv_proj_bias mlp_fc1_bias mlp_fc2_bias use_rms_norm "
+    "rotary_emb_interleaved scale_attn_by_inverse_layer_idx"
+).split()
+UNUSED = (
+    "attn_pdrop embd_pdrop resid_pdrop dense_seq_output fused_bias_fc fused_dropout_add_ln reorder_and_upcast_attn "
+    "use_flash_attn use_xentropy pad_vocab_size_multiple last_layer_subset n_positions summary_activation "
+    "summary_first_dropout summary_proj_to_labels summary_type summary_use_proj head_dim"
+).split()
+
+
+def read_nomic_bert(architecture: str) -> Read:
+    """Reads the config of transformers (NomicBertConfig), and that of the model's own code."""
+
+    def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
+        is_published = "n_embd" in config.keys
+        if is_published:
+            config = config.renamed(PUBLISHED_NAMES)
+            config.only("activation_function", "swiglu")
+            config.only("rotary_emb_fraction", 1.0, 1, None)
+            config.only("scale_attn_weights", True, None)
+            config.empty("rotary_emb_scale_base", "rotary_scaling_factor")
+            config.refuse(*SERVED_WHEN_OFF)
+        else:
+            config.choice("hidden_act", {"silu": "silu"}, "silu")
+        config.ignore(*UNUSED)
+        width, _, head_dim = read_heads(config)
+        length = config.integer("max_position_embeddings", 2048)
+        if is_published:
+            rope = RopeSpec(config.number("rotary_emb_base", 10_000.0))
+        else:
+            rope, length = read_rope(config, length, head_dim, default_base=1000.0)
+        pooler = None
+        if architecture.endswith("ForSequenceClassification"):
+            pooler = build_first_token_classifier(width, read_num_labels(config))
+        spec = build_encoder(
+            config,
+            architecture,
+            max_position=length,
+            ffn=MLPSpec(config.integer("intermediate_size"), "silu", gated=True),
+            norm=NormSpec("layer", config.number("layer_norm_eps", 1e-12)),
+            ropes=[rope] * config.layers("num_hidden_layers"),
+            bias=False,
+            token_types=config.integer("type_vocab_size", 2),
+            pooler=pooler,
+        )
+        config.done()
+        weights = build_weights(
+            spec,
+            LAYER,
+            prefix="nomic_bert.",
+            layers="nomic_bert.encoder.layers",
+            embedding="nomic_bert.embeddings.word_embeddings",
+            embedding_parts={
+                "nomic_bert.embeddings.token_type_embeddings": "token_types",
+                "nomic_bert.emb_ln": "embedding_norm",
+            },
+            head="cls",
+            pooler=CLASSIFIER if pooler is not None else None,
+        )
+        return spec, weights
+
+    return read

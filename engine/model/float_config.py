@@ -1,0 +1,59 @@
+"""Reading `quantization_config` of checkpoints of 8-bit floats (fp8, FBGEMM) and of bitsandbytes. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from serve_llm.common.errors import ModelError
+from serve_llm.engine.model.config import ConfigReader
+from serve_llm.engine.model.weight_format import BitsAndBytes4, MarkedModules, ScaledNumbers, UnlistedModules
+
+
+def read_fp8(config: ConfigReader) -> MarkedModules:
+    """With `weight_block_size` as transformers (`FineGrainedFP8Config`) and DeepSeek-V3 write it, a scale per block;
+    without, as AutoFP8 does, one scale per tensor.
+
+    Activations are not rounded, so their scheme does not matter.
+    """
+    config.only("fmt", None, "e4m3")
+    # How scales were rounded does not matter.
+    config.ignore("scale_fmt", "dequantize", "kv_cache_scheme")
+    unconverted = _read_unconverted(config)
+    config.choice("activation_scheme", {"dynamic": "dynamic", "static": "static"}, "dynamic")
+    size = config.integers("weight_block_size", lowest=1, highest=2**31 - 1)
+    if size is None:
+        return MarkedModules(ScaledNumbers("fp8", "tensor"), unconverted)
+    if len(size) != 2:
+        raise ModelError(
+            f"config.json: quantization_config: weight_block_size must be two whole numbers, but it is {list(size)}"
+        )
+    return MarkedModules(ScaledNumbers("fp8", "block", (size[0], size[1]), scale="weight_scale_inv"), unconverted)
+
+
+def read_fbgemm(config: ConfigReader) -> MarkedModules:
+    """8-bit floats with a scale per output."""
+    config.ignore("activation_scale_ub")
+    return MarkedModules(ScaledNumbers("fp8", "channel"), _read_unconverted(config))
+
+
+def _read_unconverted(config: ConfigReader) -> tuple[str, ...]:
+    """Which modules are quantised shows in the checkpoint's tensors; before it is there, these lists tell."""
+    keys = ("modules_to_not_convert", "ignored_layers")
+    return tuple(name for key in keys for name in config.names(key) or ())
+
+
+def read_bitsandbytes(config: ConfigReader) -> UnlistedModules:
+    """Which modules are quantised shows in the checkpoint's tensors."""
+    is_int8, is_4_bits = config.flag("load_in_8bit", False), config.flag("load_in_4bit", False)
+    # `_load_in_*` repeat the keys without the line; the rest says how the writer's machine computed.
+    config.ignore("_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "llm_int8_enable_fp32_cpu_offload")
+    config.ignore("llm_int8_has_fp16_weight", "llm_int8_skip_modules", "llm_int8_threshold")
+    config.only("bnb_4bit_quant_storage", None, "uint8")
+    types: dict[str, Literal["nf4", "fp4"]] = {"nf4": "nf4", "fp4": "fp4"}
+    quant_type = config.choice("bnb_4bit_quant_type", types, "fp4")
+    is_nested = config.flag("bnb_4bit_use_double_quant", False)
+    if is_int8 == is_4_bits:
+        raise ModelError("config.json: quantization_config: one of load_in_4bit and load_in_8bit must be true")
+    if is_int8:
+        return UnlistedModules(ScaledNumbers("int8", "channel", scale="SCB", divisor=127.0), ())
+    return UnlistedModules(BitsAndBytes4(quant_type, is_nested), ())

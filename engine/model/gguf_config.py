@@ -1,0 +1,127 @@
+"""How GGUF files name and store a model's weights, from `quantization_config` as `common.gguf` writes it. Torch-free.
+
+Families name tensors as transformers does. In GGUF files all families share their names, so a tensor's name follows
+from the parameters that it fills.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from serve_llm.common.errors import ModelError
+from serve_llm.engine.model.config import ConfigReader
+from serve_llm.engine.model.quantization_spec import GroupedForm
+from serve_llm.engine.model.spec import AttentionSpec, LayerSpec, ModelSpec
+from serve_llm.engine.model.weight_map import WeightMap, WeightRule
+
+FORMS = {
+    "Q4_0": GroupedForm(4, 32, has_zeros=False),
+    "Q4_1": GroupedForm(4, 32, has_zeros=True, scale_bytes=4),
+    "Q5_0": GroupedForm(8, 32, has_zeros=False),
+    "Q5_1": GroupedForm(8, 32, has_zeros=True),
+    "Q8_0": GroupedForm(8, 32, has_zeros=False),
+    "Q2_K": GroupedForm(4, 16, has_zeros=True, scale_bytes=4),
+    "Q3_K": GroupedForm(4, 16, has_zeros=False, scale_bytes=4),
+    "Q4_K": GroupedForm(4, 32, has_zeros=True, scale_bytes=4),
+    "Q5_K": GroupedForm(8, 32, has_zeros=True, scale_bytes=4),
+    "Q6_K": GroupedForm(8, 16, has_zeros=False, scale_bytes=4),
+    "IQ4_NL": GroupedForm(4, 32, has_zeros=False, has_table=True),
+    "IQ4_XS": GroupedForm(4, 32, has_zeros=False, scale_bytes=4, has_table=True),
+}
+# Their query and key rows are stored in the order of rope that rotates adjacent dimensions together.
+INTERLEAVED = ("llama", "granite", "smollm3")
+NAMES = {  # parameters of a layer -> name after "blk.N."
+    "attention_norm": "attn_norm",
+    "attention_post_norm": "post_attention_norm",
+    "ffn_norm": "ffn_norm",
+    "ffn_post_norm": "post_ffw_norm",
+    "attention.q": "attn_q",
+    "attention.k": "attn_k",
+    "attention.v": "attn_v",
+    "attention.q attention.k attention.v": "attn_qkv",
+    "attention.output": "attn_output",
+    "attention.q_norm": "attn_q_norm",
+    "attention.k_norm": "attn_k_norm",
+    "attention.q_norm.{member}": "attn_q_norm",
+    "attention.k_norm.{member}": "attn_k_norm",
+    "ffn.gate": "ffn_gate",
+    "ffn.up": "ffn_up",
+    "ffn.gate ffn.up": "ffn_up",
+    "ffn.down": "ffn_down",
+    "ffn.router": "ffn_gate_inp",
+    "ffn.experts.{member}.gate": "ffn_gate_exps",
+    "ffn.experts.{member}.up": "ffn_up_exps",
+    "ffn.experts.{member}.down": "ffn_down_exps",
+    "ffn.shared_gate": "ffn_gate_inp_shexp",
+    "ffn.shared.gate": "ffn_gate_shexp",
+    "ffn.shared.up": "ffn_up_shexp",
+    "ffn.shared.down": "ffn_down_shexp",
+}
+OUTPUT_NORMS = {"attention_norm": "post_attention_norm", "ffn_norm": "post_ffw_norm"}  # with norm position "output"
+OUTSIDE = {"final_norm": "output_norm", "head": "output"}
+ROPE_FACTORS = r"rope_freqs\.weight|rope_factors_(long|short)\.weight"  # read with the metadata
+IN_LAYER = "layers.{layer}."
+
+
+@dataclass(frozen=True)
+class GGUFTensors:
+    """The quantised tensors of a file: name -> type, such as "Q4_K"."""
+
+    architecture: str  # general.architecture
+    types: Mapping[str, str]
+
+    def find_form(self, tensor: str) -> GroupedForm | None:
+        """In which a weight stays in memory. tensor: as in the file. None: in the model's dtype."""
+        return FORMS.get(self.types.get(tensor, ""))
+
+
+def read_gguf_config(config: ConfigReader) -> GGUFTensors:
+    """The caller ends with config.done()."""
+    architecture = config.text("architecture") or ""
+    tensors = config.inner("tensors")
+    if tensors is None:
+        return GGUFTensors(architecture, {})
+    names = {name: name for name in FORMS}
+    types = GGUFTensors(architecture, {tensor: tensors.choice(tensor, names, "") for tensor in tensors.keys})
+    tensors.done()
+    return types
+
+
+def apply_gguf(stored: GGUFTensors, spec: ModelSpec, weights: WeightMap) -> tuple[ModelSpec, WeightMap]:
+    """The model of a family as a GGUF file stores it. Raises ModelError for tensors that have no name there."""
+    if stored.architecture in INTERLEAVED:
+        spec = replace(spec, layers=tuple(_interleave(layer) for layer in spec.layers))
+    is_output = spec.layers[0].norm_position == "output"
+    names = NAMES | OUTPUT_NORMS if is_output else NAMES
+    renamed = WeightMap(
+        rules=tuple(_rename(rule, names, spec.architecture) for rule in weights.rules),
+        embedding="token_embd.weight",
+        head="output.weight",
+        prefix="",
+        ignored=(ROPE_FACTORS,),
+    )
+    return spec, renamed
+
+
+def _interleave(layer: LayerSpec) -> LayerSpec:
+    attention = layer.attention
+    if not isinstance(attention, AttentionSpec) or attention.rope is None:
+        # Rows of a layer without rope are stored in that order too, for keys and queries alike: the products are equal.
+        return layer
+    return replace(layer, attention=replace(attention, rope=replace(attention.rope, interleaved=True)))
+
+
+def _rename(rule: WeightRule, names: Mapping[str, str], architecture: str) -> WeightRule:
+    """The rule for the tensor in a GGUF file: norms have their whole weight, matrices (outputs, inputs), and stacks
+    hold the tensors of all experts."""
+    parameters, kinds = zip(*(parameter.rsplit(".", 1) for parameter in rule.parameters), strict=True)
+    if parameters[0].startswith(IN_LAYER):
+        key = " ".join(parameter.removeprefix(IN_LAYER) for parameter in parameters)
+        name = None if key not in names else f"blk.{{layer}}.{names[key]}"
+    else:
+        name = OUTSIDE.get(parameters[0])
+    if name is None or rule.scales:
+        raise ModelError(f"{re.sub(r'[{}]', '', rule.source)} of a {architecture} has no name in GGUF files")
+    return replace(rule, source=f"{name}.{kinds[0]}", transform="none", groups=1)

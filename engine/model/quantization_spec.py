@@ -1,0 +1,65 @@
+"""Which linear layers of a model are quantised, and how, as data. Torch-free; a part of `engine.model.spec`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+LINEAR_LAYERS = frozenset(
+    {"q", "k", "v", "output", "gate", "up", "down", "project_in", "project_out", "q_down", "q_up", "kv_down"}
+)
+
+
+def find_linear_layer(parameter: str) -> str | None:
+    """The linear layer whose weight a parameter is, such as "layers.3.ffn.down"; None for anything else and for the LM
+    head."""
+    layer, _, kind = parameter.rpartition(".")
+    return layer if kind == "weight" and layer.rpartition(".")[2] in LINEAR_LAYERS else None
+
+
+@dataclass(frozen=True)
+class Int8Spec:
+    """Which linear layers of the layers run in int8 (W8A8): all but those in `excluded`."""
+
+    in_checkpoint: bool  # the checkpoint stores int8 weights; otherwise they are quantised while loading
+    excluded: frozenset[str] = frozenset()  # such as "layers.3.ffn.down"
+
+    def is_quantised(self, linear_layer: str) -> bool:
+        """linear_layer: such as "layers.3.attention.q"."""
+        return linear_layer not in self.excluded
+
+
+@dataclass(frozen=True)
+class GroupedForm:
+    """Weights as codes of few bits with a scale per group of inputs; activations stay in floating point."""
+
+    bits: int  # 4 or 8
+    group_size: int | None  # None: all inputs
+    has_zeros: bool  # groups have zero points or minimums too
+    has_order: bool = False  # groups are not of neighbouring inputs
+    scale_bytes: int = 2  # each scale, zero point and minimum takes these
+    has_divisors: bool = False  # each output divides its scales by a number
+    has_table: bool = False  # codes are indices of a table of 16 numbers
+    is_float8: bool = False  # codes are 8-bit floats (e4m3); otherwise, without a table, integers
+
+
+MXFP4 = GroupedForm(4, 32, has_zeros=False, scale_bytes=1, has_table=True)
+
+
+@dataclass(frozen=True)
+class GroupedSpec:
+    """Which linear layers have weights in a `GroupedForm`. Embedding and LM head never do."""
+
+    in_checkpoint: bool  # the checkpoint stores them so; otherwise they are quantised while loading
+    default: GroupedForm | None
+    others: Mapping[str, GroupedForm | None] = field(default_factory=dict, hash=False)  # by linear layer
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether all quantised layers have 8-bit floats."""
+        forms = (self.default, *self.others.values())
+        return all(form is None or form.is_float8 for form in forms)
+
+    def find_form(self, linear_layer: str) -> GroupedForm | None:
+        """None: in the model's dtype. linear_layer: such as "layers.3.attention.q"."""
+        return self.others.get(linear_layer, self.default)

@@ -1,0 +1,197 @@
+"""How linear modules of quantised checkpoints store their weights, as data. Torch-free; see `weights.quantised`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from serve_llm.engine.model.quantization_spec import GroupedForm
+
+
+@dataclass(frozen=True)
+class PackedIntegers:
+    """Integers of `bits` bits packed in int32 words, with a scale and a zero point for each group of inputs.
+
+    awq: AutoAWQ's "gemm" version. gptq, gptq_v2: the checkpoint formats of AutoGPTQ and GPTQModel. compressed: the
+    format "pack-quantized" of compressed-tensors.
+    """
+
+    layout: Literal["awq", "gptq", "gptq_v2", "compressed"]
+    bits: int
+    group_size: int | None  # None: one group of all inputs
+    is_symmetric: bool  # all zero points are 2 ** (bits - 1)
+    has_order: bool = False  # groups are not of neighbouring inputs
+
+    @property
+    def marker(self) -> str:
+        """The tensor that only quantised modules have."""
+        return self.weight
+
+    @property
+    def weight(self) -> str:
+        """The tensor with the integers."""
+        return "weight_packed" if self.layout == "compressed" else "qweight"
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The other tensors of a module."""
+        if self.layout != "compressed":
+            return ("scales", "qzeros")
+        return ("weight_scale", "weight_shape") + (() if self.is_symmetric else ("weight_zero_point",))
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        return {"awq": (), "compressed": ("weight_g_idx",)}.get(self.layout, ("g_idx",))
+
+    @property
+    def form(self) -> GroupedForm:
+        """In which the weight stays in memory."""
+        return GroupedForm(8 if self.bits == 8 else 4, self.group_size, not self.is_symmetric, self.has_order)
+
+
+@dataclass(frozen=True)
+class ScaledNumbers:
+    """8-bit floats (e4m3) or int8, one in each byte, with scales for a tensor, for each output or for each block."""
+
+    kind: Literal["fp8", "int8"]
+    strategy: Literal["tensor", "channel", "block"]
+    block: tuple[int, int] = (0, 0)  # outputs and inputs that share a scale, with strategy "block"
+    scale: str = "weight_scale"
+    divisor: float = 1.0  # scales are divided by it
+
+    weight = "weight"
+    optional = ("input_scale", "input_zero_point", "weight_shape", "weight_format", "activation_scale_ub")
+
+    @property
+    def marker(self) -> str:
+        return self.scale
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return (self.scale,)
+
+    @property
+    def form(self) -> GroupedForm:
+        if self.kind == "int8":
+            return GroupedForm(8, None, has_zeros=False)
+        size = self.block[1] if self.strategy == "block" else None
+        return GroupedForm(8, size, has_zeros=False, scale_bytes=4, is_float8=True)
+
+
+@dataclass(frozen=True)
+class NvFp4:
+    """4-bit floats (e2m1), two in a byte, with an e4m3 scale per 16 inputs, divided by one of the whole tensor."""
+
+    weight = marker = "weight_packed"
+    required = ("weight_scale", "weight_global_scale")
+    optional = ("input_global_scale",)
+
+    @property
+    def form(self) -> GroupedForm:
+        return GroupedForm(4, 16, has_zeros=False, scale_bytes=1, has_divisors=True, has_table=True)
+
+
+@dataclass(frozen=True)
+class BitsAndBytes4:
+    """bitsandbytes' 4 bits: indices of a table, two in a byte, with a scale per block that may be quantised too."""
+
+    quant_type: Literal["nf4", "fp4"]
+    is_nested: bool  # scales are quantised
+
+    weight = "weight"
+    optional = ()
+
+    @property
+    def marker(self) -> str:
+        return f"weight.quant_state.bitsandbytes__{self.quant_type}"
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        nested = ("weight.nested_absmax", "weight.nested_quant_map") if self.is_nested else ()
+        return (self.marker, "weight.absmax", "weight.quant_map", *nested)
+
+    @property
+    def form(self) -> GroupedForm:
+        return GroupedForm(4, 64, has_zeros=False, scale_bytes=4, has_table=True)
+
+
+WeightFormat = PackedIntegers | ScaledNumbers | NvFp4 | BitsAndBytes4
+
+
+class QuantizedModules(Protocol):
+    """Which modules of a checkpoint are quantised."""
+
+    def find_format(self, module: str) -> WeightFormat | None:
+        """How the module stores its weight; None: in floating point. module: such as "model.layers.0.mlp.up_proj"."""
+
+    def find_form(self, module: str) -> GroupedForm | None:
+        """In which its weight stays in memory, as far as config.json tells; None: in the model's dtype."""
+        found = self.find_format(module)
+        return None if found is None else found.form
+
+
+@dataclass(frozen=True)
+class FormatGroup:
+    """The modules that `targets` match share a format."""
+
+    targets: tuple[str, ...]  # module names, `re:` and a regular expression, or "Linear" for all linear modules
+    format: WeightFormat | None
+
+
+@dataclass(frozen=True)
+class TargetedModules(QuantizedModules):
+    """As compressed-tensors chooses modules: by name, else by regular expression, else all linear modules."""
+
+    groups: tuple[FormatGroup, ...]
+    ignore: tuple[str, ...] = ()
+
+    def find_format(self, module: str) -> WeightFormat | None:
+        if any(_matches(entry, module) for entry in self.ignore):
+            return None
+        named = [group for group in self.groups if any(_matches(target, module) for target in group.targets)]
+        linear = [group for group in self.groups if "Linear" in group.targets]
+        return next((group.format for group in (*named, *linear)), None)
+
+
+def _matches(target: str, module: str) -> bool:
+    """Whether the target names the module, or is `re:` and a regular expression that matches the start of its name."""
+    return re.match(target[3:], module) is not None if target.startswith("re:") else target == module
+
+
+@dataclass(frozen=True)
+class UnlistedModules(QuantizedModules):
+    """All modules that are not listed, as AutoAWQ and bitsandbytes choose them."""
+
+    format: WeightFormat
+    unconverted: tuple[str, ...]  # parts of module names
+
+    def find_format(self, module: str) -> WeightFormat | None:
+        return None if any(part in module for part in self.unconverted) else self.format
+
+
+@dataclass(frozen=True)
+class MarkedModules(QuantizedModules):
+    """All modules whose `WeightFormat.marker` is in the checkpoint, as fp8 checkpoints choose them."""
+
+    format: WeightFormat
+    unconverted: tuple[str, ...]  # dotted parts of module names, or `re:` and a regular expression
+
+    def find_format(self, module: str) -> WeightFormat:
+        return self.format
+
+    def find_form(self, module: str) -> GroupedForm | None:
+        left_out = any(_matches(entry, module) or f".{entry}." in f".{module}." for entry in self.unconverted)
+        return None if left_out else self.format.form
+
+
+@dataclass(frozen=True)
+class DynamicModules(QuantizedModules):
+    """All modules but for rules, as GPTQModel's `dynamic` chooses them: the first whose pattern matches counts."""
+
+    format: WeightFormat
+    rules: tuple[tuple[str, WeightFormat | None], ...] = ()  # regular expression for the start of a name, its format
+
+    def find_format(self, module: str) -> WeightFormat | None:
+        matching = (format for pattern, format in self.rules if re.match(pattern, module))
+        return next(matching, self.format)

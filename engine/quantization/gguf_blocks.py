@@ -1,0 +1,163 @@
+"""Unpacking the blocks of GGUF's quantised types into codes, scales and minimums.
+
+A block is some neighbouring numbers of a row. The layouts are those of ggml (ggml-common.h). In the "K" types a block
+of 256 numbers has scales for its parts, which are small integers times a float16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from serve_llm.kernels.linear_grouped import GroupedWeight
+
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def unpack_blocks(blocks: Tensor, kind: str) -> GroupedWeight:
+    """blocks: (rows, blocks, bytes) uint8. kind: such as "Q4_K"."""
+    return _UNPACK[kind](blocks)
+
+
+def _group(
+    codes: Tensor, bits: int, scales: Tensor, minimums: Tensor | None = None, table: Tensor | None = None
+) -> GroupedWeight:
+    """codes: (rows, blocks, numbers of a block). scales, minimums: (rows, blocks, groups of a block)."""
+    codes = codes.to(torch.uint8)
+    return GroupedWeight(
+        codes.flatten(1),
+        bits,
+        scales.flatten(1),
+        codes.shape[2] // scales.shape[2],
+        minimums=None if minimums is None else minimums.flatten(1),
+        table=table,
+    )
+
+
+def _half(two_bytes: Tensor) -> Tensor:
+    """(..., 2) uint8 -> (..., 1) float32."""
+    return two_bytes.contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor, size: int) -> Tensor:
+    """Each `size` bytes hold `size` numbers in their lower halves, then as many in their upper halves."""
+    runs = packed.reshape(*packed.shape[:-1], -1, size)
+    return torch.stack((runs & 0xF, runs >> 4), -2).flatten(-3)
+
+
+def _bits(packed: Tensor, size: int, count: int, width: int) -> Tensor:
+    """Each `size` bytes hold `count` times `size` numbers of `width` bits, the first in the lowest bits."""
+    runs = packed.reshape(*packed.shape[:-1], -1, size)
+    mask = 2**width - 1
+    return torch.stack([(runs >> (width * index)) & mask for index in range(count)], -2).flatten(-3)
+
+
+def _fifth_bits(packed: Tensor) -> Tensor:
+    """(..., 4) uint8 -> (..., 32): bit i is the fifth of number i, here times 16."""
+    return torch.stack([(packed >> bit) & 1 for bit in range(8)], -1).flatten(-2) << 4
+
+
+def _split(blocks: Tensor, *sizes: int) -> list[Tensor]:
+    return list(torch.split(blocks, list(sizes), -1))
+
+
+def _unpack_q4_0(blocks: Tensor) -> GroupedWeight:
+    scale, numbers = _split(blocks, 2, 16)
+    return _group(_nibbles(numbers, 16), 4, _half(scale))
+
+
+def _unpack_q4_1(blocks: Tensor) -> GroupedWeight:
+    scale, lowest, numbers = _split(blocks, 2, 2, 16)
+    scales = _half(scale)
+    return _group(_nibbles(numbers, 16), 4, scales, -_half(lowest) - 8 * scales)
+
+
+def _unpack_q5_0(blocks: Tensor) -> GroupedWeight:
+    scale, fifth, numbers = _split(blocks, 2, 4, 16)
+    return _group((_nibbles(numbers, 16) | _fifth_bits(fifth)) + (128 - 16), 8, _half(scale))
+
+
+def _unpack_q5_1(blocks: Tensor) -> GroupedWeight:
+    scale, lowest, fifth, numbers = _split(blocks, 2, 2, 4, 16)
+    return _group((_nibbles(numbers, 16) | _fifth_bits(fifth)) + 128, 8, _half(scale), -_half(lowest))
+
+
+def _unpack_q8_0(blocks: Tensor) -> GroupedWeight:
+    scale, numbers = _split(blocks, 2, 32)
+    return _group(numbers ^ 128, 8, _half(scale))
+
+
+def _unpack_q2_k(blocks: Tensor) -> GroupedWeight:
+    factors, numbers, scale, lowest = _split(blocks, 16, 64, 2, 2)
+    scales = _half(scale) * (factors & 0xF)
+    return _group(_bits(numbers, 32, 4, 2) + 8, 4, scales, _half(lowest) * (factors >> 4))
+
+
+def _unpack_q3_k(blocks: Tensor) -> GroupedWeight:
+    third, numbers, factors, scale = _split(blocks, 32, 64, 12, 2)
+    lower = _nibbles(factors[..., :8], 8)
+    upper = _bits(factors[..., 8:], 4, 4, 2)
+    scales = _half(scale) * ((lower | upper << 4).float() - 32)
+    codes = _bits(numbers, 32, 4, 2) | _bits(third, 32, 8, 1) << 2  # 4 more than the number
+    return _group(codes + 4, 4, scales)
+
+
+def _six_bit_factors(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """(..., 12) uint8 -> the factors of eight scales and of eight minimums."""
+    first, second, rest = _split(packed, 4, 4, 4)
+    scales = torch.cat((first & 0x3F, rest & 0xF | first >> 2 & 0x30), -1)
+    minimums = torch.cat((second & 0x3F, rest >> 4 | second >> 2 & 0x30), -1)
+    return scales, minimums
+
+
+def _unpack_q4_k(blocks: Tensor) -> GroupedWeight:
+    scale, lowest, factors, numbers = _split(blocks, 2, 2, 12, 128)
+    of_scales, of_minimums = _six_bit_factors(factors)
+    scales = _half(scale) * of_scales
+    return _group(_nibbles(numbers, 32), 4, scales, _half(lowest) * of_minimums - 8 * scales)
+
+
+def _unpack_q5_k(blocks: Tensor) -> GroupedWeight:
+    scale, lowest, factors, fifth, numbers = _split(blocks, 2, 2, 12, 32, 128)
+    of_scales, of_minimums = _six_bit_factors(factors)
+    codes = _nibbles(numbers, 32) | _bits(fifth, 32, 8, 1) << 4
+    return _group(codes + 128, 8, _half(scale) * of_scales, _half(lowest) * of_minimums)
+
+
+def _unpack_q6_k(blocks: Tensor) -> GroupedWeight:
+    lower, upper, factors, scale = _split(blocks, 128, 64, 16, 2)
+    codes = _nibbles(lower, 64) | _bits(upper, 32, 4, 2) << 4
+    return _group(codes + (128 - 32), 8, _half(scale) * factors.view(torch.int8))
+
+
+def _unpack_iq4_nl(blocks: Tensor) -> GroupedWeight:
+    scale, numbers = _split(blocks, 2, 16)
+    table = torch.tensor(IQ4_VALUES, dtype=torch.float32, device=blocks.device)
+    return _group(_nibbles(numbers, 16), 4, _half(scale), table=table)
+
+
+def _unpack_iq4_xs(blocks: Tensor) -> GroupedWeight:
+    scale, high, low, numbers = _split(blocks, 2, 2, 4, 128)
+    lower = torch.stack((low & 0xF, low >> 4), -1).flatten(-2)
+    upper = torch.stack([(high >> shift) & 3 for shift in (0, 2, 4, 6)], -1).flatten(-2)
+    scales = _half(scale) * ((lower | upper << 4).float() - 32)
+    table = torch.tensor(IQ4_VALUES, dtype=torch.float32, device=blocks.device)
+    return _group(_nibbles(numbers, 16), 4, scales, table=table)
+
+
+_UNPACK: dict[str, Callable[[Tensor], GroupedWeight]] = {
+    "Q4_0": _unpack_q4_0,
+    "Q4_1": _unpack_q4_1,
+    "Q5_0": _unpack_q5_0,
+    "Q5_1": _unpack_q5_1,
+    "Q8_0": _unpack_q8_0,
+    "Q2_K": _unpack_q2_k,
+    "Q3_K": _unpack_q3_k,
+    "Q4_K": _unpack_q4_k,
+    "Q5_K": _unpack_q5_k,
+    "Q6_K": _unpack_q6_k,
+    "IQ4_NL": _unpack_iq4_nl,
+    "IQ4_XS": _unpack_iq4_xs,
+}

@@ -1,0 +1,42 @@
+"""Quantising weights to int8 while loading, with one scale per output.
+
+It sees one rank's share of a linear layer. So in a row-parallel layer each rank has scales for its own inputs, which
+fit at least as well as scales for whole rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from serve_llm.common.errors import OptionError
+from serve_llm.kernels.linear_int8 import LARGEST, works
+
+CHUNK = 1024  # outputs converted at a time, to keep temporary memory small
+
+
+def check() -> None:
+    """Raise OptionError if int8 products cannot be computed exactly here. The first call in a process tries them."""
+    if not works():
+        raise OptionError(
+            "--quantization int8: this processor and this build of torch do not compute int8 products exactly "
+            "(needed: oneDNN, and AVX-512 VNNI, AVX-VNNI or AMX)"
+        )
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight: (outputs, inputs), any float dtype -> int8 numbers of the same shape, scales (outputs, 1) float32.
+
+    Symmetric: scale = largest magnitude / 127; numbers are rounded to nearest, ties to even. An output whose weights
+    are all zero has scale 0. NaN and infinity propagate to the scale and so to the layer's result.
+    """
+    numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    if weight.numel() == 0:
+        return numbers, weight.new_zeros(weight.shape[0], 1, dtype=torch.float32)
+    scales = []
+    for start in range(0, weight.shape[0], CHUNK):
+        wide = weight[start : start + CHUNK].float()
+        scale = wide.abs().amax(1, keepdim=True) / LARGEST
+        numbers[start : start + CHUNK] = (wide / torch.where(scale > 0, scale, 1.0)).round_()
+        scales.append(scale)
+    return numbers, torch.cat(scales)

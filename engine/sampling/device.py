@@ -1,0 +1,128 @@
+"""A sampler that does not wait: sampled ids stay on the device while copies of them travel to the host.
+
+Between `start` and `finish` nothing is read from the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from serve_llm.common.types import TokenLogprobs
+from serve_llm.engine.sampling.logit_adjustments import SampleRow, pack_adjustments
+from serve_llm.engine.sampling.sampler import (
+    SampledToken,
+    SamplerOutput,
+    add_asked_ids,
+    build_draw,
+    is_greedy,
+    is_unadjusted,
+)
+from serve_llm.engine.sampling.vocab_parallel import VocabParallelLogits
+from serve_llm.engine.transfer import DeviceCopier, PendingCopy
+from serve_llm.kernels.sampling import DeviceSampling, LogitAdjustments, LogSoftmax
+
+LOGPROB_COLUMNS = len(LogSoftmax._fields)
+
+
+class DeviceSampler:
+    """Samples what `Sampler` samples, with the same result on every rank of a group."""
+
+    def __init__(self, vocabulary: VocabParallelLogits, kernels: DeviceSampling, copier: DeviceCopier) -> None:
+        self._vocabulary = vocabulary
+        self._kernels = kernels
+        self._copier = copier
+
+    def start(self, logits: Tensor, rows: Sequence[SampleRow]) -> SamplerOutput:
+        """Start to sample. logits: (rows, shard or more), which only later work of the device may change.
+
+        Rows with `Sampling.reads_history` must have all their ids; of other rows only the number of ids is read. Where
+        logits are sharded, whole rows are gathered unless every row only wants its likeliest token.
+        """
+        if self._vocabulary.is_sharded and all(is_unadjusted(row) and is_greedy(row.sampling) for row in rows):
+            ids = self._vocabulary.argmax(logits)
+        else:
+            logits = self._vocabulary.gather(logits)[:, : self._vocabulary.size]
+            ids = self._sample(logits, rows)
+        copies = [self._copier.to_host(ids)]
+        with_logprobs = [index for index, row in enumerate(rows) if row.sampling.logprobs is not None]
+        if with_logprobs:
+            copies += self._start_logprobs(logits, ids, rows, with_logprobs)
+
+        def finish() -> list[SampledToken | None]:
+            token_ids, *columns = (copy.wait().tolist() for copy in copies)
+            asked = iter(columns.pop() if len(columns) > LOGPROB_COLUMNS else ())
+            logprobs = dict(zip(with_logprobs, zip(*columns, strict=True), strict=True))
+            return [_build_token(row, token_ids[index], logprobs.get(index), asked) for index, row in enumerate(rows)]
+
+        return SamplerOutput(finish, lambda: copies[-1].is_ready, ids)
+
+    def _sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        scores = self._adjust(logits, rows)
+        draws = np.array([build_draw(row) for row in rows], np.float64)
+        temperature, top_k, top_p, min_p, _ = draws.T
+        return self._kernels.sample(
+            scores,
+            self._copier.to_device(draws),
+            sampled=bool((temperature > 0.0).any()),
+            filtered=bool(((top_k > 0.0) | (top_p < 1.0) | (min_p > 0.0)).any()),
+        )
+
+    def _adjust(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """The logits with biases, bans, penalties and masks of grammars: a copy if there are any, in float32 unless
+        there are masks only."""
+        entries, spans = pack_adjustments(rows, self._vocabulary.size)
+        masks = [row.mask for row in rows if row.mask is not None]
+        if not len(spans) and not masks:
+            return logits
+        scores = logits.to(torch.float32 if len(spans) else logits.dtype, copy=True)
+        if len(spans):
+            packed = self._copier.to_device(np.concatenate((entries.ravel(), spans.ravel())))
+            adjustments = LogitAdjustments(packed[: entries.size].view(-1, 4), packed[entries.size :].view(-1, 6))
+            self._kernels.adjust(scores, adjustments)
+        if masks:
+            indices = np.array([index for index, row in enumerate(rows) if row.mask is not None])
+            self._kernels.apply_masks(scores, self._copier.to_device(indices), self._copier.to_device(np.stack(masks)))
+        return scores
+
+    def _start_logprobs(
+        self, logits: Tensor, ids: Tensor, rows: Sequence[SampleRow], indices: list[int]
+    ) -> list[PendingCopy]:
+        """Log-probabilities of the rows at `indices`, the same number for each: the most that any row needs. If rows
+        ask for ids, those follow, one row after the other."""
+        if len(indices) < len(rows):
+            index = self._copier.to_device(np.array(indices))
+            logits = logits[index]
+            ids = ids[index]
+        k = max(rows[index].sampling.logprobs or 0 for index in indices)
+        asked = [(place, one) for place, index in enumerate(indices) for one in rows[index].sampling.logprob_token_ids]
+        found = self._kernels.log_softmax_gather(logits, ids, max(k, 1) if asked else k)
+        columns: list[Tensor] = [*found]
+        if asked:
+            places, asked_ids = self._copier.to_device(np.array(asked).T)
+            likeliest = found.top_ids[places, 0].clamp(0, logits.shape[1] - 1)  # undefined where logits are not finite
+            distances = logits[places, asked_ids].double() - logits[places, likeliest].double()
+            columns.append(found.top_logprobs[places, 0] + distances)
+        return [self._copier.to_host(column) for column in columns]
+
+
+def _build_token(
+    row: SampleRow,
+    token_id: int,
+    logprobs: tuple[float, int, list[int], list[float]] | None,
+    asked: Iterator[float],
+) -> SampledToken | None:
+    """asked: log-probabilities of the ids that this and the following rows ask for."""
+    asked_ids = row.sampling.logprob_token_ids
+    asked_logprobs = list(islice(asked, len(asked_ids))) if logprobs is not None else []
+    if token_id < 0:
+        return None
+    if logprobs is None:
+        return SampledToken(token_id, None)
+    return SampledToken(
+        token_id, add_asked_ids(TokenLogprobs(*logprobs), row.sampling.logprobs or 0, asked_ids, asked_logprobs)
+    )

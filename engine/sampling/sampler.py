@@ -1,0 +1,131 @@
+"""From logits to the next token of each row: adjust the logits, sample, and report log-probabilities.
+
+Batch invariance: the result of a row depends on its own logits, parameters and ids alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from serve_llm.common.types import GREEDY_BELOW, Sampling, TokenLogprobs
+from serve_llm.engine.sampling.logit_adjustments import SampleRow, adjust, is_adjusted
+from serve_llm.engine.sampling.noise import uniform
+from serve_llm.kernels.sampling import Draw, SamplingKernels
+
+GREEDY = Draw(0.0, 0, 1.0, 0.0, 0.0)
+
+
+class SampledToken(NamedTuple):
+    token_id: int
+    logprobs: TokenLogprobs | None  # None unless sampling.logprobs asks for them
+
+
+@dataclass(frozen=True)
+class SamplerOutput:
+    """Sampled tokens, which may still be on their way from the device."""
+
+    finish: Callable[[], list[SampledToken | None]]  # waits; one per row, in order
+    is_ready: Callable[[], bool] = lambda: True  # whether `finish` would return at once
+    token_ids: Tensor | None = None  # (rows,) int64 on the device, -1 for None; only if steps overlap
+
+
+class Sampler:
+    """Samples from whole rows of logits and waits for the result."""
+
+    def __init__(self, vocab_size: int, kernels: SamplingKernels) -> None:
+        self._vocab_size = vocab_size
+        self._kernels = kernels
+
+    def start(self, logits: Tensor, rows: Sequence[SampleRow]) -> SamplerOutput:
+        """As `sample`. The tokens are ready on return."""
+        tokens = self.sample(logits, rows)
+        return SamplerOutput(lambda: tokens)
+
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | None]:
+        """The next token of each row; None where the logits are not finite or leave no allowed token.
+
+        logits: (rows, vocab or more), of the head's dtype; columns past the vocabulary are padding and never sampled.
+        Where rows' parameters add to the logits or multiply them, this works on a copy in float32. Masks are applied in
+        place unless the log-probabilities of such a row are wanted.
+        """
+        logits = logits[:, : self._vocab_size]
+        scores = logits
+        adjusted = [index for index, row in enumerate(rows) if is_adjusted(row)]
+        masks = {index: row.mask for index, row in enumerate(rows) if row.mask is not None}
+        if adjusted:
+            scores = logits.to(torch.float32, copy=True)
+        elif any(rows[index].sampling.logprobs is not None for index in masks):
+            scores = logits.clone()
+        for index in adjusted:
+            adjust(scores[index], rows[index])
+        if masks:
+            self._kernels.apply_masks(scores, list(masks), torch.from_numpy(np.stack(list(masks.values()))))
+        tokens: list[SampledToken | None] = []
+        for index, token_id in enumerate(self.sample_ids(scores, rows)):
+            k = rows[index].sampling.logprobs
+            if token_id < 0:
+                tokens.append(None)
+            elif k is None:
+                tokens.append(SampledToken(token_id, None))
+            else:
+                asked_ids = rows[index].sampling.logprob_token_ids
+                (logprobs,) = find_logprobs(self._kernels, logits[index : index + 1], [token_id], k, asked_ids)
+                tokens.append(SampledToken(token_id, logprobs))
+        return tokens
+
+    def sample_ids(self, scores: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+        """One column per row of adjusted logits (rows, columns); -1 where they are not finite."""
+        return self._kernels.sample(scores, [build_draw(row) for row in rows])
+
+
+def find_logprobs(
+    kernels: SamplingKernels, logits: Tensor, ids: Sequence[int], k: int, asked_ids: Sequence[int] = ()
+) -> list[TokenLogprobs]:
+    """Per row, the log-probability of its id, of the k likeliest and of the asked ids, before temperature, bans and
+    penalties.
+
+    logits: (n, vocab), as the model gave them. Raises ValueError if they are not finite.
+    """
+    if not asked_ids:
+        return [TokenLogprobs(*row) for row in kernels.logprobs(logits, ids, k)]
+    rows = kernels.logprobs(logits, ids, max(k, 1))
+    likeliest = torch.tensor([row.top_ids[:1] for row in rows], device=logits.device)
+    distances = logits[:, list(asked_ids)].double() - logits.gather(1, likeliest).double()
+    return [
+        add_asked_ids(TokenLogprobs(*row), k, asked_ids, [row.top_logprobs[0] + distance for distance in distant])
+        for row, distant in zip(rows, distances.tolist(), strict=True)
+    ]
+
+
+def add_asked_ids(
+    found: TokenLogprobs, k: int, asked_ids: Sequence[int], asked_logprobs: Sequence[float]
+) -> TokenLogprobs:
+    """`found` with its k likeliest ids, and the asked ones that are not among them."""
+    logprobs = dict(zip(found.top_ids[:k], found.top_logprobs[:k], strict=True))
+    for token_id, logprob in zip(asked_ids, asked_logprobs, strict=True):
+        logprobs.setdefault(token_id, logprob)
+    return TokenLogprobs(found.logprob, found.rank, list(logprobs), list(logprobs.values()))
+
+
+def is_greedy(sampling: Sampling) -> bool:
+    return sampling.temperature < GREEDY_BELOW
+
+
+def is_unadjusted(row: SampleRow) -> bool:
+    """Whether the token is sampled from the logits as they are, and no log-probabilities are wanted."""
+    return row.sampling.logprobs is None and row.mask is None and not is_adjusted(row)
+
+
+def build_draw(row: SampleRow) -> Draw:
+    """A row's sampling parameters, and the random number for its next token."""
+    sampling = row.sampling
+    if is_greedy(sampling):
+        return GREEDY
+    noise = uniform(sampling.seed, sampling.choice, len(row.output_ids))
+    return Draw(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, noise)

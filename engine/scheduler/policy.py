@@ -1,0 +1,108 @@
+"""Scheduling policies: the order of waiting requests, and the token budget of a step."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Iterator
+
+from serve_llm.engine.scheduler.sequence import Sequence
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival
+
+
+class WaitingQueue:
+    """Waiting sequences, ordered by priority value, then by the service their tenant has received, then by arrival.
+
+    Service is counted in tokens, of prompts and output alike: the virtual token counter of "Fairness in Serving Large
+    Language Models" (Sheng et al., OSDI 2024). A tenant that returns after a pause starts at the level of the others,
+    so that staying away earns no credit. A preempted sequence keeps its arrival number.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: dict[tuple[int, int], list[Sequence]] = {}  # (priority, tenant) -> sequences by arrival
+        self._served: defaultdict[int, int] = defaultdict(int)  # tenant -> tokens
+        self._level = 0  # service of the tenant whose sequence was admitted last
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lanes.values()))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """In order of the service at the time the next one is asked for. Sequences may be admitted during iteration."""
+        lanes = {key: tuple(lane) for key, lane in self._lanes.items()}
+        heads = [(*self._rank(lane[0]), 0, key) for key, lane in lanes.items()]
+        heapq.heapify(heads)
+        while heads:
+            *_, position, key = heads[0]
+            yield lanes[key][position]
+            position += 1
+            if position == len(lanes[key]):
+                heapq.heappop(heads)
+            else:
+                heapq.heapreplace(heads, (*self._rank(lanes[key][position]), position, key))
+
+    def _rank(self, sequence: Sequence) -> tuple[int, int, int]:
+        return sequence.request.priority, self._served[sequence.request.tenant], sequence.arrival
+
+    def add(self, sequence: Sequence) -> None:
+        tenant = sequence.request.tenant
+        if not any(key[1] == tenant for key in self._lanes):
+            self._served[tenant] = max(self._served[tenant], self._level)
+        insort(self._lanes.setdefault((sequence.request.priority, tenant), []), sequence, key=_arrival)
+
+    def admit(self, sequence: Sequence, num_tokens: int) -> None:
+        """Remove a sequence that is admitted. num_tokens: of its prompt, computed for its tenant."""
+        self._level = max(self._level, self._served[sequence.request.tenant])
+        self.remove(sequence)
+        self.charge(sequence, num_tokens)
+
+    def charge(self, sequence: Sequence, num_tokens: int) -> None:
+        """Count tokens computed for the sequence's tenant."""
+        self._served[sequence.request.tenant] += num_tokens
+
+    def remove(self, sequence: Sequence) -> None:
+        key = (sequence.request.priority, sequence.request.tenant)
+        lane = self._lanes[key]
+        del lane[bisect_left(lane, sequence.arrival, key=_arrival)]
+        if not lane:
+            del self._lanes[key]
+
+
+class TokenBudget:
+    """Token budget of the next step, from measured speed, so that running streams do not stall behind a long prompt.
+
+    Tracks the tokens per second of large steps and aims at `target_seconds` per step. While many prompts wait, and
+    until none does, the target is up to four times as long: requests that start late in a burst run on after the others
+    have ended, in small batches that take as long as large ones. The budget affects the timing of results alone.
+    """
+
+    SMALLEST = 64  # tokens; a smaller step is mostly fixed cost
+    MANY_WAITING = 4  # prompts; with more the steps grow
+
+    def __init__(self, limit: int, target_seconds: float | None) -> None:
+        """limit: most tokens in a step, never exceeded. target_seconds: None for always `limit`."""
+        self._limit = limit
+        self._target = target_seconds
+        self._tokens_per_second: float | None = None
+        self._stretch = 1.0  # factor on the target
+
+    def next(self, num_running: int = 0, num_waiting: int = 0) -> int:
+        """num_running: sequences that get one token each whatever the speed, beside SMALLEST tokens of prompts.
+        num_waiting: sequences that are not admitted yet."""
+        if self._target is None:
+            return self._limit
+        previous = self._stretch if num_waiting else 1.0
+        self._stretch = max(previous, min(4.0, num_waiting / self.MANY_WAITING))
+        speed = self._tokens_per_second
+        wanted = 512 if speed is None else int(self._stretch * self._target * speed)
+        return min(self._limit, max(self.SMALLEST + num_running, wanted))
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        if num_tokens < min(self.SMALLEST, self._limit) or seconds <= 0:
+            return
+        speed = num_tokens / seconds
+        old = self._tokens_per_second
+        self._tokens_per_second = speed if old is None else 0.7 * old + 0.3 * speed

@@ -1,0 +1,399 @@
+"""Continuous batching: each step computes some tokens of each scheduled sequence. There is no prefill or decode mode.
+
+Running sequences are scheduled first, then waiting ones are admitted while the token budget, the request indices and
+the blocks last. Decoding sequences get one token in every step, and more if forced ids follow it. At most one prompt
+that needs several steps is computed at a time, on at most half the budget while shorter prompts can use the rest. A
+running sequence that finds no block preempts the one admitted last, which waits again and is recomputed. So does a
+waiting sequence that finds no room beside those of the lowest priority, which batches have. The scheduler is pure: it
+takes sequences and a budget, and returns a SchedulerOutput; results may come back several steps later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from serve_llm.common.types import LOWEST_PRIORITY, Output, Request, Stats
+from serve_llm.engine.scheduler.adapter_slots import AdapterSlots
+from serve_llm.engine.scheduler.block_pool import BlockPool
+from serve_llm.engine.scheduler.output import NewRequestData, RunnerOutput, ScheduledTokens, SchedulerOutput
+from serve_llm.engine.scheduler.policy import WaitingQueue
+from serve_llm.engine.scheduler.prefix_cache import PrefixCache
+from serve_llm.engine.scheduler.results import add_result
+from serve_llm.engine.scheduler.sequence import RELEASED, GroupLayout, Sequence, most_blocks
+from serve_llm.engine.scheduler.speculation import Speculator
+
+
+@dataclass(slots=True)
+class _Step:
+    """The step being scheduled."""
+
+    max_tokens: int
+    budget: int  # tokens left of max_tokens
+    new_requests: list[NewRequestData] = field(default_factory=list)
+    scheduled: list[ScheduledTokens] = field(default_factory=list)
+    max_drafts: int = 0  # that may still be added
+    long_prefill: Sequence | None = None  # scheduled last, with `long_prefill_count` tokens or more
+    long_prefill_count: int = 0
+    is_out_of_blocks: bool = False  # a running sequence found no blocks, or another was preempted for it
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.scheduled) + (self.long_prefill is not None)
+
+
+class Scheduler:
+    """Owns all live sequences and all blocks. Not thread-safe: only the engine's loop calls it."""
+
+    def __init__(
+        self,
+        groups: Items[GroupLayout],
+        num_blocks: int,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_chunk: int,
+        prefix_caching: bool,
+        async_scheduling: bool = False,
+        long_rope_threshold: int | None = None,
+        whole_prompts: bool = False,
+        speculator: Speculator | None = None,
+        max_loras: int = 0,
+    ) -> None:
+        """max_chunk: most tokens of one sequence in one step; bounds what a sliding window holds at a time.
+        async_scheduling: schedule a sequence again while it is in flight; workers already have the id they sampled.
+        long_rope_threshold: see `ModelSpec`. whole_prompts: compute each prompt in one step, as encoders need.
+        speculator: proposes drafts. max_loras: adapters that workers hold at a time."""
+        self._groups = tuple(groups)
+        self._pool = BlockPool(num_blocks)
+        self._max_model_len = max_model_len
+        self._max_chunk = max_chunk
+        self._async_scheduling = async_scheduling
+        self._whole_prompts = whole_prompts
+        self._speculator = speculator
+        self._max_num_seqs = max_num_seqs
+        self._long_rope_threshold = long_rope_threshold
+        self._prefix_cache = PrefixCache(self._groups, self._pool, prefix_caching)
+        self._sequences: dict[int, Sequence] = {}  # by request id
+        self._waiting = WaitingQueue()
+        self._running: list[Sequence] = []  # in order of admission
+        self._adapters = AdapterSlots(max_loras)
+        self._free_indices = list(range(max_num_seqs - 1, -1, -1))
+        self._num_arrivals = 0
+        self._stats = Stats()
+
+    # Requests in and out.
+
+    def add(self, request: Request, now: float) -> Output | None:
+        """Add a request to the queue. Returns its final output if nothing is left to compute."""
+        self._num_arrivals += 1
+        sequence = Sequence(request, self._groups, self._num_arrivals, now, self._long_rope_threshold)
+        if sequence.num_output and (reason := sequence.finish_reason(self._max_model_len)) is not None:
+            return Output(id=request.id, token_ids=[], finish_reason=reason)
+        self._sequences[request.id] = sequence
+        self._waiting.add(sequence)
+        return None
+
+    def abort(self, request_id: int) -> None:
+        """End a request without output. Ignores unknown ids, whose requests have finished."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return
+        sequence.is_finished = True
+        if self._speculator is not None:
+            self._speculator.forget(request_id)
+        if sequence.req_index is None:
+            self._waiting.remove(sequence)
+        elif not sequence.is_in_flight:
+            self._free(sequence)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or len(self._waiting))
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def request_indices(self) -> set[int]:
+        """Indices that running sequences own."""
+        return {sequence.req_index for sequence in self._running if sequence.req_index is not None}
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Ids of the requests in steps whose results are still to come."""
+        return [sequence.request.id for sequence in self._running if sequence.is_in_flight]
+
+    def stats(self) -> Stats:
+        """Counters so far and current gauges. The caller fills in num_steps and step_tokens."""
+        self._stats.num_running = len(self._running)
+        self._stats.num_waiting = len(self._waiting)
+        self._stats.kv_cache_usage = self._pool.usage
+        return self._stats
+
+    # Scheduling a step.
+
+    def schedule(self, budget: int, now: float, num_batches: int = 1, held: Collection[int] = ()) -> SchedulerOutput:
+        """Choose at most `budget` tokens to compute next. Empty if every sequence waits or is in flight.
+
+        num_batches: steps to keep in flight at a time, each with other sequences. Each step takes at most its share of
+        the sequences, so that the others find work. held: request indices of sequences that are not ready.
+        """
+        step = _Step(budget, budget)
+        held = self._make_way().union(held)
+        if self._speculator is not None:  # so that a step samples about as many ids as one without drafts may
+            num_free_rows = self._max_num_seqs - len(self._running) - len(self._waiting)
+            step.max_drafts = max(self._speculator.num_tokens, num_free_rows)
+        max_running = -(-len(self._running) // num_batches)
+        max_sequences = -(-(len(self._running) + len(self._waiting)) // num_batches)
+        self._schedule_running(step, max_running, held)
+        if not step.is_out_of_blocks:
+            self._admit_waiting(step, max_sequences, now)
+        if step.long_prefill is not None:
+            self._schedule_long_prefill(step, step.long_prefill)
+        return SchedulerOutput(step.new_requests, step.scheduled)
+
+    def _make_way(self) -> set[int]:
+        """Preempt the last sequence of the lowest priority if one that goes before it finds no index or no blocks.
+
+        Returns its index instead while it is in flight: it must not be scheduled, so that it can be preempted later.
+        """
+        victims = [sequence for sequence in self._running if sequence.request.priority == LOWEST_PRIORITY]
+        waiting = next(iter(self._waiting), None) if victims else None
+        if waiting is None or waiting.request.priority == LOWEST_PRIORITY:
+            return set()
+        cached = self._prefix_cache.tables(waiting, self._prefix_cache.find(waiting))
+        if self._free_indices and self._has_room(waiting, cached):
+            return set()
+        if victims[-1].is_in_flight:
+            assert victims[-1].req_index is not None
+            return {victims[-1].req_index}
+        self._requeue(victims[-1])
+        self._stats.num_preemptions += 1
+        return set()
+
+    def _schedule_running(self, step: _Step, max_sequences: int, held: Collection[int]) -> None:
+        """Schedule the running sequences that are ready, in order of admission."""
+        num_preemptions = self._stats.num_preemptions
+        ready = [
+            sequence
+            for sequence in self._running
+            if sequence.req_index not in held and (not sequence.is_in_flight or self._can_run_ahead(sequence))
+        ]
+        prefill_budget = step.budget - sum(sequence.is_decoding for sequence in ready)
+        for sequence in ready:
+            if step.num_sequences >= max_sequences:
+                break
+            count = min(sequence.num_unscheduled, step.budget, self._max_chunk)
+            if sequence.is_long_prefill:
+                count = min(count, -(-prefill_budget // 2))  # the other half is for shorter prompts that came later
+            else:
+                count = min(count, max(0, prefill_budget) + sequence.is_decoding)
+            if count <= 0 or sequence.req_index is None:  # None: preempted by one before it
+                continue
+            if step.is_out_of_blocks and sequence.is_in_flight:
+                continue  # a sequence that is always in flight could never be preempted
+            if not self._allocate(sequence, count):
+                step.is_out_of_blocks = True  # later sequences must not take the blocks that this one waits for
+                continue
+            step.budget -= count
+            prefill_budget -= count - sequence.is_decoding
+            drafts = self._choose_drafts(step, sequence, count, prefill_budget)
+            step.budget -= len(drafts)
+            prefill_budget -= len(drafts)
+            if sequence.is_long_prefill:
+                step.long_prefill = sequence
+                step.long_prefill_count = count
+            else:
+                step.scheduled.append(sequence.schedule(count, drafts))
+        if self._stats.num_preemptions > num_preemptions:
+            step.is_out_of_blocks = True
+
+    def _choose_drafts(self, step: _Step, sequence: Sequence, count: int, budget: int) -> list[int]:
+        """Drafts to verify in this step after `count` tokens, at most `budget`, if there are blocks for them."""
+        if self._speculator is None or count < sequence.num_unscheduled:
+            return []
+        most = min(sequence.max_drafts(self._max_model_len), step.max_drafts, budget, self._max_chunk - count)
+        drafts = self._speculator.choose(sequence, most, len(self._running))
+        if not drafts or sum(sequence.missing_blocks(count + len(drafts))) > self._pool.num_free:
+            return []
+        self._allocate(sequence, count + len(drafts))
+        step.max_drafts -= len(drafts)
+        return drafts
+
+    def _can_run_ahead(self, sequence: Sequence) -> bool:
+        """Whether a sequence in flight can be scheduled again before its last result is back."""
+        if not self._async_scheduling or sequence.is_finished or sequence.has_drafts_in_flight:
+            return False
+        if sequence.num_pending_ids == 0:
+            return True  # more of its prompt
+        if self._speculator is not None and self._speculator.has_drafts(sequence, len(self._running)):
+            return False  # they are verified once the ids before them are known
+        if sequence.must_switch_rope or sequence.sampling.reads_history:
+            return False
+        length = len(sequence.token_ids) + sequence.num_pending_ids
+        return length - sequence.num_prompt < sequence.sampling.max_tokens and length < self._max_model_len
+
+    def _admit_waiting(self, step: _Step, max_sequences: int, now: float) -> None:
+        """Admit waiting sequences in order, until the step has `max_sequences`.
+
+        Later sequences may overtake one whose prefix is being computed by another, and one with a long prompt while
+        another long prompt is being computed.
+        """
+        has_long_prefill = any(sequence.is_long_prefill for sequence in self._running)
+        for sequence in self._adapters.list_admissible(self._waiting):
+            if step.budget <= 0 or step.num_sequences >= max_sequences or not self._free_indices:
+                break
+            if self._whole_prompts and step.scheduled and len(sequence.token_ids) > step.budget:
+                break
+            num_cached = self._prefix_cache.find(sequence)
+            # A sequence with output was preempted or replayed: its stream stalls, so it does not wait for others.
+            can_wait = not sequence.num_output and not self._whole_prompts
+            is_long = can_wait and len(sequence.token_ids) - num_cached > step.max_tokens
+            if self._prefix_cache.is_coming(sequence, num_cached) or (is_long and has_long_prefill):
+                continue
+            if not self._admit(sequence, num_cached, now):
+                break
+            sequence.has_long_prompt = is_long
+            has_long_prefill = has_long_prefill or is_long
+            step.new_requests.append(sequence.describe())
+            max_tokens = self._max_chunk if self._whole_prompts else min(step.budget, self._max_chunk)
+            count = min(sequence.num_unscheduled, max_tokens)
+            self._allocate(sequence, count)
+            step.scheduled.append(sequence.schedule(count))
+            step.budget -= count
+
+    def _schedule_long_prefill(self, step: _Step, sequence: Sequence) -> None:
+        """Schedule the long prompt with the tokens set aside for it, and the rest of the budget if blocks are free."""
+        count = step.long_prefill_count
+        extended = min(sequence.num_unscheduled, count + step.budget, self._max_chunk)
+        if sum(sequence.missing_blocks(extended)) <= self._pool.num_free:
+            self._allocate(sequence, extended)
+            count = extended
+        step.scheduled.append(sequence.schedule(count))
+
+    # Results of a step.
+
+    def update_from_output(self, scheduled: SchedulerOutput, results: Items[RunnerOutput]) -> list[Output]:
+        """Record the results of a step, in the order in which steps were scheduled. Returns outputs for requests."""
+        by_index = {sequence.req_index: sequence for sequence in self._running}
+        outputs = []
+        for chunk, result in zip(scheduled.scheduled, results, strict=True):
+            sequence = by_index[chunk.req_index]
+            sequence.num_pending_ids -= chunk.num_samples
+            if sequence.is_finished:
+                sequence.num_scheduled -= chunk.count
+                if not sequence.is_in_flight:
+                    self._free(sequence)
+                continue
+            sequence.num_computed += chunk.count
+            num_before = len(sequence.token_ids)
+            output = add_result(sequence, result, self._max_model_len)
+            if chunk.draft_ids:
+                sequence.take_back(len(chunk.draft_ids) - len(result.accepted_ids))
+                self._stats.num_drafts += 1
+                self._stats.num_draft_tokens += len(chunk.draft_ids)
+                self._stats.num_accepted_tokens += len(result.accepted_ids)
+            if self._speculator is not None:
+                self._speculator.update(sequence)
+            self._prefix_cache.remember(sequence, chunk.start)
+            for block in sequence.leave_blocks_behind_windows():
+                self._pool.release(block)
+            self._waiting.charge(sequence, len(sequence.token_ids) - num_before)
+            if output is None:
+                continue
+            outputs.append(output)
+            if output.finish_reason is not None:
+                self.abort(sequence.request.id)
+            elif sequence.must_switch_rope and not sequence.is_in_flight:
+                self._requeue(sequence)
+                sequence.switch_to_long_rope()
+        return outputs
+
+    # Request indices and blocks.
+
+    def _admit(self, sequence: Sequence, num_cached: int, now: float) -> bool:
+        """Give a waiting sequence an index and its cached prefix, if there are blocks for all its tokens so far."""
+        cached = self._prefix_cache.tables(sequence, num_cached)
+        if not self._has_room(sequence, cached):
+            return False
+        for table, blocks in zip(sequence.block_tables, cached, strict=True):
+            for block in blocks:
+                if block != RELEASED:
+                    self._pool.acquire(block)
+            table.extend(blocks)
+        is_first_admission = sequence.cached_tokens is None  # a tenant does not pay for recomputation
+        self._waiting.admit(sequence, len(sequence.token_ids) - num_cached if is_first_admission else 0)
+        self._running.append(sequence)
+        sequence.req_index = self._free_indices.pop()
+        self._adapters.acquire(sequence)
+        sequence.num_computed = num_cached
+        sequence.num_scheduled = num_cached
+        if is_first_admission:
+            sequence.cached_tokens = num_cached
+            sequence.queued_seconds = now - sequence.arrived_at
+            self._stats.prefix_cache_queries += sequence.num_prompt
+            self._stats.prefix_cache_hits += num_cached
+        self._prefix_cache.begin(sequence)
+        return True
+
+    def _has_room(self, sequence: Sequence, cached: Items[Items[int]]) -> bool:
+        """Whether there are blocks for all tokens of a waiting sequence. cached: tables of its cached prefix."""
+        num_held = sum(block != RELEASED for blocks in cached for block in blocks)
+        num_revived = sum(block != RELEASED and self._pool.is_free(block) for blocks in cached for block in blocks)
+        num_needed = sum(most_blocks(group, len(sequence.token_ids), self._max_chunk) for group in self._groups)
+        return num_needed - num_held + num_revived <= self._pool.num_free
+
+    def _allocate(self, sequence: Sequence, count: int) -> bool:
+        """Append blocks for the next `count` tokens, preempting later sequences if necessary.
+
+        False if there are none: the sequence itself was preempted, or the victim is still in flight.
+        """
+        missing = sequence.missing_blocks(count)
+        while sum(missing) > self._pool.num_free:
+            victim = self._running[-1]
+            if victim.is_in_flight:
+                return False
+            self._requeue(victim)
+            self._stats.num_preemptions += 1
+            if victim is sequence:
+                return False
+        for table, number in zip(sequence.block_tables, missing, strict=True):
+            table.extend(self._pool.allocate() for _ in range(number))
+        return True
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """Move a running sequence back to the queue, to be recomputed."""
+        self._free(sequence)
+        sequence.forget_progress()
+        self._waiting.add(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
+        """Release the index and all blocks, the last blocks first: the start of a prefix is worth most."""
+        assert sequence.req_index is not None
+        self._prefix_cache.end(sequence)
+        for block in sequence.drop_blocks():
+            self._pool.release(block)
+        self._running.remove(sequence)
+        self._free_indices.append(sequence.req_index)
+        sequence.req_index = None
+        self._adapters.release(sequence)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks, indices and queues are conserved. Slow: for tests and idle engines."""
+        self._pool.check_integrity([block for sequence in self._running for block in sequence.held_blocks])
+        indices = [sequence.req_index for sequence in self._running if sequence.req_index is not None]
+        assert len(indices) == len(self._running), "a running sequence has no index"
+        every_index = [*self._free_indices, *indices]
+        assert sorted(every_index) == list(range(len(every_index))), "a request index is lost"
+        assert all(sequence.req_index is None and not any(sequence.block_tables) for sequence in self._waiting)
+        live = {s.request.id for s in [*self._running, *self._waiting] if not s.is_finished}
+        assert live == set(self._sequences), "a sequence is lost"
+        self._prefix_cache.check_integrity(self._running)
+        self._adapters.check_integrity(self._running)

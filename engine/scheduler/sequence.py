@@ -1,0 +1,238 @@
+"""One request inside the engine: its token ids, how far they are computed, and the blocks that hold its KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from serve_llm.common import prefix_hash
+from serve_llm.common.types import FinishReason, Request, TokenLogprobs
+from serve_llm.engine.scheduler.output import NewRequestData, ScheduledTokens
+
+RELEASED = -1  # a block table entry whose block left the sliding window and was given back
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """How the tokens of one KV group lie in blocks."""
+
+    block_size: int  # tokens per block
+    window: int | None  # a query sees only this many positions, its own included; None: all
+
+
+def most_blocks(group: GroupLayout, num_tokens: int, max_chunk: int) -> int:
+    """Most blocks of a group that a sequence of `num_tokens` holds at a time, computed `max_chunk` tokens a step."""
+    if group.window is not None:  # the window, the chunk being computed, and a block that is partly outside
+        num_tokens = min(num_tokens, group.window + max_chunk + group.block_size)
+    return -(-num_tokens // group.block_size)
+
+
+class Sequence:
+    """Mutable state of a live request. Only the scheduler writes to it."""
+
+    def __init__(
+        self,
+        request: Request,
+        groups: Items[GroupLayout],
+        arrival: int,
+        now: float,
+        long_rope_threshold: int | None = None,
+    ) -> None:
+        """arrival: number of the request in order of arrival. long_rope_threshold: see `ModelSpec`."""
+        self.request = request
+        self.sampling = request.sampling
+        self.arrival = arrival
+        self.arrived_at = now
+        self.num_prompt = len(request.prompt_ids)
+        self.token_ids = request.prompt_ids + request.output_ids
+        self.num_computed = 0
+        self.num_scheduled = 0  # num_computed plus the tokens of steps in flight
+        self.num_pending_ids = 0  # ids that the steps in flight sample, at most
+        self.has_drafts_in_flight = False
+        self.req_index: int | None = None  # None: waiting
+        self.adapter_slot: int | None = None  # None: waiting, or without an adapter
+        self.has_long_prompt = False  # its prompt did not fit into one step when it was admitted
+        self.is_finished = False  # it leaves once no step in flight computes it
+        self.cached_tokens: int | None = None  # at the first admission
+        self.queued_seconds: float | None = None
+        self.is_admission_reported = False  # cached_tokens and queued_seconds were sent
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.are_prompt_logprobs_sent = False
+        self.num_delivered = len(self.token_ids)  # prompt, and output ids that the request's outputs have carried
+        self.end_reason: FinishReason | None = None  # set with the last id, which may still wait for its logprobs
+        self.groups = groups
+        self.block_tables: list[list[int]] = [[] for _ in groups]
+        self.num_sent_blocks = [0] * len(groups)  # per block table: entries that the workers have
+        self.num_sent_ids = 0  # token ids that the workers have
+        self.uses_long_rope = False  # KV is computed with the long RoPE factors
+        self._long_rope_threshold = long_rope_threshold
+        self._block_hashes: dict[int, list[bytes]] = {group.block_size: [] for group in groups}
+        self._root_hash = prefix_hash.root(request.cache_salt, adapter=self.adapter_digest)
+        if self.must_switch_rope:
+            self.switch_to_long_rope()
+
+    @property
+    def adapter_digest(self) -> str:
+        """Empty without an adapter."""
+        return "" if self.request.adapter is None else self.request.adapter.digest
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_unscheduled(self) -> int:
+        """Tokens to schedule before the next one can be sampled: 1 while decoding, more after forced ids."""
+        return len(self.token_ids) + self.num_pending_ids - self.num_scheduled
+
+    def max_drafts(self, max_model_len: int) -> int:
+        """Most drafts that the next step may verify: none before the first output id, or while ids are in flight or
+        wait for their log-probabilities; all of them, and one id more, may become output."""
+        if self.is_in_flight or self.num_scheduled < self.num_prompt or self.num_delivered < len(self.token_ids):
+            return 0
+        longest = min(max_model_len, self.num_prompt + self.sampling.max_tokens) - 1
+        if self._long_rope_threshold is not None and not self.uses_long_rope:
+            longest = min(longest, self._long_rope_threshold)
+        return max(0, longest - len(self.token_ids))
+
+    @property
+    def is_in_flight(self) -> bool:
+        return self.num_scheduled > self.num_computed
+
+    @property
+    def is_long_prefill(self) -> bool:
+        return self.has_long_prompt and not self.is_decoding
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its prompt has been scheduled, but for one token at most."""
+        return self.num_unscheduled == 1 or self.num_scheduled >= self.num_prompt
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.sampling.prompt_logprobs is not None and not self.are_prompt_logprobs_sent
+
+    @property
+    def must_switch_rope(self) -> bool:
+        """Whether the next token needs the long RoPE factors, so that everything before it is computed again."""
+        if self._long_rope_threshold is None or self.uses_long_rope:
+            return False
+        return len(self.token_ids) + self.num_pending_ids > self._long_rope_threshold
+
+    def missing_blocks(self, count: int) -> list[int]:
+        """Per group, how many more blocks the next `count` tokens need."""
+        end = self.num_scheduled + count
+        tables = zip(self.groups, self.block_tables, strict=True)
+        return [max(0, -(-end // group.block_size) - len(table)) for group, table in tables]
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """The blocks of all groups, the last ones of each first."""
+        return [block for table in self.block_tables for block in reversed(table) if block != RELEASED]
+
+    def drop_blocks(self) -> list[int]:
+        """Empty the block tables. Returns `held_blocks`."""
+        dropped = self.held_blocks
+        for table in self.block_tables:
+            table.clear()
+        return dropped
+
+    def forget_progress(self) -> None:
+        """Everything is to be computed again. Requires that it holds no blocks."""
+        self.num_computed = 0
+        self.num_scheduled = 0
+        self.num_sent_blocks = [0] * len(self.groups)
+        self.prompt_logprobs = []
+
+    def leave_blocks_behind_windows(self) -> list[int]:
+        """Mark the blocks that no later token reads as released. Returns them."""
+        left = []
+        for group, table in zip(self.groups, self.block_tables, strict=True):
+            if group.window is None:
+                continue
+            index = (self.num_computed - group.window + 1) // group.block_size - 1
+            while index >= 0 and table[index] != RELEASED:
+                left.append(table[index])
+                table[index] = RELEASED
+                index -= 1
+        return left
+
+    def take_back(self, num_rejected: int) -> None:
+        """Take back what is computed of rejected drafts, and of accepted ones after the end of the text. Their slots
+        are written again."""
+        self.num_computed = min(self.num_computed - num_rejected, len(self.token_ids))
+        self.num_scheduled = self.num_computed
+        self.has_drafts_in_flight = False
+
+    def switch_to_long_rope(self) -> None:
+        """Use the long RoPE factors from now on. Requires num_computed == 0."""
+        self.uses_long_rope = True
+        self._root_hash = prefix_hash.root(self.request.cache_salt, True, self.adapter_digest)
+        for hashes in self._block_hashes.values():
+            hashes.clear()
+
+    def block_hash(self, block_size: int, index: int) -> bytes:
+        """The chained hash of one block, which must be full. Computes the hashes before it and none after."""
+        hashes = self._block_hashes[block_size]
+        return hashes[index] if index < len(hashes) else self.block_hashes(block_size, index + 1)[index]
+
+    def block_hashes(self, block_size: int, count: int) -> list[bytes]:
+        """Chained hashes of the first `count` blocks of `block_size` tokens, which must be full."""
+        hashes = self._block_hashes[block_size]
+        while len(hashes) < count:
+            start = len(hashes) * block_size
+            parent = hashes[-1] if hashes else self._root_hash
+            hashes.append(prefix_hash.extend(parent, self.token_ids[start : start + block_size]))
+        return hashes[:count]
+
+    def describe(self) -> NewRequestData:
+        """What workers must know of the request at its admission. They then have all token ids so far."""
+        assert self.req_index is not None
+        self.num_sent_ids = len(self.token_ids)
+        return NewRequestData(
+            req_index=self.req_index,
+            token_ids=list(self.token_ids),
+            num_prompt=self.num_prompt,
+            sampling=self.sampling,
+            prompt_logprobs=self.sampling.prompt_logprobs if self.wants_prompt_logprobs else None,
+            uses_long_rope=self.uses_long_rope,
+            pooling=self.request.pooling,
+            second_text_start=self.request.second_text_start,
+            adapter=self.request.adapter,
+            adapter_slot=self.adapter_slot,
+        )
+
+    def schedule(self, count: int, drafts: Items[int] = ()) -> ScheduledTokens:
+        """Schedule the next `count` tokens and the drafts after them. Their blocks must be in the block tables."""
+        assert self.req_index is not None
+        new_blocks = []
+        for index, table in enumerate(self.block_tables):
+            added = table[self.num_sent_blocks[index] :]
+            new_blocks.append([max(block, 0) for block in added])  # a released entry is never read: any block will do
+            self.num_sent_blocks[index] = len(table)
+        new_token_ids = self.token_ids[self.num_sent_ids :]
+        self.num_sent_ids = len(self.token_ids)
+        start = self.num_scheduled
+        self.num_scheduled += count
+        can_be_sampled = self.sampling.max_tokens > 0 and self.end_reason is None
+        sample = self.num_unscheduled == 0 and can_be_sampled
+        self.num_pending_ids += sample + len(drafts)
+        self.num_scheduled += len(drafts)
+        self.has_drafts_in_flight = bool(drafts)
+        logprobs_start = None
+        if self.sampling.logprobs is not None and self.num_delivered < len(self.token_ids):
+            logprobs_start = max(start, self.num_delivered - 1)
+        count += len(drafts)
+        return ScheduledTokens(
+            self.req_index, start, count, new_blocks, sample, new_token_ids, logprobs_start, [*drafts]
+        )
+
+    def finish_reason(self, max_model_len: int) -> FinishReason | None:
+        """Why the request ends with the token ids so far; None if it goes on."""
+        sampling = self.sampling
+        num_output = self.num_output
+        if num_output and self.token_ids[-1] in sampling.stop_token_ids and num_output >= sampling.min_tokens:
+            return FinishReason.STOP
+        if num_output >= sampling.max_tokens or len(self.token_ids) >= max_model_len:
+            return FinishReason.LENGTH
+        return None

@@ -1,0 +1,61 @@
+"""Grammars compiled once, in a thread: no step waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from llguidance import LLMatcher, LLTokenizer
+
+from serve_llm.common.grammar import build_matcher, build_tokenizer
+from serve_llm.common.hub import resolve_tokenizer
+from serve_llm.common.tokenizer_files import find_tokenizer
+from serve_llm.engine.config import Config
+
+MAX_GRAMMARS = 64  # that are kept; a typical one takes 100 KB to 1 MB
+
+
+def load_tokenizer(config: Config) -> LLTokenizer:
+    """The tokenizer that the server has, for masks as wide as the logits. Raises ModelError."""
+    directory = Path(config.directory)
+    if config.tokenizer is not None:
+        directory = resolve_tokenizer(config.tokenizer, config.download_dir)
+    text = (find_tokenizer(directory) / "tokenizer.json").read_text()
+    return build_tokenizer(text, config.vocab_size)
+
+
+class MatcherBuilder:
+    """Compiles grammars in the background, each once. Matchers that come out are templates: copy them."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._tokenizer: LLTokenizer | None = None
+        self._lock = threading.Lock()
+        self._executor = ThreadPoolExecutor(2, "grammar")
+        self._matchers: OrderedDict[str, Future[LLMatcher | None]] = OrderedDict()
+
+    @property
+    def tokenizer(self) -> LLTokenizer:
+        """Loads it, if it is the first time."""
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = load_tokenizer(self._config)
+            return self._tokenizer
+
+    def compile(self, grammar: str) -> Future[LLMatcher | None]:
+        """A matcher at the start of the text; its error is that of the grammar. None for an empty grammar, once the
+        tokenizer is loaded."""
+        found = self._matchers.get(grammar)
+        if found is None:
+            found = self._matchers[grammar] = self._executor.submit(self._build, grammar)
+            if len(self._matchers) > MAX_GRAMMARS:
+                self._matchers.popitem(last=False)
+        else:
+            self._matchers.move_to_end(grammar)
+        return found
+
+    def _build(self, grammar: str) -> LLMatcher | None:
+        tokenizer = self.tokenizer
+        return build_matcher(tokenizer, grammar) if grammar else None

@@ -1,0 +1,181 @@
+"""The grammars of running requests: which ids each allows next, and when its text is complete.
+
+Lives beside the scheduler, in the engine's process. A matcher's state is a function of the output ids alone, so it is
+rebuilt from them when a request is admitted again after a preemption or a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from llguidance import LLMatcher
+
+from serve_llm.common.grammar import matcher_error
+from serve_llm.common.types import FinishReason, Output, Request
+from serve_llm.engine.scheduler.output import MaskSource, NewRequestData, RunnerOutput, SchedulerOutput
+from serve_llm.engine.structured_output.builder import MatcherBuilder
+from serve_llm.engine.structured_output.masks import MaskFiller, wait_for_any
+from serve_llm.engine.structured_output.state import ConstraintState
+
+if TYPE_CHECKING:  # the engine starts workers before it loads torch
+    from serve_llm.engine.sampling.grammar_mask import Mask
+
+WAIT_SECONDS = 0.01  # for a grammar or mask, when there is nothing else to do: messages that arrive wait as long
+
+
+class StructuredOutputManager:
+    """To be used in the engine's thread."""
+
+    def __init__(self, compiler: MatcherBuilder, vocab_size: int, jump_forward: bool) -> None:
+        """vocab_size: number of logits. jump_forward: append forced ids at once instead of sampling them one by one."""
+        self._compiler = compiler
+        self._vocab_size = vocab_size
+        self._jump_forward = jump_forward
+        self._filler = MaskFiller(vocab_size)
+        self._compiling: dict[int, tuple[Request, Future[LLMatcher | None]]] = {}  # by request id
+        self._states: dict[int, ConstraintState] = {}  # by req_index
+
+    def warm(self) -> None:
+        """Begin to load the tokenizer, so that the first request does not wait for it."""
+        self._compiler.compile("")
+
+    # Requests whose grammars are being compiled.
+
+    @property
+    def is_compiling(self) -> bool:
+        return bool(self._compiling)
+
+    def begin(self, request: Request) -> None:
+        """Have a request's grammar compiled; `take_compiled` returns the request then."""
+        self._compiling[request.id] = (request, self._compiler.compile(request.sampling.grammar))
+
+    def abort(self, request_id: int) -> None:
+        self._compiling.pop(request_id, None)
+
+    def take_compiled(self, is_idle: bool) -> tuple[list[Request], list[Output]]:
+        """Requests that can be scheduled, and the final outputs of those whose grammar is in error.
+
+        is_idle: there is nothing else to do, so that it may wait for a moment.
+        """
+        if is_idle:
+            wait([future for _, future in self._compiling.values()], WAIT_SECONDS, FIRST_COMPLETED)
+        ready: list[Request] = []
+        failed: list[Output] = []
+        for request, future in list(self._compiling.values()):
+            if not future.done():
+                continue
+            del self._compiling[request.id]
+            error = _find_error(future)
+            if error:
+                message = f"the grammar cannot be compiled: {error}"
+                failed.append(Output(id=request.id, token_ids=[], finish_reason=FinishReason.ERROR, error=message))
+            else:
+                ready.append(request)
+        return ready, failed
+
+    # Steps.
+
+    @property
+    def costly_indices(self) -> set[int]:
+        """Request indices whose grammars are costly: masks for their drafts would hold up others."""
+        return {index for index, state in self._states.items() if state.is_costly}
+
+    @property
+    def held_indices(self) -> set[int]:
+        """Request indices that are not to be scheduled yet: their grammars are costly and their masks not ready."""
+        return {index for index, state in self._states.items() if state.is_held}
+
+    def wait_for_held(self) -> None:
+        """Wait for a moment until a request that was held can be scheduled."""
+        wait_for_any([state for state in self._states.values() if state.is_held], WAIT_SECONDS)
+
+    def prepare(self, scheduled: SchedulerOutput) -> tuple[SchedulerOutput, MaskSource | None]:
+        """The same step with the rows that need masks, and what waits for these masks."""
+        new_states = {
+            new.req_index: self._build_state(new) for new in scheduled.new_requests if new.sampling.is_constrained
+        }
+        for new in scheduled.new_requests:
+            self._states.pop(new.req_index, None)
+        self._states.update(new_states)
+        if new_states:
+            self._filler.start(list(new_states.values()), self._compiler.tokenizer)
+        rows: list[int] = []
+        masks: list[Future[Mask]] = []
+        first_rows = list(accumulate((chunk.num_samples for chunk in scheduled.scheduled), initial=0))
+        for index, state in self._find_sampled(scheduled):
+            if state.mask is None:
+                continue
+            draft_ids = scheduled.scheduled[index].draft_ids
+            masks.append(state.mask)
+            masks += self._filler.start_drafts(state, draft_ids, self._compiler.tokenizer)
+            rows += range(first_rows[index], first_rows[index] + 1 + len(draft_ids))
+        if not masks:
+            return scheduled, None
+
+        def wait_for_masks() -> bytes:
+            return b"".join(mask.result().tobytes() for mask in masks)
+
+        return SchedulerOutput(scheduled.new_requests, scheduled.scheduled, rows), wait_for_masks
+
+    def advance(self, scheduled: SchedulerOutput, results: Sequence[RunnerOutput]) -> None:
+        """Take in the sampled ids. Adds the ids that must follow them, and marks results that complete their text, or
+        whose grammar has failed."""
+        advanced: list[ConstraintState] = []
+        for index, state in self._find_sampled(scheduled):
+            result = results[index]
+            if result.error is None and result.token_id is not None and not state.error:
+                self._advance(state, result)
+                advanced.append(state)
+            if state.error:
+                result.token_id = None
+                result.error = f"the grammar cannot be followed any further: {state.error}"
+        if advanced:
+            self._filler.start(advanced, self._compiler.tokenizer)
+
+    def _advance(self, state: ConstraintState, result: RunnerOutput) -> None:
+        """Take in the ids of a result, up to the one that ends the text, and add those that must follow."""
+        for number, token_id in enumerate(result.accepted_ids):
+            state.advance(token_id)
+            if state.has_ended or state.is_complete or state.error:
+                result.cut(number)
+                break
+        else:
+            assert result.token_id is not None
+            state.advance(result.token_id)
+        if self._jump_forward:
+            result.forced_ids = state.take_forced()
+        result.ends_text = state.is_complete
+
+    def _find_sampled(self, scheduled: SchedulerOutput) -> list[tuple[int, ConstraintState]]:
+        """The chunks, by index, of constrained requests that are sampled in the step."""
+        if not self._states:
+            return []
+        found = []
+        for index, chunk in enumerate(scheduled.scheduled):
+            state = self._states.get(chunk.req_index)
+            if state is not None and chunk.sample:
+                found.append((index, state))
+        return found
+
+    def retain(self, indices: Collection[int]) -> None:
+        """Forget the requests of all other indices."""
+        if self._states:
+            self._states = {index: state for index, state in self._states.items() if index in indices}
+
+    def _build_state(self, new: NewRequestData) -> ConstraintState:
+        """The state after the output so far."""
+        template = self._compiler.compile(new.sampling.grammar).result()
+        matcher = None if template is None else template.deep_copy()
+        output_ids = new.token_ids[new.num_prompt :]
+        return ConstraintState(matcher, self._compiler.tokenizer, self._vocab_size, new.sampling, output_ids)
+
+
+def _find_error(future: Future[LLMatcher | None]) -> str:
+    problem = future.exception()
+    if problem is not None:
+        return str(problem)
+    matcher = future.result()
+    return "" if matcher is None else matcher_error(matcher)

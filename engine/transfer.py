@@ -1,0 +1,61 @@
+"""Copies between host and device that the host does not wait for. They run in the order of the device's work.
+
+Pinned memory comes from torch's caching host allocator, which reuses a block only when the copies under way have ended,
+so buffers need not be kept alive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PendingCopy:
+    """A copy to the host, under way."""
+
+    tensor: Tensor
+    event: torch.cuda.Event | None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.event is None or self.event.query()  # type: ignore[no-untyped-call]
+
+    def wait(self) -> Tensor:
+        """The values, once they have arrived."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.tensor
+
+
+class DeviceCopier:
+    """Copies to and from one device. On a CPU nothing needs to be copied."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def to_device(self, array: np.ndarray) -> Tensor:
+        """The array on the device. The array must not change afterwards."""
+        return self._pinned(array).to(self.device, non_blocking=True)
+
+    def fill(self, target: Tensor, array: np.ndarray) -> None:
+        """Overwrite a tensor on the device with values of the same dtype, after all work launched so far. The array
+        must not change afterwards."""
+        target.copy_(self._pinned(array), non_blocking=True)
+
+    def _pinned(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor if self.device.type == "cpu" else tensor.pin_memory()
+
+    def to_host(self, tensor: Tensor) -> PendingCopy:
+        """Start a copy after all work launched so far. Later changes to the tensor do not affect it."""
+        if self.device.type == "cpu":
+            return PendingCopy(tensor.clone(), None)
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        target.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return PendingCopy(target, event)

@@ -1,0 +1,270 @@
+"""Loading a model: match the checkpoint's tensors with the model's parameters, then build the decoder from them.
+
+Matching is strict both ways and comes before the first weight is read: a tensor without a parameter or a parameter
+without a tensor is an error that names it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from serve_llm.common.errors import ModelError
+from serve_llm.engine.model.build import GroupedWeightLoader, ModelBuilder, Part, WeightLoader, load_no_groups
+from serve_llm.engine.model.decoder import Decoder, build_decoder
+from serve_llm.engine.model.lora import LoRALayers
+from serve_llm.engine.model.shard import Shard
+from serve_llm.engine.model.spec import MLASpec, ModelSpec
+from serve_llm.engine.model.weight_map import WeightMap, WeightRule
+from serve_llm.engine.parallel.groups import ProcessGroups
+from serve_llm.engine.quantization import fp8, int8
+from serve_llm.engine.weights.dummy import build_dummy_group_loader, build_dummy_loader
+from serve_llm.engine.weights.files import AnyCheckpoint, Checkpoint, open_checkpoint
+from serve_llm.engine.weights.parameters import CheckpointLoader, Source
+from serve_llm.engine.weights.upload import read_ahead
+from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.registry import Kernels, choose
+
+logger = logging.getLogger(__name__)
+
+KV_SCALES = (r".*\.[kv]_scale", r".*\.[kv]_proj\.output_scale")  # scales for an fp8 KV cache, which is not used
+Progress = Callable[[int, int], None]  # number of parameters loaded so far, number of all
+
+
+def load_model(
+    directory: Path,
+    spec: ModelSpec,
+    weight_map: WeightMap,
+    *,
+    shard: Shard,
+    groups: ProcessGroups,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str = "auto",
+    seed: int = 0,
+    kernels: Kernels | None = None,
+    lora: LoRALayers | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Decoder:
+    """Build the shard's part of the model with weights of `dtype` on `device`, and log its tree at debug level.
+
+    load_format: "auto" reads the checkpoint in `directory`; "dummy" reads no file and uses random weights made from
+    `seed`. kernels: None: those of `choose_kernels`. lora: where linear layers that adapters can change are recorded.
+    Raises ModelError if the checkpoint cannot be read or does not match spec and weight_map.
+    """
+    if spec.int8 is not None:
+        int8.check()
+    if spec.fp8:
+        fp8.check(device)
+    load: WeightLoader
+    checkpoint = None
+    load_grouped: GroupedWeightLoader = load_no_groups
+    if load_format == "dummy":
+        spec = _quantise_int8_at_load(spec)
+        load = build_dummy_loader(seed, dtype, device)
+        if spec.grouped is not None and spec.grouped.in_checkpoint:
+            load_grouped = build_dummy_group_loader(seed, spec.grouped, device)
+    else:
+        checkpoint = open_checkpoint(directory)
+        spec, sources = match_tensors(checkpoint, spec, weight_map, str(directory))
+        if device.type != "cpu":
+            read_ahead(checkpoint.paths)
+        stored = CheckpointLoader(checkpoint, sources, dtype, device)
+        load, load_grouped = stored, stored.read_grouped
+        if shard.is_last:
+            load = _with_pooler_folders(load, spec, directory, dtype, device)
+    report = _Progress(_count_parameters(spec, weight_map, shard), progress)
+    builder = ModelBuilder(
+        report.counting(load),
+        kernels or choose_kernels(spec, dtype, device),
+        shard,
+        groups,
+        spec.int8,
+        spec.fp8,
+        spec.grouped,
+        report.counting_groups(load_grouped),
+        dtype,
+        lora,
+    )
+    decoder = build_decoder(spec, builder, device)
+    if checkpoint is not None:
+        checkpoint.release()
+    logger.debug("Model:\n%r", decoder)
+    return decoder
+
+
+def match_tensors(
+    checkpoint: AnyCheckpoint, spec: ModelSpec, weight_map: WeightMap, where: str
+) -> tuple[ModelSpec, dict[str, Source]]:
+    """Find the tensor of each parameter. where: names the checkpoint in errors.
+
+    As in transformers, the returned spec has no tied embeddings if the checkpoint holds an LM head whose values differ
+    from the embedding's. Raises ModelError that names tensors which are missing or unused.
+    """
+    complete = (weight_map.prefix, weight_map.head.removesuffix("weight"), *weight_map.outside)
+
+    def add_prefix(name: str) -> str:
+        """Checkpoints of the bare base model lack the prefix."""
+        for stored_prefix, prefix in weight_map.prefixes:
+            if name.startswith(stored_prefix):
+                return prefix + name.removeprefix(stored_prefix)
+        return name if name.startswith(complete) else weight_map.prefix + name
+
+    stored = {add_prefix(name): name for name in checkpoint.names}
+    spec = _untie_different_head(checkpoint, spec, weight_map, stored)
+    rules = _read_as_quantised(checkpoint, _expand_rules(spec, weight_map, stored), weight_map, stored)
+    if missing := sorted(rules.keys() - stored.keys()):
+        raise ModelError(f"{where}: the checkpoint lacks {_list(missing)}")
+    used = {stored[tensor] for tensor in rules} | {stored.get(weight_map.head)}
+    ignored = re.compile(
+        "|".join(weight_map.ignored + (KV_SCALES if weight_map.quantized is not None else ())) or r"(?!)"
+    )
+    unused = sorted(name for name in checkpoint.names - used if not ignored.fullmatch(add_prefix(name)))
+    if unused:
+        raise ModelError(f"{where}: no parameter of a {spec.architecture} uses {_list(unused)}")
+    sources = {}
+    for tensor, rule in rules.items():
+        source = Source(stored[tensor], replace(rule, scales=stored.get(rule.scales, "")))
+        sources.update(dict.fromkeys(rule.parameters, source))
+    return spec, sources
+
+
+def _untie_different_head(
+    checkpoint: AnyCheckpoint, spec: ModelSpec, weight_map: WeightMap, stored: Mapping[str, str]
+) -> ModelSpec:
+    embedding = stored.get(weight_map.embedding)
+    head = stored.get(weight_map.head)
+    if not spec.tie_word_embeddings or embedding is None or head is None or not spec.reads_lm_head:
+        return spec
+    is_equal = torch.equal(checkpoint.read(embedding), checkpoint.read(head))
+    return replace(spec, tie_word_embeddings=is_equal)
+
+
+def _expand_rules(spec: ModelSpec, weight_map: WeightMap, stored: Mapping[str, str]) -> dict[str, WeightRule]:
+    """Tensor name, with the prefix -> its rule, for all tensors of the model. stored: the names in the checkpoint."""
+    rules = weight_map.expand(len(spec.layers), spec.int8)
+    embedding = weight_map.embedding
+    if spec.tie_word_embeddings and embedding not in stored and weight_map.head in stored:
+        embedding = weight_map.head  # tied weights may be stored under either name
+    rules[embedding] = WeightRule(embedding, ("embedding.weight",))
+    if spec.reads_lm_head and not spec.tie_word_embeddings:
+        rules[weight_map.head] = WeightRule(weight_map.head, ("head.weight",))
+    return rules
+
+
+def _read_as_quantised(
+    checkpoint: AnyCheckpoint, rules: dict[str, WeightRule], weight_map: WeightMap, stored: Mapping[str, str]
+) -> dict[str, WeightRule]:
+    """The rules with the tensors of quantised modules in the place of their weights. stored: as `_expand_rules`."""
+    result: dict[str, WeightRule] = {}
+    for tensor, rule in rules.items():
+        module = tensor.removesuffix(".weight")
+        form = None if module == tensor or weight_map.quantized is None else weight_map.quantized.find_format(module)
+        if form is None or f"{module}.{form.marker}" not in stored:
+            result[tensor] = rule
+            continue
+        if rule.members:
+            raise ModelError(f"{tensor}: quantised weights of several experts in one tensor are not supported")
+        weight = f"{module}.{form.weight}"
+        result[weight] = replace(rule, module=stored[weight].removesuffix(f".{form.weight}"), format=form)
+        unread = [f"{module}.{suffix}" for suffix in form.required]
+        unread += [f"{module}.{suffix}" for suffix in form.optional if f"{module}.{suffix}" in stored]
+        # AutoGPTQ and AutoAWQ write biases of zeros for modules that have none.
+        bias = f"{module}.bias"
+        if bias in stored and bias not in rules and not checkpoint.read(stored[bias]).any():
+            unread.append(bias)
+        result |= {name: WeightRule(name, ()) for name in unread}
+    return result
+
+
+def _with_pooler_folders(
+    load: WeightLoader, spec: ModelSpec, directory: Path, dtype: torch.dtype, device: torch.device
+) -> WeightLoader:
+    """`load`, and the weights of the pooler's layers that are stored in folders of their own."""
+    loaders: dict[str, WeightLoader] = {}
+    for layer in spec.pooler.layers if spec.pooler is not None else ():
+        if layer.folder:
+            kinds = ("weight", "bias") if layer.bias else ("weight",)
+            sources = {
+                f"pooler.{layer.name}.{kind}": Source(
+                    f"linear.{kind}", WeightRule(f"linear.{kind}", (f"pooler.{layer.name}.{kind}",))
+                )
+                for kind in kinds
+            }
+            folder = CheckpointLoader(Checkpoint(directory / layer.folder), sources, dtype, device)
+            loaders.update(dict.fromkeys(sources, folder))
+
+    def load_from_either(
+        name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return loaders.get(name, load)(name, shape, part, dtype)
+
+    return load_from_either if loaders else load
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _count_parameters(spec: ModelSpec, weight_map: WeightMap, shard: Shard) -> int:
+    """How many parameters `build_decoder` reads on this rank."""
+    rules = weight_map.expand(len(spec.layers), spec.int8).values()
+    count = sum(shard.holds(parameter, spec) for rule in rules for parameter in rule.parameters)
+    if spec.pooler is not None and shard.is_last:
+        count += sum(1 + layer.bias for layer in spec.pooler.layers if layer.folder) + len(spec.pooler.token_ids)
+    reads_head = spec.lm_head and shard.is_last
+    is_read_once = spec.tie_word_embeddings and shard.is_first
+    return count + shard.is_first + (reads_head and not is_read_once)
+
+
+class _Progress:
+    """Reports each parameter that is loaded."""
+
+    def __init__(self, total: int, report: Progress) -> None:
+        self._done, self._total, self._report = 0, total, report
+
+    def _advance(self) -> None:
+        self._done += 1
+        self._report(self._done, self._total)
+
+    def counting(self, load: WeightLoader) -> WeightLoader:
+        def load_and_report(
+            name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
+        ) -> Tensor:
+            tensor = load(name, shape, part, dtype)
+            self._advance()
+            return tensor
+
+        return load_and_report
+
+    def counting_groups(self, load: GroupedWeightLoader) -> GroupedWeightLoader:
+        def load_and_report(name: str, shape: tuple[int, int], part: Part) -> GroupedWeight | None:
+            weight = load(name, shape, part)
+            if weight is not None:
+                self._advance()
+            return weight
+
+        return load_and_report
+
+
+def _quantise_int8_at_load(spec: ModelSpec) -> ModelSpec:
+    """The spec for random weights in floating point."""
+    return spec if spec.int8 is None else replace(spec, int8=replace(spec.int8, in_checkpoint=False))
+
+
+def choose_kernels(spec: ModelSpec, dtype: torch.dtype, device: torch.device, batch_invariant: bool = False) -> Kernels:
+    """The kernels for the model. batch_invariant: see `kernels.registry.choose`."""
+    attentions = [layer.attention for layer in spec.layers]
+    return choose(
+        device,
+        dtype,
+        {attention.head_dim for attention in attentions if not isinstance(attention, MLASpec)},
+        {attention.head_dim for attention in attentions if isinstance(attention, MLASpec)},
+        batch_invariant=batch_invariant,
+    )

@@ -1,0 +1,164 @@
+"""Reading a part of a linear module's weight as a quantised checkpoint stores it (`engine.model.weight_format`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from serve_llm.common.errors import ModelError
+from serve_llm.engine.model.weight_format import PackedIntegers
+from serve_llm.engine.quantization.packed_integers import AWQ_ORDER, CodeMatrix, count_words, find_words, unpack
+from serve_llm.engine.weights.files import AnyCheckpoint
+
+Upload = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class ModuleReader:
+    """Reads tensors of one module, and checks their shapes and types."""
+
+    checkpoint: AnyCheckpoint
+    module: str  # its name in the checkpoint
+    upload: Upload  # copies to the model's device
+
+    def has(self, suffix: str) -> bool:
+        return f"{self.module}.{suffix}" in self.checkpoint.names
+
+    def read(
+        self,
+        suffix: str,
+        shape: Sequence[int],
+        ranges: Sequence[range] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """A tensor, or ranges of its dimensions. shape: of the whole, as config.json asks for. dtype: None for any
+        that is floating point."""
+        name = f"{self.module}.{suffix}"
+        found = self.checkpoint.shape(name)
+        if found != tuple(shape):
+            raise ModelError(
+                f"{name} has shape {list(found)}, but config.json asks for {list(shape)}: are they of the same model, "
+                "and is quantization_config right?"
+            )
+        tensor = self.checkpoint.read(name, None if ranges is None else tuple(ranges))
+        is_right = tensor.is_floating_point() if dtype is None else tensor.dtype == dtype
+        if not is_right:
+            raise ModelError(
+                f"{name} is stored as {tensor.dtype}, but config.json: quantization_config asks for "
+                f"{'a floating point type' if dtype is None else dtype}"
+            )
+        return self.upload(tensor)
+
+
+def read_integers(
+    reader: ModuleReader, stored: PackedIntegers, shape: tuple[int, int], rows: range, columns: range
+) -> CodeMatrix:
+    """shape: (outputs, inputs) of the module. rows, columns: the outputs and inputs to read.
+
+    Raises ModelError that names the tensor if shapes, types or groups do not fit.
+    """
+    inputs = shape[1]
+    size = stored.group_size or inputs
+    num_groups = -(-inputs // size)
+    if len(rows) == 0 or len(columns) == 0:
+        empty = torch.empty((len(rows), 0))
+        return CodeMatrix(
+            empty.new_empty((len(rows), len(columns)), dtype=torch.uint8),
+            stored.bits,
+            empty,
+            torch.zeros(len(columns), dtype=torch.long),
+            size,
+            zeros=empty,
+        )
+    groups = _read_groups(reader, stored, columns, inputs, size, num_groups)
+    first, last = int(groups.min()), int(groups.max())
+    if first < 0 or last >= num_groups:
+        raise ModelError(
+            f"{reader.module}.{stored.optional[0]} names group {last if last >= num_groups else first}, but "
+            f"config.json: quantization_config: group_size {stored.group_size} gives groups 0 to {num_groups - 1}"
+        )
+    kept = range(first, last + 1)
+    parts = (rows, columns, kept)
+    if stored.layout == "awq":
+        codes, scales, zeros = _read_awq(reader, stored, shape, num_groups, parts)
+    elif stored.layout == "compressed":
+        codes, scales, zeros = _read_compressed(reader, stored, shape, num_groups, parts)
+    else:
+        codes, scales, zeros = _read_gptq(reader, stored, shape, num_groups, parts)
+    return CodeMatrix(codes, stored.bits, scales.float(), (groups - first).to(codes.device), size, zeros=zeros.float())
+
+
+Parts = tuple[range, range, range]  # rows, columns and groups to read
+
+
+def _read_groups(
+    reader: ModuleReader, stored: PackedIntegers, columns: range, inputs: int, size: int, num_groups: int
+) -> Tensor:
+    """The group of each of the columns."""
+    for suffix in stored.optional:
+        if reader.has(suffix) and num_groups > 1:
+            return reader.read(suffix, (inputs,), (columns,), torch.int32).cpu().long()
+    return torch.arange(columns.start, columns.stop) // size
+
+
+def _read_awq(
+    reader: ModuleReader, stored: PackedIntegers, shape: tuple[int, int], num_groups: int, parts: Parts
+) -> tuple[Tensor, Tensor, Tensor]:
+    """qweight (inputs, words of outputs), qzeros (groups, words of outputs), scales (groups, outputs)."""
+    rows, columns, groups = parts
+    outputs, inputs = shape
+    num_words = count_words(outputs, stored.bits)
+    words, skipped = find_words(rows, stored.bits)
+    wanted = slice(skipped, skipped + len(rows))
+    codes = unpack(reader.read("qweight", (inputs, num_words), (columns, words), torch.int32), stored.bits, AWQ_ORDER)
+    zeros = unpack(reader.read("qzeros", (num_groups, num_words), (groups, words), torch.int32), stored.bits, AWQ_ORDER)
+    scales = reader.read("scales", (num_groups, outputs), (groups, rows))
+    return codes[:, wanted].T.contiguous(), scales.T.contiguous(), zeros[:, wanted].T.contiguous()
+
+
+def _read_gptq(
+    reader: ModuleReader, stored: PackedIntegers, shape: tuple[int, int], num_groups: int, parts: Parts
+) -> tuple[Tensor, Tensor, Tensor]:
+    """qweight (words of inputs, outputs), qzeros (groups, words of outputs), scales (groups, outputs)."""
+    rows, columns, groups = parts
+    outputs, inputs = shape
+    bits = stored.bits
+    words, skipped = find_words(columns, bits)
+    packed = reader.read("qweight", (count_words(inputs, bits), outputs), (words, rows), torch.int32)
+    codes = unpack(packed.T.contiguous(), bits)[:, skipped : skipped + len(columns)]
+    words, skipped = find_words(rows, bits)
+    packed = reader.read("qzeros", (num_groups, count_words(outputs, bits)), (groups, words), torch.int32)
+    zeros = unpack(packed, bits)[:, skipped : skipped + len(rows)]
+    if stored.layout == "gptq":  # stores zero points less 1
+        zeros = (zeros + 1) & (2**bits - 1)
+    scales = reader.read("scales", (num_groups, outputs), (groups, rows))
+    return codes.contiguous(), scales.T.contiguous(), zeros.T.contiguous()
+
+
+def _read_compressed(
+    reader: ModuleReader, stored: PackedIntegers, shape: tuple[int, int], num_groups: int, parts: Parts
+) -> tuple[Tensor, Tensor, Tensor]:
+    """weight_packed (outputs, words of inputs), weight_zero_point (words of outputs, groups), weight_scale (outputs,
+    groups); integers are stored with 2 ** (bits - 1) added."""
+    rows, columns, groups = parts
+    outputs, inputs = shape
+    bits = stored.bits
+    sizes = reader.read("weight_shape", (2,), dtype=torch.int64).tolist()
+    if tuple(sizes) != shape:
+        raise ModelError(
+            f"{reader.module}.weight_shape says {sizes}, but config.json asks for {list(shape)}: are they of the same "
+            "model?"
+        )
+    words, skipped = find_words(columns, bits)
+    packed = reader.read("weight_packed", (outputs, count_words(inputs, bits)), (rows, words), torch.int32)
+    codes = unpack(packed, bits)[:, skipped : skipped + len(columns)]
+    scales = reader.read("weight_scale", (outputs, num_groups), (rows, groups))
+    if stored.is_symmetric:
+        return codes.contiguous(), scales, torch.full_like(scales, 2 ** (bits - 1))
+    words, skipped = find_words(rows, bits)
+    packed = reader.read("weight_zero_point", (count_words(outputs, bits), num_groups), (words, groups), torch.int32)
+    zeros = unpack(packed.T.contiguous(), bits)[:, skipped : skipped + len(rows)]
+    return codes.contiguous(), scales, zeros.T.contiguous()

@@ -1,0 +1,149 @@
+"""Reading a part of a linear module's weight from any format of `engine.model.weight_format`."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch import Tensor
+
+from serve_llm.common.errors import ModelError
+from serve_llm.engine.model.weight_format import BitsAndBytes4, NvFp4, PackedIntegers, ScaledNumbers, WeightFormat
+from serve_llm.engine.quantization import fp8_blocks, mxfp4
+from serve_llm.engine.quantization.packed_integers import CodeMatrix
+from serve_llm.engine.weights.quantised import ModuleReader, read_integers
+
+NVFP4_GROUP = 16  # inputs that share a scale
+LARGEST_STATE = 4096  # bytes of JSON
+
+
+def read_module(
+    reader: ModuleReader, stored: WeightFormat, shape: tuple[int, int], rows: range, columns: range
+) -> CodeMatrix:
+    """shape: (outputs, inputs) of the module. rows, columns: the outputs and inputs to read.
+
+    Raises ModelError that names the tensor if shapes, types or groups do not fit.
+    """
+    if isinstance(stored, PackedIntegers):
+        return read_integers(reader, stored, shape, rows, columns)
+    if isinstance(stored, NvFp4):
+        return _read_nvfp4(reader, shape, rows, columns)
+    if isinstance(stored, BitsAndBytes4):
+        return _read_bits_and_bytes(reader, stored, shape, rows, columns)
+    if stored.kind == "fp8":
+        return _read_fp8(reader, stored, shape, rows, columns)
+    codes = reader.read("weight", shape, (rows, columns), torch.int8)
+    scales = _read_row_scales(reader, stored, shape[0], rows)
+    unsigned = codes.view(torch.uint8) ^ 128  # less 128 it is the number
+    return CodeMatrix(unsigned, 8, scales, _one_group(columns, codes), shape[1], zeros=torch.full_like(scales, 128))
+
+
+def _read_fp8(
+    reader: ModuleReader, stored: ScaledNumbers, shape: tuple[int, int], rows: range, columns: range
+) -> CodeMatrix:
+    numbers = reader.read("weight", shape, (rows, columns), fp8_blocks.DTYPE)
+    if stored.strategy != "block":
+        scales = _read_row_scales(reader, stored, shape[0], rows)
+        return CodeMatrix(numbers.view(torch.uint8), 8, scales, _one_group(columns, numbers), shape[1])
+    block = stored.block
+    counts = [-(-size // step) for size, step in zip(shape, block, strict=True)]
+    covered = [
+        range(part.start // step, -(-part.stop // step)) for part, step in zip((rows, columns), block, strict=True)
+    ]
+    scales = reader.read(stored.scale, counts, covered)
+    first = (rows.start - covered[0].start * block[0], columns.start - covered[1].start * block[1])
+    return fp8_blocks.build_matrix(numbers, scales, block, first)
+
+
+def _one_group(columns: range, weight: Tensor) -> Tensor:
+    """The groups of columns that all are in one."""
+    return torch.zeros(len(columns), dtype=torch.long, device=weight.device)
+
+
+def _read_row_scales(reader: ModuleReader, stored: ScaledNumbers, outputs: int, rows: range) -> Tensor:
+    """(rows, 1) float32."""
+    name = f"{reader.module}.{stored.scale}"
+    shape = reader.checkpoint.shape(name)
+    count = 1 if stored.strategy == "tensor" else outputs
+    if shape not in {(count,), (count, 1)} and not (count == 1 and shape == ()):
+        raise ModelError(
+            f"{name} has shape {list(shape)}, but config.json: quantization_config asks for one scale for "
+            f"{'the tensor' if count == 1 else f'each of {outputs} outputs'}"
+        )
+    scales = reader.read(stored.scale, shape).float().reshape(-1, 1) / stored.divisor
+    return scales.expand(len(rows), 1) if count == 1 else scales[rows.start : rows.stop]
+
+
+def _read_nvfp4(reader: ModuleReader, shape: tuple[int, int], rows: range, columns: range) -> CodeMatrix:
+    outputs, inputs = shape
+    if inputs % NVFP4_GROUP:
+        raise ModelError(f"{reader.module}: rows of {inputs} inputs are not whole groups of {NVFP4_GROUP}")
+    size, groups = NVFP4_GROUP, range(columns.start // NVFP4_GROUP, -(-columns.stop // NVFP4_GROUP))
+    whole = range(groups.start * size // 2, groups.stop * size // 2)
+    packed = reader.read("weight_packed", (outputs, inputs // 2), (rows, whole), torch.uint8)
+    skipped = columns.start - groups.start * size
+    scales = reader.read("weight_scale", (outputs, inputs // size), (rows, groups), torch.float8_e4m3fn)
+    whole_scale = reader.read("weight_global_scale", reader.checkpoint.shape(f"{reader.module}.weight_global_scale"))
+    if whole_scale.numel() != 1:
+        raise ModelError(
+            f"{reader.module}.weight_global_scale has shape {list(whole_scale.shape)}, but must be one number"
+        )
+    divisors = whole_scale.float().flatten().expand(len(rows)).contiguous()
+    group_of = (torch.arange(len(columns), device=packed.device) + skipped) // size
+    codes = mxfp4.unpack(packed)[:, skipped : skipped + len(columns)].contiguous()
+    table = mxfp4.build_table(packed.device)
+    return CodeMatrix(codes, 4, scales, group_of, size, divisors=divisors, table=table)
+
+
+def _read_bits_and_bytes(
+    reader: ModuleReader, stored: BitsAndBytes4, shape: tuple[int, int], rows: range, columns: range
+) -> CodeMatrix:
+    """Rows follow each other without gaps; the first number of a byte is in its upper half."""
+    outputs, inputs = shape
+    block, offset, nested_block = _read_state(reader, stored, shape)
+    if inputs % block or inputs % 2:
+        raise ModelError(f"{reader.module}: rows of {inputs} inputs are not whole blocks of {block}")
+    count = outputs * inputs // block
+    packed = reader.read(
+        "weight",
+        (outputs * inputs // 2, 1),
+        (range(rows.start * inputs // 2, rows.stop * inputs // 2), range(1)),
+        torch.uint8,
+    )
+    codes = torch.stack((packed >> 4, packed & 0xF), -1).view(len(rows), inputs)
+    blocks = range(rows.start * inputs // block, rows.stop * inputs // block)
+    if stored.is_nested:
+        indices = reader.read("weight.absmax", (count,), (blocks,), torch.uint8).int()
+        values = reader.read("weight.nested_quant_map", (256,)).float()
+        outer = reader.read("weight.nested_absmax", (-(-count // nested_block),)).float()
+        positions = torch.arange(blocks.start, blocks.stop, device=outer.device)
+        absmax = values[indices] * outer[positions // nested_block] + offset
+    else:
+        absmax = reader.read("weight.absmax", (count,), (blocks,)).float()
+    scales = absmax.view(len(rows), inputs // block)
+    groups = range(columns.start // block, -(-columns.stop // block))
+    group_of = torch.arange(columns.start, columns.stop) // block - groups.start
+    table = reader.read("weight.quant_map", (16,)).float()
+    scales = scales[:, groups.start : groups.stop].contiguous()
+    codes = codes[:, columns.start : columns.stop].contiguous()
+    return CodeMatrix(codes, 4, scales, group_of.to(codes.device), block, table=table)
+
+
+def _read_state(reader: ModuleReader, stored: BitsAndBytes4, shape: tuple[int, int]) -> tuple[int, float, int]:
+    """Numbers per scale, what is added to scales, and scales per scale of scales."""
+    name = f"{reader.module}.{stored.marker}"
+    length = reader.checkpoint.shape(name)
+    if len(length) != 1 or length[0] > LARGEST_STATE:
+        raise ModelError(f"{name} has shape {list(length)} and is no short text")
+    try:
+        state = json.loads(bytes(reader.read(stored.marker, length, dtype=torch.uint8).tolist()))
+        block, nested_block = int(state["blocksize"]), int(state.get("nested_blocksize", 256))
+        offset, found = float(state.get("nested_offset", 0.0)), tuple(state["shape"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{name} does not describe a quantised weight: {error!r}") from None
+    if found != shape or state.get("quant_type") != stored.quant_type or block < 1 or nested_block < 1:
+        raise ModelError(
+            f"{name} describes {state.get('quant_type')} of shape {list(found)} in blocks of {block}, but config.json "
+            f"asks for {stored.quant_type} of {list(shape)}"
+        )
+    return block, offset, nested_block

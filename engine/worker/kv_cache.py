@@ -1,0 +1,189 @@
+"""Size and layout of the KV cache. Arithmetic only, torch-free; `memory.py` allocates it.
+
+All KV groups draw blocks of equal bytes from one pool. A block holds `block_size` tokens of the group with the most
+bytes per token, and a power of two times as many of a group with fewer, chosen so that a request of full length takes
+the fewest bytes. Ranks agree on the tokens per block and on the number of blocks; the bytes of a block differ with the
+KV heads and layers of a rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from serve_llm.common.errors import CapacityError
+from serve_llm.engine.config import CacheRow
+from serve_llm.engine.model.spec import KVGroup
+from serve_llm.engine.scheduler.sequence import GroupLayout, most_blocks
+
+logger = logging.getLogger(__name__)
+
+CPU_SHARE = 0.4  # largest share of the free memory, without --kv-cache-memory
+CPU_CONCURRENCY = 16  # requests of full length that fit into the default CPU cache, memory permitting
+RANK_BYTES = 128 << 20  # taken by Python and torch in each worker process
+CPU_SMALLEST = 256 << 20  # bytes; smallest default cache on a CPU
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The KV cache of one rank: `num_blocks` blocks of `block_bytes`, and how each group uses a block.
+
+    Of several ranks' layouts the one with the largest `block_bytes` limits them all."""
+
+    groups: tuple[GroupLayout, ...]
+    block_bytes: int
+    num_blocks: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    def blocks_per_request(self, num_tokens: int, max_chunk: int) -> int:
+        """Most blocks that one request of `num_tokens` holds at a time."""
+        return sum(most_blocks(group, num_tokens, max_chunk) for group in self.groups)
+
+
+def bytes_per_token(group: KVGroup, row: CacheRow) -> int:
+    """Bytes of the keys and values of one token in all layers of the group."""
+    return len(group.layers) * (1 if group.is_latent else 2) * group.num_kv_heads * row.num_bytes(group.head_dim)
+
+
+def plan_cache(
+    model_groups: Sequence[KVGroup],
+    rank_groups: Sequence[KVGroup],
+    row: CacheRow,
+    block_size: int,
+    num_bytes: int,
+    *,
+    max_model_len: int,
+    max_chunk: int,
+) -> CacheLayout:
+    """Divide `num_bytes` of one rank into blocks.
+
+    model_groups: the KV groups of the whole model. They alone decide how many tokens of each group a block holds, so
+    that all ranks agree: the group with the most bytes per token has `block_size` (a power of two).
+    rank_groups: the same groups with the layers and KV heads of this rank. The group that needs most determines the
+    bytes of a block; a rank without any KV has blocks of one element.
+    max_model_len, max_chunk: tokens of the request whose bytes are minimised, and most of its tokens in one step.
+    Without groups (encoders) there is one block, which nothing uses.
+    """
+    if not model_groups:
+        return CacheLayout((), row.element_bytes, 1)
+    sizes = [bytes_per_token(group, row) for group in model_groups]
+    # candidates: bytes per `block_size` tokens that one group after another fills completely
+    candidates = sorted(size << (-(-max(sizes) // size) - 1).bit_length() for size in sizes)
+
+    def build_layout(bytes_per_slot: int) -> CacheLayout:
+        group_layouts = []
+        for size, group in zip(sizes, model_groups, strict=True):
+            power = (bytes_per_slot // size).bit_length() - 1
+            group_layouts.append(GroupLayout(block_size << power, group.sliding_window))
+        return CacheLayout(tuple(group_layouts), bytes_per_slot * block_size, 0)
+
+    layouts = [build_layout(candidate) for candidate in candidates]
+    best = min(layouts, key=lambda layout: layout.block_bytes * layout.blocks_per_request(max_model_len, max_chunk))
+    block_bytes = row.element_bytes
+    for group_layout, group in zip(best.groups, rank_groups, strict=True):
+        block_bytes = max(block_bytes, group_layout.block_size * bytes_per_token(group, row))
+    return CacheLayout(best.groups, block_bytes, num_bytes // block_bytes)
+
+
+def default_cpu_bytes(request_bytes: int, local_ranks: int, free: int) -> int:
+    """Bytes of one rank's KV cache on a CPU without --kv-cache-memory.
+
+    request_bytes: KV of one request of full length. local_ranks: ranks that share this host's memory. free: bytes of
+    free memory once all weights are loaded.
+    """
+    wanted = max(CPU_CONCURRENCY * request_bytes, CPU_SMALLEST // local_ranks)
+    return min(wanted, int(CPU_SHARE * free) // local_ranks)
+
+
+def check_free(num_bytes: int, local_ranks: int, free: int) -> None:
+    """Raise CapacityError if --kv-cache-memory exceeds a host's memory: allocating would succeed, filling would not.
+
+    num_bytes: for each of `local_ranks` ranks. free: bytes of free memory once weights are loaded.
+    """
+    if num_bytes * local_ranks > free:
+        each = f" for each of {local_ranks} ranks" if local_ranks > 1 else ""
+        raise CapacityError(
+            f"--kv-cache-memory: {size_text(num_bytes)}{each}, but only {size_text(free)} of memory are free here; "
+            f"give at most {free // local_ranks} bytes, or omit it"
+        )
+
+
+def check_ranks(num_ranks: int, free: int) -> None:
+    """Raise CapacityError if `num_ranks` processes do not fit on one host, whatever the model. free: bytes."""
+    if num_ranks * RANK_BYTES > free:
+        raise CapacityError(
+            f"{num_ranks} ranks on this host take at least {size_text(num_ranks * RANK_BYTES)} of memory before a "
+            f"weight is loaded, but only {size_text(free)} are free; lower --tensor-parallel-size or "
+            "--pipeline-parallel-size, or use more hosts"
+        )
+
+
+def check_capacity(layout: CacheLayout, max_model_len: int, max_chunk: int, device: str) -> None:
+    """Log the capacity. Raise CapacityError if not even one request of full length fits."""
+    if not layout.groups:
+        logger.info("No KV cache: the model computes each prompt in one step")
+        return
+    needed = layout.blocks_per_request(max_model_len, max_chunk)
+    tokens = cache_tokens(layout, max_model_len, max_chunk)
+    if layout.num_blocks < needed:
+        raise CapacityError(
+            f"the KV cache has room for {tokens:,} tokens, but one request may need {max_model_len:,}: "
+            f"lower --max-model-len to at most {max(tokens, 1)}, or raise --kv-cache-memory from "
+            f"{layout.num_bytes:,} to at least {needed * layout.block_bytes:,} bytes"
+        )
+    for line in capacity_lines(tokens, layout.num_blocks / needed, max_model_len, device):
+        logger.info(line)
+
+
+def capacity_lines(tokens: int, concurrency: float, max_model_len: int, device: str) -> tuple[str, str]:
+    """The capacity in vLLM's words."""
+    return (
+        f"{'CPU' if device == 'cpu' else 'GPU'} KV cache size: {tokens:,} tokens",
+        f"Maximum concurrency for {max_model_len:,} tokens per request: {concurrency:.2f}x",
+    )
+
+
+def memory_line(weights: Sequence[int], caches: Sequence[int]) -> str:
+    """Format the bytes of each rank's weights and KV cache, in rank order, for the start-up log."""
+    return f"Weights: {' + '.join(map(size_text, weights))}, KV cache: {' + '.join(map(size_text, caches))}"
+
+
+def size_text(num_bytes: int) -> str:
+    """Bytes in readable form: 13.01 MiB, 1.50 GiB."""
+    mebibytes = num_bytes / 2**20
+    return f"{mebibytes:.2f} MiB" if abs(mebibytes) < 1024 else f"{mebibytes / 1024:,.2f} GiB"
+
+
+def cache_tokens(layout: CacheLayout, max_model_len: int, max_chunk: int) -> int:
+    """Tokens that fit, in requests of full length (with sliding windows a token may need less); 0 without KV."""
+    if not layout.groups:
+        return 0
+    return layout.num_blocks * max_model_len // layout.blocks_per_request(max_model_len, max_chunk)
+
+
+def free_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this process may still take: the host's available memory, or what its cgroup leaves if that is less.
+
+    The cgroup counts files that were read, such as a checkpoint, as used; the kernel drops them when memory is needed.
+    """
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    for limit_file, usage_file, prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_"),
+    ):
+        try:
+            limit = int((cgroup / limit_file).read_text())
+            usage = int((cgroup / usage_file).read_text())
+            stat_file = (cgroup / limit_file).with_name("memory.stat")
+            stat = dict(line.split() for line in stat_file.read_text().splitlines())
+        except (OSError, ValueError):  # no such controller, or "max"
+            continue
+        file_bytes = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+        free = min(free, max(limit - max(usage - file_bytes, 0), 0))
+    return free

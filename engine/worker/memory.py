@@ -1,0 +1,112 @@
+"""Memory of one worker: allocate the KV cache, count what the weights hold, measure what a GPU has left."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from types import FunctionType, ModuleType
+
+import torch
+from torch import Tensor
+
+from serve_llm.common.types import Sampling
+from serve_llm.engine.config import Config
+from serve_llm.engine.model.spec import KVGroup
+from serve_llm.engine.scheduler.output import NewRequestData, ScheduledTokens, SchedulerOutput
+from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.engine.worker.kv_cache import CPU_SMALLEST, CacheLayout
+from serve_llm.engine.worker.runner import Runner
+from serve_llm.kernels import cache_int8
+from serve_llm.kernels.huge_pages import use_huge_pages
+
+
+def allocate_cache(
+    layout: CacheLayout, groups: Sequence[KVGroup], dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """One strided view (blocks, parts, kv_heads, block_size, head_dim) per layer, in layer order, into one flat buffer.
+
+    Parts are keys and values, or latent rows that are both. In an int8 cache the last dimension includes the scales.
+    A large buffer is not filled: what is never written is never read, and on a CPU takes no memory; there it lies in
+    huge pages. A small one on a CPU is touched at once, so that resident memory does not grow later.
+    """
+    block_elements = layout.block_bytes // dtype.itemsize
+    buffer = torch.empty(layout.num_blocks * block_elements, dtype=dtype, device=device)
+    if device.type == "cpu":
+        use_huge_pages(buffer)
+        if layout.num_bytes <= CPU_SMALLEST:
+            buffer.fill_(0)
+    caches: dict[int, Tensor] = {}
+    for group, group_layout in zip(groups, layout.groups, strict=True):
+        block_size = group_layout.block_size
+        head_elements = group.head_dim + (cache_int8.SCALE_BYTES if dtype == torch.int8 else 0)
+        parts = 1 if group.is_latent else 2
+        part_elements = group.num_kv_heads * block_size * head_elements
+        shape = (layout.num_blocks, parts, group.num_kv_heads, block_size, head_elements)
+        strides = (block_elements, part_elements, block_size * head_elements, head_elements, 1)
+        for index, layer in enumerate(group.layers):
+            caches[layer] = buffer.as_strided(shape, strides, index * parts * part_elements)
+    return [caches[layer] for layer in sorted(caches)]
+
+
+def find_tensors(model: object, without: Iterable[object] = ()) -> Iterator[Tensor]:
+    """Yield each tensor that is reachable from `model` other than through `without`."""
+    seen = {id(item) for item in without}
+    todo = [model]
+    while todo:
+        item = todo.pop()
+        if id(item) in seen or isinstance(item, ModuleType | type):
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, FunctionType):  # its closure, not its globals
+            todo += [cell.cell_contents for cell in item.__closure__ or ()]
+        else:
+            todo += gc.get_referents(item)
+
+
+def count_held_bytes(model: object, without: Iterable[object] = ()) -> int:
+    """Count the bytes of the tensors that `find_tensors` finds.
+
+    Of storage that is larger than its tensors, such as a mapped checkpoint, only what the tensors use is counted."""
+    sizes: dict[tuple[int, int], int] = {}  # by storage and offset: tensors may share memory
+    for tensor in find_tensors(model, without):
+        if tensor.is_mkldnn:
+            sizes[id(tensor), 0] = torch.ops.mkldnn._nbytes(tensor)
+        else:
+            part = tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+            sizes[part] = max(sizes.get(part, 0), tensor.nbytes)
+    return sum(sizes.values())
+
+
+def find_free_gpu_memory(config: Config, runner: Runner, layout: CacheLayout, device: torch.device) -> int:
+    """Bytes for the KV cache, found by running the largest steps.
+
+    That is this rank's share of the card, less what other processes and the weights hold, less what these steps took.
+    runner, layout: with a small cache, which does not count as used.
+    """
+    before = torch.cuda.memory_allocated(device)
+    longest_prompt = min(config.max_num_batched_tokens, config.max_model_len - 1)
+    peaks = []
+    for counts in ([longest_prompt], [1] * config.max_num_seqs):
+        torch.cuda.reset_peak_memory_stats(device)
+        runner.run_dummy(build_dummy_batch(counts, layout.groups))
+        peaks.append(torch.cuda.max_memory_allocated(device) - before)
+    needed = max(peaks) if runner.graphs is None else sum(peaks)  # captured steps have memory of their own
+    held = before - layout.num_bytes
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    held_by_others = total - free - torch.cuda.memory_reserved(device)
+    return max(0, int(total * config.gpu_memory_utilization) - held_by_others - held - needed)
+
+
+def build_dummy_batch(counts: Sequence[int], groups: Sequence[GroupLayout]) -> SchedulerOutput:
+    """A step of `counts` prompt tokens per request, all in block 0."""
+    new_requests = []
+    scheduled = []
+    for req_index, count in enumerate(counts):
+        sampling = Sampling(max_tokens=1, seed=0)
+        block_tables = [[0] * -(-count // group.block_size) for group in groups]
+        new_requests.append(NewRequestData(req_index, [0] * count, count, sampling, None))
+        scheduled.append(ScheduledTokens(req_index, 0, count, block_tables, True, []))
+    return SchedulerOutput(new_requests, scheduled)

@@ -1,0 +1,389 @@
+"""Steps of one rank: from a SchedulerOutput to sampled tokens.
+
+On a GPU a step is started and not waited for: its ids stay on the device for the next step, which starts before they
+reach the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from serve_llm.common.errors import EngineError
+from serve_llm.common.types import TokenLogprobs
+from serve_llm.engine.config import Config
+from serve_llm.engine.model.inputs import StepInputs
+from serve_llm.engine.model.pooler import Pooler
+from serve_llm.engine.model.shard import Shard
+from serve_llm.engine.sampling.device import DeviceSampler
+from serve_llm.engine.sampling.grammar_mask import Mask, intersect, unpack_masks
+from serve_llm.engine.sampling.known_logprobs import find_known_logprobs
+from serve_llm.engine.sampling.logit_adjustments import SampleRow
+from serve_llm.engine.sampling.sampler import SampledToken, Sampler
+from serve_llm.engine.sampling.vocab_parallel import VocabParallelLogits, VocabParallelSampler
+from serve_llm.engine.scheduler.output import MaskSource, RunnerOutput, ScheduledTokens, SchedulerOutput
+from serve_llm.engine.transfer import DeviceCopier
+from serve_llm.engine.weights.adapters import AdapterLoader
+from serve_llm.engine.worker import oom
+from serve_llm.engine.worker.graphs import CudaCapture, DecodeGraphs
+from serve_llm.engine.worker.input_batch import BatchArrays, InputBatch, LastTokenIds
+from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.kernels.registry import choose_device_sampling
+
+MAX_SPLIT_TOKENS = 32  # tokens of a sequence in a decode step; more are cheaper as a prompt
+NOT_FINITE = "the model's logits are not finite"
+NOT_FINITE_VECTOR = "the vector that the model computed is not finite"
+
+
+class PendingStep(NamedTuple):
+    """A step that has started."""
+
+    is_ready: Callable[[], bool]  # whether `finish` would return at once
+    finish: Callable[[], list[RunnerOutput]]  # one per ScheduledTokens, in order; empty on ranks that do not sample
+
+
+NO_RESULTS = PendingStep(lambda: True, list)
+
+
+class RunnableModel(Protocol):
+    """The model of a rank: a `Decoder`, which documents these methods, or a `PretrainedDecoder`."""
+
+    capturable: bool  # a step may be captured as a CUDA graph: it reads nothing back from the device
+    pooler: Pooler | None
+
+    def forward(self, inputs: StepInputs, caches: Sequence[Tensor], rows: Tensor | None = None) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+    def run_without_tokens(self, dtype: torch.dtype) -> None: ...
+
+
+class Runner:
+    """Runs the steps of one rank. Owns the input batch; bound to one KV cache."""
+
+    def __init__(
+        self,
+        config: Config,
+        decoder: RunnableModel,
+        caches: Sequence[Tensor],
+        layout: CacheLayout,
+        vocabulary: VocabParallelLogits,
+        shard: Shard,
+        adapters: AdapterLoader | None = None,
+    ) -> None:
+        """caches: the KV cache of each of this rank's layers; empty for layers that cache no KV. adapters: None if
+        requests have none."""
+        device = torch.device(config.device)
+        self._decoder = decoder
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
+        self._caches = caches
+        self._shard = shard
+        self._adapters = adapters
+        self._generates = config.generates
+        self._vocabulary = vocabulary
+        self._copier = DeviceCopier(device)
+        self._needs_device_lengths = device.type != "cpu" or decoder.capturable
+        self._input_batch = InputBatch(layout.groups, config.max_num_seqs, config.max_model_len)
+        self._last_token_ids = LastTokenIds(config.max_num_seqs, device)
+        self._sampler = _build_sampler(vocabulary, self._copier, config.async_scheduling)
+        self.graphs: DecodeGraphs | None = None
+        if decoder.capturable and not config.enforce_eager and shard.is_first and shard.is_last:
+            self.graphs = DecodeGraphs(
+                self._decode,
+                CudaCapture(device),
+                self._copier,
+                layout.groups,
+                config.max_num_seqs,
+                config.max_model_len,
+            )
+
+    @oom.raise_as(EngineError, "in a step")
+    @torch.inference_mode()
+    def start(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> PendingStep:
+        """Start a step. On a CPU it is complete on return. A step without tokens computes only other engines' tokens,
+        in the experts that this rank holds. masks: called once if the step has masked rows, before sampling."""
+        scheduled = scheduler_output.scheduled
+        if not scheduled:
+            self._decoder.run_without_tokens(self._dtype)
+            return NO_RESULTS
+        self._input_batch.apply(scheduler_output)
+        adapter_slots = self._load_adapters(scheduler_output)
+        results = [RunnerOutput() for _ in scheduled]
+        arrays = self._input_batch.gather(scheduled)
+        if self.graphs is not None and not adapter_slots and self._is_decode(scheduled, self.graphs.max_tokens):
+            logits = self._replay(self.graphs, scheduled, arrays)
+            return self._sample(
+                scheduled, range(len(scheduled)), logits, self._receive_masks(scheduler_output, masks), results
+            )
+        inputs = arrays.to_inputs(self._copier.to_device, device_lengths=self._needs_device_lengths)
+        token_types = self._input_batch.find_token_types(scheduled)
+        if token_types is not None:
+            inputs = replace(inputs, token_types=self._copier.to_device(token_types))
+        if not arrays.all_known:
+            req_indices = self._copier.to_device(arrays.req_indices)
+            inputs = replace(inputs, ids=self._last_token_ids.fill(inputs.ids, req_indices))
+        rows, starts = self._select_rows(scheduled, inputs) if self._shard.is_last else (None, inputs.query_starts)
+        if adapter_slots and self._adapters is not None:
+            self._adapters.layers.begin_step(adapter_slots, inputs.query_starts, starts, self._copier.device)
+        if not self._shard.is_last:
+            self._decoder.forward(inputs, self._caches)
+            self._receive_masks(scheduler_output, masks)
+            return NO_RESULTS
+        hidden = self._decoder.forward(inputs, self._caches, rows)
+        self._add_known_logprobs(scheduled, starts, hidden, results)
+        vectors = self._compute_vectors(scheduled, starts, hidden)
+        sampled = [index for index, chunk in enumerate(scheduled) if chunk.sample]
+        if not sampled:
+            pending = PendingStep(lambda: True, lambda: results) if self._shard.is_output else NO_RESULTS
+            return self._with_vectors(pending, vectors)
+        sampled_rows = _find_sampled_rows(scheduled, starts[1:])
+        if len(sampled_rows) < len(hidden):
+            hidden = hidden[self._copier.to_device(np.array(sampled_rows))]
+        logits = self._decoder.logits(hidden)
+        pending = self._sample(scheduled, sampled, logits, self._receive_masks(scheduler_output, masks), results)
+        return self._with_vectors(pending, vectors)
+
+    def _load_adapters(self, scheduler_output: SchedulerOutput) -> list[int | None]:
+        """Load the adapters of new requests into their slots. Returns the slot of each scheduled sequence; empty if the
+        step computes only the base model."""
+        if self._adapters is None:
+            return []
+        self._adapters.layers.end_step()
+        for new in scheduler_output.new_requests:
+            if new.adapter is not None and new.adapter_slot is not None:
+                self._adapters.load(new.adapter_slot, new.adapter)
+        slots = [self._input_batch[chunk.req_index].adapter_slot for chunk in scheduler_output.scheduled]
+        return [] if all(slot is None for slot in slots) else slots
+
+    @torch.inference_mode()
+    def run_dummy(self, scheduler_output: SchedulerOutput) -> None:
+        """Run an eager step up to the gathered logits in float32, to measure the memory that it takes."""
+        self._input_batch.apply(scheduler_output)
+        arrays = self._input_batch.gather(scheduler_output.scheduled)
+        inputs = arrays.to_inputs(self._copier.to_device, device_lengths=self._needs_device_lengths)
+        if not self._shard.is_last:
+            self._decoder.forward(inputs, self._caches)
+            return
+        last_rows = self._copier.to_device(np.array(inputs.query_starts[1:]) - 1)
+        hidden = self._decoder.forward(inputs, self._caches, last_rows)
+        if not self._generates:
+            return
+        self._vocabulary.gather(self._decoder.logits(hidden)).float()
+
+    def _receive_masks(self, scheduler_output: SchedulerOutput, masks: MaskSource | None) -> Mapping[int, Mask]:
+        """The masks of grammars, by the number of the sample. Waits for them."""
+        if not scheduler_output.masked_rows:
+            return {}
+        assert masks is not None, "masked rows without masks"
+        return dict(zip(scheduler_output.masked_rows, unpack_masks(masks(), self._vocabulary.size), strict=True))
+
+    def _decode(self, inputs: StepInputs, req_indices: Tensor) -> Tensor:
+        inputs = replace(inputs, ids=self._last_token_ids.fill(inputs.ids, req_indices))
+        return self._decoder.logits(self._decoder.forward(inputs, self._caches))
+
+    def _is_decode(self, scheduled: Sequence[ScheduledTokens], max_tokens: int) -> bool:
+        """Whether every sequence computes its newest id, with a few forced ones before it or drafts after it, and only
+        samples."""
+        return sum(chunk.count for chunk in scheduled) <= max_tokens and all(
+            chunk.sample
+            and (chunk.count == 1 or self._is_forced(chunk))
+            and chunk.logprobs_start is None
+            and not self._wants_prompt_logprobs(chunk)
+            for chunk in scheduled
+        )
+
+    def _is_forced(self, chunk: ScheduledTokens) -> bool:
+        return chunk.count <= MAX_SPLIT_TOKENS and chunk.start >= self._input_batch[chunk.req_index].num_prompt
+
+    def _replay(self, graphs: DecodeGraphs, scheduled: Sequence[ScheduledTokens], arrays: BatchArrays) -> Tensor:
+        """The logits of the tokens after which an id is sampled, by a captured graph."""
+        num_sequences = len(arrays.context_lens)
+        if num_sequences == len(arrays.ids):
+            return graphs.logits(arrays)
+        logits = graphs.logits(arrays.split())
+        rows = _find_sampled_rows(scheduled, arrays.query_starts[1:].tolist())
+        return logits if len(rows) == len(arrays.ids) else logits[self._copier.to_device(np.array(rows))]
+
+    def _wants_prompt_logprobs(self, chunk: ScheduledTokens) -> bool:
+        request = self._input_batch[chunk.req_index]
+        return request.prompt_logprobs is not None and chunk.start < request.num_prompt
+
+    def _wants_vector(self, chunk: ScheduledTokens) -> bool:
+        """Whether the chunk ends a prompt of which a vector is wanted."""
+        request = self._input_batch[chunk.req_index]
+        return request.pooling and chunk.start + chunk.count == request.num_prompt
+
+    def _select_rows(self, scheduled: Sequence[ScheduledTokens], inputs: StepInputs) -> tuple[Tensor | None, list[int]]:
+        """The tokens whose hidden states are needed, at least one; None: all. And where each chunk's begin among them.
+
+        A chunk with prompt logprobs needs all its tokens, one with log-probabilities of known ids those from
+        `logprobs_start` on, one that ends a prompt of which a vector is wanted those that the pooler selects, any other
+        only those after which an id is sampled.
+        """
+        rows: list[int] = []
+        starts = [0]
+        for chunk, first, end in zip(scheduled, inputs.query_starts, inputs.query_starts[1:], strict=False):
+            if self._wants_prompt_logprobs(chunk):
+                rows += range(first, end)
+            elif chunk.logprobs_start is not None:
+                rows += range(first + chunk.logprobs_start - chunk.start, end)
+            elif self._wants_vector(chunk):
+                assert self._decoder.pooler is not None
+                rows += self._decoder.pooler.select(range(first, end))
+            else:
+                rows += range(end - chunk.num_samples, end)
+            starts.append(len(rows))
+        if len(rows) == len(inputs.ids):
+            return None, starts
+        return self._copier.to_device(np.array(rows or [0])), starts
+
+    def _compute_vectors(
+        self, scheduled: Sequence[ScheduledTokens], starts: Sequence[int], hidden: Tensor
+    ) -> dict[int, Tensor]:
+        """The vectors of the prompts that end in this step, by index in `scheduled`; none on ranks without output.
+
+        starts: as from `_select_rows`."""
+        pooled = [index for index, chunk in enumerate(scheduled) if self._wants_vector(chunk)]
+        if not pooled or not self._shard.is_output:
+            return {}
+        assert self._decoder.pooler is not None
+        vectors = self._decoder.pooler.compute([hidden[starts[index] : starts[index + 1]] for index in pooled])
+        return dict(zip(pooled, vectors, strict=True))
+
+    def _with_vectors(self, pending: PendingStep, vectors: Mapping[int, Tensor]) -> PendingStep:
+        """`pending`, with vectors in its results."""
+        if not vectors:
+            return pending
+
+        def finish() -> list[RunnerOutput]:
+            results = pending.finish()
+            for index, vector in vectors.items():
+                if bool(vector.isfinite().all()):
+                    results[index].vector = vector.cpu().numpy().tobytes()
+                else:
+                    results[index].error = NOT_FINITE_VECTOR
+            return results
+
+        return PendingStep(pending.is_ready, finish)
+
+    def _add_known_logprobs(
+        self,
+        scheduled: Sequence[ScheduledTokens],
+        starts: Sequence[int],
+        hidden: Tensor,
+        results: list[RunnerOutput],
+    ) -> None:
+        """Add the log-probabilities of prompt ids and of forced output ids, which were not sampled."""
+        for chunk, start, end, result in zip(scheduled, starts, starts[1:], results, strict=False):
+            request = self._input_batch[chunk.req_index]
+            known_ids = self._input_batch.known_ids(chunk.req_index)
+            chunk_end = chunk.start + chunk.count
+            if self._wants_prompt_logprobs(chunk):
+                next_ids = known_ids[chunk.start + 1 : min(chunk_end + 1, request.num_prompt)]
+                result.prompt_logprobs = self._find_logprobs(
+                    hidden[start:], next_ids, request.prompt_logprobs, (), result
+                )
+            if chunk.logprobs_start is not None:
+                next_ids = known_ids[chunk.logprobs_start + 1 : chunk_end + 1]
+                rows = hidden[end - (chunk_end - chunk.logprobs_start) :]
+                sampling = request.sampling
+                result.known_logprobs = (
+                    self._find_logprobs(rows, next_ids, sampling.logprobs, sampling.logprob_token_ids, result) or []
+                )
+
+    def _find_logprobs(
+        self, hidden: Tensor, next_ids: np.ndarray, k: int | None, asked_ids: Sequence[int], result: RunnerOutput
+    ) -> list[TokenLogprobs] | None:
+        assert k is not None
+        found = find_known_logprobs(
+            self._decoder.logits, self._vocabulary, hidden, next_ids.tolist(), k, asked_ids, self._shard.is_output
+        )
+        if found is None:
+            result.error = NOT_FINITE
+        return found
+
+    def _sample(
+        self,
+        scheduled: Sequence[ScheduledTokens],
+        sampled: Sequence[int],
+        logits: Tensor,
+        masks: Mapping[int, Mask],
+        results: list[RunnerOutput],
+    ) -> PendingStep:
+        """Sample the next token of the requests at `sampled` in `scheduled`, and those after their drafts. masks: those
+        of grammars, by the number of the sample. logits: (tokens after which an id is sampled, shard of vocabulary)."""
+        rows: list[SampleRow] = []
+        req_indices = []
+        errors: dict[int, str] = {}  # rows where a grammar leaves nothing to sample
+        for index in sampled:
+            chunk = scheduled[index]
+            request = self._input_batch[chunk.req_index]
+            ids = self._input_batch.token_ids(chunk.req_index, chunk.start + chunk.count)
+            for num_unread in reversed(range(chunk.num_samples)):
+                output_ids = ids[request.num_prompt : len(ids) - num_unread]
+                row = SampleRow(request.sampling, ids[: request.num_prompt], output_ids)
+                if len(rows) in masks:
+                    mask, error = intersect(masks[len(rows)], row)
+                    if error:
+                        errors[len(rows)] = error
+                    else:
+                        row = row._replace(mask=mask)
+                rows.append(row)
+                req_indices.append(chunk.req_index)
+        output = self._sampler.start(logits, rows)
+        if output.token_ids is not None:
+            self._last_token_ids.store(output.token_ids, self._copier.to_device(np.array(req_indices)))
+        if not self._shard.is_output:
+            return NO_RESULTS
+
+        def finish() -> list[RunnerOutput]:
+            tokens = [None if row in errors else token for row, token in enumerate(output.finish())]
+            end = 0
+            for index in sampled:
+                start = end
+                end += scheduled[index].num_samples
+                if results[index].error is None:
+                    error = errors.get(start, NOT_FINITE)
+                    add_sampled_tokens(results[index], tokens[start:end], scheduled[index].draft_ids, error)
+            return results
+
+        return PendingStep(output.is_ready, finish)
+
+
+def add_sampled_tokens(
+    result: RunnerOutput, tokens: Sequence[SampledToken | None], draft_ids: Sequence[int], error: str
+) -> None:
+    """Add the tokens that the request goes on with: the first, and each that follows a draft that is the one before.
+
+    tokens: sampled after the newest known token and after each draft; None where that fails. error: why the first one
+    fails, if it does."""
+    token = tokens[0]
+    if token is None:
+        result.error = error
+        return
+    for draft_id, next_token in zip(draft_ids, tokens[1:], strict=True):
+        if draft_id != token.token_id or next_token is None:  # an error is that of the step that samples there again
+            break
+        result.accepted_ids.append(token.token_id)
+        if token.logprobs is not None:
+            result.known_logprobs.append(token.logprobs)
+        token = next_token
+    result.token_id = token.token_id
+    result.logprobs = token.logprobs
+
+
+def _find_sampled_rows(scheduled: Sequence[ScheduledTokens], ends: Sequence[int]) -> list[int]:
+    """The rows after which an id is sampled. ends: where the rows of each chunk end."""
+    return [row for chunk, end in zip(scheduled, ends, strict=True) for row in range(end - chunk.num_samples, end)]
+
+
+def _build_sampler(
+    vocabulary: VocabParallelLogits, copier: DeviceCopier, async_scheduling: bool
+) -> Sampler | VocabParallelSampler | DeviceSampler:
+    if async_scheduling:
+        return DeviceSampler(vocabulary, choose_device_sampling(copier.device), copier)
+    sampler = Sampler(vocabulary.size, vocabulary.kernels)
+    return VocabParallelSampler(sampler, vocabulary) if vocabulary.is_sharded else sampler

@@ -1,0 +1,178 @@
+"""One rank: loads its shard of a model, plans and allocates its KV cache, and runs steps."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from serve_llm.common.errors import CapacityError
+from serve_llm.engine.config import Config
+from serve_llm.engine.model.lora import LoRALayers
+from serve_llm.engine.model.lora_targets import count_adapter_bytes
+from serve_llm.engine.model.shard import Shard
+from serve_llm.engine.model.spec import ModelSpec, PretrainedSpec
+from serve_llm.engine.model.weight_map import WeightMap
+from serve_llm.engine.parallel.groups import ProcessGroups
+from serve_llm.engine.sampling.vocab_parallel import VocabParallelLogits
+from serve_llm.engine.scheduler.output import MaskSource, SchedulerOutput
+from serve_llm.engine.weights.adapters import AdapterLoader
+from serve_llm.engine.weights.load import choose_kernels, load_model
+from serve_llm.engine.worker import kv_cache, oom
+from serve_llm.engine.worker.cpu_threads import choose_threads, usable_cores
+from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.engine.worker.memory import allocate_cache, count_held_bytes, find_free_gpu_memory
+from serve_llm.engine.worker.runner import PendingStep, RunnableModel, Runner
+from serve_llm.kernels.registry import choose_sampling
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """Loads its shard when constructed. Then `num_blocks` says how many KV blocks fit here, and `allocate` must be
+    called with the number that all ranks agreed on."""
+
+    def __init__(
+        self,
+        config: Config,
+        spec: ModelSpec | PretrainedSpec,
+        weights: WeightMap | None,  # None for a PretrainedSpec
+        shard: Shard,
+        process_groups: ProcessGroups,
+    ) -> None:
+        omp_threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
+        self.threads = choose_threads(config.cpu_threads, omp_threads, usable_cores(), process_groups.local_ranks)
+        torch.set_num_threads(self.threads.count)
+        self._config = config
+        self._device = torch.device(config.device)
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
+        self._cache_dtype = torch.int8 if config.kv_cache_dtype == "int8" else self._dtype
+        self._shard = shard
+        self._process_groups = process_groups
+        self._adapters: AdapterLoader | None = None
+        self._adapter_bytes = 0  # that adapters may take
+        with oom.raise_as(CapacityError, "while loading the weights"):
+            started = time.perf_counter()
+            if isinstance(spec, PretrainedSpec):
+                self._load_pretrained(spec)
+            else:
+                assert weights is not None, "a ModelSpec needs a weight map"
+                self._load(spec, weights)
+            logger.info("Weights loaded and packed in %.2f s", time.perf_counter() - started)
+        buffers = (process_groups.tensor, process_groups.previous, process_groups.next, process_groups.experts)
+        self.weight_bytes = count_held_bytes(self._decoder, without=[item for item in buffers if item is not None])
+        vocab_shards = shard.vocabularies(spec.vocab_size)
+        self._vocabulary = VocabParallelLogits(vocab_shards, process_groups.tensor, choose_sampling(self._device))
+        with oom.raise_as(CapacityError, "while trying a step of the largest size"):
+            self._layout = self._plan_cache()
+        self.num_blocks = self._layout.num_blocks
+
+    def allocate(self, num_blocks: int) -> CacheLayout:
+        """Allocate the KV cache. num_blocks: the smallest `num_blocks` of all ranks."""
+        self._layout = replace(self._layout, num_blocks=num_blocks)
+        with oom.raise_as(CapacityError, "while allocating the KV cache"):
+            self._runner = self._build_runner(self._layout)
+        return self._layout
+
+    def start(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> PendingStep:
+        """See `Runner.start`."""
+        return self._runner.start(scheduler_output, masks)
+
+    def _build_runner(self, layout: CacheLayout) -> Runner:
+        caches = allocate_cache(layout, self._kv_groups, self._cache_dtype, self._device)
+        if not layout.groups:
+            caches = [torch.empty(0, dtype=self._dtype, device=self._device)] * len(self._shard.layers)
+        return Runner(self._config, self._decoder, caches, layout, self._vocabulary, self._shard, self._adapters)
+
+    def _load(self, spec: ModelSpec, weights: WeightMap) -> None:
+        config = self._config
+        self._model_kv_groups = spec.kv_groups
+        self._kv_groups = self._shard.kv_groups(spec)
+        kernels = choose_kernels(spec, self._dtype, self._device, config.batch_invariant)
+        lora = None
+        if config.max_loras:
+            lora = LoRALayers()
+            self._adapter_bytes = count_adapter_bytes(spec, self._shard, config)
+        with tqdm(desc="Loading weights", disable=None, leave=False) as bar:  # on a terminal only
+
+            def advance(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            self._decoder: RunnableModel = load_model(
+                Path(config.directory),
+                spec,
+                weights,
+                shard=self._shard,
+                groups=self._process_groups,
+                dtype=self._dtype,
+                device=self._device,
+                load_format=config.load_format,
+                seed=config.seed,
+                kernels=kernels,
+                lora=lora,
+                progress=advance,
+            )
+        if lora is not None:
+            self._adapters = AdapterLoader(
+                spec,
+                weights,
+                lora,
+                kernels,
+                max_rank=config.max_lora_rank,
+                dtype=self._dtype,
+                device=self._device,
+            )
+
+    def _load_pretrained(self, spec: PretrainedSpec) -> None:
+        from serve_llm.engine.hf_backend.load import load_pretrained  # takes seconds to import
+
+        config = self._config
+        decoder = load_pretrained(
+            Path(config.directory),
+            spec,
+            max_model_len=config.max_model_len,
+            dtype=self._dtype,
+            device=self._device,
+            load_format=config.load_format,
+            seed=config.seed,
+        )
+        self._decoder = decoder
+        self._model_kv_groups = decoder.kv_groups
+        self._kv_groups = decoder.kv_groups
+
+    def _plan_cache(self) -> CacheLayout:
+        config = self._config
+
+        def plan(num_bytes: int) -> CacheLayout:
+            return kv_cache.plan_cache(
+                self._model_kv_groups,
+                self._kv_groups,
+                config.cache_row,
+                config.block_size,
+                num_bytes,
+                max_model_len=config.max_model_len,
+                max_chunk=config.max_num_batched_tokens,
+            )
+
+        empty = plan(0)
+        if not empty.groups:
+            return empty
+        if config.device == "cpu":
+            local_ranks = self._process_groups.local_ranks
+            free = max(0, kv_cache.free_memory() - local_ranks * self._adapter_bytes)
+            if config.kv_cache_memory is not None:
+                kv_cache.check_free(config.kv_cache_memory, local_ranks, free)
+                return plan(config.kv_cache_memory)
+            num_blocks = empty.blocks_per_request(config.max_model_len, config.max_num_batched_tokens)
+            return plan(kv_cache.default_cpu_bytes(empty.block_bytes * num_blocks, local_ranks, free))
+        if config.kv_cache_memory is not None:
+            return plan(config.kv_cache_memory)
+        one_block = replace(empty, num_blocks=1)  # holds all tokens of the steps that are tried
+        free = find_free_gpu_memory(config, self._build_runner(one_block), one_block, self._device)
+        return plan(max(0, free - self._adapter_bytes))

@@ -1,0 +1,63 @@
+// What grouped_linear.cpp (which thread computes what) and grouped.cpp (the inner loops, compiled once per instruction
+// set) agree on: products with weights of 4 or 8 bits that share a scale by groups of inputs.
+//
+// A packed weight is cut into panels of `columns` outputs, each its part of the weight, transposed: (units, columns),
+// where a unit is 32 bits: 8 or 4 neighbouring inputs, the first in the lowest bits. No unit belongs to two groups.
+#pragma once
+
+#include <cstdint>
+
+constexpr int MOST_GROUPED_ROWS = 240;  // of one call of the inner loops: their inputs and sums stay in the cache
+
+// Codes of 4 bits less 8; of 4 bits as indices of a table; of 8 bits less 128; of 8 bits as float8_e4m3fn.
+enum Coding { FOUR_BITS, TABLE, EIGHT_BITS, FLOAT8 };
+
+// How scales, zeros and minimums are stored. E8M0 and E4M3 are torch's float8_e8m0fnu and float8_e4m3fn.
+enum ScaleType { SCALE_FLOAT32, SCALE_FLOAT16, SCALE_BFLOAT16, SCALE_E8M0, SCALE_E4M3 };
+
+// y = x @ weight.T (+ bias), weight = (code - zero) * scale / divisor - minimum; never with divisor and minimum.
+struct GroupedProduct {
+  Coding coding;
+  const void* x;  // (rows, inputs) bfloat16 or float32
+  int64_t x_row;  // bytes from one row to the next
+  bool x_bf16;
+  int rows, inputs, outputs;
+  const uint32_t* weight;  // packed
+  const float* table;      // 16 numbers, or null
+  const void* scale;       // (panels, groups, columns)
+  const void* zero;        // the same, or null
+  const void* minimum;     // the same, or null
+  ScaleType scale_type;
+  const float* divisor;    // (whole panels of outputs) or null
+  const float* bias;       // the same
+  void* y;                 // (rows, outputs) bfloat16 or float32
+  int64_t y_row;           // numbers from one row to the next
+  bool y_bf16;
+  int units, groups;
+  int first_units, group_units;  // of the first group, and of the others but the last
+};
+
+// Rows of x as the inner loops want them.
+struct GroupedInput {
+  const float* x;  // (rows, whole units of inputs)
+  int64_t x_row;   // numbers from one row to the next
+  const float* sums;  // (rows, groups), of the inputs: what is to be subtracted for codes that stand for one more
+};
+
+// Of one instruction set.
+struct GroupedMultiply {
+  int columns;    // of a panel
+  // Row `row` of x: widened and scaled by what the place of a code in its unit multiplies it with, or in pairs of
+  // bfloat16; and its groups' sums where they are needed.
+  void (*prepare)(const GroupedProduct&, int row, float* x, float* sums);
+  // Panels first .. last - 1 of all rows.
+  void (*panels)(const GroupedProduct&, const GroupedInput&, int first, int last);
+};
+
+extern const GroupedMultiply grouped_baseline;
+#if defined(__x86_64__)
+extern const GroupedMultiply grouped_avx2, grouped_avx512, grouped_avx512_bf16;
+#endif
+#if defined(HAVE_AMX)
+extern const GroupedMultiply grouped_amx;
+#endif

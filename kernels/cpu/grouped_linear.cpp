@@ -1,0 +1,65 @@
+// Linear layers with weights of 4 or 8 bits: the C interface, and which thread computes what. Knows nothing of torch.
+
+#include "grouped.h"
+#include "parallel.h"
+#include "workspace.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+namespace {
+
+const GroupedMultiply* const VARIANTS[] = {
+    &grouped_baseline,
+#if defined(__x86_64__)
+    &grouped_avx2,
+    &grouped_avx512,
+    &grouped_avx512_bf16,
+#endif
+#if defined(HAVE_AMX)
+    &grouped_amx,
+#endif
+};
+
+constexpr int LINE = 16;            // numbers of a cache line
+constexpr int64_t MUCH = 1 << 16;   // numbers to be prepared by one thread
+constexpr int64_t WORTH = 1 << 15;  // bytes of a weight that one thread reads before another has begun
+constexpr int PANELS = 8;           // that the inner loops like to take at once
+
+thread_local Workspace input_space;
+
+void multiply(const GroupedProduct& p, const GroupedMultiply& variant, int threads) {
+  const int64_t numbers = (int64_t)p.units * (p.coding == EIGHT_BITS || p.coding == FLOAT8 ? 4 : 8);
+  const int64_t x_row = (numbers + LINE - 1) / LINE * LINE + LINE;  // not a power of 2, so that rows do not share sets
+  float* x = (float*)input_space.at_least(4 * (x_row + p.groups) * p.rows);
+  float* sums = x + x_row * p.rows;
+  parallel(p.rows, numbers < MUCH ? MUCH / numbers : 1, threads, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++) variant.prepare(p, (int)row, x + row * x_row, sums + row * p.groups);
+  });
+  int64_t at_once = PANELS;
+  while (at_once * p.units * 4 * variant.columns < WORTH) at_once *= 2;
+  const int panels = (p.outputs + variant.columns - 1) / variant.columns;
+  parallel(panels, at_once, threads, [&](int64_t first, int64_t last) {
+    variant.panels(p, {x, x_row, sums}, (int)first, (int)last);
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+EXPORT int serve_llm_groupedproduct_bytes() { return sizeof(GroupedProduct); }
+
+// Outputs of a panel in a variant.
+EXPORT int serve_llm_grouped_columns(int variant) { return VARIANTS[variant]->columns; }
+
+EXPORT void serve_llm_grouped_linear(const GroupedProduct* product, int variant, int threads) {
+  GroupedProduct piece = *product;
+  for (int row = 0; row < product->rows; row += MOST_GROUPED_ROWS) {
+    piece.rows = product->rows - row < MOST_GROUPED_ROWS ? product->rows - row : MOST_GROUPED_ROWS;
+    multiply(piece, *VARIANTS[variant], threads);
+    piece.x = (const char*)piece.x + MOST_GROUPED_ROWS * piece.x_row;
+    piece.y = (char*)piece.y + MOST_GROUPED_ROWS * piece.y_row * (piece.y_bf16 ? 2 : 4);
+  }
+}
+
+}  // extern "C"

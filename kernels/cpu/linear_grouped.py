@@ -1,0 +1,202 @@
+"""Linear layers with weights of 4 or 8 bits by the compiled kernels (grouped_linear.cpp). The contract stands at
+`kernels.linear_grouped.pack_grouped`.
+
+Weights stay packed in memory: 4 or 8 bits a number, and a scale per group. Scales of 8 bits stay as they are; others
+are float16 or bfloat16 where that is exact, else float32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from serve_llm.kernels.cpu.library import Library, check_sources
+from serve_llm.kernels.huge_pages import use_huge_pages
+from serve_llm.kernels.linear import Linear
+from serve_llm.kernels.linear_grouped import GroupedWeight
+
+FOUR_BITS, TABLE, EIGHT_BITS, FLOAT8 = range(4)  # `Coding` in grouped.h
+SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e8m0fnu, torch.float8_e4m3fn)  # `ScaleType`
+FLOAT8_NAN = 0x7F  # float8_e4m3fn without its sign
+WORD_BITS = 32
+PANELS_AT_ONCE = 64  # while packing, to keep temporary memory small
+
+
+class GroupedProduct(ctypes.Structure):
+    """`GroupedProduct` in grouped.h."""
+
+    _fields_ = (
+        ("coding", ctypes.c_int),
+        ("x", ctypes.c_void_p),
+        ("x_row", ctypes.c_int64),
+        ("x_bf16", ctypes.c_bool),
+        ("rows", ctypes.c_int),
+        ("inputs", ctypes.c_int),
+        ("outputs", ctypes.c_int),
+        ("weight", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("zero", ctypes.c_void_p),
+        ("minimum", ctypes.c_void_p),
+        ("scale_type", ctypes.c_int),
+        ("divisor", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("y_row", ctypes.c_int64),
+        ("y_bf16", ctypes.c_bool),
+        ("units", ctypes.c_int),
+        ("groups", ctypes.c_int),
+        ("first_units", ctypes.c_int),
+        ("group_units", ctypes.c_int),
+    )
+
+
+class GroupedPacker:
+    """Packs weights for one variant of the library."""
+
+    def __init__(self, library: Library) -> None:
+        """Raises OSError if the library was compiled from other sources."""
+        self.compiled, self.number = library.compiled, library.number
+        check_sources(self.compiled, "groupedproduct", ctypes.sizeof(GroupedProduct))
+        self.compiled.serve_llm_grouped_linear.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+        self.compiled.serve_llm_grouped_linear.restype = None
+        self.columns: int = self.compiled.serve_llm_grouped_columns(self.number)
+
+    def packs(self, weight: GroupedWeight) -> bool:
+        """Whether the weight can be packed: not if groups begin amid words."""
+        per_word = WORD_BITS // weight.bits
+        num_groups = weight.scales.shape[1]
+        is_aligned = num_groups == 1 or (weight.group_size % per_word == 0 and weight.offset % per_word == 0)
+        return weight.codes.numel() > 0 and is_aligned
+
+    def pack(self, weight: GroupedWeight, bias: Tensor | None) -> Linear:
+        """The layer, for a weight that `packs` accepts. x may be of bfloat16 or float32."""
+        return _PackedGroups(self, weight, bias)
+
+
+class _PackedGroups:
+    def __init__(self, packer: GroupedPacker, weight: GroupedWeight, bias: Tensor | None) -> None:
+        outputs, inputs = weight.shape
+        self._compiled, self._variant, self._outputs = packer.compiled, packer.number, outputs
+        self._order = weight.order
+        columns = packer.columns
+        per_word = WORD_BITS // weight.bits
+        is_one_group = weight.scales.shape[1] == 1
+        units = -(-inputs // per_word)
+        group_units = units if is_one_group else weight.group_size // per_word
+        first_units = units if is_one_group else group_units - weight.offset // per_word
+        words = _pack_panels(weight, columns, units)
+        numbers = (_spread_nan(weight), weight.zeros, weight.minimums)
+        dtype = _find_scale_dtype(numbers)
+        scales = [None if one is None else _by_panel(one.to(dtype), columns) for one in numbers]
+        table = None if weight.table is None else weight.table.float().contiguous()
+        divisors, floats = (
+            None if one is None else functional.pad(one.float(), (0, -outputs % columns), value=1.0)
+            for one in (weight.divisors, bias)
+        )
+        self._tensors = (words, *scales, table, divisors, floats)
+        scale, zero, minimum = scales
+        self._product = GroupedProduct(
+            coding=_find_coding(weight),
+            inputs=inputs,
+            outputs=outputs,
+            weight=words.data_ptr(),
+            table=_address(table),
+            scale=_address(scale),
+            zero=_address(zero),
+            minimum=_address(minimum),
+            scale_type=SCALE_DTYPES.index(dtype),
+            divisor=_address(divisors),
+            bias=_address(floats),
+            y_row=outputs,
+            units=units,
+            groups=weight.scales.shape[1],
+            first_units=first_units,
+            group_units=group_units,
+        )
+        self._reference = ctypes.addressof(self._product)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._order is not None:
+            x = x[:, self._order]
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        y = torch.empty((x.shape[0], self._outputs), dtype=x.dtype)
+        product = self._product
+        product.x, product.x_row, product.rows = x.data_ptr(), x.stride(0) * x.element_size(), x.shape[0]
+        product.x_bf16 = product.y_bf16 = x.dtype == torch.bfloat16
+        product.y = y.data_ptr()
+        self._compiled.serve_llm_grouped_linear(self._reference, self._variant, torch.get_num_threads())
+        return y
+
+
+def _pack_panels(weight: GroupedWeight, columns: int, units: int) -> Tensor:
+    """(panels, units, columns) int32; the first code of a word in its lowest bits."""
+    outputs, inputs = weight.shape
+    bits = weight.bits
+    per_word = WORD_BITS // bits
+    num_panels = -(-outputs // columns)
+    words = torch.empty((num_panels, units, columns), dtype=torch.int32)
+    use_huge_pages(words)
+    for first in range(0, num_panels, PANELS_AT_ONCE):
+        codes = weight.codes[first * columns : (first + PANELS_AT_ONCE) * columns]
+        codes = functional.pad(codes, (0, units * per_word - inputs, 0, -len(codes) % columns))
+        places = codes.view(-1, columns, units, per_word)
+        packed = places[..., 0].int()
+        for place in range(1, per_word):
+            packed |= places[..., place].int() << (bits * place)
+        words[first : first + PANELS_AT_ONCE] = packed.transpose(1, 2)
+    return words
+
+
+def _find_coding(weight: GroupedWeight) -> int:
+    if weight.bits == 8:
+        return FLOAT8 if weight.is_float8 else EIGHT_BITS
+    return FOUR_BITS if weight.table is None else TABLE
+
+
+def _spread_nan(weight: GroupedWeight) -> Tensor:
+    """The scales. The kernel takes a code for a number, so the scale of a group with NaN among its codes is NaN."""
+    if not weight.is_float8:
+        return weight.scales
+    is_nan = (weight.codes & FLOAT8_NAN) == FLOAT8_NAN
+    if not is_nan.any():
+        return weight.scales
+    scales = weight.scales.float()
+    rows, columns = is_nan.nonzero(as_tuple=True)
+    scales[rows, (columns + weight.offset) // weight.group_size] = torch.nan
+    return scales
+
+
+def _by_panel(values: Tensor, columns: int) -> Tensor:
+    """(outputs, groups) -> (panels, groups, columns), zero bytes up to a whole panel."""
+    missing = values.new_empty((-len(values) % columns, values.shape[1]))
+    missing.view(torch.uint8).zero_()
+    return torch.cat((values, missing)).view(-1, columns, values.shape[1]).transpose(1, 2).contiguous()
+
+
+def _find_scale_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:
+    """The narrowest of SCALE_DTYPES that holds all numbers exactly; 8 bits only where they come in them."""
+    present = [one for one in tensors if one is not None]
+    first = present[0]
+    if len(present) == 1 and first.dtype == torch.float8_e8m0fnu:
+        return first.dtype
+    if len(present) == 1 and first.dtype == torch.float8_e4m3fn and not first.float().isnan().any():
+        return first.dtype  # the kernel knows no NaN of this type
+    for dtype in (torch.float16, torch.bfloat16):
+        if all(_fits(one.float(), dtype) for one in present):
+            return dtype
+    return torch.float32
+
+
+def _fits(values: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the dtype holds the values exactly."""
+    return torch.equal(values.to(dtype).float(), values) and bool(values.isfinite().all())
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,54 @@
+"""Attention of encoders: every token attends to all tokens of its prompt, or to those near it. No KV cache.
+
+Each prompt is computed alone, so its bits do not depend on the others in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from serve_llm.kernels.norm import rms_norm
+from serve_llm.kernels.rope import Angles, HeadNorms, apply_rope
+
+
+def encoder_attention(
+    qkv: Tensor,
+    heads: int,
+    norms: HeadNorms | None,
+    angles: Angles | None,
+    query_starts: Sequence[int],
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Split the joint projection, apply the head norms and rope, if given, and attend within each prompt.
+
+    qkv: (tokens, 3 * heads * head_dim): queries, then keys, then values. query_starts: prompts + 1 offsets into tokens.
+    window: a token attends to those at most `window` - 1 positions before or after it; None: to all of its prompt.
+    Returns (tokens, heads * head_dim) in the dtype of qkv.
+    """
+    query, key, value = qkv.view(len(qkv), 3, heads, -1).unbind(1)
+    if norms is not None:
+        query = rms_norm(query, norms.query, norms.eps)
+        key = rms_norm(key, norms.key, norms.eps)
+    if angles is not None:
+        query, key = apply_rope(query, key, *angles)
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    for start, end in pairwise(query_starts):
+        prompt = slice(start, end)
+        q, k, v = (part[prompt].transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+        mask = None if window is None or end - start <= window else _near(end - start, window, qkv.device)
+        result = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        output[prompt] = result[0].transpose(0, 1)
+    return output.flatten(1)
+
+
+def _near(length: int, window: int, device: torch.device) -> Tensor:
+    """Which keys each query attends to: (length, length) bool."""
+    positions = torch.arange(length, device=device)
+    return (positions[:, None] - positions).abs() < window

@@ -1,0 +1,124 @@
+"""Weights of few bits with a scale per group of inputs, multiplied in floating point. Knows tensors only.
+
+The definition converts such a weight to the dtype of the model once, which is exact up to rounding and takes as much
+memory as a weight of that dtype. `kernels.cpu.linear_grouped` keeps it packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from serve_llm.kernels import linear
+from serve_llm.kernels.linear import Linear
+
+ROWWISE = ("codes", "scales", "zeros", "minimums", "divisors")  # tensors of a weight with one row for each output
+
+
+@dataclass(frozen=True)
+class GroupedWeight:
+    """A matrix (outputs, inputs) of codes, of which `group_size` neighbouring inputs share a scale.
+
+    weight[n, k] = (value[n, k] - zeros[n, g]) * scales[n, g] / divisors[n] - minimums[n, g], where
+    g = (k + offset) // group_size. value is codes[n, k] - 2 ** (bits - 1); with a table, table[codes[n, k]]; of 8-bit
+    floats, the number whose bits are codes[n, k].
+    """
+
+    codes: Tensor  # (outputs, inputs) uint8, below 2 ** bits
+    bits: int  # 4 or 8
+    scales: Tensor  # (outputs, groups) float32, or of 8 bits: float8_e8m0fnu or float8_e4m3fn
+    group_size: int
+    zeros: Tensor | None = None  # (outputs, groups) float32; None: all zero
+    minimums: Tensor | None = None  # the same
+    divisors: Tensor | None = None  # (outputs,) float32; None: all one. Not together with minimums
+    table: Tensor | None = None  # (16,) float32, with 4 bits
+    is_float8: bool = False  # codes are float8_e4m3fn, with 8 bits
+    offset: int = 0  # inputs of the first group that this part of a matrix lacks
+    order: Tensor | None = None  # (inputs,) int64: column k multiplies number order[k] of the input; None: number k
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, inputs = self.codes.shape
+        return outputs, inputs
+
+    def map_rows(self, select: Callable[[Tensor], Tensor]) -> GroupedWeight:
+        """The weight with rows that `select` picks from the tensors that have one row for each output."""
+        rowwise = {name: getattr(self, name) for name in ROWWISE}
+        picked: dict[str, Any] = {name: None if one is None else select(one) for name, one in rowwise.items()}
+        return replace(self, **picked)
+
+    def narrow_columns(self, start: int, count: int) -> GroupedWeight:
+        """The weight with `count` columns from `start` on. It must have neither an offset nor an order."""
+        groups = slice(start // self.group_size, -(-(start + count) // self.group_size))
+        scales, zeros, minimums = (
+            None if one is None else one[:, groups] for one in (self.scales, self.zeros, self.minimums)
+        )
+        assert scales is not None
+        codes, offset = self.codes[:, start : start + count], start % self.group_size
+        return replace(self, codes=codes, scales=scales, zeros=zeros, minimums=minimums, offset=offset)
+
+    def is_like(self, other: GroupedWeight) -> bool:
+        """Whether the rows of both can be one weight."""
+        for one in fields(self):
+            mine, theirs = getattr(self, one.name), getattr(other, one.name)
+            if one.name in ROWWISE:
+                same = (mine is None) == (theirs is None) and (mine is None or mine.dtype == theirs.dtype)
+            elif isinstance(mine, Tensor) and isinstance(theirs, Tensor):
+                same = torch.equal(mine, theirs)
+            else:
+                same = mine is None and theirs is None if isinstance(mine, Tensor | None) else mine == theirs
+            if not same:
+                return False
+        return True
+
+    def dequantise(self) -> Tensor:
+        """The weight in the order of the inputs: (outputs, inputs) float32."""
+        inputs = self.codes.shape[1]
+        groups = (torch.arange(inputs, device=self.codes.device) + self.offset) // self.group_size
+        weight = self._find_values()
+        if self.zeros is not None:
+            weight -= self.zeros[:, groups]
+        scales = self.scales.float()
+        if self.divisors is not None:
+            scales = scales / self.divisors.unsqueeze(1)
+        weight *= scales[:, groups]
+        if self.minimums is not None:
+            weight -= self.minimums[:, groups]
+        if self.order is None:
+            return weight
+        result = torch.empty_like(weight)
+        result[:, self.order] = weight
+        return result
+
+    def _find_values(self) -> Tensor:
+        """What the codes stand for: (outputs, inputs) float32."""
+        if self.is_float8:
+            return self.codes.contiguous().view(torch.float8_e4m3fn).float()
+        return self.codes.float() - 2 ** (self.bits - 1) if self.table is None else self.table[self.codes.int()]
+
+
+def merge_rows(weights: Sequence[GroupedWeight]) -> GroupedWeight:
+    """The rows of the first weight, then those of the second, and so on. All must be alike."""
+    first = weights[0]
+
+    def merge(parts: Sequence[Tensor | None]) -> Tensor | None:
+        tensors = [part for part in parts if part is not None]
+        return torch.cat(tensors) if tensors else None
+
+    merged = {name: merge([getattr(one, name) for one in weights]) for name in ROWWISE}
+    return replace(first, **merged)  # type: ignore[arg-type]
+
+
+def pack_grouped(
+    weight: GroupedWeight,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    pack: Callable[[Tensor, Tensor | None], Linear] = linear.pack,
+) -> Linear:
+    """The layer x @ weight.T + bias; x and the result have `dtype`. There may be no outputs or no inputs."""
+    return pack(weight.dequantise().to(dtype), bias)

@@ -1,0 +1,234 @@
+"""Choose the version of each kernel, once, when a model is built.
+
+`kernels.linear.pack` chooses its own route, because that depends on each weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from serve_llm.kernels import (
+    activation,
+    attention,
+    encoder_attention,
+    linear,
+    linear_fp8,
+    linear_grouped,
+    linear_int8,
+    moe,
+    norm,
+    rope,
+    torch_sampling,
+)
+from serve_llm.kernels.cpu import library
+from serve_llm.kernels.cpu.linear import Packer
+from serve_llm.kernels.cpu.linear_grouped import GroupedPacker
+from serve_llm.kernels.cpu.rows import RowKernels
+from serve_llm.kernels.cpu.sampling import CompiledSampling
+from serve_llm.kernels.invariance import Guard, LayerKind
+from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.sampling import DeviceSampling, SamplingKernels
+from serve_llm.kernels.torch_sampling import SyncSampling
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One version of each kernel. The functions of the same names in `kernels/` state the contracts."""
+
+    paged_attention: Callable[..., Tensor]
+    encoder_attention: Callable[..., Tensor]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
+    rope_and_cache: Callable[[Tensor, int, rope.HeadNorms | None, rope.Angles | None, Tensor, Tensor], Tensor]
+    rope_and_latent: Callable[[Tensor, Tensor, Tensor, float, rope.Angles | None, Tensor, Tensor], Tensor]
+    activations: Mapping[str, Callable[[Tensor], Tensor]]  # silu_and_mul, gelu_tanh_and_mul, ...
+    pack: Callable[..., linear.Linear]
+    pack_heads: Callable[[Tensor], linear.Linear]
+    pack_int8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
+    pack_fp8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
+    pack_grouped: Callable[[GroupedWeight, Tensor | None, torch.dtype], linear.Linear]
+    pack_experts: Callable[[Iterable[tuple[linear.Linear, linear.Linear]], moe.Activation, range], moe.Experts]
+    capturable: bool = False  # CUDA graphs may capture them: they read lengths on the device and do not synchronise
+
+
+PORTABLE = Kernels(
+    paged_attention=attention.paged_attention,
+    encoder_attention=encoder_attention.encoder_attention,
+    rms_norm=norm.rms_norm,
+    add_rms_norm=norm.add_rms_norm,
+    layer_norm=norm.layer_norm,
+    rope_and_cache=rope.rope_and_cache,
+    rope_and_latent=rope.rope_and_latent,
+    activations={
+        kernel.__name__: kernel
+        for kernel in (
+            activation.silu_and_mul,
+            activation.gelu_and_mul,
+            activation.gelu_tanh_and_mul,
+            activation.gelu,
+            activation.gelu_tanh,
+            activation.relu,
+            activation.relu2,
+            activation.swigluoai_and_mul,
+        )
+    },
+    pack=linear.pack,
+    pack_heads=linear.pack_heads,
+    pack_int8=linear_int8.pack_int8,
+    pack_fp8=linear_fp8.pack_fp8,
+    pack_grouped=linear_grouped.pack_grouped,
+    pack_experts=moe.pack_experts,
+)
+
+
+def choose(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dims: Collection[int],
+    latent_dims: Collection[int] = (),
+    *,
+    batch_invariant: bool = False,
+) -> Kernels:
+    """Return the fastest version of each kernel for the device, the dtype of the cache and its head sizes.
+
+    latent_dims: head sizes of caches whose values are a part of the keys. batch_invariant: whether a GPU's results must
+    not depend on the rest of the batch; a CPU's never do.
+
+    Log which instruction set a CPU's compiled kernels use. Warn where there are none, or a GPU lacks Triton's.
+    """
+    if device.type not in ("cpu", "cuda"):
+        return PORTABLE
+    compiled = with_library(library.find(), dtype) if device.type == "cpu" else with_triton(batch_invariant)
+    if isinstance(compiled, str):
+        logger.warning("The model runs on plain torch operations, which is much slower: %s", compiled)
+        pack = partial(linear.pack, guard=Guard())
+        return replace(PORTABLE, pack=pack, pack_heads=partial(linear.pack_heads, pack=pack))
+    for dims, known in ((head_dims, library.HEAD_DIMS), (latent_dims, library.LATENT_DIMS)):
+        unknown = sorted(set(dims).difference(known))
+        if not unknown or device.type != "cpu":
+            continue
+        reason = f"heads of {unknown[0]} numbers have no compiled kernel ({known[0]} to {known[-1]} in steps of 8 have)"
+        logger.warning("Attention runs on plain torch operations, which is much slower: %s", reason)
+        return replace(compiled, paged_attention=attention.paged_attention, rope_and_cache=rope.rope_and_cache)
+    return compiled
+
+
+def with_triton(batch_invariant: bool) -> Kernels | str:
+    """Kernels with Triton's among them, or why they cannot be used. They take all dtypes and head sizes."""
+    try:
+        from serve_llm.kernels.triton.activation import ACTIVATIONS
+        from serve_llm.kernels.triton.attention import paged_attention
+        from serve_llm.kernels.triton.fp8 import quantise_rows
+        from serve_llm.kernels.triton.linear import pack, pack_heads
+        from serve_llm.kernels.triton.moe import pack_experts
+        from serve_llm.kernels.triton.norm import add_rms_norm, layer_norm, rms_norm
+        from serve_llm.kernels.triton.rope import rope_and_cache, rope_and_latent
+    except ImportError as error:
+        return f"Triton's kernels cannot be imported: {error}"
+    return replace(
+        PORTABLE,
+        paged_attention=partial(paged_attention, batch_invariant=batch_invariant),
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        layer_norm=layer_norm,
+        rope_and_cache=rope_and_cache,
+        rope_and_latent=rope_and_latent,
+        activations={**PORTABLE.activations, **ACTIVATIONS},
+        pack=pack if batch_invariant else linear.pack,
+        pack_grouped=partial(linear_grouped.pack_grouped, pack=pack if batch_invariant else linear.pack),
+        pack_heads=pack_heads if batch_invariant else linear.pack_heads,
+        pack_fp8=partial(linear_fp8.pack_fp8, quantise=quantise_rows),
+        pack_experts=partial(pack_experts, batch_invariant=batch_invariant),
+        capturable=True,
+    )
+
+
+def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
+    """Kernels with the compiled ones at `path` among them, or why they cannot be used."""
+    if path is None:
+        return "there was no C++ compiler (g++ 10 or newer) when serve-llm was installed; install one and repeat"
+    if dtype not in library.DTYPES:
+        return f"no kernel was compiled for {dtype}"
+    try:
+        found = library.Library(path)
+        rows, packer = RowKernels(found), Packer(found)
+    except (OSError, AttributeError) as error:  # the latter: compiled from older sources
+        return f"the compiled kernels cannot be loaded: {error}"
+    logger.info("CPU kernels: compiled for %s", found.variant)
+    guard = Guard()
+
+    def pack(weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = ()) -> linear.Linear:
+        outputs = weight.shape[0] + sum(one.shape[0] for one in beside)
+        kind = LayerKind(found.variant, outputs, weight.shape[1], weight.dtype)
+        return guard.make_invariant(packer.pack(weight, bias, beside), kind)
+
+    def pack_int8(weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> linear.Linear:
+        quantise = rows.quantise_rows
+        if not packer.has(torch.int8):
+            return linear_int8.pack_int8(weight, scale, bias, quantise=quantise)
+        kind = LayerKind(f"{found.variant} from int8", weight.shape[0], weight.shape[1], dtype)
+        return guard.make_invariant(packer.pack_int8(weight, scale, bias, quantise=quantise), kind)
+
+    grouped_packer = _find_grouped_packer(found)
+
+    def pack_grouped(weight: GroupedWeight, bias: Tensor | None, model_dtype: torch.dtype) -> linear.Linear:
+        if grouped_packer is None or not grouped_packer.packs(weight):
+            return linear_grouped.pack_grouped(weight, bias, model_dtype, pack=pack)
+        return grouped_packer.pack(weight, bias)
+
+    return replace(
+        PORTABLE,
+        paged_attention=found.paged_attention,
+        rms_norm=rows.rms_norm,
+        add_rms_norm=rows.add_rms_norm,
+        rope_and_cache=rows.rope_and_cache,
+        activations={
+            **PORTABLE.activations,
+            "silu_and_mul": rows.silu_and_mul,
+            "gelu_tanh_and_mul": rows.gelu_tanh_and_mul,
+            "gelu": rows.gelu,
+            "gelu_tanh": rows.gelu_tanh,
+        },
+        pack=pack,
+        pack_heads=partial(linear.pack_heads, pack=pack),
+        pack_int8=pack_int8,
+        pack_grouped=pack_grouped,
+    )
+
+
+def _find_grouped_packer(found: library.Library) -> GroupedPacker | None:
+    """None if the library was compiled from sources without it."""
+    with contextlib.suppress(OSError, AttributeError):
+        return GroupedPacker(found)
+    return None
+
+
+def choose_sampling(device: torch.device) -> SamplingKernels:
+    """The fastest version that runs on the device. `choose` logs it if there are no compiled kernels."""
+    if device.type != "cpu":
+        return SyncSampling(choose_device_sampling(device))
+    path = library.find()
+    if path is not None:
+        with contextlib.suppress(OSError, AttributeError):  # cannot be loaded, or compiled from older sources
+            return CompiledSampling(library.Library(path))
+    return SyncSampling(torch_sampling)
+
+
+def choose_device_sampling(device: torch.device) -> DeviceSampling:
+    """The fastest version whose results stay on the device: Triton on a GPU, the definition in torch elsewhere."""
+    if device.type != "cuda":
+        return torch_sampling
+    from serve_llm.kernels.triton import sampling as triton_sampling
+
+    return triton_sampling

@@ -1,0 +1,109 @@
+"""The LoRA adapters that requests may name. Each is checked whole, in a process of its own, before it has a name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from serve_llm.common.adapter_files import Stamp, read_stamp
+from serve_llm.common.errors import AdapterError
+from serve_llm.common.messages import AdapterCheck, AdapterVerdict
+from serve_llm.common.types import Adapter, ModelInfo
+from serve_llm.server.http.errors import InvalidRequest, ModelNotFound
+
+CHECK_SECONDS = 300.0  # for reading and checking one adapter
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """An adapter for `LLM.generate` and `LLM.chat`."""
+
+    lora_name: str
+    lora_path: str  # directory with adapter_config.json and adapter_model.safetensors
+
+
+class AdapterRegistry:
+    """Engines load an adapter when a request first needs it; the registry only names it."""
+
+    def __init__(self, facts: ModelInfo, max_rank: int, model_names: Collection[str]) -> None:
+        """facts: of an engine that is ready. model_names: those of the base model, which no adapter may have."""
+        self.adapters: dict[str, Adapter] = {}  # by name
+        self._facts = facts
+        self._max_rank = max_rank
+        self._model_names = model_names
+        self._stamps: dict[str, Stamp] = {}  # by name, of the files before they were checked
+        self._lock = asyncio.Lock()
+
+    async def load(self, name: str, directory: str, in_place: bool = False) -> Adapter:
+        """Check an adapter and give it a name. in_place: replace the adapter of this name, if there is one.
+
+        Requests that have begun keep the adapter that they began with. Raises AdapterError if it cannot be served,
+        InvalidRequest if the name is taken.
+        """
+        async with self._lock:
+            if name in self._model_names:
+                raise InvalidRequest(f"{name} is the name of the base model", "lora_name")
+            if name in self.adapters and not in_place:
+                raise InvalidRequest(f"the adapter {name} is loaded; set load_inplace to load it again", "lora_name")
+            path = Path(directory).absolute()
+            verdict, stamp = await asyncio.to_thread(self._check, path)
+            if verdict.error:
+                raise AdapterError(f"the adapter {name} cannot be served: {verdict.error}")
+            adapter = Adapter(name, str(path), verdict.digest)
+            self.adapters[name] = adapter
+            self._stamps[name] = stamp
+            logger.info("Adapter %s loaded from %s", name, path)
+            return adapter
+
+    async def load_all(self, modules: Iterable[str]) -> None:
+        """modules: NAME=DIRECTORY each. Raises AdapterError."""
+        for module in modules:
+            name, _, directory = module.partition("=")
+            await self.load(name, directory)
+
+    async def obtain(self, request: LoRARequest) -> Adapter:
+        """The adapter of an offline request, loaded if it is new or its files have changed. Raises as `load` does."""
+        path = Path(request.lora_path).absolute()
+        known = self.adapters.get(request.lora_name)
+        if known is not None and known.directory == str(path):
+            try:
+                if read_stamp(path) == self._stamps[request.lora_name]:
+                    return known
+            except OSError:
+                pass  # `load` says what is missing
+        return await self.load(request.lora_name, request.lora_path, in_place=True)
+
+    def unload(self, name: str) -> None:
+        """Requests that have begun go on. Raises ModelNotFound."""
+        if name not in self.adapters:
+            raise ModelNotFound(f"there is no adapter {name}", "lora_name")
+        del self.adapters[name]
+        del self._stamps[name]
+        logger.info("Adapter %s unloaded", name)
+
+    def _check(self, directory: Path) -> tuple[AdapterVerdict, Stamp]:
+        """Runs in a thread."""
+        try:
+            stamp = read_stamp(directory)
+        except OSError:
+            stamp = ()  # the check says what is missing
+        check = AdapterCheck(str(directory), self._facts.lora_targets, self._max_rank)
+        command = [sys.executable, "-P", "-m", "serve_llm.engine.lora.check"]
+        try:
+            done = subprocess.run(
+                command, input=msgspec.msgpack.encode(check), stdout=subprocess.PIPE, timeout=CHECK_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            return AdapterVerdict(error=f"reading {directory} took more than {CHECK_SECONDS:g} s"), stamp
+        if done.returncode != 0:
+            return AdapterVerdict(error=f"the process that read {directory} died"), stamp
+        return msgspec.msgpack.decode(done.stdout, type=AdapterVerdict), stamp

@@ -1,0 +1,68 @@
+"""Measurements of how fast work is done, with exponential decay. Time is passed in."""
+
+from __future__ import annotations
+
+import math
+
+MEMORY_SECONDS = 15.0  # time constant of the decay, in busy time
+DECAY_PER_REQUEST = 0.95
+ENOUGH_SECONDS = 1.0  # busy time before there is a rate
+
+
+class Pace:
+    """How long recent requests took after their first token, and how many tokens they had."""
+
+    def __init__(self) -> None:
+        self._num_whole = 0.0  # requests that were not cut short
+        self._whole_tokens = 0.0  # tokens of those
+        self._tokens = 0.0  # tokens of all requests
+        self._seconds = 0.0  # that all requests took after their first token
+        self._error = 0.0  # mean absolute error of seconds per request
+
+    def count(self, num_tokens: int, seconds: float, *, is_whole: bool) -> None:
+        """Count an ended request. is_whole: it was not cut short, so num_tokens is its natural length."""
+        if self._tokens:
+            expected = num_tokens * self._seconds / self._tokens
+            self._error = DECAY_PER_REQUEST * self._error + (1 - DECAY_PER_REQUEST) * abs(seconds - expected)
+        self._tokens = DECAY_PER_REQUEST * self._tokens + num_tokens
+        self._seconds = DECAY_PER_REQUEST * self._seconds + seconds
+        if is_whole:
+            self._num_whole = DECAY_PER_REQUEST * self._num_whole + 1
+            self._whole_tokens = DECAY_PER_REQUEST * self._whole_tokens + num_tokens
+
+    def seconds_for(self, max_tokens: int) -> float:
+        """Estimate of the seconds from first to last token, plus twice the usual error; 0 while nothing is known.
+
+        Expects the usual length if that is less than max_tokens.
+        """
+        if not self._tokens:
+            return 0.0
+        usual_tokens = self._whole_tokens / self._num_whole if self._num_whole else max_tokens
+        return min(max_tokens, usual_tokens) * self._seconds / self._tokens + 2 * self._error
+
+
+class Throughput:
+    """Work per busy second. Call `advance` before the queue changes and `count` for finished work."""
+
+    def __init__(self) -> None:
+        self._busy_seconds = 0.0
+        self._work = 0.0
+        self._now: float | None = None  # time given to the last `advance`
+
+    def advance(self, now: float, *, is_busy: bool) -> None:
+        """is_busy: something waited since the last call. Idle time says nothing about speed and is skipped."""
+        if is_busy and self._now is not None and now > self._now:
+            decay = math.exp((self._now - now) / MEMORY_SECONDS)
+            self._busy_seconds = self._busy_seconds * decay + (now - self._now)
+            self._work *= decay
+        self._now = now
+
+    def count(self, work: float) -> None:
+        self._work += work
+
+    @property
+    def rate(self) -> float | None:
+        """Work per second; None until enough was measured."""
+        if self._busy_seconds < ENOUGH_SECONDS or self._work <= 0:
+            return None
+        return self._work / self._busy_seconds

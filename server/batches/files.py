@@ -1,0 +1,121 @@
+"""The input and output file of `serve-llm run-batch`. The output is also what a later run continues from."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from serve_llm.common.errors import OptionError, ServeError
+from serve_llm.server.batches.lines import RESULT_PREFIX, BatchRequest, parse_request, parse_result
+from serve_llm.server.http.errors import InvalidRequest
+
+LINE_BYTES = 2**16  # for everything in a line but its body
+
+
+class InvalidLine(OptionError):
+    """A line of the input is at fault. `reason` says why, without file and line, which is counted from 1."""
+
+    def __init__(self, reason: str, path: Path = Path(), number: int = 0) -> None:
+        super().__init__(f"{path}, line {number}: {reason}")
+        self.reason = reason
+        self.number = number
+
+
+class BatchInput:
+    """A file with one request per line; empty lines are skipped. Raises OptionError: InvalidLine, if a line is at
+    fault."""
+
+    def __init__(self, path: Path, max_body_bytes: int, endpoint: str | None = None) -> None:
+        """endpoint: the `url` of every request; None: they may differ."""
+        self._path = path
+        self._endpoint = endpoint
+        self._max_bytes = max_body_bytes + LINE_BYTES
+
+    def read_ids(self) -> set[str]:
+        """Check the whole file. Returns every custom_id."""
+        ids = set[str]()
+        for number, request in self._read_numbered():
+            if request.custom_id in ids:
+                raise InvalidLine(f"custom_id {request.custom_id!r} is not the first", self._path, number)
+            ids.add(request.custom_id)
+        return ids
+
+    def read(self, done: Collection[str]) -> Iterator[BatchRequest]:
+        """The requests whose custom_id is not in `done`."""
+        for _, request in self._read_numbered():
+            if request.custom_id not in done:
+                yield request
+
+    def _read_numbered(self) -> Iterator[tuple[int, BatchRequest]]:
+        try:
+            with self._path.open("rb") as file:
+                number = 0
+                while line := file.readline(self._max_bytes + 1):
+                    number += 1
+                    if len(line) > self._max_bytes:
+                        raise InvalidLine(f"it is longer than {self._max_bytes} bytes", self._path, number)
+                    if line.strip():
+                        yield number, self._parse(line, number)
+        except OSError as error:
+            raise OptionError(f"--input-file {self._path}: {error.strerror}") from None
+
+    def _parse(self, line: bytes, number: int) -> BatchRequest:
+        try:
+            request = parse_request(line)
+        except InvalidRequest as error:
+            raise InvalidLine(error.message, self._path, number) from None
+        if self._endpoint not in (None, request.url):
+            raise InvalidLine(f"url must be that of the batch, {self._endpoint}", self._path, number)
+        return request
+
+
+class BatchOutput:
+    """A file with one result per line, in the order in which requests end. It is locked until `close`, so that two runs
+    cannot write to it together."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OptionError if the file cannot be written, or another run writes to it."""
+        self._path = path
+        try:
+            self._file = path.open("ab+")
+        except OSError as error:
+            raise OptionError(f"--output-file {path}: {error.strerror}") from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise OptionError(f"--output-file {path}: another run-batch writes to it") from None
+
+    def read_ids(self) -> set[str]:
+        """The custom_ids of all results. Removes a last line that is not whole: its run was killed as it wrote.
+
+        Raises OptionError, and changes nothing, if the file holds anything but results."""
+        self._file.seek(0)
+        ids = set[str]()
+        for number, line in enumerate(self._file, start=1):
+            if not line.endswith(b"\n"):
+                self._remove_tail(line)
+                break
+            try:
+                ids.add(parse_result(line).custom_id)
+            except InvalidRequest as error:
+                raise OptionError(f"--output-file {self._path}, line {number}: {error}") from None
+        return ids
+
+    def append(self, line: bytes) -> None:
+        """Raises ServeError."""
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise ServeError(f"cannot write to {self._path}: {error.strerror}") from None
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _remove_tail(self, tail: bytes) -> None:
+        if not tail.startswith(RESULT_PREFIX[: len(tail)]):
+            raise OptionError(f"--output-file {self._path}: its last line is not a result of a batch")
+        self._file.seek(0, 2)
+        self._file.truncate(self._file.tell() - len(tail))

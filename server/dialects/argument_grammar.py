@@ -1,0 +1,286 @@
+"""The grammar of a call's arguments in the codec of a dialect, bound to the tool's schema or only well-formed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from serve_llm.server.dialects.dialect import (
+    GemmaCodec,
+    JsonCodec,
+    PythonicCodec,
+    TaggedCodec,
+    get_written_form,
+)
+from serve_llm.server.dialects.lark import (
+    LarkWriter,
+    Symbol,
+    Symbols,
+    join,
+    write_free_text,
+    write_literal,
+    write_patterns,
+    write_regex,
+)
+from serve_llm.server.dialects.schema_types import find_types, resolve
+from serve_llm.server.dialects.string_grammar import Schema, add_definitions, split_schema, write_strings
+from serve_llm.server.structured_output.errors import GrammarError
+
+MAX_DEPTH = 20  # objects and lists of a schema inside each other, where it is written out
+MAX_ITEMS = 100  # that minItems, maxItems and prefixItems of such a list may name
+_CANNOT = "it cannot be enforced in this model's format"
+
+# Keywords of an object's schema that are enforced, or that enforce nothing.
+_SUPPORTED = frozenset(
+    "type properties required additionalProperties $defs definitions nullable title description default examples "
+    "$schema $id $comment strict x-guidance".split()
+)
+_KEY = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
+_NUMBER = r"-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,15})?([eE][-+]?[0-9]{1,2})?"
+
+
+class ArgumentsWriter:
+    """Writes into one grammar."""
+
+    def __init__(self, lark: LarkWriter, write_schema: Callable[[object], object]) -> None:
+        """write_schema: a JSON schema as llguidance takes it; raises GrammarError."""
+        self._lark = lark
+        self._write_schema = write_schema
+        self._literals: dict[str, Symbol] = {}  # rules of any literal, by the quote
+
+    def write(self, codec: JsonCodec | TaggedCodec | PythonicCodec | GemmaCodec, schema: Schema | None) -> Symbols:
+        """Everything between the name and the end of the call. schema: None for arguments that are only well-formed.
+
+        Raises GrammarError.
+        """
+        if schema is not None and "type" not in schema and "$ref" not in schema:
+            schema = {"type": "object", **schema}
+        match codec:
+            case JsonCodec():
+                return [self._add_json(schema or {"type": "object"}, {})]
+            case TaggedCodec():
+                return self._write_tagged(codec, schema)
+            case PythonicCodec():
+                return self._write_pythonic(codec, schema)
+            case GemmaCodec(quote=quote):
+                return (
+                    [self._write_quoted_literal(quote)]
+                    if schema is None
+                    else self._write_gemma(schema, schema, quote, 0)
+                )
+
+    def write_object(self, codec: JsonCodec, name: str, schema: Schema | None) -> Symbol:
+        """A call as one JSON object. Raises GrammarError."""
+        properties: dict[str, object] = {codec.id_key: {"type": "string"}} if codec.id_key else {}
+        properties |= {codec.name_key: {"const": name}, codec.arguments_key: {"type": "object", **(schema or {})}}
+        call = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        return self._add_json(call, schema or {})
+
+    def _add_json(self, schema: Schema, root: Schema) -> Symbol:
+        return self._lark.add_schema(self._write_schema(add_definitions(schema, root)))
+
+    # Arguments between delimiters.
+
+    def _write_tagged(self, codec: TaggedCodec, schema: Schema | None) -> Symbols:
+        key_open = get_written_form(codec.key_open)
+        key_end = get_written_form(codec.key_end)
+        excluded = write_patterns(codec.value_end)
+        value_end = self._lark.write_text(get_written_form(codec.value_end))
+        if schema is None:
+            key = write_regex(_KEY)
+            text = join([write_free_text(excluded)], value_end)
+            opening = join(self._lark.write_text(key_open), [key])
+            ways = [join(opening, self._lark.write_text(key_end), text)]
+            if codec.json_key_end:
+                ways.append(
+                    join(opening, self._lark.write_text(codec.json_key_end), [self._add_json({}, {})], value_end)
+                )
+            return [self._lark.repeat([self._lark.add_rule(*ways)], "*")]
+        items: Symbols = []
+        for name, member, is_required in _list_members(schema, schema):
+            found = split_schema(member, schema)
+            ways = []
+            if found.strings:
+                opening = self._lark.write_text(key_open + name + key_end)
+                ways.append(join(opening, join([write_strings(found, excluded, schema)], value_end)))
+            for other in found.others:
+                opening = self._lark.write_text(key_open + name + (codec.json_key_end or key_end))
+                ways.append(join(opening, [self._add_json(other, schema)], value_end))
+            argument = self._lark.add_rule(*ways)
+            items.append(argument if is_required else self._lark.repeat([argument], "?"))
+        return items
+
+    # Arguments as literals.
+
+    def _write_pythonic(self, codec: PythonicCodec, schema: Schema | None) -> Symbols:
+        if schema is None:
+            member = join([write_regex(f"{_KEY}=")], [self._write_python_literal()])
+            more = self._lark.repeat(join([write_regex(", ?")], member), "*")
+            return [self._lark.repeat([*member, more], "?")]
+        members = [
+            (join([write_literal(f"{name}=")], [self._write_python_value(codec, member, schema)]), is_required)
+            for name, member, is_required in _list_members(schema, schema)
+        ]
+        return self._write_members(members, ", ")
+
+    def _write_python_value(self, codec: PythonicCodec, schema: object, root: Schema) -> Symbol:
+        schema = resolve(schema, root)
+        types = set(find_types(schema, root))
+        if codec.json_literals or not isinstance(schema, Mapping) or not types & {"boolean", "null"}:
+            return self._add_json(schema if isinstance(schema, Mapping) else {}, root)
+        kept = [name for name in sorted(types) if name not in ("boolean", "null")]
+        rest: Schema | None = None
+        if set(schema) <= {"type", "title", "description", "default"}:
+            rest = {"type": kept}
+        elif "anyOf" in schema and isinstance(schema["anyOf"], list):
+            rest = {"anyOf": [part for part in schema["anyOf"] if set(find_types(part, root)) & set(kept)]}
+        if rest is None:
+            return self._add_json(schema, root)
+        constants = ["True", "False"] if "boolean" in types else []
+        constants += ["None"] if "null" in types else []
+        ways: list[Symbols] = [[write_literal(constant)] for constant in constants]
+        return self._lark.add_rule(*ways, *([[self._add_json(rest, root)]] if kept else []))
+
+    def _write_python_literal(self) -> Symbol:
+        double = write_regex(r'"([^"\\\n]|\\.)*"')
+        single = write_regex(r"'([^'\\\n]|\\.)*'")
+        constants = write_regex("True|False|None|true|false|null")
+        return self._write_literal("python", [[double], [single], [constants]], [[double], [single]])
+
+    def _write_quoted_literal(self, quote: str) -> Symbol:
+        """Any object of a codec with quotes of its own."""
+        self._write_literal(
+            quote,
+            [self._write_quoted(quote, write_free_text(write_patterns(quote))), [write_regex("true|false|null")]],
+            [[write_regex(_KEY)]],
+        )
+        return self._literals[f"{quote} object"]
+
+    def _write_literal(self, name: str, scalars: Sequence[Symbols], keys: Sequence[Symbols]) -> Symbol:
+        """Any value; keys: of objects."""
+        if name in self._literals:
+            return self._literals[name]
+        value = self._lark.reserve_rule()
+        key = self._lark.add_rule(*keys)
+        comma = write_regex(", ?")
+        member = join([key], [write_regex(": ?")], [value])
+        members = self._lark.repeat([*member, self._lark.repeat(join([comma], member), "*")], "?")
+        values = self._lark.repeat([value, self._lark.repeat(join([comma], [value]), "*")], "?")
+        opened = self._lark.add_rule(join([write_literal("{")], [members], [write_literal("}")]))
+        listed = self._lark.add_rule(join([write_literal("[")], [values], [write_literal("]")]))
+        self._lark.define_rule(value, *scalars, [write_regex(_NUMBER)], [opened], [listed])
+        self._literals[name] = value
+        self._literals[f"{name} object"] = opened
+        return value
+
+    def _write_quoted(self, quote: str, text: Symbol) -> Symbols:
+        end = self._lark.write_text(quote)
+        return join(end, join([text], end))
+
+    def _write_gemma(self, schema: object, root: Schema, quote: str, depth: int) -> Symbols:
+        """A value of a codec with quotes of its own."""
+        schema = resolve(schema, root)
+        if depth > MAX_DEPTH:
+            raise GrammarError(f"it holds more than {MAX_DEPTH} objects and lists inside each other")
+        found = split_schema(schema, root)
+        ways: list[Symbols] = []
+        if found.strings:
+            ways.append(
+                self._write_quoted(quote, write_strings(found._replace(others=[]), write_patterns(quote), root))
+            )
+        for other in found.others:
+            types = set(find_types(other, root))
+            if types == {"object"}:
+                ways.append(self._write_gemma_object(other, root, quote, depth))
+            elif types == {"array"}:
+                ways.append(self._write_gemma_list(other, root, quote, depth))
+            elif types & {"object", "array"}:
+                branches = other.get("anyOf")
+                if not isinstance(branches, list):
+                    raise GrammarError(_CANNOT)
+                ways += [self._write_gemma(branch, root, quote, depth + 1) for branch in branches]
+            else:
+                ways.append([self._add_json(other, root)])
+        return ways[0] if len(ways) == 1 else [self._lark.add_rule(*ways)]
+
+    def _write_gemma_object(self, schema: Schema, root: Schema, quote: str, depth: int) -> Symbols:
+        if depth and not schema.get("properties"):
+            return [self._write_quoted_literal(quote)]
+        members = [
+            (join([write_literal(f"{name}:")], self._write_gemma(member, root, quote, depth + 1)), is_required)
+            for name, member, is_required in _list_members(schema, root)
+        ]
+        return join([write_literal("{")], self._write_members(members, ","), [write_literal("}")])
+
+    def _write_gemma_list(self, schema: Schema, root: Schema, quote: str, depth: int) -> Symbols:
+        for keyword in ("uniqueItems", "contains"):
+            if keyword in schema:
+                raise GrammarError(_CANNOT, keyword=keyword)
+        first_schemas, item_schema, least, most = _read_list(schema)
+        items = [[self._write_gemma_item(one, root, quote, depth)] for one in first_schemas]
+        more: Symbols = []  # after `items`
+        if most is None or most > len(items):
+            item = self._write_gemma_item(item_schema, root, quote, depth)
+            items += [[item]] * (max(least, 1) - len(items))
+            if most != len(items):
+                suffix = "*" if most is None else f"{{0,{most - len(items)}}}"
+                more = [self._lark.repeat(join([write_literal(",")], [item]), suffix)]
+        values: Symbols = more
+        for index in range(len(items) - 1, -1, -1):
+            values = join([write_literal(",")] if index else [], items[index], values)
+            if index >= least:
+                values = [self._lark.repeat(values, "?")]
+        return join([write_literal("[")], values, [write_literal("]")])
+
+    def _write_gemma_item(self, schema: object, root: Schema, quote: str, depth: int) -> Symbol:
+        return self._lark.add_rule(self._write_gemma(schema, root, quote, depth + 1))
+
+    def _write_members(self, members: Sequence[tuple[Symbols, bool]], separator: str) -> Symbols:
+        """Members in their order, each with whether it is required, with a separator between two."""
+        after: Symbols = []  # what follows when there has been a member
+        first: Symbols = []  # what follows when there has been none
+        for items, is_required in reversed(members):
+            following = join([write_literal(separator)], items, after)
+            begun = join(items, after)
+            after, first = (
+                (following if is_required else [self._lark.add_rule(following, after)]),
+                (begun if is_required else [self._lark.add_rule(begun, first)]),
+            )
+        return first
+
+
+def _read_list(schema: Schema) -> tuple[list[object], object, int, int | None]:
+    """Of an array: the schemas of its first items and that of the others, the least and the most items. Raises
+    GrammarError."""
+    first = schema.get("prefixItems", [])
+    least = schema.get("minItems", 0)
+    most = schema.get("maxItems")
+    if not isinstance(first, list) or len(first) > MAX_ITEMS:
+        raise GrammarError(
+            f"it must be a list of at most {MAX_ITEMS} schemas in this model's format", keyword="prefixItems"
+        )
+    for keyword, value in (("minItems", least), ("maxItems", most)):
+        if value is not None and (not isinstance(value, int) or not 0 <= value <= MAX_ITEMS):
+            raise GrammarError(f"it must be 0 to {MAX_ITEMS} in this model's format", keyword=keyword)
+    assert isinstance(least, int) and isinstance(most, int | None)
+    others = schema.get("items", True)
+    if others is False:
+        most = min(len(first), len(first) if most is None else most)
+    if most is not None and least > most:
+        raise GrammarError("no list has so many items and so few", keyword="minItems")
+    return first[:most], others, least, most
+
+
+def _list_members(schema: Schema, root: Schema) -> list[tuple[str, object, bool]]:
+    """Key, schema and whether it is required of an object's properties. Raises GrammarError."""
+    schema_object = resolve(schema, root)
+    if not isinstance(schema_object, Mapping) or set(find_types(schema_object, root)) - {"null"} != {"object"}:
+        raise GrammarError("it must be the schema of an object")
+    for keyword in schema_object:
+        if keyword not in _SUPPORTED:
+            raise GrammarError(_CANNOT, keyword=keyword)
+    properties = schema_object.get("properties", {})
+    required = schema_object.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise GrammarError("properties must be an object, and required a list")
+    names = [*properties, *(name for name in required if name not in properties)]
+    return [(name, properties.get(name, True), name in required) for name in names]

@@ -1,0 +1,369 @@
+"""The streaming parser: from the text of a turn, in any pieces, to reasoning, content and calls.
+
+What comes out depends on the text alone, not on the pieces in which it comes. The parser never raises: text that fits
+nothing that the dialect declares is content, as it was written.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from serve_llm.server.dialects.call_ids import CallIdMaker
+from serve_llm.server.dialects.delimiters import INCOMPLETE, DelimiterSet, Found, Incomplete, skip_space
+from serve_llm.server.dialects.dialect import (
+    CallFormat,
+    Delimiter,
+    Dialect,
+    GemmaCodec,
+    JsonCodec,
+    PythonicCodec,
+    TaggedCodec,
+    get_forms,
+)
+from serve_llm.server.dialects.head import Head, HeadReader
+from serve_llm.server.dialects.json_codec import ArgumentsReader, JsonReader, ObjectReader, Outcome
+from serve_llm.server.dialects.literal_codec import LiteralReader
+from serve_llm.server.dialects.pieces import ArgumentsPiece, CallBegin, CallEnd, ContentPiece, Piece, ReasoningPiece
+from serve_llm.server.dialects.tagged_codec import TaggedReader
+from serve_llm.server.dialects.tool import Tool
+
+_PART_SEPARATOR = "\n"  # between two parts of the reasoning, or two messages of the content
+
+
+class DialectParser:
+    """For one choice of a request."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        tools: Sequence[Tool],
+        *,
+        in_reasoning: bool = False,
+        parse_calls: bool = True,
+        generator: random.Random | None = None,
+        num_previous_calls: int = 0,
+    ) -> None:
+        """in_reasoning: the prompt has opened the reasoning already. parse_calls: False leaves calls in the content.
+
+        generator: ids of calls are drawn from it. num_previous_calls: calls of the conversation so far, for ids that
+        count them.
+        """
+        self._dialect = dialect
+        self._tools = {tool.name: tool for tool in tools}
+        self._calls = dialect.calls if parse_calls else None
+        self._heads = HeadReader(self._calls, self._tools) if self._calls is not None else None
+        self._ids = CallIdMaker(generator or random.Random(), num_previous_calls)
+        self._delimiters = _Delimiters(dialect, self._calls)
+
+        self._pieces: list[Piece] = []
+        self._buffer = ""  # text that no state has read yet
+        self._is_final = False  # whether no text follows the buffer's
+        self._read_state: Callable[[], bool] = self._read_start
+        self._num_calls = 0
+        self._arguments: ArgumentsReader | None = None  # reads the open call
+
+        self.is_reasoning = False  # whether the text so far ends inside the reasoning
+        self._can_reason = dialect.reasoning is not None
+        self._is_in_message = False  # between the delimiters of content
+        self._drops_space = dialect.trims_content  # whether the whitespace that comes next belongs to nothing
+        self._has_text = False  # whether the current part of the reasoning or content has text
+        self._needs_separator = False  # whether text of the current part comes after that of an earlier one
+        self._has_reasoning = False
+        self._has_content = False
+        if in_reasoning and dialect.reasoning is not None:
+            self._begin_reasoning()
+        else:
+            self._buffer = dialect.start
+
+    @property
+    def is_content(self) -> bool:
+        """Whether the text so far ends where content may follow."""
+        return not self.is_reasoning and self._read_state in (self._read_start, self._read_text)
+
+    def push(self, text: str) -> list[Piece]:
+        """The pieces that this text makes certain."""
+        if not self._buffer and self._is_plain(text):
+            return [ReasoningPiece(text) if self.is_reasoning else ContentPiece(text)]
+        self._buffer += text
+        return self._read()
+
+    def finish(self) -> list[Piece]:
+        """The rest, when the turn has ended."""
+        self._is_final = True
+        return self._read()
+
+    def _read(self) -> list[Piece]:
+        while self._buffer and self._read_state():
+            pass
+        pieces = self._pieces
+        self._pieces = []
+        return pieces
+
+    def _is_plain(self, text: str) -> bool:
+        """Whether text goes on with the current part and is no part of a delimiter, whatever follows it."""
+        return (
+            self._has_text
+            and self._read_state == self._read_text
+            and bool(text)
+            and not text[-1].isspace()
+            and self._watched.is_absent(text)
+        )
+
+    @property
+    def _watched(self) -> DelimiterSet:
+        """The delimiters that count in the current part."""
+        if self.is_reasoning:
+            return self._delimiters.reasoning_end
+        return self._delimiters.message_close if self._is_in_message else self._delimiters.outside
+
+    # The states. Each reads from the buffer's beginning what is certain, and returns whether another can go on.
+
+    def _read_start(self) -> bool:
+        """At the start of content, where reasoning may open and calls may stand without a delimiter."""
+        start = skip_space(self._buffer, 0)
+        if start == len(self._buffer) and not self._is_final:
+            return False
+        found = self._delimiters.get_start(self._can_reason).match(self._buffer, start, self._is_final)
+        if found is INCOMPLETE:
+            return False
+        if found is not None and found.label != "call":
+            self._cross(found)
+            return True
+        if self._calls is not None and self._calls.is_bare:
+            head = self._read_first_head(start)
+            if head is INCOMPLETE:
+                return False
+            if head is not None:
+                self._begin_call(head, start)
+                return True
+        self._read_state = self._read_text
+        return True
+
+    def _read_text(self) -> bool:
+        """In reasoning or content, up to the delimiter that ends it."""
+        if self._drops_space:
+            self._buffer = self._buffer.lstrip()
+        start = 0
+        while True:
+            found = self._watched.find(self._buffer, start, self._is_final)
+            if isinstance(found, int):
+                self._add_text(found)
+                return False
+            if found.label != "call":
+                self._cross(found)
+                return True
+            head = self._read_first_head(found.start)
+            if head is INCOMPLETE:
+                self._add_text(found.start)
+                return False
+            if head is not None:
+                self._begin_call(head, found.start)
+                return True
+            start = found.start + 1
+
+    def _read_arguments(self) -> bool:
+        assert self._arguments is not None
+        result = self._arguments.read(self._buffer, 0, self._is_final)
+        self._buffer = self._buffer[result.end :]
+        self._add_arguments(result.json)
+        if result.outcome is Outcome.MORE:
+            return False
+        if result.outcome is Outcome.BROKEN:
+            self._read_state = self._read_malformed
+            return True
+        self._pieces.append(CallEnd(self._num_calls - 1))
+        assert self._calls is not None
+        is_closed = isinstance(self._calls.codec, TaggedCodec | PythonicCodec)
+        self._read_state = self._read_between if is_closed else self._read_call_close
+        return True
+
+    def _read_malformed(self) -> bool:
+        """In a call whose arguments are none: all that it holds is passed on as it is."""
+        found = self._delimiters.call_end.find(self._buffer, 0, self._is_final)
+        end = found if isinstance(found, int) else found.start
+        self._add_arguments(self._buffer[:end])
+        self._buffer = self._buffer[end:]
+        if isinstance(found, int):
+            return False
+        self._read_state = self._read_call_close
+        return True
+
+    def _read_call_close(self) -> bool:
+        start = skip_space(self._buffer, 0)
+        found = self._delimiters.call_close.match(self._buffer, start, self._is_final)
+        if found is INCOMPLETE:
+            return False
+        if found is not None:
+            self._buffer = self._buffer[found.end :]
+        self._read_state = self._read_between
+        return True
+
+    def _read_between(self) -> bool:
+        """After a call: another call of the same section, or the section's end, or text that belongs to neither."""
+        assert self._heads is not None
+        start = skip_space(self._buffer, 0)
+        if start == len(self._buffer):
+            return False
+        found = self._delimiters.section_close.match(self._buffer, start, self._is_final)
+        if found is INCOMPLETE:
+            return False
+        if found is not None:
+            self._buffer = self._buffer[found.end :]
+        else:
+            separator = self._delimiters.separator.match(self._buffer, start, self._is_final)
+            if separator is INCOMPLETE:
+                return False
+            head = self._heads.read(self._buffer, separator.end if separator else start, self._is_final)
+            if head is INCOMPLETE:
+                return False
+            if head is not None:
+                self._begin_call(head, start)
+                return True
+        self._begin_content()
+        self._drops_space = self._dialect.trims_content
+        self._read_state = self._read_text
+        return True
+
+    # Steps from one state to another.
+
+    def _read_first_head(self, start: int) -> Head | Incomplete | None:
+        assert self._heads is not None
+        return self._heads.read_first(self._buffer, start, self._is_final)
+
+    def _cross(self, found: Found) -> None:
+        """Go on behind a delimiter that is not one of calls."""
+        if found.label == "skip":
+            text = self._buffer[: found.start]
+            kept = text.rstrip()
+            self._emit(kept)
+            self._buffer = text[len(kept) :] + self._buffer[found.end :]
+            return
+        self._end_part(found.start)
+        self._buffer = self._buffer[found.end :]
+        if found.label == "reasoning":
+            self._begin_reasoning()
+            return
+        self._begin_content()
+        if found.label == "content":
+            self._is_in_message = True
+            self._read_state = self._read_text
+
+    def _begin_reasoning(self) -> None:
+        assert self._dialect.reasoning is not None
+        self._can_reason = self._dialect.reasoning.repeats
+        self._drops_space = True
+        self._has_text = False
+        self._needs_separator = self._has_reasoning
+        self.is_reasoning = True
+        self._read_state = self._read_text
+
+    def _begin_content(self) -> None:
+        self.is_reasoning = False
+        self._is_in_message = False
+        self._drops_space = True
+        self._has_text = False
+        self._needs_separator = self._has_content and self._dialect.content is not None
+        self._read_state = self._read_start
+
+    def _begin_call(self, head: Head, start: int) -> None:
+        """start: of the call's first delimiter."""
+        assert self._calls is not None
+        self._end_part(start)
+        self.is_reasoning = False
+        self._is_in_message = False
+        self._buffer = self._buffer[head.end :]
+        self._can_reason = self._dialect.reasoning is not None and self._dialect.reasoning.repeats
+        call_id = self._ids.make(self._calls.id_rule, head.name, head.written_id, self._num_calls)
+        self._pieces.append(CallBegin(self._num_calls, call_id, head.name))
+        self._num_calls += 1
+        self._arguments = self._create_reader(self._tools.get(head.name))
+        self._read_state = self._read_arguments
+
+    def _create_reader(self, tool: Tool | None) -> ArgumentsReader:
+        assert self._calls is not None
+        match self._calls.codec:
+            case JsonCodec(name_key=""):
+                return JsonReader()
+            case JsonCodec(arguments_key=key):
+                return ObjectReader(key)
+            case TaggedCodec() as codec:
+                return TaggedReader(codec, self._calls.close, tool)
+            case PythonicCodec():
+                return LiteralReader(None)
+            case GemmaCodec(quote=quote):
+                return LiteralReader(quote)
+
+    # Text of the current part.
+
+    def _add_text(self, end: int) -> None:
+        """Pass on the buffer up to a position, but for whitespace that may turn out to belong to a delimiter."""
+        text = self._buffer[:end]
+        kept = text.rstrip()
+        if self._is_final and end == len(self._buffer) and self._keeps_last_space(kept):
+            kept = text
+        self._emit(kept)
+        self._buffer = self._buffer[len(kept) :]
+
+    def _keeps_last_space(self, text: str) -> bool:
+        """Whether whitespace at the end of the turn is content. text: what comes before it in the buffer."""
+        if self.is_reasoning or self._dialect.trims_content:
+            return False
+        return bool(text) or self._has_text or not self._num_calls
+
+    def _end_part(self, end: int) -> None:
+        """Pass on the rest of a part: the buffer up to the delimiter that ends it."""
+        self._emit(self._buffer[:end].rstrip())
+
+    def _emit(self, text: str) -> None:
+        if not text:
+            return
+        if self._needs_separator:
+            text = _PART_SEPARATOR + text
+            self._needs_separator = False
+        self._has_text = True
+        self._drops_space = False
+        if self.is_reasoning:
+            self._has_reasoning = True
+            self._pieces.append(ReasoningPiece(text))
+        else:
+            self._has_content = True
+            self._pieces.append(ContentPiece(text))
+
+    def _add_arguments(self, text: str) -> None:
+        if text:
+            self._pieces.append(ArgumentsPiece(self._num_calls - 1, text))
+
+
+class _Delimiters:
+    """The delimiters that count in each state."""
+
+    def __init__(self, dialect: Dialect, calls: CallFormat | None) -> None:
+        """calls: None where calls are not read."""
+        reasoning = dialect.reasoning
+        first: list[tuple[str, Delimiter]] = []
+        if calls is not None and not calls.is_bare:
+            has_section = any(form.strip() for form in get_forms(calls.section_open))
+            first = [("call", calls.section_open if has_section else calls.open)]
+        outside = [("skip", dialect.start), *(("skip", end) for end in dialect.ends), *first]
+        if dialect.content is not None:
+            outside.append(("content", dialect.content.open))
+        reasoning_open = [("reasoning", reasoning.open)] if reasoning is not None else []
+        self._start = DelimiterSet(outside)
+        self._start_with_reasoning = DelimiterSet([*outside, *reasoning_open])
+        repeats = reasoning is not None and reasoning.repeats
+        self.outside = self._start_with_reasoning if repeats else self._start
+        self.message_close = DelimiterSet([("close", dialect.content.close)] if dialect.content is not None else [])
+        reasoning_end: list[tuple[str, Delimiter]] = []
+        if reasoning is not None:
+            reasoning_end = [("close", reasoning.close), *(first if reasoning.ends_at_call else [])]
+        self.reasoning_end = DelimiterSet(reasoning_end)
+        self.call_close = DelimiterSet([("close", calls.close)] if calls is not None else [])
+        self.section_close = DelimiterSet([("close", calls.section_close)] if calls is not None else [])
+        self.separator = DelimiterSet([("separator", calls.separator)] if calls is not None else [])
+        self.call_end = DelimiterSet([])
+        if calls is not None:
+            self.call_end = DelimiterSet([("close", calls.close), ("close", calls.section_close), *first])
+
+    def get_start(self, can_reason: bool) -> DelimiterSet:
+        return self._start_with_reasoning if can_reason else self._start

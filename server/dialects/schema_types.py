@@ -1,0 +1,79 @@
+"""Which types a tool's schema gives an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from serve_llm.server.dialects.tool import Tool
+
+ALL_TYPES = ("null", "boolean", "integer", "number", "object", "array", "string")
+
+MAX_DEPTH = 10  # references and alternatives inside each other
+
+
+def find_argument_types(tool: Tool | None, key: str) -> frozenset[str]:
+    """The JSON types that an argument may have; string if nothing is known of it."""
+    properties = tool.parameters.get("properties") if tool is not None else None
+    if tool is None or not isinstance(properties, Mapping) or key not in properties:
+        return frozenset(("string",))
+    return frozenset(find_types(properties[key], tool.parameters)) or frozenset(("string",))
+
+
+def find_type(value: object) -> str:
+    """The JSON type of a value that came out of a JSON parser."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "integer" if value.is_integer() else "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case _:
+            return "object"
+
+
+def resolve(schema: object, root: Mapping[str, object]) -> object:
+    """The schema that a local reference points to; a schema without reference as it is, None if there is nothing."""
+    for _ in range(MAX_DEPTH):
+        if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
+            return schema
+        found: object = root
+        for part in schema["$ref"].removeprefix("#").strip("/").split("/"):
+            if part:
+                found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        schema = found
+    return None
+
+
+def find_types(schema: object, root: Mapping[str, object], depth: int = 0) -> Iterator[str]:
+    """The types that a schema names; none if it names none. root: the schema that references point into."""
+    schema = resolve(schema, root)
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+        return
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        yield declared
+    elif isinstance(declared, list):
+        yield from (name for name in declared if isinstance(name, str))
+    elif "const" in schema:
+        yield find_type(schema["const"])
+    elif isinstance(schema.get("enum"), list):
+        yield from (find_type(value) for value in schema["enum"])
+    else:
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            parts = schema.get(keyword)
+            for part in parts if isinstance(parts, list) else ():
+                yield from find_types(part, root, depth + 1)
+        if not any(keyword in schema for keyword in ("anyOf", "oneOf", "allOf")):
+            if "properties" in schema:
+                yield "object"
+            elif "items" in schema:
+                yield "array"
+    if schema.get("nullable") is True:
+        yield "null"

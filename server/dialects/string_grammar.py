@@ -1,0 +1,150 @@
+"""Schemas in formats that write strings without quotes: what of a schema is a string, and which texts are valid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from serve_llm.server.dialects.lark import ANY_TEXT, Symbol, write_free_text, write_literal, write_regex
+from serve_llm.server.dialects.schema_types import ALL_TYPES, find_types, resolve
+from serve_llm.server.structured_output.errors import GrammarError
+
+Schema = Mapping[str, object]
+
+_ALTERNATIVES = ("anyOf", "oneOf")
+_REFUSED = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref")
+_DEFINITIONS = ("$defs", "definitions")
+_DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[-+]([01][0-9]|2[0-3]):[0-5][0-9])"
+_OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "uuid": "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
+    "email": r"[A-Za-z0-9_+-]{1,32}(\.[A-Za-z0-9_+-]{1,32}){0,4}@[A-Za-z0-9]{1,32}(\.[A-Za-z0-9]{1,32}){1,4}",
+    "ipv4": rf"{_OCTET}(\.{_OCTET}){{3}}",
+}
+# Texts that the parser reads as a value of the type, where the schema allows it beside strings.
+_READ_AS = {
+    "null": r"\s*(?i:null|none)\s*",
+    "boolean": r"\s*(?i:true|false)\s*",
+    "integer": r"\s*[-+.0-9](?s:.*)",
+    "number": r"\s*[-+.0-9](?s:.*)",
+    "object": r"\s*\{(?s:.*)",
+    "array": r"\s*\[(?s:.*)",
+}
+
+
+class SplitSchema(NamedTuple):
+    strings: Sequence[Schema]  # schemas of the strings that are valid
+    others: Sequence[Schema]  # schemas of the values of other types
+
+
+def split_schema(schema: object, root: Schema) -> SplitSchema:
+    """root: the schema that references point into. Raises GrammarError."""
+    schema = resolve(schema, root)
+    if schema is True or schema == {}:
+        return SplitSchema([{}], [])
+    if not isinstance(schema, Mapping):
+        raise GrammarError("it cannot be enforced in this model's format")
+    for keyword in _ALTERNATIVES:
+        if keyword in schema:
+            return _split_alternatives(schema, keyword, root)
+    parts = schema.get("allOf")
+    if isinstance(parts, list) and len(parts) == 1 and "type" not in schema:
+        return split_schema(parts[0], root)
+    types = set(find_types(schema, root)) or {"string"}
+    if "string" not in types:
+        return SplitSchema([], [schema])
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        texts = [value for value in values if isinstance(value, str)]
+        others = [value for value in values if not isinstance(value, str)]
+        return SplitSchema([{"enum": texts}] if texts else [], [{"enum": others}] if others else [])
+    others = [name for name in ALL_TYPES if name in types and name != "string"]
+    without_type = {key: value for key, value in schema.items() if key not in ("type", "nullable")}
+    return SplitSchema([{**without_type, "type": "string"}], [{**without_type, "type": others}] if others else [])
+
+
+def write_strings(found: SplitSchema, excluded: Sequence[str], root: Schema) -> Symbol:
+    """A terminal for the strings of a schema as they are. excluded: patterns that cannot stand in them.
+
+    Raises GrammarError.
+    """
+    terminals = [_write_string(schema, excluded).expression for schema in found.strings]
+    types = {name for schema in found.others for name in find_types(schema, root)}
+    read_as = [f"/{_READ_AS[name]}/" for name in sorted(types) if name in _READ_AS]
+    expression = f"({' | '.join(terminals)})"
+    if read_as:
+        expression = f"({expression} & ~({' | '.join(dict.fromkeys(read_as))}))"
+    return Symbol(expression, is_terminal=True)
+
+
+def add_definitions(schema: Schema, root: Schema) -> Schema:
+    """A part of a schema, with what its references point to."""
+    return {**{name: root[name] for name in _DEFINITIONS if name in root}, **schema}
+
+
+def _split_alternatives(schema: Schema, keyword: str, root: Schema) -> SplitSchema:
+    branches = schema[keyword]
+    if not isinstance(branches, list) or any(
+        name in schema for name in ("type", "enum", "const", "properties", "items")
+    ):
+        raise GrammarError("it cannot be enforced beside others in this model's format", keyword=keyword)
+    strings: list[Schema] = []
+    others: list[Schema] = []
+    for branch in branches:
+        found = split_schema(branch, root)
+        if keyword == "oneOf" and strings and found.strings:
+            raise GrammarError("several kinds of strings cannot be enforced in this model's format", keyword=keyword)
+        strings += found.strings
+        others += found.others
+    if len(others) > 1:
+        others = [{keyword: others}]
+    return SplitSchema(strings, others)
+
+
+def _write_string(schema: Schema, excluded: Sequence[str]) -> Symbol:
+    for keyword in _REFUSED:
+        if keyword in schema:
+            raise GrammarError("it cannot be enforced for strings in this model's format", keyword=keyword)
+    values = schema.get("enum")
+    if isinstance(values, list):
+        return Symbol(f"({' | '.join(write_literal(str(value)).expression for value in values)})", is_terminal=True)
+    expressions = [write_free_text(excluded).expression]
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    if least or most != "":
+        expressions.append(f"/(?s:.{{{least},{most}}})/")
+    if isinstance(schema.get("pattern"), str):
+        expressions.append(_write_pattern(str(schema["pattern"])))
+    if "format" in schema:
+        if schema["format"] not in _FORMATS:
+            raise GrammarError(f"{schema['format']} cannot be enforced in this model's format", keyword="format")
+        expressions.append(write_regex(_FORMATS[str(schema["format"])]).expression)
+    return Symbol(f"({' & '.join(expressions)})" if len(expressions) > 1 else expressions[0], is_terminal=True)
+
+
+def _write_pattern(pattern: str) -> str:
+    """Texts in which a pattern is found."""
+    is_anchored = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
+    inner = pattern[is_anchored[0] : len(pattern) - is_anchored[1]]
+    depth = 0
+    is_in_class = False
+    position = 0
+    while position < len(inner):
+        char = inner[position]
+        if char == "\\":
+            position += 1
+        elif is_in_class:
+            is_in_class = char != "]"
+        elif char == "[":
+            is_in_class = True
+        elif char in "()":
+            depth += 1 if char == "(" else -1
+        elif char in "^$" or (char == "|" and not depth and any(is_anchored)):
+            raise GrammarError("it cannot be enforced in this model's format", keyword="pattern")
+        position += 1
+    edges = ["" if anchored else f"{ANY_TEXT} " for anchored in is_anchored]
+    middle = write_regex(f"({inner})").expression
+    return f"({edges[0]}{middle}{' ' + edges[1].strip() if edges[1] else ''})"

@@ -1,0 +1,143 @@
+"""The server's end of the ZeroMQ channel to one engine process.
+
+Every request has a sink: a plain function that is called in the event loop with each `Output` up to the final one.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+
+import zmq
+import zmq.asyncio
+
+from serve_llm.common import messages
+from serve_llm.common.errors import EngineError, ServeError
+from serve_llm.common.heartbeat import Heartbeat, heartbeat_path
+from serve_llm.common.options.schema import Options
+from serve_llm.common.types import ModelInfo, Output, Request, Stats
+from serve_llm.server.metrics.meter import Meter
+
+Sink = Callable[[Output], None]
+
+
+class EngineClient:
+    """Create and use it inside one running event loop."""
+
+    def __init__(self, meter: Meter) -> None:
+        """meter: counts the engine's steps and advances the clock."""
+        self.directory = tempfile.mkdtemp(prefix="serve-llm-")  # mode 700: only this user can connect
+        self.address = f"ipc://{self.directory}/engine"
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)  # sends never block; admission bounds the open requests
+        self._socket.linger = 0
+        self._socket.bind(self.address)
+        self.heartbeat = Heartbeat(heartbeat_path(self.address), create=True)
+        self._sinks: dict[int, Sink] = {}
+        self._facts: ModelInfo | None = None
+        self.meter = meter
+        self.stats = Stats()
+        self.failure: ServeError | None = None
+        self.responds = True  # whether the heartbeat advances; set by EngineProcess
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request submitted now would be computed."""
+        return self._facts is not None and self.failure is None and self.responds
+
+    @property
+    def facts(self) -> ModelInfo:
+        """Facts about the served model. Raises EngineError while the engine is starting."""
+        if self._facts is None:
+            raise EngineError("the engine is still starting")
+        return self._facts
+
+    async def start(
+        self,
+        options: Options,
+        directory: str,
+        engine: int = 0,
+        *,
+        replaces: bool = False,
+        meeting: str | None = None,
+    ) -> None:
+        """Send the options to a connected engine and wait until it is ready. Raises the ServeError it failed with.
+
+        directory: the local checkpoint. engine: index among the data-parallel engines. replaces: an engine that has
+        served took this index before. meeting: directory where engines that step together find each other.
+        """
+        self._send(messages.Start(options.for_engine(), directory, engine, _ray_cluster(), replaces, meeting))
+        message = messages.decode_from_engine(await self._socket.recv())
+        if isinstance(message, messages.Failed):
+            self.failure = message.to_exception()
+            raise self.failure
+        assert isinstance(message, messages.EngineReady)
+        self._facts = message.facts
+
+    async def run(self) -> None:
+        """Deliver outputs until cancelled. Raises the ServeError that the engine reports when it fails."""
+        while True:
+            message = messages.decode_from_engine(await self._socket.recv())
+            if isinstance(message, messages.StepOutputs):
+                self._deliver(message)
+            elif isinstance(message, messages.Failed):
+                raise message.to_exception()
+
+    def _deliver(self, step: messages.StepOutputs) -> None:
+        self.stats = step.stats
+        self.meter.count_step(step.stats)
+        for output in step.outputs:
+            is_final = output.finish_reason is not None
+            sink = self._sinks.pop(output.id, None) if is_final else self._sinks.get(output.id)
+            if sink is not None:
+                sink(output)
+
+    def submit_many(self, pairs: Iterable[tuple[Request, Sink]]) -> None:
+        """Open requests in one message. Does nothing if the engine is gone."""
+        if self.failure is not None:
+            return
+        requests = []
+        for request, sink in pairs:
+            self._sinks[request.id] = sink
+            requests.append(request)
+        self._send(messages.Submit(requests))
+
+    def abort(self, ids: Sequence[int]) -> None:
+        """End requests; their sinks are not called again. Ignores ids that have ended already."""
+        open_ids = [request_id for request_id in ids if self._sinks.pop(request_id, None) is not None]
+        if open_ids and self.failure is None:
+            self._send(messages.Abort(open_ids))
+
+    def shut_down(self) -> None:
+        """Ask the engine process to exit."""
+        self._send(messages.Shutdown())
+
+    def fail(self, error: ServeError) -> None:
+        """The engine is gone: call no sink again and take no requests. Keeps the first error."""
+        if self.failure is None:
+            self.failure = error
+        self._sinks = {}
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+        self.heartbeat.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _send(self, message: messages.ToEngine) -> None:
+        self._socket.send(messages.encode(message))
+
+
+def _ray_cluster() -> messages.RayCluster | None:
+    """The Ray cluster of this process, such as an actor of Ray Serve or Ray Data. None if Ray is not imported here."""
+    ray = sys.modules.get("ray")
+    if ray is None or not hasattr(ray, "is_initialized") or not ray.is_initialized():
+        return None  # the calls below would start a cluster
+    address = getattr(ray.get_runtime_context(), "gcs_address", None)
+    if address is None:
+        return None  # connected by Ray client from a host outside the cluster
+    group = ray.util.get_current_placement_group()
+    return messages.RayCluster(address, group.id.hex() if group is not None else None)

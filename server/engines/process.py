@@ -1,0 +1,224 @@
+"""One engine process: start it, notice its death or hang, stop it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from serve_llm.common.errors import ASK_LOG, HINTS, EngineDead, EngineError, RankFailed, ServeError
+from serve_llm.common.library_variables import set_library_defaults
+from serve_llm.common.options.schema import Options
+from serve_llm.server.engines.client import EngineClient
+from serve_llm.server.metrics.meter import Meter
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 5.0  # time for an engine to exit when asked, before it is killed
+POLL_SECONDS = 0.5  # between two reads of an engine's heartbeat
+# Consecutive polls without a new beat. Polls, not seconds: when the whole machine was suspended, nothing hung.
+UNRESPONSIVE_POLLS = 6  # the engine is not ready
+HUNG_POLLS = 20  # the engine is killed
+HUNG_STARTING_POLLS = 240  # loading a library from a slow disk blocks all threads of a process
+# Default of --step-timeout: a first step may take minutes. `engine.distributed.step_channels` uses the same value.
+STEP_SECONDS = 300.0
+STEP_FACTOR = 20  # a step may take this many times the longest one so far, if that is more
+STEP_GRACE_SECONDS = 5.0  # for an engine with several ranks to report itself which rank is silent
+
+
+class EngineDeath(NamedTuple):
+    error: ServeError  # the first cause
+    reason: str  # one of `server.metrics.meter.RESTART_REASONS`
+
+
+def launch(address: str) -> subprocess.Popen[bytes]:
+    """Start an engine process on this host that connects to `address`."""
+    command = [sys.executable, "-P", "-m", "serve_llm.engine", "--connect", address]
+    # Parent-death pipe: it closes when this process ends, however it ends, and the engine then exits.
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=_engine_environ())
+
+
+def _engine_environ() -> dict[str, str]:
+    """An engine's environment: without the OMP_NUM_THREADS=1 that Ray sets in its workers, unless a user set it."""
+    environ = dict(os.environ)
+    initial = Path("/proc/self/environ").read_bytes().split(b"\0")
+    if "ray" in sys.modules and not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in initial):
+        environ.pop("OMP_NUM_THREADS", None)
+    set_library_defaults(environ)
+    return environ
+
+
+class EngineProcess:
+    """An engine process, started by the constructor, and its client."""
+
+    def __init__(
+        self,
+        options: Options,
+        directory: str,
+        index: int,
+        meter: Meter,
+        *,
+        replaces: bool = False,
+        meeting: str | None = None,
+    ) -> None:
+        """directory: the local checkpoint. index: among the data-parallel engines. replaces: whether an engine that has
+        served took this index before. meeting: the meeting directory of the first engine of an expert-parallel group;
+        None for the first one itself."""
+        self._options = options
+        self._directory = directory
+        self._index = index
+        self._replaces = replaces
+        self.client = EngineClient(meter)
+        self.meeting = (meeting or self.client.directory) if options.experts_span_engines else None
+        self._process = launch(self.client.address)
+        loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = loop.create_future()
+        # Not in a thread pool: the interpreter joins pools at exit, so an engine that was not stopped would block it.
+        threading.Thread(target=self._wait_for_exit, args=(loop,), daemon=True).start()
+        self._running: asyncio.Future[None] | None = None  # EngineClient.run
+
+    def _wait_for_exit(self, loop: asyncio.AbstractEventLoop) -> None:
+        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        # Ranks exit when they notice that the engine is gone, but a stopped (SIGSTOP) rank notices nothing. The process
+        # is not reaped yet, so the id of its process group cannot have been reused.
+        self._kill()
+        self._process.wait()
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            loop.call_soon_threadsafe(self._ended.set_result, None)
+
+    def _kill(self) -> None:
+        """Kill the process and its ranks. Popen.kill would reap a process that has exited, which frees its id."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def start(self) -> None:
+        """Wait until the engine is ready. Raises the ServeError that it failed with, or EngineDead."""
+        starting = asyncio.ensure_future(
+            self.client.start(
+                self._options, self._directory, self._index, replaces=self._replaces, meeting=self.meeting
+            )
+        )
+        watching = asyncio.ensure_future(self._watch_heartbeat(HUNG_STARTING_POLLS))
+        awaited: list[asyncio.Future[Any]] = [starting, watching, self._ended]
+        try:
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                raise watching.result().error
+            if not starting.done():  # the process exited; its last message may still arrive
+                await asyncio.wait([starting], timeout=self._last_message_seconds())
+        finally:
+            has_answered = starting.done()
+            starting.cancel()
+            watching.cancel()
+        if not has_answered:
+            raise self._describe_exit("while starting").error
+        try:
+            starting.result()
+        except ServeError as error:
+            raise self._add_index(error) from None
+        self.client.responds = True
+        self._running = asyncio.ensure_future(self.client.run())
+
+    async def watch(self) -> EngineDeath:
+        """Returns when the engine has died, or hung and was killed. Its client delivers nothing after that."""
+        assert self._running is not None, "start() comes first"
+        watches = [asyncio.ensure_future(self._watch_heartbeat(HUNG_POLLS)), asyncio.ensure_future(self._watch_steps())]
+        awaited: list[asyncio.Future[Any]] = [*watches, self._running, self._ended]
+        try:
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            death = next((watch.result() for watch in watches if watch.done()), None)
+        finally:
+            for watch in watches:
+                watch.cancel()
+        if death is not None:
+            self._kill()
+        else:
+            await asyncio.wait([self._running], timeout=self._last_message_seconds())
+            death = self._find_reported_failure() or self._describe_exit("while serving")
+        self.client.fail(death.error)
+        return death
+
+    async def _watch_heartbeat(self, limit: int) -> EngineDeath:
+        """Returns after `limit` consecutive polls without a new beat."""
+        last = -1
+        num_silent = 0
+        while num_silent < limit:
+            await asyncio.sleep(POLL_SECONDS)
+            beats = self.client.heartbeat.read().beats
+            num_silent = num_silent + 1 if beats == last else 0
+            last = beats
+            self.client.responds = num_silent < UNRESPONSIVE_POLLS
+        seconds = limit * POLL_SECONDS
+        text = f"the engine process {self._process.pid} hangs: no sign of life for {seconds:.0f} s"
+        return EngineDeath(self._add_index(EngineDead(text)), "hung")
+
+    async def _watch_steps(self) -> EngineDeath:
+        """Returns when a step exceeds the step timeout."""
+        timeout = self._options.step_timeout
+        num_ranks = self._options.tensor_parallel_size * self._options.pipeline_parallel_size
+        grace = STEP_GRACE_SECONDS if num_ranks > 1 else 0.0
+        step_start = 0.0
+        seconds = 0.0  # that the step of `step_start` has taken so far
+        limit = math.inf
+        while seconds <= limit + grace:
+            await asyncio.sleep(POLL_SECONDS)
+            reading = self.client.heartbeat.read()
+            limit = max(STEP_SECONDS, STEP_FACTOR * reading.longest) if timeout is None else timeout
+            seconds = seconds + POLL_SECONDS if reading.since and reading.since == step_start else 0.0
+            step_start = reading.since
+        text = f"the engine process {self._process.pid} hangs in a step: no result for {limit:.0f} s (--step-timeout)"
+        return EngineDeath(self._add_index(EngineDead(text)), "step_timeout")
+
+    def _last_message_seconds(self) -> float:
+        """Time for the last message of an engine that exited to arrive. One killed by a signal had no time to send."""
+        code = self._process.returncode
+        return 0.5 if code is None or code >= 0 else 0.05
+
+    def _find_reported_failure(self) -> EngineDeath | None:
+        """The failure that the engine reported, or that its messages caused here; None if there is none."""
+        assert self._running is not None
+        error = self._running.exception() if self._running.done() else None
+        if error is None:
+            return None
+        if not isinstance(error, ServeError):
+            logger.error("the engine's messages could not be handled", exc_info=error)
+            error = EngineError(f"the engine's messages could not be handled: {type(error).__name__}: {error}")
+        return EngineDeath(self._add_index(error), "rank" if isinstance(error, RankFailed) else "failed")
+
+    def _describe_exit(self, phase: str) -> EngineDeath:
+        code = self._process.returncode
+        exited = code is None or code >= 0
+        how = f"exit code {code}" if exited else f"signal {signal.Signals(-code).name}"
+        error = EngineDead(f"the engine process {self._process.pid} died {phase} by {how}; {HINTS.get(how, ASK_LOG)}")
+        return EngineDeath(self._add_index(error), "exited" if exited else "killed")
+
+    def _add_index(self, error: ServeError) -> ServeError:
+        """Name the engine in the message if there are several."""
+        return type(error)(f"engine {self._index}: {error}") if self._options.data_parallel_size > 1 else error
+
+    async def stop(self, patience: float = STOP_SECONDS) -> None:
+        """Ask the process to exit and kill it after `patience` seconds; at once if it is still starting. Idempotent."""
+        if not self._ended.done() and self.client.ready:
+            self.client.shut_down()
+            await asyncio.wait([self._ended], timeout=patience)
+            if not self._ended.done():
+                logger.warning("engine process %d did not stop within %g s: killed", self._process.pid, patience)
+        if not self._ended.done():
+            self._kill()
+        await asyncio.wait([self._ended])  # awaiting the future itself would cancel it together with this task
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        if self._running is not None:
+            self._running.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await self._running
+        self.client.fail(EngineDead("the engine was stopped"))
+        self.client.close()

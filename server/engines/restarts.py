@@ -1,0 +1,64 @@
+"""Decides whether and when a dead engine is restarted."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from serve_llm.common.errors import CapacityError, OptionError, ServeError
+
+WINDOW_SECONDS = 600.0  # the window that --max-restarts counts in
+# Seconds before a restart of an engine that dies repeatedly without finishing a request.
+FIRST_PAUSE = 0.5
+LONGEST_PAUSE = 30.0
+
+
+class RestartPolicy:
+    """One restart budget and backoff for all engines together."""
+
+    def __init__(self, limit: int) -> None:
+        """limit: restarts allowed in a window."""
+        self._limit = limit
+        self._deaths: deque[tuple[float, ServeError]] = deque()  # (time, cause) within the window
+        self._num_idle_deaths = 0  # deaths in a row with no request finished in between
+        self._num_finished = -1
+
+    def record_death(self, error: ServeError, now: float, num_finished: int) -> float:
+        """Returns the seconds to wait before the engine is started again.
+
+        An engine that finishes requests is restarted at once; otherwise pauses double. Missing memory or devices, as
+        after the loss of a host, do not count as deaths: they may come back. Raises the first cause in the window when
+        deaths exceed the limit.
+
+        num_finished: requests finished so far, by all engines.
+        """
+        self._num_idle_deaths = 0 if num_finished > self._num_finished else self._num_idle_deaths + 1
+        self._num_finished = num_finished
+        if not isinstance(error, CapacityError | OptionError):
+            self._count(error, now)
+        if self._num_idle_deaths == 0:
+            return 0.0
+        return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self._num_idle_deaths - 1, 16))
+
+    def forgive(self, number: int) -> None:
+        """Drop the last deaths from the budget: the request that caused them was found and ended."""
+        for _ in range(min(number, len(self._deaths))):
+            self._deaths.pop()
+
+    def _count(self, error: ServeError, now: float) -> None:
+        while self._deaths and self._deaths[0][0] < now - WINDOW_SECONDS:
+            self._deaths.popleft()
+        self._deaths.append((now, error))
+        if len(self._deaths) > self._limit:
+            raise self._summary()
+
+    def _summary(self) -> ServeError:
+        """The first cause with a count of the others. Keeps its class, which determines the exit code."""
+        first = self._deaths[0][1]
+        last = self._deaths[-1][1]
+        if len(self._deaths) == 1:
+            return first
+        again = "" if str(last) == str(first) else f"; the last time: {last}"
+        return type(first)(
+            f"{first}; then the engine died {len(self._deaths) - 1} more times within {WINDOW_SECONDS / 60:.0f} "
+            f"minutes (--max-restarts {self._limit}){again}"
+        )

@@ -1,0 +1,151 @@
+"""Starts the engine processes and replaces those that die or hang. Used by the daemon and the offline `LLM`.
+
+Open requests survive: `replicas` holds them and submits them again, with what was received.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from serve_llm.common.errors import PeerLost, ServeError
+from serve_llm.common.options.schema import Options
+from serve_llm.server.engines.process import STOP_SECONDS, EngineDeath, EngineProcess
+from serve_llm.server.engines.quarantine import SUSPECT_DEATHS
+from serve_llm.server.engines.replicas import Replicas
+from serve_llm.server.engines.restarts import RestartPolicy
+from serve_llm.server.metrics.meter import Clock, Meter
+from serve_llm.server.metrics.stats_log import StatsLogger
+
+logger = logging.getLogger(__name__)
+
+SETTLE_SECONDS = 1.0  # time for the first cause to arrive after its consequence, the loss of a peer
+
+
+class Supervisor:
+    """All engine processes. Create it inside the event loop that uses them."""
+
+    def __init__(self, options: Options, directory: str) -> None:
+        """Launch the processes at once, so that their imports overlap the caller's. directory: the local checkpoint."""
+        self._options = options
+        self._directory = directory
+        count = options.data_parallel_size
+        # Engines of an expert-parallel group cannot work without each other and are replaced together.
+        self._groups = [range(count)] if options.experts_span_engines else [range(n, n + 1) for n in range(count)]
+        self._clock = Clock()
+        self._meters = [Meter(self._clock) for _ in range(count)]
+        self._engines: dict[int, EngineProcess] = {}
+        for group in self._groups:
+            self._launch(group)
+        self._restarts = RestartPolicy(options.max_restarts)
+        self._keeping: list[asyncio.Task[ServeError]] = []  # `_keep` for each group
+        self._logging: asyncio.Task[None] | None = None
+        self._replicas: Replicas | None = None
+
+    @property
+    def replicas(self) -> Replicas:
+        """The engines, once `start` has returned."""
+        assert self._replicas is not None, "start() comes first"
+        return self._replicas
+
+    async def start(self) -> None:
+        """Wait until all engines are ready. Raises the ServeError of the first failure."""
+        await self._start(self._engines)
+        clients = [engine.client for engine in self._engines.values()]
+        self._replicas = Replicas(clients, prefix_caching=self._options.enable_prefix_caching)
+        self._keeping = [asyncio.create_task(self._keep(group)) for group in self._groups]
+        self._logging = asyncio.create_task(StatsLogger(self._replicas.engines).run())
+
+    async def watch(self) -> ServeError:
+        """Returns the first cause when engines have died too often. Every open request has ended with it by then."""
+        done, _ = await asyncio.wait(self._keeping, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+
+    async def stop(self, patience: float = STOP_SECONDS) -> None:
+        """Stop all engine processes, after `patience` seconds by force. Idempotent."""
+        tasks: list[asyncio.Task[Any]] = [*self._keeping]
+        if self._logging is not None:
+            tasks.append(self._logging)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(engine.stop(patience) for engine in self._engines.values()))
+
+    def _launch(self, group: range, *, replaces: bool = False) -> None:
+        meeting = None
+        for index in group:
+            engine = EngineProcess(
+                self._options, self._directory, index, self._meters[index], replaces=replaces, meeting=meeting
+            )
+            self._engines[index] = engine
+            meeting = engine.meeting
+
+    async def _start(self, indexes: Iterable[int]) -> None:
+        """Wait until these engines are ready. Raises the ServeError of the first failure."""
+        starting = [asyncio.ensure_future(self._engines[index].start()) for index in indexes]
+        try:
+            await asyncio.gather(*starting)
+        finally:
+            for future in starting:
+                future.cancel()
+
+    async def _keep(self, group: range) -> ServeError:
+        """Replace the group whenever one of its engines dies. Returns the first cause when that happened too often."""
+        while True:
+            index, death = await self._first_death(group)
+            began = self._clock.read()
+            in_step = self._engines[index].client.heartbeat.under_way()
+            if self.replicas.lose({other: in_step if other == index else () for other in group}, death.error):
+                self._restarts.forgive(SUSPECT_DEATHS)  # the culprit's earlier deaths; this one is not recorded yet
+            try:
+                await self._replace(group, index, death)
+            except ServeError as first:
+                self.replicas.give_up(first)
+                return first
+            seconds = self._clock.read() - began
+            for other in group:
+                self._meters[other].recovery.observe(seconds)
+            what = "The engine is" if len(group) == 1 else "The engines are"
+            logger.info("%s ready again after %.1f s", what, seconds)
+            self.replicas.join({other: self._engines[other].client for other in group})
+
+    async def _first_death(self, group: range) -> tuple[int, EngineDeath]:
+        """Wait for an engine of the group to die. Returns its index; of several, that of the first cause."""
+        watches = {asyncio.ensure_future(self._engines[index].watch()): index for index in group}
+        try:
+            done, others = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            if others and all(isinstance(watch.result().error, PeerLost) for watch in done):
+                done |= (await asyncio.wait(others, timeout=SETTLE_SECONDS))[0]
+        finally:
+            for watch in watches:
+                watch.cancel()
+        first = min(done, key=lambda watch: isinstance(watch.result().error, PeerLost))
+        return watches[first], first.result()
+
+    async def _replace(self, group: range, index: int, death: EngineDeath) -> None:
+        """Start new processes for the group. Raises the first cause when that would exceed --max-restarts.
+
+        index: the engine that died first.
+        """
+        replicas = self.replicas
+        while True:
+            pause = self._restarts.record_death(death.error, self._clock.read(), replicas.num_finished)
+            for other in group:
+                self._meters[other].restarts[death.reason if other == index else "peer"] += 1
+                # Peers wait for the dead engine and cannot exit when asked: make `stop` kill them at once.
+                self._engines[other].client.fail(death.error)
+            replicas.num_restarts += len(group)
+            replicas.first_cause = str(death.error)
+            what = "it is replaced" if len(group) == 1 else "it and the engines that share experts with it are replaced"
+            logger.error("%s; %s%s", death.error, what, f" in {pause:.1f} s" if pause else "")
+            await asyncio.gather(*(self._engines[other].stop() for other in group))
+            await asyncio.sleep(pause)
+            self._launch(group, replaces=True)
+            try:
+                await self._start(group)
+            except ServeError as error:
+                death = EngineDeath(error, "start")
+            else:
+                return

@@ -1,0 +1,96 @@
+"""The server's record of one open request: what is needed to continue it on another engine process.
+
+Sits between the engine client and the sink that turns ids into text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from serve_llm.common.types import FinishReason, Output, Request
+from serve_llm.server.metrics.meter import Meter
+
+
+class RequestObserver(Protocol):
+    """`server.engines.replicas.Replicas`, as its requests see it."""
+
+    def on_prompt_computed(self, tracked: TrackedRequest) -> None:
+        """The engine has delivered the request's first output since it was placed there."""
+
+    def on_finish(self, tracked: TrackedRequest) -> None:
+        """The final output has arrived and is about to be delivered."""
+
+    def on_cleared(self, tracked: TrackedRequest) -> None:
+        """The request has made progress since the last engine death (`server.engines.quarantine`)."""
+
+
+class TrackedRequest:
+    """One request from submission to its final output, however many engines compute it in turn."""
+
+    __slots__ = (
+        "_observer",
+        "cleared_at",
+        "engine",
+        "id",
+        "is_placed",
+        "meter",
+        "num_deaths",
+        "output_ids",
+        "request",
+        "sink",
+    )
+
+    def __init__(
+        self, request: Request, sink: Callable[[Output], None], observer: RequestObserver, meter: Meter
+    ) -> None:
+        """sink: called in the event loop with every output. meter: that of engine 0, until the request is placed."""
+        self.id = request.id
+        # As last submitted. Each submission has a new id, so late outputs of a lost engine reach no sink.
+        self.request = request
+        self.sink = sink
+        self.meter = meter  # counts for `engine`
+        self.engine = 0  # index of the engine that computes the request, or was the last to do so
+        self.is_placed = False
+        self.output_ids: list[int] | None = None  # ids received; None before the first output, which may hold no ids
+        # Kept by the quarantine:
+        self.num_deaths = 0  # engines that died in a row while they computed this, with no progress in between
+        self.cleared_at = 0  # number of output ids at which num_deaths returns to 0
+        self._observer = observer
+
+    @property
+    def num_received(self) -> int:
+        return len(self.output_ids or ())
+
+    def receive(self, output: Output) -> None:
+        """Called by the engine client for each output."""
+        if output.cached_tokens is not None:  # the first output since the request was placed
+            self._observer.on_prompt_computed(self)
+            if self.output_ids is not None:  # delivered with the first admission
+                output.cached_tokens = None
+                output.queued_seconds = None
+        if self.output_ids is None:
+            self.output_ids = list(output.token_ids)
+        else:
+            self.output_ids += output.token_ids
+        if output.finish_reason is not None:
+            self._observer.on_finish(self)
+        elif self.num_deaths and len(self.output_ids) >= self.cleared_at:
+            self._observer.on_cleared(self)
+        self.sink(output)
+
+    def take_back(self, new_id: int) -> None:
+        """Prepare `request` for submission to the next engine: what was received is not computed or sent again."""
+        self.is_placed = False
+        sampling = self.request.sampling
+        if self.output_ids is not None and sampling.prompt_logprobs is not None:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        self.request = msgspec.structs.replace(
+            self.request, id=new_id, output_ids=list(self.output_ids or ()), sampling=sampling
+        )
+
+    def fail(self, error: str) -> None:
+        """Deliver a final output with this error."""
+        self.sink(Output(id=self.id, token_ids=[], finish_reason=FinishReason.ERROR, error=error))

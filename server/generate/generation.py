@@ -1,0 +1,394 @@
+"""From a validated request to a stream of deltas: the path that HTTP and the offline `LLM` share.
+
+A `Generation` has n choices for each of its prompts. Each choice is one engine request and the sink of its outputs,
+which become text at once and accumulate until they are taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from serve_llm.common.errors import EngineError
+from serve_llm.common.types import FinishReason, Output, Request
+from serve_llm.server.admission.controller import AdmissionController, AdmissionRequest
+from serve_llm.server.dialects.parser import DialectParser
+from serve_llm.server.engines.replicas import Replicas
+from serve_llm.server.engines.tracked_request import TrackedRequest
+from serve_llm.server.generate.delta import Delta, RequestTimes, TokenCounts
+from serve_llm.server.generate.detokenize import DetokenizerFactory
+from serve_llm.server.generate.output import OutputProcessor
+from serve_llm.server.http.errors import DeadlineExceeded, GenerationFailed, RequestError, Unavailable
+from serve_llm.server.metrics.meter import ChoiceTimes
+from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.prompt.validate import TextRequest
+
+logger = logging.getLogger(__name__)
+
+
+class Generator:
+    """Opens generations on one model."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        model: ServedModel,
+        seed: int | None = None,
+        admission: AdmissionController | None = None,
+    ) -> None:
+        """seed: makes the seeds of requests without one reproducible. admission: None admits everything."""
+        self.replicas = replicas
+        self.model = model
+        self.admission = admission
+        self.detokenizers = DetokenizerFactory(model.tokenizer, model.dialect)
+        self._random = secrets.SystemRandom() if seed is None else random.Random(seed)
+
+    def open(
+        self,
+        request: TextRequest,
+        arrival: float | None = None,
+        *,
+        tenant: int = 0,
+        deadline: float | None = None,
+        priority: int | None = None,
+    ) -> Generation:
+        """A generation that is not submitted yet.
+
+        arrival: clock time of the request's arrival; None: now. tenant: the number of its API key. deadline: clock time
+        at which it ends with DeadlineExceeded; None: no limit. priority: None: the request's own.
+        """
+        if arrival is None:
+            arrival = self.replicas.clock.read()
+        if priority is not None:
+            request = msgspec.structs.replace(request, priority=priority)
+        return Generation(self, request, arrival, tenant, deadline)
+
+    def draw_seed(self) -> int:
+        return self._random.getrandbits(64)
+
+
+class Generation:
+    """A context manager: entering admits and submits the request, leaving aborts what is still open.
+
+    Choice `prompt * n + k` is the k-th of a prompt. Read either with `next`, as long as there is something new, or with
+    `whole`, once.
+    """
+
+    def __init__(
+        self, generator: Generator, request: TextRequest, arrival: float, tenant: int, deadline: float | None
+    ) -> None:
+        self.request = request
+        self.tenant = tenant
+        self.closed = False
+        self._dialect = generator.model.dialect
+        self._tools = [] if request.reply is None else request.reply.read_tools()
+        self.choices = [
+            Choice(self, generator, prompt, choice, seed, arrival)
+            for prompt, seed in enumerate(_choose_seeds(request, generator))
+            for choice in range(request.params.n)
+        ]
+        self._open = {choice.engine_request.id: choice for choice in self.choices}
+        self._replicas = generator.replicas
+        self._admission = generator.admission
+        self._admission_request = AdmissionRequest(
+            tenant=tenant,
+            priority=request.priority,
+            max_tokens=max(sampling.max_tokens for sampling in request.samplings),
+            deadline=deadline,
+            fail=self.fail,
+            num_waiting=len(self.choices),
+            num_waiting_tokens=sum(map(len, request.prompts)),
+        )
+        self._deadline = deadline
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._has_begun = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._waits_for_end = False
+        self._changed: list[Choice] = []  # choices with something new
+        self._error: RequestError | None = None
+
+    def __enter__(self) -> Self:
+        """Raises Unavailable when the server cannot take the request now, DeadlineExceeded when it comes too late."""
+        if self._admission is not None:
+            self._admission.admit(self._admission_request)
+        try:
+            tracked = self._replicas.submit_many([(choice.engine_request, choice.receive) for choice in self.choices])
+        except BaseException as error:
+            self._release()
+            if isinstance(error, EngineError):
+                raise Unavailable(str(error)) from None
+            raise
+        now = self._replicas.clock.read()
+        for choice, one in zip(self.choices, tracked, strict=True):
+            choice.tracked = one
+            choice.times.submitted = now
+        self._start_deadline_timer()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        is_whole = not self._open and not self.closed and self._error is None
+        self.close()
+        self._count_longest()
+        self._release(is_whole)
+
+    def close(self) -> None:
+        """Abort what is still open; `next` and `whole` return nothing more. Idempotent."""
+        self.closed = True
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+        self._end_open(FinishReason.ABORT)
+
+    async def next(self) -> list[Delta]:
+        """One delta for each choice that has something new; an empty list after the last one, or when closed.
+
+        Raises RequestError when the request fails, after returning what came before.
+        """
+        while not self._changed and self._open and not self.closed:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self.closed:
+            return []
+        if self._error is not None and not self._changed:
+            raise self._error
+        changed = self._changed
+        self._changed = []
+        return [choice.take() for choice in changed]
+
+    async def wait(self, seconds: float) -> bool:
+        """Wait until `next` has something to return, but not longer than this. False if it has nothing yet."""
+        if not self._changed and self._open and not self.closed:
+            self._waiter = asyncio.get_running_loop().create_future()
+            timer = asyncio.get_running_loop().call_later(seconds, self._wake)
+            await self._waiter
+            timer.cancel()
+        return bool(self._changed) or not self._open or self.closed
+
+    async def whole(self) -> list[Delta]:
+        """One complete delta per choice, once all have ended; an empty list when closed. Raises RequestError."""
+        self._waits_for_end = True
+        while self._open and not self.closed:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._error is not None:
+            raise self._error
+        return [] if self.closed else [choice.take() for choice in self.choices]
+
+    def take_rest(self) -> list[Delta]:
+        """What `next` and `whole` have not returned when the generation was closed. One delta per choice."""
+        return [choice.take() for choice in self.choices]
+
+    def counts(self, *, with_times: bool = False) -> TokenCounts:
+        return TokenCounts(
+            prompt=sum(map(len, self.request.prompts)),
+            completion=sum(choice.output.num_tokens for choice in self.choices),
+            cached=sum(choice.cached_tokens for choice in self.choices[:: self.request.params.n]),
+            reasoning=self._count_reasoning(),
+            times=self._measure() if with_times else None,
+        )
+
+    def _measure(self) -> RequestTimes | None:
+        """None until there is a token."""
+        all_times = [choice.times for choice in self.choices if choice.times.first_token is not None]
+        if not all_times:
+            return None
+        return RequestTimes(
+            num_choices=len(all_times),
+            submitted=min(times.submitted for times in all_times),
+            scheduled=min(times.scheduled or 0.0 for times in all_times),
+            first_token=min(times.first_token or 0.0 for times in all_times),
+            last_token=max(times.last_token or 0.0 for times in all_times),
+            decode_seconds=sum((times.last_token or 0.0) - (times.first_token or 0.0) for times in all_times),
+        )
+
+    def _count_reasoning(self) -> int | None:
+        if self.request.reply is None or self._dialect is None or self._dialect.reasoning is None:
+            return None
+        return sum(choice.output.num_reasoning_tokens for choice in self.choices)
+
+    def create_parser(self) -> DialectParser | None:
+        """For one choice. None if all text is content."""
+        reply = self.request.reply
+        if reply is None or self._dialect is None:
+            return None
+        return DialectParser(
+            self._dialect,
+            self._tools,
+            in_reasoning=reply.in_reasoning,
+            parse_calls=bool(self._tools),
+            num_previous_calls=reply.num_previous_calls,
+        )
+
+    def fail(self, error: RequestError) -> None:
+        """End the request with an error, all choices together. Does nothing if it has ended already."""
+        if self._error is None and self._open:
+            self._error = error
+            self._end_open(FinishReason.ERROR)
+
+    # Reports of the choices
+
+    def on_first_output(self, num_prompt_tokens: int) -> None:
+        """num_prompt_tokens: computed for this choice; 0 for the later choices of a prompt."""
+        self._has_begun = True
+        if self._admission is not None:
+            self._admission.begin(self._admission_request, num_prompt_tokens)
+
+    def on_change(self, choice: Choice) -> None:
+        """The choice has something new since it was last taken."""
+        self._changed.append(choice)
+        if not self._waits_for_end:
+            self._wake()
+
+    def on_finish(self, choice: Choice, *, aborts: bool) -> None:
+        """aborts: the text has ended, by a stop string, before the engine's request."""
+        request_id = choice.engine_request.id
+        del self._open[request_id]
+        if aborts:
+            self._replicas.abort([request_id])
+        if not self._open:
+            self._wake()
+
+    def _count_longest(self) -> None:
+        """Count the longest choice of each prompt."""
+        n = self.request.params.n
+        for start in range(0, len(self.choices), n):
+            longest = max(choice.output.num_tokens for choice in self.choices[start : start + n])
+            self.choices[start].tracked.meter.max_generation_tokens.observe(longest)
+
+    def _release(self, is_whole: bool = False) -> None:
+        if self._admission is not None:
+            num_generated = self.counts().completion // len(self.choices)
+            self._admission.release(self._admission_request, num_generated, is_whole=is_whole)
+
+    def _start_deadline_timer(self) -> None:
+        """Without a token, the request ends as soon as it can no longer be done in time; else at its deadline."""
+        if self._deadline is None:
+            return
+        loop = asyncio.get_running_loop()
+        if self._has_begun or self._admission is None:
+            seconds = self._deadline - self._replicas.clock.read()
+            self._deadline_timer = loop.call_later(seconds, self._expire)
+        else:
+            seconds = self._admission.seconds_to_begin(self._admission_request, self._deadline)
+            self._deadline_timer = loop.call_later(seconds, self._expire_unless_begun)
+
+    def _expire_unless_begun(self) -> None:
+        if self._has_begun:
+            self._start_deadline_timer()
+        else:
+            self._expire()
+
+    def _expire(self) -> None:
+        reason = "it took longer than its limit" if self._has_begun else "it waited too long to be done in time"
+        outage = self._replicas.outage
+        if outage is not None:
+            reason = f"it waited for an engine that is replaced: {outage}"
+        self.fail(DeadlineExceeded(f"the request's time is over: {reason}"))
+
+    def _end_open(self, reason: FinishReason) -> None:
+        ended = self._open
+        self._open = {}
+        if ended:
+            self._replicas.abort(list(ended))
+        for choice in ended.values():
+            choice.end(reason)
+        self._wake()
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        self._waiter = None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+
+class Choice:
+    """One sequence of a generation: an engine request and the sink of its outputs."""
+
+    tracked: TrackedRequest  # set when the generation is submitted
+
+    def __init__(
+        self, generation: Generation, generator: Generator, prompt: int, choice: int, seed: int, arrival: float
+    ) -> None:
+        """prompt, choice: indices. arrival: clock time."""
+        request = generation.request
+        echo = None if request.echoes is None else request.echoes[prompt]
+        self.cached_tokens = 0  # prompt tokens found in the prefix cache
+        self.output = OutputProcessor(
+            prompt * request.params.n + choice,
+            request.prompts[prompt],
+            request.params,
+            generator.detokenizers,
+            request.end_ids,
+            None if echo is None else echo.text,
+            generation.create_parser(),
+            request.reply is None or request.reply.include_reasoning,
+            () if echo is None else echo.added_positions,
+        )
+        self.engine_request = Request(
+            id=generator.replicas.next_id(),
+            prompt_ids=request.prompts[prompt],
+            sampling=msgspec.structs.replace(request.samplings[prompt], seed=seed, choice=choice),
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            adapter=request.adapter,
+            tenant=generation.tenant,
+            pooling=request.pooling,
+            second_text_start=None if request.second_text_starts is None else request.second_text_starts[prompt],
+        )
+        self._generation = generation
+        self._is_first = choice == 0  # the prompt's tokens are counted with its first choice
+        self.times = ChoiceTimes(arrival)
+        self._has_changed = False
+
+    def receive(self, output: Output) -> None:
+        """Called for each output of the engine request."""
+        if output.finish_reason is FinishReason.ERROR:
+            self._generation.fail(GenerationFailed(output.error or "the engine failed"))
+            return
+        try:
+            num_tokens = self.output.push(output)
+        except Exception:  # a bug in one request must not stop the client's loop and with it every other stream
+            logger.exception("the output of request %d could not be turned into text", output.id)
+            self._generation.fail(GenerationFailed("the output could not be turned into text"))
+            return
+        if self.times.last_token is None:
+            self._begin(output)
+        meter = self.tracked.meter
+        self.times.last_token = meter.count_tokens(num_tokens, self.times.last_token)
+        if not self._has_changed:
+            self._has_changed = True
+            self._generation.on_change(self)
+        if self.output.finish_reason is not None:
+            self.end(self.output.finish_reason)
+            self._generation.on_finish(self, aborts=output.finish_reason is None)
+
+    def take(self) -> Delta:
+        """What is new since the last call."""
+        self._has_changed = False
+        return self.output.take()
+
+    def end(self, reason: FinishReason) -> None:
+        """Count the choice, which has ended."""
+        max_tokens = self.engine_request.sampling.max_tokens
+        self.tracked.meter.count_finished(reason, self.output.num_tokens, max_tokens, self.times)
+
+    def _begin(self, output: Output) -> None:
+        self.cached_tokens = output.cached_tokens or 0
+        num_prompt_tokens = len(self.engine_request.prompt_ids) if self._is_first else 0
+        meter = self.tracked.meter
+        if self._is_first:
+            meter.count_prompt(num_prompt_tokens, self._generation.request.params.n)
+        self._generation.on_first_output(num_prompt_tokens)
+        meter.count_first_output(self.times, output.queued_seconds)
+
+
+def _choose_seeds(request: TextRequest, generator: Generator) -> list[int]:
+    """One seed per prompt."""
+    if request.params.seed is not None:
+        return [sampling.seed for sampling in request.samplings]
+    return [generator.draw_seed() for _ in request.samplings]

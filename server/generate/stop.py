@@ -1,0 +1,60 @@
+"""Finds stop strings in a stream of text: holds back what may still become one and cuts what follows one.
+
+The first stop string to be complete ends the text; of several that end at the same character, the longest. The result
+does not depend on how the text is split into pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopScanner:
+    """`matched` is None until a stop string is complete, then that string; push nothing after that."""
+
+    def __init__(self, stops: Sequence[str], include_stop: bool) -> None:
+        self._stops = stops
+        self._include = include_stop
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str, armed: bool) -> str:
+        """Returns the text that is now final. armed: a stop string may end within `text`; False before min_tokens."""
+        window = self._held + text
+        cut = self._find_cut(window, len(self._held)) if armed else None
+        if cut is not None:
+            self._held = ""
+            return window[:cut]
+        end = self._find_possible_start(window)
+        self._held = window[end:]
+        return window[:end]
+
+    def flush(self) -> str:
+        """Returns the text that was held back, when the text ends without a stop string."""
+        held = self._held
+        self._held = ""
+        return held
+
+    def _find_cut(self, window: str, border: int) -> int | None:
+        """Where to cut for the first stop string that ends after `border`; the text before it was not armed."""
+        best: tuple[int, int] | None = None  # (end, start)
+        for stop in self._stops:
+            start = window.find(stop, max(0, border - len(stop) + 1))
+            if start >= 0 and (best is None or (start + len(stop), start) < best):
+                best = (start + len(stop), start)
+                self.matched = stop
+        if best is None:
+            return None
+        return best[0] if self._include else best[1]
+
+    def _find_possible_start(self, window: str) -> int:
+        """Where the longest suffix of the window starts that is a proper prefix of a stop string."""
+        earliest = len(window)
+        for stop in self._stops:
+            start = window.find(stop[0], max(0, len(window) - len(stop) + 1))
+            while 0 <= start < earliest:
+                if stop.startswith(window[start:]):
+                    earliest = start
+                    break
+                start = window.find(stop[0], start + 1)
+        return earliest

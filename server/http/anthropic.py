@@ -1,0 +1,42 @@
+"""What Anthropic's routes have of their own around the app: the shape of errors, and a header."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_llm.server.http.anthropic_errors import translate_body, translate_status
+from serve_llm.server.http.request_id import REQUEST_ID
+
+PATH = "/v1/messages"
+
+
+class AnthropicErrorMiddleware:
+    """ASGI middleware: below PATH, bodies of errors get Anthropic's shape, and responses a header `request-id`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not (scope["path"] + "/").startswith(PATH + "/"):
+            await self.app(scope, receive, send)
+            return
+        request_id: str = scope[REQUEST_ID]
+        start: Message | None = None  # an error's, held back until its body is known
+
+        async def send_translated(message: Message) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"request-id", request_id.encode())]
+                if message["status"] >= 400:
+                    start = message
+                    return
+            elif start is not None:
+                body = translate_body(message["body"], start["status"], request_id)
+                headers = [entry for entry in start["headers"] if entry[0] != b"content-length"]
+                start["headers"] = [*headers, (b"content-length", b"%d" % len(body))]
+                start["status"] = translate_status(start["status"])
+                await send(start)
+                message["body"] = body
+            await send(message)
+
+        await self.app(scope, receive, send_translated)

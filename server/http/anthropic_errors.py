@@ -1,0 +1,45 @@
+"""The shape of errors in Anthropic's API, with its types and its status of an overloaded server."""
+
+from __future__ import annotations
+
+import msgspec
+
+from serve_llm.common.errors import ServeError
+from serve_llm.server.http.errors import Unavailable, answer_for
+
+OVERLOADED = 529
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    OVERLOADED: "overloaded_error",
+}
+
+
+def describe_error(error: ServeError) -> dict[str, object]:
+    """The error as an event of a stream."""
+    status = 503 if isinstance(error, Unavailable) else answer_for(error).status
+    return _describe(status, str(error))
+
+
+def translate_body(body: bytes, status: int, request_id: str) -> bytes:
+    """body: as `http.errors.error_body` writes it."""
+    if not body:
+        return body
+    message = msgspec.json.decode(body)["error"]["message"]
+    return msgspec.json.encode({**_describe(status, message), "request_id": request_id})
+
+
+def translate_status(status: int) -> int:
+    return OVERLOADED if status == 503 else status
+
+
+def _describe(status: int, message: str) -> dict[str, object]:
+    kind = _TYPES.get(translate_status(status), "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}

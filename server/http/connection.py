@@ -1,0 +1,286 @@
+"""The HTTP server: uvicorn with limits on slow and hostile connections, and an app that answers during the start.
+
+`Connection` overrides private parts of uvicorn's `HttpToolsProtocol` and `RequestResponseCycle` (`_start_asgi_task`,
+`pipeline`, `flow`, `cycle.transport`, `cycle.message_event`), so pyproject.toml pins uvicorn to the tested version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import http
+import logging
+import ssl
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from serve_llm.common.errors import OptionError
+from serve_llm.common.options.limits import Limits
+from serve_llm.server.http.errors import (
+    HeaderTooLarge,
+    InvalidRequest,
+    RequestError,
+    RequestStalled,
+    Unavailable,
+    answer_for,
+    error_body,
+    send_error,
+)
+
+logger = logging.getLogger(__name__)
+
+SECTION_BYTES = 2**20  # a client may take `stall_seconds` per section of a body: a limit on its total time
+LINGER_SECONDS = 5.0  # for a client to read why its request was refused
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+AsgiApp = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+class StartupApp:
+    """An ASGI app that forwards to `app` once it is set. Until then /health gets 200 and everything else 503."""
+
+    def __init__(self) -> None:
+        self.app: AsgiApp | None = None
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if self.app is not None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"].removesuffix("/") == "/health":
+            headers = [(b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": b'{"status":"ok"}'})
+        elif scope["type"] == "http":
+            await send_error(Unavailable("the server is starting"), send)
+
+
+class Connection(HttpToolsProtocol):
+    """One connection. Closes it when the header is too long, when the client neither sends nor reads for
+    `stall_seconds`, and when it keeps sending after its answer. Answers invalid HTTP with a JSON error like all others.
+    """
+
+    def __init__(self, limits: Limits, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._limits = limits
+        self._is_receiving = False  # a request has begun and is not complete
+        self._header_bytes: int | None = 0  # bytes received of an incomplete header; None after the header
+        self._section_bytes = 0  # bytes of the current section of the body, of trailers, or of dropped data
+        self._running: RequestResponseCycle | None = None  # the cycle that answers; pipelined ones wait behind it
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._is_lingering = False  # the last answer is sent; further input is dropped
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_read_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        _cancel(self._read_timer)
+        _cancel(self._write_timer)
+        self._disconnect()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_lingering:
+            return
+        if self._header_bytes is not None:
+            self._header_bytes += len(data)
+        super().data_received(data)
+        if self._header_bytes is not None and self._header_bytes > self._limits.header_bytes:
+            self._refuse(self._header_error)
+        elif self._read_timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._start_read_timer()  # empty lines do not begin a request
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_receiving = True
+        self._start_read_timer()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._header_bytes is not None:
+            super().on_header(name, value)
+            return
+        self._section_bytes += len(name) + len(value) + 4  # a trailer, which is dropped
+        if self._section_bytes > self._limits.header_bytes:
+            self._refuse(self._header_error)
+
+    def on_headers_complete(self) -> None:
+        self._header_bytes = None
+        app = self.app
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > self._limits.header_bytes:
+            self.app = self._refuse_header
+        super().on_headers_complete()
+        self.app = app
+        self.cycle.transport = _CycleTransport(self)  # type: ignore[assignment]
+        if self.cycle is not self._running:
+            self._stop_read_timer()  # a pipelined request is not read before its turn
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._section_bytes += len(body)
+        if self.cycle.response_complete:
+            if self._section_bytes > self._limits.body_bytes:
+                self.linger()
+        elif self.cycle is self._running and self._section_bytes > SECTION_BYTES:
+            self._start_read_timer()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_receiving = False
+        self._header_bytes = 0
+        self._stop_read_timer()
+
+    def on_response_complete(self) -> None:
+        self._section_bytes = 0
+        super().on_response_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        super()._start_asgi_task(cycle, app)
+        self._running = cycle
+        if cycle.more_body:
+            self._start_read_timer()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self._limits.stall_seconds, self._give_up, "did not read its answer")
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        _cancel(self._write_timer)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(InvalidRequest("the request is not valid HTTP/1.1"))
+
+    def linger(self) -> None:
+        """Close after the client has had time to read the answer. Closing at once, with input still unread, would reset
+        the connection and lose the answer. Idempotent."""
+        if self._is_lingering or self.transport.is_closing():
+            return
+        self._is_lingering = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._stop_read_timer()
+        self._read_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+
+    def _start_read_timer(self) -> None:
+        self._section_bytes = 0
+        self._stop_read_timer()
+        self._read_timer = self.loop.call_later(self._limits.stall_seconds, self._on_read_timeout)
+
+    def _stop_read_timer(self) -> None:
+        _cancel(self._read_timer)
+        self._read_timer = None
+
+    def _on_read_timeout(self) -> None:
+        if not self._is_receiving or (self._header_bytes is None and self.cycle.response_complete):
+            self._give_up("sent no request")
+        else:
+            self._refuse(
+                RequestStalled(f"the rest of the request did not come within {self._limits.stall_seconds:g} s")
+            )
+
+    def _give_up(self, action: str) -> None:
+        level = logging.DEBUG if self.cycle is None else logging.WARNING  # browsers open unused connections
+        seconds = self._limits.stall_seconds
+        logger.log(level, "Closed the connection of %s: for %g s the client %s", self.client, seconds, action)
+        self.transport.abort()  # drops unsent data; the request ends as if the client had disconnected
+
+    def _refuse(self, error: RequestError) -> None:
+        """Answer instead of the app, and close."""
+        if self._is_lingering or self.transport.is_closing():
+            return
+        logger.debug("Refused the request of %s: %s", self.client, error)
+        if self._running is not None and self._running.response_started and not self._running.response_complete:
+            self.transport.abort()  # another answer is being sent
+            return
+        self._disconnect()
+        answer = answer_for(error)
+        body = error_body(error)
+        head = f"HTTP/1.1 {answer.status} {http.HTTPStatus(answer.status).phrase}\r\ncontent-type: application/json\r\n"
+        self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+        self.linger()
+
+    def _disconnect(self) -> None:
+        """Tell the app that the client disconnected. (The base class tells only the newest of several requests.)"""
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+        self.pipeline.clear()
+
+    @property
+    def _header_error(self) -> HeaderTooLarge:
+        return HeaderTooLarge(f"request line and headers are longer than {self._limits.header_bytes} bytes")
+
+    async def _refuse_header(self, scope: Message, receive: Receive, send: Send) -> None:
+        await send_error(self._header_error, send)
+
+
+class _CycleTransport:
+    """The transport of a `Connection` as one request sees it: `close` reads remaining input first."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.write = connection.transport.write
+        self.is_closing = connection.transport.is_closing
+
+    def close(self) -> None:
+        """Called after an answer."""
+        if self._connection.cycle.more_body:
+            self._connection.linger()
+        else:
+            self._connection.transport.close()
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+def _check_readable(files: Mapping[str, str | None]) -> None:
+    """files: option -> path. Raises OptionError; the ssl module would not name the file."""
+    for option, path in files.items():
+        try:
+            if path is not None:
+                open(path, "rb").close()
+        except OSError as error:
+            raise OptionError(f"{option} {path}: {error.strerror}; give a PEM file that this user may read") from None
+
+
+class HttpServer(uvicorn.Server):
+    """Serves until `should_exit`, then closes open connections within `timeout_graceful_shutdown` seconds."""
+
+    def __init__(self, app: AsgiApp, limits: Limits, ssl_keyfile: str | None, ssl_certfile: str | None) -> None:
+        """Raises OptionError if key and certificate cannot be used."""
+        config = uvicorn.Config(
+            app,
+            http=functools.partial(Connection, limits),  # type: ignore[arg-type]
+            ssl_keyfile=ssl_keyfile,
+            ssl_certfile=ssl_certfile,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
+        )
+        _check_readable({"--ssl-keyfile": ssl_keyfile, "--ssl-certfile": ssl_certfile})
+        try:
+            config.load()
+        except ssl.SSLError as error:
+            raise OptionError(
+                f"--ssl-keyfile {ssl_keyfile}, --ssl-certfile {ssl_certfile}: {error}; both must be PEM files, and the "
+                "certificate made for the key"
+            ) from None
+        super().__init__(config)
+        # The daemon logs start and stop itself; uvicorn warns for every bad client.
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # the daemon handles signals

@@ -1,0 +1,30 @@
+"""Requests that say the same in another way: a path with a slash at its end, and HEAD instead of GET."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+
+class PathMiddleware:
+    """ASGI middleware: a slash at the end of a path does not count, and HEAD is GET without the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        if len(scope["path"]) > 1 and scope["path"].endswith("/"):
+            raw_path = scope.get("raw_path") or scope["path"].encode()
+            scope = {**scope, "path": scope["path"].removesuffix("/"), "raw_path": raw_path.removesuffix(b"/")}
+        if scope["method"] != "HEAD":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        await self.app({**scope, "method": "GET"}, receive, send_head)

@@ -1,0 +1,62 @@
+"""Request ids; counts by status; and one log line per HTTP request, at level debug, or info if it was refused. It never
+contains prompts, generated text or keys.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections import Counter
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_llm.common.logs import CURRENT_REQUEST
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = "serve_llm.request_id"  # key in the ASGI scope
+MAX_PATH_CHARACTERS = 200  # longer paths are cut in the log
+_VALID_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # printable, because the id goes into a header and the log
+
+
+class RequestIdMiddleware:
+    """ASGI middleware: every response gets the client's X-Request-Id, or a new one."""
+
+    def __init__(self, app: ASGIApp, statuses: Counter[int]) -> None:
+        """statuses: counts responses by status."""
+        self.app = app
+        self._statuses = statuses
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        client_id = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        request_id = client_id if _VALID_ID.fullmatch(client_id) else uuid.uuid4().hex.encode()
+        scope[REQUEST_ID] = request_id.decode()
+        token = CURRENT_REQUEST.set(request_id.decode())
+        began = time.perf_counter()
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                nonlocal status
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        finally:
+            if status:
+                self._statuses[status] += 1
+            level = logging.INFO if 400 <= status < 499 else logging.DEBUG
+            if logger.isEnabledFor(level):
+                seconds = time.perf_counter() - began
+                path = scope["path"][:MAX_PATH_CHARACTERS]
+                line = "%s %r: status %d after %.3f s, request id %s"
+                fields = {"method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 6)}
+                logger.log(level, line, scope["method"], path, status, seconds, request_id.decode(), extra=fields)
+            CURRENT_REQUEST.reset(token)

@@ -1,0 +1,187 @@
+"""The server's clock and counters. docs/metrics.md lists names and meanings; `prometheus` exposes them.
+
+Tokens are counted when they are delivered, so that usage, metrics and logs agree. Counting runs for every token: a
+`Meter` holds plain numbers, and the clock is read once per engine step.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from serve_llm.common.types import FinishReason, ModelInfo, Stats
+
+_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_DURATION = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
+_CHOICES = (1, 2, 5, 10, 20)
+_STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+# Why an engine process was replaced; docs/metrics.md explains each.
+RESTART_REASONS = ("killed", "exited", "failed", "rank", "hung", "step_timeout", "start", "peer")
+
+
+class Clock:
+    """Monotonic seconds: the time base of arrivals, deadlines and latencies. All engines of a server share one."""
+
+    def __init__(self, read: Callable[[], float] = time.perf_counter) -> None:
+        self.read = read  # the current time
+        self.step_time = read()  # when the newest engine step arrived
+
+    def advance(self) -> None:
+        """Call once per engine step, before its outputs are delivered."""
+        self.step_time = self.read()
+
+
+class Histogram:
+    """Counts per bucket. `bounds` are the inclusive upper ends."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self.sum += value * times
+
+    def cumulative_buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, number of values up to it), as Prometheus expects them; the last bound is +Inf."""
+        buckets = []
+        total = 0
+        for bound, count in zip((*map(str, map(float, self._bounds)), "+Inf"), self._counts, strict=True):
+            total += count
+            buckets.append((bound, float(total)))
+        return buckets
+
+
+@dataclass
+class StoreUsage:
+    """What the store of responses holds."""
+
+    num_responses: int = 0
+    num_bytes: int = 0
+    num_evicted: int = 0  # responses that it has dropped because of a limit
+
+
+@dataclass
+class BatchCounts:
+    """Requests of stored batches."""
+
+    num_running: int = 0
+    answered: dict[str, int] = field(default_factory=lambda: {"completed": 0, "failed": 0})  # by outcome
+
+    def count_answer(self, status: int) -> None:
+        self.answered["completed" if status < 400 else "failed"] += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerCounts:
+    """Counts of the server, not of an engine, which their owners change."""
+
+    refused: Mapping[str, int]  # requests that reached no engine, by reason
+    ignored_fields: Mapping[str, int]  # fields of requests that had no effect, by route
+    statuses: Mapping[int, int]  # HTTP responses by status
+    stored: StoreUsage
+    batches: BatchCounts
+
+
+@dataclass
+class ChoiceTimes:
+    """Clock times of one choice; None until they come."""
+
+    arrival: float  # its request's
+    submitted: float = 0.0
+    scheduled: float | None = None  # for the first time
+    first_token: float | None = None
+    last_token: float | None = None
+
+
+class Meter:
+    """Counters of one engine. A request is one choice, except that the tokens of a prompt count once."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.finished = dict.fromkeys(FinishReason, 0)
+        self.time_to_first_token = Histogram((*_LATENCY, 160, 640, 2560))
+        self.inter_token_latency = Histogram(_LATENCY)
+        self.request_latency = Histogram(_DURATION)
+        self.queue_time = Histogram(_DURATION)
+        self.prefill_time = Histogram(_DURATION)
+        self.decode_time = Histogram(_DURATION)
+        self.inference_time = Histogram(_DURATION)
+        self.params_n = Histogram(_CHOICES)
+        self.params_max_tokens = Histogram(_TOKENS)
+        self.max_generation_tokens = Histogram(_TOKENS)
+        self.request_prompt_tokens = Histogram(_TOKENS)
+        self.request_generation_tokens = Histogram(_TOKENS)
+        self.step_tokens = Histogram(_STEP_TOKENS)
+        self.restarts = dict.fromkeys(RESTART_REASONS, 0)
+        self.replayed_requests = 0
+        self.replayed_tokens = 0
+        self.recovery = Histogram(_DURATION)
+
+    def count_step(self, stats: Stats) -> None:
+        """Count an engine step and advance the clock. Call before the step's outputs are delivered."""
+        self.clock.advance()
+        if stats.step_tokens:
+            self.step_tokens.observe(stats.step_tokens)
+
+    def count_prompt(self, num_tokens: int, num_choices: int) -> None:
+        self.prompt_tokens += num_tokens
+        self.request_prompt_tokens.observe(num_tokens)
+        self.params_n.observe(num_choices)
+
+    def count_first_output(self, times: ChoiceTimes, queued_seconds: float | None) -> None:
+        """Count the first output of a choice, and note its times."""
+        times.first_token = self.clock.step_time
+        times.scheduled = min(times.submitted + (queued_seconds or 0.0), times.first_token)
+        self.time_to_first_token.observe(times.first_token - times.arrival)
+        self.prefill_time.observe(times.first_token - times.scheduled)
+        if queued_seconds is not None:
+            self.queue_time.observe(queued_seconds)
+
+    def count_tokens(self, num_tokens: int, previous: float | None) -> float:
+        """Count generated tokens of one choice. Returns the clock time at which they arrived.
+
+        previous: what this returned for the choice's preceding tokens; None for its first ones.
+        """
+        now = self.clock.step_time
+        self.generation_tokens += num_tokens
+        if previous is not None and num_tokens:
+            self.inter_token_latency.observe((now - previous) / num_tokens, num_tokens)
+        return now
+
+    def count_replayed(self, num_tokens: int) -> None:
+        """Count a choice whose prompt and output so far, `num_tokens` in all, are computed again by another process."""
+        self.replayed_requests += 1
+        self.replayed_tokens += num_tokens
+
+    def count_finished(self, reason: FinishReason, num_tokens: int, max_tokens: int, times: ChoiceTimes) -> None:
+        """Count a finished choice with `num_tokens` generated tokens, of which there could have been `max_tokens`."""
+        self.finished[reason] += 1
+        self.request_generation_tokens.observe(num_tokens)
+        self.params_max_tokens.observe(max_tokens)
+        self.request_latency.observe(self.clock.read() - times.arrival)
+        if times.scheduled is not None and times.first_token is not None and times.last_token is not None:
+            self.decode_time.observe(times.last_token - times.first_token)
+            self.inference_time.observe(times.last_token - times.scheduled)
+
+
+class MeasuredEngine(Protocol):
+    """The part of an engine replica that is exposed and logged."""
+
+    meter: Meter
+
+    @property
+    def stats(self) -> Stats: ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def facts(self) -> ModelInfo: ...

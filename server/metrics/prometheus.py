@@ -1,0 +1,160 @@
+"""Prometheus' text form of the engines' meters and latest stats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from serve_llm.common.types import Stats
+from serve_llm.server.metrics.meter import Histogram, MeasuredEngine, Meter, ServerCounts
+
+
+class PrometheusExporter:
+    def __init__(self, engines: Sequence[MeasuredEngine], counts: ServerCounts, model_name: str, prefix: str) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(engines, counts, model_name, prefix))
+        ProcessCollector(registry=self._registry)  # resident memory, descriptors and CPU time of this process
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """Yields every metric family with one sample, or one set of samples, per engine."""
+
+    def __init__(self, engines: Sequence[MeasuredEngine], counts: ServerCounts, model_name: str, prefix: str) -> None:
+        self._engines = engines
+        self._counts = counts
+        self._model_name = model_name
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[Metric]:
+        for name, text, gauge in _GAUGES:
+            yield self._family(GaugeMetricFamily, name, text, gauge)
+        for name, text, counter in _COUNTERS:
+            yield self._family(CounterMetricFamily, name, text, counter)
+        yield self._by_label(
+            "request_success", "Ended choices by reason.", "finished_reason", lambda meter: meter.finished
+        )
+        yield self._by_label(
+            "restarts", "Engine processes replaced, by reason.", "reason", lambda meter: meter.restarts
+        )
+        yield from self._collect_server_counts(self._counts)
+        for name, text, histogram in _HISTOGRAMS:
+            yield self._histogram(name, text, histogram)
+        if any(engine.ready for engine in self._engines):
+            yield self._cache_config()
+
+    def _collect_server_counts(self, counts: ServerCounts) -> Iterator[Metric]:
+        yield self._by_reason("requests_refused", "Requests refused by reason.", "reason", counts.refused)
+        yield self._by_reason("ignored_fields", "Request fields without effect.", "route", counts.ignored_fields)
+        yield self._by_reason("http_requests", "HTTP requests by the status of the answer.", "status", counts.statuses)
+        stored = counts.stored
+        yield self._of_server(GaugeMetricFamily, "stored_responses", "Stored responses.", stored.num_responses)
+        yield self._of_server(GaugeMetricFamily, "stored_response_bytes", "Their bytes.", stored.num_bytes)
+        yield self._of_server(CounterMetricFamily, "evicted_responses", "Responses dropped.", stored.num_evicted)
+        batches = counts.batches
+        yield self._of_server(
+            GaugeMetricFamily, "batch_requests_running", "Requests of batches under way.", batches.num_running
+        )
+        yield self._by_reason("batch_requests", "Requests of batches answered.", "outcome", batches.answered)
+
+    def _labelled_engines(self) -> Iterator[tuple[list[str], MeasuredEngine]]:
+        for index, engine in enumerate(self._engines):
+            yield [self._model_name, str(index)], engine
+
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        value: Callable[[Stats, Meter], float],
+    ) -> Metric:
+        family = kind(self._prefix + name, text, labels=_LABELS)
+        for labels, engine in self._labelled_engines():
+            family.add_metric(labels, value(engine.stats, engine.meter))
+        return family
+
+    def _histogram(self, name: str, text: str, histogram: Callable[[Meter], Histogram]) -> Metric:
+        family = HistogramMetricFamily(self._prefix + name, text, labels=_LABELS)
+        for labels, engine in self._labelled_engines():
+            values = histogram(engine.meter)
+            family.add_metric(labels, values.cumulative_buckets(), values.sum)
+        return family
+
+    def _by_label(self, name: str, text: str, label: str, counts: Callable[[Meter], Mapping[Any, int]]) -> Metric:
+        family = CounterMetricFamily(self._prefix + name, text, labels=[*_LABELS, label])
+        for labels, engine in self._labelled_engines():
+            for value, count in counts(engine.meter).items():
+                family.add_metric([*labels, str(value)], count)
+        return family
+
+    def _of_server(
+        self, kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, value: int
+    ) -> Metric:
+        family = kind(self._prefix + name, text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _by_reason(self, name: str, text: str, label: str, counts: Mapping[Any, int]) -> Metric:
+        """Counts of the server, not of an engine."""
+        family = CounterMetricFamily(self._prefix + name, text, labels=["model_name", label])
+        for value, count in counts.items():
+            family.add_metric([self._model_name, str(value)], count)
+        return family
+
+    def _cache_config(self) -> Metric:
+        name = self._prefix + "cache_config_info"
+        # num_gpu_blocks, kv_cache_size_tokens and kv_cache_max_concurrency are vLLM's names; the first counts blocks on
+        # any device.
+        labels = [*_LABELS, "block_size", "num_gpu_blocks", "kv_cache_tokens", "kv_cache_size_tokens"]
+        labels.append("kv_cache_max_concurrency")
+        family = GaugeMetricFamily(name, "The KV cache, as labels.", labels=labels)
+        for engine_labels, engine in self._labelled_engines():
+            if engine.ready:
+                facts = engine.facts
+                tokens = facts.kv_cache_tokens
+                concurrency = f"{tokens / facts.max_model_len:.2f}"
+                sizes = (facts.block_size, facts.num_kv_blocks, tokens, tokens, concurrency)
+                family.add_metric([*engine_labels, *map(str, sizes)], 1)
+        return family
+
+
+_LABELS = ("model_name", "engine")
+_GAUGES: tuple[tuple[str, str, Callable[[Stats, Meter], float]], ...] = (
+    ("num_requests_running", "Requests being computed.", lambda stats, _: stats.num_running),
+    ("num_requests_waiting", "Requests waiting in the engine.", lambda stats, _: stats.num_waiting),
+    ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", lambda stats, _: stats.kv_cache_usage),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[Stats, Meter], float]], ...] = (
+    ("prompt_tokens", "Prompt tokens computed or found.", lambda _, meter: meter.prompt_tokens),
+    ("generation_tokens", "Generated tokens delivered.", lambda _, meter: meter.generation_tokens),
+    ("prefix_cache_queries", "Prompt tokens looked up.", lambda stats, _: stats.prefix_cache_queries),
+    ("prefix_cache_hits", "Prompt tokens found.", lambda stats, _: stats.prefix_cache_hits),
+    ("num_preemptions", "Requests put back to waiting.", lambda stats, _: stats.num_preemptions),
+    ("spec_decode_num_drafts", "Times that a step verified drafts.", lambda stats, _: stats.num_drafts),
+    ("spec_decode_num_draft_tokens", "Draft tokens verified.", lambda stats, _: stats.num_draft_tokens),
+    ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", lambda stats, _: stats.num_accepted_tokens),
+    ("replayed_requests", "Choices continued by another process.", lambda _, meter: meter.replayed_requests),
+    ("replayed_tokens", "Tokens computed again for them.", lambda _, meter: meter.replayed_tokens),
+)
+_HISTOGRAMS: tuple[tuple[str, str, Callable[[Meter], Histogram]], ...] = (
+    ("time_to_first_token_seconds", "From arrival to the first token.", lambda meter: meter.time_to_first_token),
+    ("inter_token_latency_seconds", "From one token to the next.", lambda meter: meter.inter_token_latency),
+    ("e2e_request_latency_seconds", "From arrival to the end.", lambda meter: meter.request_latency),
+    ("request_queue_time_seconds", "From the engine's receipt to first scheduling.", lambda meter: meter.queue_time),
+    ("request_prefill_time_seconds", "From first scheduling to the first token.", lambda meter: meter.prefill_time),
+    ("request_decode_time_seconds", "From the first token to the last.", lambda meter: meter.decode_time),
+    ("request_inference_time_seconds", "From first scheduling to the last token.", lambda meter: meter.inference_time),
+    ("request_params_n", "Choices that a prompt asks for.", lambda meter: meter.params_n),
+    ("request_params_max_tokens", "Tokens that a choice may have.", lambda meter: meter.params_max_tokens),
+    ("request_max_num_generation_tokens", "Tokens of a longest choice.", lambda meter: meter.max_generation_tokens),
+    ("request_prompt_tokens", "Prompt tokens of a request.", lambda meter: meter.request_prompt_tokens),
+    ("request_generation_tokens", "Generated tokens of a choice.", lambda meter: meter.request_generation_tokens),
+    ("iteration_tokens_total", "Tokens computed in a step.", lambda meter: meter.step_tokens),
+    ("recovery_seconds", "From an engine's end until another is ready.", lambda meter: meter.recovery),
+)

@@ -1,0 +1,218 @@
+"""`ChatTurn`: a conversation to be answered, in the form into which every chat route and `LLM.chat` bring theirs.
+
+Nothing here knows the shape of a request's body.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from serve_llm.common.types import ThinkingBudget
+from serve_llm.server.dialects.dialect import Delimiter, get_forms
+from serve_llm.server.dialects.tool import Tool, ToolChoice
+from serve_llm.server.http.errors import ContextTooLong, InvalidRequest, Unsupported
+from serve_llm.server.prompt.context import Context, NeedsWorker
+from serve_llm.server.prompt.messages import count_calls
+from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.prompt.template import ChatTemplate, Message
+from serve_llm.server.prompt.validate import ReplyFormat, TextRequest, check_text, check_volume, prepare
+from serve_llm.server.sampling_params import SamplingParams
+from serve_llm.server.structured_output.turn_form import TurnForm
+
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Names under which templates look for the reasoning of earlier turns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTurn:
+    """messages: as `prompt.messages.plain_messages` returns them. The params are how errors name the messages and
+    `params.max_tokens`."""
+
+    messages: Sequence[Message]
+    params: SamplingParams
+    tools: Sequence[Tool] = ()
+    documents: Sequence[Mapping[str, object]] = ()  # for templates that show them
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False  # beyond those that the template writes
+    chat_template: str | None = None  # instead of the model's own
+    chat_template_kwargs: Mapping[str, object] | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    param: str = "messages"
+    max_tokens_param: str = "max_tokens"
+    default_max_tokens: int | None = None  # upper bound where `params.max_tokens` is None
+
+    @property
+    def offers_calls(self) -> bool:
+        """Whether the model may call tools."""
+        return bool(self.tools) and self.tool_choice.mode != "none"
+
+
+def prepare_turn(turn: ChatTurn, context: Context) -> tuple[str, TextRequest]:
+    """The prompt's text, and the request that the engine can accept. Raises InvalidRequest, NeedsWorker."""
+    params = turn.params
+    text = render_turn(turn, context)
+    reply = _build_reply_format(turn, text, context)
+    grammar = _find_grammar(turn, reply, context)
+    check_text(text, context.model, context.facts, params.truncate_prompt_tokens is not None, turn.param)
+    ids = context.model.tokenizer.encode(text, add_special_tokens=turn.add_special_tokens)
+    default_max_tokens = turn.default_max_tokens
+    if default_max_tokens is None and params.logprobs is not None:
+        default_max_tokens = _count_tokens_with_logprobs(params, context.limits.logprobs)
+    try:
+        request = prepare(
+            [ids],
+            params,
+            context.model,
+            context.facts,
+            param=turn.param,
+            default_max_tokens=default_max_tokens,
+            end_ids=context.model.turn_end_ids,
+            grammar=grammar,
+            reply=reply,
+            thinking=None if reply is None else _build_thinking_budget(params, reply, context.model),
+            priority=turn.priority,
+            cache_salt=turn.cache_salt,
+        )
+    except ContextTooLong as error:
+        if error.param != "max_tokens":
+            raise
+        message = error.message.replace("max_tokens", turn.max_tokens_param)
+        raise ContextTooLong(message, turn.max_tokens_param) from None
+    check_volume(request, context.limits, turn.param)
+    return text, request
+
+
+def render_turn(turn: ChatTurn, context: Context) -> str:
+    """The prompt's text. Raises InvalidRequest, NeedsWorker."""
+    if not turn.messages:
+        raise InvalidRequest(f"{turn.param} must not be empty", turn.param)
+    template = _choose_template(turn, context)
+    kwargs: dict[str, object] = {}
+    if turn.reasoning_effort is not None:
+        # Templates know one of these switches, if any.
+        thinks = turn.reasoning_effort != "none"
+        kwargs = {"reasoning_effort": turn.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+    if turn.documents:
+        if "documents" not in template.variables:
+            raise Unsupported("this model's chat template shows no documents", "documents")
+        kwargs["documents"] = turn.documents
+    return template.render(
+        [_name_reasoning(message, template) for message in turn.messages],
+        max_characters=context.limits.template_characters,
+        add_generation_prompt=turn.add_generation_prompt,
+        continue_final_message=turn.continue_final_message,
+        tools=[_describe_tool(tool) for tool in turn.tools],
+        kwargs={**kwargs, **(turn.chat_template_kwargs or {})},
+    )
+
+
+def _choose_template(turn: ChatTurn, context: Context) -> ChatTemplate:
+    if turn.chat_template is not None:
+        if not context.trusts_templates:
+            raise Unsupported("chat_template needs a server with --trust-request-chat-template", "chat_template")
+        if not context.is_worker:
+            raise NeedsWorker
+        return ChatTemplate.from_request(turn.chat_template, context.model.tokenizer.named_tokens)
+    if context.model.template is None:
+        raise InvalidRequest("this model has no chat template; start the server with --chat-template", turn.param)
+    return context.model.template
+
+
+def _name_reasoning(message: Message, template: ChatTemplate) -> Message:
+    """The message with its reasoning under the name that the template uses."""
+    if "reasoning" not in message:
+        return message
+    name = next((name for name in REASONING_FIELDS if name in template.message_fields), "reasoning")
+    return {key: value for key, value in message.items() if key != "reasoning"} | {name: message["reasoning"]}
+
+
+def _describe_tool(tool: Tool) -> dict[str, object]:
+    """The tool as templates take it."""
+    function: dict[str, object] = {"name": tool.name, "parameters": tool.parameters}
+    if tool.description:
+        function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": function}
+
+
+def _build_reply_format(turn: ChatTurn, text: str, context: Context) -> ReplyFormat | None:
+    """None if all that the model writes is content. Raises Unsupported."""
+    dialect = context.model.dialect
+    if turn.offers_calls and (dialect is None or dialect.calls is None):
+        raise Unsupported(
+            "tools are not supported: how this model writes tool calls is not known; start the server with --dialect",
+            "tools",
+        )
+    if turn.offers_calls and not _choose_template(turn, context).shows_tools:
+        raise Unsupported(
+            "tools are not supported: this model's chat template does not show them; start the server with "
+            "--chat-template",
+            "tools",
+        )
+    if dialect is None or not (dialect.reasoning or dialect.content or turn.offers_calls):
+        return None
+    return ReplyFormat(
+        tools=json.dumps(msgspec.to_builtins(list(turn.tool_choice.select(turn.tools)))),
+        in_reasoning=context.model.opens_reasoning(text),
+        include_reasoning=turn.include_reasoning,
+        has_named_tool=turn.tool_choice.is_named,
+        num_previous_calls=count_calls(turn.messages),
+    )
+
+
+def _find_grammar(turn: ChatTurn, reply: ReplyFormat | None, context: Context) -> str:
+    """What the text must satisfy; empty if anything will do. Raises InvalidRequest, GrammarNeeded."""
+    wanted = turn.params.structured_outputs
+    if reply is None:
+        return "" if wanted is None else context.find_grammar(wanted)
+    if wanted is None and not turn.offers_calls:
+        return ""
+    if turn.params.ignore_eos:
+        raise InvalidRequest("ignore_eos and tools exclude each other", "ignore_eos")
+    return context.find_grammar(
+        TurnForm(
+            tools=tuple(turn.tools),
+            tool_choice=turn.tool_choice,
+            parallel_tool_calls=turn.parallel_tool_calls,
+            in_reasoning=reply.in_reasoning,
+            structured_outputs=wanted,
+        )
+    )
+
+
+def _build_thinking_budget(params: SamplingParams, reply: ReplyFormat, model: ServedModel) -> ThinkingBudget | None:
+    budget = params.thinking_token_budget
+    if budget is None or budget == -1 or model.dialect is None or model.dialect.reasoning is None:
+        return None
+    reasoning = model.dialect.reasoning
+    calls = model.dialect.calls
+
+    def encode(*delimiters: Delimiter) -> list[tuple[int, ...]]:
+        # The whitespace around a delimiter is the model's to choose.
+        forms = [form.strip() for delimiter in delimiters for form in get_forms(delimiter)]
+        return [tuple(model.tokenizer.encode(form, add_special_tokens=False)) for form in forms if form]
+
+    close_ids, *end_ids = encode(reasoning.close)
+    if reasoning.ends_at_call and calls is not None:
+        end_ids += encode(calls.section_open, calls.open)[:1]
+    return ThinkingBudget(
+        num_tokens=budget,
+        close_ids=close_ids,
+        open_ids=encode(reasoning.open)[0],
+        end_ids=tuple(end_ids),
+        is_open=reply.in_reasoning,
+    )
+
+
+def _count_tokens_with_logprobs(params: SamplingParams, max_logprobs: int) -> int:
+    """Tokens per choice whose log-probabilities fit the limit: the default of max_tokens where it is unlimited else."""
+    return max(1, max_logprobs // (((params.most_logprobs or 0) + 1) * params.n))

@@ -1,0 +1,43 @@
+"""What the jobs of `prompt.jobs` need besides a body, and how they ask for a worker process."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from serve_llm.common.options.limits import Limits
+from serve_llm.common.types import ModelInfo
+from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.structured_output.compiler import GrammarCompiler
+from serve_llm.server.structured_output.turn_form import GrammarSource, compute_key
+
+
+class NeedsWorker(Exception):
+    """The job must run in a worker process, which can be killed."""
+
+
+class GrammarNeeded(NeedsWorker):
+    """A grammar that has not been compiled yet."""
+
+    def __init__(self, source: GrammarSource) -> None:
+        super().__init__()
+        self.source = source
+
+
+class Context(NamedTuple):
+    model: ServedModel
+    facts: ModelInfo
+    limits: Limits
+    trusts_templates: bool = False  # requests may contain chat templates
+    is_worker: bool = False  # the job runs in a worker process
+    ignores_unknown_fields: bool = False  # in completions and chat completions
+    grammars: GrammarCompiler | None = None  # only workers compile with it; the server uses its cache
+
+    def find_grammar(self, source: GrammarSource) -> str:
+        """The compiled grammar. Raises InvalidRequest, GrammarNeeded."""
+        assert self.grammars is not None
+        if self.is_worker:
+            return self.grammars.compile(source)
+        found = self.grammars.cache.get(compute_key(source))
+        if found is None:
+            raise GrammarNeeded(source)
+        return found.unwrap()

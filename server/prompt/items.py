@@ -1,0 +1,207 @@
+"""Turn the input items of the Responses API into what chat templates expect."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from serve_llm.server.http.errors import InvalidRequest, Unsupported
+from serve_llm.server.prompt.messages import parse_arguments, read_string
+from serve_llm.server.prompt.template import Message
+
+Item = Mapping[str, object]
+
+CUSTOM_INPUT = "input"
+"""The one argument of a function that stands for a custom tool."""
+
+_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+_HOSTED_ITEMS = frozenset(
+    {
+        "web_search_call",
+        "file_search_call",
+        "computer_call",
+        "computer_call_output",
+        "code_interpreter_call",
+        "image_generation_call",
+        "mcp_list_tools",
+        "mcp_call",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "local_shell_call",
+        "local_shell_call_output",
+        "tool_search_call",
+        "tool_search_output",
+        "compaction",
+    }
+)
+
+
+class StoredItem(msgspec.Struct):
+    """An item of a stored response. content: its JSON."""
+
+    id: str
+    content: bytes
+
+
+def translate_items(
+    instructions: str | None, items: str | Sequence[Item], history: Sequence[Item] = ()
+) -> tuple[list[Message], list[str]]:
+    """Messages with roles system, user, assistant and tool, and the places of items that are skipped. Raises
+    InvalidRequest, Unsupported.
+
+    history: the stored items of the conversation that `items` continue."""
+    translator = _ItemTranslator()
+    if instructions:
+        translator.add_system(instructions)
+    for item in history:
+        translator.add(item, "previous_response_id")
+    translator.skipped.clear()  # they were named when they were sent
+    if isinstance(items, str):
+        translator.messages.append({"role": "user", "content": items})
+        return translator.messages, []
+    for index, item in enumerate(items):
+        translator.add(item, f"input[{index}]")
+    return translator.messages, translator.skipped
+
+
+def describe_items(items: str | Sequence[Item], response_id: str) -> list[StoredItem]:
+    """The items of a request as they are stored: each with an id, messages with parts. Call it after
+    `translate_items`, which checks them. response_id: without prefix; new ids contain it."""
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    described = []
+    for index, item in enumerate(items):
+        full = {"type": "message", "status": "completed", **item}
+        if not isinstance(full.get("id"), str):
+            full["id"] = f"{_ID_PREFIXES.get(str(full['type']), 'item')}_{response_id}_in{index}"
+        if full["type"] == "message" and isinstance(full["content"], str):
+            kind = "output_text" if full.get("role") == "assistant" else "input_text"
+            full["content"] = [{"type": kind, "text": full["content"]}]
+        described.append(StoredItem(str(full["id"]), msgspec.json.encode(full)))
+    return described
+
+
+def encrypt_reasoning(text: str) -> str:
+    """What a client that keeps no reasoning sends back: the text, which is no secret here."""
+    return base64.b64encode(text.encode()).decode()
+
+
+class _ItemTranslator:
+    """Adjacent items of the assistant become one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.skipped: list[str] = []
+        self._names: dict[str, str] = {}  # tools called, by the id of the call
+
+    def add(self, item: Item, param: str) -> None:
+        kind = item.get("type", "message")
+        if not isinstance(kind, str):
+            raise InvalidRequest(f"{param}.type must be a string", f"{param}.type")
+        match kind:
+            case "message":
+                self._add_message(item, param)
+            case "function_call":
+                self._add_call(item, parse_arguments(item.get("arguments"), f"{param}.arguments"), param)
+            case "custom_tool_call":
+                self._add_call(item, {CUSTOM_INPUT: read_string(item, "input", param)}, param)
+            case "function_call_output" | "custom_tool_call_output":
+                self._add_output(item, param)
+            case "reasoning":
+                if text := _read_reasoning(item, param):
+                    self._extend_reply("reasoning", text)
+            case "item_reference":
+                raise InvalidRequest(f"{param}: the item is not stored here; send the item itself", param)
+            case kind if kind in _HOSTED_ITEMS:
+                self.skipped.append(param)
+            case _:
+                raise Unsupported(f"{param}: items of type {kind!r} are not supported", f"{param}.type")
+
+    def add_system(self, text: str) -> None:
+        """Templates take one system message at the beginning."""
+        if len(self.messages) == 1 and self.messages[0]["role"] == "system":
+            text = f"{self.messages.pop()['content']}\n\n{text}"
+        self.messages.append({"role": "system", "content": text})
+
+    def _add_message(self, item: Item, param: str) -> None:
+        role = _ROLES.get(str(item.get("role")))
+        if role is None:
+            raise InvalidRequest(f"{param}.role must be user, assistant, system or developer", f"{param}.role")
+        text = read_text_parts(item.get("content"), f"{param}.content")
+        if role == "assistant":
+            self._extend_reply("content", text)
+        elif role == "system":
+            self.add_system(text)
+        else:
+            self.messages.append({"role": role, "content": text})
+
+    def _add_call(self, item: Item, arguments: dict[str, object], param: str) -> None:
+        call_id = read_string(item, "call_id", param)
+        name = read_string(item, "name", param)
+        self._names[call_id] = name
+        call = {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
+        message = self._open_reply()
+        message["tool_calls"] = [*message.get("tool_calls", []), call]  # type: ignore[misc]
+
+    def _add_output(self, item: Item, param: str) -> None:
+        call_id = read_string(item, "call_id", param)
+        text = read_text_parts(item.get("output"), f"{param}.output")
+        message: Message = {"role": "tool", "tool_call_id": call_id, "content": text}
+        if call_id in self._names:
+            message["name"] = self._names[call_id]
+        self.messages.append(message)
+
+    def _extend_reply(self, field: str, text: str) -> None:
+        message = self._open_reply()
+        before = message.get(field)
+        message[field] = f"{before}\n{text}" if before else text
+
+    def _open_reply(self) -> Message:
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.messages.append({"role": "assistant", "content": ""})
+        return self.messages[-1]
+
+
+def _read_reasoning(item: Item, param: str) -> str:
+    content = item.get("content")
+    if content:
+        if not isinstance(content, list):
+            raise InvalidRequest(f"{param}.content must be a list", f"{param}.content")
+        return "\n".join(read_string(part, "text", f"{param}.content[{i}]") for i, part in enumerate(content))
+    encrypted = item.get("encrypted_content")
+    if not isinstance(encrypted, str):
+        return ""
+    try:
+        return base64.b64decode(encrypted, validate=True).decode()
+    except (binascii.Error, ValueError):
+        raise InvalidRequest(
+            f"{param}.encrypted_content was not written by this server", f"{param}.encrypted_content"
+        ) from None
+
+
+def read_text_parts(content: object, param: str) -> str:
+    """A text, or the lines that parts of texts are. Raises InvalidRequest, Unsupported."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{param} must be a string or a list of parts", param)
+    texts = []
+    for number, part in enumerate(content):
+        place = f"{param}[{number}]"
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(kind, str) or kind not in _TEXT_PARTS:
+            raise Unsupported(f"{place}: content of type {kind!r} is not supported, only text", place)
+        texts.append(read_string(part, _TEXT_PARTS[kind], place))
+    return "\n".join(texts)

@@ -1,0 +1,128 @@
+"""Turn the messages of a conversation into what chat templates expect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from serve_llm.server.http.errors import InvalidRequest, Unsupported
+from serve_llm.server.prompt.template import Message, join_parts
+from serve_llm.server.structured_output.json_schema import refuse_constant
+
+_TEXT_FIELDS: dict[object, str] = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+"""By the type of a part, the field that holds its text."""
+
+
+def plain_messages(messages: Sequence[Mapping[str, object]]) -> list[Message]:
+    """Messages without null fields, with contents as a text or as parts of type text, arguments of tool calls as
+    objects, and the reasoning of earlier turns as `reasoning`. Other fields stay as they are.
+
+    Raises Unsupported, InvalidRequest.
+    """
+    plain = []
+    names: dict[object, object] = {}  # functions called, by the id of the call
+    for index, message in enumerate(messages):
+        param = f"messages[{index}]"
+        fields = {name: value for name, value in message.items() if value is not None}
+        content = message.get("content")
+        reasoning = fields.pop("reasoning_content", None)
+        if content is not None and not isinstance(content, str):
+            content, thoughts = _read_parts(content, f"{param}.content")
+            reasoning = reasoning or "\n".join(thoughts) or None
+        fields["content"] = content
+        if reasoning is not None and not fields.get("reasoning"):
+            fields["reasoning"] = reasoning
+        calls = fields.pop("tool_calls", None)
+        if calls:
+            parsed = _parse_calls(calls, f"{param}.tool_calls")
+            names |= {call["id"]: call["function"]["name"] for call in parsed if "id" in call}  # type: ignore[index]
+            fields["tool_calls"] = parsed
+        if fields.get("role") == "tool" and "name" not in fields and fields.get("tool_call_id") in names:
+            fields["name"] = names[fields["tool_call_id"]]
+        plain.append(fields)
+    return plain
+
+
+def read_text(message: Message) -> str:
+    """The text of a plain message's content."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return join_parts(content)
+    return content if isinstance(content, str) else ""
+
+
+def count_calls(messages: Sequence[Message]) -> int:
+    """Tool calls in a conversation's plain messages."""
+    return sum(len(calls) for message in messages if isinstance(calls := message.get("tool_calls"), list))
+
+
+def _read_parts(content: object, param: str) -> tuple[list[Message], list[str]]:
+    """The parts of a content with their text as `text`, and the texts of those that hold reasoning."""
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{param} must be a string or a list of parts", param)
+    parts: list[Message] = []
+    reasoning: list[str] = []
+    for number, part in enumerate(content):
+        place = f"{param}[{number}]"
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in _TEXT_FIELDS:
+            raise Unsupported(f"{place}: content of type {kind!r} is not supported, only text", place)
+        field = _TEXT_FIELDS[kind]
+        text = part.get(field)
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{place}.{field} is required", f"{place}.{field}")
+        if kind == "thinking":
+            reasoning.append(text)
+        else:
+            others = {name: value for name, value in part.items() if name not in ("type", field)}
+            parts.append({"type": "text", "text": text, **others})
+    return parts, reasoning
+
+
+def read_string(item: object, name: str, param: str) -> str:
+    """A field that must be a string. param: where `item` is. Raises InvalidRequest."""
+    value = item.get(name) if isinstance(item, Mapping) else None
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{param}.{name} must be a string", f"{param}.{name}")
+    return value
+
+
+def _parse_calls(calls: object, param: str) -> list[Message]:
+    """Tool calls with their arguments as objects."""
+    if not isinstance(calls, list):
+        raise InvalidRequest(f"{param} must be a list", param)
+    parsed = []
+    for number, call in enumerate(calls):
+        place = f"{param}[{number}]"
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise InvalidRequest(f"{place}.function.name is required", f"{place}.function.name")
+        arguments = parse_arguments(function.get("arguments"), f"{place}.function.arguments")
+        fields = {name: value for name, value in call.items() if value is not None}
+        parsed.append({"type": "function", **fields, "function": {**function, "arguments": arguments}})
+    return parsed
+
+
+def parse_arguments(arguments: object, param: str) -> dict[str, object]:
+    """The arguments of an earlier call, which may be JSON text. Raises InvalidRequest."""
+    if isinstance(arguments, Mapping):
+        return dict(arguments)
+    if arguments is None or arguments == "":
+        return {}
+    problem = "it must be a text"
+    if isinstance(arguments, str):
+        try:
+            found = json.loads(arguments, parse_constant=refuse_constant)
+        except (ValueError, RecursionError) as error:
+            problem = f"malformed JSON: {error}"
+        else:
+            if isinstance(found, dict):
+                return found
+            problem = "it must hold a JSON object"
+    raise InvalidRequest(f"{param}: {problem}", param)

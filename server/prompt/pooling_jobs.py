@@ -1,0 +1,250 @@
+"""Jobs of requests whose result is vectors: embeddings, classes, scores. See `prompt.jobs`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from serve_llm.common.options.limits import Limits
+from serve_llm.server.http.errors import InvalidRequest, Unsupported
+from serve_llm.server.prompt.chat_turn import render_turn
+from serve_llm.server.prompt.context import Context
+from serve_llm.server.prompt.reranker_prompt import encode_reranker_prompt
+from serve_llm.server.prompt.tokenizer import Side
+from serve_llm.server.prompt.validate import TextRequest, check_text, check_volume, prepare_pooling
+from serve_llm.server.schema.common import parse_body
+from serve_llm.server.schema.pooling import (
+    ClassificationRequest,
+    EmbeddingRequest,
+    PoolingBody,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+
+UNLIMITED = 2**31 - 1  # tokens
+SERVED = {
+    "none": "this model generates text; start the server with --convert embed to get embeddings from it as well",
+    "embed": "this model makes embeddings and has no classes",
+    "classify": "this model is a classifier and makes no embeddings",
+}
+
+
+class Pool(msgspec.Struct, kw_only=True):
+    """A valid request for vectors, and how the reply is made from them."""
+
+    request: TextRequest
+    model: str  # name for the reply
+    base64: bool = False
+    dimensions: int | None = None  # cut embeddings to this size
+    activate: bool = True  # logits become probabilities
+    pairs: list[tuple[int, int]] = []  # indices of the prompts whose embeddings are compared; empty: of a cross-encoder
+    documents: list[str] | None = None  # to be repeated in the reply
+    top_n: int = 0  # 0: all
+
+
+def embed(content: bytes, context: Context) -> Pool:
+    body = parse_body(EmbeddingRequest, content, context.limits)
+    _check_task(context, "embed")
+    if body.messages is None:
+        return _pool_inputs(body, context)
+    body.check(context.limits)
+    name = context.model.check_base_name(body.model)
+    _check_dimensions(body.dimensions, context)
+    texts = _Texts(body, context, "messages", adds_special_tokens=bool(body.add_special_tokens))
+    encoded = texts.encode_all([render_turn(body.to_turn(context.limits), context)])
+    return _build_vectors(body, _prepare(encoded, body, context, "messages"), name)
+
+
+def pool(content: bytes, context: Context) -> Pool:
+    body = parse_body(PoolingRequest, content, context.limits)
+    if context.facts.pooling_task == "none":
+        raise Unsupported(SERVED["none"])
+    return _pool_inputs(body, context)
+
+
+def classify(content: bytes, context: Context) -> Pool:
+    body = parse_body(ClassificationRequest, content, context.limits)
+    _check_task(context, "classify")
+    body.check(context.limits)
+    name = context.model.check_base_name(body.model)
+    inputs = body.inputs(context.limits)
+    request = _prepare(_Texts(body, context, "input").encode_all(inputs), body, context, "input")
+    return Pool(request=request, model=name, activate=body.use_activation is not False)
+
+
+def score(content: bytes, context: Context) -> Pool:
+    body = parse_body(ScoreRequest, content, context.limits)
+    body.check(context.limits)
+    name = context.model.check_base_name(body.model)
+    _check_scores(context)
+    first, second, param = body.pairs(context.limits)
+    texts = _Texts(body, context, param)
+    if context.facts.pooling_task == "embed":
+        positions = {text: index for index, text in enumerate(dict.fromkeys((*first, *second)))}
+        request = _prepare(texts.encode_all(list(positions)), body, context, param)
+        pairs = [(positions[one], positions[other]) for one, other in zip(first, second, strict=True)]
+        return Pool(request=request, model=name, pairs=pairs)
+    encoded = [texts.encode_pair(one, other, body.instruction) for one, other in zip(first, second, strict=True)]
+    return Pool(request=_prepare(encoded, body, context, param), model=name, activate=body.use_activation is not False)
+
+
+def rerank(content: bytes, context: Context) -> Pool:
+    body = parse_body(RerankRequest, content, context.limits)
+    body.check(context.limits)
+    name = context.model.check_base_name(body.model)
+    _check_scores(context)
+    documents = body.texts(context.limits)
+    texts = _Texts(body, context, "documents")
+    cut = [texts.cut(document, body.max_tokens_per_doc) for document in documents]
+    pairs: list[tuple[int, int]] = []
+    if context.facts.pooling_task == "embed":
+        encoded = texts.encode_all([body.query, *cut])
+        pairs = [(0, index) for index in range(1, len(encoded))]
+    else:
+        encoded = [texts.encode_pair(body.query, document, body.instruction) for document in cut]
+    return Pool(
+        request=_prepare(encoded, body, context, "documents"),
+        model=name,
+        pairs=pairs,
+        documents=None if body.return_documents is False else documents,
+        top_n=body.top_n or 0,
+    )
+
+
+Encoded = tuple[list[int], int | None]  # ids, and where the second text of a pair begins
+
+
+class _Texts:
+    """Encodes the texts of one request. Raises InvalidRequest, ContextTooLong."""
+
+    def __init__(
+        self, body: PoolingBody, context: Context, param: str, adds_special_tokens: bool | None = None
+    ) -> None:
+        """adds_special_tokens: None: as the body says, by default True."""
+        self._context = context
+        self._param = param
+        self._side: Side = body.truncation_side or "right"
+        self._adds_special_tokens = body.add_special_tokens is not False
+        if adds_special_tokens is not None:
+            self._adds_special_tokens = adds_special_tokens
+        self._is_cut = body.truncate_prompt_tokens is not None
+        longest = context.facts.max_model_len
+        asked = body.truncate_prompt_tokens
+        self._max_tokens = longest if asked in (None, -1) or asked is None else min(asked, longest)
+
+    def encode_all(self, inputs: Sequence[str | list[int]]) -> list[Encoded]:
+        return [self._encode(text) if isinstance(text, str) else (self._cut_ids(text), None) for text in inputs]
+
+    def encode_pair(self, first: str, second: str, instruction: str | None) -> Encoded:
+        model = self._context.model
+        if model.vectors.has_token_classes:
+            for text in (first, second, instruction or ""):
+                self._check_length(text)
+            max_tokens = self._max_tokens if self._is_cut else UNLIMITED
+            ids = encode_reranker_prompt(model.tokenizer, first, second, instruction, max_tokens, self._side)
+            return ids, None
+        if instruction is not None:
+            raise Unsupported("this model reads no instruction", "instruction")
+        return self._encode(first, second)
+
+    def cut(self, text: str, max_tokens: int | None) -> str:
+        """The beginning of a text that has at most this many tokens."""
+        if max_tokens is None:
+            return text
+        self._check_length(text)
+        encoding = self._context.model.tokenizer.rust.encode_batch([text], add_special_tokens=False)[0]
+        return text if len(encoding) <= max_tokens else text[: encoding.offsets[max_tokens - 1][1]]
+
+    def _encode(self, text: str, second: str | None = None) -> Encoded:
+        model = self._context.model
+        for one in (text, second or ""):
+            self._check_length(one)
+        if model.vectors.lowercase:
+            text = text.lower()
+            second = None if second is None else second.lower()
+        adds_eos = model.vectors.adds_eos and self._adds_special_tokens and model.tokenizer.eos_id is not None
+        max_tokens = self._max_tokens if self._is_cut else UNLIMITED
+        ids, second_start = model.tokenizer.encode_truncated(
+            text, second, max_tokens, self._side, self._adds_special_tokens
+        )
+        if adds_eos and model.tokenizer.eos_id is not None and ids[-1:] != [model.tokenizer.eos_id]:
+            ids = [*ids[: max_tokens - 1], model.tokenizer.eos_id]
+        return ids, second_start
+
+    def _check_length(self, text: str) -> None:
+        check_text(text, self._context.model, self._context.facts, self._is_cut, self._param)
+
+    def _cut_ids(self, ids: list[int]) -> list[int]:
+        if not self._is_cut:
+            return ids
+        return ids[: self._max_tokens] if self._side == "right" else ids[-self._max_tokens :]
+
+
+def _check_task(context: Context, task: str) -> None:
+    if context.facts.pooling_task != task:
+        raise Unsupported(SERVED[context.facts.pooling_task])
+
+
+def _check_scores(context: Context) -> None:
+    facts = context.facts
+    if facts.pooling_task == "none":
+        raise Unsupported(SERVED["none"])
+    is_token_classifier = context.model.vectors.has_token_classes
+    if facts.pooling_task == "classify" and facts.vector_size != 1 and not is_token_classifier:
+        raise Unsupported(
+            f"this model has {facts.vector_size} classes; scores need an embedding model or a classifier with one class"
+        )
+
+
+def _pool_inputs(body: EmbeddingRequest | PoolingRequest, context: Context) -> Pool:
+    body.check(context.limits)
+    name = context.model.check_base_name(body.model)
+    _check_dimensions(body.dimensions, context)
+    encoded = _Texts(body, context, "input").encode_all(body.inputs(context.limits))
+    return _build_vectors(body, _prepare(encoded, body, context, "input"), name)
+
+
+def _build_vectors(body: EmbeddingRequest | PoolingRequest, request: TextRequest, name: str) -> Pool:
+    return Pool(
+        request=request,
+        model=name,
+        base64=body.encoding_format == "base64",
+        dimensions=body.dimensions,
+    )
+
+
+def _check_dimensions(dimensions: int | None, context: Context) -> None:
+    size = context.facts.vector_size
+    if dimensions is None or dimensions == size:
+        return
+    allowed = context.model.vectors.dimensions
+    if allowed is None or context.facts.pooling_task != "embed":
+        raise Unsupported(
+            f"dimensions: this model was not trained for shorter embeddings; omit it, or give {size}", "dimensions"
+        )
+    if allowed and dimensions not in allowed:
+        sizes = ", ".join(map(str, allowed))
+        raise InvalidRequest(f"dimensions must be one of {sizes}, not {dimensions}", "dimensions")
+    if dimensions > size:
+        raise InvalidRequest(f"dimensions must be at most {size}, not {dimensions}", "dimensions")
+
+
+def _prepare(encoded: Sequence[Encoded], body: PoolingBody, context: Context, param: str) -> TextRequest:
+    starts = [start for _, start in encoded]
+    request = prepare_pooling(
+        [ids for ids, _ in encoded],
+        context.facts,
+        param=param,
+        second_text_starts=None if all(start is None for start in starts) else starts,
+        priority=body.priority or 0,
+    )
+    _check_limits(request, context.limits, param)
+    return request
+
+
+def _check_limits(request: TextRequest, limits: Limits, param: str) -> None:
+    if len(request.prompts) > limits.choices:
+        raise InvalidRequest(f"{param}: {len(request.prompts)} texts are more than {limits.choices}", param)
+    check_volume(request, limits, param)

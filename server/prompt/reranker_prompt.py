@@ -1,0 +1,25 @@
+"""The prompt of Qwen3-Reranker, whose next token is "yes" or "no"."""
+
+from __future__ import annotations
+
+from serve_llm.server.prompt.tokenizer import Side, Tokenizer
+
+DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+PREFIX = (
+    "<|im_start|>system\n"
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+def encode_reranker_prompt(
+    tokenizer: Tokenizer, query: str, document: str, instruction: str | None, max_tokens: int, side: Side
+) -> list[int]:
+    """Ids of the whole prompt. Only the part with the texts is cut on this side, to at most `max_tokens` in all."""
+    prefix = tokenizer.encode(PREFIX, add_special_tokens=False)
+    suffix = tokenizer.encode(SUFFIX, add_special_tokens=False)
+    text = f"<Instruct>: {instruction or DEFAULT_INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
+    room = max_tokens - len(prefix) - len(suffix)
+    ids, _ = tokenizer.encode_truncated(text, None, room, side, add_special_tokens=False)
+    return [*prefix, *ids, *suffix]

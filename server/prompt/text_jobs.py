@@ -1,0 +1,62 @@
+"""Jobs that generate nothing: texts to ids and back, and the kind of a request. See `prompt.jobs`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from serve_llm.server.http.errors import InvalidRequest
+from serve_llm.server.prompt.chat_turn import render_turn
+from serve_llm.server.prompt.context import Context
+from serve_llm.server.schema.common import parse_body, read_fields
+from serve_llm.server.schema.tokenize import DetokenizeRequest, TokenizeRequest
+
+
+class Tokens(msgspec.Struct):
+    ids: list[int]
+    names: list[str] | None = None  # one per id, as the vocabulary writes it
+
+
+class Text(msgspec.Struct):
+    text: str
+
+
+class RouteName(msgspec.Struct):
+    name: str
+
+
+def tokenize(content: bytes, context: Context) -> Tokens:
+    body = parse_body(TokenizeRequest, content, context.limits)
+    context.model.check_name(body.model)
+    body.check()
+    tokenizer = context.model.tokenizer
+    if body.messages is not None:
+        text = render_turn(body.to_turn(context.limits), context)
+        add_special_tokens = bool(body.add_special_tokens)
+    else:
+        text = body.prompt or ""
+        add_special_tokens = body.add_special_tokens is not False
+    ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return Tokens(ids, [tokenizer.token_name(token_id) for token_id in ids] if body.return_token_strs else None)
+
+
+def detokenize(content: bytes, context: Context) -> Text:
+    body = parse_body(DetokenizeRequest, content, context.limits)
+    context.model.check_name(body.model)
+    vocab_size = context.facts.vocab_size
+    if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < vocab_size:
+        raise InvalidRequest(f"tokens must be ids from 0 to {vocab_size - 1}", "tokens")
+    return Text(context.model.tokenizer.decode(body.tokens, skip_special_tokens=False))
+
+
+def find_route(content: bytes, context: Context) -> RouteName:
+    """The kind of request that a body of /invocations is, by its fields."""
+    fields = read_fields(content, context.limits)
+    if "messages" in fields and context.facts.generates:
+        return RouteName("chat")
+    if "prompt" in fields:
+        return RouteName("completion")
+    if "query" in fields and "documents" in fields:
+        return RouteName("rerank")
+    if "input" in fields or "messages" in fields:
+        return RouteName("classify" if context.facts.pooling_task == "classify" else "embed")
+    raise InvalidRequest("one of messages, prompt, input, or query and documents is required", "messages")

@@ -1,0 +1,231 @@
+"""Builds responses of the two endpoints from deltas: the whole body, or a stream's events.
+
+Responses are plain data for JSON in the shapes of `server.schema`, which documents them. Fields that were not requested
+are absent, not null.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import msgspec
+
+from serve_llm.server.dialects.pieces import ArgumentsPiece, CallBegin, ContentPiece, Piece, ReasoningPiece
+from serve_llm.server.generate.delta import Delta, TokenCounts
+from serve_llm.server.prompt.tokenizer import Tokenizer
+from serve_llm.server.prompt.validate import TextRequest
+from serve_llm.server.response.logprobs import TokenTexts, chat_logprobs, completion_logprobs, prompt_logprobs
+from serve_llm.server.schema.common import ResponseMetrics
+
+Json = dict[str, Any]
+
+encode_json = msgspec.json.Encoder().encode
+
+
+class ResponseMeta(msgspec.Struct, frozen=True):
+    """Fields that a response and all its events have in common."""
+
+    id: str
+    created: int  # Unix seconds
+    model: str
+    system_fingerprint: str
+    reasoning_field: str = "reasoning"  # name of the reasoning in messages
+
+    def describe(self, object_type: str) -> Json:
+        return {
+            "id": self.id,
+            "object": object_type,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+        }
+
+
+class ResponseBuilder(ABC):
+    """Builds one endpoint's response to one request."""
+
+    body_type: ClassVar[str]  # "object" of a body
+    event_type: ClassVar[str]  # "object" of an event
+    shows_prompt_once: ClassVar[bool]  # whether ids and logprobs of the prompt stand beside the choices, not in each
+    plain_choice: ClassVar[tuple[bytes, bytes]]  # JSON of a plain choice: between index and text, and after the text
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        request: TextRequest,
+        return_token_ids: bool,
+        meta: ResponseMeta,
+        *,
+        names_tokens_by_id: bool = False,
+        return_metrics: bool = False,
+        opening_text: str = "",
+    ) -> None:
+        """names_tokens_by_id: logprobs show `token_id:<id>` for a token's text. return_metrics: the response holds the
+        times of the request. opening_text: stands before the content of every choice, in chat."""
+        self.return_metrics = return_metrics
+        self._request = request
+        self._return_token_ids = return_token_ids
+        self._num_logprobs = request.params.most_logprobs
+        self._meta = meta
+        self._opening_text = opening_text
+        self._texts = TokenTexts(tokenizer)
+        self._shown_texts = TokenTexts(tokenizer, names_by_id=True) if names_tokens_by_id else self._texts
+
+    def build_body(self, deltas: list[Delta], counts: TokenCounts) -> bytes:
+        """The JSON of a response without streaming. deltas: one complete delta per choice."""
+        body = self._meta.describe(self.body_type)
+        body["choices"] = [self._build_choice(delta) for delta in deltas]
+        if self.shows_prompt_once:
+            self._add_prompt(body, deltas[0])
+        body["usage"] = build_usage(counts)
+        if self.return_metrics:
+            body["metrics"] = build_metrics(counts)
+        return encode_json(body)
+
+    @abstractmethod
+    def build_events(self, delta: Delta) -> list[Json]:
+        """The events for a delta, without usage."""
+
+    def build_event(self, choices: list[Json]) -> Json:
+        event = self._meta.describe(self.event_type)
+        event["choices"] = choices
+        return event
+
+    def is_plain(self, delta: Delta) -> bool:
+        """Whether the delta holds nothing but text, so that its event can be put together from prebuilt bytes."""
+        has_more = delta.first or delta.entries or delta.pieces or self._return_token_ids
+        return not has_more and delta.finish_reason is None
+
+    @abstractmethod
+    def _build_choice(self, delta: Delta) -> Json:
+        """A choice of a body."""
+
+    def _add_details(self, choice: Json, delta: Delta) -> Json:
+        """Complete a choice with the fields that follow its logprobs in both endpoints."""
+        choice["finish_reason"] = delta.name_finish_reason(self._request.reply)
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        if self._return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
+    def _add_prompt(self, target: Json, delta: Delta) -> Json:
+        """Add what was asked for about the prompt of the delta's choice, if it is the choice's first delta."""
+        prompt_ids = self._request.prompts[delta.index // self._request.params.n]
+        if self._return_token_ids and delta.first:
+            target["prompt_token_ids"] = prompt_ids
+        if delta.prompt_logprobs is not None:
+            count = self._request.params.prompt_logprobs or 0
+            target["prompt_logprobs"] = prompt_logprobs(delta.prompt_logprobs, prompt_ids[1:], count, self._texts)
+        return target
+
+
+class CompletionBuilder(ResponseBuilder):
+    """`schema.completions.Completion`."""
+
+    body_type = "text_completion"
+    event_type = "text_completion"
+    shows_prompt_once = False
+    plain_choice = (b'"text":', b',"logprobs":null,"finish_reason":null}')
+
+    def _build_choice(self, delta: Delta) -> Json:
+        logprobs = None
+        if self._num_logprobs is not None:
+            logprobs = completion_logprobs(delta.entries, self._num_logprobs, self._shown_texts)
+        choice = self._add_details({"index": delta.index, "text": delta.text, "logprobs": logprobs}, delta)
+        return self._add_prompt(choice, delta)
+
+    def build_events(self, delta: Delta) -> list[Json]:
+        return [self.build_event([self._build_choice(delta)])]
+
+
+class ChatBuilder(ResponseBuilder):
+    """`schema.chat.ChatCompletion` and `schema.chat.ChatEvent`."""
+
+    body_type = "chat.completion"
+    event_type = "chat.completion.chunk"
+    shows_prompt_once = True
+    plain_choice = (b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null}')
+
+    def build_events(self, delta: Delta) -> list[Json]:
+        """One event for the role, and one for each piece of the delta; the last one has what is not text."""
+        news: list[Json] = [{"role": "assistant", "content": ""}] if delta.first else []
+        if delta.first and self._opening_text:
+            news.append({"content": self._opening_text})
+        for piece in delta.ordered_pieces:
+            news += self._describe_piece(piece)
+        if len(news) == delta.first:  # nothing but details
+            news.append({})
+        *before, last = ({"index": delta.index, "delta": new, "logprobs": None, "finish_reason": None} for new in news)
+        last["logprobs"] = self._logprobs(delta)
+        events = [self.build_event([choice]) for choice in (*before, self._add_details(last, delta))]
+        self._add_prompt(events[0], delta)
+        return events
+
+    def _describe_piece(self, piece: Piece) -> list[Json]:
+        """The piece as `delta` of an event."""
+        match piece:
+            case ContentPiece():
+                return [{"content": piece.text}]
+            case ReasoningPiece():
+                return [{self._meta.reasoning_field: piece.text}]
+            case CallBegin():
+                function = {"name": piece.name, "arguments": ""}
+                return [
+                    {"tool_calls": [{"index": piece.index, "id": piece.id, "type": "function", "function": function}]}
+                ]
+            case ArgumentsPiece():
+                return [{"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}]
+        return []
+
+    def _build_choice(self, delta: Delta) -> Json:
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in delta.collect_calls()
+        ]
+        text = self._opening_text + delta.text
+        message: Json = {"role": "assistant", "content": text or None if calls else text}
+        if reasoning := delta.reasoning:
+            message[self._meta.reasoning_field] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return self._add_details({"index": delta.index, "message": message, "logprobs": self._logprobs(delta)}, delta)
+
+    def _logprobs(self, delta: Delta) -> Json | None:
+        if self._num_logprobs is None:
+            return None
+        return chat_logprobs(delta.entries, self._num_logprobs, self._shown_texts)
+
+
+def build_usage(counts: TokenCounts) -> Json:
+    """`schema.common.Usage`."""
+    usage: Json = {
+        "prompt_tokens": counts.prompt,
+        "completion_tokens": counts.completion,
+        "total_tokens": counts.prompt + counts.completion,
+        "prompt_tokens_details": {"cached_tokens": counts.cached},
+    }
+    if counts.reasoning is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": counts.reasoning}
+    return usage
+
+
+def build_metrics(counts: TokenCounts) -> Json:
+    """`schema.common.ResponseMetrics`."""
+    times = counts.times
+    if times is None:
+        return dict.fromkeys(ResponseMetrics.model_fields)
+    num_later = counts.completion - times.num_choices  # tokens that are not the first of their choice
+    inference = times.last_token - times.scheduled
+    return {
+        "queue_time_ms": _to_ms(times.scheduled - times.submitted),
+        "time_to_first_token_ms": _to_ms(times.first_token - times.scheduled),
+        "generation_time_ms": _to_ms(times.last_token - times.first_token),
+        "mean_itl_ms": _to_ms(times.decode_seconds / num_later) if num_later > 0 else None,
+        "tokens_per_second": round(counts.completion / inference, 3) if inference > 0 else None,
+    }
+
+
+def _to_ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)

@@ -1,0 +1,74 @@
+"""What the methods of `LLM` return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from serve_llm.server.generate.delta import ToolCall
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Natural log of a token's probability in the model's raw distribution, and its rank (1: the most likely)."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One choice."""
+
+    index: int
+    text: str  # in `chat`: without reasoning and tool calls
+    token_ids: list[int]
+    finish_reason: str | None  # "stop", "length", or, in `chat`, "tool_calls"
+    stop_reason: int | str | None  # the stop id or stop string of the request that ended the text, if one did
+    logprobs: list[dict[int, Logprob]] | None  # per token: itself and the most likely ones
+    cumulative_logprob: float | None
+    reasoning: str = ""  # in `chat`
+    tool_calls: list[ToolCall] = field(default_factory=list)  # in `chat`
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """One prompt with its n choices."""
+
+    request_id: str
+    prompt: str | None  # None if it was given as ids
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None  # the first entry is None
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+    finished: bool = True
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+
+@dataclass(frozen=True)
+class ClassificationOutput:
+    probs: list[float]
+    label: str
+
+
+@dataclass(frozen=True)
+class ScoringOutput:
+    score: float
+
+
+VectorOutput = TypeVar("VectorOutput", EmbeddingOutput, ClassificationOutput, ScoringOutput)
+
+
+@dataclass(frozen=True)
+class PoolingRequestOutput(Generic[VectorOutput]):
+    """What one text, or one pair of texts, came to."""
+
+    request_id: str
+    prompt_token_ids: list[int]  # those of both texts if two embeddings were compared
+    outputs: VectorOutput
+    finished: bool = True

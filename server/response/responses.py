@@ -1,0 +1,288 @@
+"""Builds the replies of POST /v1/responses from deltas.
+
+A stream's events and the reply without streaming come from the same object, `ReplyItems`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+from serve_llm.common.types import FinishReason
+from serve_llm.server.dialects.pieces import ArgumentsPiece, CallBegin, CallEnd, ContentPiece, Piece, ReasoningPiece
+from serve_llm.server.generate.delta import Delta, TokenCounts
+from serve_llm.server.http.errors import GenerationFailed, RequestError
+from serve_llm.server.prompt.items import CUSTOM_INPUT, encrypt_reasoning
+from serve_llm.server.response.builder import Json, ResponseMeta, encode_json
+from serve_llm.server.response.logprobs import TokenTexts, chat_logprobs
+
+
+class ReplyItems:
+    """The output items of one response, which grow by pieces. `add` and `close` return the events."""
+
+    def __init__(self, response_id: str, custom_tools: frozenset[str], encrypts_reasoning: bool) -> None:
+        """custom_tools: names of tools whose calls are items of type custom_tool_call."""
+        self.items: list[Json] = []
+        self._response_id = response_id
+        self._custom_tools = custom_tools
+        self._encrypts_reasoning = encrypts_reasoning
+        self._is_open = False  # whether the last item is
+        self._texts: list[str] = []  # the open item's
+        self._logprobs: list[Json] = []
+
+    def add(self, piece: Piece, logprobs: list[Json]) -> list[Json]:
+        """logprobs: those of the tokens of content."""
+        match piece:
+            case ContentPiece():
+                events = self._continue_item("message")
+                self._logprobs += logprobs
+                return [*events, *self._extend(piece.text, "response.output_text.delta", {"logprobs": logprobs})]
+            case ReasoningPiece():
+                return [*self._continue_item("reasoning"), *self._extend(piece.text, "response.reasoning_text.delta")]
+            case CallBegin():
+                return [*self.close(), *self._open_call(piece)]
+            case ArgumentsPiece():
+                if self.items[-1]["type"] == "custom_tool_call":
+                    self._texts.append(piece.text)
+                    return []
+                return self._extend(piece.text, "response.function_call_arguments.delta")
+            case CallEnd():
+                return self.close()
+        return []
+
+    def close(self, status: str = "completed") -> list[Json]:
+        """End the open item, if there is one."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item = self.items[-1]
+        text = "".join(self._texts)
+        if "status" in item:
+            item["status"] = status
+        match item["type"]:
+            case "message":
+                events = self._close_message(item, text)
+            case "reasoning":
+                events = self._close_reasoning(item, text)
+            case "custom_tool_call":
+                events = self._close_custom_call(item, text)
+            case _:
+                item["arguments"] = text
+                done = {"name": item["name"], "arguments": text}
+                events = [self._locate("response.function_call_arguments.done", done, part=False)]
+        return [*events, self._describe_item("response.output_item.done")]
+
+    def _continue_item(self, kind: str) -> list[Json]:
+        if self._is_open and self.items[-1]["type"] == kind:
+            return []
+        events = self.close()
+        if kind == "reasoning":
+            return [*events, *self._open({"id": "rs", "type": kind, "summary": [], "content": []})]
+        item = {"id": "msg", "type": kind, "status": "in_progress", "role": "assistant", "content": []}
+        part = {"part": _describe_text("", [])}
+        return [*events, *self._open(item), self._locate("response.content_part.added", part)]
+
+    def _open_call(self, piece: CallBegin) -> list[Json]:
+        item: Json = {"status": "in_progress", "call_id": piece.id, "name": piece.name}
+        if piece.name in self._custom_tools:
+            return self._open({"id": "ctc", "type": "custom_tool_call", **item, "input": ""})
+        return self._open({"id": "fc", "type": "function_call", **item, "arguments": ""})
+
+    def _open(self, item: Json) -> list[Json]:
+        """item: with the prefix of its id as id."""
+        item["id"] = f"{item['id']}_{self._response_id}_{len(self.items)}"
+        self.items.append(item)
+        self._is_open = True
+        self._texts = []
+        self._logprobs = []
+        return [self._describe_item("response.output_item.added")]
+
+    def _extend(self, text: str, event: str, more: Json | None = None) -> list[Json]:
+        self._texts.append(text)
+        is_call = self.items[-1]["type"] == "function_call"
+        return [self._locate(event, {"delta": text, **(more or {})}, part=not is_call)]
+
+    def _close_message(self, item: Json, text: str) -> list[Json]:
+        part = _describe_text(text, self._logprobs)
+        item["content"] = [part]
+        return [
+            self._locate("response.output_text.done", {"text": text, "logprobs": self._logprobs}),
+            self._locate("response.content_part.done", {"part": part}),
+        ]
+
+    def _close_reasoning(self, item: Json, text: str) -> list[Json]:
+        item["content"] = [{"type": "reasoning_text", "text": text}]
+        if self._encrypts_reasoning:
+            item["encrypted_content"] = encrypt_reasoning(text)
+        return [self._locate("response.reasoning_text.done", {"text": text})]
+
+    def _close_custom_call(self, item: Json, text: str) -> list[Json]:
+        item["input"] = _read_custom_input(text)
+        return [
+            self._locate("response.custom_tool_call_input.delta", {"delta": item["input"]}, part=False),
+            self._locate("response.custom_tool_call_input.done", {"input": item["input"]}, part=False),
+        ]
+
+    def _describe_item(self, event: str) -> Json:
+        return {"type": event, "output_index": len(self.items) - 1, "item": dict(self.items[-1])}
+
+    def _locate(self, event: str, content: Json, part: bool = True) -> Json:
+        """An event about the last item. part: it is about its one part."""
+        place: Json = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+        if part:
+            place["content_index"] = 0
+        return {"type": event, **place, **content}
+
+
+class ResponsesBuilder:
+    """Builds `schema.responses.ResponseReply`."""
+
+    def __init__(
+        self,
+        meta: ResponseMeta,
+        echo: Json,
+        custom_tools: list[str],
+        encrypts_reasoning: bool,
+        num_logprobs: int,
+        texts: TokenTexts,
+    ) -> None:
+        """echo: fields of the reply that repeat the request. num_logprobs: likeliest tokens beside each token, where
+        the deltas have log-probabilities."""
+        response_id = meta.id.rpartition("-")[2]
+        self.items = ReplyItems(response_id, frozenset(custom_tools), encrypts_reasoning)
+        self.id = f"resp_{response_id}"
+        self.final: Json | None = None  # the response once it has ended
+        self._meta = meta
+        self._echo = echo
+        self._num_logprobs = num_logprobs
+        self._texts = texts
+        self._position = 0  # characters of the text so far, as in `TokenEntry.offset`
+
+    def build_body(self, deltas: list[Delta], counts: TokenCounts) -> bytes:
+        """deltas: one complete delta. Raises GenerationFailed."""
+        (delta,) = deltas
+        self.add(delta)
+        status = name_status(delta)
+        self.items.close(status)
+        return encode_json(self.describe(status, counts))
+
+    def add(self, delta: Delta) -> list[Json]:
+        """The events for what the delta adds to the items."""
+        events: list[Json] = []
+        for piece in delta.ordered_pieces:
+            begin = self._position
+            if isinstance(piece, ContentPiece | ReasoningPiece | ArgumentsPiece):
+                self._position += len(piece.text)
+            entries = [entry for entry in delta.entries if entry.is_content and begin <= entry.offset < self._position]
+            logprobs = chat_logprobs(entries, self._num_logprobs, self._texts)["content"]
+            events += self.items.add(piece, logprobs)
+        return events
+
+    def describe(self, status: str, counts: TokenCounts | None = None, error: RequestError | None = None) -> Json:
+        """The response. counts: None while it is in progress."""
+        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        response: Json = {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._meta.created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "incomplete_details": details,
+            "model": self._meta.model,
+            "output": list(self.items.items) if counts is not None or error is not None else [],
+            "error": None if error is None else {"code": "server_error", "message": error.message},
+            "usage": None if counts is None else describe_usage(counts),
+            "service_tier": "default",
+            **self._echo,
+        }
+        if counts is not None or error is not None:
+            self.final = response
+        return response
+
+
+class ResponsesEncoder:
+    """Encodes the events of one stream."""
+
+    continuous_usage = False
+    ping_seconds: float | None = None
+
+    def __init__(self, builder: ResponsesBuilder) -> None:
+        self._builder = builder
+        self._num_events = 0
+        self._status = "completed"
+
+    def encode(self, deltas: list[Delta], counts: TokenCounts | None) -> bytes:
+        """Raises GenerationFailed."""
+        events = self._start()
+        for delta in deltas:
+            events += self._builder.add(delta)
+            if delta.finish_reason is not None:
+                self._status = name_status(delta)
+        return self._write(events)
+
+    def encode_ping(self, counts: TokenCounts) -> bytes:
+        return b": ping\n\n"
+
+    def encode_end(self, counts: TokenCounts) -> bytes:
+        events = [*self._start(), *self._builder.items.close(self._status)]
+        response = self._builder.describe(self._status, counts)
+        return self._write([*events, {"type": f"response.{self._status}", "response": response}])
+
+    def encode_error(self, error: RequestError) -> bytes:
+        events = self._builder.items.close("incomplete")
+        response = self._builder.describe("failed", error=error)
+        return self._write([*events, {"type": "response.failed", "response": response}])
+
+    def encode_cancelled(self, rest: list[Delta], counts: TokenCounts) -> bytes:
+        """The end of a response that was ended from outside. rest: what was generated and not encoded before."""
+        events = self._start()
+        for delta in rest:
+            events += self._builder.add(delta)
+        events += self._builder.items.close("incomplete")
+        response = self._builder.describe("cancelled", counts)
+        return self._write([*events, {"type": "response.cancelled", "response": response}])
+
+    def _start(self) -> list[Json]:
+        if self._num_events:
+            return []
+        response = self._builder.describe("in_progress")
+        return [{"type": f"response.{name}", "response": response} for name in ("created", "in_progress")]
+
+    def _write(self, events: list[Json]) -> bytes:
+        lines = []
+        for event in events:
+            data = encode_json({"type": event["type"], "sequence_number": self._num_events, **event})
+            lines.append(b"event: %s\ndata: %s\n\n" % (event["type"].encode(), data))
+            self._num_events += 1
+        return b"".join(lines)
+
+
+def name_status(delta: Delta) -> str:
+    """How the response ended. Raises GenerationFailed where it was aborted."""
+    if delta.finish_reason is FinishReason.ABORT:
+        raise GenerationFailed("the generation was aborted")
+    return "incomplete" if delta.finish_reason is FinishReason.LENGTH else "completed"
+
+
+def _describe_text(text: str, logprobs: list[Json]) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def describe_usage(counts: TokenCounts) -> Json:
+    return {
+        "input_tokens": counts.prompt,
+        "input_tokens_details": {"cached_tokens": counts.cached},
+        "output_tokens": counts.completion,
+        "output_tokens_details": {"reasoning_tokens": counts.reasoning or 0},
+        "total_tokens": counts.prompt + counts.completion,
+    }
+
+
+def _read_custom_input(arguments: str) -> str:
+    """The text of a custom tool's call; arguments that were cut are passed on as they are."""
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return arguments
+    text = found.get(CUSTOM_INPUT) if isinstance(found, dict) else None
+    return text if isinstance(text, str) else arguments

@@ -1,0 +1,135 @@
+"""Bodies of replies made of vectors. Yielded in parts, so that other requests run while a large reply is encoded."""
+
+from __future__ import annotations
+
+import base64
+import math
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from serve_llm.server.prompt.pooling_jobs import Pool
+from serve_llm.server.prompt.vector_settings import Activation, VectorSettings
+from serve_llm.server.response.builder import ResponseMeta
+
+Vector = Sequence[float]
+BuildBody = Callable[[Pool, Sequence[bytes], ResponseMeta, VectorSettings], Iterator[bytes]]
+
+
+def build_embeddings(
+    pool: Pool, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
+) -> Iterator[bytes]:
+    entries = (
+        {"object": "embedding", "index": index, "embedding": _encode_vector(vector, pool)}
+        for index, vector in enumerate(vectors)
+    )
+    return _list_entries(entries, pool, meta)
+
+
+def build_pooled(pool: Pool, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings) -> Iterator[bytes]:
+    entries = (
+        {"object": "pooling", "index": index, "data": _encode_vector(vector, pool)}
+        for index, vector in enumerate(vectors)
+    )
+    return _list_entries(entries, pool, meta)
+
+
+def build_classes(
+    pool: Pool, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
+) -> Iterator[bytes]:
+    def build_entry(index: int, vector: bytes) -> dict[str, object]:
+        probabilities = compute_probabilities(vector, settings.activation if pool.activate else "none")
+        label = settings.find_label(probabilities)
+        return {"index": index, "label": label, "probs": probabilities, "num_classes": len(probabilities)}
+
+    entries = (build_entry(index, vector) for index, vector in enumerate(vectors))
+    return _list_entries(entries, pool, meta)
+
+
+def build_scores(pool: Pool, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings) -> Iterator[bytes]:
+    entries = (
+        {"object": "score", "index": index, "score": score}
+        for index, score in enumerate(compute_scores(pool, vectors, settings))
+    )
+    return _list_entries(entries, pool, meta)
+
+
+def build_ranking(
+    pool: Pool, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings
+) -> Iterator[bytes]:
+    scores = compute_scores(pool, vectors, settings)
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])
+    results = []
+    for index in order[: pool.top_n or len(order)]:
+        result: dict[str, object] = {"index": index, "relevance_score": scores[index]}
+        if pool.documents is not None:
+            result["document"] = {"text": pool.documents[index]}
+        results.append(result)
+    yield msgspec.json.encode({"id": meta.id, "model": meta.model, "usage": _count_usage(pool), "results": results})
+
+
+def compute_scores(pool: Pool, vectors: Sequence[bytes], settings: VectorSettings) -> list[float]:
+    """One per pair of texts: the cosine of two embeddings, or what a cross-encoder says."""
+    if pool.pairs:
+        read = [read_vector(vector) for vector in vectors]
+        return [_compute_cosine(read[one], read[other]) for one, other in pool.pairs]
+    activation = settings.activation if pool.activate else "none"
+    return [compute_probabilities(vector, activation)[-1] for vector in vectors]
+
+
+def compute_probabilities(vector: bytes, activation: Activation) -> list[float]:
+    """What the logits of a classifier become."""
+    logits = read_vector(vector)
+    match activation:
+        case "none":
+            return list(logits)
+        case "sigmoid":
+            return [0.5 * (1.0 + math.tanh(logit / 2)) for logit in logits]
+        case "softmax":
+            highest = max(logits)
+            weights = [math.exp(logit - highest) for logit in logits]
+            total = sum(weights)
+            return [weight / total for weight in weights]
+
+
+def read_vector(vector: bytes) -> array[float]:
+    """float32 numbers."""
+    numbers = array("f")
+    numbers.frombytes(vector)
+    return numbers
+
+
+def cut_vector(vector: bytes, dimensions: int | None) -> array[float]:
+    """The first numbers of an embedding, scaled to length 1; all as they are without `dimensions`."""
+    numbers = read_vector(vector)
+    if dimensions is None or dimensions == len(numbers):
+        return numbers
+    numbers = numbers[:dimensions]
+    length = math.hypot(*numbers) or 1.0
+    return array("f", (number / length for number in numbers))
+
+
+def _compute_cosine(one: Vector, other: Vector) -> float:
+    lengths = math.hypot(*one) * math.hypot(*other)
+    return math.fsum(map(float.__mul__, one, other)) / (lengths or 1.0)
+
+
+def _encode_vector(vector: bytes, pool: Pool) -> str | list[float]:
+    if pool.base64:
+        whole = vector if pool.dimensions is None else cut_vector(vector, pool.dimensions).tobytes()
+        return base64.b64encode(whole).decode()
+    return cut_vector(vector, pool.dimensions).tolist()
+
+
+def _list_entries(entries: Iterable[Mapping[str, object]], pool: Pool, meta: ResponseMeta) -> Iterator[bytes]:
+    head = {"id": meta.id, "object": "list", "created": meta.created, "model": meta.model, "usage": _count_usage(pool)}
+    yield msgspec.json.encode(head)[:-1] + b',"data":['
+    for index, entry in enumerate(entries):
+        yield (b"," if index else b"") + msgspec.json.encode(entry)
+    yield b"]}"
+
+
+def _count_usage(pool: Pool) -> dict[str, int]:
+    num_tokens = sum(map(len, pool.request.prompts))
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

@@ -1,0 +1,142 @@
+"""State and steps that the routes of one app share; `create_app` creates it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import NamedTuple, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from serve_llm.common.options.limits import Limits
+from serve_llm.common.types import LOWEST_PRIORITY
+from serve_llm.server.admission.controller import AdmissionController, BodyBudget
+from serve_llm.server.engines.replicas import Replicas
+from serve_llm.server.generate.generation import Generator
+from serve_llm.server.http.auth import IN_BATCH, TENANT
+from serve_llm.server.http.errors import InvalidRequest, TooLarge, Unsupported
+from serve_llm.server.metrics.prometheus import PrometheusExporter
+from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.prompt.pool import PromptPool
+from serve_llm.server.response.builder import ResponseMeta
+from serve_llm.server.storage.responses import ResponseStore
+
+VERSION = version("serve-llm")
+TIMEOUT_HEADER = "X-Request-Timeout"  # seconds from arrival after which the client no longer wants the response
+
+MAX_HEADER_CHARACTERS = 1000
+
+Result = TypeVar("Result", bound=msgspec.Struct)
+
+
+class Caller(NamedTuple):
+    """What a request states outside its body."""
+
+    tenant: int  # the number of its API key
+    arrival: float  # clock time
+    deadline: float | None  # clock time
+    priority: int | None  # instead of that of the body
+
+
+@dataclass(frozen=True)
+class AppState:
+    replicas: Replicas
+    model: ServedModel
+    admission: AdmissionController
+    generator: Generator
+    exporter: PrometheusExporter
+    prompts: PromptPool
+    bodies: BodyBudget
+    limits: Limits
+    request_timeout: float | None  # seconds
+    num_ranks: int  # ranks per engine
+    reasoning_field: str  # name of the reasoning in messages
+    ignored_fields: Counter[str]  # fields of requests without effect, by route
+    owners: tuple[str, ...] = ("",)  # those of stored objects, one per API key
+    administrators: frozenset[int] = frozenset()  # indices of API keys
+    response_store: ResponseStore | None = None  # None: responses are not stored
+    start_time: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
+
+    def read_caller(self, request: Request) -> Caller:
+        """Call it when the request arrives. Raises InvalidRequest if the timeout header is not a positive number."""
+        arrival = self.replicas.clock.read()
+        if request.scope.get(IN_BATCH):
+            return Caller(request.scope.get(TENANT) or 0, arrival, None, LOWEST_PRIORITY)
+        timeout = self.request_timeout
+        header = request.headers.get(TIMEOUT_HEADER)
+        if header is not None:
+            seconds = float(header) if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", header, re.ASCII) else 0.0
+            if seconds <= 0:
+                raise InvalidRequest(f"{TIMEOUT_HEADER} must be seconds, a number above 0", TIMEOUT_HEADER)
+            timeout = seconds if timeout is None else min(seconds, timeout)
+        deadline = None if timeout is None else arrival + timeout
+        return Caller(request.scope.get(TENANT) or 0, arrival, deadline, None)
+
+    def is_administrator(self, request: Request) -> bool:
+        """Whether the request came with a key that may change what the server serves."""
+        return request.scope.get(TENANT) in self.administrators
+
+    def read_owner(self, request: Request) -> str:
+        """To whom belongs what the request stores."""
+        return self.owners[request.scope.get(TENANT) or 0]
+
+    async def run_prompt_job(
+        self, request: Request, kind: str, result: type[Result], deadline: float | None = None
+    ) -> Result:
+        """Read the body and run the job of this kind (`server.prompt.jobs`) on it. Raises RequestError."""
+        async with self.reading_body(request) as body:
+            return await self.prompts.run(kind, body, result, deadline)
+
+    @asynccontextmanager
+    async def reading_body(self, request: Request) -> AsyncIterator[bytes]:
+        """The body, which counts as being read until the context ends. Raises RequestError."""
+        self.admission.check()
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise Unsupported(
+                f"Content-Encoding {encoding} is not supported: send the body as it is", "Content-Encoding"
+            )
+        with self.bodies.reading() as take:
+            chunks = []
+            size = 0
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > self.limits.body_bytes:
+                    raise TooLarge(f"the body is longer than {self.limits.body_bytes} bytes")
+                take(len(chunk))
+                chunks.append(chunk)
+            yield b"".join(chunks)
+
+    def describe_ignored(self, request: Request, names: list[str]) -> dict[str, str]:
+        """Count the fields of a request that have no effect; returns the header that names them."""
+        if not names:
+            return {}
+        self.ignored_fields[request.scope["path"]] += len(names)
+        value = ", ".join(name for name in names if name.isascii() and name.isprintable())
+        return {"x-ignored-fields": value[:MAX_HEADER_CHARACTERS]}
+
+    def build_meta(self, id_prefix: str, name: str, response_id: str | None = None) -> ResponseMeta:
+        """The identity of a new response under this name of the model. response_id: without prefix; None: a new one."""
+        return ResponseMeta(
+            id=f"{id_prefix}-{response_id or uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=name,
+            system_fingerprint=self._fingerprint(name),
+            reasoning_field=self.reasoning_field,
+        )
+
+    def _fingerprint(self, name: str) -> str:
+        """Changes with the code, the model and its dtype: with a seed, equal fingerprints mean equal responses."""
+        source = f"{VERSION}|{self.model.directory.name}|{self.model.names[0]}|{self.replicas.facts.dtype}"
+        adapter = self.model.adapters.get(name)
+        if adapter is not None:
+            source += f"|{adapter.digest}"
+        return "fp_" + hashlib.sha256(source.encode()).hexdigest()[:12]

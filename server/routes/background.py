@@ -1,0 +1,149 @@
+"""Responses that go on without their client, and how responses are stored when they end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+
+from serve_llm.server.generate.generation import Generation
+from serve_llm.server.http.errors import GenerationFailed, RequestError, TooLarge, Unavailable
+from serve_llm.server.prompt.items import StoredItem
+from serve_llm.server.response.builder import Json, encode_json
+from serve_llm.server.response.responses import ResponsesBuilder, ResponsesEncoder
+from serve_llm.server.storage.responses import NewResponse, ResponseOutcome, ResponseStore
+
+logger = logging.getLogger(__name__)
+
+_EVENT_END = b"\n\n"
+
+
+def build_outcome(response: Json, events: bytes | None = None) -> ResponseOutcome:
+    """A response, as `ResponsesBuilder.describe` returns it, in the form that is stored."""
+    items = [StoredItem(item["id"], encode_json(item)) for item in response["output"]]
+    return ResponseOutcome(response["status"], encode_json(response), items, events)
+
+
+def split_events(events: bytes) -> list[bytes]:
+    """The events of a part of a stream. The number of an event is its place in the whole stream."""
+    return [event + _EVENT_END for event in events.split(_EVENT_END) if event]
+
+
+class BackgroundResponse:
+    """One response that is being generated. `run` stores its end."""
+
+    def __init__(
+        self, store: ResponseStore, builder: ResponsesBuilder, generation: Generation, *, keeps_events: bool
+    ) -> None:
+        """keeps_events: for `follow`, and to be stored."""
+        self._store = store
+        self._builder = builder
+        self._encoder = ResponsesEncoder(builder)
+        self._generation = generation
+        self.keeps_events = keeps_events
+        self._events: list[bytes] = []
+        self._has_ended = False
+        self._changed = asyncio.Event()
+
+    async def run(self, entered: ExitStack) -> None:
+        """entered: leaves the generation, which has been entered."""
+        try:
+            with entered:
+                last = await self._generate()
+                assert self._builder.final is not None
+                events = b"".join([*self._events, last]) if self.keeps_events else None
+                await self._save(build_outcome(self._builder.final, events))
+                self._append(last)
+        finally:
+            self._has_ended = True
+            self._changed.set()
+
+    def cancel(self) -> None:
+        self._generation.close()
+
+    async def follow(self, first: int) -> AsyncIterator[bytes]:
+        """The events from this number on. The last one comes when the end is stored."""
+        while True:
+            while first < len(self._events):
+                yield self._events[first]
+                first += 1
+            if self._has_ended:
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _generate(self) -> bytes:
+        """Returns the last events."""
+        generation = self._generation
+        has_begun = False
+        try:
+            while deltas := await generation.next():
+                self._append(self._encoder.encode(deltas, None))
+                if not has_begun:
+                    has_begun = True
+                    await self._save(build_outcome(self._builder.describe("in_progress")))
+            if generation.closed:
+                return self._encoder.encode_cancelled(generation.take_rest(), generation.counts())
+            return self._encoder.encode_end(generation.counts())
+        except RequestError as error:
+            return self._encoder.encode_error(error)
+        except Exception:
+            logger.exception("background response %s failed", self._builder.id)
+            return self._encoder.encode_error(GenerationFailed("internal error; the server's log says more"))
+
+    async def _save(self, outcome: ResponseOutcome) -> None:
+        try:
+            await self._store.update(self._builder.id, outcome)
+        except sqlite3.Error:
+            logger.exception("response %s cannot be stored", self._builder.id)
+
+    def _append(self, events: bytes) -> None:
+        if self.keeps_events:
+            self._events += split_events(events)
+            self._changed.set()
+
+
+class BackgroundResponses:
+    """All that are being generated."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+        self._running: dict[str, tuple[BackgroundResponse, asyncio.Task[None]]] = {}
+
+    async def start(
+        self, new: NewResponse, builder: ResponsesBuilder, generation: Generation, *, keeps_events: bool
+    ) -> BackgroundResponse:
+        """Admit and submit the generation, store the response as queued, and generate it in a task. Raises
+        RequestError."""
+        with ExitStack() as stack:
+            stack.enter_context(generation)
+            await self._add(new, build_outcome(builder.describe("queued")))
+            response = BackgroundResponse(self._store, builder, generation, keeps_events=keeps_events)
+            task = asyncio.create_task(response.run(stack.pop_all()))
+        self._running[new.id] = (response, task)
+        task.add_done_callback(lambda _: self._running.pop(new.id))
+        return response
+
+    def find(self, response_id: str) -> BackgroundResponse | None:
+        """None if it has ended."""
+        running = self._running.get(response_id)
+        return None if running is None else running[0]
+
+    async def cancel(self, response_id: str) -> None:
+        """Returns when its end is stored. Does nothing if it has ended."""
+        running = self._running.get(response_id)
+        if running is not None:
+            response, task = running
+            response.cancel()
+            await asyncio.wait([task])
+
+    async def _add(self, new: NewResponse, outcome: ResponseOutcome) -> None:
+        try:
+            is_stored = await self._store.add(new, outcome)
+        except sqlite3.Error:
+            logger.exception("response %s cannot be stored", new.id)
+            raise Unavailable("the response cannot be stored; the server's log says more") from None
+        if not is_stored:
+            raise TooLarge("the input is larger than all that the server stores", "background")

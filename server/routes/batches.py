@@ -1,0 +1,162 @@
+"""/v1/files and /v1/batches."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.responses import FileResponse, Response
+
+from serve_llm.server.batches.objects import StoredBatch, StoredFile
+from serve_llm.server.batches.service import BatchService
+from serve_llm.server.http.errors import InvalidRequest, TooLarge, Unsupported
+from serve_llm.server.routes.app_state import AppState
+from serve_llm.server.routes.document import describe_route
+from serve_llm.server.routes.page import build_page, read_page
+from serve_llm.server.schema.batches import BatchCreation, BatchReply, DeletedFile, FileReply
+from serve_llm.server.schema.common import ObjectList, parse_body
+
+MAX_FORM_BYTES = 2**16  # for all of an upload but its file
+MAX_CREATION_BYTES = 2**16
+MAX_FILE_LIMIT = 10_000
+
+_UPLOAD: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"type": "string", "enum": ["batch"]},
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+def create_batch_router(state: AppState, service: BatchService) -> APIRouter:
+    router = APIRouter()
+    store = service.store
+
+    @router.post("/v1/files", openapi_extra=_UPLOAD, **describe_route(None, FileReply))
+    async def upload_file(request: Request) -> Response:
+        """Store the input of a batch."""
+        state.admission.check()
+        owner = state.read_owner(request)
+        form = await _read_form(request, state.limits.file_bytes)
+        try:
+            file = _check_form(form)
+            return _answer(await store.add_file(owner, file.filename or "", file.file))
+        finally:
+            await form.close()
+
+    @router.get("/v1/files", **describe_route(None, ObjectList))
+    async def list_files(request: Request) -> Response:
+        """Uploaded files, and those of results; `purpose` selects one of batch and batch_output."""
+        page = read_page(request, MAX_FILE_LIMIT)
+        found = await store.list_files(state.read_owner(request), page, request.query_params.get("purpose"))
+        return build_page(found.objects, found.has_more)
+
+    @router.get("/v1/files/{file_id}", **describe_route(None, FileReply))
+    async def retrieve_file(file_id: str, request: Request) -> Response:
+        return _answer(await store.get_file(file_id, state.read_owner(request)))
+
+    @router.get("/v1/files/{file_id}/content")
+    async def retrieve_content(file_id: str, request: Request) -> Response:
+        """The bytes of a file."""
+        path = await store.find_content(file_id, state.read_owner(request))
+        return FileResponse(path, media_type="application/octet-stream")
+
+    @router.delete("/v1/files/{file_id}", **describe_route(None, DeletedFile))
+    async def delete_file(file_id: str, request: Request) -> DeletedFile:
+        """Delete a file that no open batch reads."""
+        await store.delete_file(file_id, state.read_owner(request))
+        return DeletedFile(id=file_id)
+
+    @router.post("/v1/batches", **describe_route(BatchCreation, BatchReply))
+    async def create_batch(request: Request) -> Response:
+        """Answer the requests of a file in the background."""
+        async with state.reading_body(request) as content:
+            if len(content) > MAX_CREATION_BYTES:
+                raise TooLarge(f"the body is longer than {MAX_CREATION_BYTES} bytes")
+            body = parse_body(BatchCreation, content, state.limits)
+        seconds = body.check()
+        now = int(time.time())
+        batch = StoredBatch(
+            id=f"batch_{uuid.uuid4().hex}",
+            endpoint=body.endpoint,
+            input_file_id=body.input_file_id,
+            completion_window=body.completion_window,
+            created_at=now,
+            expires_at=now + seconds,
+            metadata=body.metadata,
+        )
+        owner = state.read_owner(request)
+        await store.add_batch(owner, batch)
+        service.start(owner)
+        return _answer(batch)
+
+    @router.get("/v1/batches", **describe_route(None, ObjectList))
+    async def list_batches(request: Request) -> Response:
+        found = await store.list_batches(state.read_owner(request), read_page(request))
+        return build_page(found.objects, found.has_more)
+
+    @router.get("/v1/batches/{batch_id}", **describe_route(None, BatchReply))
+    async def retrieve_batch(batch_id: str, request: Request) -> Response:
+        return _answer(service.count(await store.get_batch(batch_id, state.read_owner(request))))
+
+    @router.post("/v1/batches/{batch_id}/cancel", **describe_route(None, BatchReply))
+    async def cancel_batch(batch_id: str, request: Request) -> Response:
+        """End a batch; requests that are not answered get an error that says so."""
+        return _answer(await service.cancel(batch_id, state.read_owner(request)))
+
+    return router
+
+
+async def _read_form(request: Request, max_file_bytes: int) -> FormData:
+    """The form of an upload, whose file is in a temporary file. Raises InvalidRequest, TooLarge."""
+    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        raise InvalidRequest("the body must be multipart/form-data with file and purpose", "Content-Type")
+
+    async def read_limited() -> AsyncGenerator[bytes, None]:
+        size = 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > max_file_bytes + MAX_FORM_BYTES:
+                raise TooLarge(f"the file is longer than {max_file_bytes} bytes", "file")
+            yield chunk
+
+    parser = MultiPartParser(request.headers, read_limited(), max_files=1, max_fields=8, max_part_size=MAX_FORM_BYTES)
+    try:
+        return await parser.parse()
+    except MultiPartException as error:
+        raise InvalidRequest(f"the body is not a valid form: {error.message}") from None
+
+
+def _check_form(form: FormData) -> UploadFile:
+    """The file. Raises InvalidRequest, Unsupported."""
+    for name in form:
+        if name not in ("file", "purpose"):
+            raise Unsupported(f"the field {name[:100]!r} is not supported", name)
+    file = form.get("file")
+    if not isinstance(file, UploadFile):
+        raise InvalidRequest("file is required, with a filename", "file")
+    purpose = form.get("purpose")
+    if purpose != "batch":
+        raise Unsupported("purpose must be batch", "purpose")
+    return file
+
+
+def _answer(stored: StoredFile | StoredBatch) -> Response:
+    return Response(msgspec.json.encode(stored), media_type="application/json")

@@ -1,0 +1,238 @@
+"""POST /v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from serve_llm.server.generate.delta import Delta, TokenCounts
+from serve_llm.server.generate.generation import Generation
+from serve_llm.server.http.errors import RequestError
+from serve_llm.server.prompt.jobs import Generate
+from serve_llm.server.prompt.tokenizer import Tokenizer
+from serve_llm.server.response.builder import ChatBuilder, CompletionBuilder, ResponseBuilder, ResponseMeta
+from serve_llm.server.response.sse import SSEEncoder
+from serve_llm.server.routes.app_state import AppState
+from serve_llm.server.routes.document import describe_route
+from serve_llm.server.schema.chat import ChatCompletion, ChatEvent, ChatRequest
+from serve_llm.server.schema.completions import Completion, CompletionRequest
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+
+Headers = list[tuple[bytes, bytes]]
+
+SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx buffers responses otherwise
+]
+
+
+class BodyBuilder(Protocol):
+    """Builds the body of a response without streaming."""
+
+    def build_body(self, deltas: list[Delta], counts: TokenCounts) -> bytes: ...
+
+
+class EventEncoder(Protocol):
+    """Encodes the events of a stream. continuous_usage: `encode` needs the counts. ping_seconds: the longest pause
+    without an event, None: no limit."""
+
+    continuous_usage: bool
+    ping_seconds: float | None
+
+    def encode(self, deltas: list[Delta], counts: TokenCounts | None) -> bytes: ...
+
+    def encode_ping(self, counts: TokenCounts) -> bytes: ...
+
+    def encode_end(self, counts: TokenCounts) -> bytes: ...
+
+    def encode_error(self, error: RequestError) -> bytes: ...
+
+
+Builder = TypeVar("Builder", bound=BodyBuilder)
+
+
+@dataclass(frozen=True)
+class TextEndpoint(Generic[Builder]):
+    """What the routes that generate text differ in. job: one of `server.prompt.jobs.JOBS` that returns `Generate`."""
+
+    job: str
+    id_prefix: str
+    create_builder: Callable[[Tokenizer, Generate, ResponseMeta], Builder]
+    create_encoder: Callable[[Builder, Generate], EventEncoder]
+
+
+def create_router(state: AppState) -> APIRouter:
+    router = APIRouter()
+
+    @router.post(PATHS[0], **describe_route(CompletionRequest, Completion, Completion))
+    async def create_completion(request: Request) -> Response:
+        """Continue one or more prompts."""
+        return complete(state, request)
+
+    @router.post(PATHS[1], **describe_route(ChatRequest, ChatCompletion, ChatEvent))
+    async def create_chat_completion(request: Request) -> Response:
+        """Answer a conversation."""
+        return chat(state, request)
+
+    return router
+
+
+def complete(state: AppState, request: Request) -> Response:
+    """The response of /v1/completions."""
+    endpoint = TextEndpoint("completion", "cmpl", _create_completion_builder, _create_encoder)
+    return GenerationResponse(state, request, endpoint)
+
+
+def chat(state: AppState, request: Request) -> Response:
+    """The response of /v1/chat/completions."""
+    endpoint = TextEndpoint("chat", "chatcmpl", _create_chat_builder, _create_encoder)
+    return GenerationResponse(state, request, endpoint)
+
+
+def _create_completion_builder(tokenizer: Tokenizer, parsed: Generate, meta: ResponseMeta) -> ResponseBuilder:
+    return CompletionBuilder(
+        tokenizer,
+        parsed.request,
+        parsed.return_token_ids,
+        meta,
+        names_tokens_by_id=parsed.return_tokens_as_token_ids,
+        return_metrics=parsed.return_metrics,
+    )
+
+
+def _create_chat_builder(tokenizer: Tokenizer, parsed: Generate, meta: ResponseMeta) -> ResponseBuilder:
+    return ChatBuilder(
+        tokenizer,
+        parsed.request,
+        parsed.return_token_ids,
+        meta,
+        names_tokens_by_id=parsed.return_tokens_as_token_ids,
+        return_metrics=parsed.return_metrics,
+        opening_text=parsed.opening_text,
+    )
+
+
+def _create_encoder(builder: ResponseBuilder, parsed: Generate) -> SSEEncoder:
+    return SSEEncoder(builder, parsed.include_usage, parsed.continuous_usage)
+
+
+@dataclass(frozen=True)
+class Prepared(Generic[Builder]):
+    """A request that has been parsed, with what answers it. The generation has not been entered."""
+
+    parsed: Generate
+    generation: Generation
+    builder: Builder
+    headers: Headers
+
+
+class GenerationResponse(Response, Generic[Builder]):
+    """A request with all that it takes to answer it, from reading its body to the last byte sent."""
+
+    response_id: str | None = None  # without prefix; None: a new one
+
+    def __init__(self, state: AppState, request: Request, endpoint: TextEndpoint[Builder]) -> None:
+        super().__init__()
+        self._state = state
+        self._request = request
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Parse and validate, admit, generate, respond.
+
+        Raises RequestError before anything is sent; a later error is the stream's last event. A client that disconnects
+        aborts its generation at once.
+        """
+        state = self._state
+        caller = state.read_caller(self._request)
+        parsed = await self.parse(caller.deadline)
+        meta = state.build_meta(self._endpoint.id_prefix, parsed.model, self.response_id or parsed.request_id)
+        ignored = state.describe_ignored(self._request, parsed.ignored_fields)
+        headers = [(name.encode(), value.encode()) for name, value in ignored.items()]
+        builder = self._endpoint.create_builder(state.model.tokenizer, parsed, meta)
+        parsed.request.adapter = state.model.find_adapter(parsed.model)
+        generation = state.generator.open(
+            parsed.request,
+            caller.arrival,
+            tenant=caller.tenant,
+            deadline=caller.deadline,
+            priority=caller.priority,
+        )
+        await self.respond(receive, send, Prepared(parsed, generation, builder, headers))
+
+    async def parse(self, deadline: float | None) -> Generate:
+        """The request of the body. Raises RequestError."""
+        return await self._state.run_prompt_job(self._request, self._endpoint.job, Generate, deadline)
+
+    async def respond(self, receive: Receive, send: Send, prepared: Prepared[Builder]) -> None:
+        """Raises RequestError."""
+        generation = prepared.generation
+        with generation:  # admits and submits it
+            watch = asyncio.create_task(close_on_disconnect(receive, generation))
+            if prepared.parsed.stream:
+                events = self._endpoint.create_encoder(prepared.builder, prepared.parsed)
+                respond = _send_events(send, generation, events, prepared.headers)
+            else:
+                respond = _send_body(send, generation, prepared.builder, prepared.headers)
+            try:
+                # In its own task: a wake-up runs through every coroutine that awaits another, and the framework's dozen
+                # around this one would cost a third of a token's time.
+                await asyncio.create_task(respond)
+            finally:
+                watch.cancel()
+
+
+async def _send_body(send: Send, generation: Generation, builder: BodyBuilder, headers: Headers) -> None:
+    deltas = await generation.whole()
+    if generation.closed:
+        return
+    await send_content(send, builder.build_body(deltas, generation.counts(with_times=True)), headers)
+
+
+async def send_content(send: Send, content: bytes, headers: Headers) -> None:
+    """Send a JSON body."""
+    kind = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
+    await send({"type": "http.response.start", "status": 200, "headers": [*kind, *headers]})
+    await send({"type": "http.response.body", "body": content})
+
+
+async def _send_events(send: Send, generation: Generation, events: EventEncoder, headers: Headers) -> None:
+    has_started = False
+    try:
+        while (content := await _encode_next(generation, events)) is not None:
+            if not has_started:
+                await send({"type": "http.response.start", "status": 200, "headers": [*SSE_HEADERS, *headers]})
+                has_started = True
+            if content:
+                await send({"type": "http.response.body", "body": content, "more_body": True})
+        last = b"" if generation.closed else events.encode_end(generation.counts(with_times=True))
+    except RequestError as error:
+        if not has_started:
+            raise
+        last = events.encode_error(error)
+    if has_started:
+        await send({"type": "http.response.body", "body": last})
+
+
+async def _encode_next(generation: Generation, events: EventEncoder) -> bytes | None:
+    """The next events, which may be empty; None after the last ones, or when closed. Raises RequestError."""
+    if events.ping_seconds is not None and not await generation.wait(events.ping_seconds):
+        return events.encode_ping(generation.counts())
+    deltas = await generation.next()
+    if not deltas:
+        return None
+    return events.encode(deltas, generation.counts() if events.continuous_usage else None)
+
+
+async def close_on_disconnect(receive: Receive, generation: Generation) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    generation.close()

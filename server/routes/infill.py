@@ -1,0 +1,37 @@
+"""POST /infill."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from serve_llm.server.prompt.jobs import Generate
+from serve_llm.server.prompt.tokenizer import Tokenizer
+from serve_llm.server.response.builder import ResponseMeta
+from serve_llm.server.response.infill import InfillBuilder, InfillEncoder
+from serve_llm.server.routes.app_state import AppState
+from serve_llm.server.routes.document import describe_route
+from serve_llm.server.routes.generation import GenerationResponse, TextEndpoint
+from serve_llm.server.schema.infill import InfillEvent, InfillReply, InfillRequest
+
+PATHS = ("/infill",)
+
+
+def create_router(state: AppState) -> APIRouter:
+    router = APIRouter()
+    endpoint = TextEndpoint("infill", "infill", _create_builder, _create_encoder)
+
+    @router.post(PATHS[0], **describe_route(InfillRequest, InfillReply, InfillEvent))
+    async def infill(request: Request) -> Response:
+        """The text at the cursor, as llama.cpp's editor plug-ins ask for it."""
+        return GenerationResponse(state, request, endpoint)
+
+    return router
+
+
+def _create_builder(tokenizer: Tokenizer, parsed: Generate, meta: ResponseMeta) -> InfillBuilder:
+    return InfillBuilder(meta)
+
+
+def _create_encoder(builder: InfillBuilder, parsed: Generate) -> InfillEncoder:
+    return InfillEncoder(builder)

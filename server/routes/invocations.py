@@ -1,0 +1,47 @@
+"""POST /invocations: one route for all requests, as SageMaker sends them. The fields of the body tell them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive
+
+from serve_llm.server.prompt.text_jobs import RouteName
+from serve_llm.server.routes import generation, pooling
+from serve_llm.server.routes.app_state import AppState
+
+RESPONSES: dict[str, Callable[[AppState, Request], Response]] = {
+    "chat": generation.chat,
+    "completion": generation.complete,
+    "embed": pooling.embed,
+    "classify": pooling.classify,
+    "rerank": pooling.rerank,
+}
+"""By the names that the job `find_route` returns."""
+
+
+def create_router(state: AppState) -> APIRouter:
+    router = APIRouter()
+
+    any_object = {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
+
+    @router.post("/invocations", openapi_extra={"requestBody": any_object})
+    async def invoke(request: Request) -> Response:
+        """The response to a body with messages, prompt, input, or query and documents."""
+        async with state.reading_body(request) as content:
+            route = await state.prompts.run("find_route", content, RouteName)
+        return RESPONSES[route.name](state, Request(request.scope, _replay(content, request.receive)))
+
+    return router
+
+
+def _replay(content: bytes, receive: Receive) -> Receive:
+    """Receives a body again that was read already, then what comes after it."""
+    pending: list[Message] = [{"type": "http.request", "body": content, "more_body": False}]
+
+    async def receive_again() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return receive_again

@@ -1,0 +1,127 @@
+"""POST /v1/embeddings, /v1/rerank, /v1/score, /classify and /pooling."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from serve_llm.server.prompt.pooling_jobs import Pool
+from serve_llm.server.response.vectors import (
+    BuildBody,
+    build_classes,
+    build_embeddings,
+    build_pooled,
+    build_ranking,
+    build_scores,
+)
+from serve_llm.server.routes.app_state import AppState
+from serve_llm.server.routes.document import describe_route
+from serve_llm.server.routes.generation import close_on_disconnect
+from serve_llm.server.schema.pooling import (
+    ClassificationReply,
+    ClassificationRequest,
+    EmbeddingReply,
+    EmbeddingRequest,
+    PooledVectorReply,
+    PoolingRequest,
+    RerankReply,
+    RerankRequest,
+    ScoreReply,
+    ScoreRequest,
+)
+
+
+def create_router(state: AppState) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/embeddings", **describe_route(EmbeddingRequest, EmbeddingReply))
+    async def create_embeddings(request: Request) -> Response:
+        """The embedding of each text."""
+        return embed(state, request)
+
+    @router.post("/v1/rerank", **describe_route(RerankRequest, RerankReply))
+    @router.post("/rerank", **describe_route(RerankRequest, RerankReply))
+    @router.post("/v2/rerank", **describe_route(RerankRequest, RerankReply))
+    async def create_ranking(request: Request) -> Response:
+        """Documents in the order of their relevance to a query."""
+        return rerank(state, request)
+
+    @router.post("/v1/score", **describe_route(ScoreRequest, ScoreReply))
+    @router.post("/score", **describe_route(ScoreRequest, ScoreReply))
+    async def score(request: Request) -> Response:
+        """How well texts match."""
+        return PoolingResponse(state, request, "score", "score", build_scores)
+
+    @router.post("/classify", **describe_route(ClassificationRequest, ClassificationReply))
+    async def create_classes(request: Request) -> Response:
+        """The class of each text."""
+        return classify(state, request)
+
+    @router.post("/pooling", **describe_route(PoolingRequest, PooledVectorReply))
+    async def pooling(request: Request) -> Response:
+        """The vector of each text as the model computes it."""
+        return PoolingResponse(state, request, "pool", "pool", build_pooled)
+
+    return router
+
+
+def embed(state: AppState, request: Request) -> Response:
+    """The response of /v1/embeddings."""
+    return PoolingResponse(state, request, "embed", "embd", build_embeddings)
+
+
+def rerank(state: AppState, request: Request) -> Response:
+    """The response of /v1/rerank."""
+    return PoolingResponse(state, request, "rerank", "rerank", build_ranking)
+
+
+def classify(state: AppState, request: Request) -> Response:
+    """The response of /classify."""
+    return PoolingResponse(state, request, "classify", "classify", build_classes)
+
+
+class PoolingResponse(Response):
+    """A request whose result is vectors, with all that it takes to answer it."""
+
+    def __init__(self, state: AppState, request: Request, job: str, id_prefix: str, build_body: BuildBody) -> None:
+        """job: one of `server.prompt.jobs.JOBS` that returns `Pool`."""
+        super().__init__()
+        self._state = state
+        self._request = request
+        self._job = job
+        self._id_prefix = id_prefix
+        self._build_body = build_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Parse and validate, admit, compute, respond. Raises RequestError. A client that disconnects ends it."""
+        state = self._state
+        caller = state.read_caller(self._request)
+        parsed = await state.run_prompt_job(self._request, self._job, Pool, caller.deadline)
+        meta = state.build_meta(self._id_prefix, parsed.model)
+        generation = state.generator.open(
+            parsed.request,
+            caller.arrival,
+            tenant=caller.tenant,
+            deadline=caller.deadline,
+            priority=caller.priority,
+        )
+        with generation:  # admits and submits it
+            watch = asyncio.create_task(close_on_disconnect(receive, generation))
+            try:
+                deltas = await generation.whole()
+            finally:
+                watch.cancel()
+        if not deltas:
+            return
+        vectors = [delta.vector or b"" for delta in deltas]
+        parts = []
+        for part in self._build_body(parsed, vectors, meta, state.model.vectors):
+            parts.append(part)
+            await asyncio.sleep(0)
+        content = b"".join(parts)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": content})

@@ -1,0 +1,71 @@
+"""POST /v1/responses and /v1/responses/input_tokens, and with a store the routes of stored responses."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from serve_llm.server.prompt.jobs import Generate, TokenCount
+from serve_llm.server.prompt.tokenizer import Tokenizer
+from serve_llm.server.response.builder import ResponseMeta
+from serve_llm.server.response.logprobs import TokenTexts
+from serve_llm.server.response.responses import ResponsesBuilder, ResponsesEncoder
+from serve_llm.server.routes.app_state import AppState
+from serve_llm.server.routes.background import BackgroundResponses
+from serve_llm.server.routes.document import describe_route
+from serve_llm.server.routes.generation import GenerationResponse, TextEndpoint
+from serve_llm.server.routes.stored_generation import StoredGenerationResponse, run_stored_job
+from serve_llm.server.routes.stored_responses import add_routes
+from serve_llm.server.schema.responses import (
+    InputTokensReply,
+    InputTokensRequest,
+    ResponseEvent,
+    ResponseReply,
+    ResponsesRequest,
+)
+
+PATHS = ("/v1/responses", "/v1/responses/input_tokens")
+
+
+def create_router(state: AppState) -> APIRouter:
+    router = APIRouter()
+    endpoint = TextEndpoint("responses", "resp", _create_builder, _create_encoder)
+    store = state.response_store
+    background = None if store is None else BackgroundResponses(store)
+
+    @router.post(PATHS[0], **describe_route(ResponsesRequest, ResponseReply, ResponseEvent))
+    async def create_response(request: Request) -> Response:
+        """Answer a conversation, as OpenAI's Responses API does."""
+        if store is None or background is None:
+            return GenerationResponse(state, request, endpoint)
+        return StoredGenerationResponse(state, request, endpoint, store, background)
+
+    @router.post(PATHS[1], **describe_route(InputTokensRequest, InputTokensReply))
+    async def count_input_tokens(request: Request) -> Response:
+        """The number of tokens of the prompt that the input becomes."""
+        if store is None:
+            counted = await state.run_prompt_job(request, "input_tokens", TokenCount)
+        else:
+            counted = await run_stored_job(state, store, request, "stored_input_tokens", TokenCount, "")
+        headers = state.describe_ignored(request, counted.ignored_fields)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": counted.count}, headers=headers)
+
+    if store is not None and background is not None:
+        add_routes(router, state, store, background)
+    return router
+
+
+def _create_builder(tokenizer: Tokenizer, parsed: Generate, meta: ResponseMeta) -> ResponsesBuilder:
+    return ResponsesBuilder(
+        meta,
+        parsed.echo,
+        parsed.custom_tools,
+        parsed.encrypts_reasoning,
+        parsed.request.params.logprobs or 0,
+        TokenTexts(tokenizer),
+    )
+
+
+def _create_encoder(builder: ResponsesBuilder, parsed: Generate) -> ResponsesEncoder:
+    return ResponsesEncoder(builder)

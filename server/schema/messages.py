@@ -1,0 +1,254 @@
+"""POST /v1/messages and /v1/messages/count_tokens, Anthropic's Messages API: requests, replies and stream events.
+
+Unknown fields have no effect; the response names them in a header. `prompt.blocks` reads the content blocks.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from serve_llm.common.options.limits import Limits
+from serve_llm.server.dialects.tool import Tool, ToolChoice
+from serve_llm.server.http.errors import InvalidRequest, Unsupported
+from serve_llm.server.prompt.blocks import continues_reply, translate_messages
+from serve_llm.server.prompt.chat_turn import ChatTurn
+from serve_llm.server.sampling_params import SamplingParams
+from serve_llm.server.schema.common import Ignored, Strings, TranslatedBody, check_words, ranged
+from serve_llm.server.schema.tools import build_tool, check_num_tools
+from serve_llm.server.structured_output.params import StructuredOutputs
+
+# Tools that Anthropic's servers run, or whose arguments only its models know.
+_SERVER_TOOLS = re.compile(
+    r"(web_search|web_fetch|code_execution|bash|text_editor|computer|memory|advisor|mcp_toolset|tool_search_tool\w*?)"
+    r"(_\d{8})?"
+)
+
+
+Block = dict[str, object]
+Blocks = Annotated[list[Block], Field(fail_fast=True)]
+
+
+class MessageParam(TranslatedBody):
+    role: Literal["user", "assistant", "system"]
+    content: str | Blocks = Field(description="Blocks of type text, tool_use, tool_result, thinking.")
+
+
+class ClientTool(TranslatedBody):
+    type: str | None = Field(default=None, description="custom. Tools that run on Anthropic's servers are skipped.")
+    name: str | None = None
+    description: str | None = None
+    input_schema: dict[str, object] | None = None
+    strict: bool | None = None
+
+
+class ClientToolChoice(TranslatedBody):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = Field(default=None, description="With type tool: the one to call.")
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(TranslatedBody):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(default=None, description="At least 1, and less than max_tokens.")
+    display: Literal["summarized", "omitted"] | None = Field(
+        default=None, description="omitted: the answer has no thinking blocks."
+    )
+
+
+class OutputFormat(TranslatedBody):
+    type: Literal["json_schema"]
+    json_schema: dict[str, object] = Field(alias="schema")
+
+
+class OutputConfig(TranslatedBody):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(TranslatedBody):
+    model: str | None = Field(default=None, description="A served model's name; the served model when absent.")
+    messages: Annotated[list[MessageParam], Field(fail_fast=True)]
+    system: str | Blocks | None = None
+    tools: Annotated[list[ClientTool], Field(fail_fast=True)] | None = None
+    tool_choice: ClientToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(default=None, description="Earlier name of output_config.format.")
+
+    def to_turn(self, params: SamplingParams, limits: Limits) -> tuple[ChatTurn, list[str]]:
+        """The turn, and the places of tools that are skipped. Raises InvalidRequest, Unsupported."""
+        if len(self.messages) > limits.messages:
+            raise InvalidRequest(f"{len(self.messages)} messages are more than {limits.messages}", "messages")
+        tools, skipped = self._read_tools(limits)
+        is_continued = continues_reply(self.messages)
+        turn = ChatTurn(
+            messages=translate_messages(self.system, self.messages),
+            params=params,
+            tools=tools,
+            tool_choice=self._read_tool_choice(tools),
+            parallel_tool_calls=self.tool_choice is None or not self.tool_choice.disable_parallel_tool_use,
+            include_reasoning=self.thinking is None or self.thinking.display != "omitted",
+            reasoning_effort=self._effort,
+            chat_template_kwargs=self._template_kwargs,
+            add_generation_prompt=not is_continued,
+            continue_final_message=is_continued,
+        )
+        return turn, skipped
+
+    @property
+    def _effort(self) -> str | None:
+        if self.thinking is not None and self.thinking.type == "disabled":
+            return "none"
+        return None if self.output_config is None else self.output_config.effort
+
+    @property
+    def _template_kwargs(self) -> dict[str, object]:
+        if self.thinking is not None and self.thinking.type == "enabled":
+            return {"enable_thinking": True, "thinking": True}
+        return {}
+
+    def _read_tools(self, limits: Limits) -> tuple[list[Tool], list[str]]:
+        definitions = self.tools or []
+        check_num_tools(definitions, limits)
+        tools: dict[str, Tool] = {}
+        skipped = []
+        for index, definition in enumerate(definitions):
+            param = f"tools[{index}]"
+            if definition.type not in (None, "custom"):
+                if not _SERVER_TOOLS.fullmatch(definition.type):
+                    raise Unsupported(f"{param}: tools of type {definition.type!r} are not supported", f"{param}.type")
+                skipped.append(param)
+                continue
+            if definition.name is None or definition.input_schema is None:
+                name = "name" if definition.name is None else "input_schema"
+                raise InvalidRequest(f"{param}.{name} is required", f"{param}.{name}")
+            if definition.name in tools:
+                raise InvalidRequest(f"{param}.name: {definition.name} is there twice", f"{param}.name")
+            tools[definition.name] = build_tool(
+                definition.name,
+                definition.description,
+                definition.input_schema,
+                definition.strict,
+                param,
+                "input_schema",
+            )
+        return list(tools.values()), skipped
+
+    def _read_tool_choice(self, tools: list[Tool]) -> ToolChoice:
+        choice = self.tool_choice
+        if choice is None or choice.type == "auto":
+            return ToolChoice("auto" if tools else "none")
+        if choice.type == "none":
+            return ToolChoice("none")
+        if choice.type == "tool":
+            if choice.name is None:
+                raise InvalidRequest("tool_choice.name is required with type tool", "tool_choice.name")
+            if all(choice.name != tool.name for tool in tools):
+                raise InvalidRequest(f"tool_choice.name: {choice.name[:200]} is none of the tools", "tool_choice.name")
+            return ToolChoice("required", (choice.name,), is_named=True)
+        if not tools:
+            raise InvalidRequest("tool_choice needs tools", "tool_choice")
+        return ToolChoice("required")
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: int = Field(ge=1, description="An upper bound: less if the context is too short for it.")
+    stream: bool | None = None
+    stop_sequences: Strings | None = None
+    temperature: float | None = ranged("temperature", "0 takes the most likely token.")
+    top_k: int | None = ranged("top_k")
+    top_p: float | None = ranged("top_p")
+    metadata: Ignored = None
+    service_tier: Ignored = None
+
+    def check(self, limits: Limits) -> None:
+        """Raises InvalidRequest."""
+        sequences = self.stop_sequences or []
+        check_words("stop_sequences", sequences, limits.stop_strings, limits)
+        if "" in sequences:
+            raise InvalidRequest("stop_sequences must not hold an empty string", "stop_sequences")
+
+    def build_params(self, defaults: dict[str, float]) -> SamplingParams:
+        """defaults: those of the model. Raises InvalidRequest."""
+        given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        values = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+        return SamplingParams(
+            max_tokens=None,
+            stop=self.stop_sequences,
+            structured_outputs=self._read_format(),
+            thinking_token_budget=self._read_budget(),
+            **values,  # type: ignore[arg-type]
+        )
+
+    def _read_format(self) -> StructuredOutputs | None:
+        wanted, param = (None if self.output_config is None else self.output_config.format), "output_config.format"
+        if self.output_format is not None:
+            if wanted is not None:
+                raise InvalidRequest(f"output_format and {param} exclude each other", "output_format")
+            wanted, param = self.output_format, "output_format"
+        return None if wanted is None else StructuredOutputs(json=wanted.json_schema, param=f"{param}.schema")
+
+    def _read_budget(self) -> int | None:
+        if self.thinking is None or self.thinking.type != "enabled":
+            return None
+        budget = self.thinking.budget_tokens
+        param = "thinking.budget_tokens"
+        if budget is None:
+            raise InvalidRequest(f"{param} is required with type enabled", param)
+        if not 1 <= budget < self.max_tokens:
+            raise InvalidRequest(f"{param} must be at least 1 and less than max_tokens, not {budget}", param)
+        return budget
+
+
+class MessageUsage(BaseModel):
+    """All of a prompt's tokens: input_tokens + cache_read_input_tokens."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+
+
+class ReplyBlock(BaseModel):
+    type: Literal["text", "thinking", "tool_use"]
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, object] | None = None
+
+
+class MessageReply(BaseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ReplyBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageEvent(BaseModel):
+    """One event of a stream; its other fields depend on the type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal[
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+        "ping",
+        "error",
+    ]
+
+
+class CountTokensReply(BaseModel):
+    input_tokens: int

@@ -1,0 +1,136 @@
+"""Fields of OpenAI's API and of other servers that clients send, and that this server has under another name or not at
+all. What it has not is accepted at the values at which it means nothing, and refused by name at others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, JsonValue
+from pydantic.fields import FieldInfo
+
+from serve_llm.server.http.errors import InvalidRequest, Unsupported
+from serve_llm.server.sampling_params import RANGES
+from serve_llm.server.schema.common import Ignored, RequestBody, Strings, ranged
+
+
+def neutral(*values: JsonValue, hint: str = "") -> Any:
+    """A field of type object that is accepted at these values only. hint: what to do instead."""
+    description = ("Refused at other values" if values else "Refused") + (f"; {hint}." if hint else ".")
+    return Field(default=None, description=description, json_schema_extra={"enum": [*values, None]})
+
+
+def same(name: str) -> str:
+    return f"Another name of {name}."
+
+
+_STRUCTURED = "use structured_outputs"
+
+OTHER_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "rep_pen": "repetition_penalty",
+    "repeat_penalty": "repetition_penalty",
+    "sampler_seed": "seed",
+    "stopping_strings": "stop",
+    "ban_eos_token": "ignore_eos",
+}
+"""Names that other servers have for fields of `SamplingBody`."""
+
+
+class PeerFields(RequestBody):
+    """Fields that completions and chat completions share."""
+
+    max_new_tokens: int | None = ranged("max_tokens", same("max_tokens"))
+    n_predict: int | None = ranged("max_tokens", same("max_tokens"))
+    rep_pen: float | None = ranged("repetition_penalty", same("repetition_penalty"))
+    repeat_penalty: float | None = ranged("repetition_penalty", same("repetition_penalty"))
+    sampler_seed: int | None = ranged("seed", same("seed"))
+    stopping_strings: str | Strings | None = Field(default=None, description=same("stop"))
+    ban_eos_token: bool | None = Field(default=None, description=same("ignore_eos"))
+    spaces_between_special_tokens: bool | None = Field(default=None, description="No effect: there are never any.")
+    # OpenAI's
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
+    # vLLM's
+    use_beam_search: object | None = neutral(False, hint="beam search is not implemented, use n")
+    length_penalty: object | None = neutral(1, hint="it belongs to beam search")
+    early_stopping: object | None = neutral(False, hint="it belongs to beam search")
+    logits_processors: object | None = neutral([])
+    kv_transfer_params: object | None = neutral({})
+    ec_transfer_params: object | None = neutral({})
+    vllm_xargs: object | None = neutral({})
+    mm_processor_kwargs: object | None = neutral({})
+    media_io_kwargs: object | None = neutral({})
+    data_parallel_rank: object | None = neutral()
+    stream_interval: object | None = neutral(1)
+    session_id: Ignored = None
+    guided_json: object | None = neutral("", hint=_STRUCTURED)
+    guided_regex: object | None = neutral("", hint=_STRUCTURED)
+    guided_choice: object | None = neutral("", [], hint=_STRUCTURED)
+    guided_grammar: object | None = neutral("", hint=_STRUCTURED)
+    guided_whitespace_pattern: object | None = neutral("", hint=_STRUCTURED)
+    guided_decoding_backend: Ignored = None
+    # llama.cpp's
+    cache_prompt: Ignored = None
+    timings_per_token: object | None = neutral(False)
+    return_progress: object | None = neutral(False)
+    # samplers of text-generation-webui, Aphrodite, TabbyAPI, KoboldCpp and llama.cpp, with parameters that mean nothing
+    # where the sampler is off
+    typical: object | None = neutral(1)
+    typical_p: object | None = neutral(1)
+    tfs: object | None = neutral(1)
+    top_a: object | None = neutral(0)
+    mirostat: object | None = neutral(0)
+    mirostat_mode: object | None = neutral(0)
+    mirostat_tau: Ignored = None
+    mirostat_eta: Ignored = None
+    xtc_probability: object | None = neutral(0)
+    xtc_threshold: Ignored = None
+    dry_multiplier: object | None = neutral(0)
+    dry_base: Ignored = None
+    dry_allowed_length: Ignored = None
+    dry_penalty_last_n: Ignored = None
+    dry_sequence_breakers: Ignored = None
+    smoothing_factor: object | None = neutral(0)
+    smoothing_curve: Ignored = None
+    guidance_scale: object | None = neutral(1)
+    max_tokens_second: object | None = neutral(0)
+    add_bos_token: object | None = neutral(True, hint="use add_special_tokens")
+    custom_token_bans: object | None = neutral("", [], hint="use logit_bias")
+    banned_strings: object | None = neutral("", [], hint="use bad_words")
+    # what the client believes of the server
+    truncation_length: Ignored = None
+    num_ctx: Ignored = None
+    api_type: Ignored = None
+    api_server: Ignored = None
+
+    def check_peer_fields(self) -> None:
+        """Refuse what is not served, and give values to the fields that go by other names. Raises InvalidRequest,
+        Unsupported."""
+        for name in self.model_fields_set:
+            check_neutral(name, getattr(self, name), type(self).model_fields[name])
+        for other, name in OTHER_NAMES.items():
+            value = getattr(self, other)
+            if value is None:
+                continue
+            if name in RANGES and value not in RANGES[name]:
+                raise InvalidRequest(f"{other} must be {RANGES[name]}, not {value}", other)
+            if getattr(self, name) not in (None, value):
+                raise InvalidRequest(f"{other} is another name of {name}, but their values differ", other)
+            setattr(self, name, value)
+
+
+def check_neutral(name: str, value: object, field: FieldInfo) -> None:
+    """Raise Unsupported if the field is `neutral` and the value is none of its values."""
+    extra = field.json_schema_extra
+    if not isinstance(extra, dict) or "enum" not in extra:
+        return
+    if not any(_is_same(value, allowed) for allowed in extra["enum"]):  # type: ignore[union-attr]
+        _, _, hint = (field.description or "").removesuffix(".").partition("; ")
+        raise Unsupported(f"{name} is not supported" + (f"; {hint}" if hint else ""), name)
+
+
+def _is_same(value: object, other: object) -> bool:
+    """Equal, but true is not 1."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)

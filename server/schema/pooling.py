@@ -1,0 +1,248 @@
+"""Embeddings, reranking, scores, classification and raw vectors: requests and replies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field
+
+from serve_llm.common.options.limits import Limits
+from serve_llm.server.http.errors import InvalidRequest
+from serve_llm.server.prompt.chat_turn import ChatTurn
+from serve_llm.server.sampling_params import SamplingParams
+from serve_llm.server.schema.chat import Messages, TemplateBody
+from serve_llm.server.schema.common import Ignored, RequestBody, Strings, ranged
+from serve_llm.server.schema.completions import Prompt
+
+Dimensions = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
+def list_inputs(value: Prompt, limits: Limits) -> list[str | list[int]]:
+    """One text, or list of ids, per vector. Raises InvalidRequest."""
+    if isinstance(value, str):
+        return [value]
+    if not value:
+        raise InvalidRequest("input must not be empty", "input")
+    if isinstance(value[0], int):
+        return [value]
+    check_count(value, limits, "input")
+    return value  # type: ignore[return-value]
+
+
+class PoolingBody(RequestBody):
+    """Fields that all these requests share."""
+
+    model: str | None = Field(default=None, description="A served model's name; the served model when absent.")
+    truncate_prompt_tokens: int | None = ranged(
+        "truncate_prompt_tokens",
+        "Cut each text to this many tokens, special tokens included; -1: to the model's length.",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None, description="The side on which texts are cut; right when absent."
+    )
+    add_special_tokens: bool | None = Field(default=None, description="True when absent. Does not concern ids.")
+    priority: int | None = Field(default=None, description="Smaller values run first; between -2**31 and 2**31 - 1.")
+    user: Ignored = None
+
+    def check(self, limits: Limits) -> None:
+        """Check what types cannot express. Raises InvalidRequest."""
+        if self.truncate_prompt_tokens is not None and not 1 <= self.truncate_prompt_tokens < 2**31:
+            if self.truncate_prompt_tokens != -1:
+                raise InvalidRequest(
+                    f"truncate_prompt_tokens must be -1 or at least 1, not {self.truncate_prompt_tokens}",
+                    "truncate_prompt_tokens",
+                )
+        if self.priority is not None and not -(2**31) <= self.priority < 2**31:
+            raise InvalidRequest("priority must fit into 32 bits", "priority")
+
+
+class InputBody(PoolingBody):
+    input: Prompt
+
+    def inputs(self, limits: Limits) -> list[str | list[int]]:
+        """One text, or list of ids, per vector. Raises InvalidRequest."""
+        return list_inputs(self.input, limits)
+
+
+class VectorFormat(PoolingBody):
+    encoding_format: Literal["float", "base64"] | None = Field(
+        default=None, description="Numbers, or the base64 text of little-endian float32; numbers when absent."
+    )
+    dimensions: Dimensions | None = Field(
+        default=None, description="Cut embeddings to this many numbers, if the model was trained for it."
+    )
+
+
+class EmbeddingRequest(VectorFormat, TemplateBody):
+    """Either input or messages."""
+
+    input: Prompt | None = None
+    messages: Messages | None = Field(default=None, description="A conversation, of which one embedding is made.")
+
+    def check(self, limits: Limits) -> None:
+        super().check(limits)
+        if (self.input is None) == (self.messages is None):
+            raise InvalidRequest("exactly one of input and messages is required", "input")
+        for name in TemplateBody.model_fields:
+            if self.messages is None and getattr(self, name) is not None:
+                raise InvalidRequest(f"{name} needs messages", name)
+
+    def inputs(self, limits: Limits) -> list[str | list[int]]:
+        """One text, or list of ids, per vector. Raises InvalidRequest."""
+        return [] if self.input is None else list_inputs(self.input, limits)
+
+    def to_turn(self, limits: Limits) -> ChatTurn:
+        """The turn that the messages ask for; by default it opens no reply. Raises InvalidRequest, Unsupported."""
+        turn = self.build_turn(self.messages or [], SamplingParams(), limits)
+        return replace(turn, add_generation_prompt=bool(self.add_generation_prompt))
+
+
+class PoolingRequest(VectorFormat, InputBody):
+    """The vectors as the model computes them: embeddings, or the logits of a classifier."""
+
+
+class ClassificationRequest(InputBody):
+    use_activation: bool | None = Field(default=None, description="Probabilities instead of logits; true when absent.")
+
+
+class ScoreRequest(PoolingBody):
+    """Pairs of texts, 1 to N or N to N, under one of several pairs of names."""
+
+    queries: str | Strings | None = None
+    documents: str | Strings | None = None
+    items: str | Strings | None = Field(default=None, description="Another name of documents.")
+    text_1: str | Strings | None = Field(default=None, description="Another name of queries.")
+    text_2: str | Strings | None = Field(default=None, description="Another name of documents.")
+    data_1: str | Strings | None = Field(default=None, description="Another name of queries.")
+    data_2: str | Strings | None = Field(default=None, description="Another name of documents.")
+    instruction: str | None = Field(
+        default=None, description="What makes a document relevant, for models that read it."
+    )
+    use_activation: bool | None = Field(default=None, description="Scores after the activation; true when absent.")
+
+    def pairs(self, limits: Limits) -> tuple[list[str], list[str], str]:
+        """The two sides, equally long, and the name of the field with the second one. Raises InvalidRequest."""
+        names = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
+        given = [pair for pair in names if all(getattr(self, name) is not None for name in pair)]
+        fields = {name for pair in names for name in pair if getattr(self, name) is not None}
+        if len(given) != 1 or fields != set(given[0]):
+            options = ", ".join(" and ".join(pair) for pair in names)
+            raise InvalidRequest(
+                f"exactly one of these pairs is required: {options}", given[0][0] if given else "queries"
+            )
+        first_name, second_name = given[0]
+        sides = []
+        for name in given[0]:
+            value = getattr(self, name)
+            texts = [value] if isinstance(value, str) else value
+            if not texts:
+                raise InvalidRequest(f"{name} must not be empty", name)
+            check_count(texts, limits, name)
+            sides.append(texts)
+        first, second = sides
+        if len(first) == 1:
+            first = first * len(second)
+        if len(first) != len(second):
+            raise InvalidRequest(
+                f"{first_name} must hold one text, or as many as {second_name}: {len(second)}, not {len(first)}",
+                first_name,
+            )
+        return first, second, second_name
+
+
+class RerankDocument(RequestBody):
+    text: str
+
+
+class RerankRequest(PoolingBody):
+    """A query and documents, as Cohere and Jina name the fields."""
+
+    query: str
+    documents: Annotated[list[str | RerankDocument], Field(fail_fast=True)]
+    top_n: int | None = Field(default=None, ge=0, description="Return only the best ones; 0 and absent: all.")
+    return_documents: bool | None = Field(default=None, description="Repeat the documents' texts; true when absent.")
+    max_tokens_per_doc: int | None = Field(default=None, ge=1, description="Cut each document to this many tokens.")
+    instruction: str | None = Field(
+        default=None, description="What makes a document relevant, for models that read it."
+    )
+
+    def texts(self, limits: Limits) -> list[str]:
+        """Raises InvalidRequest."""
+        if not self.documents:
+            raise InvalidRequest("documents must not be empty", "documents")
+        check_count(self.documents, limits, "documents")
+        return [document if isinstance(document, str) else document.text for document in self.documents]
+
+
+def check_count(values: Sequence[object], limits: Limits, name: str) -> None:
+    if len(values) > limits.prompts:
+        raise InvalidRequest(f"{name} may hold at most {limits.prompts} texts, not {len(values)}", name)
+
+
+class PoolingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class PoolingReply(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    usage: PoolingUsage
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingReply(PoolingReply):
+    data: list[Embedding]
+
+
+class PooledVector(BaseModel):
+    object: Literal["pooling"]
+    index: int
+    data: list[float] | str
+
+
+class PooledVectorReply(PoolingReply):
+    data: list[PooledVector]
+
+
+class Classification(BaseModel):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassificationReply(PoolingReply):
+    data: list[Classification]
+
+
+class Score(BaseModel):
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class ScoreReply(PoolingReply):
+    data: list[Score]
+
+
+class RankedDocument(BaseModel):
+    index: int
+    document: RerankDocument | None = None
+    relevance_score: float
+
+
+class RerankReply(BaseModel):
+    id: str
+    model: str
+    usage: PoolingUsage
+    results: list[RankedDocument]

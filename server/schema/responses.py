@@ -1,0 +1,347 @@
+"""POST /v1/responses and /v1/responses/input_tokens, the Responses API: requests, replies and stream events.
+
+Unknown fields have no effect; the response names them in a header. `prompt.items` reads the input items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from serve_llm.common.options.limits import Limits
+from serve_llm.server.dialects.tool import Tool, ToolChoice
+from serve_llm.server.http.errors import InvalidRequest, ResponseNotFound, Unsupported
+from serve_llm.server.prompt.chat_turn import ChatTurn
+from serve_llm.server.prompt.items import CUSTOM_INPUT, translate_items
+from serve_llm.server.sampling_params import RANGES, SamplingParams
+from serve_llm.server.schema.common import Ignored, Strings, TranslatedBody, ranged
+from serve_llm.server.schema.tools import build_tool, check_num_tools
+from serve_llm.server.structured_output.lark_regex import LarkError, translate_lark
+from serve_llm.server.structured_output.params import StructuredOutputs
+
+INCLUDED_LOGPROBS = "message.output_text.logprobs"
+_HOSTED_TOOLS = frozenset(
+    {
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+        "file_search",
+        "computer",
+        "computer_use_preview",
+        "code_interpreter",
+        "image_generation",
+        "mcp",
+        "local_shell",
+        "shell",
+        "apply_patch",
+        "namespace",
+        "tool_search",
+    }
+)
+
+Json = dict[str, object]
+Items = Annotated[list[Json], Field(fail_fast=True)]
+
+
+class CustomFormat(TranslatedBody):
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class FlatTool(TranslatedBody):
+    type: str = Field(description="function or custom. Tools that run on OpenAI's servers are skipped.")
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, object] | None = None
+    strict: bool | None = None
+    format: CustomFormat | None = Field(default=None, description="Of a custom tool: a regex or a Lark grammar.")
+
+
+class FlatToolName(TranslatedBody):
+    type: str
+    name: str | None = None
+
+
+class FlatToolChoice(FlatToolName):
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[FlatToolName], Field(fail_fast=True)] | None = None
+
+
+class TextFormat(TranslatedBody):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    json_schema: dict[str, object] | None = Field(default=None, alias="schema")
+
+
+class TextConfig(TranslatedBody):
+    format: TextFormat | None = None
+    verbosity: Ignored = None
+
+
+class ReasoningConfig(TranslatedBody):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Ignored = None
+
+
+class InputTokensRequest(TranslatedBody):
+    model: str | None = Field(default=None, description="A served model's name; the served model when absent.")
+    input: str | Items = Field(description="A text, or items: messages, calls and their outputs, reasoning.")
+    instructions: str | None = None
+    tools: Annotated[list[FlatTool], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    previous_response_id: str | None = Field(
+        default=None, description="A stored response that this one continues; needs --responses-store."
+    )
+    truncation: Literal["auto", "disabled"] | None = Field(
+        default=None, description="auto keeps the last tokens of a prompt that is too long."
+    )
+
+    def to_turn(
+        self, params: SamplingParams, limits: Limits, history: Sequence[Json] | None = None
+    ) -> tuple[ChatTurn, list[str]]:
+        """The turn, and the places of what is skipped. Raises InvalidRequest, Unsupported, ResponseNotFound.
+
+        history: the items of the conversation that ends with the previous response; None if they are not known."""
+        if self.previous_response_id is not None and history is None:
+            raise ResponseNotFound(
+                "this server stores no responses; send the conversation as input", "previous_response_id"
+            )
+        if not isinstance(self.input, str) and len(self.input) > limits.messages:
+            raise InvalidRequest(f"{len(self.input)} items are more than {limits.messages}", "input")
+        tools, skipped_tools = self._read_tools(limits)
+        messages, skipped_items = translate_items(self.instructions, self.input, history or ())
+        if not messages:
+            raise InvalidRequest("input must not be empty", "input")
+        turn = ChatTurn(
+            messages=messages,
+            params=params,
+            tools=tools,
+            tool_choice=self._read_tool_choice(tools),
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            param="input",
+            max_tokens_param="max_output_tokens",
+        )
+        return turn, skipped_tools + skipped_items
+
+    def _read_tools(self, limits: Limits) -> tuple[list[Tool], list[str]]:
+        definitions = self.tools or []
+        check_num_tools(definitions, limits)
+        tools: dict[str, Tool] = {}
+        skipped = []
+        for index, definition in enumerate(definitions):
+            param = f"tools[{index}]"
+            if definition.type in _HOSTED_TOOLS:
+                skipped.append(param)
+                continue
+            if definition.type not in ("function", "custom"):
+                raise Unsupported(
+                    f"{param}: tools of type {definition.type[:200]!r} are not supported", f"{param}.type"
+                )
+            if definition.name is None:
+                raise InvalidRequest(f"{param}.name is required", f"{param}.name")
+            if definition.name in tools:
+                raise InvalidRequest(f"{param}.name: {definition.name} is there twice", f"{param}.name")
+            parameters, strict, schema_field = definition.parameters, definition.strict, "parameters"
+            if definition.type == "custom":
+                strict, schema_field = True, "format"
+                parameters, is_enforced = _describe_input(definition.format, param)
+                if not is_enforced:
+                    skipped.append(f"{param}.format")
+            tools[definition.name] = build_tool(
+                definition.name, definition.description, parameters, strict, param, schema_field
+            )
+        return list(tools.values()), skipped
+
+    def _read_tool_choice(self, tools: list[Tool]) -> ToolChoice:
+        choice = self.tool_choice
+        if choice is None or choice == "auto":
+            return ToolChoice("auto" if tools else "none")
+        if choice == "none":
+            return ToolChoice("none")
+        if not tools:
+            raise InvalidRequest("tool_choice needs tools", "tool_choice")
+        if choice == "required":
+            return ToolChoice("required")
+        assert isinstance(choice, FlatToolChoice)
+        if choice.type in ("function", "custom"):
+            return ToolChoice("required", (_check_known(choice.name, tools, "tool_choice.name"),), is_named=True)
+        if choice.type == "allowed_tools":
+            names = tuple(
+                _check_known(tool.name, tools, f"tool_choice.tools[{index}].name")
+                for index, tool in enumerate(choice.tools or [])
+                if tool.type not in _HOSTED_TOOLS
+            )
+            if not names:
+                raise InvalidRequest("tool_choice.tools must name a function", "tool_choice.tools")
+            return ToolChoice(choice.mode or "auto", names)
+        raise Unsupported(f"tool_choice of type {choice.type[:200]!r} is not supported", "tool_choice.type")
+
+
+def _describe_input(format: CustomFormat | None, param: str) -> tuple[dict[str, object], bool]:
+    """A custom tool's parameters as those of a function, and whether they enforce its format."""
+    text: dict[str, object] = {"type": "string"}
+    is_enforced = True
+    if format is not None and format.type == "grammar":
+        if format.definition is None or format.syntax is None:
+            name = "syntax" if format.syntax is None else "definition"
+            raise InvalidRequest(f"{param}.format.{name} is required", f"{param}.format.{name}")
+        if format.syntax == "regex":
+            text["pattern"] = f"^(?:{format.definition})$"
+        else:
+            text["description"] = f"A text of this Lark grammar:\n{format.definition}"
+            try:
+                text["pattern"] = f"^(?:{translate_lark(format.definition)})$"
+            except LarkError:
+                is_enforced = False
+    parameters: dict[str, object] = {
+        "type": "object",
+        "properties": {CUSTOM_INPUT: text},
+        "required": [CUSTOM_INPUT],
+        "additionalProperties": False,
+    }
+    return parameters, is_enforced
+
+
+def _check_known(name: str | None, tools: list[Tool], param: str) -> str:
+    if name is None:
+        raise InvalidRequest(f"{param} is required", param)
+    if all(name != tool.name for tool in tools):
+        raise InvalidRequest(f"{param}: {name[:200]} is none of the tools", param)
+    return name
+
+
+class ResponsesRequest(InputTokensRequest):
+    max_output_tokens: int | None = Field(default=None, ge=1, description="The rest of the context when absent.")
+    stream: bool | None = None
+    temperature: float | None = ranged("temperature", "0 takes the most likely token.")
+    top_p: float | None = ranged("top_p")
+    include: Strings | None = Field(
+        default=None,
+        description="reasoning.encrypted_content, message.output_text.logprobs; others have no effect.",
+    )
+    metadata: dict[str, object] | None = Field(default=None, description="Returned as it is.")
+    background: bool | None = Field(
+        default=None, description="Answer at once, go on without the client. Needs a store."
+    )
+    top_logprobs: int | None = ranged("logprobs", f"Above 0, requires {INCLUDED_LOGPROBS!r} in include.")
+    max_tool_calls: int | None = Field(default=None, description="Returned as it is: it limits hosted tools.")
+    store: bool | None = Field(default=None, description="Default true with --responses-store, false without it.")
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Ignored = None
+    user: Ignored = None
+    stream_options: Ignored = None
+
+    def check(self, has_store: bool) -> None:
+        """Raises InvalidRequest, Unsupported."""
+        if self.background and not has_store:
+            raise Unsupported("background: true is not supported: this server stores no responses", "background")
+        if self.background and self.store is False:
+            raise InvalidRequest("background: true needs store: true", "background")
+        if self.top_logprobs and not self._includes_logprobs:
+            raise InvalidRequest(f"top_logprobs needs include: [{INCLUDED_LOGPROBS!r}]", "top_logprobs")
+        if self.top_logprobs is not None and self.top_logprobs not in RANGES["logprobs"]:
+            raise InvalidRequest(f"top_logprobs must be {RANGES['logprobs']}, not {self.top_logprobs}", "top_logprobs")
+
+    @property
+    def _includes_logprobs(self) -> bool:
+        return INCLUDED_LOGPROBS in (self.include or ())
+
+    def build_params(self, defaults: dict[str, float]) -> SamplingParams:
+        """defaults: those of the model. Raises InvalidRequest."""
+        given = {"temperature": self.temperature, "top_p": self.top_p}
+        values = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+        return SamplingParams(
+            max_tokens=self.max_output_tokens,
+            logprobs=(self.top_logprobs or 0) if self._includes_logprobs else None,
+            structured_outputs=self._read_format(),
+            truncate_prompt_tokens=-1 if self.truncation == "auto" else None,
+            **values,  # type: ignore[arg-type]
+        )
+
+    def describe(self, params: SamplingParams, is_stored: bool) -> dict[str, object]:
+        """What the reply repeats of the request."""
+        text_format: dict[str, object] = {"type": "text"}
+        if self.text is not None and self.text.format is not None:
+            text_format = self.text.format.model_dump(by_alias=True, exclude_none=True)
+        choice = self.tool_choice or "auto"
+        return {
+            "previous_response_id": self.previous_response_id,
+            "store": is_stored,
+            "background": bool(self.background),
+            "instructions": self.instructions,
+            "tools": [tool.model_dump(exclude_unset=True) for tool in self.tools or []],
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_unset=True),
+            "truncation": self.truncation or "disabled",
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "text": {"format": text_format},
+            "top_logprobs": self.top_logprobs or 0,
+            "top_p": params.top_p,
+            "temperature": params.temperature,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "reasoning": {"effort": None if self.reasoning is None else self.reasoning.effort, "summary": None},
+            "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": self.max_tool_calls,
+            "metadata": self.metadata or {},
+            "safety_identifier": self.safety_identifier,
+            "prompt_cache_key": self.prompt_cache_key,
+        }
+
+    @property
+    def custom_tools(self) -> list[str]:
+        return [tool.name for tool in self.tools or [] if tool.type == "custom" and tool.name is not None]
+
+    def _read_format(self) -> StructuredOutputs | None:
+        if self.text is None or self.text.format is None or self.text.format.type == "text":
+            return None
+        if self.text.format.type == "json_object":
+            return StructuredOutputs(json_object=True, param="text.format")
+        if self.text.format.json_schema is None:
+            raise InvalidRequest("text.format.schema is required with type json_schema", "text.format.schema")
+        return StructuredOutputs(json=self.text.format.json_schema, param="text.format.schema")
+
+
+class ResponseReply(BaseModel):
+    """Every field of the Responses API is there; those of the request are repeated."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    model: str
+    output: list[Json] = Field(description="Items: message, function_call, custom_tool_call, reasoning.")
+    usage: Json | None
+    error: Json | None
+    incomplete_details: Json | None
+
+
+class ResponseEvent(BaseModel):
+    """One event of a stream; its other fields depend on the type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    sequence_number: int
+
+
+class DeletedResponse(BaseModel):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class InputTokensReply(BaseModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int

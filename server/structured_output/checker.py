@@ -1,0 +1,141 @@
+"""Grammars that have been tried with the model's tokenizer, or an error that says what cannot be enforced."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from serve_llm.common.grammar import build_matcher, matcher_error
+from serve_llm.server.structured_output import json_schema
+from serve_llm.server.structured_output.errors import GrammarError
+from serve_llm.server.structured_output.params import StructuredOutputs
+from serve_llm.server.structured_output.special_tokens import split_special_tokens
+
+PROBE_STEPS = 16  # tokens for which a new grammar is tried, because llguidance compiles much of it only when needed
+MAX_CPU_SECONDS = 0.5  # for compiling a grammar and trying it
+
+# A limit on tokens cannot be kept when tokens are taken back, and temperatures are the sampler's.
+_REFUSED_ATTRIBUTES = re.compile(r"\[[^\]\n\"/]*\b(max_tokens|temperature)\s*=")
+
+
+class GrammarChecker:
+    """Writes llguidance's grammars for the parts of one `StructuredOutputs`. All methods raise GrammarError."""
+
+    def __init__(self, tokenizer: LLTokenizer, max_bytes: int, wanted: StructuredOutputs | None = None) -> None:
+        """max_bytes: of the longest grammar. wanted: says how JSON is written."""
+        self._tokenizer = tokenizer
+        self._max_bytes = max_bytes
+        self._closed = wanted is not None and wanted.disable_additional_properties
+        self._whitespace: str | None = json_schema.WHITESPACE
+        if wanted is not None:
+            self._whitespace = None if wanted.disable_any_whitespace else wanted.whitespace_pattern or self._whitespace
+
+    def check(self, grammar: str) -> str:
+        """The same grammar."""
+        self.check_size(grammar)
+        if error := self._find_error(grammar):
+            raise GrammarError(error)
+        return grammar
+
+    def check_size(self, text: str) -> None:
+        if len(text) > self._max_bytes or len(text.encode()) > self._max_bytes:
+            raise GrammarError(f"it is longer than {self._max_bytes} bytes")
+
+    def build_json(self, schema: object) -> str:
+        """The grammar of a JSON schema, which may be JSON text."""
+        if isinstance(schema, str):
+            self.check_size(schema)
+            schema = json_schema.parse_schema(schema)
+        grammar = self._write_json(schema)
+        self.check_size(grammar)
+        if error := self._find_error(grammar):
+            raise json_schema.locate_error(schema, error, self._find_schema_error)
+        return grammar
+
+    def build_choice(self, texts: list[str]) -> str:
+        literals = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+        return self.check(LLMatcher.grammar_from_lark(f"start: {literals}"))
+
+    def build_regex(self, pattern: str) -> str:
+        return self.check(LLMatcher.grammar_from_regex(pattern))
+
+    def build_lark(self, grammar: str) -> str:
+        """The grammar of one in Lark or GBNF."""
+        try:
+            lark = any_to_lark(grammar)
+        except Exception as error:  # it raises this very class for an unknown rule
+            raise GrammarError(f"neither Lark with a rule `start:` nor GBNF: {error}") from None
+        if refused := _REFUSED_ATTRIBUTES.search(lark):
+            raise GrammarError(f"the attribute {refused[1]} is not supported")
+        if re.search(r'"lenient"', lark):
+            raise GrammarError("the option lenient is not supported")
+        return self.check(LLMatcher.grammar_from_lark(lark))
+
+    # Parts of structural tags.
+
+    def write_json(self, schema: object) -> object:
+        return json.loads(self.build_json(schema))["grammars"][0]["json_schema"]
+
+    def write_regex(self, pattern: str) -> str:
+        lark: str = json.loads(self.build_regex(pattern))["grammars"][0]["lark_grammar"]
+        return lark.removeprefix("start: ")
+
+    def write_lark(self, grammar: str) -> str:
+        return self.build_lark(grammar)
+
+    def split_special_tokens(self, text: str) -> list[str | int]:
+        return split_special_tokens(self._tokenizer, text)
+
+    def _write_json(self, schema: object) -> str:
+        return json_schema.write_grammar(schema, whitespace=self._whitespace, closed=self._closed)
+
+    def _find_schema_error(self, schema: object) -> str:
+        try:
+            return self._find_error(self._write_json(schema))
+        except GrammarError as error:
+            return error.message
+
+    def _find_error(self, grammar: str) -> str:
+        """What is wrong with a grammar, in one line; empty if a text can be written by it."""
+        tokenizer = self._tokenizer
+        began = time.thread_time()
+        matcher = build_matcher(tokenizer, grammar)
+        if matcher.is_error():
+            return _first_lines(matcher_error(matcher))
+        for warning in matcher.get_grammar_warnings():
+            if not warning.startswith("oneOf not fully supported"):  # only with coerce_one_of, which asks for it
+                return _first_lines(warning)
+        chooser = random.Random(0)
+        for _ in range(PROBE_STEPS):
+            mask = int.from_bytes(matcher.compute_bitmask(), "little")
+            if matcher.is_error():
+                error = matcher_error(matcher)
+                if error.startswith("NoExtension"):
+                    return "no text satisfies it"
+                return f"it is too complex: {_first_lines(error)}"
+            if time.thread_time() - began > MAX_CPU_SECONDS:
+                return f"it is too complex: its first tokens take more than {MAX_CPU_SECONDS} s"
+            for token_id in tokenizer.eos_tokens:
+                mask &= ~(1 << token_id)
+            if matcher.is_stopped() or not mask:
+                break
+            matcher.consume_token(_choose_bit(mask, chooser))
+        return ""
+
+
+def _choose_bit(bits: int, chooser: random.Random) -> int:
+    """The index of one of the bits that are set."""
+    start = chooser.randrange(bits.bit_length())
+    rest = bits >> start
+    return start + (rest & -rest).bit_length() - 1
+
+
+def _first_lines(message: str) -> str:
+    """An error of several lines in one, without the compiler's excerpt of the grammar."""
+    lines = [line.strip() for line in message.splitlines() if not re.match(r"\s*\d* \|", line)]
+    return "; ".join(line for line in lines if line.strip("^ "))

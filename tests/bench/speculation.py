@@ -1,0 +1,149 @@
+"""Tokens per second with and without speculative decoding by prompt lookup, whose engines take turns in one process.
+
+Run on a quiet machine: PYTHONPATH=tests python -m bench.speculation [--tokens 200] [--turns 5]
+
+The demo model, so that texts are real ones: copies of functions of the standard library, an edit of one (a name
+replaced), and ordinary code, which is sampled; one stream, and 8 at a time. Both engines write the same ids. Prints a
+table, then one JSON line. `accepted` is the share of draft tokens, `per step` the ids of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import heapq
+import inspect
+import json
+import shlex
+import statistics
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from serve_llm.common.hub import resolve_model
+from serve_llm.common.types import Request, Sampling
+from serve_llm.engine.loop import EngineCore
+from support.engine import make_engine
+
+FUNCTIONS = (fnmatch.translate, heapq.merge, heapq.nsmallest, textwrap.dedent, shlex.split, textwrap.indent)
+MAX_CHARACTERS = 1200  # the demo model holds 2,048 tokens
+STREAMS = 8
+
+
+@dataclass(frozen=True)
+class Task:
+    prompts: Sequence[str]
+    temperature: float
+
+
+def make_tasks() -> dict[str, Task]:
+    sources = [inspect.getsource(function)[:MAX_CHARACTERS] for function in FUNCTIONS]
+    copies = []
+    edits = []
+    for source in sources:
+        head = source[: source.index("\n") + 1]
+        copies.append(f"{source}\n\n{source}\n\n{head}")
+        edited = source.replace("self", "this").replace("key", "sort_key").replace("text", "string")
+        edits.append(f"{source}\n\n# the same with other names\n{edited[: len(edited) // 2]}")
+    ordinary = [source[: len(source) // 3] for source in sources]
+    return {"copy": Task(copies, 0.0), "edit": Task(edits, 0.0), "ordinary": Task(ordinary, 0.8)}
+
+
+@dataclass
+class Turn:
+    """One run of some streams by one engine."""
+
+    seconds: float
+    ids: dict[int, list[int]]
+    num_steps: int
+    num_drafted: int
+    num_accepted: int
+
+    @property
+    def num_ids(self) -> int:
+        return sum(map(len, self.ids.values()))
+
+
+def run_turn(engine: EngineCore, requests: Sequence[Request]) -> Turn:
+    before = engine.step().stats
+    counts = (before.num_steps, before.num_draft_tokens, before.num_accepted_tokens)
+    ids: dict[int, list[int]] = {request.id: [] for request in requests}
+    engine.add_requests(requests)
+    began = 0.0
+    while engine.has_work:
+        for output in engine.step().outputs:
+            began = began or time.perf_counter()
+            ids[output.id] += output.token_ids
+    seconds = time.perf_counter() - began
+    after = engine.step().stats
+    return Turn(
+        seconds,
+        ids,
+        after.num_steps - counts[0],
+        after.num_draft_tokens - counts[1],
+        after.num_accepted_tokens - counts[2],
+    )
+
+
+def make_requests(task: Task, tokenizer: Tokenizer, turn: int, streams: int, tokens: int) -> list[Request]:
+    requests = []
+    for number in range(streams):
+        prompt = task.prompts[(turn + number) % len(task.prompts)]
+        sampling = Sampling(max_tokens=tokens, seed=100 * turn + number, temperature=task.temperature)
+        requests.append(Request(id=number, prompt_ids=tokenizer.encode(prompt).ids, sampling=sampling))
+    return requests
+
+
+def measure(engines: dict[bool, EngineCore], make: Sequence[Sequence[Request]]) -> dict[str, float]:
+    ratios = []
+    speeds = []
+    turns = []
+    for number, requests in enumerate(make):
+        found = {}
+        for is_on in (True, False) if number % 2 else (False, True):
+            found[is_on] = run_turn(engines[is_on], requests)
+        assert found[True].ids == found[False].ids, "drafts change the text"
+        ratios.append(found[False].seconds / found[True].seconds)
+        speeds.append(found[False].num_ids / found[False].seconds)
+        turns.append(found[True])
+    drafted = sum(turn.num_drafted for turn in turns)
+    return {
+        "tokens_per_second_off": statistics.median(speeds),
+        "ratio": statistics.median(ratios),
+        "least_ratio": min(ratios),
+        "accepted": sum(turn.num_accepted for turn in turns) / max(1, drafted),
+        "drafts_per_id": drafted / sum(turn.num_ids for turn in turns),
+        "ids_per_step": sum(turn.num_ids for turn in turns) / sum(turn.num_steps for turn in turns),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=200, help="of each stream")
+    parser.add_argument("--turns", type=int, default=5)
+    given = parser.parse_args()
+    folder = resolve_model("demo")
+    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+    configs = {False: None, True: {"method": "ngram"}}
+    engines = {is_on: make_engine(folder, speculative_config=config) for is_on, config in configs.items()}
+    results: dict[str, dict[str, float]] = {}
+    for streams in (1, STREAMS):
+        for name, task in make_tasks().items():
+            requests = [make_requests(task, tokenizer, turn, streams, given.tokens) for turn in range(given.turns)]
+            for engine in engines.values():  # the prompts' prefixes are cached from here on
+                run_turn(engine, make_requests(task, tokenizer, 0, streams, 8))
+            found = measure(engines, requests)
+            results[f"{name}, {streams} stream{'s' if streams > 1 else ''}"] = found
+    print(f"{'':22}{'off, tokens/s':>14}{'on / off':>10}{'least':>8}{'accepted':>10}{'per step':>10}")
+    for name, found in results.items():
+        speed = f"{found['tokens_per_second_off']:14.1f}{found['ratio']:10.2f}{found['least_ratio']:8.2f}"
+        print(f"{name:22}{speed}{found['accepted']:10.0%}{found['ids_per_step']:10.2f}")
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

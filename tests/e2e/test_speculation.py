@@ -1,0 +1,35 @@
+"""A server that verifies drafts gives the answers of one that does not, also when an engine dies under open streams."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from support.daemon import Daemon
+from support.streams import Streams, mixed, tool_talks
+from support.tools import write_files
+
+SMALL = ("demo", "--kv-cache-memory", "64MiB", "--max-restarts", "100")
+NGRAM = ("--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}')
+REPEATED: dict[str, Any] = {"prompt": "import os\n" * 8, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+
+
+def test_same_answers_from_two_engines_one_of_which_is_killed(tmp_path: Path) -> None:
+    files = [word for pair in write_files(tmp_path).items() for word in pair]
+    bodies = [*mixed(12), *tool_talks(3), REPEATED | {"stop": ["os\nimport os\nimport os\nimp"], "stream": True}]
+    with Daemon(*SMALL, *files) as daemon:
+        alone = Streams(daemon.wait_until_serving(), [REPEATED]).finish()
+        undisturbed = Streams(daemon.url, bodies).finish()
+        assert daemon.metrics()["serve_llm_spec_decode_num_drafts_total"] == 0
+    with Daemon(*SMALL, *files, *NGRAM, "--data-parallel-size", "2") as daemon:
+        assert Streams(daemon.wait_until_serving(), [REPEATED]).finish() == alone
+        metrics = daemon.metrics()
+        assert metrics["serve_llm_spec_decode_num_draft_tokens_total"] > 0
+        assert metrics["serve_llm_spec_decode_num_accepted_tokens_total"] > 0
+        streams = Streams(daemon.url, bodies)
+        streams.wait_for(40)
+        os.kill(daemon.engine_pids()[0], signal.SIGKILL)
+        daemon.wait_until_logged("it is replaced")
+        assert streams.finish() == undisturbed

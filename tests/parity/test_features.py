@@ -1,0 +1,216 @@
+"""Features of requests and of engines together: each request gives the same ids and the same bits of their
+log-probabilities alone and plain as in a crowd of all kinds with drafts, forced tokens and cached prefixes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from serve_llm.common.errors import OptionError
+from serve_llm.common.hub import read_config
+from serve_llm.common.options.sources import make_options
+from serve_llm.common.types import Adapter, Request
+from serve_llm.engine.startup import find_served_targets
+from serve_llm.engine.structured_output import state
+from support.adapters import make_adapter
+from support.engine import Result, assert_equal, generate, generate_together, greedy, make_engine, make_engines
+from support.grammars import SCHEMA, compile_grammar, constrained, demo
+from support.packed_floats import make_packed
+from support.pooled import compute_vectors, make_pooled_checkpoint, pooling_request
+from support.resolved import resolve_all
+from support.speculation import NGRAM, assert_drafted, draft_from
+from support.tiny import make_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's
+LORA: dict[str, object] = {"enable_lora": True, "max_lora_rank": 4}
+OPTIONS: dict[str, object] = LORA | {"dtype": "float32", "max_model_len": 512, "kv_cache_memory": "64MiB"}
+HOWS: dict[str, dict[str, object]] = {
+    "one rank": {},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4-g32"},
+    "two ranks": {"tensor": 2},
+    "two stages": {"pipeline": 2},
+}
+CALL = r'start: "<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"city\": \"" /[A-Z][a-z]{2,8}/ "\"}}"'
+STYLES: list[dict[str, object]] = [
+    {"logprobs": 2},
+    {"temperature": 0.0, "logprobs": 0},
+    {"temperature": 0.8, "logprobs": 1, "choice": 1},
+    {"temperature": 1.0, "top_p": 0.9, "presence_penalty": 0.5},
+]
+
+
+@pytest.fixture(autouse=True)
+def masks_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even on a machine with other work."""
+    monkeypatch.setattr(state, "COSTLY_SECONDS", 1000.0)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@lru_cache(maxsize=1)
+def demo_adapters(root: Path) -> list[Adapter | None]:
+    """No adapter, and two of the demo model."""
+    return [None, *(make_adapter(demo(), root / f"demo{seed}", seed=seed, scale=0.1) for seed in (1, 2))]
+
+
+def make_requests(root: Path) -> list[Request]:
+    """Each grammar with each adapter."""
+    grammars = ["", compile_grammar(json=SCHEMA, disable_any_whitespace=True), compile_grammar(grammar=CALL)]
+    requests = []
+    for grammar in grammars:
+        for adapter in demo_adapters(root):
+            number = len(requests)
+            request = constrained(
+                number, grammar, "x = 1\n" * 12, **({"max_tokens": 24} | STYLES[number % len(STYLES)])
+            )
+            requests.append(msgspec.structs.replace(request, adapter=adapter))
+    return requests
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_crowd_of_all_kinds(how: str, root: Path) -> None:
+    requests = make_requests(root)
+    options = OPTIONS | HOWS[how]
+    plain = make_engine(demo(), **options, enable_prefix_caching=False)
+    expected: dict[int, Result] = {}
+    for request in requests:
+        expected |= generate(plain, [request])
+    texts = [tuple(expected[number].token_ids) for number in range(3)]
+    assert len(set(texts)) == 3, "the adapters make no difference"
+    engine = draft_from(make_engine(demo(), **options, speculative_config=NGRAM), requests, expected)
+    for _ in range(2):  # the second time with cached prefixes
+        found = generate(engine, requests, [number // 3 for number in range(len(requests))])
+        assert_equal(found, expected)
+    assert found[0].cached_tokens
+    assert_drafted(engine)
+
+
+def test_forced_tokens_are_those_of_sampling_one_by_one(root: Path) -> None:
+    requests = make_requests(root)
+    expected = generate(make_engine(demo(), **OPTIONS, jump_forward=False), requests)
+    engine = make_engine(demo(), **OPTIONS)
+    assert_equal(generate(engine, requests), expected, is_exact=False)
+    assert engine.step().stats.num_steps < max(len(result.token_ids) for result in expected.values()) + 3
+
+
+@pytest.mark.parametrize("more", [{}, {"speculative_config": NGRAM}], ids=["plain", "drafts"])
+def test_preemption(more: dict[str, object], root: Path) -> None:
+    requests = make_requests(root)
+    options = OPTIONS | {"max_model_len": 144, "max_loras": 1}
+    roomy = make_engine(demo(), **options)
+    expected = generate(roomy, requests)
+    small = make_engine(demo(), **(options | more | {"kv_cache_memory": 9 * roomy.layout.block_bytes}))
+    if more:
+        draft_from(small, requests, expected)
+    assert_equal(generate(small, requests), expected)
+    assert small.scheduler.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("how", ["one rank", "int4"])
+def test_a_replay_goes_on_with_the_same_adapter_and_drafts(how: str, root: Path) -> None:
+    requests = make_requests(root)
+    options = OPTIONS | HOWS[how]
+    expected = generate(make_engine(demo(), **options), requests)
+    engine = draft_from(make_engine(demo(), **options, speculative_config=NGRAM), requests, expected)
+    for cut in (1, 9):
+        begun = [
+            msgspec.structs.replace(request, output_ids=expected[request.id].token_ids[:cut])
+            for request in requests
+            if len(expected[request.id].token_ids) > cut
+        ]
+        for number, result in generate(engine, begun).items():
+            assert result.token_ids == expected[number].token_ids[cut:]
+    assert_drafted(engine)
+
+
+@pytest.mark.parametrize("quantization", ["auto", "int8", "int4-g32"])
+def test_engines_that_share_experts(quantization: str, tmp_path: Path) -> None:
+    """Two choices of each prompt; the second prompt of an adapter begins with the first one."""
+    checkpoint = tmp_path / "base"
+    make_checkpoint(checkpoint, "qwen3_moe")
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", "qwen3_moe")
+    style: dict[str, object] = {"temperature": 1.0, "logprobs": 1}
+    requests = [
+        msgspec.structs.replace(greedy(number, [5, 17, 101, 44] * length, 8, **style, choice=choice), adapter=chosen)
+        for number, (chosen, length, choice) in enumerate(product((None, adapter), (4, 6), (0, 1)))
+    ]
+    options = LORA | {"block_size": 8, "quantization": quantization}
+    expected = generate(make_engine(checkpoint, **options), requests)
+    engines = [
+        draft_from(engine, requests, expected)
+        for engine in make_engines(checkpoint, tmp_path, 2, **options, speculative_config=NGRAM)
+    ]
+    shares = [requests[:4], requests[4:]]
+    for share, found in zip(shares, generate_together(engines, shares), strict=True):
+        assert_equal(found, {request.id: expected[request.id] for request in share})
+        assert found[share[-1].id].cached_tokens
+    assert_drafted(engines[0])
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_vectors_beside_generation(how: str, tmp_path: Path) -> None:
+    """Vectors are of the base model, whatever the requests beside them want."""
+    checkpoint = tmp_path / "base"
+    make_checkpoint(checkpoint, "qwen3")
+    adapter = make_adapter(checkpoint, tmp_path / "adapter")
+    prompts = [[5, 17, 101, 44, 9] * count for count in (1, 3, 6)]
+    pooled = [pooling_request(100 + number, ids) for number, ids in enumerate(prompts)]
+    requests = [
+        msgspec.structs.replace(greedy(number, prompts[number], 9, logprobs=1), adapter=adapter if number else None)
+        for number in range(3)
+    ]
+    options: dict[str, object] = {"runner": "generate", "convert": "embed", "block_size": 8} | HOWS[how]
+    expected = generate(make_engine(checkpoint, **options, **LORA), requests)
+    vectors = compute_vectors(make_engine(checkpoint, **options), pooled)
+    engine = make_engine(checkpoint, **options, **LORA, speculative_config=NGRAM)
+    found = generate(draft_from(engine, requests, expected), [*requests, *pooled])
+    assert_equal({number: found[number] for number in range(3)}, expected)
+    assert_drafted(engine)
+    assert generate(engine, pooled)[102].cached_tokens == 24
+    for number, vector in compute_vectors(engine, pooled).items():  # of cached prefixes
+        assert vector.equal(vectors[number])
+
+
+def test_weights_stored_as_fp8(tmp_path: Path) -> None:
+    """Adapters, drafts, choices, cached prefixes and replays over a checkpoint of 8-bit floats."""
+    make_packed(tmp_path, "llama", "fp8-block")
+    adapter = make_adapter(tmp_path / "plain", tmp_path / "adapter")
+    style: dict[str, object] = {"temperature": 1.0, "logprobs": 1}
+    requests = [
+        msgspec.structs.replace(greedy(number, [5, 17, 101] * 8, 12, **style, choice=choice), adapter=chosen)
+        for number, (chosen, choice) in enumerate(product((None, adapter), (0, 1)))
+    ]
+    options = LORA | {"block_size": 8}
+    expected: dict[int, Result] = {}
+    for request in requests:
+        plain = make_engine(tmp_path / "packed", **options, enable_prefix_caching=False)
+        expected |= generate(plain, [request])
+    engine = make_engine(tmp_path / "packed", **options, speculative_config=NGRAM)
+    draft_from(engine, requests, expected)
+    for _ in range(2):
+        found = generate(engine, requests)
+        assert_equal(found, expected)
+    assert found[3].cached_tokens
+    assert_drafted(engine)
+    begun = [msgspec.structs.replace(request, output_ids=expected[request.id].token_ids[:5]) for request in requests]
+    for number, result in generate(engine, begun).items():
+        assert result.token_ids == expected[number].token_ids[5:]
+
+
+def test_models_that_return_vectors_only(tmp_path: Path) -> None:
+    make_pooled_checkpoint(tmp_path, "Qwen3Model")
+    with pytest.raises(OptionError, match=r"^--speculative-config: this model returns vectors and generates no text"):
+        make_engine(tmp_path, speculative_config=NGRAM)
+    with pytest.raises(OptionError, match=r"^--enable-lora does not go with --runner pooling$"):
+        make_engine(tmp_path, runner="pooling", **LORA)
+    config, spec, weights = resolve_all(make_options(str(tmp_path), **LORA), str(tmp_path), read_config(tmp_path))
+    with pytest.raises(OptionError, match="generates no text, and only models that do take adapters"):
+        find_served_targets(config, spec, weights)

@@ -1,0 +1,205 @@
+"""Adapters compute what PEFT computes, whatever else is in the batch, on any number of ranks."""
+
+from __future__ import annotations
+
+import shutil
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from serve_llm.common.types import Adapter, FinishReason, Request
+from serve_llm.engine.loop import EngineCore
+from support.adapters import describe, generate_with_peft, make_adapter
+from support.engine import Result, generate, greedy, make_engine
+from support.matrix import mostly_slow
+from support.tiny import make_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's
+
+CASES = [  # family, rank, and the fields of LoraConfig that differ
+    ("llama", 4, {"use_rslora": True}),
+    ("phi3", 8, {}),
+    ("gpt2", 16, {}),
+    ("gpt_neox", 128, {}),
+    ("deepseek_v3", 16, {}),
+    ("gemma2", 4, {"rank_pattern": {"q_proj": 7}, "alpha_pattern": {"layers.1.mlp.down_proj": 3}}),
+    ("qwen3_moe", 4, {}),
+    ("falcon", 32, {}),
+    ("mistral", 64, {"target_modules": ["q_proj", "v_proj"]}),
+    ("glm4", 8, {"target_modules": ["q_proj", "o_proj"], "layers_to_transform": [1]}),
+    ("qwen2", 16, {"target_modules": r".*\.(q_proj|up_proj)"}),
+    ("cohere", 8, {}),
+]
+FAST = (CASES[0], CASES[2], CASES[3], CASES[4])
+PROMPTS = [[5, 17, 101, 44, 9, 230, 61], [7] * 19, [300, 2, 45]]
+OPTIONS = {"enable_lora": True, "max_lora_rank": 128, "block_size": 8}
+NUM_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@lru_cache(maxsize=1)
+def llama(root: Path) -> tuple[Path, list[Adapter | None]]:
+    """A checkpoint, and no adapter or one of three, of different ranks."""
+    checkpoint = root / "llama"
+    make_checkpoint(checkpoint, "llama", head_dim=16)
+    adapters = [make_adapter(checkpoint, root / f"llama{rank}", seed=rank, r=rank) for rank in (2, 4, 9)]
+    return checkpoint, [None, *adapters]
+
+
+def ask(number: int, prompt: list[int], adapter: Adapter | None, **sampling: object) -> Request:
+    request = greedy(number, prompt, NUM_TOKENS, **sampling)
+    return msgspec.structs.replace(request, adapter=adapter)
+
+
+def ask_all(adapters: list[Adapter | None], **sampling: object) -> list[Request]:
+    """Each prompt with each adapter."""
+    pairs = [(prompt, adapter) for prompt in PROMPTS for adapter in adapters]
+    return [ask(number, prompt, adapter, **sampling) for number, (prompt, adapter) in enumerate(pairs)]
+
+
+def check_equal(results: dict[int, Result], expected: dict[int, Result]) -> None:
+    """To the last bit."""
+    for number, result in results.items():
+        assert result.token_ids == expected[number].token_ids
+        assert result.logprobs == expected[number].logprobs
+
+
+@pytest.mark.parametrize(("family", "rank", "config"), mostly_slow(CASES, FAST))
+def test_as_peft(family: str, rank: int, config: dict[str, object], tmp_path: Path) -> None:
+    checkpoint = tmp_path / "base"
+    make_checkpoint(checkpoint, family)
+    adapters: list[Adapter | None] = [None]
+    for number in range(2):
+        adapters.append(
+            make_adapter(checkpoint, tmp_path / f"adapter{number}", family, seed=number, **({"r": rank} | config))
+        )
+    requests = ask_all(adapters)
+    results = generate(make_engine(checkpoint, **OPTIONS), requests)
+    for request in requests:
+        directory = None if request.adapter is None else Path(request.adapter.directory)
+        expected = generate_with_peft(checkpoint, directory, request.prompt_ids, NUM_TOKENS)
+        assert results[request.id].token_ids == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_same_bits_alone_and_in_a_crowd(root: Path, dtype: str) -> None:
+    checkpoint, adapters = llama(root)
+    requests = ask_all(adapters, temperature=1.0, logprobs=2)
+    crowd = generate(make_engine(checkpoint, dtype=dtype, **OPTIONS), requests, list(range(len(requests))))
+    plain = make_engine(checkpoint, dtype=dtype, block_size=8)
+    for request in requests:
+        engine = plain if request.adapter is None else make_engine(checkpoint, dtype=dtype, **OPTIONS)
+        check_equal(generate(engine, [request]), crowd)
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "pipeline"),
+    mostly_slow(
+        [
+            ("llama", 2, 1),
+            ("gpt2", 1, 2),
+            ("llama", 3, 2),
+            ("gpt_neox", 2, 1),
+            ("falcon", 4, 1),
+            ("deepseek_v3", 3, 1),
+            ("phi3", 8, 1),
+        ],
+        [("llama", 2, 1), ("gpt2", 1, 2)],
+    ),
+)
+def test_several_ranks(family: str, tensor: int, pipeline: int, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "base"
+    make_checkpoint(checkpoint, family)
+    requests = ask_all([None, make_adapter(checkpoint, tmp_path / "adapter", family, r=5)])
+    one = generate(make_engine(checkpoint, **OPTIONS), requests)
+    several = generate(make_engine(checkpoint, tensor=tensor, pipeline=pipeline, **OPTIONS), requests)
+    assert {number: result.token_ids for number, result in several.items()} == {
+        number: result.token_ids for number, result in one.items()
+    }
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4-g32"])
+def test_quantised_bases(root: Path, quantization: str) -> None:
+    """Rows without an adapter are those of the quantised model, and an adapter of zeros changes no row."""
+    checkpoint, adapters = llama(root)
+    engine = make_engine(checkpoint, quantization=quantization, **OPTIONS)
+    plain = generate(make_engine(checkpoint, quantization=quantization, block_size=8), ask_all([None], logprobs=1))
+    zeros = make_adapter(checkpoint, root / f"zeros-{quantization}", scale=0.0)
+    with_zeros = generate(engine, ask_all([zeros], logprobs=1))
+    check_equal(with_zeros, plain)
+    changed = generate(engine, ask_all([adapters[2]], logprobs=1))
+    assert all(changed[number].token_ids != plain[number].token_ids for number in plain)
+
+
+def test_prefixes_are_shared_within_an_adapter_only(root: Path, tmp_path: Path) -> None:
+    checkpoint, adapters = llama(root)
+    engine = make_engine(checkpoint, **OPTIONS)
+    prompt = [7] * 33
+
+    def count_cached(adapter: Adapter | None) -> int | None:
+        return generate(engine, [ask(1, prompt, adapter)])[1].cached_tokens
+
+    assert [count_cached(adapter) for adapter in adapters] == [0] * len(adapters)
+    assert [count_cached(adapter) for adapter in adapters] == [32] * len(adapters)
+    assert adapters[1] is not None
+    copy = tmp_path / "copy"
+    shutil.copytree(adapters[1].directory, copy)
+    assert count_cached(describe(copy, "another name")) == 32  # the content counts, not the name
+    (copy / "adapter_config.json").write_text((copy / "adapter_config.json").read_text() + "\n")
+    assert count_cached(describe(copy)) == 0
+
+
+def test_more_adapters_than_slots(root: Path) -> None:
+    checkpoint, adapters = llama(root)
+    requests = ask_all(adapters)
+    expected = generate(make_engine(checkpoint, **OPTIONS), requests)
+    engine = make_engine(checkpoint, max_loras=1, **OPTIONS)
+    check_equal(generate(engine, requests, list(range(len(requests)))), expected)
+
+
+def test_a_sequence_with_an_adapter_goes_on_after_a_restart(root: Path) -> None:
+    checkpoint, adapters = llama(root)
+    (request,) = ask_all([adapters[1]], temperature=1.0)[:1]
+    whole = generate(make_engine(checkpoint, **OPTIONS), [request])[0].token_ids
+    for cut in (1, 4):
+        rest = msgspec.structs.replace(request, output_ids=whole[:cut])
+        assert whole[:cut] + generate(make_engine(checkpoint, **OPTIONS), [rest])[0].token_ids == whole
+
+
+def run_failing(engine: EngineCore, request: Request) -> str | None:
+    """The error that the request ends with."""
+    engine.add_requests([request])
+    while engine.has_work:
+        for output in engine.step().outputs:
+            if output.finish_reason is not None:
+                assert output.finish_reason == FinishReason.ERROR
+                return output.error
+    return None
+
+
+def test_files_that_changed_end_the_request_with_an_error(root: Path, tmp_path: Path) -> None:
+    checkpoint, adapters = llama(root)
+    assert adapters[1] is not None and adapters[2] is not None
+    directory = tmp_path / "changing"
+    shutil.copytree(adapters[1].directory, directory)
+    adapter = describe(directory)
+    engine = make_engine(checkpoint, max_loras=1, **OPTIONS)
+    (before,) = generate(engine, [ask(0, PROMPTS[0], adapter)]).values()
+    shutil.copytree(adapters[2].directory, directory, dirs_exist_ok=True)
+    error = run_failing(engine, ask(1, PROMPTS[0], adapter))
+    assert error == "the files of the adapter changing have changed since it was loaded; load it again"
+    (after,) = generate(engine, [ask(2, PROMPTS[0], describe(directory))]).values()
+    assert after.token_ids != before.token_ids
+    shutil.rmtree(directory)
+    error = run_failing(engine, ask(3, PROMPTS[0], adapter))
+    assert error is not None and error.startswith("the adapter changing cannot be loaded again: ")
+    check_equal(
+        generate(engine, [ask(4, PROMPTS[0], None)]),
+        generate(make_engine(checkpoint, block_size=8), [ask(4, PROMPTS[0], None)]),
+    )

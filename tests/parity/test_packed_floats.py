@@ -1,0 +1,105 @@
+"""fp8, int8, NVFP4 and bitsandbytes checkpoints are the models that transformers makes of the same numbers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from serve_llm.common.errors import ModelError
+from serve_llm.kernels import linear_int8
+from support.engine import generate, greedy, make_engine
+from support.forward import Harness, load
+from support.matrix import mostly_slow
+from support.packed_floats import CONFIGS, make_packed
+from support.reference import reference_logprobs
+
+PAIRS = [(family, form) for family in ("llama", "qwen3_moe", "phi3", "opt", "deepseek_v3") for form in CONFIGS]
+FAST_PAIRS = [("llama", form) for form in CONFIGS] + [
+    ("qwen3_moe", "nvfp4"),
+    ("phi3", "fp8-channel"),
+    ("deepseek_v3", "fp8-native"),
+]
+
+
+def random_prompts(vocab_size: int) -> list[list[int]]:
+    rng = random.Random(3)
+    return [[rng.randrange(vocab_size) for _ in range(length)] for length in (1, 17, 60)]
+
+
+@pytest.mark.parametrize(("family", "form"), mostly_slow(PAIRS, FAST_PAIRS))
+def test_every_format(family: str, form: str, tmp_path: Path) -> None:
+    prompts = random_prompts(make_packed(tmp_path, family, form))
+    spec, decoder = load(tmp_path / "packed")
+    for prompt, ours in zip(prompts, Harness(spec, decoder, torch.float32).logprobs(prompts), strict=True):
+        assert (ours - reference_logprobs(tmp_path / "plain", prompt)).abs().max() < 5e-4
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "int8-static", "nvfp4", "nf4-nested"])
+def test_several_ranks(form: str, tmp_path: Path) -> None:
+    prompts = random_prompts(make_packed(tmp_path, "llama", form))
+    wanted = [greedy(number, prompt, 6) for number, prompt in enumerate(prompts)]
+    expected = generate(make_engine(tmp_path / "plain", dtype="float32"), wanted)
+    for grid in ({"tensor": 2}, {"tensor": 3}, {"pipeline": 2}):
+        results = generate(make_engine(tmp_path / "packed", dtype="float32", **grid), wanted)
+        assert [results[n].token_ids for n in results] == [expected[n].token_ids for n in expected]
+
+
+@pytest.mark.parametrize("form", ["int8-static", "nvfp4", "nf4-nested", "bitsandbytes-int8"])
+def test_integers_stay_packed(form: str, tmp_path: Path) -> None:
+    make_packed(tmp_path, "llama", form)
+    assert "(down): RowParallelLinear(96 -> 64, int" in repr(load(tmp_path / "packed")[1])
+
+
+@pytest.mark.parametrize("form", [form for form in CONFIGS if "fp8" in form or form == "fbgemm"])
+def test_8_bit_floats_stay_packed(form: str, tmp_path: Path) -> None:
+    make_packed(tmp_path, "llama", form)
+    assert "(down): RowParallelLinear(96 -> 64, fp8 in groups" in repr(load(tmp_path / "packed")[1])
+
+
+NO_INT8 = pytest.mark.skipif(not linear_int8.works(), reason="this processor computes no int8 products")
+
+
+@pytest.mark.parametrize("quantization", [pytest.param("int8", marks=NO_INT8), "int4-g32"])
+def test_8_bit_floats_are_quantised_again(quantization: str, tmp_path: Path) -> None:
+    """As the same numbers in floating point would be."""
+    prompts = random_prompts(make_packed(tmp_path, "llama", "fp8-native"))
+    wanted = [greedy(number, prompt, 6, logprobs=0) for number, prompt in enumerate(prompts)]
+    expected, found = (
+        generate(make_engine(tmp_path / kind, dtype="float32", quantization=quantization), wanted)
+        for kind in ("plain", "packed")
+    )
+    assert [found[n].token_ids for n in found] == [expected[n].token_ids for n in expected]
+    assert [found[n].logprobs for n in found] == [expected[n].logprobs for n in expected], "to the bit"
+
+
+NOT_JSON = torch.tensor(list(b"{"), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("form", "suffix", "tensor", "message"),
+    [
+        ("fp8-tensor", "weight_scale", torch.ones(2), r"weight_scale has shape \[2\], but .* one scale for the tensor"),
+        (
+            "fp8-channel",
+            "weight",
+            torch.ones(64, 64),
+            r"q_proj\.weight is stored as torch\.float32, but .*float8_e4m3fn",
+        ),
+        ("nvfp4", "weight_scale", torch.ones(64, 3), r"weight_scale has shape \[64, 3\], but .* \[64, 4\]"),
+        ("nf4", "weight.absmax", torch.ones(7), r"weight\.absmax has shape \[7\], but .* \[128\]"),
+        ("nf4", "weight.quant_state.bitsandbytes__nf4", NOT_JSON, r"__nf4 does not describe a quantised weight"),
+    ],
+)
+def test_what_does_not_fit_is_named(form: str, suffix: str, tensor: Tensor, message: str, tmp_path: Path) -> None:
+    make_packed(tmp_path, "llama", form)
+    path = tmp_path / "packed" / "model.safetensors"
+    tensors = load_file(path)
+    tensors[f"model.layers.1.self_attn.q_proj.{suffix}"] = tensor
+    save_file(tensors, path)
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path / "packed")

@@ -1,0 +1,161 @@
+"""AWQ, GPTQ and pack-quantized checkpoints are the models that transformers makes of the same numbers, on any ranks."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from serve_llm.common.errors import ModelError
+from support.engine import generate, greedy, make_engine
+from support.forward import Harness, load
+from support.matrix import mostly_slow
+from support.packed import Packing, make_packed
+from support.reference import reference_logprobs
+
+PACKINGS = {
+    "awq": Packing("awq"),
+    "awq-32": Packing("awq", group_size=32),
+    "gptq": Packing("gptq"),
+    "gptq-symmetric": Packing("gptq", is_symmetric=True, group_size=32),
+    "gptq-order": Packing("gptq", has_order=True),
+    "gptq-2": Packing("gptq_v2", bits=2),
+    "gptq-3": Packing("gptq", bits=3, has_order=True),
+    "gptq-8": Packing("gptq_v2", bits=8, is_symmetric=True),
+    "gptq-channel": Packing("gptq", group_size=0),
+    "w4a16": Packing("compressed", is_symmetric=True, scale_dtype=torch.bfloat16),
+    "w4a16-asymmetric": Packing("compressed"),
+    "w4a16-order": Packing("compressed", has_order=True, is_symmetric=True),
+    "w8a16-channel": Packing("compressed", bits=8, group_size=0, is_symmetric=True),
+    "w8a16": Packing("compressed", bits=8),
+}
+LENGTHS = (1, 17, 60)
+
+
+def random_prompts(vocab_size: int) -> list[list[int]]:
+    rng = random.Random(3)
+    return [[rng.randrange(vocab_size) for _ in range(length)] for length in LENGTHS]
+
+
+def check(directory: Path, vocab_size: int) -> None:
+    """Compare with transformers."""
+    prompts = random_prompts(vocab_size)
+    spec, decoder = load(directory / "packed")
+    for prompt, ours in zip(prompts, Harness(spec, decoder, torch.float32).logprobs(prompts), strict=True):
+        assert (ours - reference_logprobs(directory / "plain", prompt)).abs().max() < 5e-4
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_every_packing(name: str, tmp_path: Path) -> None:
+    check(tmp_path, make_packed(tmp_path, "llama", PACKINGS[name]))
+
+
+PAIRS = [
+    (family, packing)
+    for family in ("qwen3_moe", "opt", "phi3", "gpt_neox", "glm", "deepseek_v3", "gemma3_text")
+    for packing in ("awq", "gptq-order", "w4a16-asymmetric")
+]
+FAST_PAIRS = [("qwen3_moe", "gptq-order"), ("phi3", "awq"), ("deepseek_v3", "w4a16-asymmetric"), ("gpt_neox", "awq")]
+
+
+@pytest.mark.parametrize(("family", "packing"), mostly_slow(PAIRS, FAST_PAIRS))
+def test_families(family: str, packing: str, tmp_path: Path) -> None:
+    check(tmp_path, make_packed(tmp_path, family, PACKINGS[packing]))
+
+
+def test_modules_of_gpt2(tmp_path: Path) -> None:
+    """Its checkpoints have weights transposed, but packed ones have not."""
+    names = ("attn.c_attn.weight", "c_proj.weight", "c_fc.weight")
+    check(tmp_path, make_packed(tmp_path, "gpt2", PACKINGS["gptq"], choose=lambda name: name.endswith(names)))
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-order", "gptq-3", "w4a16-asymmetric"])
+def test_several_ranks(name: str, tmp_path: Path) -> None:
+    """Ranks begin amid words and groups."""
+    prompts = random_prompts(make_packed(tmp_path, "llama", PACKINGS[name]))
+    wanted = [greedy(number, prompt, 8, logprobs=0) for number, prompt in enumerate(prompts)]
+    expected = generate(make_engine(tmp_path / "plain", dtype="float32"), wanted)
+    for grid in ({}, {"tensor": 2}, {"tensor": 3}, {"pipeline": 2}):
+        results = generate(make_engine(tmp_path / "packed", dtype="float32", **grid), wanted)
+        for number, result in expected.items():
+            assert results[number].token_ids == result.token_ids
+
+
+def test_the_head_and_biases_of_zeros(tmp_path: Path) -> None:
+    """GPTQModel packs the head too where it is told to; AutoGPTQ writes biases that the model does not have."""
+    vocab_size = make_packed(
+        tmp_path, "llama", PACKINGS["gptq"], choose=lambda name: name.endswith(("proj.weight", "head.weight"))
+    )
+    path = tmp_path / "packed" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.self_attn.o_proj.bias"] = torch.zeros(64)
+    save_file(tensors, path)
+    check(tmp_path, vocab_size)
+    tensors["model.layers.1.self_attn.o_proj.bias"][3] = 1.0
+    save_file(tensors, path)
+    with pytest.raises(ModelError, match=r"no parameter of a LlamaForCausalLM uses .*o_proj\.bias"):
+        load(tmp_path / "packed")
+
+
+def test_modules_that_differ(tmp_path: Path) -> None:
+    """`dynamic` of GPTQModel: other bits for some modules, none for others; q, k and v may differ too."""
+    wider = ("model.layers.1.mlp.down_proj", "model.layers.0.self_attn.v_proj")
+    make_packed(tmp_path / "8", "llama", Packing("gptq", bits=8))
+    vocab_size = make_packed(
+        tmp_path, "llama", PACKINGS["gptq"], choose=lambda name: name.endswith("proj.weight") and ".2." not in name
+    )
+    for folder in ("packed", "plain"):
+        path = tmp_path / folder / "model.safetensors"
+        tensors = {name: tensor for name, tensor in load_file(path).items() if not name.startswith(wider)}
+        others = load_file(tmp_path / "8" / folder / "model.safetensors")
+        tensors |= {name: tensor for name, tensor in others.items() if name.startswith(wider)}
+        save_file(tensors, path, metadata={"format": "pt"})
+    path = tmp_path / "packed" / "config.json"
+    config = json.loads(path.read_text())
+    rules = {r"+:model\.layers\.(1\.mlp\.down|0\..*\.v_)": {"bits": 8}, r"-:model\.layers\.2\.": {}}
+    config["quantization_config"]["dynamic"] = rules
+    path.write_text(json.dumps(config))
+    check(tmp_path, vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("packing", "suffix", "change", "message"),
+    [
+        ("awq", "scales", None, r"lacks model\.layers\.1\.self_attn\.q_proj\.scales"),
+        ("awq", "qzeros", lambda t: t[:2], r"q_proj\.qzeros has shape \[2, 8\], but config\.json asks for \[4, 8\]"),
+        (
+            "awq",
+            "qweight",
+            lambda t: t.float(),
+            r"q_proj\.qweight is stored as torch\.float32, but .* asks for torch\.int32",
+        ),
+        (
+            "gptq",
+            "scales",
+            lambda t: t.int(),
+            r"q_proj\.scales is stored as torch\.int32, but .* a floating point type",
+        ),
+        ("gptq", "g_idx", lambda t: t + 1, r"q_proj\.g_idx names group 4, but .* group_size 16 gives groups 0 to 3"),
+        ("w4a16", "weight_shape", lambda t: t + 8, r"q_proj\.weight_shape says \[72, 72\], but .* \[64, 64\]"),
+        ("w4a16", "weight_packed", lambda t: t[:, 1:], r"q_proj\.weight_packed has shape \[64, 7\]"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    packing: str, suffix: str, change: Callable[[Tensor], Tensor] | None, message: str, tmp_path: Path
+) -> None:
+    make_packed(tmp_path, "llama", PACKINGS[packing])
+    path = tmp_path / "packed" / "model.safetensors"
+    tensors = load_file(path)
+    name = f"model.layers.1.self_attn.q_proj.{suffix}"
+    tensor = tensors.pop(name)
+    if change is not None:
+        tensors[name] = change(tensor).contiguous()
+    save_file(tensors, path)
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path / "packed")

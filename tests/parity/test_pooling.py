@@ -1,0 +1,149 @@
+"""Vectors of embedding models and classifiers against transformers, in float32, on random checkpoints."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional
+
+from serve_llm.common.types import FinishReason
+from support.engine import generate, greedy, make_engine
+from support.pooled import (
+    DECODERS,
+    ENCODERS,
+    compute_vectors,
+    make_pooled_checkpoint,
+    pooling_request,
+    reference_hidden,
+    reference_logits,
+)
+from support.reference import reference_model
+from support.tiny import make_checkpoint, make_tokenizer
+
+TOLERANCE = 1e-5
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(vocab_size) for _ in range(count)] for count in (1, 2, 7, 16, 17, 40, 63)]
+
+
+@torch.inference_mode()
+def reference_next_logits(directory: Path, ids: list[int]) -> Tensor:
+    return reference_model(directory)(torch.tensor([ids])).logits[0, -1]
+
+
+def check(found: dict[int, Tensor], expected: list[Tensor]) -> None:
+    for number, vector in enumerate(expected):
+        torch.testing.assert_close(found[number], vector, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+class TestDecoders:
+    @pytest.mark.parametrize("tensor", [1, 2])
+    @pytest.mark.parametrize("architecture", DECODERS)
+    def test_in_chunks_beside_each_other(self, architecture: str, tensor: int, tmp_path: Path) -> None:
+        chosen = prompts(make_pooled_checkpoint(tmp_path, architecture))
+        engine = make_engine(tmp_path, tensor=tensor, block_size=8, max_num_batched_tokens=24)
+        if architecture.endswith("Classification"):
+            expected = [reference_logits(tmp_path, architecture, ids) for ids in chosen]
+        else:
+            expected = [functional.normalize(reference_hidden(tmp_path, architecture, ids)[-1:])[0] for ids in chosen]
+        check(compute_vectors(engine, [pooling_request(n, ids) for n, ids in enumerate(chosen)]), expected)
+        again = compute_vectors(engine, [pooling_request(n, ids) for n, ids in enumerate(chosen)])
+        check(again, expected)
+
+    def test_modules_of_sentence_transformers(self, tmp_path: Path) -> None:
+        modules = ["Pooling", "Dense", "Dense"]
+        chosen = prompts(make_pooled_checkpoint(tmp_path, "Qwen3Model", modules=modules))
+        engine = make_engine(tmp_path, block_size=8)
+        found = compute_vectors(engine, [pooling_request(n, ids) for n, ids in enumerate(chosen)])
+        for number, ids in enumerate(chosen):
+            vector = reference_hidden(tmp_path, "Qwen3Model", ids)[-1]
+            for folder in ("2_Dense", "3_Dense"):
+                weights = load_file(tmp_path / folder / "model.safetensors")
+                vector = torch.tanh(functional.linear(vector, weights["linear.weight"], weights["linear.bias"]))
+            torch.testing.assert_close(found[number], vector, atol=TOLERANCE, rtol=TOLERANCE)
+
+    def test_tokens_as_classes(self, tmp_path: Path) -> None:
+        vocab_size = make_checkpoint(tmp_path, "qwen3")
+        make_tokenizer(tmp_path, vocab_size)
+        tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        ids = [tokenizer.token_to_id(token) for token in ("n", "y")]
+        chosen = prompts(vocab_size)
+        engine = make_engine(tmp_path, classifier_from_token=("n", "y"), max_num_batched_tokens=24)
+        found = compute_vectors(engine, [pooling_request(n, prompt) for n, prompt in enumerate(chosen)])
+        check(found, [reference_next_logits(tmp_path, prompt)[ids] for prompt in chosen])
+
+    @pytest.mark.parametrize("architecture", ["Qwen3Model", "BertModel", "ModernBertModel", "GteModel"])
+    def test_bfloat16_is_close(self, architecture: str, tmp_path: Path) -> None:
+        vocab_size = make_pooled_checkpoint(tmp_path, architecture, std=0.05)
+        chosen = [[2 + token_id % 300 for token_id in ids] for ids in prompts(vocab_size)]
+        pooling = "last" if architecture == "Qwen3Model" else "mean"
+        engine = make_engine(tmp_path, dtype="bfloat16", pooling_type=pooling)
+        exact = make_engine(tmp_path, pooling_type=pooling)
+        requests = [pooling_request(n, ids) for n, ids in enumerate(chosen)]
+        found, expected = compute_vectors(engine, requests), compute_vectors(exact, requests)
+        for number, vector in found.items():
+            assert functional.cosine_similarity(vector, expected[number], dim=0) > 0.9999
+
+    def test_beside_generation_of_one_engine(self, tmp_path: Path) -> None:
+        vocab_size = make_checkpoint(tmp_path, "qwen3")
+        chosen = prompts(vocab_size)
+        alone = generate(make_engine(tmp_path), [greedy(n, ids, 6, logprobs=1) for n, ids in enumerate(chosen)])
+        engine = make_engine(tmp_path, runner="generate", convert="embed", max_num_batched_tokens=24)
+        requests = [greedy(n, ids, 6, logprobs=1) for n, ids in enumerate(chosen)]
+        pooled = [pooling_request(100 + n, ids) for n, ids in enumerate(chosen)]
+        results = generate(engine, [*requests, *pooled])
+        for number in range(len(chosen)):
+            assert results[number].token_ids == alone[number].token_ids
+            assert results[number].logprobs == alone[number].logprobs
+            assert results[100 + number].finish_reason is FinishReason.STOP
+        found = compute_vectors(engine, pooled)
+        expected = [functional.normalize(reference_hidden(tmp_path, "Qwen3Model", ids)[-1:])[0] for ids in chosen]
+        check({number - 100: vector for number, vector in found.items()}, expected)
+
+
+class TestEncoders:
+    @pytest.mark.parametrize("tensor", [1, 2])
+    @pytest.mark.parametrize("architecture", ENCODERS)
+    def test_whole_prompts(self, architecture: str, tensor: int, tmp_path: Path) -> None:
+        vocab_size = make_pooled_checkpoint(tmp_path, architecture)
+        chosen = [[2 + token_id % 300 for token_id in ids] for ids in prompts(vocab_size)]
+        is_classifier = architecture.endswith("Classification")
+        options = {} if is_classifier else {"pooling_type": "mean"}
+        engine = make_engine(tmp_path, tensor=tensor, max_model_len=64, max_num_batched_tokens=64, **options)
+        if is_classifier:
+            expected = [reference_logits(tmp_path, architecture, ids) for ids in chosen]
+        else:
+            hidden = [reference_hidden(tmp_path, architecture, ids).mean(0) for ids in chosen]
+            expected = [functional.normalize(vector, dim=0) for vector in hidden]
+        check(compute_vectors(engine, [pooling_request(n, ids) for n, ids in enumerate(chosen)]), expected)
+
+    def test_pairs_of_texts(self, tmp_path: Path) -> None:
+        architecture = "BertForSequenceClassification"
+        chosen = prompts(make_pooled_checkpoint(tmp_path, architecture))
+        engine = make_engine(tmp_path)
+        requests = [pooling_request(n, ids, second_text_start=len(ids) // 2) for n, ids in enumerate(chosen)]
+        requests.append(pooling_request(100, chosen[3]))
+        found = compute_vectors(engine, requests)
+        for number, ids in enumerate(chosen):
+            types = torch.tensor([[0] * (len(ids) // 2) + [1] * (len(ids) - len(ids) // 2)])
+            expected = reference_logits(tmp_path, architecture, ids, token_type_ids=types)
+            torch.testing.assert_close(found[number], expected, atol=TOLERANCE, rtol=TOLERANCE)
+        check({0: found[100]}, [reference_logits(tmp_path, architecture, chosen[3])])
+
+    def test_first_token(self, tmp_path: Path) -> None:
+        modules = ["Pooling", "Dense", "Normalize"]
+        chosen = prompts(make_pooled_checkpoint(tmp_path, "BertModel", modules=modules, pooling="cls_token"))
+        found = compute_vectors(make_engine(tmp_path), [pooling_request(n, ids) for n, ids in enumerate(chosen)])
+        weights = load_file(tmp_path / "2_Dense" / "model.safetensors")
+        for number, ids in enumerate(chosen):
+            first = reference_hidden(tmp_path, "BertModel", ids)[0]
+            dense = torch.tanh(functional.linear(first, weights["linear.weight"], weights["linear.bias"]))
+            check({0: found[number]}, [functional.normalize(dense, dim=0)])

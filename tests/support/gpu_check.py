@@ -1,0 +1,18 @@
+"""The modules of tests/gpu, which are on the path of its own programs alone."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load_module(name: str) -> Any:
+    """Such as "check" or "parts.idle"."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "tests" / "gpu")
+        return importlib.import_module(name)

@@ -1,0 +1,110 @@
+"""What is counted for weights of 4 and 8 bits is what ranks hold: packed checkpoints, and those quantised at load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from serve_llm.cli.plan.weights import weight_bytes
+from serve_llm.common.hub import read_config, resolve_model
+from serve_llm.common.options.sources import make_options
+from serve_llm.engine.parallel.layout import ParallelLayout
+from serve_llm.engine.worker.worker import Worker
+from serve_llm.kernels.cpu import library
+from serve_llm.kernels.cpu.linear_grouped import GroupedPacker
+from support import packed_floats, resident
+from support.gguf_files import make_gguf
+from support.mxfp4_files import make_mxfp4
+from support.packed import HEADS, SIZES, Packing, make_packed
+from support.quantised import edit_config, is_linear
+from support.ranks import Ranks, run_together
+from support.resolved import resolve_all
+from support.tiny import make_checkpoint
+
+pytestmark = pytest.mark.skipif(library.find() is None, reason="the plan is for the compiled kernels")
+GRIDS = [(1, 1), (2, 1), (3, 1), (1, 2)]
+
+
+@pytest.fixture(autouse=True)
+def panels_of_this_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = library.find()
+    assert path is not None
+    monkeypatch.setattr("serve_llm.cli.plan.weights.PANEL_OUTPUTS", GroupedPacker(library.Library(path)).columns)
+
+
+def count_held(directory: Path, layout: ParallelLayout, **options: object) -> tuple[list[int], list[int]]:
+    """Bytes that each rank holds, and those that are counted."""
+    sizes = {"tensor_parallel_size": layout.tp_size, "pipeline_parallel_size": layout.pp_size}
+    chosen = make_options(str(directory), device="cpu", kv_cache_memory="1MiB", **sizes, **options)
+    config, spec, weight_map = resolve_all(chosen, str(directory), read_config(directory))
+    ranks = Ranks(spec, layout)
+
+    def load(rank: int) -> int:
+        worker = Worker(config, spec, weight_map, ranks.shards[rank], ranks.neighbours[rank])
+        return resident.weight_bytes(worker._decoder)
+
+    counted = [weight_bytes(spec, shard, 4, "cpu").held for shard in ranks.shards]
+    return run_together(layout.size, load, ranks.abort), counted
+
+
+def check(directory: Path, **options: object) -> None:
+    """With the weights of the checkpoint, and on two ranks with random ones."""
+    for tensor, pipeline in GRIDS:
+        for load_format in ("auto", "dummy") if tensor == 2 else ("auto",):
+            chosen = {"load_format": load_format, **options}
+            held, counted = count_held(directory, ParallelLayout(tensor, pipeline), **chosen)
+            assert held == counted
+
+
+@pytest.mark.parametrize(
+    "packing",
+    [
+        Packing("awq"),
+        Packing("gptq", is_symmetric=True, group_size=32),
+        Packing("gptq", has_order=True, is_symmetric=True),
+        Packing("compressed", bits=8, group_size=0, is_symmetric=True),
+    ],
+    ids=str,
+)
+def test_packed_checkpoints(packing: Packing, tmp_path: Path) -> None:
+    make_packed(tmp_path, "llama", packing)
+    check(tmp_path / "packed")
+
+
+@pytest.mark.parametrize(
+    ("family", "storage"), [("llama", "Q4_K"), ("phi3", "Q6_K"), ("qwen3_moe", "Q8_0"), ("qwen3", "IQ4_XS")]
+)
+def test_gguf_files(family: str, storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_gguf(tmp_path, family, storage)
+    check(resolve_model(str(tmp_path / "model.gguf")))
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("llama", "fp8-block"), ("qwen3_moe", "fp8-channel"), ("llama", "autofp8"), ("phi3", "nvfp4")],
+)
+def test_packed_floats(family: str, form: str, tmp_path: Path) -> None:
+    packed_floats.make_packed(tmp_path, family, form)
+    check(tmp_path / "packed")
+
+
+def test_blocks_of_8_bit_floats_with_modules_left_out(tmp_path: Path) -> None:
+    def choose(name: str) -> bool:
+        return is_linear(name) and "layers.1." not in name
+
+    packed_floats.make_packed(tmp_path, "deepseek_v3", "fp8-native", choose)
+    edit_config(tmp_path / "packed", lambda config: config.update(modules_to_not_convert=["model.layers.1"]))
+    check(tmp_path / "packed")
+
+
+def test_mxfp4(tmp_path: Path) -> None:
+    make_mxfp4(tmp_path)
+    check(tmp_path / "packed")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_4_bits_while_loading(family: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family, **(SIZES[""] | HEADS | SIZES.get(family, {})))
+    check(tmp_path, quantization="int4-g32")

@@ -1,0 +1,212 @@
+"""What `plan` promises holds: what fits starts, and what is suggested or advised fits when it is followed."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from serve_llm.cli.plan.hardware import GPU_MODELS, HardwareOptions
+from serve_llm.cli.plan.planner import MemoryPlan, build_plan
+from serve_llm.cli.plan.remedies import Remedy, describe_shortage, find_remedies
+from serve_llm.common.errors import CapacityError, ServeError
+from serve_llm.common.hub import read_config
+from serve_llm.common.options.schema import EngineOptions
+from serve_llm.common.options.sources import make_options
+from serve_llm.engine import startup
+from serve_llm.engine.devices import claim_gpus
+from serve_llm.engine.distributed.choose import ExecutorChoice
+from serve_llm.engine.distributed.ray.placement import RayNode, place_ranks
+from serve_llm.engine.worker import kv_cache
+from support import published
+from support.engine import make_engine
+from support.tiny import make_checkpoint
+
+GIB = 2**30
+MODELS = (
+    published.LLAMA_1B,
+    published.LLAMA_8B,
+    published.LLAMA_70B,
+    published.LLAMA_405B,
+    published.QWEN2_7B,
+    published.GEMMA3_1B,
+    published.GPT2_XL | {"torch_dtype": "float32"},
+    published.OPT_30B,
+    published.MIXTRAL_8X7B,
+)
+
+
+def plan_and_advise(
+    options: EngineOptions, hardware: HardwareOptions, raw: dict[str, object], states_layout: bool
+) -> tuple[MemoryPlan, list[Remedy]]:
+    def again(options: EngineOptions, hardware: HardwareOptions, states_layout: bool) -> MemoryPlan:
+        return build_plan(options, hardware, raw, None, states_layout)
+
+    plan = again(options, hardware, states_layout)
+    return plan, find_remedies(plan, options, hardware, states_layout, again)
+
+
+def try_devices(options: EngineOptions, plan: MemoryPlan, raw: dict[str, object]) -> None:
+    """What the engines check before they load weights, on machines as planned. Raises ServeError."""
+    hardware, layout = plan.hardware, plan.chosen.layout
+    sizes = {"tensor_parallel_size": layout.tp_size, "pipeline_parallel_size": layout.pp_size}
+    stated = replace(options, **sizes)  # type: ignore[arg-type]
+    with tempfile.TemporaryDirectory() as empty:
+        spec, _ = startup.read_spec(stated, empty, raw)
+        choice = ExecutorChoice("mp", "a test", plan.config.device)
+        config, _ = startup.resolve_config(stated, empty, raw, spec, choice)
+        assert (config.types, config.max_model_len) == (plan.config.types, plan.config.max_model_len)
+        if config.device == "cpu":
+            if layout.size > 1:
+                kv_cache.check_ranks(-(-layout.size // hardware.nodes), hardware.memory)
+            return
+        for number in range(hardware.ranks_per_node):
+            (Path(empty) / f"nvidia{number}").touch()
+        nodes = [
+            RayNode(str(number), f"10.0.0.{number + 1}", hardware.ranks_per_node, hardware.ranks_per_node)
+            for number in range(hardware.nodes)
+        ]
+        for engine in range(options.data_parallel_size):
+            if hardware.nodes == 1:
+                claim_gpus({}, engine, options.data_parallel_size, layout.size, Path(empty))
+            places = place_ranks(nodes, layout, "GPU")
+            taken = [place.id for place in places]
+            nodes = [replace(node, free=node.free - taken.count(node.id)) for node in nodes]
+
+
+def check_fits(options: EngineOptions, plan: MemoryPlan, raw: dict[str, object]) -> None:
+    chosen = plan.chosen
+    assert chosen.fits and chosen.concurrency >= 1
+    assert all(rank.weights + rank.activations <= rank.room for rank in chosen.ranks)
+    try_devices(options, plan, raw)
+
+
+machines = st.one_of(
+    st.fixed_dictionaries({"gpu": st.sampled_from(sorted(GPU_MODELS))}),
+    st.fixed_dictionaries({"memory": st.integers(1, 200).map(lambda size: size * GIB)}),
+).flatmap(
+    lambda device: st.fixed_dictionaries(
+        {"gpus_per_node": st.sampled_from([1, 3, 4, 8]), "nodes": st.integers(1, 3), "nvlink": st.booleans()}
+    ).map(lambda more: device | more)
+)
+common = {
+    "max_model_len": st.sampled_from([None, 512, 8192]),
+    "kv_cache_memory": st.sampled_from([None, None, "2GiB"]),
+    "dtype": st.sampled_from(["auto", "bfloat16", "float32"]),
+}
+layouts = st.one_of(st.just({}), st.fixed_dictionaries({"tensor_parallel_size": st.sampled_from([1, 2, 4, 5])}))
+gpu_options = st.fixed_dictionaries(
+    common
+    | {
+        "data_parallel_size": st.sampled_from([1, 1, 2, 3, 9]),
+        "quantization": st.sampled_from(["auto", "auto", "fp8"]),
+        "enable_expert_parallel": st.sampled_from([False, False, True]),
+    }
+)
+cpu_options = st.fixed_dictionaries(
+    common
+    | {
+        "device": st.just("cpu"),
+        "data_parallel_size": st.sampled_from([1, 1, 2]),
+        "quantization": st.sampled_from(["auto", "int8", "int4"]),
+        "kv_cache_dtype": st.sampled_from(["auto", "int8"]),
+    }
+)
+cpu_machines = st.fixed_dictionaries(
+    {"memory": st.integers(1, 400).map(lambda size: size * GIB // 2), "nodes": st.integers(1, 3)}
+)
+
+
+def check_promises(
+    raw: dict[str, object], machine: dict[str, Any], chosen: dict[str, Any], layout: dict[str, int]
+) -> None:
+    hardware = HardwareOptions(**machine)
+    try:
+        options = make_options("model", **chosen, **layout)
+        plan, remedies = plan_and_advise(options, hardware, raw, bool(layout))
+    except ServeError:
+        assume(False)
+    if plan.chosen.fits:
+        check_fits(options, plan, raw)
+        assert not remedies
+    else:
+        assert "does not fit" in describe_shortage(plan, remedies)
+    if plan.suggested is not None:
+        grid = plan.suggested.layout
+        sizes = {"tensor_parallel_size": grid.tp_size, "pipeline_parallel_size": grid.pp_size}
+        followed = make_options("model", **(chosen | sizes))
+        check_fits(followed, build_plan(followed, hardware, raw, None, True), raw)
+    for remedy in remedies:
+        followed_options, followed_hardware = remedy.apply(options, hardware)
+        check_fits(followed_options, build_plan(followed_options, followed_hardware, raw, None, True), raw)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(MODELS), machines, gpu_options, layouts)
+def test_promises_about_gpus(
+    raw: dict[str, object], machine: dict[str, Any], chosen: dict[str, Any], layout: dict[str, int]
+) -> None:
+    check_promises(raw, machine, chosen, layout)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from(MODELS), cpu_machines, cpu_options, layouts)
+def test_promises_about_cpus(
+    raw: dict[str, object], machine: dict[str, Any], chosen: dict[str, Any], layout: dict[str, int]
+) -> None:
+    check_promises(raw, machine, chosen, layout)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
+    directory = tmp_path_factory.mktemp("plan")
+    make_checkpoint(directory, "llama", dtype="bfloat16", hidden_size=96, head_dim=16, max_position_embeddings=2048)
+    return directory, read_config(directory)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    share=st.floats(0.2, 2.0),
+    layout=st.sampled_from([(1, 1), (2, 1), (1, 2), (3, 1)]),
+    quantization=st.sampled_from(["auto", "int4"]),
+    kv_cache_dtype=st.sampled_from(["auto", "int8"]),
+)
+def test_engines_start_in_the_memory_in_which_they_fit(
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: tuple[Path, dict[str, object]],
+    share: float,
+    layout: tuple[int, int],
+    quantization: str,
+    kv_cache_dtype: str,
+) -> None:
+    """Real engines on a machine of which each rank finds free what its weights leave."""
+    directory, raw = checkpoint
+    formats = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    chosen: dict[str, Any] = formats | {"device": "cpu", "max_num_batched_tokens": 128, "max_num_seqs": 8}
+    options = make_options(str(directory), **chosen, tensor_parallel_size=layout[0], pipeline_parallel_size=layout[1])
+    monkeypatch.setattr(kv_cache, "RANK_BYTES", 0)  # the ranks are threads
+    needed = build_plan(options, HardwareOptions(memory=GIB), raw, directory, True).chosen
+    request_bytes = needed.blocks_per_request * needed.cache.block_bytes
+    memory = int(share * len(needed.ranks) * (needed.ranks[0].weights + 3 * request_bytes))
+    planned = build_plan(options, HardwareOptions(memory=memory), raw, directory, True)
+    plan, config = planned.chosen, planned.config
+    held = len(plan.ranks) * max(rank.weights for rank in plan.ranks)
+    monkeypatch.setattr(kv_cache, "free_memory", lambda: max(0, memory - held))
+
+    def start() -> None:
+        sizes = {"tensor": layout[0], "pipeline": layout[1]}
+        engine = make_engine(directory, **sizes, kv_cache_memory=None, load_format="dummy", **chosen)
+        kv_cache.check_capacity(
+            engine._executor.layout, config.max_model_len, config.max_num_batched_tokens, config.device
+        )
+
+    if plan.fits:
+        start()
+    elif plan.cache.num_blocks < plan.blocks_per_request:
+        with pytest.raises(CapacityError, match="the KV cache has room for"):
+            start()

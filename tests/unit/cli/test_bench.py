@@ -1,0 +1,171 @@
+"""serve-llm bench: prompts, arrivals, figures and tables, against a server by script."""
+
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_llm.cli.api_client import ApiClient
+from serve_llm.cli.bench import command, datasets, report, serve
+from serve_llm.cli.bench.client import StreamUsage, TimedReply
+from serve_llm.common.errors import OptionError
+from support.scripted_api import ScriptedApi, serve_script
+
+STRINGS = [f"\u0120{word}" for word in datasets.WORDS[:40]]
+
+
+def words(seed: int = 0) -> datasets.WordSource:
+    return datasets.WordSource(["a", "b", "c"], is_exact=True, seed=seed)
+
+
+def test_words_are_those_that_are_one_token() -> None:
+    with serve_script([(200, {"token_strs": STRINGS})]) as api:
+        found = datasets.find_words(ApiClient(api.url), "m", 0)
+    assert found.is_exact and found.words == datasets.WORDS[:40]
+    assert api.bodies[0]["prompt"].split() == datasets.WORDS
+    for answer in ((404, {}), (200, {"token_strs": STRINGS[:3]}), (200, [])):
+        with serve_script([answer]) as api:
+            assert not datasets.find_words(ApiClient(api.url), "m", 0).is_exact
+
+
+def test_random_prompts() -> None:
+    requests = datasets.make_random(words(), 50, 20, 10, 0.5, 4)
+    lengths = {len(request.prompt.split()) for request in requests}
+    assert min(lengths) >= 14 and max(lengths) <= 34 and len(lengths) > 5
+    assert all(5 <= request.output_tokens <= 15 for request in requests)
+    assert len({tuple(request.prompt.split()[:4]) for request in requests}) == 1
+    assert requests == datasets.make_random(words(), 50, 20, 10, 0.5, 4)
+    assert requests != datasets.make_random(words(1), 50, 20, 10, 0.5, 4)
+    assert {request.output_tokens for request in datasets.make_random(words(), 5, 20, 10, 0, 0)} == {10}
+
+
+def test_prefix_repetition() -> None:
+    requests = datasets.make_prefix_repetition(words(), 12, 30, 5, 3, 7)
+    prefixes = [tuple(request.prompt.split()[:30]) for request in requests]
+    assert all(prefixes.count(prefix) == 4 for prefix in prefixes)
+    assert {len(request.prompt.split()) for request in requests} == {35}
+
+
+def test_conversations(tmp_path: Path) -> None:
+    records = [
+        {"conversations": [{"from": "human", "value": "Q1"}, {"from": "gpt", "value": "one two three"}]},
+        {"messages": [{"role": "user", "content": "Q2"}, {"role": "assistant", "content": "one"}]},
+        {"conversations": [{"value": "no answer"}]},
+        "nonsense",
+    ]
+    expected = {("Q1", 3), ("Q2", 1)}
+    for text in (json.dumps(records), "\n".join(json.dumps(record) for record in records)):
+        (tmp_path / "data").write_text(text)
+        found = datasets.read_conversations(str(tmp_path / "data"), 5, None, 0, lambda text: len(text.split()))
+        assert len(found) == 5 and set(found) == expected
+    found = datasets.read_conversations(str(tmp_path / "data"), 2, 9, 0, len)
+    assert {request.output_tokens for request in found} == {9}
+    for text in ("[]", "{", "[1"):
+        (tmp_path / "data").write_text(text)
+        with pytest.raises(OptionError, match="--dataset-path"):
+            datasets.read_conversations(str(tmp_path / "data"), 1, None, 0, len)
+
+
+def test_arrivals() -> None:
+    assert serve.make_arrivals(3, math.inf, 1.0, 0) == [0.0] * 3
+    times = serve.make_arrivals(4000, 10.0, 1.0, 0)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert times[0] == 0 and times[-1] == pytest.approx(400, rel=0.1)
+    assert report.find_percentile(gaps, 50) == pytest.approx(math.log(2) / 10, rel=0.1), "exponential"
+    even = serve.make_arrivals(100, 10.0, 1e6, 0)
+    assert even[-1] == pytest.approx(9.9, rel=0.01)
+
+
+def test_figures_of_a_known_course_of_events() -> None:
+    replies = [
+        TimedReply(0.0, 4.0, [1.0, 2.0, 4.0], StreamUsage(4, 3)),
+        TimedReply(1.0, 5.0, [4.0, 5.0], StreamUsage(4, 2)),
+        TimedReply(1.0, 2.0, error="gone"),
+    ]
+    result = report.summarize_replies(replies, 5.0, [99.0])
+    assert (result["completed"], result["failed"], result["first_error"]) == (2, 1, "gone")
+    assert (result["total_input_tokens"], result["total_output_tokens"], result["output_throughput"]) == (8, 5, 1.0)
+    assert (result["mean_ttft_ms"], result["median_ttft_ms"]) == (2000.0, 2000.0)
+    assert result["p99_ttft_ms"] == pytest.approx(2980.0)
+    assert result["mean_tpot_ms"] == pytest.approx((1500 + 1000) / 2)
+    assert result["median_itl_ms"] == 1000.0 and result["mean_e2el_ms"] == 4000.0
+    empty = report.summarize_replies([], 1.0, [99.0])
+    assert empty["completed"] == 0 and empty["p99_itl_ms"] == 0.0
+
+
+def run(api: ScriptedApi, *arguments: str) -> int:
+    return command.main(["serve", api.url, "--num-prompts", "3", "--random-input-len", "4", *arguments], {})
+
+
+def answers(count: int) -> list[Any]:
+    """The answer to /tokenize, then to each request."""
+    pieces = [{"content": ""}, {"content": "a"}, {"content": "b"}]
+    return [(200, {"token_strs": STRINGS}), *[pieces] * count]
+
+
+def test_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with serve_script(answers(5)) as api:
+        arguments = ["--backend", "openai-chat", "--num-warmups", "2", "--random-output-len", "2", "--api-key", "k"]
+        saved = ["--save-result", "--result-dir", str(tmp_path / "new"), "--result-filename", "r.json"]
+        assert run(api, *arguments, *saved, "--metric-percentiles", "50,99.9") == 0
+    sent = [body for body in api.bodies if "messages" in body]
+    assert len(sent) == 5 and all(body["max_tokens"] == 2 and body["ignore_eos"] for body in sent)
+    assert all(len(body["messages"][0]["content"].split()) == 4 and body["temperature"] == 0 for body in sent)
+    table = capsys.readouterr().out
+    assert "Successful requests:                   3\n" in table and "P99.9 E2EL (ms):" in table
+    assert "-- Time per Output Token (excl. 1st token) --" in table
+    result = json.loads((tmp_path / "new" / "r.json").read_text())
+    assert (result["completed"], result["model_id"], result["request_rate"]) == (3, "scripted", "inf")
+    assert result["total_output_tokens"] == 6, "the event without text is no token"
+
+
+def test_a_failed_request_is_counted_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = (400, {"error": {"message": "no"}})
+    with serve_script([(404, {}), refused, refused, refused]) as api:
+        assert run(api, "--backend", "openai-chat", "--request-rate", "1000", "--max-concurrency", "1") == 1
+    captured = capsys.readouterr()
+    assert "Failed requests:                       3" in captured.out and "First error: status 400" in captured.out
+    assert "approximate" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("serve --num-prompts 0", "--num-prompts: 0 is not at least 1"),
+        ("serve --request-rate -1", "--request-rate: -1 is not above 0"),
+        ("serve --dataset-name sharegpt", "--dataset-path: sharegpt needs"),
+        ("serve --dataset-path x", "--dataset-path belongs to"),
+        ("serve --dataset-name images", "--dataset-name: invalid choice: 'images'"),
+        ("serve --percentile-metrics ttft,x", "--percentile-metrics: expected some of ttft, tpot"),
+        ("serve --metric-percentiles 101", "--metric-percentiles: expected numbers from 0 to 100"),
+        ("serve --random-range-ratio 1", "--random-range-ratio"),
+        ("serve --num-warmups -1", "--num-warmups"),
+        ("serve --zzz", "unknown option --zzz"),
+        ("serve demo --base-url http://h", "--base-url: the server is given twice"),
+        ("latency", "no model"),
+        ("latency demo --port 1", "unknown option --port"),
+        ("throughput demo --num-iters 2", "unknown option --num-iters"),
+        ("start", "give a model first"),
+        ("start demo --zzz", "unknown option --zzz"),
+        ("nonsense", "bench: expected one of serve, latency, throughput, start, not 'nonsense'"),
+    ],
+)
+def test_bad_arguments(arguments: str, words: str) -> None:
+    with pytest.raises(OptionError) as raised:
+        command.main(arguments.split(), {})
+    assert words in str(raised.value)
+
+
+def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([], {}) == 0
+    assert "serve-llm bench throughput MODEL" in capsys.readouterr().out
+
+
+def test_seeds_do_not_touch_the_global_generator() -> None:
+    before = random.getstate()
+    datasets.make_random(words(), 3, 4, 4, 0.5, 2)
+    assert random.getstate() == before

@@ -1,0 +1,98 @@
+"""One form of log line, whoever writes it, and each line once."""
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from serve_llm.common.logs import CURRENT_REQUEST, configure, read_format, write_final_error
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_they_were() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in (None, "serve_llm", "uvicorn", "uvicorn.error", "uvicorn.access")]
+    before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+def test_form(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("info")
+    logging.getLogger("serve_llm.engine.memory").info("GPU KV cache size: %s tokens", "643,232")
+    captured = capsys.readouterr()
+    pattern = r"INFO \d\d-\d\d \d\d:\d\d:\d\d \[test_logs\.py:\d+\] GPU KV cache size: 643,232 tokens\n"
+    assert re.fullmatch(pattern, captured.err) and captured.out == ""
+
+
+def test_one_of_several_processes_says_which(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("info", "engine 1")
+    logging.getLogger("serve_llm.engine.memory").info("%d%% used", 3)
+    assert capsys.readouterr().err.endswith("] engine 1: 3% used\n")
+
+
+def test_levels(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("warning")
+    logging.getLogger("serve_llm.server").info("hidden")
+    logging.getLogger("serve_llm.server").warning("shown")
+    configure("debug")
+    logging.getLogger("serve_llm.server").debug("shown")
+    logging.getLogger("httpx").info("hidden")
+    logging.getLogger("httpx").warning("shown")
+    text = capsys.readouterr().err
+    assert text.count("shown") == 3 and "hidden" not in text
+    configure("error")
+    logging.getLogger("httpx").warning("hidden")
+    assert capsys.readouterr().err == ""
+
+
+def test_uvicorn_writes_each_line_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
+        logger = logging.getLogger(name)
+        logger.addHandler(logging.StreamHandler())
+        logger.propagate = False
+    configure("info")
+    configure("info")
+    logging.getLogger("uvicorn.error").info("started")
+    logging.getLogger("uvicorn.access").info("GET /")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("] ")[1] for line in lines] == ["started", "GET /"]
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("info", "engine 1", "json")
+    assert read_format() == "json"
+    token = CURRENT_REQUEST.set("abc")
+    logging.getLogger("serve_llm.engine.memory").info("%d%% used", 3, extra={"status": 400, "_of_a_library": 1})
+    CURRENT_REQUEST.reset(token)
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        logging.getLogger("serve_llm.server").exception("failed")
+    write_final_error(RuntimeError("the end"))
+    captured = capsys.readouterr()
+    first, second, third = (json.loads(line) for line in captured.err.splitlines())
+    assert captured.out == ""
+    line = first.pop("line")
+    assert isinstance(line, int) and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first.pop("time"))
+    assert first == {
+        "level": "info",
+        "logger": "serve_llm.engine.memory",
+        "file": "test_logs.py",
+        "process": "engine 1",
+        "request_id": "abc",
+        "message": "3% used",
+        "status": 400,
+    }
+    assert "request_id" not in second and second["exception"].endswith("ValueError: two\nlines")
+    assert (third["level"], third["message"]) == ("error", "the end")
+
+
+def test_the_final_error_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("info")
+    assert read_format() == "text"
+    write_final_error(RuntimeError("the end"))
+    assert capsys.readouterr().err == "serve-llm: the end\n"

@@ -1,0 +1,96 @@
+"""The messages between server and engine: every one comes back as it was, and no bytes do worse than be refused."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_llm.common import messages
+from serve_llm.common.errors import CapacityError, EngineError, RankFailed
+from serve_llm.common.options.sources import make_options
+from serve_llm.common.types import FinishReason, ModelInfo, Output, Request, Sampling, Stats, TokenLogprobs
+
+LOGPROBS = TokenLogprobs(-0.5, 1, [1, 2], [-0.5, -1.5])
+REQUEST = Request(id=1, prompt_ids=[1, 2, 3], sampling=Sampling(max_tokens=5, seed=2**64 - 1, logit_bias={3: 1.0}))
+FACTS = ModelInfo(
+    architecture="X",
+    max_model_len=1,
+    vocab_size=2,
+    block_size=16,
+    num_kv_blocks=3,
+    kv_cache_tokens=48,
+    max_num_seqs=4,
+    dtype="float32",
+    device="cpu",
+)
+TO_ENGINE = [
+    messages.Start(make_options("demo", tensor_parallel_split="3,1", kv_cache_memory="1GiB").for_engine(), "/model"),
+    messages.Submit([REQUEST]),
+    messages.Abort([1, 2]),
+    messages.Shutdown(),
+]
+FROM_ENGINE = [
+    messages.EngineReady(FACTS),
+    messages.Failed("ModelError", "no"),
+    messages.StepOutputs([Output(1, [5], FinishReason.STOP, 5, 3, 0.1, [LOGPROBS], [LOGPROBS])], Stats(num_running=1)),
+]
+DIRECTIONS = [(messages.decode_to_engine, TO_ENGINE), (messages.decode_from_engine, FROM_ENGINE)]
+
+
+@pytest.mark.parametrize(("decode", "kinds"), DIRECTIONS)
+def test_messages_come_back_as_they_were(decode, kinds) -> None:
+    for message in kinds:
+        assert decode(messages.encode(message)) == message
+
+
+def test_a_failure_becomes_the_exception_that_it_was() -> None:
+    class TooSmall(CapacityError):
+        pass
+
+    again = messages.Failed.from_exception(TooSmall("needs 2 GPUs")).to_exception(prefix="node 1: ")
+    assert type(again) is CapacityError and str(again) == "node 1: needs 2 GPUs"
+    foreign = messages.Failed.from_exception(KeyError("x"))
+    assert type(foreign.to_exception()) is EngineError
+    assert repr(foreign.to_exception(RankFailed)) == repr(RankFailed("KeyError: 'x'"))
+
+
+@given(st.data())
+def test_broken_bytes_are_refused_and_nothing_else(data) -> None:
+    decode, kinds = data.draw(st.sampled_from(DIRECTIONS))
+    content = bytearray(messages.encode(data.draw(st.sampled_from(kinds))))
+    for _ in range(data.draw(st.integers(0, 8))):
+        place = data.draw(st.integers(0, len(content) - 1))
+        match data.draw(st.sampled_from("setcutgrow")):
+            case "s" | "e" | "t":
+                content[place] = data.draw(st.integers(0, 255))
+            case "c" | "u":
+                del content[place:]
+            case _:
+                content[place:place] = data.draw(st.binary(max_size=9))
+        if not content:
+            break
+    _refused_or_a_message(decode, bytes(content), kinds)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_refused(content: bytes) -> None:
+    for decode, kinds in DIRECTIONS:
+        _refused_or_a_message(decode, content, kinds)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\x91" * 100_000, b"\x81\xa1a" * 9999]
+)
+def test_lengths_that_lie_and_depth_cost_nothing(content: bytes) -> None:
+    for decode, kinds in DIRECTIONS:
+        _refused_or_a_message(decode, content, kinds)
+
+
+def _refused_or_a_message(decode, content: bytes, kinds) -> None:
+    try:
+        found = decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return
+    assert type(found) in {type(message) for message in kinds}

@@ -1,0 +1,71 @@
+"""Counts and sizes with units."""
+
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_llm.common.options.parsers import parse_bytes, parse_count, parse_positive_floats, parse_positive_ints
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [(7, 7), ("7", 7), (" 7 ", 7), ("32k", 32_000), ("32K", 32_768), ("1.5k", 1_500), ("2m", 2_000_000), ("1M", 2**20)],
+)
+def test_count(text: object, number: int) -> None:
+    assert parse_count(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "k", "-1", "1.5", "1.5K", "1e3", "0x10", "32 kb", "1_000", True, None, [1]])
+def test_bad_count(text: object) -> None:
+    with pytest.raises(ValueError, match="expected a whole number"):
+        parse_count(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        (5, 5),
+        ("5", 5),
+        ("5B", 5),
+        ("8GiB", 8 * 2**30),
+        ("8 gib", 8 * 2**30),
+        ("8g", 8 * 2**30),
+        ("8GB", 8 * 10**9),
+        ("1.5GiB", 3 * 2**29),
+        ("512MiB", 2**29),
+        ("1T", 2**40),
+        ("0.1k", 102),
+    ],
+)
+def test_bytes(text: object, number: int) -> None:
+    assert parse_bytes(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "8 Gi", "8XB", "1e9", False, None])
+def test_bad_bytes(text: object) -> None:
+    with pytest.raises(ValueError, match="expected bytes"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("value", ["", "3,,1", "0,1", "-1", "a,b", "nan", "inf", [], [True], None])
+def test_bad_lists_of_numbers(value: object) -> None:
+    with pytest.raises(ValueError, match="expected numbers above 0"):
+        parse_positive_floats(value)
+    with pytest.raises(ValueError, match="expected whole numbers"):
+        parse_positive_ints(value)
+
+
+@pytest.mark.parametrize("value", ["1.5", "2,1.0", [0.5]])
+def test_counts_are_whole(value: object) -> None:
+    assert parse_positive_floats(value)
+    with pytest.raises(ValueError, match="expected whole numbers"):
+        parse_positive_ints(value)
+
+
+@given(st.integers(0, 10**12), st.integers(0, 999))
+def test_decimals_are_exact(whole: int, thousandths: int) -> None:
+    text = f"{whole}.{thousandths:03}"
+    assert parse_count(f"{text}k") == whole * 1000 + thousandths
+    assert parse_bytes(f"{text}GiB") == int(Decimal(text) * 2**30)

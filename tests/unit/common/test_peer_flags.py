@@ -1,0 +1,134 @@
+"""Options of other engines: each is accepted in our words or answered with what to do, wherever it is given."""
+
+import itertools
+import logging
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from serve_llm.common.errors import OptionError
+from serve_llm.common.options.peer_flags import PEER_COMMANDS, PEER_FLAGS, translate_arguments
+from serve_llm.common.options.schema import Options
+from serve_llm.common.options.sources import make_options, make_parser, parse_args
+from support.scripts import load_script
+
+ROOT = Path(__file__).parents[3]
+KNOWN = frozenset(make_parser()._option_string_actions)
+FLAGS = [(engine, flag) for engine, flags in PEER_FLAGS.items() for flag in flags]
+NEEDS = {"--ssl-keyfile": ["--ssl-certfile", "c.pem"], "--ssl-certfile": ["--ssl-keyfile", "k.pem"]}
+VALUES = {"--block-size": "32", "--max-queue": "7", "--gpu-memory-utilization": "0.5", "--master-addr": "h:1"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("demo --enable-prefix-caching", {}),
+        ("demo --no-enable-prefix-caching", {"enable_prefix_caching": False}),
+        ("--model org/name --trust-remote-code", {"model": "org/name"}),
+        ("demo --tp=3 --enable-chunked-prefill", {"tensor_parallel_size": 3}),
+        ("demo --context-length 1k -t 2", {"max_model_len": 1000, "cpu_threads": 2}),
+        ("-m file.gguf -a name", {"model": "file.gguf", "served_model_name": ("name",)}),
+        ("demo --disable-radix-cache --disable-cuda-graph", {"enable_prefix_caching": False, "enforce_eager": True}),
+        ("demo --disable-custom-all-reduce --swap-space 0", {"all_reduce": "nccl"}),
+        ("demo --mem-fraction-static 0.5 --seed 1", {"gpu_memory_utilization": 0.5, "seed": 1}),
+    ],
+)
+def test_what_means_the_same_is_accepted_with_a_line(
+    argv: str, expected: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert parse_args(argv.split(), {}) == Options(**({"model": "demo"} | expected))  # type: ignore[arg-type]
+    assert caplog.records and all(record.levelno == logging.WARNING for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("demo --swap-space 4", "--swap-space is an option of vLLM: omit it; a preempted request"),
+        ("demo --tool-call-parser hermes", "the format is found by the chat template; --dialect names another"),
+        ("demo -ngl 99", "-ngl is an option of llama.cpp: not needed"),
+        ("demo --headless", "--node-rank N"),
+        ("demo -p 8080", "--port is the port"),
+        ("demo --data-parallel-size-local 2", "--data-parallel-size"),
+        ("demo --ctx-size", "--max-model-len"),
+        ("demo --tp", "--tp: expected one argument"),
+        ("run llama", "Ollama's `run MODEL` is `serve-llm chat MODEL`"),
+        ("demo --enable-prefix-caching --zzz", "unknown option --zzz"),
+    ],
+)
+def test_the_rest_is_answered(argv: str, words: str) -> None:
+    with pytest.raises(OptionError) as raised:
+        parse_args(argv.split(), {})
+    assert words in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("engine", "flag"), FLAGS, ids=lambda value: getattr(value, "names", (value,))[0])
+def test_every_row_does_what_it_says(engine: str, flag) -> None:  # type: ignore[no-untyped-def]
+    for name in flag.names:
+        assert name not in KNOWN, "it is an option here"
+        if not (flag.is_accepted or flag.neutral):
+            with pytest.raises(OptionError, match=re.escape(flag.answer)):
+                translate_arguments(["demo", name, "x"], KNOWN)
+            continue
+        value = flag.neutral[0] if flag.neutral else VALUES.get(flag.ours, "2") if flag.takes_value else None
+        argv = [name] if value is None else [name, value]
+        argv += NEEDS.get(flag.ours, [])
+        if flag.ours != "MODEL":
+            argv = ["demo", *argv]
+        assert parse_args(argv, {}).model, "the words here are a valid command line"
+        if flag.neutral:
+            with pytest.raises(OptionError, match=re.escape(flag.answer)):
+                parse_args(["demo", name, "zzz"], {})
+    for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", flag.answer):
+        assert option in KNOWN, f"the answer names {option}"
+
+
+def test_no_flag_is_in_two_tables_with_different_answers() -> None:
+    for (_, one), (_, other) in itertools.combinations(FLAGS, 2):
+        assert set(one.names).isdisjoint(other.names) or one.answer == other.answer, (one.names, other.names)
+
+
+def test_files_variables_and_keywords(tmp_path: Path) -> None:
+    file = tmp_path / "o.yaml"
+    file.write_text("disable-radix-cache: true\ntp_size: 2\ntrust-remote-code: false\n")
+    options = parse_args(["demo", "--config", str(file)], {"SERVE_LLM_CONTEXT_LENGTH": "1k"})
+    assert (options.enable_prefix_caching, options.tensor_parallel_size, options.max_model_len) == (False, 2, 1000)
+    scripts = {"trust_remote_code": True, "tokenizer_mode": "auto", "swap_space": 0, "cpu_offload_gb": None}
+    assert make_options("demo", **scripts) == Options(model="demo")
+    assert make_options("demo", disable_radix_cache=False) == Options(model="demo")
+    for name, value in (("swap_space", 4), ("enable_chunked_prefill", False), ("tool_call_parser", "hermes")):
+        with pytest.raises(OptionError, match=f"{name} is an option of vLLM: "):
+            make_options("demo", **{name: value})
+    with pytest.raises(OptionError, match="trust_remote_code: expected true or false"):
+        make_options("demo", trust_remote_code="perhaps")
+
+
+def test_commands_of_ollama_name_ours() -> None:
+    for command, answer in PEER_COMMANDS.items():
+        assert command in answer and ("serve-llm" in answer or "counterpart" in answer)
+
+
+@pytest.fixture(scope="module")
+def peers_page() -> ModuleType:
+    return load_script(ROOT / "tools" / "peers_page.py")
+
+
+def test_the_page_has_every_row(peers_page: ModuleType) -> None:
+    page = (ROOT / "docs" / "from-other-engines.md").read_text(encoding="utf-8")
+    for kind in ("vLLM", "SGLang", "llama.cpp", "commands", "fields", "metrics"):
+        assert f"<!-- {kind}: begin (make docs) -->\n{peers_page.table(kind)}\n<!-- {kind}: end -->" in page, (
+            "make docs"
+        )
+    for _, flag in FLAGS:
+        assert all(f"`{name}`" in page for name in flag.names)
+
+
+def test_the_page_names_what_exists(peers_page: ModuleType) -> None:
+    for names in peers_page.SAME.values():
+        assert {f"--{name}" for name in names} <= KNOWN
+    metrics = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for name in peers_page.METRICS:
+        assert f"| `{name}` |" in metrics
+    for answer in peers_page.OLLAMA.values():
+        assert set(re.findall(r"--[a-z-]+", answer)) <= KNOWN

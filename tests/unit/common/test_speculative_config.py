@@ -1,0 +1,68 @@
+"""--speculative-config: vLLM's keys, and what is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from serve_llm.common.errors import OptionError
+from serve_llm.common.options.sources import make_options, parse_args
+from serve_llm.common.options.speculative import SpeculativeConfig
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (8, 8, 3)),
+        ({"num_speculative_tokens": 16}, (16, 8, 3)),
+        ({"prompt_lookup_max": 2}, (8, 2, 2)),
+        ({"prompt_lookup_min": 12}, (8, 12, 12)),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, (8, 4, 2)),
+        ({"num_speculative_tokens": None, "prompt_lookup_min": None}, (8, 8, 3)),
+    ],
+)
+def test_defaults(given: dict[str, object], expected: tuple[int, int, int]) -> None:
+    count, most, least = expected
+    assert make_options("demo", speculative_config={"method": "ngram"} | given).speculation == SpeculativeConfig(
+        method="ngram", num_speculative_tokens=count, prompt_lookup_max=most, prompt_lookup_min=least
+    )
+
+
+def test_no_value_means_no_drafts() -> None:
+    assert make_options("demo").speculation is None
+    assert make_options("demo", speculative_config=None).speculation is None
+
+
+def test_in_a_file_it_is_an_object(tmp_path: Path) -> None:
+    path = tmp_path / "o.yaml"
+    path.write_text("speculative-config:\n  method: ngram\n  num_speculative_tokens: 2\n", encoding="utf-8")
+    config = parse_args(["demo", "--config", str(path)], {}).speculation
+    assert config is not None and config.num_speculative_tokens == 2
+    environment = {"SERVE_LLM_SPECULATIVE_CONFIG": '{"method": "ngram"}'}
+    assert parse_args(["demo"], environment).speculation == SpeculativeConfig(method="ngram")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("ngram", ["a JSON object"]),
+        ("{", ["--speculative-config"]),
+        ("[]", ["a JSON object"]),
+        ('{"num_speculative_tokens": 4}', ["method None", "'ngram'"]),
+        ('{"method": "eagle", "num_speculative_tokens": 4}', ["method 'eagle' is not supported"]),
+        ('{"method": "mtp"}', ["method 'mtp' is not supported"]),
+        ('{"method": "ngram", "model": "org/draft"}', ["'model' is not supported"]),
+        ('{"method": "ngram", "draft_tensor_parallel_size": 1}', ["'draft_tensor_parallel_size' is not supported"]),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', ["num_speculative_tokens", "from 1 to 16"]),
+        ('{"method": "ngram", "num_speculative_tokens": true}', ["num_speculative_tokens"]),
+        ('{"method": "ngram", "num_speculative_tokens": "4"}', ["num_speculative_tokens"]),
+        ('{"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4}', ["prompt_lookup_min", "5", "4"]),
+        ('{"method": "ngram", "prompt_lookup_max": 65}', ["prompt_lookup_max", "64"]),
+    ],
+)
+def test_what_is_refused(value: str, words: list[str]) -> None:
+    with pytest.raises(OptionError) as caught:
+        parse_args(["demo", "--speculative-config", value], {})
+    message = str(caught.value)
+    assert message.startswith("--speculative-config: ") and all(word in message for word in words), message

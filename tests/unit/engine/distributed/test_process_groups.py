@@ -1,0 +1,100 @@
+"""Which groups and links a rank on a GPU builds; torch's are fakes that note how they are made."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from serve_llm.engine.config import Config
+from serve_llm.engine.distributed import messages, process_groups
+from serve_llm.engine.parallel import symmetric, torch_group
+from serve_llm.engine.parallel.groups import ProcessGroups, SingleRankGroup
+from serve_llm.engine.parallel.layout import ParallelLayout
+from support.config import CONFIG
+
+STORE = object()
+
+
+class Torchs:
+    """A `TorchGroup` that notes how it was made."""
+
+    def __init__(
+        self,
+        store: object,
+        name: str,
+        rank: int,
+        size: int,
+        address: str,
+        seconds: float = 60.0,
+        backend: str = "gloo",
+        in_order: bool = False,
+    ) -> None:
+        assert store is STORE
+        self.name, self.rank, self.size = name, rank, size
+        self.address, self.backend, self.in_order = address, backend, in_order
+
+    def link(self, other: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Any, ...]:
+        return self, other, dtype, str(device)
+
+
+@pytest.fixture(autouse=True)
+def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_group, "TorchGroup", Torchs)
+    monkeypatch.setattr(torch_group, "connect_store", lambda *_: STORE)
+    monkeypatch.setattr(process_groups, "find_interface", lambda address: f"eth of {address}")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # so that what is set is taken back
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+
+
+def build(
+    grid: ParallelLayout, rank: int, address: str = "", hosts: list[str] | None = None, **fields: Any
+) -> ProcessGroups:
+    on_gpu: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "batch_invariant": False}
+    config: Config = replace(CONFIG, **on_gpu | fields)
+    span = messages.Rendezvous(hosts or ["here"] * grid.size, "127.0.0.1", 1)
+    rings = messages.RankRings([], None, None)
+    steps = messages.StepsUrl("tcp://127.0.0.1:1")
+    begin = messages.InitWorker(config, "{}", grid.size, rank, "info", steps, rings, span)
+    return process_groups.build_process_groups(grid, rank, begin, address)
+
+
+def test_gpus_of_their_own_meet_by_nccl() -> None:
+    found = build(ParallelLayout(2, 2), 2)
+    group = found.tensor
+    assert isinstance(group, Torchs)
+    assert (group.name, group.rank, group.size) == ("tensor-parallel group of stage 1", 0, 2)
+    assert (group.backend, group.in_order, group.address) == ("nccl", False, messages.LOOPBACK)
+    assert found.next is None
+    pair, other, *how = found.previous  # type: ignore[misc]
+    assert (pair.name, pair.rank, pair.size, pair.backend) == ("link from rank 0 to rank 2", 1, 2, "nccl")
+    assert (other, how) == (0, [torch.bfloat16, "cuda"])
+
+
+def test_sums_in_rank_order_where_they_must_not_depend_on_sizes() -> None:
+    group = build(ParallelLayout(2, 1), 1, batch_invariant=True).tensor
+    assert isinstance(group, Torchs) and group.in_order and group.rank == 1
+
+
+def test_a_rank_alone_in_its_stage() -> None:
+    found = build(ParallelLayout(1, 2), 0)
+    assert isinstance(found.tensor, SingleRankGroup) and found.next is not None
+
+
+@pytest.mark.parametrize(("address", "name"), [("", None), ("10.0.0.3", "=eth of 10.0.0.3")])
+def test_nccl_is_told_the_network_between_hosts(address: str, name: str | None) -> None:
+    build(ParallelLayout(2, 1), 0, address)
+    assert os.environ.get("NCCL_SOCKET_IFNAME") == name
+
+
+def test_symmetric_memory_stands_before_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(symmetric, "build_symmetric_group", lambda *given: made.append(given))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    build(ParallelLayout(2, 2), 2, hosts=["a", "a", "b", "c"], all_reduce="symmetric")
+    ((store, name, group, hosts, device),) = made
+    assert (store, name, hosts) == (STORE, "tensor-parallel group of stage 1", ["b", "c"])
+    assert isinstance(group, Torchs) and group.backend == "nccl" and device == torch.device("cuda", 5)

@@ -1,0 +1,53 @@
+"""How actors end, in Ray's words and in ours. The words are those of Ray 2.60, shortened where there are dots."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("ray")
+
+from serve_llm.engine.distributed.ray.actors import _describe_death, _find_load_error
+
+DIED = (
+    "The actor died unexpectedly before finishing this task. class_name: RankActor ... ip: 10.0.0.1 The actor is dead "
+    "because its {}"
+)
+KILLED = DIED.format(
+    "worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a "
+    "connection error code 2. End of file. Some common causes include: (1) the process was killed by the OOM killer "
+    "due to high memory usage, (2) ray stop --force was called, or (3) ..."
+)
+LEFT = DIED.format(
+    "worker process has died. Worker exit type: INTENDED_USER_EXIT Worker exit detail: Worker exits by an user request."
+)
+NODE = DIED.format("node has died. Node Id: 12ab The actor's node was terminated unexpectedly ...")
+MEMORY = DIED.format(
+    "worker process has died. Worker exit type: NODE_OUT_OF_MEMORY Worker exit detail: Task was killed due to the node "
+    "running low on memory."
+)
+IMPORT = (
+    "The actor died because of an error raised in its creation task, ray::RankActor.__init__() (pid=1, ip=10.0.0.1, "
+    "repr=<...>) ^^^^ RuntimeError: The actor with name RankActor failed to import on the worker. This may be because "
+    "needed library dependencies are not installed in the worker environment: ray::RankActor.__init__() (pid=1) ^^^^ "
+    "ModuleNotFoundError: No module named 'serve_llm'"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        (KILLED, "end of its process, killed or crashed; its node may be out of memory"),
+        (LEFT, "end of its process: Worker exits by an user request."),
+        (NODE, "loss of its node"),
+        (MEMORY, "Ray, because its node runs low on memory"),
+    ],
+)
+def test_deaths(said: str, cause: str) -> None:
+    assert _describe_death(said) == cause
+    assert _find_load_error(said) is None
+
+
+def test_a_node_without_serve_llm() -> None:
+    assert _find_load_error(IMPORT) == (
+        "ModuleNotFoundError: No module named 'serve_llm'; the same serve-llm must be installed on all nodes"
+    )

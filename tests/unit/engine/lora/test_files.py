@@ -1,0 +1,156 @@
+"""A bad adapter is refused whole, with one error that names what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from serve_llm.common.errors import AdapterError
+from serve_llm.common.types import LoRATarget
+from serve_llm.engine.lora.files import compute_digest, read_adapter
+
+PREFIX = "base_model.model.model.layers.0."
+TARGETS = {
+    "model.layers.0.self_attn.q_proj": LoRATarget("model.layers.0.self_attn.q_proj", 12, 8),
+    "model.layers.0.mlp.down_proj": LoRATarget("model.layers.0.mlp.down_proj", 8, 20),
+}
+CONFIG: dict[str, Any] = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["q_proj", "down_proj"],
+    "bias": "none",
+    "use_dora": False,
+    "some_future_key": None,
+}
+Tensors = dict[str, torch.Tensor]
+SHAPES = {"self_attn.q_proj": (12, 8), "mlp.down_proj": (8, 20)}
+
+
+def build_tensors(rank: int = 4) -> Tensors:
+    tensors = {}
+    for module, (outputs, inputs) in SHAPES.items():
+        tensors[f"{PREFIX}{module}.lora_A.weight"] = torch.randn(rank, inputs)
+        tensors[f"{PREFIX}{module}.lora_B.weight"] = torch.randn(outputs, rank)
+    return tensors
+
+
+def write(directory: Path, config: object, tensors: Tensors) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "adapter_model.safetensors")
+    return directory
+
+
+def read_error(directory: Path, max_rank: int = 16) -> str:
+    with pytest.raises(AdapterError) as caught:
+        read_adapter(directory, TARGETS, max_rank)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_scales_ranks_and_digest(tmp_path: Path) -> None:
+    changed = {"use_rslora": True, "alpha_pattern": {"mlp.down_proj": 3}, "lora_dropout": 0.1}
+    directory = write(tmp_path, CONFIG | changed, build_tensors())
+    contents = read_adapter(directory, TARGETS, 4)
+    assert [module.scale for module in contents.modules.values()] == [3 / 2, 8 / 2]
+    assert contents.digest == compute_digest(directory)
+    write(tmp_path, CONFIG, build_tensors())
+    assert compute_digest(directory) != contents.digest
+
+
+@pytest.mark.parametrize(
+    "targets", ["all-linear", r".*\.(q_proj|down_proj)", ["q_proj", "model.layers.0.mlp.down_proj"]]
+)
+def test_ways_to_name_the_modules(tmp_path: Path, targets: object) -> None:
+    directory = write(tmp_path, CONFIG | {"target_modules": targets}, build_tensors())
+    assert set(read_adapter(directory, TARGETS, 4).modules) == set(TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"peft_type": "IA3"}, "peft_type must be LORA"),
+        ({"task_type": "SEQ_CLS"}, "task_type must be CAUSAL_LM"),
+        ({"r": 0}, "r must be a positive integer, not 0"),
+        ({"r": True}, "r must be a positive integer"),
+        ({"r": None}, "r must be a positive integer"),
+        ({"lora_alpha": "8"}, "lora_alpha must be a number, not '8'"),
+        ({"lora_alpha": float("nan")}, "lora_alpha must be a number"),
+        ({"use_dora": True}, "use_dora: DoRA is not supported"),
+        ({"bias": "all"}, "bias: adapters with biases are not supported"),
+        ({"lora_bias": True}, "lora_bias: "),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save: "),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters: adapters of experts"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: pissa_niter_4 changes the base model's weights"),
+        ({"some_future_key": {"a": 1}}, "some_future_key: this key is not known"),
+        ({"rank_pattern": {"(a+)+$": 4}}, "'(a+)+$' is a regular expression"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern.q_proj must be a positive integer"),
+        ({"target_modules": None}, "target_modules must be"),
+        ({"target_modules": ["q_proj"]}, "mlp.down_proj.lora_A.weight is none of adapter_config.json's target_modules"),
+        ({"r": 8}, "has shape [4, 20], but must have [8, 20]"),
+        ({"r": 32}, "the rank of model.layers.0.mlp.down_proj is 32, more than --max-lora-rank 16"),
+    ],
+)
+def test_bad_configs(tmp_path: Path, changed: dict[str, object], error: str) -> None:
+    assert error in read_error(write(tmp_path, CONFIG | changed, build_tensors()))
+
+
+def add(name: str, value: torch.Tensor | None) -> Callable[[Tensors], Tensors]:
+    """The tensors with another one, or without one."""
+
+    def change(tensors: Tensors) -> Tensors:
+        changed: dict[str, torch.Tensor | None] = {**tensors, name: value}
+        return {key: tensor for key, tensor in changed.items() if tensor is not None}
+
+    return change
+
+
+Q_DOWN = f"{PREFIX}self_attn.q_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (add(Q_DOWN, None), f"lacks {Q_DOWN}"),
+        (add(Q_DOWN, torch.randn(4, 9)), f"{Q_DOWN} has shape [4, 9], but must have [4, 8]"),
+        (add(Q_DOWN, torch.randn(4, 8, 1)), "has shape [4, 8, 1]"),
+        (add(Q_DOWN, torch.full((4, 8), torch.nan)), f"{Q_DOWN} contains numbers that are not finite"),
+        (add(Q_DOWN, torch.full((4, 8), torch.inf, dtype=torch.bfloat16)), "contains numbers that are not finite"),
+        (add(Q_DOWN, torch.ones(4, 8, dtype=torch.int8)), "is stored as I8"),
+        (add("base_model.model.lm_head.lora_A.weight", torch.ones(4, 8)), "lm_head.lora_A.weight is not supported"),
+        (add(f"{PREFIX}mlp.experts.3.up_proj.lora_A.weight", torch.ones(4, 8)), "experts and routers take no adapters"),
+        (add(f"{PREFIX}self_attn.q_proj.lora_magnitude_vector", torch.ones(12)), "DoRA is not served"),
+        (add("q_proj.lora_A.weight", torch.ones(4, 8)), "q_proj.lora_A.weight is not supported"),
+        (lambda tensors: {}, "has no tensors"),
+        (lambda tensors: dict(list(tensors.items())[:2]), "mlp.down_proj.lora_A.weight, which adapter_config.json's"),
+    ],
+)
+def test_bad_tensors(tmp_path: Path, change: Callable[[Tensors], Tensors], error: str) -> None:
+    assert error in read_error(write(tmp_path, CONFIG, change(build_tensors())))
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    assert "is not a directory" in read_error(tmp_path / "missing")
+    directory = write(tmp_path / "adapter", CONFIG, build_tensors())
+    weights = directory / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    for cut in (0, 7, 100, len(whole) - 1):
+        weights.write_bytes(whole[:cut])
+        assert f"{weights} cannot be read" in read_error(directory)
+    weights.write_bytes(whole)
+    (directory / "adapter_config.json").write_text("[" * 100_000)
+    assert "is not JSON" in read_error(directory)
+    (directory / "adapter_config.json").write_text("[]")
+    assert "must be a JSON object" in read_error(directory)
+    (directory / "adapter_config.json").write_text(" " * (2**20 + 1))
+    assert "is larger than" in read_error(directory)
+    weights.rename(directory / "adapter_model.bin")
+    assert "adapter_model.bin, a pickle, which is not read" in read_error(directory)

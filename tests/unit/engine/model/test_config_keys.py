@@ -1,0 +1,63 @@
+"""Keys of config.json that no family reads: which are passed over, and which stop a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from serve_llm.common.errors import ModelError, OptionError
+from serve_llm.engine.model.registry import read_model
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 331,
+    "hidden_size": 60,
+    "intermediate_size": 97,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+}
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"neftune_noise_alpha": 5.0, "model_max_length": 4096, "_commit_hash": "abc", "lora_rank": 8, "ep_size": 1},
+        {"tokenizer_model_max_length": 2048, "tokenizer_padding_side": "right"},
+        {"resid_pdrop": 0.1, "embd_pdrop": 0.0, "hidden_dropout": 0.1, "hidden_dropout_prob": 0.1, "dropout": 0.1},
+        {"use_sliding_window": False, "max_window_layers": 28, "layer_types": ["full_attention"] * 3},
+        {"initializer_factor": 1.0, "router_aux_loss_coef": 0.001, "use_qk_norm": False, "qkv_bias": False},
+    ],
+)
+def test_keys_that_cannot_change_the_computation(harmless: dict[str, Any]) -> None:
+    assert read_model(LLAMA | harmless) == read_model(LLAMA)
+    for name in harmless:
+        with pytest.raises(OptionError, match=f"{name}: this program knows that key"):
+            read_model(LLAMA | harmless, [name])
+
+
+@pytest.mark.parametrize(
+    "meaningful",
+    [
+        {"use_sliding_window": True},
+        {"use_qk_norm": True},
+        {"is_causal": False},
+        {"use_causal_mask": False},
+        {"use_rope": False},
+        {"use_position_embeddings": False},
+        {"apply_residual_scaling": False},
+        {"use_residual": False},
+        {"use_rms_norm": False},
+        {"qkv_bias": True},
+        {"sliding_window": 4096},
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        {"layer_types": []},
+        {"dropout_free_layers": 3},
+        {"gated_mlp": False},
+        {"alibi": True},
+    ],
+)
+def test_keys_that_can_change_the_computation(meaningful: dict[str, Any]) -> None:
+    (name,) = meaningful
+    with pytest.raises(ModelError, match=f"unknown keys, which may mean another computation: {name};"):
+        read_model(LLAMA | meaningful)

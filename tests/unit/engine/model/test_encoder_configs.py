@@ -1,0 +1,119 @@
+"""config.json of encoders as their authors publish them, where that differs from what transformers writes."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve_llm.common.errors import ModelError
+from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.model.spec import AttentionSpec, LinearScaling, MLPSpec
+
+NOMIC = {
+    "architectures": ["NomicBertModel"],
+    "activation_function": "swiglu",
+    "attn_pdrop": 0.0,
+    "causal": False,
+    "layer_norm_epsilon": 1e-12,
+    "max_trained_positions": 2048,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "model_type": "nomic_bert",
+    "n_embd": 96,
+    "n_head": 4,
+    "n_inner": 128,
+    "n_layer": 2,
+    "n_positions": 8192,
+    "prenorm": False,
+    "qkv_proj_bias": False,
+    "rotary_emb_base": 1000,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "rotary_emb_scale_base": None,
+    "rotary_scaling_factor": None,
+    "type_vocab_size": 2,
+    "use_flash_attn": True,
+    "use_rms_norm": False,
+    "vocab_size": 512,
+}
+NEW = {
+    "architectures": ["NewModel"],
+    "hidden_act": "gelu",
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "layer_norm_eps": 1e-12,
+    "layer_norm_type": "layer_norm",
+    "logn_attention_scale": False,
+    "max_position_embeddings": 8192,
+    "model_type": "new",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "pack_qkv": True,
+    "position_embedding_type": "rope",
+    "rope_scaling": {"factor": 8.0, "type": "ntk"},
+    "rope_theta": 20000,
+    "type_vocab_size": 1,
+    "unpad_inputs": False,
+    "use_memory_efficient_attention": False,
+    "vocab_size": 512,
+}
+OLD_MODERNBERT = {
+    "architectures": ["ModernBertModel"],
+    "global_attn_every_n_layers": 3,
+    "global_rope_theta": 160000.0,
+    "hidden_activation": "gelu",
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "layer_norm_eps": 1e-05,
+    "local_attention": 128,
+    "local_rope_theta": 10000.0,
+    "max_position_embeddings": 8192,
+    "norm_eps": 1e-05,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "position_embedding_type": "absolute",
+    "reference_compile": True,
+    "vocab_size": 512,
+}
+
+
+def attention_of(config: dict[str, object], layer: int) -> AttentionSpec:
+    spec, _ = read_model(config)
+    attention = spec.layers[layer].attention
+    assert isinstance(attention, AttentionSpec) and not attention.causal
+    return attention
+
+
+def test_nomic_bert() -> None:
+    spec, weights = read_model(NOMIC)
+    assert (spec.hidden_size, spec.max_position, len(spec.layers), spec.lm_head) == (96, 2048, 2, False)
+    assert spec.layers[0].ffn == MLPSpec(128, "silu", gated=True)
+    rope = attention_of(NOMIC, 0).rope
+    assert rope is not None and rope.base == 1000.0
+    assert "nomic_bert.encoder.layers.1.attn.Wqkv.weight" in weights.expand(2)
+
+
+@pytest.mark.parametrize("key", ["causal", "prenorm", "qkv_proj_bias", "rotary_emb_interleaved"])
+def test_nomic_bert_of_another_kind_is_refused(key: str) -> None:
+    with pytest.raises(ModelError):
+        read_model(NOMIC | {key: True})
+
+
+def test_gte_scales_rope_for_all_lengths() -> None:
+    rope = attention_of(NEW, 0).rope
+    assert rope is not None and rope.base == 160_000.0
+    assert rope.scaling == LinearScaling(8.0 ** (2 / 24))
+    _, weights = read_model(NEW | {"architectures": ["NewForSequenceClassification"]})
+    assert "new.pooler.dense.weight" in weights.expand(2)
+
+
+def test_modernbert() -> None:
+    windows = [attention_of(OLD_MODERNBERT, layer).sliding_window for layer in range(4)]
+    assert windows == [None, 65, 65, None]
+    bases = [rope.base for layer in range(2) if (rope := attention_of(OLD_MODERNBERT, layer).rope) is not None]
+    assert bases == [160_000.0, 10_000.0]
+
+
+def test_an_embedder_that_is_not_causal_is_refused() -> None:
+    config = {"architectures": ["Qwen2Model"], "is_causal": False, "hidden_size": 96, "vocab_size": 512}
+    with pytest.raises(ModelError, match="is_causal"):
+        read_model(config)

@@ -1,0 +1,105 @@
+"""quantization_config of AWQ, GPTQ and pack-quantized checkpoints: what each key means, and what is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+
+from serve_llm.common.errors import ModelError
+from serve_llm.engine.model.config import ConfigReader
+from serve_llm.engine.model.quantization_config import read_quantization_config
+from serve_llm.engine.model.weight_format import PackedIntegers, QuantizedModules
+from support.packed import Packing, quantization_config
+
+AWQ = quantization_config(Packing("awq", group_size=128))
+GPTQ = quantization_config(Packing("gptq", group_size=128, is_symmetric=True))
+W4A16 = quantization_config(Packing("compressed", group_size=128, is_symmetric=True))
+UP = "model.layers.0.mlp.up_proj"
+
+
+def read(stored: dict[str, Any]) -> QuantizedModules:
+    found = read_quantization_config(ConfigReader({"quantization_config": stored}).needed("quantization_config"))
+    assert hasattr(found, "find_format")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        (AWQ, PackedIntegers("awq", 4, 128, False)),
+        (
+            {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM", "zero_point": True},
+            PackedIntegers("awq", 4, 64, False),
+        ),
+        (AWQ | {"group_size": -1}, PackedIntegers("awq", 4, None, False)),
+        (GPTQ, PackedIntegers("gptq", 4, 128, True)),
+        (GPTQ | {"checkpoint_format": "gptq_v2", "bits": 3, "sym": False}, PackedIntegers("gptq_v2", 3, 128, False)),
+        (W4A16, PackedIntegers("compressed", 4, 128, True)),
+    ],
+)
+def test_served(stored: dict[str, Any], expected: PackedIntegers) -> None:
+    assert read(stored).find_format(UP) == expected
+
+
+def test_modules_that_are_left_out() -> None:
+    modules = read(AWQ | {"modules_to_not_convert": ["visual", "mlp.gate"]})
+    assert modules.find_format("model.layers.3.mlp.gate") is None
+    modules = read(W4A16 | {"ignore": ["lm_head", "re:.*layers\\.1\\."]})
+    assert modules.find_format("lm_head") is modules.find_format("model.layers.1.mlp.up_proj") is None
+    assert modules.find_format(UP) is not None
+
+
+def test_dynamic_rules() -> None:
+    rules = {"+:.*down": {"bits": 8, "group_size": 32}, "-:.*layers\\.1\\.": {}, ".*up_proj": {"sym": False}}
+    modules = read(GPTQ | {"dynamic": rules})
+    assert modules.find_format("model.layers.1.mlp.down_proj") == PackedIntegers("gptq", 8, 32, True)
+    assert modules.find_format("model.layers.1.mlp.up_proj") is None
+    assert modules.find_format(UP) == PackedIntegers("gptq", 4, 128, False)
+    assert modules.find_format("model.layers.0.mlp.gate_proj") == PackedIntegers("gptq", 4, 128, True)
+
+
+def test_mixed_groups() -> None:
+    stored = copy.deepcopy(W4A16)
+    group = copy.deepcopy(stored["config_groups"]["group_0"])
+    group["targets"] = ["re:.*down_proj$", UP]
+    group["weights"] |= {"num_bits": 8, "strategy": "channel", "group_size": None}
+    stored["config_groups"]["group_1"] = group
+    modules = read(stored)
+    assert modules.find_format(UP) == PackedIntegers("compressed", 8, None, True)
+    assert modules.find_format("model.layers.0.mlp.gate_proj") == PackedIntegers("compressed", 4, 128, True)
+
+
+def change_weights(**changes: object) -> dict[str, Any]:
+    stored = copy.deepcopy(W4A16)
+    stored["config_groups"]["group_0"]["weights"] |= changes
+    return stored
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        (AWQ | {"version": "gemv"}, "version 'gemv' is not supported (supported: gemm"),
+        (AWQ | {"zero_point": False}, "zero_point False"),
+        (AWQ | {"bits": 8}, "AWQ with 8 bits"),
+        (AWQ | {"group_size": 0}, "group_size must be above 0"),
+        (AWQ | {"bits": None}, "bits is missing"),
+        (AWQ | {"new": 1}, "unknown keys, which may mean another computation: new"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        (GPTQ | {"bits": 5}, "bits 5"),
+        (GPTQ | {"pack_dtype": "int16"}, "pack_dtype 'int16'"),
+        (GPTQ | {"dynamic": {"+:(": {}}}, "dynamic: '+:(' is not a valid pattern"),
+        (GPTQ | {"dynamic": {"+:a": {"bits": 7}}}, "bits 7"),
+        (GPTQ | {"dynamic": {"+:a": {"new": 7}}}, "dynamic: +:a: unknown keys"),
+        (change_weights(num_bits=3), "num_bits 3"),
+        (change_weights(strategy="block"), "strategy 'block'"),
+        (change_weights(group_size=None), "group_size is missing"),
+        (change_weights(actorder="random"), "actorder 'random'"),
+        (change_weights(type="float"), "type 'float'"),
+    ],
+)
+def test_refused(stored: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=rf"config\.json: quantization_config.*{re.escape(message)}"):
+        read(stored)

@@ -1,0 +1,76 @@
+"""Prompt lookup: the longest earlier occurrence of a text's end, the latest of several, and what followed it."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_llm.engine.scheduler.prompt_lookup import MAX_CANDIDATES, PromptLookup
+
+
+def search(ids: list[int], least: int, most: int, count: int) -> list[int]:
+    """The same by trying every position."""
+    best, best_length = None, least - 1
+    for end in range(len(ids) - 1, 0, -1):
+        length = 0
+        while length < min(most, end) and ids[end - 1 - length] == ids[-1 - length]:
+            length += 1
+        if length > best_length:
+            best, best_length = end, length
+    if best is None:
+        return []
+    text = list(ids)
+    for number in range(count):
+        text.append(text[best + number])
+    return text[len(ids) :]
+
+
+def test_longest_then_latest() -> None:
+    ids = [1, 2, 3, 10, 9, 1, 2, 3, 11, 0, 1, 2, 3, 12, 9, 1, 2, 3]
+    assert PromptLookup(3, 4).propose(ids, 3) == [11, 0, 1], "9 1 2 3 has occurred before"
+    assert PromptLookup(3, 3).propose(ids, 3) == [12, 9, 1], "the latest 1 2 3"
+    assert PromptLookup(5, 8).propose(ids, 3) == []
+
+
+def test_a_text_that_repeats_itself_goes_on_so() -> None:
+    assert PromptLookup(3, 8).propose([5, 6, 7, 7, 7, 7], 4) == [7, 7, 7, 7]
+    assert PromptLookup(2, 8).propose([1, 2, 1, 2, 1], 5) == [2, 1, 2, 1, 2]
+
+
+def test_short_texts_have_no_drafts() -> None:
+    for length in range(4):
+        assert PromptLookup(3, 8).propose([1] * length, 4) == []
+    assert PromptLookup(3, 8).propose([1] * 4, 4) == [1, 1, 1, 1]
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=MAX_CANDIDATES),
+    st.lists(st.lists(st.integers(0, 3), max_size=3), max_size=8),
+    st.integers(1, 4),
+    st.integers(0, 4),
+    st.integers(1, 6),
+)
+def test_as_a_search_of_all_positions(
+    prompt: list[int], pieces: list[list[int]], least: int, more: int, count: int
+) -> None:
+    lookup = PromptLookup(least, least + more)
+    ids = list(prompt)
+    for piece in [[], *pieces]:
+        ids += piece
+        if len(ids) <= MAX_CANDIDATES:  # so few occurrences that all are looked at
+            assert lookup.propose(ids, count) == search(ids, least, least + more, count)
+        else:
+            assert all(draft in ids for draft in lookup.propose(ids, count))
+
+
+def test_memory_is_bounded_and_so_is_the_work_of_a_step() -> None:
+    rng = random.Random(3)
+    lookup = PromptLookup(3, 8)
+    ids = [rng.randrange(50_000) for _ in range(200_000)]
+    ids += ids[1000:1010]
+    assert lookup.propose(ids, 4) == ids[1010:1014]
+    assert len(lookup._latest) == 1 << 16 and len(lookup._previous) < len(ids)
+    same = PromptLookup(3, 8)
+    assert same.propose([1] * 10_000, 2) == [1, 1]

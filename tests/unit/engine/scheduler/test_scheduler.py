@@ -1,0 +1,321 @@
+"""The scheduler under random loads: conservation after every step, every request ends once, and ids come out right."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_llm.common.types import LOWEST_PRIORITY, FinishReason, Output, Request, Sampling
+from serve_llm.engine.scheduler.output import RunnerOutput, SchedulerOutput
+from serve_llm.engine.scheduler.scheduler import Scheduler
+from serve_llm.engine.scheduler.sequence import GroupLayout
+from support.scheduling import FULL, MIXED, FakeWorkers, drive, token_after
+
+
+def expected_output(request: Request, max_model_len: int) -> tuple[list[int], FinishReason]:
+    ids = list(request.prompt_ids)
+    while True:
+        output = ids[len(request.prompt_ids) :]
+        if output and output[-1] in request.sampling.stop_token_ids:
+            return output, FinishReason.STOP
+        if len(output) >= request.sampling.max_tokens or len(ids) >= max_model_len:
+            return output, FinishReason.LENGTH
+        ids.append(token_after(ids))
+
+
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
+requests = st.tuples(
+    prompts,
+    st.integers(0, 20),
+    st.sampled_from([-1, 0, 1, LOWEST_PRIORITY]),
+    st.sampled_from(["", "a"]),
+    st.sampled_from([1.0, 1.0, 1.2]),  # a repetition penalty needs all ids
+    st.integers(0, 12),
+    st.booleans(),
+)
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(requests, min_size=1, max_size=12),
+    st.sampled_from([FULL, MIXED]),
+    st.integers(1, 40),  # token budget
+    st.integers(1, 4),  # rows
+    st.integers(1, 3),  # batches under way
+    st.integers(0, 20),  # blocks beyond the smallest pool
+    st.booleans(),  # prefix caching
+    st.booleans(),  # whether a sequence may be in several batches
+    st.sampled_from([1000, 6, 15]),  # tokens of the longest sequence that uses the short RoPE factors
+)
+def test_random_loads(specs, groups, budget, rows, depth, spare, caching, ahead, long_rope_threshold) -> None:
+    max_model_len, max_chunk = 40, budget
+    smallest = 10 + (5 + spare if len(groups) == 2 else 0)
+    scheduler = Scheduler(
+        groups,
+        smallest + spare,
+        max_num_seqs=rows,
+        max_model_len=max_model_len,
+        max_chunk=max_chunk,
+        prefix_caching=caching,
+        async_scheduling=ahead,
+        long_rope_threshold=long_rope_threshold,
+    )
+    arrivals: dict[int, list[tuple[Request, bool]]] = {}
+    wanted: dict[int, Request] = {}
+    for number, (prompt, max_tokens, priority, salt, penalty, step, abort) in enumerate(specs):
+        sampling = Sampling(max_tokens=max_tokens, seed=0, stop_token_ids=(7,), repetition_penalty=penalty)
+        request = Request(id=number, prompt_ids=prompt, sampling=sampling, priority=priority, cache_salt=salt)
+        arrivals.setdefault(step, []).append((request, abort))
+        if not abort:
+            wanted[number] = request
+    got = drive(scheduler, FakeWorkers(groups, long_rope_threshold), arrivals, budget, depth, ahead)
+    for number, request in wanted.items():
+        output, reason = expected_output(request, max_model_len)
+        assert [i for o in got[number] for i in o.token_ids] == output
+        assert [o.finish_reason for o in got[number] if o.finish_reason] == [reason]
+    stats = scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+
+
+def run_one(scheduler: Scheduler, request: Request, workers: FakeWorkers | None = None) -> list[Output]:
+    return drive(scheduler, workers or FakeWorkers(FULL), {0: [(request, False)]}, 64, 1)[request.id]
+
+
+def make(num_blocks: int = 100, groups=FULL, **options) -> Scheduler:
+    return Scheduler(
+        groups,
+        num_blocks,
+        **({"max_num_seqs": 8, "max_model_len": 64, "max_chunk": 64, "prefix_caching": True} | options),
+    )
+
+
+def test_second_request_finds_the_first_ones_prefix_but_recomputes_its_last_token() -> None:
+    scheduler, workers = make(), FakeWorkers(FULL)
+    request = Request(id=1, prompt_ids=list(range(8)), sampling=Sampling(max_tokens=1, seed=0))
+    assert run_one(scheduler, request, workers)[0].cached_tokens == 0
+    again = Request(id=2, prompt_ids=list(range(8)), sampling=Sampling(max_tokens=1, seed=0))
+    assert run_one(scheduler, again, workers)[0].cached_tokens == 4  # the second block's last token gives the next one
+    salted = Request(id=3, prompt_ids=list(range(8)), cache_salt="x", sampling=Sampling(max_tokens=1, seed=0))
+    assert run_one(scheduler, salted, workers)[0].cached_tokens == 0
+    assert scheduler.stats().prefix_cache_queries == 24
+    assert scheduler.stats().prefix_cache_hits == 4
+
+
+def test_a_prefix_that_is_being_computed_is_waited_for() -> None:
+    scheduler, workers = make(), FakeWorkers(FULL)
+    for number in range(3):
+        scheduler.add(Request(id=number, prompt_ids=[*range(12), number], sampling=Sampling(max_tokens=1, seed=0)), 0.0)
+    first = scheduler.schedule(64, 0.0)
+    assert [(chunk.start, chunk.count) for chunk in first.scheduled] == [(0, 13)]
+    scheduler.update_from_output(first, workers.execute(first))
+    second = scheduler.schedule(64, 1.0)
+    assert [(chunk.start, chunk.count) for chunk in second.scheduled] == [(12, 1), (12, 1)]
+
+
+def test_a_request_that_was_cut_goes_on_from_its_ids() -> None:
+    whole = run_one(make(), Request(id=1, prompt_ids=[1, 2, 3], sampling=Sampling(max_tokens=9, seed=0)))
+    ids = [i for output in whole for i in output.token_ids]
+    for cut in range(len(ids)):
+        request = Request(id=1, prompt_ids=[1, 2, 3], output_ids=ids[:cut], sampling=Sampling(max_tokens=9, seed=0))
+        rest = [i for output in run_one(make(), request) for i in output.token_ids]
+        assert ids[:cut] + rest == ids
+
+
+def test_a_request_with_nothing_left_ends_at_once() -> None:
+    request = Request(id=1, prompt_ids=[1], output_ids=[5, 7], sampling=Sampling(max_tokens=2, seed=0))
+    output = make().add(request, 0.0)
+    assert output is not None and output.finish_reason is FinishReason.LENGTH
+
+
+def test_max_tokens_zero_computes_the_prompt_only() -> None:
+    outputs = run_one(make(), Request(id=1, prompt_ids=[1, 2, 3], sampling=Sampling(max_tokens=0, seed=0)))
+    assert [(o.token_ids, o.finish_reason) for o in outputs] == [([], FinishReason.LENGTH)]
+
+
+def test_full_pool_preempts_the_last_and_both_finish() -> None:
+    scheduler = make(num_blocks=10, max_model_len=40)
+    sampling = Sampling(max_tokens=25, seed=0)
+    arrivals = {0: [(Request(id=n, prompt_ids=[n] * 5, sampling=sampling), False) for n in range(2)]}
+    got = drive(scheduler, FakeWorkers(FULL), arrivals, 64, 1)
+    assert scheduler.stats().num_preemptions > 0
+    for number in range(2):
+        request = Request(id=number, prompt_ids=[number] * 5, sampling=sampling)
+        assert [i for o in got[number] for i in o.token_ids] == expected_output(request, 40)[0]
+
+
+def test_window_gives_blocks_back() -> None:
+    scheduler = make(num_blocks=8, groups=(GroupLayout(4, 6),), max_model_len=1000, max_chunk=8)
+    request = Request(id=1, prompt_ids=[1] * 30, sampling=Sampling(max_tokens=200, seed=0))
+    outputs = drive(scheduler, FakeWorkers((GroupLayout(4, 6),)), {0: [(request, False)]}, 8, 1)[1]
+    assert len(outputs) == 200  # 230 tokens through 32 tokens' worth of blocks
+
+
+def test_priority_goes_first() -> None:
+    scheduler = make(max_num_seqs=1)
+    for number, priority in ((1, 5), (2, 0), (3, 0)):
+        scheduler.add(
+            Request(id=number, prompt_ids=[number], priority=priority, sampling=Sampling(max_tokens=1, seed=0)), 0.0
+        )
+    order, workers = [], FakeWorkers(FULL)
+    while scheduler.has_work:
+        batch = scheduler.schedule(64, 0.0)
+        order += [output.id for output in scheduler.update_from_output(batch, workers.execute(batch))]
+    assert order == [2, 3, 1]
+
+
+@pytest.mark.parametrize("lack", [{"max_num_seqs": 3}, {"num_blocks": 12}], ids=["indices", "blocks"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_lowest_priority_makes_way(lack: dict[str, int], ahead: bool) -> None:
+    scheduler = make(max_model_len=40, async_scheduling=ahead, **lack)
+    sampling = Sampling(max_tokens=9, seed=0)
+    wanted = {n: Request(id=n, prompt_ids=[n] * 5, sampling=sampling, priority=LOWEST_PRIORITY) for n in range(3)}
+    wanted |= {n: Request(id=n, prompt_ids=[n] * 12, sampling=sampling) for n in (3, 4)}
+    arrivals = {0: [(wanted[n], False) for n in range(3)], 3: [(wanted[n], False) for n in (3, 4)]}
+    got = drive(scheduler, FakeWorkers(FULL), arrivals, 64, 1 + ahead, ahead)
+    for number, request in wanted.items():
+        assert [i for output in got[number] for i in output.token_ids] == expected_output(request, 40)[0]
+    assert list(got) == [0, 1, 2, 3, 4] and scheduler.stats().num_preemptions >= 2
+    assert max(got[n][0].queued_seconds for n in (3, 4)) <= 4 + 2 * ahead  # steps after their arrival
+
+
+def test_other_priorities_do_not_make_way() -> None:
+    scheduler = make(max_num_seqs=1)
+    sampling = Sampling(max_tokens=9, seed=0)
+    arrivals = {n: [(Request(id=n, prompt_ids=[n], sampling=sampling, priority=-n), False)] for n in range(2)}
+    drive(scheduler, FakeWorkers(FULL), arrivals, 64, 1)
+    assert scheduler.stats().num_preemptions == 0
+
+
+def test_batches_under_way_share_the_sequences() -> None:
+    scheduler, workers = make(max_num_seqs=7), FakeWorkers(FULL)
+    for number in range(7):
+        scheduler.add(Request(id=number, prompt_ids=[number] * 3, sampling=Sampling(max_tokens=30, seed=0)), 0.0)
+    under_way: list[tuple[SchedulerOutput, list[RunnerOutput]]] = []
+    for step in range(25):
+        while len(under_way) < 3:
+            batch = scheduler.schedule(64, 0.0, 3)
+            assert 1 <= len(batch.scheduled) <= 3, f"a stage has nothing to do in step {step}"
+            under_way.append((batch, workers.execute(batch)))
+        assert sum(len(batch.scheduled) for batch, _ in under_way) == 7  # everybody is under way
+        scheduler.update_from_output(*under_way.pop(0))
+
+
+def test_sampled_ids_reach_the_workers_with_the_next_chunk() -> None:
+    scheduler, workers = make(), FakeWorkers(FULL)
+    scheduler.add(Request(id=0, prompt_ids=[1, 2, 3], sampling=Sampling(max_tokens=4, seed=0)), 0.0)
+    sampled: list[int | None] = []
+    while scheduler.has_work:
+        batch = scheduler.schedule(64, 0.0)
+        assert batch.scheduled[0].new_token_ids == sampled[-1:]
+        results = workers.execute(batch)
+        sampled.append(results[0].token_id)
+        scheduler.update_from_output(batch, results)
+    assert workers.ids[0] == [1, 2, 3, *sampled[:-1]]
+
+
+def test_the_next_step_does_not_wait_for_the_last_ones_ids() -> None:
+    scheduler, workers = make(async_scheduling=True), FakeWorkers(FULL)
+    scheduler.add(Request(id=0, prompt_ids=[1, 2, 3], sampling=Sampling(max_tokens=4, seed=0)), 0.0)
+    penalty = Sampling(max_tokens=4, seed=0, repetition_penalty=1.1)
+    scheduler.add(Request(id=1, prompt_ids=[4], sampling=penalty), 0.0)
+    first = scheduler.schedule(64, 0.0)
+    results = workers.execute(first)
+    second = scheduler.schedule(64, 0.0)
+    (chunk,) = second.scheduled
+    assert (chunk.req_index, chunk.start, chunk.count, chunk.new_token_ids) == (0, 3, 1, [])
+    scheduler.update_from_output(first, results)
+    third = scheduler.schedule(64, 0.0)
+    assert [chunk.req_index for chunk in third.scheduled] == [0, 1], "a request that reads all its ids has them now"
+
+
+def test_what_was_computed_past_the_end_is_let_go() -> None:
+    scheduler, workers = make(async_scheduling=True), FakeWorkers(FULL)
+    first_id = token_after([1, 2, 3])
+    sampling = Sampling(max_tokens=9, seed=0, stop_token_ids=(first_id,))
+    scheduler.add(Request(id=0, prompt_ids=[1, 2, 3], sampling=sampling), 0.0)
+    under_way = [(batch := scheduler.schedule(64, 0.0), workers.execute(batch)) for _ in range(2)]
+    (output,) = scheduler.update_from_output(*under_way[0])
+    assert output.finish_reason is FinishReason.STOP and scheduler.stats().kv_cache_usage > 0, (
+        "a step still writes there"
+    )
+    assert not scheduler.schedule(64, 0.0).scheduled and scheduler.has_work
+    assert scheduler.update_from_output(*under_way[1]) == [] and scheduler.stats().kv_cache_usage == 0
+
+
+def test_small_requests_that_keep_coming_do_not_starve_a_large_one() -> None:
+    """With several batches under way the last to come is always in flight, and is not preempted for those before it."""
+    scheduler, workers = make(num_blocks=14, max_chunk=8, prefix_caching=False), FakeWorkers(FULL)
+    large = Request(id=0, prompt_ids=[1] * 40, sampling=Sampling(max_tokens=2, seed=0))
+    under_way: list[tuple[SchedulerOutput, list[RunnerOutput]]] = []
+    for step in range(300):
+        small = Request(id=step + 1, prompt_ids=[step % 40 + 2] * 6, sampling=Sampling(max_tokens=3, seed=0))
+        assert scheduler.add(small, float(step)) is None
+        if step == 3:
+            assert scheduler.add(large, float(step)) is None
+        while len(under_way) < 2 and (batch := scheduler.schedule(16, float(step), 2)).scheduled:
+            under_way.append((batch, workers.execute(batch)))
+        for output in scheduler.update_from_output(*under_way.pop(0)):
+            if output.id == large.id and output.finish_reason is not None:
+                return
+        scheduler.check_integrity()
+    raise AssertionError("the large request never ended")
+
+
+def answers(batch: SchedulerOutput) -> list[RunnerOutput]:
+    """Some token wherever one is sampled."""
+    return [RunnerOutput(token_id=9 if chunk.sample else None) for chunk in batch.scheduled]
+
+
+def test_a_long_prompt_does_not_hold_up_short_ones() -> None:
+    """Beside a 30,000-token prompt, requests are admitted at once and streams get a token in every step."""
+    scheduler = make(num_blocks=10_000, max_model_len=40_000, max_chunk=512, prefix_caching=False)
+    workers = FakeWorkers(FULL)
+    scheduler.add(Request(id=0, prompt_ids=[2] * 5, sampling=Sampling(max_tokens=1000, seed=0)), 0.0)
+    scheduler.update_from_output(batch := scheduler.schedule(512, 0.0), workers.execute(batch))
+    scheduler.add(Request(id=1, prompt_ids=[1] * 30_000, sampling=Sampling(max_tokens=1, seed=0)), 0.0)
+    first: dict[int, int] = {}
+    step = 0
+    while 1 not in first:
+        if step % 10 == 0:
+            prompt = [3 + step % 7] * 400  # more than half a step
+            scheduler.add(Request(id=2 + step, prompt_ids=prompt, sampling=Sampling(max_tokens=1, seed=0)), 0.0)
+        batch = scheduler.schedule(512, 0.0)
+        is_last = any(chunk.req_index == 1 and chunk.sample for chunk in batch.scheduled)
+        assert batch.num_tokens == 512 or is_last, "the long prompt takes what the others leave"
+        got = {output.id for output in scheduler.update_from_output(batch, answers(batch))}
+        assert 0 in got
+        first |= {number: step for number in got if number not in first}
+        step += 1
+    waited = [at - (number - 2) for number, at in first.items() if number > 1]
+    assert len(waited) >= 6 and max(waited) <= 2, "the step under way, its own step, and one more for more than half"
+    assert step <= 30_000 / 440, "it is not much later for it"
+
+
+def test_long_prompts_go_one_after_another() -> None:
+    scheduler = make(num_blocks=1000, max_model_len=1000, max_chunk=64, prefix_caching=False)
+    for number in range(3):
+        scheduler.add(Request(id=number, prompt_ids=[number] * 200, sampling=Sampling(max_tokens=1, seed=0)), 0.0)
+    order: list[int] = []
+    while scheduler.has_work:
+        batch = scheduler.schedule(64, 0.0)
+        assert len(batch.scheduled) <= 2, "the end of one and the beginning of the next"
+        order += [output.id for output in scheduler.update_from_output(batch, answers(batch))]
+    assert order == [0, 1, 2]
+
+
+def test_a_heavy_tenant_does_not_starve_a_light_one() -> None:
+    scheduler = make(num_blocks=200, max_num_seqs=2, prefix_caching=False)
+    for number in range(40):
+        request = Request(id=number, prompt_ids=[number] * 20, sampling=Sampling(max_tokens=5, seed=0), tenant=0)
+        scheduler.add(request, 0.0)
+    for number in range(40, 44):
+        request = Request(id=number, prompt_ids=[number] * 20, sampling=Sampling(max_tokens=5, seed=0), tenant=1)
+        scheduler.add(request, 0.0)
+    order: list[int] = []
+    while scheduler.has_work:
+        batch = scheduler.schedule(64, 0.0)
+        outputs = scheduler.update_from_output(batch, answers(batch))
+        order += [output.id for output in outputs if output.finish_reason is not None]
+        scheduler.check_integrity()
+    assert {40, 41, 42, 43} <= set(order[:8]), "every other one is the light tenant's"

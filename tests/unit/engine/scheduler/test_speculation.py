@@ -1,0 +1,192 @@
+"""Drafts under random loads: as many requests end alike, whatever is guessed when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_llm.common.types import FinishReason, Request, Sampling
+from serve_llm.engine.scheduler.output import RunnerOutput
+from serve_llm.engine.scheduler.scheduler import Scheduler
+from serve_llm.engine.scheduler.speculation import RowCost, Speculator
+from support.scheduling import FULL, MIXED, FakeWorkers, drive, logprobs_of, token_after
+
+MAX_MODEL_LEN = 40
+
+
+class Guesser:
+    """Knows what comes, and is wrong now and then."""
+
+    def __init__(self, period: int) -> None:
+        self.period = period  # one guess of so many is wrong
+
+    def propose(self, token_ids: Sequence[int], count: int) -> list[int]:
+        ids = list(token_ids)
+        for _ in range(count):
+            ids.append(51 if len(ids) % self.period == 0 else token_after(ids))
+        return ids[len(token_ids) :]
+
+
+def expected_output(request: Request) -> tuple[list[int], FinishReason]:
+    ids = list(request.prompt_ids)
+    while True:
+        output = ids[len(request.prompt_ids) :]
+        if output and output[-1] in request.sampling.stop_token_ids:
+            return output, FinishReason.STOP
+        if len(output) >= request.sampling.max_tokens or len(ids) >= MAX_MODEL_LEN:
+            return output, FinishReason.LENGTH
+        ids.append(token_after(ids))
+
+
+requests = st.tuples(
+    st.lists(st.integers(0, 2), min_size=1, max_size=30),
+    st.integers(1, 25),
+    st.sampled_from([None, 1]),
+    st.integers(0, 12),
+    st.booleans(),
+)
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(requests, min_size=1, max_size=12),
+    st.sampled_from([FULL, MIXED]),
+    st.integers(1, 40),  # token budget
+    st.integers(1, 4),  # rows
+    st.integers(1, 3),  # batches under way
+    st.integers(0, 20),  # blocks beyond the smallest pool
+    st.booleans(),  # prefix caching
+    st.booleans(),  # whether a sequence may be in several batches
+    st.sampled_from([1000, 6, 15]),  # tokens of the longest sequence that uses the short RoPE factors
+    st.integers(1, 6),  # drafts of a sequence
+    st.integers(1, 9),  # how often a guess is wrong
+)
+def test_random_loads(
+    specs, groups, budget, rows, depth, spare, caching, ahead, long_rope_threshold, num_tokens, period
+) -> None:
+    smallest = 10 + (5 + spare if len(groups) == 2 else 0)
+    scheduler = Scheduler(
+        groups,
+        smallest + spare,
+        max_num_seqs=rows,
+        max_model_len=MAX_MODEL_LEN,
+        max_chunk=budget,
+        prefix_caching=caching,
+        async_scheduling=ahead,
+        long_rope_threshold=long_rope_threshold,
+        speculator=Speculator(num_tokens, lambda: Guesser(period)),
+    )
+    arrivals: dict[int, list[tuple[Request, bool]]] = {}
+    wanted: dict[int, Request] = {}
+    for number, (prompt, max_tokens, logprobs, step, abort) in enumerate(specs):
+        sampling = Sampling(max_tokens=max_tokens, seed=0, stop_token_ids=(7,), logprobs=logprobs)
+        request = Request(id=number, prompt_ids=prompt, sampling=sampling)
+        arrivals.setdefault(step, []).append((request, abort))
+        if not abort:
+            wanted[number] = request
+    got = drive(scheduler, FakeWorkers(groups, long_rope_threshold), arrivals, budget, depth, ahead)
+    for number, request in wanted.items():
+        ids, reason = expected_output(request)
+        assert [i for o in got[number] for i in o.token_ids] == ids
+        assert [o.finish_reason for o in got[number] if o.finish_reason] == [reason]
+        assert got[number][-1].stop_id == (ids[-1] if reason is FinishReason.STOP else None)
+        if request.sampling.logprobs is not None:
+            assert [entry for o in got[number] for entry in o.logprobs or ()] == [logprobs_of(i) for i in ids]
+
+
+def make_scheduler(num_tokens: int, period: int, num_blocks: int = 100) -> tuple[Scheduler, Speculator]:
+    speculator = Speculator(num_tokens, lambda: Guesser(period))
+    scheduler = Scheduler(
+        FULL,
+        num_blocks,
+        max_num_seqs=4,
+        max_model_len=64,
+        max_chunk=64,
+        prefix_caching=True,
+        speculator=speculator,
+    )
+    return scheduler, speculator
+
+
+def run(scheduler: Scheduler, workers: FakeWorkers) -> tuple[int, list[int]]:
+    batch = scheduler.schedule(64, 0.0)
+    outputs = scheduler.update_from_output(batch, workers.execute(batch))
+    scheduler.check_integrity()
+    return len(batch.scheduled[0].draft_ids), [token_id for output in outputs for token_id in output.token_ids]
+
+
+def test_drafts_grow_while_they_come_true() -> None:
+    for period, first, longest in ((1000, 2, 6), (2, 2, 3)):
+        scheduler, _ = make_scheduler(6, period)
+        scheduler.add(Request(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=50, seed=0)), 0.0)
+        workers = FakeWorkers(FULL)
+        numbers = []
+        while scheduler.has_work:
+            numbers.append(run(scheduler, workers)[0])
+        assert numbers[:2] == [0, first]
+        assert max(numbers) <= longest and (period == 2 or max(numbers) == longest)
+
+
+def test_wrong_guesses_are_not_verified_for_ever_but_judged_still() -> None:
+    scheduler, speculator = make_scheduler(4, 1)
+    scheduler.add(Request(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=50, seed=0)), 0.0)
+    workers = FakeWorkers(FULL)
+    numbers = [run(scheduler, workers)[0] for _ in range(30)]
+    assert numbers[-1] == 0
+    (drafter,) = speculator._drafters.values()
+    drafter.source = Guesser(1000)  # the text repeats itself from here on
+    numbers = [run(scheduler, workers)[0] for _ in range(8)]
+    assert max(numbers) > 0
+
+
+def test_counters_and_the_end_of_a_request() -> None:
+    scheduler, speculator = make_scheduler(4, 1000)
+    scheduler.add(Request(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=30, seed=0)), 0.0)
+    workers = FakeWorkers(FULL)
+    num_steps = 0
+    num_ids = 0
+    while scheduler.has_work:
+        num_ids += len(run(scheduler, workers)[1])
+        num_steps += 1
+    stats = scheduler.stats()
+    assert num_ids == 30 and stats.num_accepted_tokens == stats.num_draft_tokens == 30 - num_steps
+    assert 0 < stats.num_drafts < num_steps
+    assert not speculator._drafters, "a drafter outlives its request"
+
+
+def test_no_draft_takes_the_blocks_that_others_need() -> None:
+    """A draft preempts nobody: without a free block there is none."""
+    scheduler, _ = make_scheduler(6, 1000, num_blocks=2)
+    scheduler.add(Request(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=6, seed=0)), 0.0)
+    workers = FakeWorkers(FULL)
+    assert run(scheduler, workers)[0] == 0
+    drafts = scheduler.schedule(64, 0.0).scheduled[0].draft_ids
+    assert len(drafts) == 2
+    other, _ = make_scheduler(6, 1000, num_blocks=1)
+    other.add(Request(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=2, seed=0)), 0.0)
+    assert run(other, FakeWorkers(FULL))[0] == 0
+
+
+def test_an_error_is_the_requests_end() -> None:
+    scheduler, _ = make_scheduler(4, 1000)
+    scheduler.add(Request(id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=30, seed=0)), 0.0)
+    run(scheduler, FakeWorkers(FULL))
+    batch = scheduler.schedule(64, 0.0)
+    assert batch.scheduled[0].draft_ids
+    (output,) = scheduler.update_from_output(batch, [RunnerOutput(error="the logits are not finite")])
+    assert output.finish_reason is FinishReason.ERROR and not scheduler.has_work
+    scheduler.check_integrity()
+
+
+def test_the_cost_of_a_row_is_measured() -> None:
+    cost = RowCost()
+    assert cost.share(4) == RowCost.UNKNOWN
+    for rows in (1, 2, 4, 8) * 20:
+        cost.observe(rows, 0.010 + 0.001 * rows)
+    assert abs(cost.share(1) - 1 / 11) < 0.01 and abs(cost.share(10) - 0.5) < 0.02
+    free = RowCost()
+    for rows in (1, 8) * 20:
+        free.observe(rows, 0.010)
+    assert free.share(8) < 0.01

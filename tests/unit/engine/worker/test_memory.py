@@ -1,0 +1,110 @@
+"""What is left of a GPU for the KV cache, with a card that is made of numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from serve_llm.engine.scheduler.output import SchedulerOutput
+from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.engine.worker import worker
+from serve_llm.engine.worker.kv_cache import CacheLayout, size_text
+from serve_llm.engine.worker.memory import build_dummy_batch, count_held_bytes, find_free_gpu_memory
+from serve_llm.engine.worker.runner import Runner
+from support.config import CONFIG
+from support.engine import make_engine
+from support.tiny import make_checkpoint
+
+GIB = 1 << 30
+OTHERS, HELD, IDLE = 5 * GIB, 20 * GIB, 3 * GIB  # of other processes; weights; cached by torch and not in use
+PROMPT, DECODE = 7 * GIB, 2 * GIB  # that the two steps take
+
+
+@dataclass
+class Card:
+    """The numbers of `torch.cuda` for one card of 100 GiB, and a runner that takes memory while it tries steps."""
+
+    graphs: object
+    idle: int = IDLE
+    peak: int = 0
+    tried: list[list[int]] = field(default_factory=list)
+
+    def run_dummy(self, scheduler_output: SchedulerOutput) -> None:
+        self.tried.append([chunk.count for chunk in scheduler_output.scheduled])
+        self.peak = HELD + (PROMPT if len(scheduler_output.scheduled) == 1 else DECODE)
+
+    def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, function in {
+            "memory_allocated": lambda device: HELD,
+            "max_memory_allocated": lambda device: self.peak,
+            "memory_reserved": lambda device: HELD + self.idle,
+            "mem_get_info": lambda device: (100 * GIB - OTHERS - HELD - self.idle, 100 * GIB),
+            "empty_cache": lambda: setattr(self, "idle", 0),
+            "reset_peak_memory_stats": lambda device: setattr(self, "peak", HELD),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+
+@pytest.mark.parametrize(("graphs", "taken"), [(None, PROMPT), (object(), PROMPT + DECODE)])
+def test_the_share_of_the_card_less_others_weights_and_steps(
+    graphs: object, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = Card(graphs)
+    card.patch(monkeypatch)
+    config = replace(CONFIG, gpu_memory_utilization=0.9, max_num_seqs=3, max_num_batched_tokens=512, max_model_len=100)
+    layout = CacheLayout((GroupLayout(16, None),), block_bytes=GIB, num_blocks=1)
+    free = find_free_gpu_memory(config, cast(Runner, card), layout, torch.device("cuda"))
+    assert card.tried == [[99], [1, 1, 1]]  # a prompt leaves room for a token; logits of all rows in any case
+    assert free == 90 * GIB - OTHERS - (HELD - GIB) - taken
+
+
+def test_held_bytes_counts_each_tensor_once() -> None:
+    weight, bias, buffer = torch.zeros(10), torch.zeros(3, dtype=torch.bfloat16), torch.zeros(100)
+    parts = [lambda x: x + weight, weight, weight.view(5, 2), {"bias": bias}, buffer]
+    assert count_held_bytes(parts) == 10 * 4 + 3 * 2 + 100 * 4
+    assert count_held_bytes(parts, without=[buffer]) == 10 * 4 + 3 * 2
+
+
+def test_held_bytes_counts_the_used_part_of_a_larger_storage() -> None:
+    file = torch.zeros(1000)
+    assert count_held_bytes([file[100:200], file[500:510]]) == 110 * 4
+
+
+def test_the_log_says_what_was_allocated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_checkpoint(tmp_path, "llama")
+    with caplog.at_level("INFO"):
+        engine = make_engine(tmp_path, kv_cache_memory=8 << 20)
+    found = engine._executor._worker  # type: ignore[attr-defined]
+    cache = found._runner._caches[0].untyped_storage().nbytes()
+    assert found.weight_bytes >= sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
+    assert f"Weights: {size_text(found.weight_bytes)}, KV cache: {size_text(cache)}" in caplog.text
+
+
+def test_the_cache_of_the_dummy_steps_is_one_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its runner and graphs refer to each other, so that nobody knows when the trial's memory comes back."""
+    make_checkpoint(tmp_path, "llama")
+    tried: list[int] = []
+
+    def free(config: object, runner: Runner, layout: CacheLayout, device: torch.device) -> int:
+        tried.append(layout.num_bytes)
+        for counts in ([37], [1] * 5):
+            runner.run_dummy(build_dummy_batch(counts, layout.groups))
+        return 1 << 24
+
+    monkeypatch.setattr(worker, "find_free_gpu_memory", free)
+    found = make_engine(tmp_path, max_num_seqs=5)._executor._worker  # type: ignore[attr-defined]
+    here, build_runner = found._config, found._build_runner
+
+    def runner_on_a_cpu(layout: CacheLayout) -> Runner:
+        monkeypatch.setattr(found, "_config", here)
+        return cast(Runner, build_runner(layout))
+
+    monkeypatch.setattr(found, "_build_runner", runner_on_a_cpu)
+    monkeypatch.setattr(found, "_config", replace(here, device="cuda", kv_cache_memory=None))
+    layout = found._plan_cache()
+    assert tried == [layout.block_bytes] and layout.num_blocks == (1 << 24) // layout.block_bytes

@@ -1,0 +1,141 @@
+"""In which order copies, events and captures are given to a GPU, with notes in place of one."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from serve_llm.engine.transfer import DeviceCopier
+from serve_llm.engine.worker.graphs import CudaCapture
+
+DEVICE = torch.device("meta")  # any that is no CPU
+
+
+class Event:
+    def __init__(self, notes: list[str]) -> None:
+        self._notes, self.happened = notes, False
+
+    def record(self) -> None:
+        self._notes.append("event recorded")
+
+    def query(self) -> bool:
+        return self.happened
+
+    def synchronize(self) -> None:
+        self._notes.append("waited for the event")
+
+
+class Stream:
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name, self._notes = name, notes
+
+    def wait_stream(self, other: Stream) -> None:
+        self._notes.append(f"{self.name} waits for {other.name}")
+
+
+class Graph:
+    def __init__(self, notes: list[str]) -> None:
+        self._notes = notes
+
+    def capture_begin(self, **how: str) -> None:
+        self._notes.append(f"begin {how}")
+
+    def capture_end(self) -> None:
+        self._notes.append("end")
+
+    def replay(self) -> None:
+        self._notes.append("replay")
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    current = Stream("the engine's stream", found)
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        found.append(f"on {stream.name}")
+        yield
+        found.append(f"off {stream.name}")
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def with_note(*args: Any, **how: Any) -> Any:
+            pinned, waits = how.pop("pin_memory", False), not how.get("non_blocking")
+            found.append(f"{name}{', pinned' * pinned}{', waits' * (waits and name in ('to', 'copy_'))}")
+            return call(*args, **how)
+
+        return with_note
+
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(found))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("its own stream", found))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(found))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "a pool")
+    monkeypatch.setattr(torch, "empty", noted("empty", torch.empty))
+    monkeypatch.setattr(Tensor, "pin_memory", noted("pin_memory", Tensor.clone))
+    monkeypatch.setattr(Tensor, "copy_", noted("copy_", Tensor.copy_))
+    monkeypatch.setattr(Tensor, "to", noted("to", Tensor.to))
+    return found
+
+
+def test_a_copy_to_the_host_ends_with_its_event(notes: list[str]) -> None:
+    arriving = DeviceCopier(DEVICE).to_host(torch.arange(5))
+    assert notes == ["empty, pinned", "copy_", "event recorded"]
+    assert not arriving.is_ready
+    assert arriving.wait().tolist() == [0, 1, 2, 3, 4] and notes[-1] == "waited for the event"
+    assert isinstance(arriving.event, Event)
+    arriving.event.happened = True
+    assert arriving.is_ready
+
+
+def test_numbers_for_the_device_go_through_pinned_memory(notes: list[str]) -> None:
+    transfer, numbers = DeviceCopier(DEVICE), np.arange(6).reshape(2, 3)
+    assert transfer.to_device(numbers[:, 1:]).shape == (2, 2)
+    target = torch.zeros((2, 3), dtype=torch.int64)
+    transfer.fill(target, numbers)
+    assert target.tolist() == numbers.tolist()
+    assert notes == ["pin_memory", "to", "pin_memory", "copy_"]
+
+
+def test_a_capture_has_a_stream_of_its_own_between_the_engines_launches(notes: list[str]) -> None:
+    def compute() -> Tensor:
+        notes.append("compute")
+        assert not gc.isenabled(), "a graph that is destroyed now ends the capture"
+        return torch.ones(2)
+
+    captured = CudaCapture(DEVICE)(compute)
+    assert gc.isenabled()
+    captured.replay()
+    assert captured.output.tolist() == [1.0, 1.0]
+    assert notes == [
+        "its own stream waits for the engine's stream",
+        "on its own stream",
+        "begin {'pool': 'a pool', 'capture_error_mode': 'thread_local'}",
+        "compute",
+        "end",
+        "off its own stream",
+        "the engine's stream waits for its own stream",
+        "replay",
+    ]
+
+
+def test_a_capture_that_fails_ends_and_says_why(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed(_: Graph) -> None:
+        notes.append("end")
+        raise RuntimeError("capture invalidated")
+
+    def compute() -> Tensor:
+        raise ValueError("no such kernel")
+
+    monkeypatch.setattr(Graph, "capture_end", failed)
+    with pytest.raises(ValueError, match="no such kernel"):
+        CudaCapture(DEVICE)(compute)
+    assert notes[-1] == "end" and gc.isenabled()

@@ -1,0 +1,128 @@
+"""Adapters over HTTP: who may load them, what they are called, and what requests with them become."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from serve_llm.common.types import LoRATarget
+from support.asgi import Reply
+from support.fakes import facts
+from support.serving import Served
+
+MODULE = "model.layers.0.self_attn.q_proj"
+FACTS = facts(lora_targets={MODULE: LoRATarget(MODULE, 12, 8)})
+ADMIN = {"authorization": "Bearer admin:secret"}
+OTHER = {"authorization": "Bearer plain"}
+OPTIONS = {"enable_lora": True, "api_key": ("plain", "admin:secret")}
+
+
+def write_adapter(directory: Path, value: float = 1.0) -> str:
+    directory.mkdir(exist_ok=True)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    prefix = f"base_model.model.{MODULE}"
+    tensors = {f"{prefix}.lora_A.weight": torch.full((2, 8), value), f"{prefix}.lora_B.weight": torch.ones(12, 2)}
+    save_file(tensors, directory / "adapter_model.safetensors")
+    return str(directory)
+
+
+@pytest.fixture
+def server(serve: Callable[..., Served]) -> Served:
+    return serve(options=OPTIONS, model_facts=FACTS)
+
+
+def load(server: Served, name: str, directory: str, **fields: object) -> Reply:
+    return server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": directory} | fields, ADMIN)
+
+
+def ask(server: Served, name: str) -> list[Reply]:
+    """The replies of all routes that generate text."""
+    messages = [{"role": "user", "content": "hi"}]
+    return [
+        server.post("/v1/completions", {"model": name, "prompt": "x", "max_tokens": 1}, OTHER),
+        server.post("/v1/chat/completions", {"model": name, "messages": messages, "max_tokens": 1}, OTHER),
+        server.post("/v1/messages", {"model": name, "messages": messages, "max_tokens": 1}, OTHER),
+        server.post("/v1/responses", {"model": name, "input": "hi", "max_output_tokens": 1}, OTHER),
+    ]
+
+
+def test_an_adapter_is_loaded_asked_listed_and_unloaded(server: Served, tmp_path: Path) -> None:
+    directory = write_adapter(tmp_path / "a")
+    assert [reply.status for reply in ask(server, "sql")] == [404] * 4
+    card = load(server, "sql", directory).json()
+    assert (card["id"], card["root"], card["parent"]) == ("sql", directory, "demo")
+    models = server.get("/v1/models", OTHER).json()
+    assert [(one["id"], one["parent"]) for one in models["data"]] == [("demo", None), ("sql", "demo")]
+    assert server.get("/v1/models/sql", OTHER).json() == card
+    replies = ask(server, "sql")
+    assert [(reply.status, reply.json()["model"]) for reply in replies] == [(200, "sql")] * 4
+    adapters = [request.adapter for request in server.engine.submitted]
+    assert len(adapters) == 4 and len(set(adapters)) == 1
+    assert adapters[0] is not None and (adapters[0].name, adapters[0].directory) == ("sql", directory)
+    assert [reply.status for reply in ask(server, "demo")] == [200] * 4
+    assert all(request.adapter is None for request in server.engine.submitted[4:])
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "sql"}, ADMIN).json()["deleted"] is True
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "sql"}, ADMIN).status == 404
+    assert [reply.status for reply in ask(server, "sql")] == [404] * 4
+
+
+def test_large_bodies_find_adapters_too(server: Served, tmp_path: Path) -> None:
+    """A worker process parses them."""
+    load(server, "sql", write_adapter(tmp_path / "a"))
+    body = {"prompt": "x" * 9000, "truncate_prompt_tokens": 5, "max_tokens": 1}
+    assert server.post("/v1/completions", body | {"model": "sql"}, OTHER).status == 200
+    assert server.engine.submitted[0].adapter is not None
+    reply = server.post("/v1/completions", body | {"model": "other"}, OTHER)
+    assert reply.status == 404 and "this server serves demo, sql" in reply.json()["error"]["message"]
+
+
+def test_only_administrators_load_and_unload(serve: Callable[..., Served], server: Served, tmp_path: Path) -> None:
+    directory = write_adapter(tmp_path / "a")
+    for path, body in (
+        ("/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": directory}),
+        ("/v1/unload_lora_adapter", {"lora_name": "sql"}),
+    ):
+        assert server.post(path, body, OTHER).status == 403
+        assert server.post(path, body).status == 401
+        assert serve(options={"enable_lora": True}, model_facts=FACTS).post(path, body).status == 403
+        without = serve().post(path, body)
+        assert without.status == 404 and "--enable-lora" in without.json()["error"]["message"]
+    assert len(server.get("/v1/models", OTHER).json()["data"]) == 1
+
+
+def test_a_name_is_taken_once_unless_it_is_replaced(server: Served, tmp_path: Path) -> None:
+    directory = write_adapter(tmp_path / "a")
+    assert load(server, "demo", directory).status == 400
+    assert load(server, "sql", directory).status == 200
+    assert "load_inplace" in load(server, "sql", directory).json()["error"]["message"]
+    ask(server, "sql")
+    write_adapter(tmp_path / "a", 2.0)
+    assert load(server, "sql", directory, load_inplace=True).status == 200
+    ask(server, "sql")
+    digests = [request.adapter.digest for request in server.engine.submitted if request.adapter is not None]
+    assert len(set(digests[:4])) == len(set(digests[4:])) == 1 and digests[0] != digests[4]
+
+
+def test_a_bad_adapter_leaves_everything_as_it_was(server: Served, tmp_path: Path) -> None:
+    good = write_adapter(tmp_path / "good")
+    bad = write_adapter(tmp_path / "bad", float("nan"))
+    load(server, "sql", good)
+    for name, fields in (("new", {}), ("sql", {"load_inplace": True})):
+        reply = load(server, name, bad, **fields)
+        assert reply.status == 400 and reply.json()["error"]["code"] == "invalid_adapter"
+        assert "contains numbers that are not finite" in reply.json()["error"]["message"]
+    assert load(server, "new", str(tmp_path / "missing")).status == 400
+    assert load(server, "new", good, rank=3).json()["error"]["param"] == "rank"
+    assert [one["root"] for one in server.get("/v1/models", OTHER).json()["data"][1:]] == [good]
+
+
+def test_fingerprints_follow_the_adapter(server: Served, tmp_path: Path) -> None:
+    load(server, "sql", write_adapter(tmp_path / "a"))
+    prints = [ask(server, name)[0].json()["system_fingerprint"] for name in ("demo", "sql", "sql")]
+    assert prints[0] != prints[1] == prints[2]

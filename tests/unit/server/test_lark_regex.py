@@ -1,0 +1,82 @@
+"""Lark grammars as regular expressions: the same texts, and what cannot be translated is said."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from serve_llm.server.structured_output.lark_regex import LarkError, translate_lark
+
+PATCH = r"""
+start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+
+hunk: add_hunk | delete_hunk | update_hunk
+add_hunk: "*** Add File: " filename LF add_line+
+delete_hunk: "*** Delete File: " filename LF
+update_hunk: "*** Update File: " filename LF change_move? change?
+filename: /(.+)/
+add_line: "+" /(.*)/ LF -> line  // of the new file
+change_move: "*** Move to: " filename LF
+change: (change_context | change_line)+ eof_line?
+change_context: ("@@" | "@@ " /(.+)/) LF
+change_line: ("+" | "-" | " ") /(.*)/ LF
+eof_line: "*** End of File" LF
+
+%import common.LF
+"""
+
+CASES: list[tuple[str, list[str], list[str]]] = [
+    (
+        PATCH,
+        [
+            "*** Begin Patch\n*** Add File: a.py\n+x = 1\n+\n*** End Patch",
+            "*** Begin Patch\n*** Delete File: a\n*** Update File: b\n@@ f\n-x\n+y\n z\n*** End Patch\n",
+        ],
+        ["", "*** Begin Patch\n*** End Patch", "*** Begin Patch\n*** Add File: a\nx\n*** End Patch\n"],
+    ),
+    ('start: "a" | "b"\n     | "c"', ["a", "b", "c"], ["", "ab", "d"]),
+    ('?start.2: (A "-")~2..3 ["!"]\nA: "x".."z"', ["x-y-", "z-z-z-!"], ["x-", "a-a-", "x-y-z-x-"]),
+    ('start: "a+b"i /c[\\/]?/i "\\n"\n# the end', ["A+bC/\n", "a+bc\n"], ["aab", "a+bc"]),
+    ('start: NUMBER ("," NUMBER)*\nNUMBER: /[0-9]/ ~ 2\n', ["12", "12,34"], ["1", "12,", "123"]),
+    ('start: INT _sep WORD\n!_sep: ":"?\n%import common (INT, WORD)', ["1:a", "12ab"], [":a", "1:"]),
+    ("start: x\n%import common.HEXDIGIT -> H\nx: H+", ["0aF"], ["", "g"]),
+]
+
+
+@pytest.mark.parametrize(("grammar", "valid", "invalid"), CASES, ids=range(len(CASES)))
+def test_texts(grammar: str, valid: list[str], invalid: list[str]) -> None:
+    expression = re.compile(translate_lark(grammar))
+    assert [text for text in valid if not expression.fullmatch(text)] == []
+    assert [text for text in invalid if expression.fullmatch(text)] == []
+
+
+@pytest.mark.parametrize(
+    ("grammar", "problem"),
+    [
+        ('start: "a" start?', "recursive"),
+        ("start: a\na: b\nb: a", "recursive"),
+        ("start: a", "not defined"),
+        ("", "not defined"),
+        ("start: /a/\nstart: /b/", "twice"),
+        ("start: /a/\n%ignore WS", "cannot be enforced"),
+        ("start: %json {}", "cannot be enforced"),
+        ("start: /a/x", "flags"),
+        ("start: /a/ ~", "number"),
+        ('start: "ab".."z"', "range"),
+        ("start: (/a/", "lacks"),
+        ("start: /a/)", "cannot be read"),
+        ("start: é", "not Lark"),
+        ("%import common.XML", "not known"),
+        ("start{x}: x", "no definition"),
+        ("start: " + "(" * 5000 + "/a/" + ")" * 5000, "too deep"),
+        ("start: a0\n" + "\n".join(f"a{n}: a{n + 1} a{n + 1}" for n in range(60)) + '\na60: "x"', "more than"),
+        ("start: " + "a " * 20_000 + "\na: " + '"xyz" ' * 1000, "more than"),
+    ],
+    ids=range(18),
+)
+def test_what_cannot_be_translated(grammar: str, problem: str) -> None:
+    with pytest.raises(LarkError, match=problem):
+        translate_lark(grammar)

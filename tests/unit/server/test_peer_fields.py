@@ -1,0 +1,49 @@
+"""Fields of other servers, and fields that nobody knows, in requests to generate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from serve_llm.server.schema.completions import Completion
+from support.serving import Served
+
+Serve = Callable[..., Served]
+
+SILLY_TAVERN = {  # what its text completion types send by default
+    "best_of": 1, "spaces_between_special_tokens": True, "max_new_tokens": 3, "stopping_strings": ["zz"], "typical":
+    1, "typical_p": 1, "sampler_seed": 7, "add_bos_token": True, "smoothing_factor": 0, "smoothing_curve": 1, "tfs":
+    1, "dry_allowed_length": 2, "dry_multiplier": 0, "dry_base": 1.75, "dry_sequence_breakers": "[]",
+    "dry_penalty_last_n": 0, "max_tokens_second": 0, "truncation_length": 4096, "ban_eos_token": False, "top_a": 0,
+    "mirostat_mode": 0, "mirostat_tau": 5, "mirostat_eta": 0.1, "custom_token_bans": "", "banned_strings": [],
+    "api_type": "ooba", "api_server": "http://127.0.0.1:5000/", "xtc_threshold": 0.1, "xtc_probability": 0,
+    "rep_pen": 1, "guided_grammar": "", "guided_json": "", "early_stopping": False, "length_penalty": 1,
+    "use_beam_search": False,
+}  # fmt: skip
+
+
+def test_fields_of_other_servers_are_served_where_they_mean_nothing(served: Served) -> None:
+    found = Completion.model_validate(served.complete(**SILLY_TAVERN).json(), extra="forbid")
+    assert found.usage.completion_tokens == 3
+    sampling = served.engine.submitted[-1].sampling
+    assert (sampling.seed, sampling.max_tokens, sampling.repetition_penalty) == (7, 3, 1)
+    assert served.complete(n_predict=2, max_tokens=2, repeat_penalty=1.5).status == 200
+    assert served.engine.submitted[-1].sampling.repetition_penalty == 1.5
+    assert served.complete(best_of=2, n=2).status == 200
+
+
+def test_a_null_field_is_absent_whatever_its_name(served: Served) -> None:
+    assert served.complete(tempratur=None, nonsense=None).status == 200
+    assert served.chat(max_tokens=1, nonsense=None).status == 200
+    assert served.post("/tokenize", {"prompt": "x", "nonsense": None}).status == 200
+
+
+def test_unknown_fields_may_be_left_out(serve: Serve) -> None:
+    served = serve(options={"unknown_fields": "ignore"})
+    reply = served.complete(nonsense=1, tempratur=2, absent=None)
+    assert reply.status == 200 and reply.headers["x-ignored-fields"] == "nonsense, tempratur"
+    assert served.chat(nonsense=1, stream=True).headers["x-ignored-fields"] == "nonsense"
+    assert served.complete(temperature="1", nonsense=1).json()["error"]["param"] == "temperature"
+    assert served.complete(stream=True, stream_options={"nonsense": 1}).status == 400, "inside a known field"
+    text = served.get("/metrics").content.decode()
+    assert 'ignored_fields_total{model_name="demo",route="/v1/completions"} 2.0' in text
+    assert 'ignored_fields_total{model_name="demo",route="/v1/chat/completions"} 1.0' in text

@@ -1,0 +1,332 @@
+"""/v1/files and /v1/batches on a scripted engine: what is stored, for whom, and what becomes of every line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_llm.common.errors import OptionError
+from serve_llm.common.types import LOWEST_PRIORITY
+from serve_llm.server.schema.batches import BatchReply, FileReply
+from support.asgi import Call, Reply
+from support.serving import Served
+
+Json = dict[str, Any]
+Serve = Callable[..., Served]
+
+FILES, BATCHES = "/v1/files", "/v1/batches"
+FORM = {"content-type": "multipart/form-data; boundary=cut"}
+FIRST, SECOND = ({"authorization": f"Bearer {key}"} for key in ("first", "second"))
+
+
+@pytest.fixture
+def serve_batches(serve: Serve, tmp_path: Path) -> Serve:
+    def make(*limit: str, **more: Any) -> Served:
+        options = {"batches_dir": str(tmp_path / "batches"), "limit": limit or None, **more.pop("options", {})}
+        return serve("Hello.", options=options, **more)
+
+    return make
+
+
+def build_form(content: bytes, purpose: str = "batch", more: str = "") -> bytes:
+    head = f'--cut\r\ncontent-disposition: form-data; name="purpose"\r\n\r\n{purpose}\r\n{more}--cut\r\n'
+    head += 'content-disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n'
+    return head.encode() + content + b"\r\n--cut--\r\n"
+
+
+def build_line(custom_id: object, **fields: object) -> Json:
+    body = {"prompt": f"line {custom_id}", "max_tokens": 2}
+    return {"custom_id": str(custom_id), "method": "POST", "url": "/v1/completions", "body": body, **fields}
+
+
+def build_input(*lines: Json) -> bytes:
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+async def ask(served: Served, method: str, path: str, body: object = None, key: Json | None = None) -> Reply:
+    headers = {**(FORM if path == FILES and method == "POST" else {}), **(key or {})}
+    return await Call(served.app, method, path, body, headers).reply()
+
+
+async def get(served: Served, path: str, key: Json | None = None) -> Json:
+    reply = await ask(served, "GET", path, None, key)
+    assert reply.status == 200, reply.content
+    return dict(reply.json())
+
+
+async def upload(served: Served, content: bytes, key: Json | None = None) -> str:
+    reply = await ask(served, "POST", FILES, build_form(content), key)
+    assert reply.status == 200, reply.content
+    FileReply.model_validate(reply.json())
+    return str(reply.json()["id"])
+
+
+async def create(served: Served, content: bytes, key: Json | None = None, **fields: object) -> Json:
+    body = {"input_file_id": await upload(served, content, key), "endpoint": "/v1/completions"}
+    reply = await ask(served, "POST", BATCHES, body | {"completion_window": "24h"} | fields, key)
+    assert reply.status == 200, reply.content
+    BatchReply.model_validate(reply.json())
+    assert reply.json()["status"] == "validating"
+    return dict(reply.json())
+
+
+async def wait_for(served: Served, batch_id: str, *statuses: str, key: Json | None = None) -> Json:
+    while True:
+        batch = await get(served, f"{BATCHES}/{batch_id}", key)
+        if batch["status"] in statuses:
+            return batch
+        assert batch["status"] in ("validating", "in_progress", "cancelling"), batch
+        await asyncio.sleep(0)
+
+
+async def read_results(served: Served, batch: Json, name: str) -> list[Json]:
+    if batch[f"{name}_file_id"] is None:
+        return []
+    reply = await ask(served, "GET", f"{FILES}/{batch[f'{name}_file_id']}/content")
+    return [json.loads(line) for line in reply.content.splitlines()]
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(scenario())
+
+
+def test_files(serve_batches: Serve) -> None:
+    served = serve_batches()
+
+    async def scenario() -> None:
+        ids = [await upload(served, b"%d\r\n--cu" % number) for number in range(3)]
+        content = await ask(served, "GET", f"{FILES}/{ids[1]}/content")
+        assert content.content == b"1\r\n--cu"
+        file = await get(served, f"{FILES}/{ids[1]}")
+        assert (file["bytes"], file["filename"], file["purpose"]) == (7, "in.jsonl", "batch")
+        assert [one["id"] for one in (await get(served, FILES))["data"]] == ids[::-1]
+        page = await get(served, f"{FILES}?limit=2&order=asc&purpose=batch")
+        assert [one["id"] for one in page["data"]] == ids[:2] and page["has_more"]
+        page = await get(served, f"{FILES}?order=asc&after={page['last_id']}")
+        assert [one["id"] for one in page["data"]] == ids[2:] and not page["has_more"]
+        assert (await get(served, f"{FILES}?purpose=batch_output"))["data"] == []
+        deleted = await ask(served, "DELETE", f"{FILES}/{ids[0]}")
+        assert deleted.json() == {"id": ids[0], "object": "file", "deleted": True}
+        for method, more in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
+            assert (await ask(served, method, f"{FILES}/{ids[0]}{more}")).status == 404
+
+    run(scenario)
+
+
+def test_every_line_has_one_result(serve_batches: Serve) -> None:
+    served = serve_batches()
+    lines = [build_line(number) for number in range(20)]
+    lines[7]["body"] = {"prompt": 3}
+    lines[9]["body"] = {"prompt": "x", "model": "other"}
+
+    async def scenario() -> None:
+        created = await create(served, build_input(*lines), metadata={"a": "b"})
+        batch = await wait_for(served, created["id"], "completed")
+        assert batch["request_counts"] == {"total": 20, "completed": 18, "failed": 2}
+        assert batch["metadata"] == {"a": "b"} and batch["expires_at"] == batch["created_at"] + 86400
+        answered = await read_results(served, batch, "output")
+        failed = await read_results(served, batch, "error")
+        assert sorted(int(one["custom_id"]) for one in answered + failed) == list(range(20))
+        assert {one["custom_id"]: one["response"]["status_code"] for one in failed} == {"7": 400, "9": 404}
+        assert all(one["response"]["body"]["choices"] and one["response"]["request_id"] for one in answered)
+        assert [one["id"] for one in (await get(served, BATCHES))["data"]] == [batch["id"]]
+        late = await ask(served, "POST", f"{BATCHES}/{batch['id']}/cancel", {})
+        assert late.status == 400 and "completed" in late.json()["error"]["message"]  # type: ignore[index]
+
+    run(scenario)
+    assert {request.priority for request in served.engine.submitted} == {LOWEST_PRIORITY}
+
+
+def test_a_batch_gives_way_to_other_requests(serve_batches: Serve) -> None:
+    served = serve_batches(automatic=False)
+
+    async def wait_until_open(number: int) -> None:
+        while len(served.engine.open) != number:
+            await served.engine.changed.wait()
+            served.engine.changed.clear()
+
+    async def scenario() -> None:
+        other = Call(served.app, "POST", "/v1/completions", {"prompt": "x", "max_tokens": 20})
+        await wait_until_open(1)
+        batch = await create(served, build_input(*(build_line(number) for number in range(10))))
+        for _ in range(3):
+            await wait_until_open(2)
+            served.engine.step()
+        while not other.finished.done():
+            assert len(served.engine.open) <= 2 or not served.admission.count_open_before(LOWEST_PRIORITY)
+            served.engine.step()
+            await asyncio.sleep(0)
+        while served.engine.open or (await get(served, f"{BATCHES}/{batch['id']}"))["status"] == "in_progress":
+            served.engine.step()
+            await asyncio.sleep(0)
+        assert (await get(served, f"{BATCHES}/{batch['id']}"))["request_counts"]["completed"] == 10
+
+    run(scenario)
+
+
+def test_a_batch_continues_on_the_next_server(serve_batches: Serve, tmp_path: Path) -> None:
+    lines = [build_line(number) for number in range(10)]
+    first = serve_batches("batch-lines=10", automatic=False, options={"max_num_seqs": 4})
+    found: Json = {}
+
+    async def begin() -> None:
+        found.update(await create(first, build_input(*lines)))
+        while len(first.engine.open) < 4:
+            await first.engine.changed.wait()
+            first.engine.changed.clear()
+        while (await get(first, f"{BATCHES}/{found['id']}"))["request_counts"]["completed"] < 4:
+            first.engine.step()
+        refused = await ask(first, "DELETE", f"{FILES}/{found['input_file_id']}")
+        assert refused.status == 400
+        assert first.batches is not None
+        await first.batches.stop()
+
+    run(begin)
+    with pytest.raises(OptionError, match=r"--batches-dir .*another server uses it"):
+        serve_batches()
+    first.storage.close()
+    (output,) = (tmp_path / "batches" / "files").glob("*-output")
+    num_done = len(output.read_bytes().splitlines())
+    second = serve_batches()
+
+    async def finish() -> None:
+        assert second.batches is not None
+        await second.batches.resume()
+        batch = await wait_for(second, found["id"], "completed")
+        results = await read_results(second, batch, "output")
+        assert sorted(int(one["custom_id"]) for one in results) == list(range(10))
+
+    run(finish)
+    assert 4 <= num_done < 10 and len(second.engine.submitted) == 10 - num_done
+
+
+@pytest.mark.parametrize(("fields", "status"), [({}, "cancelled"), ({"completion_window": "1s"}, "expired")])
+def test_requests_that_are_not_answered_say_why(serve_batches: Serve, fields: Json, status: str) -> None:
+    served = serve_batches(automatic=False, options={"max_num_seqs": 2})
+
+    async def scenario() -> None:
+        created = await create(served, build_input(*(build_line(number) for number in range(6))), **fields)
+        if status == "cancelled":
+            while len(served.engine.open) < 2:
+                await served.engine.changed.wait()
+                served.engine.changed.clear()
+            served.engine.step()
+            served.engine.step()
+            reply = await ask(served, "POST", f"{BATCHES}/{created['id']}/cancel", {})
+            assert reply.json()["status"] == "cancelling"
+        batch = await wait_for(served, created["id"], status)
+        answered = await read_results(served, batch, "output")
+        failed = await read_results(served, batch, "error")
+        assert sorted(int(one["custom_id"]) for one in answered + failed) == list(range(6))
+        assert {one["error"]["code"] for one in failed} == {f"batch_{status}"} and len(failed) >= 4
+        assert batch[f"{status}_at"] and not served.engine.open
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "0 requests"),
+        (build_input(build_line(1), build_line(1)), "not the first"),
+        (build_input(build_line(1)) + b"{", "line of a batch"),
+        (build_input(build_line(1), build_line(2, url="/v1/embeddings")), "url must be that of the batch"),
+        (build_input(build_line(1), build_line(2, body={"background": True})), "background"),
+        (build_input(*(build_line(number) for number in range(4))), "1 to 3 are possible"),
+    ],
+)
+def test_an_input_at_fault_fails_the_batch(serve_batches: Serve, content: bytes, reason: str) -> None:
+    served = serve_batches("batch-lines=3")
+
+    async def scenario() -> None:
+        batch = await wait_for(served, (await create(served, content))["id"], "failed")
+        (problem,) = batch["errors"]["data"]
+        assert reason in problem["message"]
+        assert problem["line"] == (2 if len(content.splitlines()) == 2 else None)
+        assert "/" not in problem["message"].replace("/v1/", ""), "no path of the server"
+
+    run(scenario)
+    assert not served.engine.submitted
+
+
+def test_another_key_finds_nothing(serve_batches: Serve) -> None:
+    served = serve_batches(options={"api_key": ("first", "second")})
+
+    async def scenario() -> None:
+        batch = await create(served, build_input(build_line(1)), FIRST)
+        await wait_for(served, batch["id"], "completed", key=FIRST)
+        file, one = f"{FILES}/{batch['input_file_id']}", f"{BATCHES}/{batch['id']}"
+        for method, path in (
+            ("GET", file),
+            ("GET", file + "/content"),
+            ("DELETE", file),
+            ("GET", one),
+            ("POST", one + "/cancel"),
+        ):
+            assert (await ask(served, method, path, None, SECOND)).status == 404, path
+        for path in (FILES, BATCHES):
+            assert (await get(served, path, SECOND))["data"] == [] != (await get(served, path, FIRST))["data"]
+        body = {"input_file_id": batch["input_file_id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        assert (await ask(served, "POST", BATCHES, body, SECOND)).status == 404
+
+    run(scenario)
+    assert {request.tenant for request in served.engine.submitted} == {0}
+
+
+def test_quotas(serve_batches: Serve) -> None:
+    served = serve_batches("file-bytes=1000", "stored-files=3", "all-file-bytes=150000")
+
+    async def scenario() -> None:
+        large = await ask(served, "POST", FILES, build_form(b"x" * 100_000))
+        assert large.status == 413 and "1000 bytes" in large.json()["error"]["message"]  # type: ignore[index]
+        for _ in range(3):
+            await upload(served, b"x" * 1000)
+        full = await ask(served, "POST", FILES, build_form(b"x"))
+        assert full.status == 413 and "delete some" in full.json()["error"]["message"]  # type: ignore[index]
+
+    run(scenario)
+
+
+GOOD = {"input_file_id": "file-none", "endpoint": "/v1/completions", "completion_window": "24h"}
+BAD: list[tuple[str, object, int, str]] = [
+    (BATCHES, GOOD, 404, "input_file_id"),
+    (BATCHES, GOOD | {"endpoint": "/v1/files"}, 400, "endpoint"),
+    (BATCHES, GOOD | {"completion_window": "0h"}, 400, "completion_window"),
+    (BATCHES, GOOD | {"completion_window": "31d"}, 400, "completion_window"),
+    (BATCHES, GOOD | {"metadata": {"a": 1}}, 400, "metadata.a"),
+    (BATCHES, GOOD | {"metadata": {"a": "x" * 513}}, 400, "metadata"),
+    (BATCHES, GOOD | {"metadata": {str(number): "x" for number in range(17)}}, 400, "metadata"),
+    (BATCHES, GOOD | {"output_expires_after": {}}, 400, "output_expires_after"),
+    (BATCHES, {}, 400, "input_file_id"),
+    (FILES, build_form(b"x", "fine-tune"), 400, "purpose"),
+    (FILES, build_form(b"x", more='--cut\r\ncontent-disposition: form-data; name="x"\r\n\r\n1\r\n'), 400, "x"),
+    (FILES, b'--cut\r\ncontent-disposition: form-data; name="file"\r\n\r\nx\r\n--cut--\r\n', 400, "file"),
+    (FILES, b"--cut\r\n", 400, "file"),
+    (FILES, b"", 400, "file"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param"), BAD, ids=range(len(BAD)))
+def test_bad_requests(serve_batches: Serve, path: str, body: object, status: int, param: str) -> None:
+    reply = serve_batches().post(path, body, FORM if path == FILES else {})
+    assert reply.status == status, reply.content
+    assert reply.json()["error"]["param"] in (param, None) and reply.json()["error"]["message"]  # type: ignore[index]
+
+
+def test_a_form_is_needed(serve_batches: Serve) -> None:
+    served = serve_batches()
+    for headers in ({}, {"content-type": "application/json"}, {"content-type": "multipart/form-data"}):
+        assert served.post(FILES, b"{}", headers).status == 400
+    torn = served.post(FILES, b'--cut\r\ncontent-disposition: form-data; name="', FORM)
+    assert torn.status == 400
+
+
+def test_without_a_directory_the_option_is_named(served: Served) -> None:
+    for path in (FILES, BATCHES):
+        reply = served.post(path, {})
+        assert reply.status == 404 and "--batches-dir" in reply.json()["error"]["message"]  # type: ignore[index]

@@ -1,0 +1,253 @@
+"""Tools and reasoning in POST /v1/chat/completions on a scripted engine: prompts, answers and streams."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.schema.chat import ChatCompletion, ChatEvent
+from support.asgi import Reply
+from support.fakes import logprobs_of
+from support.serving import Served
+from support.tools import TOOLS, WEATHER, with_tools, write_call
+
+Serve = Callable[..., Served]
+Choice = dict[str, Any]
+OSLO = write_call("get_weather", city="Oslo", days=2)
+CALL = {"name": "get_weather", "arguments": '{"city": "Oslo", "days": 2}'}
+
+
+@pytest.fixture
+def serve_text(serve: Serve, model: ServedModel) -> Callable[..., Served]:
+    """An engine that writes a text and ends it."""
+
+    def make(text: str, **more: Any) -> Served:
+        return serve(text + "<|end|>", **{"served_model": with_tools(model), "model_facts": None, **more})
+
+    return make
+
+
+def read_body(reply: Reply) -> Choice:
+    assert reply.status == 200, reply.content
+    ChatCompletion.model_validate(reply.json(), extra="forbid")
+    choice: Choice = reply.json()["choices"][0]
+    return choice
+
+
+def fold(reply: Reply, index: int = 0) -> Choice:
+    """The choice of a body, from the events of a stream."""
+    assert reply.status == 200, reply.content
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    calls: dict[int, Any] = {}
+    choice: Choice = {"index": index, "message": message, "logprobs": None}
+    token_ids: list[int] = []
+    for event in reply.events():
+        ChatEvent.model_validate(event, extra="forbid")
+        for part in event["choices"]:
+            if part["index"] != index:
+                continue
+            assert "finish_reason" not in choice, "an event after the last one"
+            delta = part["delta"]
+            for name in ("content", "reasoning", "reasoning_content"):
+                if name in delta:
+                    message[name] = message.get(name, "") + delta[name]
+            for entry in delta.get("tool_calls", []):
+                if "id" in entry:
+                    assert entry["index"] == len(calls), "calls begin in order"
+                    assert entry["function"]["name"] and entry["function"]["arguments"] == ""
+                    calls[entry["index"]] = {key: entry[key] for key in ("id", "type", "function")}
+                else:
+                    assert entry.keys() == {"index", "function"} and entry["function"].keys() == {"arguments"}
+                    assert entry["index"] == len(calls) - 1
+                    calls[entry["index"]]["function"]["arguments"] += entry["function"]["arguments"]
+            if part["logprobs"] is not None:
+                choice["logprobs"] = choice["logprobs"] or {"content": []}
+                choice["logprobs"]["content"] += part["logprobs"]["content"]
+            token_ids += part.get("token_ids", [])
+            choice |= {name: part[name] for name in ("stop_reason",) if name in part}
+            if part["finish_reason"] is not None:
+                choice["finish_reason"] = part["finish_reason"]
+    if calls:
+        message["tool_calls"] = list(calls.values())
+        message["content"] = message["content"] or None
+    if token_ids:
+        choice["token_ids"] = token_ids
+    return choice
+
+
+def functions(choice: Choice) -> list[dict[str, str]]:
+    return [call["function"] for call in choice["message"].get("tool_calls", [])]
+
+
+def prompt_text(served: Served) -> str:
+    return served.model.tokenizer.decode(served.engine.submitted[-1].prompt_ids, skip_special_tokens=False)
+
+
+TEXTS: list[tuple[str, str, str | None, list[dict[str, str]], str]] = [
+    # written, reasoning, content, calls, finish_reason
+    ("Hello.", "", "Hello.", [], "stop"),
+    (OSLO, "", None, [CALL], "tool_calls"),
+    ("<think>\nHm.\n</think>\n\nHello.", "Hm.", "Hello.", [], "stop"),
+    (f"<think>\nHm.\n</think>\n\n{OSLO}", "Hm.", None, [CALL], "tool_calls"),
+    (f"I look.\n{OSLO}\n{write_call('clock')}", "", "I look.", [CALL, {"name": "clock", "arguments": "{}"}],
+     "tool_calls"),
+    ("a < b <tool_cal", "", "a < b <tool_cal", [], "stop"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 5, 1000])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("written", "reasoning", "content", "calls", "finish_reason"), TEXTS, ids=range(len(TEXTS)))
+def test_answers(
+    serve_text: Callable[..., Served],
+    written: str,
+    reasoning: str,
+    content: str | None,
+    calls: list[dict[str, str]],
+    finish_reason: str,
+    stream: bool,
+    tokens_per_step: int,
+) -> None:
+    served = serve_text(written, tokens_per_step=tokens_per_step)
+    reply = served.chat(tools=TOOLS, stream=stream, n=2)
+    for index in range(2):
+        choice = fold(reply, index) if stream else reply.json()["choices"][index]
+        if not stream:
+            read_body(reply)
+        message = choice["message"]
+        assert (message.get("reasoning", ""), message["content"]) == (reasoning, content)
+        assert functions(choice) == calls
+        assert choice["finish_reason"] == finish_reason
+    ids = [call["id"] for choice in [choice] for call in choice["message"].get("tool_calls", [])]
+    assert len(set(ids)) == len(calls) and all(one.startswith("call_") for one in ids)
+
+
+def test_arguments_leave_before_the_call_is_complete(serve_text: Callable[..., Served]) -> None:
+    served = serve_text(write_call("get_weather", city="x" * 200))
+    deltas = [event["choices"][0]["delta"] for event in served.chat(tools=TOOLS, stream=True).events()]
+    pieces = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    assert len(pieces) > 20 and pieces[0]["id"] and all("id" not in piece for piece in pieces[1:])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_add_up(serve_text: Callable[..., Served], stream: bool) -> None:
+    written = f"<think>\nHm.\n</think>\n\nI look.\n{OSLO}"
+    served = serve_text(written)
+    ids = served.ids(written + "<|end|>")
+    body: dict[str, Any] = {"tools": TOOLS, "logprobs": True, "top_logprobs": 1, "return_token_ids": True}
+    reply = served.chat(**body, stream=stream, stream_options={"include_usage": True} if stream else None)
+    choice = fold(reply) if stream else read_body(reply)
+    usage = reply.events()[-1]["usage"] if stream else reply.json()["usage"]
+    assert choice["token_ids"] == ids
+    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == [logprobs_of(one, 1).logprob for one in ids]
+    assert usage["completion_tokens"] == len(ids)
+    num_reasoning = usage["completion_tokens_details"]["reasoning_tokens"]
+    assert len(served.ids("Hm.\n")) < num_reasoning <= len(served.ids("<think>\nHm.\n</think>"))
+
+
+def test_reasoning_is_left_out_on_request(serve_text: Callable[..., Served]) -> None:
+    served = serve_text(f"<think>\nHm.\n</think>\n\n{OSLO}")
+    body: dict[str, Any] = {"tools": TOOLS, "include_reasoning": False, "logprobs": True, "return_token_ids": True}
+    for stream in (False, True):
+        reply = served.chat(**body, stream=stream)
+        choice = fold(reply) if stream else read_body(reply)
+        assert "reasoning" not in choice["message"] and functions(choice) == [CALL]
+        text = served.model.tokenizer.decode(choice["token_ids"], skip_special_tokens=False)
+        assert "Hm" not in text and OSLO in text
+        assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+
+
+def test_the_name_of_the_reasoning_is_an_option(serve_text: Callable[..., Served]) -> None:
+    served = serve_text("<think>\nHm.\n</think>\n\nYes.", options={"reasoning_field": "reasoning_content"})
+    for stream in (False, True):
+        reply = served.chat(stream=stream)
+        choice = fold(reply) if stream else read_body(reply)
+        assert choice["message"] == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
+
+
+def test_no_choice_leaves_the_text_as_it_is(serve_text: Callable[..., Served]) -> None:
+    served = serve_text(f"So: {OSLO}")
+    choice = read_body(served.chat(tools=TOOLS, tool_choice="none"))
+    assert choice["message"] == {"role": "assistant", "content": f"So: {OSLO}"} and choice["finish_reason"] == "stop"
+    assert "get_weather" in prompt_text(served), "the prompt has the tools all the same"
+
+
+def test_a_named_function_ends_with_stop(serve_text: Callable[..., Served]) -> None:
+    served = serve_text(OSLO)
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    choice = read_body(served.chat(tools=TOOLS, tool_choice=named))
+    assert functions(choice) == [CALL] and choice["finish_reason"] == "stop"
+
+
+def test_a_cut_call_stays_a_call(serve_text: Callable[..., Served]) -> None:
+    served = serve_text(OSLO)
+    num_tokens = len(served.ids(OSLO.partition("slo")[0]))
+    choice = read_body(served.chat(tools=TOOLS, max_tokens=num_tokens))
+    assert choice["finish_reason"] == "length"
+    (function,) = functions(choice)
+    assert function["name"] == "get_weather" and CALL["arguments"].startswith(function["arguments"])
+
+
+def test_stop_strings_count_in_content_only(serve_text: Callable[..., Served]) -> None:
+    served = serve_text(f"<think>\nOslo?\n</think>\n\nI ask.\n{OSLO}")
+    for stream in (False, True):
+        reply = served.chat(tools=TOOLS, stop=["Oslo"], stream=stream)
+        choice = fold(reply) if stream else read_body(reply)
+        assert choice["message"]["reasoning"] == "Oslo?" and functions(choice) == [CALL]
+        reply = served.chat(tools=TOOLS, stop=["ask", "call"], stream=stream, logprobs=True)
+        choice = fold(reply) if stream else read_body(reply)
+        assert choice["message"]["content"] == "I " and not functions(choice)
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "ask")
+
+
+def test_the_prompt_shows_tools_and_history(serve_text: Callable[..., Served]) -> None:
+    served = serve_text("Yes.")
+    call = {"id": "c1", "type": "function", "function": CALL}
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "reasoning": "Hm.", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "Rain."},
+    ]
+    assert served.chat(messages=messages, tools=[WEATHER]).status == 200
+    text = prompt_text(served)
+    assert json.dumps(WEATHER["function"]["description"]) in text and '"strict"' not in text
+    assert f"<|assistant|>\n<think>\nHm.\n</think>\n\n\n{OSLO}<|end|>\n<|tool|>\nRain.<|end|>\n<|assistant|>\n" in text
+    same = [messages[0], {**messages[1], "reasoning": None, "reasoning_content": "Hm."}, messages[2]]
+    assert served.chat(messages=same, tools=[WEATHER]).status == 200
+    assert prompt_text(served) == text
+    tokens = served.post("/tokenize", {"messages": messages, "tools": [WEATHER]}).json()["tokens"]
+    assert tokens == served.engine.submitted[-1].prompt_ids
+
+
+def test_whether_the_prompt_opens_the_reasoning(serve_text: Callable[..., Served]) -> None:
+    served = serve_text("Hm.\n</think>\n\nYes.")
+    message = read_body(served.chat(chat_template_kwargs={"opens": True}))["message"]
+    assert message == {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}
+    assert read_body(served.chat())["message"]["content"] == "Hm.\n</think>\n\nYes."
+    for effort, expected in (("low", True), ("none", False)):
+        served.chat(chat_template_kwargs={"opens": True}, reasoning_effort=effort)
+        assert prompt_text(served).endswith("<|assistant|>\n<think>\n") == expected
+    assert prompt_text(served).endswith("</think>\n\n")
+
+
+def test_a_model_without_a_dialect_refuses_tools(served: Served) -> None:
+    reply = served.chat(tools=TOOLS)
+    assert (reply.status, reply.json()["error"]["param"]) == (400, "tools")
+    assert "--dialect" in reply.json()["error"]["message"]
+    assert served.chat(tools=TOOLS, tool_choice="none", max_tokens=1).status == 200
+
+
+def test_a_template_that_does_not_show_tools_refuses_them(
+    serve_text: Callable[..., Served], model: ServedModel
+) -> None:
+    blind = dataclasses.replace(with_tools(model), template=model.template)
+    served = serve_text("Yes.", served_model=blind)
+    reply = served.chat(tools=TOOLS)
+    assert (reply.status, reply.json()["error"]["param"]) == (400, "tools")
+    assert "chat template" in reply.json()["error"]["message"]
+    assert served.chat(tools=TOOLS, tool_choice="none").status == 200
