@@ -5,8 +5,10 @@ Everything else about the package stands in pyproject.toml.
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -34,6 +36,7 @@ if platform.machine().lower() in ("x86_64", "amd64"):
 AMX = [*VARIANTS.get("avx512_bf16", []), "-mamx-tile", "-mamx-bf16", "-mamx-int8"]  # g++ 11 or newer, on Linux
 
 PER_VARIANT = ("attend.cpp", "grouped.cpp", "multiply.cpp", "rows.cpp", "scan.cpp")
+WITH_TILES = ("attend.cpp", "multiply.cpp")  # what differs from avx512_bf16 where AMX is
 # who computes what, and the C interface
 ONCE = ("attention.cpp", "grouped_linear.cpp", "linear.cpp", "sampling.cpp", "collectives.cpp", "pool.cpp")
 
@@ -42,18 +45,23 @@ class BuildKernels(build_ext):
     """Compiles PER_VARIANT once for each variant; setuptools itself knows one set of options per extension."""
 
     def build_extension(self, extension: Extension) -> None:
-        variants = dict(VARIANTS)
+        files = [(name, variant, options) for variant, options in VARIANTS.items() for name in PER_VARIANT]
         if self._knows_amx():
-            variants["amx"] = AMX
+            files += [(name, "amx", AMX) for name in WITH_TILES]
             extension.define_macros.append(("HAVE_AMX", None))
-        for variant, options in variants.items():
-            extension.extra_objects += self.compiler.compile(
-                [str(FOLDER / name) for name in PER_VARIANT],
+
+        def compile_one(name: str, variant: str, options: list[str]) -> list[str]:
+            return self.compiler.compile(
+                [str(FOLDER / name)],
                 output_dir=str(Path(self.build_temp) / variant),
                 macros=[("VARIANT", variant), *extension.define_macros],
                 extra_postargs=[*FLAGS, *options],
                 depends=extension.depends,
             )
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            for objects in threads.map(compile_one, *zip(*files, strict=True)):
+                extension.extra_objects += objects
         super().build_extension(extension)
 
     def _knows_amx(self) -> bool:

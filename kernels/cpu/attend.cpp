@@ -5,20 +5,24 @@
 // `multiply` computes both products (scores = query x keys, result = weights x values). Each number of a result is one
 // chain of multiply-adds over k = 0, 1, 2, ..., whatever the number of rows and columns around it. Because of that, of
 // tiles at fixed positions, and of merging tiles in order, a row's bits do not depend on its batch. A unit of k is 32
-// bits: one float32 number, or a pair of bfloat16 numbers if the processor multiplies pairs.
+// bits: one float32 number, or a pair of bfloat16 numbers if the processor multiplies pairs. AMX adds 16 units at a time
+// to the chain, also in the same order for any number of rows (attend_tiles.h).
 
 #include "attend.h"
 
 #include <cmath>
 
 #include "vector.h"
+#if defined(__AMX_TILE__)
+#include "attend_tiles.h"
+#endif
 
 namespace {
 
 #if defined(__AVX512F__) || defined(__aarch64__)
-#define STRIP 6  // rows whose sums stay in the 32 vector registers, or in 16
+#define VECTOR_STRIP 6  // rows whose sums stay in the 32 vector registers, or in 16
 #else
-#define STRIP 3
+#define VECTOR_STRIP 3
 #endif
 constexpr float LOG2_E = 1.44269504088896341f;
 constexpr int PANEL = 4 * W;  // columns whose sums stay in registers
@@ -26,7 +30,9 @@ constexpr int PANEL = 4 * W;  // columns whose sums stay in registers
 // How numbers are multiplied. Cell: the type of the cache or the query. Numbers of an int8 cache are multiplied without
 // their scales, which is exact in any type: the keys' scales multiply the scores, and the values' scales the weights.
 struct Floats {
-  static constexpr int PACK = 1;    // numbers in a unit
+  static constexpr bool TILES = false;          // whether AMX multiplies
+  static constexpr int STRIP = VECTOR_STRIP;  // rows that are multiplied at once
+  static constexpr int PACK = 1;              // numbers in a unit
   static constexpr int DEGREE = 6;  // degree of the polynomial for powers of 2
   static Vec multiply_add(Units a, Units b, Vec sum) { return fma(as_floats(a), as_floats(b), sum); }
   template <class Cell>
@@ -55,6 +61,13 @@ struct Floats {
 
 #if defined(__AVX512BF16__)
 struct Pairs {
+#if defined(__AMX_TILE__)
+  static constexpr bool TILES = true;
+  static constexpr int STRIP = 16;
+#else
+  static constexpr bool TILES = false;
+  static constexpr int STRIP = VECTOR_STRIP;
+#endif
   static constexpr int PACK = 2;
   static constexpr int DEGREE = 4;
   static Vec multiply_add(Units a, Units b, Vec sum) {
@@ -110,7 +123,7 @@ inline void strips(int rows, const uint32_t* a, int64_t a_row, const uint32_t* b
     case 1: return strip<Number, 1, V>(a, a_row, b, steps, c, c_row);
     case 2: return strip<Number, 2, V>(a, a_row, b, steps, c, c_row);
     case 3: return strip<Number, 3, V>(a, a_row, b, steps, c, c_row);
-#if STRIP > 3
+#if VECTOR_STRIP > 3
     case 4: return strip<Number, 4, V>(a, a_row, b, steps, c, c_row);
     case 5: return strip<Number, 5, V>(a, a_row, b, steps, c, c_row);
     case 6: return strip<Number, 6, V>(a, a_row, b, steps, c, c_row);
@@ -118,23 +131,54 @@ inline void strips(int rows, const uint32_t* a, int64_t a_row, const uint32_t* b
   }
 }
 
-// c = a x b for at most STRIP rows; b is stored in panels of PANEL columns, `panel` units apart.
+// The vectors that a panel's columns fill.
+template <class Number, int V>
+inline void panel_product(int rows, const uint32_t* a, int64_t a_row, const uint32_t* b, int steps, float* c,
+                          int64_t c_row) {
+#if defined(__AMX_TILE__)
+  if constexpr (Number::TILES)
+    multiply_tiles<V>(a, a_row, b, PANEL, steps, c, c_row);
+  else
+#endif
+    strips<Number, V>(rows, a, a_row, b, steps, c, c_row);
+}
+
+// c = a x b for at most STRIP rows; b is stored in panels of PANEL columns, `panel` units apart. AMX also multiplies the
+// rows after them, up to the number for which `begin_tiles` was called.
 template <class Number, class Ahead>
 void multiply(int rows, const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t panel, int steps, int columns,
               float* c, int64_t c_row, Ahead& ahead) {
+  if constexpr (Number::TILES) asm volatile("" ::: "memory");  // what is read by tiles has been written
   for (int column = 0; column < columns; column += PANEL, b += panel, c += PANEL) {
     ahead.step();
     const int vectors = (columns - column + W - 1) / W;
     if (vectors >= 4) {
-      strips<Number, 4>(rows, a, a_row, b, steps, c, c_row);
+      panel_product<Number, 4>(rows, a, a_row, b, steps, c, c_row);
     } else if (vectors == 3) {
-      strips<Number, 3>(rows, a, a_row, b, steps, c, c_row);
+      panel_product<Number, 3>(rows, a, a_row, b, steps, c, c_row);
     } else if (vectors == 2) {
-      strips<Number, 2>(rows, a, a_row, b, steps, c, c_row);
+      panel_product<Number, 2>(rows, a, a_row, b, steps, c, c_row);
     } else {
-      strips<Number, 1>(rows, a, a_row, b, steps, c, c_row);
+      panel_product<Number, 1>(rows, a, a_row, b, steps, c, c_row);
     }
   }
+}
+
+// Before and after a task's products of `rows` rows at once.
+template <class Number>
+inline void begin_tiles(int rows, int units) {
+#if defined(__AMX_TILE__)
+  if constexpr (Number::TILES) {
+    const TileConfig config(rows, units % TILE_UNITS);
+    _tile_loadconfig(&config);
+  }
+#endif
+}
+template <class Number>
+inline void end_tiles() {
+#if defined(__AMX_TILE__)
+  if constexpr (Number::TILES) _tile_release();
+#endif
 }
 
 // Working memory of one task.
@@ -142,16 +186,16 @@ struct Scratch {
   uint32_t* query;    // (MAX_ROWS, units of head_dim)
   uint32_t* keys;     // panels of (units of head_dim, PANEL tokens)
   uint32_t* values;   // panels of (units of TILE, PANEL of value_dim)
-  float* scores;      // (STRIP, TILE)
-  uint32_t* weights;  // (STRIP, TILE)
-  float* result;      // (STRIP, width)
-  float* highest;     // (STRIP), and
-  float* total;       // (STRIP)
+  float* scores;      // (strip, TILE)
+  uint32_t* weights;  // (strip, TILE)
+  float* result;      // (strip, width)
+  float* highest;     // (strip), and
+  float* total;       // (strip)
   float* key_scales;    // (TILE), and
   float* value_scales;  // (TILE), of an int8 cache
   int64_t bytes;
 
-  Scratch(const Problem& p, void* memory) {
+  Scratch(const Problem& p, int strip, void* memory) {
     const int64_t width = (p.value_dim + PANEL - 1) / PANEL * PANEL;
     char* next = (char*)memory;
     auto take = [&next](int64_t units) {
@@ -162,18 +206,18 @@ struct Scratch {
     query = take(MAX_ROWS * p.head_dim);
     keys = take(TILE * p.head_dim);
     values = take(TILE * width);
-    scores = (float*)take(STRIP * TILE);
-    weights = take(STRIP * TILE);
-    result = (float*)take(STRIP * width);
-    highest = (float*)take(STRIP);
-    total = (float*)take(STRIP);
+    scores = (float*)take(strip * TILE);
+    weights = take(strip * TILE);
+    result = (float*)take(strip * width);
+    highest = (float*)take(strip);
+    total = (float*)take(strip);
     key_scales = (float*)take(TILE);
     value_scales = (float*)take(TILE);
     bytes = next - (char*)memory;
   }
 };
 
-int64_t scratch_bytes(const Problem& p) { return Scratch(p, nullptr).bytes; }
+int64_t scratch_bytes(const Problem& p) { return Scratch(p, p.bf16 ? HalfNumber::STRIP : Floats::STRIP, nullptr).bytes; }
 
 // One task's geometry: which keys a row sees.
 struct View {
@@ -434,12 +478,16 @@ inline void merge_row(float& highest, float& total, float* values, float tile_hi
     store(values + i, fma(load<Vec>(tile_values + i), fresh, load<Vec>(values + i) * old));
 }
 
+// Keys whose weights `soften` writes if `seen` are seen: whole tiles of AMX.
+inline int whole_columns(int seen) { return (seen + 2 * W - 1) / (2 * W) * (2 * W); }
+
 // Asked: the type of the query. Cell: the type of the cache.
 template <class Number, class Asked, class Cell>
 void attend_tiles(const Problem& p, const Rows& rows, int first, int last, const Next& next, Sums sums, void* memory) {
   constexpr bool SCALED = sizeof(Cell) == 1;
+  constexpr int STRIP = Number::STRIP;
   const View view(p, rows);
-  const Scratch s(p, memory);
+  const Scratch s(p, STRIP, memory);
   const float cap = p.softcap / p.scale;
   const int width = padded_dim(p.value_dim), units = p.head_dim / Number::PACK;
   const int strips = (rows.count + STRIP - 1) / STRIP, strip_rows = (rows.count + strips - 1) / strips;
@@ -448,6 +496,7 @@ void attend_tiles(const Problem& p, const Rows& rows, int first, int last, const
   for (int r = 0; r < rows.count; r++) sums.highest[r] = -INFINITY, sums.total[r] = 0.0f;
   memset(sums.values, 0, 4 * (int64_t)width * rows.count);
   pack_query<Number, Asked>(view, s.query);
+  begin_tiles<Number>(strip_rows, units);
   for (int tile = first; tile <= last; tile++) {
     const int start = tile * TILE;
     const int from = view.from(0, start), to = view.to(rows.count - 1, start);
@@ -457,13 +506,13 @@ void attend_tiles(const Problem& p, const Rows& rows, int first, int last, const
     pack_keys<Number>(tokens, p.head_dim, from, to, s.keys, ahead);
     if constexpr (SCALED) gather_scales(tokens, p.head_dim, s.key_scales);
     Tokens<Cell>(p, rows, 1, start).find(from, to, tokens);
-    pack_values<Number>(tokens, p.value_dim, to, s.values, ahead);
+    pack_values<Number>(tokens, p.value_dim, Number::TILES ? whole_columns(to) : to, s.values, ahead);
     if constexpr (SCALED) gather_scales(tokens, p.head_dim, s.value_scales);
     for (int r = 0; r < rows.count; r += strip_rows) {
       const int count = rows.count - r < strip_rows ? rows.count - r : strip_rows;
       const int seen = view.to(r + count - 1, start);
       if (seen <= 0 || view.from(r, start) >= TILE) continue;
-      const int columns = (seen + 2 * W - 1) / (2 * W) * (2 * W);
+      const int columns = whole_columns(seen);
       multiply<Number>(count, s.query + (int64_t)r * units, units, s.keys, (int64_t)units * PANEL, units, columns,
                        s.scores, TILE, ahead);
       bool sees[STRIP];
@@ -475,13 +524,15 @@ void attend_tiles(const Problem& p, const Rows& rows, int first, int last, const
                                          s.weights + i * TILE / Number::PACK, s.highest[i], s.total[i]);
       }
       multiply<Number>(count, s.weights, TILE / Number::PACK, s.values, (int64_t)TILE / Number::PACK * PANEL,
-                       (seen + Number::PACK - 1) / Number::PACK, p.value_dim, s.result, result_row, ahead);
+                       ((Number::TILES ? columns : seen) + Number::PACK - 1) / Number::PACK, p.value_dim, s.result,
+                       result_row, ahead);
       for (int i = 0; i < count; i++)
         if (sees[i])
           merge_row(sums.highest[r + i], sums.total[r + i], sums.values + (int64_t)(r + i) * width, s.highest[i],
                     s.total[i], s.result + i * result_row, width);
     }
   }
+  end_tiles<Number>();
   ahead.finish();
 }
 

@@ -91,7 +91,8 @@ class Library:
 
     def function(self, name: str, *arguments: type) -> Callable[..., None]:
         """A kernel of rows.cpp in this variant. arguments: ctypes of what it takes."""
-        found = self.compiled[f"serve_llm_{name}_{self.variant}"]
+        variant = "avx512_bf16" if self.variant == "amx" else self.variant  # rows.cpp has nothing for matrix units
+        found = self.compiled[f"serve_llm_{name}_{variant}"]
         found.argtypes, found.restype = arguments, None
         return found
 

@@ -47,6 +47,3 @@ extern const Scan scan_baseline;
 #if defined(__x86_64__)
 extern const Scan scan_avx2, scan_avx512, scan_avx512_bf16;
 #endif
-#if defined(HAVE_AMX)
-extern const Scan scan_amx;
-#endif
