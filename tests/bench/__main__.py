@@ -14,6 +14,7 @@ BENCHES = {
     "kernels": "serve_llm.kernels.bench",
     "steps": "bench.steps",
     "steps_int8": "bench.steps --quantization int8 --streams 1 8",
+    "host_time": "bench.host_time",
     "throughput": "bench.throughput",
     "neighbour": "bench.neighbour --turns 1",
     "start": "bench.start",

@@ -82,7 +82,8 @@ ORDER = (
 class Stopwatch:
     """Seconds by part. A part that is called inside another is taken off that one."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self.on = False
         self.seconds: dict[str, float] = defaultdict(float)
         self._inside: list[str] = []
@@ -92,7 +93,7 @@ class Stopwatch:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if not self.on:
                 return call(*args, **kwargs)
-            now = time.perf_counter()
+            now = self._clock()
             if self._inside:
                 self.seconds[self._inside[-1]] += now - self._since
             self._inside.append(part)
@@ -100,7 +101,7 @@ class Stopwatch:
             try:
                 return call(*args, **kwargs)
             finally:
-                now = time.perf_counter()
+                now = self._clock()
                 self.seconds[self._inside.pop()] += now - self._since
                 self._since = now
 
@@ -147,10 +148,10 @@ def timed_kernels(kernels: Kernels, vocab_size: int, watch: Stopwatch) -> Kernel
     return dataclasses.replace(kernels, **{name: timed(name, getattr(kernels, name)) for name in fields})
 
 
-def time_calls(engine: EngineCore, watch: Stopwatch) -> list[str]:
-    """Put timers around CALLS. Returns those that are not there (any more)."""
+def time_calls(engine: EngineCore, watch: Stopwatch, calls: Sequence[tuple[str, str]] = CALLS) -> list[str]:
+    """Put timers around `calls`. Returns those that are not there (any more)."""
     missing = []
-    for part, path in CALLS:
+    for part, path in calls:
         *way, name = path.split(".")
         owner: Any = engine
         try:
