@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 from tqdm import tqdm
 
+from serve_llm.common.errors import OptionError
 from serve_llm.common.hub import resolve_model
 from serve_llm.common.options.schema import Options
 from serve_llm.common.options.sources import make_options
@@ -63,6 +64,8 @@ class LLM:
 
     def __init__(self, model: str, **options: object) -> None:
         resolved = make_options(model, **options)
+        if resolved.otlp_traces_endpoint is not None:
+            raise OptionError("otlp_traces_endpoint: only requests over HTTP have traces")
         with_weights = resolved.load_format == "auto"
         directory = resolve_model(resolved.model, resolved.revision, resolved.download_dir, weights=with_weights)
         self._options = resolved

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastapi import FastAPI
 from pydantic import BaseModel
@@ -66,6 +66,9 @@ from serve_llm.server.schema.responses import InputTokensRequest, ResponseEvent,
 from serve_llm.server.schema.tokenize import DetokenizeRequest, TokenizeRequest
 from serve_llm.server.storage.storage import Storage
 
+if TYPE_CHECKING:
+    from serve_llm.server.tracing.tracing import Tracing  # imports an optional dependency
+
 _BODIES: list[type[BaseModel]] = [
     CompletionRequest,
     Completion,
@@ -115,10 +118,14 @@ class BuiltApp(NamedTuple):
 
 
 def create_app(
-    replicas: Replicas, model: ServedModel, options: Options, adapters: AdapterRegistry | None = None
+    replicas: Replicas,
+    model: ServedModel,
+    options: Options,
+    adapters: AdapterRegistry | None = None,
+    tracing: Tracing | None = None,
 ) -> BuiltApp:
-    """The app that serves one model on engines that are ready. adapters: None: there are none yet. Raises OptionError
-    if the storage cannot be opened."""
+    """The app that serves one model on engines that are ready. adapters: None: there are none yet. tracing: None: there
+    are no traces. Raises OptionError if the storage cannot be opened."""
     adapters = adapters or AdapterRegistry(replicas.facts, options.max_lora_rank, model.names)
     model = replace(model, adapters=adapters.adapters)
     limits = options.limits
@@ -161,6 +168,7 @@ def create_app(
         ),
         owners=tuple(map(name_owner, options.api_key)) or ("",),
         response_store=storage.responses,
+        tracing=tracing,
     )
     app = FastAPI(title="serve-llm", version=VERSION, redoc_url=None, redirect_slashes=False)
     for routes in (generation, decisions, infill, invocations, messages, responses, pooling, models, tokenize, status):
@@ -186,7 +194,7 @@ def create_app(
             allow_origins=options.allowed_origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
-            expose_headers=("retry-after", "x-request-id", "request-id", "x-ignored-fields"),
+            expose_headers=("retry-after", "x-request-id", "request-id", "x-ignored-fields", "traceresponse"),
         )
     with_ids = RequestIdMiddleware(AnthropicErrorMiddleware(wrapped), statuses)
     return BuiltApp(PathMiddleware(with_ids), admission, prompts, storage, batch_service)

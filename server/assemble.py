@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from serve_llm.common.errors import OptionError
 from serve_llm.common.hub import resolve_model
 from serve_llm.common.options.schema import Options
 from serve_llm.server.engines.process import STOP_SECONDS
@@ -25,9 +26,12 @@ if TYPE_CHECKING:
     from serve_llm.server.batches.service import BatchService
     from serve_llm.server.prompt.pool import PromptPool
     from serve_llm.server.storage.storage import Storage
+    from serve_llm.server.tracing.tracing import Tracing
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+
+EXPORT_SECONDS = 2.0  # for the last spans to leave when the server stops
 
 
 class Assembly(NamedTuple):
@@ -39,6 +43,7 @@ class Assembly(NamedTuple):
     prompts: PromptPool
     storage: Storage
     batches: BatchService | None
+    tracing: Tracing | None  # None: there are no traces
 
     async def stop_batches(self) -> None:
         """The next server goes on with them. Idempotent."""
@@ -51,10 +56,13 @@ class Assembly(NamedTuple):
         self.prompts.close()
         await self.supervisor.stop(seconds)
         self.storage.close()
+        if self.tracing is not None:
+            await asyncio.wait([asyncio.ensure_future(_in_thread(self.tracing.stop))], timeout=EXPORT_SECONDS)
 
 
 async def assemble(options: Options) -> Assembly:
     """Raises the ServeError that the start failed with. Leaves no process behind on failure or cancellation."""
+    tracing = None if options.otlp_traces_endpoint is None else _start_tracing(options.otlp_traces_endpoint)
     with_weights = options.load_format == "auto"
     directory = await _in_thread(
         lambda: resolve_model(options.model, options.revision, options.download_dir, weights=with_weights)
@@ -70,14 +78,25 @@ async def assemble(options: Options) -> Assembly:
         await supervisor.start()
         adapters = AdapterRegistry(supervisor.replicas.facts, options.max_lora_rank, model.names)
         await adapters.load_all(options.lora_modules)
-        app, admission, prompts, storage, batches = create_app(supervisor.replicas, model, options, adapters)
+        app, admission, prompts, storage, batches = create_app(supervisor.replicas, model, options, adapters, tracing)
         prompts.start_first_worker()
         if batches is not None:
             await batches.resume()
-        return Assembly(app, admission, supervisor, prompts, storage, batches)
+        return Assembly(app, admission, supervisor, prompts, storage, batches, tracing)
     except BaseException:
         await supervisor.stop()
         raise
+
+
+def _start_tracing(endpoint: str) -> Tracing:
+    """Raises OptionError if OpenTelemetry is not installed."""
+    try:
+        from serve_llm.server.tracing.tracing import Tracing, create_exporting_processor
+    except ModuleNotFoundError as error:
+        raise OptionError(
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error.name} is missing): pip install 'serve-llm[otel]'"
+        ) from None
+    return Tracing(create_exporting_processor(endpoint))
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

@@ -13,6 +13,7 @@ from serve_llm.common.options.parsers import (
     parse_bytes,
     parse_count,
     parse_seconds,
+    parse_texts,
 )
 
 _positive_count = at_least_one(parse_count)
@@ -74,3 +75,10 @@ class Limits:
             except ValueError as error:
                 raise ValueError(f"{name.replace('_', '-')}: {error}") from None
         return dataclasses.replace(cls(), **values)  # type: ignore[arg-type]
+
+
+def parse_limits(value: object) -> tuple[str, ...]:
+    """Several NAME=VALUE: a list, or one text with commas. Checks them and keeps them as texts."""
+    texts = parse_texts(value)
+    Limits.parse(texts)
+    return texts

@@ -230,3 +230,12 @@ def parse_metrics_prefix(value: object) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_:]*", value):
         raise ValueError("expected the beginning of a Prometheus metric name, such as serve_llm_ or vllm:")
     return value
+
+
+def parse_traces_endpoint(value: object) -> str:
+    """The whole URL, path included, as the environment variable of OpenTelemetry has it."""
+    if not isinstance(value, str) or not re.fullmatch(r"https?://[^/\s]+/[^\s]+", value):
+        raise ValueError(
+            "expected a URL with its path, such as http://localhost:4318/v1/traces (OTLP by HTTP, not gRPC)"
+        )
+    return value

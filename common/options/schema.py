@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from serve_llm.common.options.fields import choice_option, option
-from serve_llm.common.options.limits import Limits
+from serve_llm.common.options.limits import Limits, parse_limits
 from serve_llm.common.options.parsers import (
     DEFAULT_QUEUE,
     at_least_one,
@@ -33,18 +33,12 @@ from serve_llm.common.options.parsers import (
     parse_seconds,
     parse_text,
     parse_texts,
+    parse_traces_endpoint,
 )
 from serve_llm.common.options.speculative import SpeculativeConfig, parse_speculative_config
 
 _positive_count = at_least_one(parse_count)
 _positive_bytes = at_least_one(parse_bytes)
-
-
-def _parse_limits(value: object) -> tuple[str, ...]:
-    """Several NAME=VALUE: a list, or one text with commas. Checks them and keeps them as texts."""
-    texts = parse_texts(value)
-    Limits.parse(texts)
-    return texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,7 +366,7 @@ class Options(EngineOptions):
     )
     limit: tuple[str, ...] = option(
         (),
-        _parse_limits,
+        parse_limits,
         "limit on one request or on what is stored, such as body-bytes=1MiB, instead of its default; may be repeated; "
         "docs/options.md lists the names",
         metavar="NAME=VALUE",
@@ -382,6 +376,12 @@ class Options(EngineOptions):
     )
     metrics_prefix: str = option(
         "serve_llm_", parse_metrics_prefix, "prefix of all metric names; `vllm:` serves dashboards made for vLLM"
+    )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        parse_traces_endpoint,
+        "URL to which OpenTelemetry traces of requests are sent, by OTLP over HTTP (default: there are none)",
+        metavar="URL",
     )
 
     @property

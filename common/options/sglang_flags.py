@@ -42,6 +42,7 @@ SGLANG: tuple[PeerFlag, ...] = (
     always("--enable-metrics", "always on; GET /metrics answers", may_be_off=True),
     always("--enable-cache-report", "always on, in usage.prompt_tokens_details", may_be_off=True),
     refused("--log-requests --log-requests-level", "--log-level debug logs a line per request, without the prompt"),
+    refused("--enable-trace", "--otlp-traces-endpoint URL alone turns traces on"),
     refused("--stream-interval", "omit it; every step's tokens are sent at once"),
     same("--max-loras-per-batch", "--max-loras"),
     refused("--lora-paths", "--enable-lora --lora-modules NAME=DIRECTORY"),

@@ -99,7 +99,7 @@ VLLM: tuple[PeerFlag, ...] = (
     refused("--uvicorn-log-level", "--log-level is for all messages"),
     refused("--disable-uvicorn-access-log", "omit it; served requests are logged at --log-level debug only"),
     refused("--log-config-file", "--log-level and --log-format"),
-    refused("--otlp-traces-endpoint --collect-detailed-traces", "there are no traces; /metrics has the times"),
+    refused("--collect-detailed-traces", "omit it; --otlp-traces-endpoint sends all spans that there are"),
     refused("--show-hidden-metrics-for-version", "omit it; docs/metrics.md lists all metrics"),
     refused("--served-model-names", "here it is --served-model-name NAME [NAME ...]"),
 )
@@ -109,5 +109,6 @@ VLLM_SAME = (
     "max-model-len max-num-seqs max-num-batched-tokens gpu-memory-utilization enforce-eager kv-cache-dtype block-size "
     "seed tensor-parallel-size pipeline-parallel-size data-parallel-size enable-expert-parallel nnodes node-rank "
     "distributed-executor-backend host port api-key allowed-origins ssl-keyfile ssl-certfile chat-template "
-    "trust-request-chat-template generation-config config enable-lora lora-modules max-loras max-lora-rank"
+    "trust-request-chat-template generation-config config enable-lora lora-modules max-loras max-lora-rank "
+    "otlp-traces-endpoint"
 ).split()

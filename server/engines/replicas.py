@@ -157,11 +157,12 @@ class Replicas:
             self.engines[index].mark_lost()
             if self._router is not None:
                 self._router.forget(index)
+        now = self.clock.read()
         for tracked in self._open.values():
             if tracked.is_placed and tracked.engine in lost:
                 self._quarantine.record_loss(tracked, was_computed=tracked.request.id in lost[tracked.engine])
+                tracked.begin_replay(now, str(cause))
                 tracked.take_back(self.next_id())
-                tracked.meter.count_replayed(len(tracked.request.prompt_ids) + len(tracked.request.output_ids))
         culprit = self._quarantine.find_culprit(lost)
         if culprit is not None:
             del self._open[culprit.id]

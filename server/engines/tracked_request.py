@@ -6,6 +6,7 @@ Sits between the engine client and the sink that turns ids into text.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -27,6 +28,16 @@ class RequestObserver(Protocol):
         """The request has made progress since the last engine death (`server.engines.quarantine`)."""
 
 
+@dataclass
+class Replay:
+    """One continuation of a request on another engine process, after its own was lost."""
+
+    lost_at: float  # clock time; the same for all requests that one death interrupted
+    cause: str  # why the engine is gone
+    num_tokens: int  # prompt and output tokens that are computed again
+    ended_at: float | None = None  # clock time of the next output, or of the next loss before it; None until then
+
+
 class TrackedRequest:
     """One request from submission to its final output, however many engines compute it in turn."""
 
@@ -39,6 +50,7 @@ class TrackedRequest:
         "meter",
         "num_deaths",
         "output_ids",
+        "replays",
         "request",
         "sink",
     )
@@ -55,6 +67,7 @@ class TrackedRequest:
         self.engine = 0  # index of the engine that computes the request, or was the last to do so
         self.is_placed = False
         self.output_ids: list[int] | None = None  # ids received; None before the first output, which may hold no ids
+        self.replays: list[Replay] = []
         # Kept by the quarantine:
         self.num_deaths = 0  # engines that died in a row while they computed this, with no progress in between
         self.cleared_at = 0  # number of output ids at which num_deaths returns to 0
@@ -68,6 +81,7 @@ class TrackedRequest:
         """Called by the engine client for each output."""
         if output.cached_tokens is not None:  # the first output since the request was placed
             self._observer.on_prompt_computed(self)
+            self._end_replay(self.meter.clock.step_time)
             if self.output_ids is not None:  # delivered with the first admission
                 output.cached_tokens = None
                 output.queued_seconds = None
@@ -80,6 +94,17 @@ class TrackedRequest:
         elif self.num_deaths and len(self.output_ids) >= self.cleared_at:
             self._observer.on_cleared(self)
         self.sink(output)
+
+    def begin_replay(self, lost_at: float, cause: str) -> None:
+        """The engine that computed the request is gone. lost_at: clock time."""
+        self._end_replay(lost_at)
+        num_tokens = len(self.request.prompt_ids) + self.num_received
+        self.replays.append(Replay(lost_at, cause, num_tokens))
+        self.meter.count_replayed(num_tokens)
+
+    def _end_replay(self, now: float) -> None:
+        if self.replays and self.replays[-1].ended_at is None:
+            self.replays[-1].ended_at = now
 
     def take_back(self, new_id: int) -> None:
         """Prepare `request` for submission to the next engine: what was received is not computed or sent again."""

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 import secrets
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -111,7 +112,8 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
         self._waits_for_end = False
         self._changed: list[Choice] = []  # choices with something new
-        self._error: RequestError | None = None
+        self.error: RequestError | None = None  # with which all choices have ended
+        self.on_end: Callable[[Generation], None] | None = None  # called once, when it is left
 
     def __enter__(self) -> Self:
         """Raises Unavailable when the server cannot take the request now, DeadlineExceeded when it comes too late."""
@@ -132,10 +134,12 @@ class Generation:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        is_whole = not self._open and not self.closed and self._error is None
+        is_whole = not self._open and not self.closed and self.error is None
         self.close()
         self._count_longest()
         self._release(is_whole)
+        if self.on_end is not None:
+            self.on_end(self)
 
     def close(self) -> None:
         """Abort what is still open; `next` and `whole` return nothing more. Idempotent."""
@@ -154,8 +158,8 @@ class Generation:
             await self._waiter
         if self.closed:
             return []
-        if self._error is not None and not self._changed:
-            raise self._error
+        if self.error is not None and not self._changed:
+            raise self.error
         changed = self._changed
         self._changed = []
         return [choice.take() for choice in changed]
@@ -175,8 +179,8 @@ class Generation:
         while self._open and not self.closed:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return [] if self.closed else [choice.take() for choice in self.choices]
 
     def take_rest(self) -> list[Delta]:
@@ -226,8 +230,8 @@ class Generation:
 
     def fail(self, error: RequestError) -> None:
         """End the request with an error, all choices together. Does nothing if it has ended already."""
-        if self._error is None and self._open:
-            self._error = error
+        if self.error is None and self._open:
+            self.error = error
             self._end_open(FinishReason.ERROR)
 
     # Reports of the choices

@@ -7,11 +7,11 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -23,11 +23,16 @@ from serve_llm.server.engines.replicas import Replicas
 from serve_llm.server.generate.generation import Generator
 from serve_llm.server.http.auth import IN_BATCH, TENANT
 from serve_llm.server.http.errors import InvalidRequest, TooLarge, Unsupported
+from serve_llm.server.http.request_id import REQUEST_ID
 from serve_llm.server.metrics.prometheus import PrometheusExporter
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import PromptPool
 from serve_llm.server.response.builder import ResponseMeta
 from serve_llm.server.storage.responses import ResponseStore
+
+if TYPE_CHECKING:
+    from serve_llm.server.tracing.request_trace import RequestTrace  # imports an optional dependency
+    from serve_llm.server.tracing.tracing import Tracing
 
 VERSION = version("serve-llm")
 TIMEOUT_HEADER = "X-Request-Timeout"  # seconds from arrival after which the client no longer wants the response
@@ -63,6 +68,7 @@ class AppState:
     owners: tuple[str, ...] = ("",)  # those of stored objects, one per API key
     administrators: frozenset[int] = frozenset()  # indices of API keys
     response_store: ResponseStore | None = None  # None: responses are not stored
+    tracing: Tracing | None = None  # None: there are no traces
     start_time: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
 
     def read_caller(self, request: Request) -> Caller:
@@ -87,6 +93,21 @@ class AppState:
     def read_owner(self, request: Request) -> str:
         """To whom belongs what the request stores."""
         return self.owners[request.scope.get(TENANT) or 0]
+
+    @contextmanager
+    def trace(self, request: Request, arrival: float) -> Iterator[RequestTrace | None]:
+        """The trace of a request, which ends with an error that leaves the context; else its generation ends it. None
+        without tracing."""
+        if self.tracing is None:
+            yield None
+            return
+        attributes = {"http.route": request.scope["path"], "gen_ai.request.id": request.scope[REQUEST_ID]}
+        trace = self.tracing.start(request.headers, attributes, arrival, self.replicas.clock)
+        try:
+            yield trace
+        except BaseException as error:
+            trace.fail(error)
+            raise
 
     async def run_prompt_job(
         self, request: Request, kind: str, result: type[Result], deadline: float | None = None

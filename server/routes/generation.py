@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -18,10 +18,13 @@ from serve_llm.server.prompt.jobs import Generate
 from serve_llm.server.prompt.tokenizer import Tokenizer
 from serve_llm.server.response.builder import ChatBuilder, CompletionBuilder, ResponseBuilder, ResponseMeta
 from serve_llm.server.response.sse import SSEEncoder
-from serve_llm.server.routes.app_state import AppState
+from serve_llm.server.routes.app_state import AppState, Caller
 from serve_llm.server.routes.document import describe_route
 from serve_llm.server.schema.chat import ChatCompletion, ChatEvent, ChatRequest
 from serve_llm.server.schema.completions import Completion, CompletionRequest
+
+if TYPE_CHECKING:
+    from serve_llm.server.tracing.request_trace import RequestTrace  # imports an optional dependency
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
@@ -151,8 +154,13 @@ class GenerationResponse(Response, Generic[Builder]):
         Raises RequestError before anything is sent; a later error is the stream's last event. A client that disconnects
         aborts its generation at once.
         """
+        caller = self._state.read_caller(self._request)
+        with self._state.trace(self._request, caller.arrival) as trace:
+            await self._answer(receive, send, caller, trace)
+
+    async def _answer(self, receive: Receive, send: Send, caller: Caller, trace: RequestTrace | None) -> None:
+        """Raises RequestError."""
         state = self._state
-        caller = state.read_caller(self._request)
         parsed = await self.parse(caller.deadline)
         meta = state.build_meta(self._endpoint.id_prefix, parsed.model, self.response_id or parsed.request_id)
         ignored = state.describe_ignored(self._request, parsed.ignored_fields)
@@ -166,6 +174,8 @@ class GenerationResponse(Response, Generic[Builder]):
             deadline=caller.deadline,
             priority=caller.priority,
         )
+        if trace is not None:
+            headers.append(trace.follow(generation, self._endpoint.job, meta))
         await self.respond(receive, send, Prepared(parsed, generation, builder, headers))
 
     async def parse(self, deadline: float | None) -> Generate:

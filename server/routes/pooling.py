@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -17,9 +18,9 @@ from serve_llm.server.response.vectors import (
     build_ranking,
     build_scores,
 )
-from serve_llm.server.routes.app_state import AppState
+from serve_llm.server.routes.app_state import AppState, Caller
 from serve_llm.server.routes.document import describe_route
-from serve_llm.server.routes.generation import close_on_disconnect
+from serve_llm.server.routes.generation import Headers, close_on_disconnect, send_content
 from serve_llm.server.schema.pooling import (
     ClassificationReply,
     ClassificationRequest,
@@ -32,6 +33,9 @@ from serve_llm.server.schema.pooling import (
     ScoreReply,
     ScoreRequest,
 )
+
+if TYPE_CHECKING:
+    from serve_llm.server.tracing.request_trace import RequestTrace  # imports an optional dependency
 
 
 def create_router(state: AppState) -> APIRouter:
@@ -97,8 +101,13 @@ class PoolingResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Parse and validate, admit, compute, respond. Raises RequestError. A client that disconnects ends it."""
+        caller = self._state.read_caller(self._request)
+        with self._state.trace(self._request, caller.arrival) as trace:
+            await self._answer(receive, send, caller, trace)
+
+    async def _answer(self, receive: Receive, send: Send, caller: Caller, trace: RequestTrace | None) -> None:
+        """Raises RequestError."""
         state = self._state
-        caller = state.read_caller(self._request)
         parsed = await state.run_prompt_job(self._request, self._job, Pool, caller.deadline)
         meta = state.build_meta(self._id_prefix, parsed.model)
         generation = state.generator.open(
@@ -108,6 +117,9 @@ class PoolingResponse(Response):
             deadline=caller.deadline,
             priority=caller.priority,
         )
+        headers: Headers = []
+        if trace is not None:
+            headers.append(trace.follow(generation, self._job, meta))
         with generation:  # admits and submits it
             watch = asyncio.create_task(close_on_disconnect(receive, generation))
             try:
@@ -122,6 +134,4 @@ class PoolingResponse(Response):
             parts.append(part)
             await asyncio.sleep(0)
         content = b"".join(parts)
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": content})
+        await send_content(send, content, headers)

@@ -93,12 +93,13 @@ TYPED: dict[str, tuple[list[str], object]] = {
     "max_loras": (["--max-loras", "8"], 8),
     "max_lora_rank": (["--max-lora-rank", "64"], 64),
     "metrics_prefix": (["--metrics-prefix", "vllm:"], "vllm:"),
+    "otlp_traces_endpoint": (["--otlp-traces-endpoint", "https://a:1/v1/traces"], "https://a:1/v1/traces"),
 }
 
 
 def test_every_option_is_tried_below() -> None:
     assert set(TYPED) == {option.name for option in OPTION_FIELDS}
-    assert len(TYPED) <= 69  # so that a user can read the list
+    assert len(TYPED) <= 70  # so that a user can read the list
 
 
 def test_dtypes_have_the_names_that_vllm_accepts() -> None:

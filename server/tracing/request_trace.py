@@ -1,0 +1,166 @@
+"""The trace of one HTTP request: its span, and a child for each phase and each replay. docs/tracing.md lists them.
+
+Spans hold numbers and names, never prompts, generated text or keys.
+"""
+
+from __future__ import annotations
+
+from opentelemetry.trace import Span, StatusCode, Tracer, set_span_in_context
+from starlette.requests import ClientDisconnect
+
+from serve_llm.common.errors import ServeError
+from serve_llm.common.types import FinishReason
+from serve_llm.server.engines.tracked_request import Replay
+from serve_llm.server.generate.delta import RequestTimes
+from serve_llm.server.generate.generation import Generation
+from serve_llm.server.http.errors import answer_for
+from serve_llm.server.metrics.meter import Clock
+from serve_llm.server.response.builder import ResponseMeta
+
+# The operations that the semantic conventions name; others have the name of their job.
+_OPERATIONS = {
+    "completion": "text_completion",
+    "infill": "text_completion",
+    "chat": "chat",
+    "messages": "chat",
+    "responses": "chat",
+    "embed": "embeddings",
+}
+
+Attributes = dict[str, str | int | float | list[str]]
+
+
+class RequestTrace:
+    """Ends once: with its generation, or with the error that the request met before."""
+
+    def __init__(self, tracer: Tracer, span: Span, arrival: float, clock: Clock, epoch_offset: int) -> None:
+        """arrival: clock time. epoch_offset: nanoseconds from the clock's time to that of the epoch."""
+        self._tracer = tracer
+        self._span = span
+        self._arrival = arrival
+        self._clock = clock
+        self._epoch_offset = epoch_offset
+
+    def follow(self, generation: Generation, job: str, meta: ResponseMeta) -> tuple[bytes, bytes]:
+        """End with this generation. Returns the header that tells the client in which span to find its request.
+
+        job: one of `server.prompt.jobs.JOBS`, which has read the request.
+        """
+        self._span.set_attributes(
+            {
+                "gen_ai.operation.name": _OPERATIONS.get(job, job),
+                "gen_ai.request.model": meta.model,
+                "gen_ai.response.model": meta.model,
+                "gen_ai.response.id": meta.id,
+            }
+        )
+        generation.on_end = self._end_with
+        context = self._span.get_span_context()
+        value = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+        return b"traceresponse", value.encode()
+
+    def _end_with(self, generation: Generation) -> None:
+        """The generation has ended, whether or not it is complete."""
+        if not self._span.is_recording():
+            return
+        times = generation.counts(with_times=True).times
+        self._span.set_attributes(_describe_request(generation) | _describe_result(generation))
+        if times is not None:
+            self._span.set_attributes(_describe_latency(times, self._arrival))
+            self._add_child("queue", times.submitted, times.scheduled)
+            self._add_child("prefill", times.scheduled, times.first_token)
+            if not generation.request.pooling:
+                self._add_child("decode", times.first_token, times.last_token)
+        self._add_replays(generation)
+        self._end(generation.error)
+
+    def fail(self, error: BaseException) -> None:
+        """The request ends with an error. Does nothing if its generation has ended before."""
+        if self._span.is_recording():
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._span.set_attribute("error.type", type(error).__name__)
+            if _is_servers_fault(error):
+                self._span.set_status(StatusCode.ERROR)
+        self._span.end(self._to_epoch(self._clock.read()))
+
+    def _add_replays(self, generation: Generation) -> None:
+        """One child per crash, for all choices that it interrupted."""
+        by_crash: dict[float, list[Replay]] = {}
+        for choice in generation.choices:
+            for replay in choice.tracked.replays:
+                by_crash.setdefault(replay.lost_at, []).append(replay)
+        if not by_crash:
+            return
+        self._span.set_attribute("serve_llm.num_replays", len(by_crash))
+        now = self._clock.read()
+        for lost_at, replays in sorted(by_crash.items()):
+            attributes: Attributes = {
+                "serve_llm.replay.cause": replays[0].cause,
+                "serve_llm.replay.num_sequences": len(replays),
+                "serve_llm.replay.num_tokens": sum(replay.num_tokens for replay in replays),
+            }
+            ended_at = max(now if replay.ended_at is None else replay.ended_at for replay in replays)
+            self._add_child("replay", lost_at, ended_at, attributes)
+
+    def _add_child(self, name: str, start: float, end: float, attributes: Attributes | None = None) -> None:
+        """start, end: clock times."""
+        parent = set_span_in_context(self._span)
+        child = self._tracer.start_span(name, parent, attributes=attributes, start_time=self._to_epoch(start))
+        child.end(self._to_epoch(end))
+
+    def _to_epoch(self, clock_time: float) -> int:
+        return self._epoch_offset + to_nanoseconds(clock_time)
+
+
+def to_nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+def _describe_request(generation: Generation) -> Attributes:
+    request = generation.request
+    attributes: Attributes = {"gen_ai.usage.num_sequences": len(generation.choices)}
+    if request.pooling:
+        return attributes
+    sampling = request.samplings[0]
+    return attributes | {
+        "gen_ai.request.n": request.params.n,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+    }
+
+
+def _describe_result(generation: Generation) -> Attributes:
+    """Token counts under vLLM's names and under those of the semantic conventions."""
+    counts = generation.counts()
+    unfinished = FinishReason.ABORT if generation.error is None else FinishReason.ERROR
+    reasons = {choice.output.finish_reason or unfinished for choice in generation.choices}
+    return {
+        "gen_ai.response.finish_reasons": sorted(reason.value for reason in reasons),
+        "gen_ai.usage.prompt_tokens": counts.prompt,
+        "gen_ai.usage.input_tokens": counts.prompt,
+        "gen_ai.usage.completion_tokens": counts.completion,
+        "gen_ai.usage.output_tokens": counts.completion,
+        "gen_ai.usage.cache_read.input_tokens": counts.cached,
+    }
+
+
+def _describe_latency(times: RequestTimes, arrival: float) -> Attributes:
+    """Seconds."""
+    return {
+        "gen_ai.latency.time_to_first_token": times.first_token - arrival,
+        "gen_ai.latency.e2e": times.last_token - arrival,
+        "gen_ai.latency.time_in_queue": times.scheduled - times.submitted,
+        "gen_ai.latency.time_in_model_prefill": times.first_token - times.scheduled,
+        "gen_ai.latency.time_in_model_decode": times.last_token - times.first_token,
+        "gen_ai.latency.time_in_model_inference": times.last_token - times.scheduled,
+    }
+
+
+def _is_servers_fault(error: BaseException) -> bool:
+    if isinstance(error, ServeError):
+        return answer_for(error).status >= 500
+    return not isinstance(error, ClientDisconnect)

@@ -1,0 +1,61 @@
+"""OpenTelemetry traces: which spans there are, and how they leave the server.
+
+Imported only with --otlp-traces-endpoint, because OpenTelemetry's SDK is an optional dependency.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import SpanKind
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from serve_llm.server.metrics.meter import Clock
+from serve_llm.server.tracing.request_trace import RequestTrace, to_nanoseconds
+
+
+def create_exporting_processor(endpoint: str) -> SpanProcessor:
+    """Exports finished spans in a thread. endpoint: URL that takes traces by OTLP over HTTP."""
+    return BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint))
+
+
+class Tracing:
+    """Starts the traces of one server."""
+
+    def __init__(self, processor: SpanProcessor) -> None:
+        """processor: gets each span when it ends."""
+        package_version = version("serve-llm")
+        # What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say comes last and wins.
+        resource = Resource.create({"service.name": "serve-llm", "service.version": package_version})
+        resource = resource.merge(OTELResourceDetector().detect())
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("serve_llm", package_version)
+        self._propagator = TraceContextTextMapPropagator()
+
+    def start(
+        self, headers: Mapping[str, str], attributes: Mapping[str, str], arrival: float, clock: Clock
+    ) -> RequestTrace:
+        """Start the span of a request, as a child of the span that its headers name (W3C Trace Context).
+
+        arrival: clock time.
+        """
+        epoch_offset = time.time_ns() - to_nanoseconds(clock.read())
+        span = self._tracer.start_span(
+            "llm_request",
+            self._propagator.extract(headers),
+            SpanKind.SERVER,
+            attributes,
+            start_time=epoch_offset + to_nanoseconds(arrival),
+        )
+        return RequestTrace(self._tracer, span, arrival, clock, epoch_offset)
+
+    def stop(self) -> None:
+        """Export what has ended, which may take as long as the collector's answer."""
+        self._provider.shutdown()
