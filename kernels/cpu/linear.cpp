@@ -26,7 +26,7 @@ const Multiply* const VARIANTS[] = {
 constexpr int LINE = 64;           // bytes of a cache line
 constexpr int64_t MUCH = 1 << 16;  // bytes up to which one thread copies alone
 constexpr int64_t WORTH = 1 << 16;  // bytes of a weight that one thread reads before another has started
-constexpr int PANELS = 4;           // that the inner loops prefer to take at once
+constexpr int PANELS = 4;           // that the inner loops take at once, at most
 
 thread_local Workspace sums_space, input_space;
 
@@ -85,7 +85,7 @@ int panels_of(const Multiply& variant, int outputs) { return (outputs + variant.
 void multiply(const Product& p, const Multiply& variant, int threads) {
   const Input input = input_of(p, variant, threads);
   parallel(panels_of(variant, p.outputs), panels_at_once(p, variant), threads, [&](int64_t first, int64_t last) {
-    float* sums = (float*)sums_space.at_least(2 * 4 * (int64_t)variant.columns * variant.most_rows);
+    float* sums = (float*)sums_space.at_least(PANELS * 4 * (int64_t)variant.columns * variant.most_rows);
     variant.panels(p, input.x, input.row, (int)first, (int)last, sums);
   });
 }

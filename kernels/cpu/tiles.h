@@ -17,8 +17,11 @@ constexpr int TILE_UNITS = 16;             // along the inputs
 constexpr int TILE_BYTES = 4 * TILE_UNITS;  // in a row of a tile, whether of x, a weight or sums
 constexpr int TILE_SUMS = TILE_ROWS * W;
 constexpr int TILE_BLOCK = 16;             // tiles of two panels that stay in the L1 cache for all rows
+constexpr int SMALL_BLOCK = 8;             // the same with so many rows that theirs do not stay in the L2 cache
+constexpr int MANY_ROWS = 128;
 constexpr int TILES_AHEAD = 4;             // of a panel to prefetch
 constexpr int MOST_TILE_ROWS = 256;
+constexpr int MOST_TILE_PANELS = 4;        // whose sums of all rows are kept at once
 
 struct PairTiles {
   typedef Vec Sum;
@@ -148,40 +151,69 @@ struct Tail {
   }
 };
 
-// One group of panels for all rows.
+// Writes the results of `rows` rows and PANELS panels from their sums, (tiles of rows, PANELS, 16, 16).
 template <class Type, int PANELS>
-void group_of_panels(const Product& p, const char* x, int64_t x_row, Tail& tail, int panel, float* sums) {
-  typedef typename Type::Sum Sum;
+void finish_tiles(const Product& p, const float* sums, int row, int rows, int panel) {
+  for (int r = 0; r < rows; r++)
+    for (int i = 0; i < PANELS; i++) {
+      const float* sum = sums + (r / TILE_ROWS * PANELS + i) * TILE_SUMS + r % TILE_ROWS * W;
+      finish(p, row + r, (panel + i) * W, load<typename Type::Sum>(sum));
+    }
+}
+
+// A group of panels for at most 32 rows.
+template <class Type, int PANELS>
+void group_for_few_rows(const Product& p, const char* x, int64_t x_row, Tail& tail, int panel, float* sums) {
   const int64_t panel_bytes = (int64_t)p.units * 4 * W;
   const char* weight = (const char*)p.weight + panel * panel_bytes;
-  const int steps = p.units / TILE_UNITS;
-  const bool one_pass = p.rows <= 2 * TILE_ROWS;
-  const int block = one_pass ? steps : TILE_BLOCK;
-  if (tail.units > 0) tail.take_weight(weight, panel_bytes, PANELS);
+  constexpr int PAIR = PANELS > 2 ? 2 : PANELS;  // more panels are used with 16 rows only
+  const AddTiles add = p.rows > TILE_ROWS ? add_two<Type, PAIR> : add_few<Type, PANELS>;
+  add(x, x_row, weight, panel_bytes, p.units / TILE_UNITS, sums, true);
+  if (tail.units > 0) {
+    tail.take_weight(weight, panel_bytes, PANELS);
+    add(tail.x, TILE_BYTES, tail.weight, TILE_UNITS * TILE_BYTES, 1, sums, false);
+  }
+  finish_tiles<Type, PANELS>(p, sums, 0, p.rows, panel);
+}
+
+// Adds `steps` tiles along the inputs, beginning with tile `from`, to the sums of PANELS panels and all rows.
+template <class Type, int PANELS>
+void add_for_many_rows(const Product& p, const char* x, int64_t x_row, Tail& tail, int panel, int from, int steps,
+                       float* sums) {
+  const int64_t panel_bytes = (int64_t)p.units * 4 * W;
+  const char* weight = (const char*)p.weight + panel * panel_bytes;
+  const bool last = from + steps == p.units / TILE_UNITS;
+  if (last && tail.units > 0) tail.take_weight(weight, panel_bytes, PANELS);
+  for (int row = 0; row < p.rows; row += 2 * TILE_ROWS) {
+    const int rows = p.rows - row < 2 * TILE_ROWS ? p.rows - row : 2 * TILE_ROWS;
+    if (row == 0 || rows < 2 * TILE_ROWS) {
+      const TileConfig config(rows < TILE_ROWS ? rows : TILE_ROWS, rows > TILE_ROWS ? rows - TILE_ROWS : 0);
+      _tile_loadconfig(&config);
+    }
+    const AddTiles add = rows > TILE_ROWS ? add_two<Type, PANELS> : add_few<Type, PANELS>;
+    float* const place = sums + row / TILE_ROWS * PANELS * TILE_SUMS;
+    add(x + row * x_row + (int64_t)from * TILE_BYTES, x_row, weight + (int64_t)from * TILE_UNITS * TILE_BYTES, panel_bytes,
+        steps, place, from == 0);
+    if (!last) continue;
+    if (tail.units > 0)
+      add(tail.x + row * TILE_BYTES, TILE_BYTES, tail.weight, TILE_UNITS * TILE_BYTES, 1, place, false);
+    finish_tiles<Type, PANELS>(p, place, row, rows, panel);
+  }
+}
+
+// Panels first .. last - 1 for more than 32 rows. A block of the rows' inputs stays in the cache for several panels.
+template <class Type>
+void panels_for_many_rows(const Product& p, const char* x, int64_t x_row, Tail& tail, int first, int last, float* sums) {
+  const int steps = p.units / TILE_UNITS, block = p.rows > MANY_ROWS ? SMALL_BLOCK : TILE_BLOCK;
+  const int64_t panel_sums = (int64_t)(p.rows + TILE_ROWS - 1) / TILE_ROWS * TILE_SUMS;
   int from = 0;
   do {
     const int count = steps - from < block ? steps - from : block;
-    const bool last = from + count == steps;
-    for (int row = 0; row < p.rows; row += 2 * TILE_ROWS) {
-      const int rows = p.rows - row < 2 * TILE_ROWS ? p.rows - row : 2 * TILE_ROWS;
-      constexpr int PAIR = PANELS > 2 ? 2 : PANELS;  // more panels are used with few rows only
-      const AddTiles add = rows > TILE_ROWS ? add_two<Type, PAIR> : add_few<Type, PANELS>;
-      if (!one_pass && (row == 0 || rows < 2 * TILE_ROWS)) {
-        const TileConfig config(rows < TILE_ROWS ? rows : TILE_ROWS, rows > TILE_ROWS ? rows - TILE_ROWS : 0);
-        _tile_loadconfig(&config);
-      }
-      float* const place = sums + row / TILE_ROWS * PANELS * TILE_SUMS;
-      const char* const here = x + row * x_row;
-      add(here + (int64_t)from * TILE_BYTES, x_row, weight + (int64_t)from * TILE_UNITS * TILE_BYTES, panel_bytes, count,
-          place, from == 0);
-      if (!last) continue;
-      if (tail.units > 0)
-        add(tail.x + row * TILE_BYTES, TILE_BYTES, tail.weight, TILE_UNITS * TILE_BYTES, 1, place, false);
-      for (int r = 0; r < rows; r++)
-        for (int i = 0; i < PANELS; i++) {
-          const float* sum = place + (r / TILE_ROWS * PANELS + i) * TILE_SUMS + r % TILE_ROWS * W;
-          finish(p, row + r, (panel + i) * W, load<Sum>(sum));
-        }
+    float* place = sums;
+    for (int panel = first; panel < last; panel += 2) {
+      const auto add = panel + 1 < last ? add_for_many_rows<Type, 2> : add_for_many_rows<Type, 1>;
+      add(p, x, x_row, tail, panel, from, count, place);
+      place += 2 * panel_sums;
     }
     from += count;
   } while (from < steps);
@@ -191,15 +223,19 @@ template <class Type>
 void tiles(const Product& p, const void* x, int64_t x_row, int first, int last, float* sums) {
   const char* rows = (const char*)x;
   Tail tail(p, rows, x_row);
-  if (p.rows <= 2 * TILE_ROWS) {
+  if (p.rows > 2 * TILE_ROWS) {
+    for (int panel = first; panel < last; panel += MOST_TILE_PANELS)
+      panels_for_many_rows<Type>(p, rows, x_row, tail, panel,
+                                 last - panel < MOST_TILE_PANELS ? last : panel + MOST_TILE_PANELS, sums);
+  } else {
     const TileConfig config(p.rows < TILE_ROWS ? p.rows : TILE_ROWS, p.rows > TILE_ROWS ? p.rows - TILE_ROWS : 0);
     _tile_loadconfig(&config);
+    int panel = first;
+    if (p.rows <= TILE_ROWS)
+      for (; panel + 4 <= last; panel += 4) group_for_few_rows<Type, 4>(p, rows, x_row, tail, panel, sums);
+    for (; panel + 2 <= last; panel += 2) group_for_few_rows<Type, 2>(p, rows, x_row, tail, panel, sums);
+    for (; panel < last; panel++) group_for_few_rows<Type, 1>(p, rows, x_row, tail, panel, sums);
   }
-  int panel = first;
-  if (p.rows <= TILE_ROWS)
-    for (; panel + 4 <= last; panel += 4) group_of_panels<Type, 4>(p, rows, x_row, tail, panel, sums);
-  for (; panel + 2 <= last; panel += 2) group_of_panels<Type, 2>(p, rows, x_row, tail, panel, sums);
-  for (; panel < last; panel++) group_of_panels<Type, 1>(p, rows, x_row, tail, panel, sums);
   _tile_release();
 }
 
