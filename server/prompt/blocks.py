@@ -11,6 +11,10 @@ from serve_llm.server.prompt.template import Message
 
 Block = dict[str, object]
 
+_BILLING_HEADER = "x-anthropic-billing-header:"
+"""Begins a block of Claude Code that Anthropic's servers take out of `system`. It differs between sessions, and in some
+versions between requests, so that no prefix would be found in the cache."""
+
 
 class BlockMessage(Protocol):
     @property
@@ -23,8 +27,8 @@ class BlockMessage(Protocol):
 def translate_messages(system: str | list[Block] | None, messages: Sequence[BlockMessage]) -> list[Message]:
     """Messages with roles system, user, assistant and tool. Raises InvalidRequest, Unsupported."""
     translated: list[Message] = []
-    if system:
-        translated.append({"role": "system", "content": _join_text(system, "system")})
+    if text := _read_system(system):
+        translated.append({"role": "system", "content": text})
     names: dict[str, str] = {}  # tools called, by the id of the call
     for index, message in enumerate(messages):
         param = f"messages[{index}].content"
@@ -48,6 +52,12 @@ def continues_reply(messages: Sequence[BlockMessage]) -> bool:
         param = f"messages[{len(messages) - 1}].content"
         raise InvalidRequest(f"{param}: a tool_use block must be followed by a tool_result block", param)
     return True
+
+
+def _read_system(system: str | list[Block] | None) -> str:
+    if system is None or isinstance(system, str):
+        return system or ""
+    return "\n".join(text for text in _read_texts(system, "system") if not text.startswith(_BILLING_HEADER))
 
 
 def _translate_reply(blocks: list[Block], param: str, names: dict[str, str]) -> Message:
@@ -118,18 +128,20 @@ def _translate_result(block: Block, param: str, names: dict[str, str]) -> Messag
 
 
 def _join_text(content: object, param: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
+    return content if isinstance(content, str) else "\n".join(_read_texts(content, param))
+
+
+def _read_texts(blocks: object, param: str) -> list[str]:
+    if not isinstance(blocks, list):
         raise InvalidRequest(f"{param} must be a string or a list of blocks", param)
     texts = []
-    for number, block in enumerate(content):
+    for number, block in enumerate(blocks):
         place = f"{param}[{number}]"
         kind = block.get("type") if isinstance(block, dict) else None
         if kind != "text":
             raise _unsupported(kind, place, "text")
         texts.append(read_string(block, "text", place))
-    return "\n".join(texts)
+    return texts
 
 
 def _unsupported(kind: object, param: str, supported: str) -> Unsupported:

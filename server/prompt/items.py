@@ -48,6 +48,19 @@ _HOSTED_ITEMS = frozenset(
 )
 
 
+class ToolItem(msgspec.Struct, frozen=True):
+    """How items name a tool that is called."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False  # whether it takes a text instead of arguments
+
+
+def join_name(namespace: str | None, name: str) -> str:
+    """The name under which the model sees a tool of a namespace."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
 class StoredItem(msgspec.Struct):
     """An item of a stored response. content: its JSON."""
 
@@ -149,7 +162,8 @@ class _ItemTranslator:
 
     def _add_call(self, item: Item, arguments: dict[str, object], param: str) -> None:
         call_id = read_string(item, "call_id", param)
-        name = read_string(item, "name", param)
+        namespace = None if item.get("namespace") is None else read_string(item, "namespace", param)
+        name = join_name(namespace, read_string(item, "name", param))
         self._names[call_id] = name
         call = {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
         message = self._open_reply()

@@ -17,7 +17,7 @@ from serve_llm.server.prompt.chat_turn import ChatTurn, prepare_turn, render_tur
 from serve_llm.server.prompt.context import Context
 from serve_llm.server.prompt.decisions import prepare_questions
 from serve_llm.server.prompt.fill_in_middle import FillInMiddle
-from serve_llm.server.prompt.items import StoredItem, describe_items, translate_items
+from serve_llm.server.prompt.items import StoredItem, ToolItem, describe_items, translate_items
 from serve_llm.server.prompt.messages import read_text
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pooling_jobs import classify, embed, pool, rerank, score
@@ -52,7 +52,7 @@ class Generate(msgspec.Struct, kw_only=True):
     opening_text: str = ""  # to put before the content of every choice
     ignored_fields: list[str] = []  # parts of the body that had no effect
     echo: dict[str, object] = {}  # fields of a response that repeat the request
-    custom_tools: list[str] = []  # names of tools that take a text instead of arguments
+    tool_items: dict[str, ToolItem] = {}  # in the Responses API, by the name that the model calls
     encrypts_reasoning: bool = False  # reasoning items hold an opaque copy of their text
     background: bool = False  # the client does not wait for the response
     stored_items: list[StoredItem] | None = None  # the input, where the response is to be stored
@@ -149,7 +149,7 @@ def _prepare_response(content: bytes, context: Context, stored: StoredContext | 
         include_usage=True,
         ignored_fields=ignored + skipped,
         echo=body.describe(params, is_stored),
-        custom_tools=body.custom_tools,
+        tool_items=body.tool_items,
         encrypts_reasoning="reasoning.encrypted_content" in (body.include or ()),
         background=bool(body.background),
         stored_items=describe_items(body.input, stored.response_id) if stored is not None and is_stored else None,

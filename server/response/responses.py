@@ -12,7 +12,7 @@ from serve_llm.common.types import FinishReason
 from serve_llm.server.dialects.pieces import ArgumentsPiece, CallBegin, CallEnd, ContentPiece, Piece, ReasoningPiece
 from serve_llm.server.generate.delta import Delta, TokenCounts
 from serve_llm.server.http.errors import GenerationFailed, RequestError
-from serve_llm.server.prompt.items import CUSTOM_INPUT, encrypt_reasoning
+from serve_llm.server.prompt.items import CUSTOM_INPUT, ToolItem, encrypt_reasoning
 from serve_llm.server.response.builder import Json, ResponseMeta, encode_json
 from serve_llm.server.response.logprobs import TokenTexts, chat_logprobs
 
@@ -20,11 +20,11 @@ from serve_llm.server.response.logprobs import TokenTexts, chat_logprobs
 class ReplyItems:
     """The output items of one response, which grow by pieces. `add` and `close` return the events."""
 
-    def __init__(self, response_id: str, custom_tools: frozenset[str], encrypts_reasoning: bool) -> None:
-        """custom_tools: names of tools whose calls are items of type custom_tool_call."""
+    def __init__(self, response_id: str, tools: dict[str, ToolItem], encrypts_reasoning: bool) -> None:
+        """tools: by the name that the model calls."""
         self.items: list[Json] = []
         self._response_id = response_id
-        self._custom_tools = custom_tools
+        self._tools = tools
         self._encrypts_reasoning = encrypts_reasoning
         self._is_open = False  # whether the last item is
         self._texts: list[str] = []  # the open item's
@@ -83,8 +83,11 @@ class ReplyItems:
         return [*events, *self._open(item), self._locate("response.content_part.added", part)]
 
     def _open_call(self, piece: CallBegin) -> list[Json]:
-        item: Json = {"status": "in_progress", "call_id": piece.id, "name": piece.name}
-        if piece.name in self._custom_tools:
+        tool = self._tools.get(piece.name, ToolItem(piece.name))
+        item: Json = {"status": "in_progress", "call_id": piece.id, "name": tool.name}
+        if tool.namespace is not None:
+            item["namespace"] = tool.namespace
+        if tool.is_custom:
             return self._open({"id": "ctc", "type": "custom_tool_call", **item, "input": ""})
         return self._open({"id": "fc", "type": "function_call", **item, "arguments": ""})
 
@@ -141,7 +144,7 @@ class ResponsesBuilder:
         self,
         meta: ResponseMeta,
         echo: Json,
-        custom_tools: list[str],
+        tools: dict[str, ToolItem],
         encrypts_reasoning: bool,
         num_logprobs: int,
         texts: TokenTexts,
@@ -149,7 +152,7 @@ class ResponsesBuilder:
         """echo: fields of the reply that repeat the request. num_logprobs: likeliest tokens beside each token, where
         the deltas have log-probabilities."""
         response_id = meta.id.rpartition("-")[2]
-        self.items = ReplyItems(response_id, frozenset(custom_tools), encrypts_reasoning)
+        self.items = ReplyItems(response_id, tools, encrypts_reasoning)
         self.id = f"resp_{response_id}"
         self.final: Json | None = None  # the response once it has ended
         self._meta = meta

@@ -60,7 +60,7 @@ def _create_builder(tokenizer: Tokenizer, parsed: Generate, meta: ResponseMeta) 
     return ResponsesBuilder(
         meta,
         parsed.echo,
-        parsed.custom_tools,
+        parsed.tool_items,
         parsed.encrypts_reasoning,
         parsed.request.params.logprobs or 0,
         TokenTexts(tokenizer),

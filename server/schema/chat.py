@@ -88,6 +88,7 @@ class ReasoningOptions(RequestBody):
 
 class ThinkingOptions(RequestBody):
     type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: int | None = ranged("thinking_token_budget", "As thinking_token_budget.")
 
 
 def _build_thinking_options(value: object) -> object:
@@ -185,6 +186,8 @@ class ChatRequest(SamplingBody, TemplateBody, PeerFields):
         self.check_peer_fields()
         if self.reasoning is not None:
             self._read_reasoning_options(self.reasoning)
+        if self.thinking is not None:
+            self._take_options("thinking", {"thinking_token_budget": self.thinking.budget_tokens})
         super().check(limits)
         if self.top_logprobs is not None:
             if not self.logprobs:
@@ -200,18 +203,22 @@ class ChatRequest(SamplingBody, TemplateBody, PeerFields):
             )
 
     def _read_reasoning_options(self, options: ReasoningOptions) -> None:
-        """Give the fields that `reasoning` stands for their values. Raises InvalidRequest if they have others."""
+        """Raises InvalidRequest."""
         wanted: dict[str, object] = {
             "reasoning_effort": options.effort,
             "thinking_token_budget": options.max_tokens,
             "enable_thinking": options.enabled,
             "include_reasoning": None if options.exclude is None else not options.exclude,
         }
+        self._take_options("reasoning", wanted)
+
+    def _take_options(self, field: str, wanted: dict[str, object]) -> None:
+        """Give the fields that `field` stands for their values. Raises InvalidRequest if they have others."""
         for name, value in wanted.items():
             if value is None:
                 continue
             if getattr(self, name) not in (None, value):
-                raise InvalidRequest(f"reasoning and {name} contradict each other", "reasoning")
+                raise InvalidRequest(f"{field} and {name} contradict each other", field)
             setattr(self, name, value)
 
     def chat_params(self, defaults: dict[str, float]) -> SamplingParams:

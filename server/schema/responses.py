@@ -11,64 +11,23 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from serve_llm.common.options.limits import Limits
-from serve_llm.server.dialects.tool import Tool, ToolChoice
 from serve_llm.server.http.errors import InvalidRequest, ResponseNotFound, Unsupported
 from serve_llm.server.prompt.chat_turn import ChatTurn
-from serve_llm.server.prompt.items import CUSTOM_INPUT, translate_items
+from serve_llm.server.prompt.items import ToolItem, translate_items
 from serve_llm.server.sampling_params import RANGES, SamplingParams
 from serve_llm.server.schema.common import Ignored, Strings, TranslatedBody, ranged
-from serve_llm.server.schema.tools import build_tool, check_num_tools
-from serve_llm.server.structured_output.lark_regex import LarkError, translate_lark
+from serve_llm.server.schema.response_tools import (
+    FlatTool,
+    FlatToolChoice,
+    describe_tools,
+    read_tool_choice,
+    read_tools,
+)
 from serve_llm.server.structured_output.params import StructuredOutputs
 
 INCLUDED_LOGPROBS = "message.output_text.logprobs"
-_HOSTED_TOOLS = frozenset(
-    {
-        "web_search",
-        "web_search_2025_08_26",
-        "web_search_preview",
-        "web_search_preview_2025_03_11",
-        "file_search",
-        "computer",
-        "computer_use_preview",
-        "code_interpreter",
-        "image_generation",
-        "mcp",
-        "local_shell",
-        "shell",
-        "apply_patch",
-        "namespace",
-        "tool_search",
-    }
-)
-
 Json = dict[str, object]
 Items = Annotated[list[Json], Field(fail_fast=True)]
-
-
-class CustomFormat(TranslatedBody):
-    type: Literal["text", "grammar"]
-    syntax: Literal["lark", "regex"] | None = None
-    definition: str | None = None
-
-
-class FlatTool(TranslatedBody):
-    type: str = Field(description="function or custom. Tools that run on OpenAI's servers are skipped.")
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, object] | None = None
-    strict: bool | None = None
-    format: CustomFormat | None = Field(default=None, description="Of a custom tool: a regex or a Lark grammar.")
-
-
-class FlatToolName(TranslatedBody):
-    type: str
-    name: str | None = None
-
-
-class FlatToolChoice(FlatToolName):
-    mode: Literal["auto", "required"] | None = None
-    tools: Annotated[list[FlatToolName], Field(fail_fast=True)] | None = None
 
 
 class TextFormat(TranslatedBody):
@@ -115,7 +74,7 @@ class InputTokensRequest(TranslatedBody):
             )
         if not isinstance(self.input, str) and len(self.input) > limits.messages:
             raise InvalidRequest(f"{len(self.input)} items are more than {limits.messages}", "input")
-        tools, skipped_tools = self._read_tools(limits)
+        tools, skipped_tools = read_tools(self.tools or [], limits)
         messages, skipped_items = translate_items(self.instructions, self.input, history or ())
         if not messages:
             raise InvalidRequest("input must not be empty", "input")
@@ -123,7 +82,7 @@ class InputTokensRequest(TranslatedBody):
             messages=messages,
             params=params,
             tools=tools,
-            tool_choice=self._read_tool_choice(tools),
+            tool_choice=read_tool_choice(self.tool_choice, tools, self.tool_items),
             parallel_tool_calls=self.parallel_tool_calls is not False,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             param="input",
@@ -131,91 +90,10 @@ class InputTokensRequest(TranslatedBody):
         )
         return turn, skipped_tools + skipped_items
 
-    def _read_tools(self, limits: Limits) -> tuple[list[Tool], list[str]]:
-        definitions = self.tools or []
-        check_num_tools(definitions, limits)
-        tools: dict[str, Tool] = {}
-        skipped = []
-        for index, definition in enumerate(definitions):
-            param = f"tools[{index}]"
-            if definition.type in _HOSTED_TOOLS:
-                skipped.append(param)
-                continue
-            if definition.type not in ("function", "custom"):
-                raise Unsupported(
-                    f"{param}: tools of type {definition.type[:200]!r} are not supported", f"{param}.type"
-                )
-            if definition.name is None:
-                raise InvalidRequest(f"{param}.name is required", f"{param}.name")
-            if definition.name in tools:
-                raise InvalidRequest(f"{param}.name: {definition.name} is there twice", f"{param}.name")
-            parameters, strict, schema_field = definition.parameters, definition.strict, "parameters"
-            if definition.type == "custom":
-                strict, schema_field = True, "format"
-                parameters, is_enforced = _describe_input(definition.format, param)
-                if not is_enforced:
-                    skipped.append(f"{param}.format")
-            tools[definition.name] = build_tool(
-                definition.name, definition.description, parameters, strict, param, schema_field
-            )
-        return list(tools.values()), skipped
-
-    def _read_tool_choice(self, tools: list[Tool]) -> ToolChoice:
-        choice = self.tool_choice
-        if choice is None or choice == "auto":
-            return ToolChoice("auto" if tools else "none")
-        if choice == "none":
-            return ToolChoice("none")
-        if not tools:
-            raise InvalidRequest("tool_choice needs tools", "tool_choice")
-        if choice == "required":
-            return ToolChoice("required")
-        assert isinstance(choice, FlatToolChoice)
-        if choice.type in ("function", "custom"):
-            return ToolChoice("required", (_check_known(choice.name, tools, "tool_choice.name"),), is_named=True)
-        if choice.type == "allowed_tools":
-            names = tuple(
-                _check_known(tool.name, tools, f"tool_choice.tools[{index}].name")
-                for index, tool in enumerate(choice.tools or [])
-                if tool.type not in _HOSTED_TOOLS
-            )
-            if not names:
-                raise InvalidRequest("tool_choice.tools must name a function", "tool_choice.tools")
-            return ToolChoice(choice.mode or "auto", names)
-        raise Unsupported(f"tool_choice of type {choice.type[:200]!r} is not supported", "tool_choice.type")
-
-
-def _describe_input(format: CustomFormat | None, param: str) -> tuple[dict[str, object], bool]:
-    """A custom tool's parameters as those of a function, and whether they enforce its format."""
-    text: dict[str, object] = {"type": "string"}
-    is_enforced = True
-    if format is not None and format.type == "grammar":
-        if format.definition is None or format.syntax is None:
-            name = "syntax" if format.syntax is None else "definition"
-            raise InvalidRequest(f"{param}.format.{name} is required", f"{param}.format.{name}")
-        if format.syntax == "regex":
-            text["pattern"] = f"^(?:{format.definition})$"
-        else:
-            text["description"] = f"A text of this Lark grammar:\n{format.definition}"
-            try:
-                text["pattern"] = f"^(?:{translate_lark(format.definition)})$"
-            except LarkError:
-                is_enforced = False
-    parameters: dict[str, object] = {
-        "type": "object",
-        "properties": {CUSTOM_INPUT: text},
-        "required": [CUSTOM_INPUT],
-        "additionalProperties": False,
-    }
-    return parameters, is_enforced
-
-
-def _check_known(name: str | None, tools: list[Tool], param: str) -> str:
-    if name is None:
-        raise InvalidRequest(f"{param} is required", param)
-    if all(name != tool.name for tool in tools):
-        raise InvalidRequest(f"{param}: {name[:200]} is none of the tools", param)
-    return name
+    @property
+    def tool_items(self) -> dict[str, ToolItem]:
+        """What is called, by the name that the model calls."""
+        return describe_tools(self.tools or [])
 
 
 class ResponsesRequest(InputTokensRequest):
@@ -295,10 +173,6 @@ class ResponsesRequest(InputTokensRequest):
             "safety_identifier": self.safety_identifier,
             "prompt_cache_key": self.prompt_cache_key,
         }
-
-    @property
-    def custom_tools(self) -> list[str]:
-        return [tool.name for tool in self.tools or [] if tool.type == "custom" and tool.name is not None]
 
     def _read_format(self) -> StructuredOutputs | None:
         if self.text is None or self.text.format is None or self.text.format.type == "text":

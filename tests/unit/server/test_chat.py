@@ -262,6 +262,7 @@ BAD: list[tuple[dict[str, object], str, str | None]] = [
     ({"reasoning": {"depth": 1}}, "reasoning.depth", None),
     ({"thinking": {"type": "deeply"}}, "thinking.type", None),
     ({"thinking": True, "enable_thinking": False}, "thinking", None),
+    ({"thinking": {"type": "enabled", "budget_tokens": 5}, "thinking_token_budget": 6}, "thinking", None),
     ({"top_logprobs": 2}, "top_logprobs", None),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
     ({"logprobs": 1}, "logprobs", None),

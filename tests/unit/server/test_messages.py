@@ -225,6 +225,18 @@ def test_the_format_has_an_earlier_name(serve_text: ServeText) -> None:
     assert first == second != ""
 
 
+def test_the_billing_header_of_claude_code_is_no_part_of_the_prompt(serve_text: ServeText) -> None:
+    served = serve_text("Hello.")
+    header = {
+        "type": "text",
+        "text": "x-anthropic-billing-header: cc_version=2.1.197.fa9; cc_entrypoint=cli; cch=00001;",
+    }
+    for system in ([header, {"type": "text", "text": "Be brief."}], "Be brief.", [header], None):
+        assert ask(served, system=system).status == 200
+    first, second, third, fourth = (request.prompt_ids for request in served.engine.submitted)
+    assert first == second and third == fourth
+
+
 def test_count_tokens(serve_text: ServeText) -> None:
     served = serve_text("Hello.")
     assert ask(served, tools=TOOLS, system="Be brief.").status == 200
@@ -252,6 +264,7 @@ BAD: list[tuple[Json, str]] = [
         "tool_use block must be followed",
     ),
     ({"system": [{"type": "image"}]}, "system[0]"),
+    ({"system": 3}, "system"),
     ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
     ({"tools": [{"type": "rocket", "name": "a"}]}, "tools[0]"),
     ({"tools": [WEATHER, WEATHER]}, "there twice"),

@@ -241,6 +241,58 @@ def test_hosted_tools_and_unknown_fields_are_named(serve_text: ServeText) -> Non
     assert reply.headers["x-ignored-fields"] == "client_metadata, tools[1], tools[2].format"
 
 
+CALCULATOR = {
+    "type": "namespace",
+    "name": "mcp__calc",
+    "description": "Arithmetic.",
+    "tools": [
+        {"type": "function", "name": "add", "description": "Adds.", "parameters": {"type": "object"}},
+        {"type": "custom", "name": "run"},
+    ],
+}
+
+
+def test_tools_of_a_namespace(serve_text: ServeText) -> None:
+    """Codex groups the tools of each MCP server and looks up calls by both names."""
+    written = f"{write_call('mcp__calc__add', a=1)}\n{write_call('mcp__calc__run', input='1+1')}\n{write_call('clock')}"
+    served = serve_text(written)
+    reply = ask(served, tools=[*TOOLS, CALCULATOR])
+    assert "x-ignored-fields" not in reply.headers
+    body = read_body(reply)
+    named = [(item["type"], item.get("namespace"), item["name"]) for item in body["output"]]
+    assert named == [
+        ("function_call", "mcp__calc", "add"),
+        ("custom_tool_call", "mcp__calc", "run"),
+        ("function_call", None, "clock"),
+    ]
+    assert body["tools"] == [*TOOLS, CALCULATOR]
+    assert "Arithmetic.\\n\\nAdds." in prompt_text(served)
+    events = read_events(ask(serve_text(written), tools=[*TOOLS, CALCULATOR], stream=True))
+    assert strip(fold(events)) == strip(body)
+    reply = ask(served, input=[{"role": "user", "content": "Hi"}, *body["output"]], tools=[*TOOLS, CALCULATOR])
+    assert reply.status == 200 and written in prompt_text(served)
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"clock", "mcp__calc__add", "mcp__calc__run"}),
+        ({"type": "function", "namespace": "mcp__calc", "name": "add"}, {"mcp__calc__add"}),
+        ({"type": "custom", "name": "mcp__calc__run"}, {"mcp__calc__run"}),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "namespace", "name": "mcp__calc"}]},
+            {"mcp__calc__add", "mcp__calc__run"},
+        ),
+    ],
+)
+def test_choosing_among_tools_of_a_namespace(serve_text: ServeText, choice: object, names: set[str]) -> None:
+    served = serve_text("Hello.")
+    tools = [{"type": "function", "name": "clock"}, CALCULATOR]
+    assert ask(served, tools=tools, tool_choice=choice).status == 200
+    grammar = served.engine.submitted[-1].sampling.grammar
+    assert {name for name in ("clock", "mcp__calc__add", "mcp__calc__run") if name in grammar} == names
+
+
 def test_a_lark_grammar_without_recursion_is_enforced(serve_text: ServeText) -> None:
     served = serve_text("Hello.")
     lark = {"type": "grammar", "syntax": "lark", "definition": "start: line+\nline: /[a-z]+/ LF\n%import common.LF"}
@@ -309,6 +361,21 @@ BAD: list[tuple[Json, int, str]] = [
     ({"tools": [{"type": "rocket"}]}, 400, "tools[0]"),
     ({"tools": [{"type": "function"}]}, 400, "tools[0].name"),
     ({"tools": [WEATHER, WEATHER]}, 400, "there twice"),
+    ({"tools": [{"type": "namespace", "tools": [WEATHER]}]}, 400, "tools[0].name is required"),
+    ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "namespace"}]}]}, 400, "tools[0].tools[0]"),
+    ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "function"}]}]}, 400, "tools[0].tools[0].name"),
+    (
+        {"tools": [{"type": "namespace", "name": "a", "tools": [WEATHER, WEATHER]}]},
+        400,
+        "a__get_weather is there twice",
+    ),
+    ({"tools": [{"type": "namespace", "name": "a", "tools": [WEATHER] * 257}]}, 400, "257 tools"),
+    ({"tools": [CALCULATOR], "tool_choice": {"type": "function", "name": "add"}}, 400, "none of the tools"),
+    (
+        {"input": [{"type": "function_call", "call_id": "1", "name": "a", "namespace": 3, "arguments": "{}"}]},
+        400,
+        "namespace",
+    ),
     ({"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar"}}]}, 400, "tools[0].format.syntax"),
     ({"tools": [{"type": "web_search"}, SETS]}, 400, "tools[1].parameters at #/properties/a: uniqueItems"),
     ({"tools": [{"type": "custom", "name": "a", "format": LOOKAHEAD}]}, 400, "tools[0].format at #/properties/input"),

@@ -141,6 +141,8 @@ def test_the_budget_of_the_reasoning(context: Context, model: ServedModel) -> No
     opened = prepare(context, thinking_token_budget=0, chat_template_kwargs={"opens": True}).thinking
     assert opened is not None and opened.is_open and opened.num_tokens == 0
     assert prepare(context, thinking_token_budget=-1).thinking is None
+    for options in ({"thinking": {"type": "enabled", "budget_tokens": 5}}, {"reasoning": {"max_tokens": 5}}):
+        assert prepare(context, **options).thinking == budget
     with pytest.raises(Unsupported):
         prepare(context._replace(model=model), thinking_token_budget=5)
 

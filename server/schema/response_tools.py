@@ -1,0 +1,190 @@
+"""Tools of the Responses API: functions, custom tools that take a text, and namespaces of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
+
+from serve_llm.common.options.limits import Limits
+from serve_llm.server.dialects.tool import Tool, ToolChoice
+from serve_llm.server.http.errors import InvalidRequest, Unsupported
+from serve_llm.server.prompt.items import CUSTOM_INPUT, ToolItem, join_name
+from serve_llm.server.schema.common import TranslatedBody
+from serve_llm.server.schema.tools import build_tool, check_num_tools
+from serve_llm.server.structured_output.lark_regex import LarkError, translate_lark
+
+_HOSTED_TOOLS = frozenset(
+    {
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+        "file_search",
+        "computer",
+        "computer_use_preview",
+        "code_interpreter",
+        "image_generation",
+        "mcp",
+        "local_shell",
+        "shell",
+        "apply_patch",
+        "tool_search",
+    }
+)
+
+
+class CustomFormat(TranslatedBody):
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class NamespaceMember(TranslatedBody):
+    type: str = Field(description="function or custom.")
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, object] | None = None
+    strict: bool | None = None
+    format: CustomFormat | None = Field(default=None, description="Of a custom tool: a regex or a Lark grammar.")
+
+
+class FlatTool(NamespaceMember):
+    type: str = Field(description="function, custom or namespace. Tools that run on OpenAI's servers are skipped.")
+    tools: Annotated[list[NamespaceMember], Field(fail_fast=True)] | None = Field(
+        default=None, description="Of a namespace."
+    )
+
+
+class FlatToolName(TranslatedBody):
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+
+
+class FlatToolChoice(FlatToolName):
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[FlatToolName], Field(fail_fast=True)] | None = None
+
+
+class _Entry(NamedTuple):
+    param: str
+    definition: NamespaceMember
+    namespace: str | None = None
+    introduction: str | None = None  # description of the namespace, before its first member's
+
+
+def read_tools(definitions: Sequence[FlatTool], limits: Limits) -> tuple[list[Tool], list[str]]:
+    """The tools, and the places of what is skipped. Raises InvalidRequest, Unsupported."""
+    entries = list(_list_entries(definitions))
+    check_num_tools(entries, limits)
+    tools: dict[str, Tool] = {}
+    skipped = []
+    for param, definition, namespace, introduction in entries:
+        if definition.type in _HOSTED_TOOLS:
+            skipped.append(param)
+            continue
+        if definition.type not in ("function", "custom"):
+            raise Unsupported(f"{param}: tools of type {definition.type[:200]!r} are not supported", f"{param}.type")
+        if definition.name is None:
+            raise InvalidRequest(f"{param}.name is required", f"{param}.name")
+        name = join_name(namespace, definition.name)
+        if name in tools:
+            raise InvalidRequest(f"{param}.name: {name[:200]} is there twice", f"{param}.name")
+        parameters, strict, schema_field = definition.parameters, definition.strict, "parameters"
+        if definition.type == "custom":
+            strict, schema_field = True, "format"
+            parameters, is_enforced = _describe_input(definition.format, param)
+            if not is_enforced:
+                skipped.append(f"{param}.format")
+        description = "\n\n".join(filter(None, (introduction, definition.description)))
+        tools[name] = build_tool(name, description, parameters, strict, param, schema_field)
+    return list(tools.values()), skipped
+
+
+def describe_tools(definitions: Sequence[FlatTool]) -> dict[str, ToolItem]:
+    """What is called, by the name that the model calls."""
+    items = {}
+    for _, definition, namespace, _ in _list_entries(definitions):
+        if definition.name is not None:
+            name = join_name(namespace, definition.name)
+            items[name] = ToolItem(definition.name, namespace, is_custom=definition.type == "custom")
+    return items
+
+
+def read_tool_choice(
+    choice: Literal["none", "auto", "required"] | FlatToolChoice | None, tools: list[Tool], items: dict[str, ToolItem]
+) -> ToolChoice:
+    """items: those of `describe_tools`. Raises InvalidRequest, Unsupported."""
+    if choice is None or choice == "auto":
+        return ToolChoice("auto" if tools else "none")
+    if choice == "none":
+        return ToolChoice("none")
+    if not tools:
+        raise InvalidRequest("tool_choice needs tools", "tool_choice")
+    if choice == "required":
+        return ToolChoice("required")
+    if choice.type in ("function", "custom"):
+        return ToolChoice("required", (_find_tool(choice, tools, "tool_choice"),), is_named=True)
+    if choice.type == "allowed_tools":
+        names: list[str] = []
+        for index, allowed in enumerate(choice.tools or []):
+            if allowed.type == "namespace":
+                names += [tool.name for tool in tools if items[tool.name].namespace == allowed.name]
+            elif allowed.type not in _HOSTED_TOOLS:
+                names.append(_find_tool(allowed, tools, f"tool_choice.tools[{index}]"))
+        if not names:
+            raise InvalidRequest("tool_choice.tools must name a function", "tool_choice.tools")
+        return ToolChoice(choice.mode or "auto", tuple(names))
+    raise Unsupported(f"tool_choice of type {choice.type[:200]!r} is not supported", "tool_choice.type")
+
+
+def _list_entries(definitions: Sequence[FlatTool]) -> Iterator[_Entry]:
+    """All tools, also those in namespaces. Raises InvalidRequest."""
+    for index, definition in enumerate(definitions):
+        param = f"tools[{index}]"
+        if definition.type != "namespace":
+            yield _Entry(param, definition)
+            continue
+        if definition.name is None:
+            raise InvalidRequest(f"{param}.name is required", f"{param}.name")
+        introduction = definition.description
+        for number, member in enumerate(definition.tools or []):
+            yield _Entry(f"{param}.tools[{number}]", member, definition.name, introduction)
+            introduction = None
+
+
+def _describe_input(format: CustomFormat | None, param: str) -> tuple[dict[str, object], bool]:
+    """A custom tool's parameters as those of a function, and whether they enforce its format."""
+    text: dict[str, object] = {"type": "string"}
+    is_enforced = True
+    if format is not None and format.type == "grammar":
+        if format.definition is None or format.syntax is None:
+            name = "syntax" if format.syntax is None else "definition"
+            raise InvalidRequest(f"{param}.format.{name} is required", f"{param}.format.{name}")
+        if format.syntax == "regex":
+            text["pattern"] = f"^(?:{format.definition})$"
+        else:
+            text["description"] = f"A text of this Lark grammar:\n{format.definition}"
+            try:
+                text["pattern"] = f"^(?:{translate_lark(format.definition)})$"
+            except LarkError:
+                is_enforced = False
+    parameters: dict[str, object] = {
+        "type": "object",
+        "properties": {CUSTOM_INPUT: text},
+        "required": [CUSTOM_INPUT],
+        "additionalProperties": False,
+    }
+    return parameters, is_enforced
+
+
+def _find_tool(wanted: FlatToolName, tools: list[Tool], param: str) -> str:
+    """The name that the model calls. Raises InvalidRequest."""
+    if wanted.name is None:
+        raise InvalidRequest(f"{param}.name is required", f"{param}.name")
+    name = join_name(wanted.namespace, wanted.name)
+    if all(name != tool.name for tool in tools):
+        raise InvalidRequest(f"{param}.name: {name[:200]} is none of the tools", f"{param}.name")
+    return name
