@@ -43,6 +43,7 @@ from serve_llm.server.routes import (
     responses,
     status,
     tokenize,
+    web_ui,
 )
 from serve_llm.server.routes.adapters import create_adapter_router
 from serve_llm.server.routes.app_state import VERSION, AppState
@@ -173,6 +174,7 @@ def create_app(
     app = FastAPI(title="serve-llm", version=VERSION, redoc_url=None, redirect_slashes=False)
     for routes in (generation, decisions, infill, invocations, messages, responses, pooling, models, tokenize, status):
         app.include_router(routes.create_router(state))
+    app.include_router(web_ui.create_router())
     if options.enable_lora:
         app.include_router(create_adapter_router(state, adapters))
     batch_service = None

@@ -40,6 +40,8 @@ LLAMA_CPP: tuple[PeerFlag, ...] = (
     switch("--embedding --embeddings --rerank --reranking", "--runner pooling"),
     refused("--pooling", "--pooling-type cls|mean|last"),
     always("--metrics", "always on; GET /metrics answers", may_be_off=True),
+    always("--webui", "always on; GET / is the page"),
+    refused("--no-webui --path", "omit it; the page at / always is there, and can do only what an API key can"),
     refused("--slots --props", "GET /status says what the server is doing"),
     refused("-to --timeout", "--request-timeout limits a request as a whole, --limit stall-seconds=N a slow client"),
     refused("--api-key-file", "--api-key, or the variable SERVE_LLM_API_KEY with commas between keys"),

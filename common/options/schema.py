@@ -283,8 +283,8 @@ class Options(EngineOptions):
     api_key: tuple[str, ...] = option(
         (),
         parse_texts,
-        "key that every route but /health and /ready requires; may be repeated; one that begins with admin: may also "
-        "load and unload adapters (--enable-lora)",
+        "key that every route but /health, /ready and the page at / requires; may be repeated; one that begins with "
+        "admin: may also load and unload adapters (--enable-lora)",
         metavar="KEY",
         secret=True,
     )

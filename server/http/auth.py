@@ -1,4 +1,5 @@
-"""API keys: if any are set, every route but the probes requires `Authorization: Bearer <key>` or `X-Api-Key: <key>`."""
+"""API keys: if any are set, every route but the probes and the files of the page requires `Authorization: Bearer <key>`
+or `X-Api-Key: <key>`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_llm.server.http.errors import Unauthorized, send_error
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
+# The page is the same for everyone; it asks for the key, and its script sends it.
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/", "/web_ui.js", "/web_ui.css"})
 ADMINISTRATOR_PREFIX = "admin:"  # keys that begin so may load and unload adapters
 TENANT = "serve_llm.tenant"  # key in the ASGI scope: the index of the request's API key, if keys are set
 

@@ -15,7 +15,7 @@ class PathMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        if len(scope["path"]) > 1 and scope["path"].endswith("/"):
+        if scope["path"].endswith("/") and scope["path"].strip("/"):
             raw_path = scope.get("raw_path") or scope["path"].encode()
             scope = {**scope, "path": scope["path"].removesuffix("/"), "raw_path": raw_path.removesuffix(b"/")}
         if scope["method"] != "HEAD":

@@ -75,7 +75,7 @@ def test_routes_that_store_are_those_of_a_keys_own_objects(serve: Serve, served:
 
 
 @pytest.mark.parametrize("stores", [False, True])
-def test_every_route_but_the_probes_needs_a_key(serve: Serve, tmp_path: Path, stores: bool) -> None:
+def test_every_route_but_the_probes_and_the_page_needs_a_key(serve: Serve, tmp_path: Path, stores: bool) -> None:
     served = serve(options=KEYS["options"] | (store_in(tmp_path) if stores else {}))
     table = routes(served)
     assert stores == any("{batch_id}" in path for _, path in table)
@@ -84,7 +84,7 @@ def test_every_route_but_the_probes_needs_a_key(serve: Serve, tmp_path: Path, st
     for method, path in [*found, ("GET", "/nowhere"), ("GET", "/health/"), ("GET", "//health"), ("GET", "/models/")]:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "first"}, {"x-api-key": "wrong"}):
             reply = served.get(path, headers) if method == "GET" else served.post(path, {}, headers)
-            if path in ("/health", "/ping", "/ready", "/health/"):
+            if path in ("/health", "/ping", "/ready", "/health/", "/", "/web_ui.js", "/web_ui.css"):
                 assert reply.status == 200
             else:
                 assert reply.status == 401, (method, path, headers)
@@ -204,11 +204,11 @@ def test_a_slash_at_the_end_does_not_count(served: Served) -> None:
         assert served.get(path + "/").content == served.get(path).content != b""
     assert served.post("/v1/completions/", {"prompt": "x", "max_tokens": 1}).status == 200
     assert served.post("/v1/messages/", {"max_tokens": 1, "messages": []}).json()["type"] == "error"
-    assert served.get("/health//").status == served.get("//").status == served.get("/").status == 404
+    assert served.get("/health//").status == served.get("//").status == served.get("///").status == 404
 
 
 def test_head_is_get_without_the_body(served: Served) -> None:
-    for path in ("/health", "/v1/models", "/ready/", "/openapi.json", "/nowhere"):
+    for path in ("/health", "/v1/models", "/ready/", "/openapi.json", "/nowhere", "/"):
         head, whole = fetch(served.app, "HEAD", path), served.get(path)
         assert (head.status, head.content) == (whole.status, b"")
         assert head.headers["content-length"] == str(len(whole.content))
