@@ -189,6 +189,16 @@ def _find_grammar(turn: ChatTurn, reply: ReplyFormat | None, context: Context) -
     )
 
 
+def drop_budget(params: SamplingParams, param: str | None, model: ServedModel) -> list[str]:
+    """Take out a thinking budget that a client names as a hint, where no reasoning is known to spend it.
+
+    param: the field that holds it; None: there is none, or it is no hint. Returns what had no effect."""
+    if param is None or (model.dialect is not None and model.dialect.reasoning is not None):
+        return []
+    params.thinking_token_budget = None
+    return [param]
+
+
 def _build_thinking_budget(params: SamplingParams, reply: ReplyFormat, model: ServedModel) -> ThinkingBudget | None:
     budget = params.thinking_token_budget
     if budget is None or budget == -1 or model.dialect is None or model.dialect.reasoning is None:

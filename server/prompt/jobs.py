@@ -13,7 +13,7 @@ import msgspec
 from pydantic_core import from_json
 
 from serve_llm.server.http.errors import ContextTooLong, InvalidRequest, Unsupported
-from serve_llm.server.prompt.chat_turn import ChatTurn, prepare_turn, render_turn
+from serve_llm.server.prompt.chat_turn import ChatTurn, drop_budget, prepare_turn, render_turn
 from serve_llm.server.prompt.context import Context
 from serve_llm.server.prompt.decisions import prepare_questions
 from serve_llm.server.prompt.fill_in_middle import FillInMiddle
@@ -91,7 +91,9 @@ def chat(content: bytes, context: Context) -> Generate:
     body, ignored = _parse_openai_body(ChatRequest, content, context)
     context.model.check_name(body.model)
     body.check(context.limits)
-    turn = body.to_turn(body.chat_params(context.model.defaults), context.limits)
+    params = body.chat_params(context.model.defaults)
+    ignored += drop_budget(params, body.budget_hint, context.model)
+    turn = body.to_turn(params, context.limits)
     _, request = prepare_turn(turn, context)
     opening_text = read_text(turn.messages[-1]) if body.echo and turn.messages[-1]["role"] == "assistant" else ""
     return _generate(request, body, context.model, ignored, opening_text)
@@ -102,10 +104,8 @@ def messages(content: bytes, context: Context) -> Generate:
     model = context.model.check_name(body.model)
     body.check(context.limits)
     params = body.build_params(context.model.defaults)
-    dialect = context.model.dialect
-    if params.thinking_token_budget is not None and (dialect is None or dialect.reasoning is None):
-        params.thinking_token_budget = None
-        ignored.append("thinking.budget_tokens")
+    hint = None if params.thinking_token_budget is None else "thinking.budget_tokens"
+    ignored += drop_budget(params, hint, context.model)
     turn, skipped_tools = body.to_turn(params, context.limits)
     _, request = prepare_turn(replace(turn, default_max_tokens=body.max_tokens), context)
     return Generate(

@@ -221,6 +221,13 @@ class ChatRequest(SamplingBody, TemplateBody, PeerFields):
                 raise InvalidRequest(f"{field} and {name} contradict each other", field)
             setattr(self, name, value)
 
+    @property
+    def budget_hint(self) -> str | None:
+        """The field of another API that holds the thinking budget, which models without reasoning ignore there."""
+        if self.thinking is not None and self.thinking.budget_tokens is not None:
+            return "thinking.budget_tokens"
+        return "reasoning.max_tokens" if self.reasoning is not None and self.reasoning.max_tokens is not None else None
+
     def chat_params(self, defaults: dict[str, float]) -> SamplingParams:
         """defaults: those of the model. Raises InvalidRequest, Unsupported."""
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

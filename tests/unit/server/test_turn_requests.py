@@ -39,11 +39,15 @@ def context(model: ServedModel) -> Context:
     return context._replace(grammars=build_grammar_compiler(context))
 
 
-def prepare(context: Context, **body: Any) -> Sampling:
+def run_job(context: Context, **body: Any) -> Generate:
     content = json.dumps({"messages": [{"role": "user", "content": "hi"}]} | body).encode()
     done = JOBS["chat"](content, context)
     assert isinstance(done, Generate)
-    return done.request.samplings[0]
+    return done
+
+
+def prepare(context: Context, **body: Any) -> Sampling:
+    return run_job(context, **body).request.samplings[0]
 
 
 def accepts(context: Context, grammar: str, text: str) -> bool:
@@ -141,10 +145,24 @@ def test_the_budget_of_the_reasoning(context: Context, model: ServedModel) -> No
     opened = prepare(context, thinking_token_budget=0, chat_template_kwargs={"opens": True}).thinking
     assert opened is not None and opened.is_open and opened.num_tokens == 0
     assert prepare(context, thinking_token_budget=-1).thinking is None
-    for options in ({"thinking": {"type": "enabled", "budget_tokens": 5}}, {"reasoning": {"max_tokens": 5}}):
-        assert prepare(context, **options).thinking == budget
     with pytest.raises(Unsupported):
         prepare(context._replace(model=model), thinking_token_budget=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking.budget_tokens"),
+        ({"reasoning": {"max_tokens": 5}}, "reasoning.max_tokens"),
+    ],
+)
+def test_a_budget_in_the_form_of_another_api(
+    context: Context, model: ServedModel, options: dict[str, Any], field: str
+) -> None:
+    """Gateways send it to every model: one that does not reason keeps to it."""
+    assert prepare(context, **options).thinking == prepare(context, thinking_token_budget=5).thinking
+    done = run_job(context._replace(model=model), **options)
+    assert done.ignored_fields == [field] and done.request.samplings[0].thinking is None
 
 
 def test_a_worker_compiles_turns(tmp_path: Path) -> None:
