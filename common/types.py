@@ -6,6 +6,7 @@ Their values are valid: the server checks what a client sent (`server.prompt.val
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -35,7 +36,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     is_open: bool = False  # the prompt has opened the region
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """Id-level sampling parameters of one sequence; strings never reach the engine.
 
     The noise is a pure function of (seed, choice, output position), so a request that is interrupted at any token can
@@ -68,7 +69,19 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Whether the previous ids decide which ones may come next."""
         return bool(self.grammar) or self.thinking is not None
 
-    @property
+    @cached_property  # this and the next are read for every token
+    def adjusts_logits(self) -> bool:
+        """Whether biases, bans or penalties may change the logits of any token, even after `min_tokens`."""
+        return bool(
+            self.logit_bias
+            or self.allowed_token_ids
+            or self.bad_words_ids
+            or self.repetition_penalty != 1.0
+            or self.frequency_penalty
+            or self.presence_penalty
+        )
+
+    @cached_property
     def reads_history(self) -> bool:
         """Whether the logits depend on the previous ids themselves, not only on their number."""
         return bool(
@@ -120,7 +133,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
-class Output(msgspec.Struct, array_like=True, omit_defaults=True):
+class Output(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """The result of one step for one request."""
 
     id: int

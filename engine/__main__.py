@@ -6,6 +6,7 @@ Its standard input is the parent-death pipe: the parent holds the other end, so 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import shutil
@@ -80,6 +81,7 @@ def serve(channel: ZmqChannel, heartbeat: Heartbeat) -> None:
         shares_steps = start.meeting is not None
         core, info = start_engine(start, resources, heartbeat.show, join_step_sync if shares_steps else None)
         channel.send(messages.EngineReady(info))
+        gc.freeze()  # else each full collection goes through all modules, which takes longer than a step
         loop.run(core, channel)
 
 

@@ -7,6 +7,7 @@ is the parent-death pipe: the process ends when the process that started it does
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -111,6 +112,7 @@ def run(connection: ControlConnection, rank: int, directory: str | None = None) 
 
     layout = worker.allocate(connection.receive(messages.AllocateCache).num_blocks)
     connection.send(messages.CacheReady(layout))
+    gc.freeze()  # else each full collection goes through all modules, which takes longer than a step
     run_steps(worker, source, answers=rank == parallel.output_rank)
     del channels  # other ranks use them until now
 

@@ -6,7 +6,7 @@ Between `start` and `finish` nothing is read from the device.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -18,13 +18,13 @@ from serve_llm.engine.sampling.sampler import (
     SampledToken,
     SamplerOutput,
     add_asked_ids,
-    build_draw,
+    build_draws,
     is_greedy,
     is_unadjusted,
 )
 from serve_llm.engine.sampling.vocab_parallel import VocabParallelLogits
 from serve_llm.engine.transfer import DeviceCopier, PendingCopy
-from serve_llm.kernels.sampling import DeviceSampling, LogitAdjustments, LogSoftmax
+from serve_llm.kernels.sampling import DeviceSampling, Draw, LogitAdjustments, LogSoftmax
 
 LOGPROB_COLUMNS = len(LogSoftmax._fields)
 
@@ -55,6 +55,8 @@ class DeviceSampler:
 
         def finish() -> list[SampledToken | None]:
             token_ids, *columns = (copy.wait().tolist() for copy in copies)
+            if not with_logprobs:
+                return [SampledToken(token_id, None) if token_id >= 0 else None for token_id in token_ids]
             asked = iter(columns.pop() if len(columns) > LOGPROB_COLUMNS else ())
             logprobs = dict(zip(with_logprobs, zip(*columns, strict=True), strict=True))
             return [_build_token(row, token_ids[index], logprobs.get(index), asked) for index, row in enumerate(rows)]
@@ -63,7 +65,8 @@ class DeviceSampler:
 
     def _sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         scores = self._adjust(logits, rows)
-        draws = np.array([build_draw(row) for row in rows], np.float64)
+        numbers = chain.from_iterable(build_draws(rows))
+        draws = np.fromiter(numbers, np.float64, len(rows) * len(Draw._fields)).reshape(len(rows), -1)
         temperature, top_k, top_p, min_p, _ = draws.T
         return self._kernels.sample(
             scores,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -21,11 +22,12 @@ Ids = Sequence[int] | npt.NDArray[np.int64]
 _Int32s = npt.NDArray[np.int32]
 _Int64s = npt.NDArray[np.int64]
 _Float32s = npt.NDArray[np.float32]
+_NAMED, _IN_PROMPT, _IN_OUTPUT = _KINDS = range(3)  # why an id has an entry
 _NO_ENTRIES = np.zeros((0, 4), np.int32)
 _NO_SPANS = np.zeros((0, 6), np.int32)
 
 
-class SampleRow(NamedTuple):
+class SampleRow(msgspec.Struct, frozen=True, gc=False):
     """One sequence whose next token is to be sampled."""
 
     sampling: Sampling
@@ -36,16 +38,7 @@ class SampleRow(NamedTuple):
 
 def is_adjusted(row: SampleRow) -> bool:
     """Whether biases, bans or penalties may change the logits of the row's next token."""
-    sampling = row.sampling
-    return bool(
-        sampling.logit_bias
-        or sampling.allowed_token_ids
-        or sampling.bad_words_ids
-        or len(row.output_ids) < sampling.min_tokens
-        or sampling.repetition_penalty != 1.0
-        or sampling.frequency_penalty
-        or sampling.presence_penalty
-    )
+    return row.sampling.adjusts_logits or len(row.output_ids) < row.sampling.min_tokens
 
 
 def adjust(scores: Tensor, row: SampleRow) -> None:
@@ -116,50 +109,108 @@ def _ends_with(row: SampleRow, ids: tuple[int, ...]) -> bool:
 
 def pack_adjustments(rows: Sequence[SampleRow], vocab_size: int) -> tuple[_Int32s, _Int32s]:
     """Entries (n, 4) and spans (m, 6) of all rows, in the format of `kernels.sampling.LogitAdjustments`."""
-    all_entries: list[_Int32s] = []
-    all_spans: list[_Int32s] = []
-    first = 0
-    for index, row in enumerate(rows):
-        if not is_adjusted(row):
-            continue
-        allowed, banned = find_allowed_and_banned(row, vocab_size)
-        entries = _pack_entries(row, _to_array(allowed), _to_array(banned))
-        begins = np.arange(0, vocab_size if allowed else len(entries), SPAN_COLUMNS)
-        spans = np.zeros((len(begins), 6), np.int32)
-        spans[:, 0] = index
-        if allowed:
-            spans[:, 4] = begins
-            spans[:, 5] = np.minimum(begins + SPAN_COLUMNS, vocab_size)
-            borders = np.searchsorted(entries[:, 0], np.append(begins, vocab_size))
-        else:
-            borders = np.append(begins, len(entries))
-        spans[:, 1] = first + borders[:-1]
-        spans[:, 2] = first + borders[1:]
-        spans[:, 3] = np.float32(row.sampling.repetition_penalty).view(np.int32)
-        all_entries.append(entries)
-        all_spans.append(spans)
-        first += len(entries)
-    if not all_spans:
+    adjusted = [index for index, row in enumerate(rows) if is_adjusted(row)]
+    if not adjusted:
         return _NO_ENTRIES, _NO_SPANS
-    return np.concatenate(all_entries), np.concatenate(all_spans)
+    named = [_name_ids(rows[index], vocab_size) for index in adjusted]
+    is_limited = np.array([ids.is_limited for ids in named])
+    rows = [rows[index] for index in adjusted]
+    samplings = [row.sampling for row in rows]
+    entries, places, keys = _pack_entries(rows, named, is_limited)
+    borders = np.searchsorted(places, np.arange(len(rows) + 1))  # of each row's entries
+
+    num_columns = np.where(is_limited, vocab_size, np.diff(borders))  # or entries, that the row's spans cover
+    num_spans = -(-num_columns // SPAN_COLUMNS)
+    owners = np.repeat(np.arange(len(rows)), num_spans)
+    begins = (np.arange(len(owners)) - np.repeat(np.cumsum(num_spans) - num_spans, num_spans)) * SPAN_COLUMNS
+    ends = np.minimum(begins + SPAN_COLUMNS, num_columns[owners])
+    spans = np.zeros((len(owners), 6), np.int32)
+    spans[:, 0] = np.array(adjusted)[owners]
+    spans[:, 3] = np.array([sampling.repetition_penalty for sampling in samplings], np.float32).view(np.int32)[owners]
+    limited = is_limited[owners]
+    for field, limits in ((1, begins), (2, ends)):
+        by_column = np.searchsorted(keys, _to_keys(owners, limits))
+        spans[:, field] = np.where(limited, by_column, borders[owners] + limits)
+        spans[limited, field + 3] = limits[limited]
+    return entries, spans
 
 
-def _pack_entries(row: SampleRow, allowed: _Int64s, banned: _Int64s) -> _Int32s:
-    sampling = row.sampling
-    biased = _to_array(sampling.logit_bias)
-    biases = np.array(list(sampling.logit_bias.values()), np.float32)
-    repeated = _history(row) if sampling.repetition_penalty != 1.0 else _to_array(())
-    penalised, penalties = _output_penalties(row)
-    columns = np.unique(allowed if len(allowed) else np.concatenate((biased, banned, repeated, penalised)))
-    entries = np.zeros((len(columns), 4), np.int32)
+class _NamedIds(NamedTuple):
+    """The ids that a row's parameters name."""
+
+    allowed: set[int]
+    banned: set[int]
+    biases: dict[int, float]
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether only allowed ids may be sampled; other parameters count for these alone."""
+        return bool(self.allowed)
+
+    @property
+    def entries(self) -> Iterable[int]:
+        """The ids that need an entry."""
+        return self.allowed or [*self.banned, *self.biases]
+
+
+def _name_ids(row: SampleRow, vocab_size: int) -> _NamedIds:
+    return _NamedIds(*find_allowed_and_banned(row, vocab_size), row.sampling.logit_bias)
+
+
+def _pack_entries(
+    rows: Sequence[SampleRow], named: Sequence[_NamedIds], is_limited: npt.NDArray[np.bool_]
+) -> tuple[_Int32s, _Int64s, _Int64s]:
+    """The entries of all rows, the number of each entry's row, and their keys (`_to_keys`), ascending.
+
+    Every occurrence of an id becomes a number: the key with the kind of occurrence in its lowest bits. One sort brings
+    together those of each row and id, named ones first and those of the output last.
+    """
+    samplings = [row.sampling for row in rows]
+    is_repeated = np.array([sampling.repetition_penalty != 1.0 for sampling in samplings])
+    frequency = np.array([sampling.frequency_penalty for sampling in samplings])
+    presence = np.array([sampling.presence_penalty for sampling in samplings])
+    reads_output = is_repeated | (frequency != 0.0) | (presence != 0.0)
+    sources: tuple[Sequence[Ids], ...] = (
+        [_to_array(ids.entries) for ids in named],
+        [row.prompt_ids if reads else () for row, reads in zip(rows, is_repeated, strict=True)],
+        [row.output_ids if reads else () for row, reads in zip(rows, reads_output, strict=True)],
+    )
+    occurrences = np.concatenate([_join(ids) << 2 | kind for kind, ids in zip(_KINDS, sources, strict=True)])
+    occurrences.sort()
+    all_keys = occurrences >> 2
+    firsts = np.flatnonzero(np.diff(all_keys, prepend=-1))
+    lasts = np.append(firsts, len(all_keys))[1:] - 1
+    counts = np.add.reduceat(occurrences & 3 == _IN_OUTPUT, firsts, dtype=np.int64) if len(firsts) else firsts
+    keys = all_keys[firsts]
+    places = keys >> 32
+    kept = ~is_limited[places] | (occurrences[firsts] & 3 == _NAMED)
+    is_in_history = (occurrences[lasts] & 3 != _NAMED)[kept]
+    counts, keys, places = counts[kept], keys[kept], places[kept]
+
+    entries = np.zeros((len(keys), 4), np.int32)
     floats = entries.view(np.float32)
-    entries[:, 0] = columns
-    entries[np.isin(columns, banned), 2] |= BANNED
-    entries[np.isin(columns, repeated), 2] |= REPEATED
-    for field, ids, values in ((1, biased, biases), (3, penalised, penalties)):
-        is_present = np.isin(ids, columns)  # not all are, where few ids are allowed
-        floats[np.searchsorted(columns, ids[is_present]), field] = values[is_present]
-    return entries
+    entries[:, 0] = keys & 0xFFFFFFFF
+    entries[is_in_history & is_repeated[places], 2] |= REPEATED
+    floats[:, 3] = np.where(counts > 0, frequency[places] * counts + presence[places], 0.0)
+    banned = _join([_to_array(ids.banned) for ids in named])
+    entries[np.searchsorted(keys, banned), 2] |= BANNED
+    biased = _join([_to_array(ids.biases) for ids in named])
+    biases = np.array([bias for ids in named for bias in ids.biases.values()], np.float32)
+    columns = np.searchsorted(keys, biased)
+    found = np.append(keys, -1)[columns] == biased  # not all are, where few ids are allowed
+    floats[columns[found], 1] = biases[found]
+    return entries, places, keys
+
+
+def _join(ids_of_rows: Sequence[Ids]) -> _Int64s:
+    """The keys of the ids of all rows."""
+    places = np.repeat(np.arange(len(ids_of_rows)), [len(ids) for ids in ids_of_rows])
+    return _to_keys(places, np.concatenate([np.asarray(ids, np.int64) for ids in ids_of_rows]))
+
+
+def _to_keys(places: _Int64s, ids: _Int64s) -> _Int64s:
+    """Numbers that order ids by the rows that they belong to."""
+    return places << 32 | ids
 
 
 def _output_penalties(row: SampleRow) -> tuple[_Int64s, _Float32s]:

@@ -5,23 +5,30 @@ So a token does not depend on other requests, and a replayed request continues w
 
 from __future__ import annotations
 
-_GAMMA = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd
-_MASK = 2**64 - 1
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+_Words = npt.NDArray[np.uint64]
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd
 
 
-def uniform(seed: int, choice: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits, for the token at `position` of the output (0 is the first).
+def uniform(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1) with 53 random bits, for the tokens at `positions` of outputs (0 is the first).
 
-    This is output number `position` of the SplitMix64 generator (Steele, Lea and Flood, OOPSLA 2014) whose state begins
+    Each is output number `position` of the SplitMix64 generator (Steele, Lea and Flood, OOPSLA 2014) whose state begins
     at a hash of seed (0 .. 2**64 - 1) and choice. The same on every machine and in every version.
     """
-    start = _mix(_mix(seed + _GAMMA) + (choice + 1) * _GAMMA)
-    return (_mix(start + (position + 1) * _GAMMA) >> 11) * 2.0**-53
+    one = np.uint64(1)
+    starts = _mix(_mix(np.array(seeds, np.uint64) + _GAMMA) + (np.array(choices, np.uint64) + one) * _GAMMA)
+    bits = _mix(starts + (np.array(positions, np.uint64) + one) * _GAMMA) >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53
 
 
-def _mix(bits: int) -> int:
+def _mix(bits: _Words) -> _Words:
     """SplitMix64's finaliser: a bijection of 64-bit numbers in which every input bit affects every output bit."""
-    bits &= _MASK
-    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK
-    return bits ^ (bits >> 31)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))

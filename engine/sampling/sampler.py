@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from serve_llm.kernels.sampling import Draw, SamplingKernels
 GREEDY = Draw(0.0, 0, 1.0, 0.0, 0.0)
 
 
-class SampledToken(NamedTuple):
+class SampledToken(msgspec.Struct, frozen=True, gc=False):
     token_id: int
     logprobs: TokenLogprobs | None  # None unless sampling.logprobs asks for them
 
@@ -81,7 +81,7 @@ class Sampler:
 
     def sample_ids(self, scores: Tensor, rows: Sequence[SampleRow]) -> list[int]:
         """One column per row of adjusted logits (rows, columns); -1 where they are not finite."""
-        return self._kernels.sample(scores, [build_draw(row) for row in rows])
+        return self._kernels.sample(scores, build_draws(rows))
 
 
 def find_logprobs(
@@ -122,10 +122,18 @@ def is_unadjusted(row: SampleRow) -> bool:
     return row.sampling.logprobs is None and row.mask is None and not is_adjusted(row)
 
 
-def build_draw(row: SampleRow) -> Draw:
-    """A row's sampling parameters, and the random number for its next token."""
-    sampling = row.sampling
-    if is_greedy(sampling):
-        return GREEDY
-    noise = uniform(sampling.seed, sampling.choice, len(row.output_ids))
-    return Draw(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, noise)
+def build_draws(rows: Sequence[SampleRow]) -> list[Draw]:
+    """The rows' sampling parameters, and the random numbers for their next tokens."""
+    draws = [GREEDY] * len(rows)
+    sampled = [index for index, row in enumerate(rows) if not is_greedy(row.sampling)]
+    if not sampled:
+        return draws
+    noise = uniform(
+        [rows[index].sampling.seed for index in sampled],
+        [rows[index].sampling.choice for index in sampled],
+        [len(rows[index].output_ids) for index in sampled],
+    )
+    for index, number in zip(sampled, noise.tolist(), strict=True):
+        sampling = rows[index].sampling
+        draws[index] = Draw(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, number)
+    return draws

@@ -31,7 +31,7 @@ class NewRequestData(msgspec.Struct, frozen=True, array_like=True):
     adapter_slot: int | None = None
 
 
-class ScheduledTokens(msgspec.Struct, frozen=True, array_like=True):
+class ScheduledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of one request to compute in this step: positions start .. start + count - 1.
 
     The last ones may be drafts: guesses of the ids that the step samples. A step with drafts samples after the newest
@@ -41,11 +41,11 @@ class ScheduledTokens(msgspec.Struct, frozen=True, array_like=True):
     req_index: int
     start: int
     count: int
-    new_blocks: list[list[int]]  # per KV group: block ids to append to the request's block table
+    new_blocks: tuple[list[int], ...]  # per KV group: block ids to append to the request's block table; empty: none
     sample: bool  # the last position is the newest known token: sample the next one
     new_token_ids: list[int]  # added since this request was last scheduled
     logprobs_start: int | None = None  # from this position on, report the known output ids that follow; None: none
-    draft_ids: list[int] = []  # the ids of the last tokens, which the request does not have yet; only if `sample`
+    draft_ids: tuple[int, ...] = ()  # the ids of the last tokens, which the request does not have yet; only if `sample`
 
     @property
     def num_samples(self) -> int:
@@ -71,23 +71,23 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
         return all(chunk.count == chunk.num_samples for chunk in self.scheduled)
 
 
-class RunnerOutput(msgspec.Struct, array_like=True):
+class RunnerOutput(msgspec.Struct, array_like=True, gc=False):
     """Result of one ScheduledTokens; a step returns them in the order of `SchedulerOutput.scheduled`."""
 
     token_id: int | None = None  # set if a token was to be sampled
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt positions start+1 .., if the request wants them
     vector: bytes | None = None  # if a pooling request's prompt ends with this chunk; see `Output`
-    accepted_ids: list[int] = []  # drafts that are the ids which were sampled there; token_id comes after them
-    known_logprobs: list[TokenLogprobs] = []  # for accepted_ids, or positions logprobs_start+1 .. before token_id
-    forced_ids: list[int] = []  # what the grammar demands after token_id; the structured output manager adds them
+    accepted_ids: tuple[int, ...] = ()  # drafts that are the ids which were sampled there; token_id comes after them
+    known_logprobs: tuple[TokenLogprobs, ...] = ()  # for accepted_ids, or positions logprobs_start+1 .. before token_id
+    forced_ids: tuple[int, ...] = ()  # what the grammar demands after token_id; the structured output manager adds them
     ends_text: bool = False  # the text is complete with these ids: its grammar allows nothing more
     error: str | None = None  # set instead of a token that could not be sampled; ends the request
 
     def cut(self, num_accepted: int) -> None:
         """Make the accepted id after the first `num_accepted` the sampled one: the text ends with it."""
         self.token_id = self.accepted_ids[num_accepted]
-        del self.accepted_ids[num_accepted:]
+        self.accepted_ids = self.accepted_ids[:num_accepted]
         if self.logprobs is not None:
             self.logprobs = self.known_logprobs[num_accepted]
-            del self.known_logprobs[num_accepted:]
+            self.known_logprobs = self.known_logprobs[:num_accepted]

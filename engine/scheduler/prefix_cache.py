@@ -21,6 +21,7 @@ class PrefixCache:
         self._groups = groups
         self._pool = pool
         self._enabled = enabled and bool(groups)  # encoders have no KV
+        self._smallest_block = min((group.block_size for group in groups), default=1)
         self._hit_step = max((group.block_size for group in groups), default=1)  # block sizes are powers of two
         self._pending: Counter[BlockKey] = Counter()  # prefix blocks that running sequences will compute
 
@@ -91,7 +92,8 @@ class PrefixCache:
 
     def remember(self, sequence: Sequence, start: int) -> None:
         """Index the blocks that were filled."""
-        if not self._enabled:
+        size = self._smallest_block
+        if not self._enabled or start // size == sequence.num_computed // size:
             return
         for index, (group, table) in enumerate(zip(self._groups, sequence.block_tables, strict=True)):
             before, after = start // group.block_size, sequence.num_computed // group.block_size

@@ -12,35 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
 
 from serve_llm.common.types import LOWEST_PRIORITY, Output, Request, Stats
 from serve_llm.engine.scheduler.adapter_slots import AdapterSlots
 from serve_llm.engine.scheduler.block_pool import BlockPool
-from serve_llm.engine.scheduler.output import NewRequestData, RunnerOutput, ScheduledTokens, SchedulerOutput
+from serve_llm.engine.scheduler.output import RunnerOutput, SchedulerOutput
+from serve_llm.engine.scheduler.planned_step import PlannedStep
 from serve_llm.engine.scheduler.policy import WaitingQueue
 from serve_llm.engine.scheduler.prefix_cache import PrefixCache
 from serve_llm.engine.scheduler.results import add_result
 from serve_llm.engine.scheduler.sequence import RELEASED, GroupLayout, Sequence, most_blocks
 from serve_llm.engine.scheduler.speculation import Speculator
-
-
-@dataclass(slots=True)
-class _Step:
-    """The step being scheduled."""
-
-    max_tokens: int
-    budget: int  # tokens left of max_tokens
-    new_requests: list[NewRequestData] = field(default_factory=list)
-    scheduled: list[ScheduledTokens] = field(default_factory=list)
-    max_drafts: int = 0  # that may still be added
-    long_prefill: Sequence | None = None  # scheduled last, with `long_prefill_count` tokens or more
-    long_prefill_count: int = 0
-    is_out_of_blocks: bool = False  # a running sequence found no blocks, or another was preempted for it
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.scheduled) + (self.long_prefill is not None)
 
 
 class Scheduler:
@@ -75,9 +57,10 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._long_rope_threshold = long_rope_threshold
         self._prefix_cache = PrefixCache(self._groups, self._pool, prefix_caching)
+        self._has_windows = any(group.window is not None for group in groups)
         self._sequences: dict[int, Sequence] = {}  # by request id
         self._waiting = WaitingQueue()
-        self._running: list[Sequence] = []  # in order of admission
+        self._running: dict[int, Sequence] = {}  # by request index, in order of admission
         self._adapters = AdapterSlots(max_loras)
         self._free_indices = list(range(max_num_seqs - 1, -1, -1))
         self._num_arrivals = 0
@@ -121,14 +104,15 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def request_indices(self) -> set[int]:
-        """Indices that running sequences own."""
-        return {sequence.req_index for sequence in self._running if sequence.req_index is not None}
+    def request_indices(self) -> Collection[int]:
+        """Indices that running sequences own; a view."""
+        return self._running.keys()
 
     @property
     def in_flight(self) -> list[int]:
         """Ids of the requests in steps whose results are still to come."""
-        return [sequence.request.id for sequence in self._running if sequence.is_in_flight]
+        running = self._running.values()
+        return [sequence.request.id for sequence in running if sequence.num_scheduled > sequence.num_computed]
 
     def stats(self) -> Stats:
         """Counters so far and current gauges. The caller fills in num_steps and step_tokens."""
@@ -145,7 +129,7 @@ class Scheduler:
         num_batches: steps to keep in flight at a time, each with other sequences. Each step takes at most its share of
         the sequences, so that the others find work. held: request indices of sequences that are not ready.
         """
-        step = _Step(budget, budget)
+        step = PlannedStep(budget, budget)
         held = self._make_way().union(held)
         if self._speculator is not None:  # so that a step samples about as many ids as one without drafts may
             num_free_rows = self._max_num_seqs - len(self._running) - len(self._waiting)
@@ -153,7 +137,7 @@ class Scheduler:
         max_running = -(-len(self._running) // num_batches)
         max_sequences = -(-(len(self._running) + len(self._waiting)) // num_batches)
         self._schedule_running(step, max_running, held)
-        if not step.is_out_of_blocks:
+        if not step.is_out_of_blocks and self._waiting:
             self._admit_waiting(step, max_sequences, now)
         if step.long_prefill is not None:
             self._schedule_long_prefill(step, step.long_prefill)
@@ -164,9 +148,11 @@ class Scheduler:
 
         Returns its index instead while it is in flight: it must not be scheduled, so that it can be preempted later.
         """
-        victims = [sequence for sequence in self._running if sequence.request.priority == LOWEST_PRIORITY]
-        waiting = next(iter(self._waiting), None) if victims else None
+        waiting = next(iter(self._waiting), None)
         if waiting is None or waiting.request.priority == LOWEST_PRIORITY:
+            return set()
+        victims = [sequence for sequence in self._running.values() if sequence.request.priority == LOWEST_PRIORITY]
+        if not victims:
             return set()
         cached = self._prefix_cache.tables(waiting, self._prefix_cache.find(waiting))
         if self._free_indices and self._has_room(waiting, cached):
@@ -178,23 +164,25 @@ class Scheduler:
         self._stats.num_preemptions += 1
         return set()
 
-    def _schedule_running(self, step: _Step, max_sequences: int, held: Collection[int]) -> None:
+    def _schedule_running(self, step: PlannedStep, max_sequences: int, held: Collection[int]) -> None:
         """Schedule the running sequences that are ready, in order of admission."""
         num_preemptions = self._stats.num_preemptions
         ready = [
             sequence
-            for sequence in self._running
-            if sequence.req_index not in held and (not sequence.is_in_flight or self._can_run_ahead(sequence))
+            for req_index, sequence in self._running.items()
+            if req_index not in held and (not sequence.is_in_flight or self._can_run_ahead(sequence))
         ]
         prefill_budget = step.budget - sum(sequence.is_decoding for sequence in ready)
         for sequence in ready:
             if step.num_sequences >= max_sequences:
                 break
+            is_decoding = sequence.is_decoding
+            is_long_prefill = sequence.has_long_prompt and not is_decoding
             count = min(sequence.num_unscheduled, step.budget, self._max_chunk)
-            if sequence.is_long_prefill:
+            if is_long_prefill:
                 count = min(count, -(-prefill_budget // 2))  # the other half is for shorter prompts that came later
             else:
-                count = min(count, max(0, prefill_budget) + sequence.is_decoding)
+                count = min(count, max(0, prefill_budget) + is_decoding)
             if count <= 0 or sequence.req_index is None:  # None: preempted by one before it
                 continue
             if step.is_out_of_blocks and sequence.is_in_flight:
@@ -203,11 +191,13 @@ class Scheduler:
                 step.is_out_of_blocks = True  # later sequences must not take the blocks that this one waits for
                 continue
             step.budget -= count
-            prefill_budget -= count - sequence.is_decoding
-            drafts = self._choose_drafts(step, sequence, count, prefill_budget)
-            step.budget -= len(drafts)
-            prefill_budget -= len(drafts)
-            if sequence.is_long_prefill:
+            prefill_budget -= count - is_decoding
+            drafts: list[int] = []
+            if self._speculator is not None:
+                drafts = self._choose_drafts(self._speculator, step, sequence, count, prefill_budget)
+                step.budget -= len(drafts)
+                prefill_budget -= len(drafts)
+            if is_long_prefill:
                 step.long_prefill = sequence
                 step.long_prefill_count = count
             else:
@@ -215,12 +205,14 @@ class Scheduler:
         if self._stats.num_preemptions > num_preemptions:
             step.is_out_of_blocks = True
 
-    def _choose_drafts(self, step: _Step, sequence: Sequence, count: int, budget: int) -> list[int]:
+    def _choose_drafts(
+        self, speculator: Speculator, step: PlannedStep, sequence: Sequence, count: int, budget: int
+    ) -> list[int]:
         """Drafts to verify in this step after `count` tokens, at most `budget`, if there are blocks for them."""
-        if self._speculator is None or count < sequence.num_unscheduled:
+        if count < sequence.num_unscheduled:
             return []
         most = min(sequence.max_drafts(self._max_model_len), step.max_drafts, budget, self._max_chunk - count)
-        drafts = self._speculator.choose(sequence, most, len(self._running))
+        drafts = speculator.choose(sequence, most, len(self._running))
         if not drafts or sum(sequence.missing_blocks(count + len(drafts))) > self._pool.num_free:
             return []
         self._allocate(sequence, count + len(drafts))
@@ -235,18 +227,18 @@ class Scheduler:
             return True  # more of its prompt
         if self._speculator is not None and self._speculator.has_drafts(sequence, len(self._running)):
             return False  # they are verified once the ids before them are known
-        if sequence.must_switch_rope or sequence.sampling.reads_history:
+        if sequence.sampling.reads_history or sequence.must_switch_rope:
             return False
         length = len(sequence.token_ids) + sequence.num_pending_ids
         return length - sequence.num_prompt < sequence.sampling.max_tokens and length < self._max_model_len
 
-    def _admit_waiting(self, step: _Step, max_sequences: int, now: float) -> None:
+    def _admit_waiting(self, step: PlannedStep, max_sequences: int, now: float) -> None:
         """Admit waiting sequences in order, until the step has `max_sequences`.
 
         Later sequences may overtake one whose prefix is being computed by another, and one with a long prompt while
         another long prompt is being computed.
         """
-        has_long_prefill = any(sequence.is_long_prefill for sequence in self._running)
+        has_long_prefill = any(sequence.is_long_prefill for sequence in self._running.values())
         for sequence in self._adapters.list_admissible(self._waiting):
             if step.budget <= 0 or step.num_sequences >= max_sequences or not self._free_indices:
                 break
@@ -269,7 +261,7 @@ class Scheduler:
             step.scheduled.append(sequence.schedule(count))
             step.budget -= count
 
-    def _schedule_long_prefill(self, step: _Step, sequence: Sequence) -> None:
+    def _schedule_long_prefill(self, step: PlannedStep, sequence: Sequence) -> None:
         """Schedule the long prompt with the tokens set aside for it, and the rest of the budget if blocks are free."""
         count = step.long_prefill_count
         extended = min(sequence.num_unscheduled, count + step.budget, self._max_chunk)
@@ -282,11 +274,11 @@ class Scheduler:
 
     def update_from_output(self, scheduled: SchedulerOutput, results: Items[RunnerOutput]) -> list[Output]:
         """Record the results of a step, in the order in which steps were scheduled. Returns outputs for requests."""
-        by_index = {sequence.req_index: sequence for sequence in self._running}
         outputs = []
         for chunk, result in zip(scheduled.scheduled, results, strict=True):
-            sequence = by_index[chunk.req_index]
-            sequence.num_pending_ids -= chunk.num_samples
+            sequence = self._running[chunk.req_index]
+            num_drafts = len(chunk.draft_ids)
+            sequence.num_pending_ids -= num_drafts + chunk.sample
             if sequence.is_finished:
                 sequence.num_scheduled -= chunk.count
                 if not sequence.is_in_flight:
@@ -295,16 +287,17 @@ class Scheduler:
             sequence.num_computed += chunk.count
             num_before = len(sequence.token_ids)
             output = add_result(sequence, result, self._max_model_len)
-            if chunk.draft_ids:
-                sequence.take_back(len(chunk.draft_ids) - len(result.accepted_ids))
+            if num_drafts:
+                sequence.take_back(num_drafts - len(result.accepted_ids))
                 self._stats.num_drafts += 1
-                self._stats.num_draft_tokens += len(chunk.draft_ids)
+                self._stats.num_draft_tokens += num_drafts
                 self._stats.num_accepted_tokens += len(result.accepted_ids)
             if self._speculator is not None:
                 self._speculator.update(sequence)
             self._prefix_cache.remember(sequence, chunk.start)
-            for block in sequence.leave_blocks_behind_windows():
-                self._pool.release(block)
+            if self._has_windows:
+                for block in sequence.leave_blocks_behind_windows():
+                    self._pool.release(block)
             self._waiting.charge(sequence, len(sequence.token_ids) - num_before)
             if output is None:
                 continue
@@ -323,15 +316,15 @@ class Scheduler:
         cached = self._prefix_cache.tables(sequence, num_cached)
         if not self._has_room(sequence, cached):
             return False
-        for table, blocks in zip(sequence.block_tables, cached, strict=True):
+        for blocks in cached:
             for block in blocks:
                 if block != RELEASED:
                     self._pool.acquire(block)
-            table.extend(blocks)
+        sequence.add_blocks(cached)
         is_first_admission = sequence.cached_tokens is None  # a tenant does not pay for recomputation
         self._waiting.admit(sequence, len(sequence.token_ids) - num_cached if is_first_admission else 0)
-        self._running.append(sequence)
         sequence.req_index = self._free_indices.pop()
+        self._running[sequence.req_index] = sequence
         self._adapters.acquire(sequence)
         sequence.num_computed = num_cached
         sequence.num_scheduled = num_cached
@@ -355,17 +348,18 @@ class Scheduler:
 
         False if there are none: the sequence itself was preempted, or the victim is still in flight.
         """
+        if sequence.num_scheduled + count <= sequence.num_allocated:
+            return True
         missing = sequence.missing_blocks(count)
         while sum(missing) > self._pool.num_free:
-            victim = self._running[-1]
+            victim = next(reversed(self._running.values()))
             if victim.is_in_flight:
                 return False
             self._requeue(victim)
             self._stats.num_preemptions += 1
             if victim is sequence:
                 return False
-        for table, number in zip(sequence.block_tables, missing, strict=True):
-            table.extend(self._pool.allocate() for _ in range(number))
+        sequence.add_blocks([[self._pool.allocate() for _ in range(number)] for number in missing])
         return True
 
     def _requeue(self, sequence: Sequence) -> None:
@@ -380,20 +374,21 @@ class Scheduler:
         self._prefix_cache.end(sequence)
         for block in sequence.drop_blocks():
             self._pool.release(block)
-        self._running.remove(sequence)
+        del self._running[sequence.req_index]
         self._free_indices.append(sequence.req_index)
         sequence.req_index = None
         self._adapters.release(sequence)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless blocks, indices and queues are conserved. Slow: for tests and idle engines."""
-        self._pool.check_integrity([block for sequence in self._running for block in sequence.held_blocks])
-        indices = [sequence.req_index for sequence in self._running if sequence.req_index is not None]
-        assert len(indices) == len(self._running), "a running sequence has no index"
-        every_index = [*self._free_indices, *indices]
+        running = list(self._running.values())
+        self._pool.check_integrity([block for sequence in running for block in sequence.held_blocks])
+        indices = [sequence.req_index for sequence in running]
+        assert indices == list(self._running), "a running sequence has another index"
+        every_index = [*self._free_indices, *self._running]
         assert sorted(every_index) == list(range(len(every_index))), "a request index is lost"
         assert all(sequence.req_index is None and not any(sequence.block_tables) for sequence in self._waiting)
-        live = {s.request.id for s in [*self._running, *self._waiting] if not s.is_finished}
+        live = {s.request.id for s in [*running, *self._waiting] if not s.is_finished}
         assert live == set(self._sequences), "a sequence is lost"
-        self._prefix_cache.check_integrity(self._running)
-        self._adapters.check_integrity(self._running)
+        self._prefix_cache.check_integrity(running)
+        self._adapters.check_integrity(running)

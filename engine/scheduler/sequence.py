@@ -30,6 +30,39 @@ def most_blocks(group: GroupLayout, num_tokens: int, max_chunk: int) -> int:
 class Sequence:
     """Mutable state of a live request. Only the scheduler writes to it."""
 
+    __slots__ = (  # read for every token: faster than a dictionary
+        "_block_hashes",
+        "_long_rope_threshold",
+        "_root_hash",
+        "adapter_slot",
+        "are_prompt_logprobs_sent",
+        "arrival",
+        "arrived_at",
+        "block_tables",
+        "cached_tokens",
+        "end_reason",
+        "groups",
+        "has_drafts_in_flight",
+        "has_long_prompt",
+        "is_admission_reported",
+        "is_finished",
+        "num_allocated",
+        "num_computed",
+        "num_delivered",
+        "num_pending_ids",
+        "num_prompt",
+        "num_scheduled",
+        "num_sent_ids",
+        "prompt_logprobs",
+        "queued_seconds",
+        "req_index",
+        "request",
+        "sampling",
+        "token_ids",
+        "unsent_blocks",
+        "uses_long_rope",
+    )
+
     def __init__(
         self,
         request: Request,
@@ -62,7 +95,8 @@ class Sequence:
         self.end_reason: FinishReason | None = None  # set with the last id, which may still wait for its logprobs
         self.groups = groups
         self.block_tables: list[list[int]] = [[] for _ in groups]
-        self.num_sent_blocks = [0] * len(groups)  # per block table: entries that the workers have
+        self.num_allocated = 0  # tokens for which every block table has a block
+        self.unsent_blocks: tuple[list[int], ...] = ()  # per block table: entries that the workers do not have
         self.num_sent_ids = 0  # token ids that the workers have
         self.uses_long_rope = False  # KV is computed with the long RoPE factors
         self._long_rope_threshold = long_rope_threshold
@@ -106,7 +140,7 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether its prompt has been scheduled, but for one token at most."""
-        return self.num_unscheduled == 1 or self.num_scheduled >= self.num_prompt
+        return self.num_scheduled >= self.num_prompt or self.num_unscheduled == 1
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -125,6 +159,16 @@ class Sequence:
         tables = zip(self.groups, self.block_tables, strict=True)
         return [max(0, -(-end // group.block_size) - len(table)) for group, table in tables]
 
+    def add_blocks(self, blocks: Items[Items[int]]) -> None:
+        """Append to the block tables. blocks: per group."""
+        unsent = self.unsent_blocks or tuple([] for _ in self.groups)
+        for table, new, added in zip(self.block_tables, unsent, blocks, strict=True):
+            table.extend(added)
+            new.extend(added)
+        self.unsent_blocks = unsent
+        tables = zip(self.groups, self.block_tables, strict=True)
+        self.num_allocated = min((group.block_size * len(table) for group, table in tables), default=0)
+
     @property
     def held_blocks(self) -> list[int]:
         """The blocks of all groups, the last ones of each first."""
@@ -135,13 +179,14 @@ class Sequence:
         dropped = self.held_blocks
         for table in self.block_tables:
             table.clear()
+        self.num_allocated = 0
+        self.unsent_blocks = ()
         return dropped
 
     def forget_progress(self) -> None:
         """Everything is to be computed again. Requires that it holds no blocks."""
         self.num_computed = 0
         self.num_scheduled = 0
-        self.num_sent_blocks = [0] * len(self.groups)
         self.prompt_logprobs = []
 
     def leave_blocks_behind_windows(self) -> list[int]:
@@ -205,34 +250,39 @@ class Sequence:
     def schedule(self, count: int, drafts: Items[int] = ()) -> ScheduledTokens:
         """Schedule the next `count` tokens and the drafts after them. Their blocks must be in the block tables."""
         assert self.req_index is not None
-        new_blocks = []
-        for index, table in enumerate(self.block_tables):
-            added = table[self.num_sent_blocks[index] :]
-            new_blocks.append([max(block, 0) for block in added])  # a released entry is never read: any block will do
-            self.num_sent_blocks[index] = len(table)
-        new_token_ids = self.token_ids[self.num_sent_ids :]
-        self.num_sent_ids = len(self.token_ids)
+        sampling = self.sampling
+        num_ids = len(self.token_ids)
+        num_drafts = len(drafts)
         start = self.num_scheduled
-        self.num_scheduled += count
-        can_be_sampled = self.sampling.max_tokens > 0 and self.end_reason is None
-        sample = self.num_unscheduled == 0 and can_be_sampled
-        self.num_pending_ids += sample + len(drafts)
-        self.num_scheduled += len(drafts)
-        self.has_drafts_in_flight = bool(drafts)
+        is_newest = start + count == num_ids + self.num_pending_ids
+        sample = is_newest and sampling.max_tokens > 0 and self.end_reason is None
+        new_blocks = self._take_unsent_blocks() if self.unsent_blocks else ()
+        new_token_ids = self.token_ids[self.num_sent_ids :]
+        self.num_sent_ids = num_ids
+        self.num_scheduled = start + count + num_drafts
+        self.num_pending_ids += sample + num_drafts
+        self.has_drafts_in_flight = num_drafts > 0
         logprobs_start = None
-        if self.sampling.logprobs is not None and self.num_delivered < len(self.token_ids):
+        if sampling.logprobs is not None and self.num_delivered < num_ids:
             logprobs_start = max(start, self.num_delivered - 1)
-        count += len(drafts)
         return ScheduledTokens(
-            self.req_index, start, count, new_blocks, sample, new_token_ids, logprobs_start, [*drafts]
+            self.req_index, start, count + num_drafts, new_blocks, sample, new_token_ids, logprobs_start, tuple(drafts)
         )
+
+    def _take_unsent_blocks(self) -> tuple[list[int], ...]:
+        """Per group, the block table entries that the workers do not have. A released one is never read: any block will
+        do."""
+        new_blocks = tuple([max(block, 0) for block in blocks] for blocks in self.unsent_blocks)
+        self.unsent_blocks = ()
+        return new_blocks
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """Why the request ends with the token ids so far; None if it goes on."""
         sampling = self.sampling
-        num_output = self.num_output
+        num_ids = len(self.token_ids)
+        num_output = num_ids - self.num_prompt
         if num_output and self.token_ids[-1] in sampling.stop_token_ids and num_output >= sampling.min_tokens:
             return FinishReason.STOP
-        if num_output >= sampling.max_tokens or len(self.token_ids) >= max_model_len:
+        if num_output >= sampling.max_tokens or num_ids >= max_model_len:
             return FinishReason.LENGTH
         return None

@@ -102,6 +102,8 @@ class StructuredOutputManager:
         self._states.update(new_states)
         if new_states:
             self._filler.start(list(new_states.values()), self._compiler.tokenizer)
+        if not self._states:
+            return scheduled, None
         rows: list[int] = []
         masks: list[Future[Mask]] = []
         first_rows = list(accumulate((chunk.num_samples for chunk in scheduled.scheduled), initial=0))
@@ -146,7 +148,7 @@ class StructuredOutputManager:
             assert result.token_id is not None
             state.advance(result.token_id)
         if self._jump_forward:
-            result.forced_ids = state.take_forced()
+            result.forced_ids = tuple(state.take_forced())
         result.ends_text = state.is_complete
 
     def _find_sampled(self, scheduled: SchedulerOutput) -> list[tuple[int, ConstraintState]]:

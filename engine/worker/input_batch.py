@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,8 @@ class RequestState:
 
     sampling: Sampling
     num_prompt: int
+    prompt_ids: Ints
+    later_ids: Ints  # the ids after the prompt, as far as they are known, and room for those to come; a view
     prompt_logprobs: int | None
     pooling: bool
     second_text_start: int | None
@@ -94,6 +97,7 @@ class InputBatch:
         self._num_ids = np.zeros(max_num_seqs, np.int64)
         self._tables = [np.zeros((max_num_seqs, -(-max_model_len // group.block_size)), np.int32) for group in groups]
         self._num_blocks = [np.zeros(max_num_seqs, np.int64) for _ in groups]
+        self._with_prompt_logprobs: set[int] = set()  # indices of requests that want them
 
     def __getitem__(self, req_index: int) -> RequestState:
         request = self._requests[req_index]
@@ -116,32 +120,51 @@ class InputBatch:
             self._requests[index] = RequestState(
                 new.sampling,
                 new.num_prompt,
+                self._token_ids[index, : new.num_prompt],
+                self._token_ids[index, new.num_prompt :],
                 new.prompt_logprobs,
                 new.pooling,
                 new.second_text_start,
                 new.adapter_slot,
             )
+            if new.prompt_logprobs is None:
+                self._with_prompt_logprobs.discard(index)
+            else:
+                self._with_prompt_logprobs.add(index)
             self._first_positions[index] = LONG_ROPE_OFFSET if new.uses_long_rope else 0
             self._token_ids[index, : len(new.token_ids)] = new.token_ids
             self._num_ids[index] = len(new.token_ids)
             for num_blocks in self._num_blocks:
                 num_blocks[index] = 0
+        self._append_ids([chunk for chunk in scheduler_output.scheduled if chunk.new_token_ids])
         for chunk in scheduler_output.scheduled:
             index = chunk.req_index
-            if chunk.new_token_ids:
-                start = self._num_ids[index]
-                end = start + len(chunk.new_token_ids)
-                self._token_ids[index, start:end] = chunk.new_token_ids
-                self._num_ids[index] = end
             if chunk.draft_ids:  # overwritten by the ids that the request gets there
                 start = self._num_ids[index]
                 self._token_ids[index, start : start + len(chunk.draft_ids)] = chunk.draft_ids
-            for table, num_blocks, blocks in zip(self._tables, self._num_blocks, chunk.new_blocks, strict=True):
-                if blocks:
+            if chunk.new_blocks:
+                for table, num_blocks, blocks in zip(self._tables, self._num_blocks, chunk.new_blocks, strict=True):
                     start = num_blocks[index]
                     end = start + len(blocks)
                     table[index, start:end] = blocks
                     num_blocks[index] = end
+
+    def _append_ids(self, scheduled: Sequence[ScheduledTokens]) -> None:
+        """Append the new ids of all requests at once."""
+        if not scheduled:
+            return
+        indices = np.array([chunk.req_index for chunk in scheduled])
+        counts = np.array([len(chunk.new_token_ids) for chunk in scheduled])
+        ends = np.cumsum(counts)
+        positions = np.arange(ends[-1]) + np.repeat(self._num_ids[indices] - ends + counts, counts)
+        new_ids = np.fromiter(chain.from_iterable(chunk.new_token_ids for chunk in scheduled), np.int64, ends[-1])
+        self._token_ids[np.repeat(indices, counts), positions] = new_ids
+        self._num_ids[indices] += counts
+
+    def wants_prompt_logprobs(self, chunk: ScheduledTokens) -> bool:
+        """Whether the chunk computes prompt tokens whose log-probabilities are wanted."""
+        index = chunk.req_index
+        return index in self._with_prompt_logprobs and chunk.start < self[index].num_prompt
 
     def find_token_types(self, scheduled: Sequence[ScheduledTokens]) -> Ints | None:
         """0 for tokens of the first text of a pair, 1 for those of the second, (tokens,); None without pairs."""

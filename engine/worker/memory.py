@@ -106,7 +106,7 @@ def build_dummy_batch(counts: Sequence[int], groups: Sequence[GroupLayout]) -> S
     scheduled = []
     for req_index, count in enumerate(counts):
         sampling = Sampling(max_tokens=1, seed=0)
-        block_tables = [[0] * -(-count // group.block_size) for group in groups]
+        block_tables = tuple([0] * -(-count // group.block_size) for group in groups)
         new_requests.append(NewRequestData(req_index, [0] * count, count, sampling, None))
         scheduled.append(ScheduledTokens(req_index, 0, count, block_tables, True, []))
     return SchedulerOutput(new_requests, scheduled)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -113,7 +114,7 @@ class Runner:
         adapter_slots = self._load_adapters(scheduler_output)
         results = [RunnerOutput() for _ in scheduled]
         arrays = self._input_batch.gather(scheduled)
-        if self.graphs is not None and not adapter_slots and self._is_decode(scheduled, self.graphs.max_tokens):
+        if self.graphs is not None and not adapter_slots and self._is_decode(scheduled, len(arrays.ids)):
             logits = self._replay(self.graphs, scheduled, arrays)
             return self._sample(
                 scheduled, range(len(scheduled)), logits, self._receive_masks(scheduler_output, masks), results
@@ -184,14 +185,15 @@ class Runner:
         inputs = replace(inputs, ids=self._last_token_ids.fill(inputs.ids, req_indices))
         return self._decoder.logits(self._decoder.forward(inputs, self._caches))
 
-    def _is_decode(self, scheduled: Sequence[ScheduledTokens], max_tokens: int) -> bool:
+    def _is_decode(self, scheduled: Sequence[ScheduledTokens], num_tokens: int) -> bool:
         """Whether every sequence computes its newest id, with a few forced ones before it or drafts after it, and only
         samples."""
-        return sum(chunk.count for chunk in scheduled) <= max_tokens and all(
+        assert self.graphs is not None
+        return num_tokens <= self.graphs.max_tokens and all(
             chunk.sample
             and (chunk.count == 1 or self._is_forced(chunk))
             and chunk.logprobs_start is None
-            and not self._wants_prompt_logprobs(chunk)
+            and not self._input_batch.wants_prompt_logprobs(chunk)
             for chunk in scheduled
         )
 
@@ -206,10 +208,6 @@ class Runner:
         logits = graphs.logits(arrays.split())
         rows = _find_sampled_rows(scheduled, arrays.query_starts[1:].tolist())
         return logits if len(rows) == len(arrays.ids) else logits[self._copier.to_device(np.array(rows))]
-
-    def _wants_prompt_logprobs(self, chunk: ScheduledTokens) -> bool:
-        request = self._input_batch[chunk.req_index]
-        return request.prompt_logprobs is not None and chunk.start < request.num_prompt
 
     def _wants_vector(self, chunk: ScheduledTokens) -> bool:
         """Whether the chunk ends a prompt of which a vector is wanted."""
@@ -226,7 +224,7 @@ class Runner:
         rows: list[int] = []
         starts = [0]
         for chunk, first, end in zip(scheduled, inputs.query_starts, inputs.query_starts[1:], strict=False):
-            if self._wants_prompt_logprobs(chunk):
+            if self._input_batch.wants_prompt_logprobs(chunk):
                 rows += range(first, end)
             elif chunk.logprobs_start is not None:
                 rows += range(first + chunk.logprobs_start - chunk.start, end)
@@ -281,7 +279,7 @@ class Runner:
             request = self._input_batch[chunk.req_index]
             known_ids = self._input_batch.known_ids(chunk.req_index)
             chunk_end = chunk.start + chunk.count
-            if self._wants_prompt_logprobs(chunk):
+            if self._input_batch.wants_prompt_logprobs(chunk):
                 next_ids = known_ids[chunk.start + 1 : min(chunk_end + 1, request.num_prompt)]
                 result.prompt_logprobs = self._find_logprobs(
                     hidden[start:], next_ids, request.prompt_logprobs, (), result
@@ -290,9 +288,8 @@ class Runner:
                 next_ids = known_ids[chunk.logprobs_start + 1 : chunk_end + 1]
                 rows = hidden[end - (chunk_end - chunk.logprobs_start) :]
                 sampling = request.sampling
-                result.known_logprobs = (
-                    self._find_logprobs(rows, next_ids, sampling.logprobs, sampling.logprob_token_ids, result) or []
-                )
+                found = self._find_logprobs(rows, next_ids, sampling.logprobs, sampling.logprob_token_ids, result)
+                result.known_logprobs = tuple(found or ())
 
     def _find_logprobs(
         self, hidden: Tensor, next_ids: np.ndarray, k: int | None, asked_ids: Sequence[int], result: RunnerOutput
@@ -321,18 +318,16 @@ class Runner:
         for index in sampled:
             chunk = scheduled[index]
             request = self._input_batch[chunk.req_index]
-            ids = self._input_batch.token_ids(chunk.req_index, chunk.start + chunk.count)
-            for num_unread in reversed(range(chunk.num_samples)):
-                output_ids = ids[request.num_prompt : len(ids) - num_unread]
-                row = SampleRow(request.sampling, ids[: request.num_prompt], output_ids)
-                if len(rows) in masks:
-                    mask, error = intersect(masks[len(rows)], row)
-                    if error:
-                        errors[len(rows)] = error
-                    else:
-                        row = row._replace(mask=mask)
-                rows.append(row)
+            num_output = chunk.start + chunk.count - request.num_prompt
+            for num_known in range(num_output - len(chunk.draft_ids), num_output + 1):
+                rows.append(SampleRow(request.sampling, request.prompt_ids, request.later_ids[:num_known]))
                 req_indices.append(chunk.req_index)
+        for index, grammar_mask in masks.items():
+            mask, error = intersect(grammar_mask, rows[index])
+            if error:
+                errors[index] = error
+            else:
+                rows[index] = msgspec.structs.replace(rows[index], mask=mask)
         output = self._sampler.start(logits, rows)
         if output.token_ids is not None:
             self._last_token_ids.store(output.token_ids, self._copier.to_device(np.array(req_indices)))
@@ -340,36 +335,42 @@ class Runner:
             return NO_RESULTS
 
         def finish() -> list[RunnerOutput]:
-            tokens = [None if row in errors else token for row, token in enumerate(output.finish())]
-            end = 0
+            tokens = output.finish()
+            for row in errors:
+                tokens[row] = None
+            row = 0
             for index in sampled:
-                start = end
-                end += scheduled[index].num_samples
+                draft_ids = scheduled[index].draft_ids
                 if results[index].error is None:
-                    error = errors.get(start, NOT_FINITE)
-                    add_sampled_tokens(results[index], tokens[start:end], scheduled[index].draft_ids, error)
+                    next_tokens = tokens[row + 1 : row + 1 + len(draft_ids)] if draft_ids else ()
+                    error = errors.get(row, NOT_FINITE)
+                    add_sampled_tokens(results[index], tokens[row], draft_ids, next_tokens, error)
+                row += 1 + len(draft_ids)
             return results
 
         return PendingStep(output.is_ready, finish)
 
 
 def add_sampled_tokens(
-    result: RunnerOutput, tokens: Sequence[SampledToken | None], draft_ids: Sequence[int], error: str
+    result: RunnerOutput,
+    token: SampledToken | None,
+    draft_ids: Sequence[int],
+    next_tokens: Sequence[SampledToken | None],
+    error: str,
 ) -> None:
     """Add the tokens that the request goes on with: the first, and each that follows a draft that is the one before.
 
-    tokens: sampled after the newest known token and after each draft; None where that fails. error: why the first one
-    fails, if it does."""
-    token = tokens[0]
+    token: sampled after the newest known token. next_tokens: after each draft. None where that fails. error: why the
+    first one fails, if it does."""
     if token is None:
         result.error = error
         return
-    for draft_id, next_token in zip(draft_ids, tokens[1:], strict=True):
+    for draft_id, next_token in zip(draft_ids, next_tokens, strict=True):
         if draft_id != token.token_id or next_token is None:  # an error is that of the step that samples there again
             break
-        result.accepted_ids.append(token.token_id)
+        result.accepted_ids += (token.token_id,)
         if token.logprobs is not None:
-            result.known_logprobs.append(token.logprobs)
+            result.known_logprobs += (token.logprobs,)
         token = next_token
     result.token_id = token.token_id
     result.logprobs = token.logprobs

@@ -12,6 +12,7 @@ fast the GPU is. Copies to a GPU and launches, which are not made here, come on 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import statistics
@@ -227,6 +228,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="to measure, of each case")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    gc.freeze()  # as engines do
     found = {}
     for name, params in CASES.items():
         cases = {f"{streams} streams": measure(streams, given.steps, params) for streams in given.streams}

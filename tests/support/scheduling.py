@@ -59,7 +59,8 @@ class FakeWorkers:
             ids, uses_long_rope = self.ids[chunk.req_index] + held, self.uses_long_rope[chunk.req_index]
             assert not (held and chunk.draft_ids), "drafts after ids that the scheduler does not know"
             ids += chunk.draft_ids
-            for index, (group, blocks) in enumerate(zip(self.groups, chunk.new_blocks, strict=True)):
+            new_blocks = chunk.new_blocks or [[] for _ in self.groups]
+            for index, (group, blocks) in enumerate(zip(self.groups, new_blocks, strict=True)):
                 table = self.tables[chunk.req_index][index]
                 table.extend(blocks)
                 for position in range(chunk.start, end):
@@ -74,22 +75,22 @@ class FakeWorkers:
             result = RunnerOutput()
             if chunk.logprobs_start is not None:
                 next_ids = self.ids[chunk.req_index][chunk.logprobs_start + 1 : end + 1]
-                result.known_logprobs = [logprobs_of(token_id) for token_id in next_ids]
+                result.known_logprobs = tuple(logprobs_of(token_id) for token_id in next_ids)
             if chunk.sample:
                 assert end == len(ids) and uses_long_rope == (end > self.long_rope_threshold)
                 sampling = self.sampling[chunk.req_index]
                 known = len(ids) - len(chunk.draft_ids)
                 result.token_id = token_after(ids[:known])
                 while known < len(ids) and ids[known] == result.token_id:
-                    result.accepted_ids.append(result.token_id)
+                    result.accepted_ids += (result.token_id,)
                     if sampling.logprobs is not None:
-                        result.known_logprobs.append(logprobs_of(result.token_id))
+                        result.known_logprobs += (logprobs_of(result.token_id),)
                     known += 1
                     result.token_id = token_after(ids[:known])
                 if sampling.logprobs is not None:
                     result.logprobs = logprobs_of(result.token_id)
                 if sampling.grammar:
-                    result.forced_ids = forced_after([*ids, result.token_id])
+                    result.forced_ids = tuple(forced_after([*ids, result.token_id]))
                 held += [*result.accepted_ids, result.token_id, *result.forced_ids]
             results.append(result)
         return results

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from serve_llm.common.types import Sampling
@@ -222,7 +223,7 @@ def test_ids_that_are_not_there_yet_count() -> None:
     logits = random_logits(1)
     for count in (2, 3):
         known = SampleRow(Sampling(max_tokens=99, seed=5, **params), [1, 2], [3] * count)
-        coming = known._replace(output_ids=np.array([3] * (count - 1) + [-1]))
+        coming = structs.replace(known, output_ids=np.array([3] * (count - 1) + [-1]))
         sampler = DeviceSampler(Alone(), sampling, DeviceCopier(CPU))  # type: ignore[arg-type]
         (found,) = sampler.start(logits, [coming]).finish()
         assert [found] == expected(logits, [known]) and found is not None

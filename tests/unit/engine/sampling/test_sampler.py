@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from serve_llm.common.types import Sampling
 from serve_llm.engine.sampling.logit_adjustments import SampleRow
@@ -80,7 +81,7 @@ def test_draw_is_the_inverse_distribution_at_the_noise() -> None:
     borders = logits[0].double().div(0.8).softmax(0).cumsum(0)
     for position in range(50):
         (found,) = sample(logits, [row([7] * position, seed=77, temperature=0.8)])
-        assert found.token_id == int(torch.searchsorted(borders, uniform(77, 0, position), right=True))
+        assert found.token_id == int(torch.searchsorted(borders, float(uniform([77], [0], [position])[0]), right=True))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 9e-6])
@@ -137,7 +138,7 @@ def test_masked_rows_beside_others(dtype: torch.dtype, others: dict[str, object]
     logits = random_logits(3, 8).to(dtype)
     masks = np.zeros((2, -(-VOCAB // 32)), np.int32)
     masks[:, 1:3] = [[0x0F0F0F0F, 5], [0, 1]]
-    masked = [row(seed=n, logprobs=n or None)._replace(mask=mask) for n, mask in enumerate(masks)]
+    masked = [structs.replace(row(seed=n, logprobs=n or None), mask=mask) for n, mask in enumerate(masks)]
     alone = [sample(logits[n : n + 1].clone(), [one])[0] for n, one in enumerate(masked)]
     free = row(seed=9, **others)
     (expected,) = sample(logits[2:].clone(), [free])
