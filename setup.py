@@ -36,7 +36,7 @@ if platform.machine().lower() in ("x86_64", "amd64"):
 AMX = [*VARIANTS.get("avx512_bf16", []), "-mamx-tile", "-mamx-bf16", "-mamx-int8"]  # g++ 11 or newer, on Linux
 
 PER_VARIANT = ("attend.cpp", "grouped.cpp", "multiply.cpp", "rows.cpp", "scan.cpp")
-WITH_TILES = ("attend.cpp", "multiply.cpp")  # what differs from avx512_bf16 where AMX is
+WITH_TILES = ("attend.cpp", "grouped_tiles.cpp", "multiply.cpp")  # for AMX; the others are as for avx512_bf16
 # who computes what, and the C interface
 ONCE = ("attention.cpp", "grouped_linear.cpp", "linear.cpp", "sampling.cpp", "collectives.cpp", "pool.cpp")
 
@@ -83,7 +83,7 @@ setup(
         Extension(
             "serve_llm.kernels.cpu.compiled",  # not a Python module: opened by ctypes
             [str(FOLDER / name) for name in ONCE],
-            depends=[*(str(FOLDER / name) for name in PER_VARIANT), *map(str, sorted(FOLDER.glob("*.h")))],
+            depends=[*(str(FOLDER / name) for name in sorted({*PER_VARIANT, *WITH_TILES})), *map(str, sorted(FOLDER.glob("*.h")))],
             extra_compile_args=FLAGS,
             extra_link_args=["-pthread"],
             language="c++",

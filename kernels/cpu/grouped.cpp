@@ -5,34 +5,20 @@
 // of the result is the sum over groups, in ascending order, of a group's scale times the sum over its inputs, in ascending
 // order, whatever the other rows and panels. So a row's bits depend on that row and the weight alone.
 
-#include "grouped.h"
-
 #include <utility>
 
-#include "finish.h"
-#include "grouped_codes.h"
-#include "vector.h"
+#include "grouped_parts.h"
 
 namespace {
 
-constexpr int COLUMNS = W;  // of a panel: one vector
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int MOST_SUMS = 24;  // vectors of sums in registers; the rest is for the weight
 #else
 constexpr int MOST_SUMS = 12;
 #endif
-constexpr int FETCH_AHEAD = 32;  // units of a panel that are asked for before they are needed
 constexpr int FEW_ROWS = 12;
 constexpr int MOST_ROWS = MOST_SUMS / 2;  // of a block of many rows: each has a sum and a total in registers
 constexpr int BLOCK = 256;                // vectors that are unpacked at once for many rows: they stay in the cache
-
-// The range of a group's units.
-inline int first_unit(const GroupedProduct& p, int group) {
-  return group == 0 ? 0 : p.first_units + (group - 1) * p.group_units;
-}
-inline int end_unit(const GroupedProduct& p, int group) {
-  return group + 1 == p.groups ? p.units : first_unit(p, group + 1);
-}
 
 template <class Codes>
 void prepare_codes(const GroupedProduct& p, int row, float* x, float* sums) {
@@ -66,30 +52,6 @@ void prepare_codes(const GroupedProduct& p, int row, float* x, float* sums) {
 template <class Codes>
 inline Vec first_sum(float x_sum) {
   return Codes::MIDDLE == 0 ? Vec{} : all(-Codes::MIDDLE * x_sum);
-}
-
-// Of a group and a panel's outputs.
-struct GroupScales {
-  Vec scale, zero, minimum;
-  GroupScales() {}
-  __attribute__((always_inline)) GroupScales(const GroupedProduct& p, int panel, int group) {
-    const int64_t index = ((int64_t)panel * p.groups + group) * COLUMNS;
-    scale = load_scale(p.scale, p.scale_type, index);
-    if (p.zero != nullptr) zero = load_scale(p.zero, p.scale_type, index);
-    if (p.minimum != nullptr) minimum = load_scale(p.minimum, p.scale_type, index);
-  }
-};
-
-// Adds a group's sum to the total of a row. x_sum: of the row's inputs in the group.
-__attribute__((always_inline)) inline void add_group(const GroupedProduct& p, const GroupScales& scales, float x_sum, Vec sum, Vec& total) {
-  if (p.zero != nullptr) sum = fma(scales.zero, all(-x_sum), sum);
-  total = fma(scales.scale, sum, total);
-  if (p.minimum != nullptr) total = fma(scales.minimum, all(-x_sum), total);
-}
-
-__attribute__((noinline)) void finish_sum(const GroupedProduct& p, int row, int panel, Vec total) {
-  if (p.divisor != nullptr) total /= load<Vec>(p.divisor + panel * COLUMNS);
-  finish(p, row, panel * COLUMNS, total);
 }
 
 // One unit of PANELS panels, the numbers in ascending order.
@@ -174,11 +136,6 @@ struct UnpackedBlock {
   int begin, end;   // units
   int first_group;  // of `scales`
 };
-
-template <class Unit, size_t... PLACES>
-inline void unpack_unit(Vec* to, const Unit& unit, std::index_sequence<PLACES...>) {
-  ((to[PLACES] = unit.template number<PLACES>()), ...);
-}
 
 // The block that begins with unit `unit`, which is in group `group`.
 template <class Codes>
@@ -295,15 +252,6 @@ void panels_of_codes(const GroupedProduct& p, const GroupedInput& input, int fir
 }
 
 #if defined(__AVX512BF16__)
-// Whether bfloat16 holds all that is multiplied.
-bool takes_pairs(const GroupedProduct& p) {
-  if (!p.x_bf16 || p.coding == EIGHT_BITS) return false;
-  if (p.coding != TABLE) return true;
-  for (int i = 0; i < 16; i++)
-    if (bits(p.table[i]) & 0xffff) return false;
-  return true;
-}
-
 template <class Codes>
 void prepare_pairs(const GroupedProduct& p, int row, float* x, float* sums) {
   const uint16_t* from = (const uint16_t*)((const char*)p.x + row * p.x_row);

@@ -58,3 +58,6 @@ extern const GroupedMultiply grouped_baseline;
 #if defined(__x86_64__)
 extern const GroupedMultiply grouped_avx2, grouped_avx512, grouped_avx512_bf16;
 #endif
+#if defined(HAVE_AMX)
+extern const GroupedMultiply grouped_amx;
+#endif

@@ -16,7 +16,7 @@ const GroupedMultiply* const VARIANTS[] = {
     &grouped_avx512_bf16,
 #endif
 #if defined(HAVE_AMX)
-    &grouped_avx512_bf16,  // matrix units are not used
+    &grouped_amx,
 #endif
 };
 
