@@ -168,10 +168,7 @@ void multiply(int rows, const uint32_t* a, int64_t a_row, const uint32_t* b, int
 template <class Number>
 inline void begin_tiles(int rows, int units) {
 #if defined(__AMX_TILE__)
-  if constexpr (Number::TILES) {
-    const TileConfig config(rows, units % TILE_UNITS);
-    _tile_loadconfig(&config);
-  }
+  if constexpr (Number::TILES) configure_tiles(rows, units % TILE_UNITS);
 #endif
 }
 template <class Number>

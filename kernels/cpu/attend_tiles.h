@@ -4,26 +4,22 @@
 // same instructions: units are added 16 at a time in ascending order, the rest with a tile of its own size.
 #pragma once
 
+#include "amx.h"
 #include "vector.h"
 
 namespace {
 
-constexpr int TILE_UNITS = 16;
-constexpr int TILE_BYTES = 4 * TILE_UNITS;  // in a row of a tile
-
 // Registers 0 .. 3 hold sums, 4 rows, 5 columns, 6 and 7 the rest of rows and columns after whole tiles.
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-
-  TileConfig(int num_rows, int rest) {
-    for (int i = 0; i < 8; i++) row_bytes[i] = TILE_BYTES, rows[i] = num_rows;
-    rows[5] = TILE_UNITS;
-    rows[7] = rest > 0 ? rest : TILE_UNITS;
-    row_bytes[6] = 4 * rows[7];
+inline void configure_tiles(int rows, int rest) {
+  TileConfig config;
+  for (int i = 0; i < 5; i++) config.rows[i] = rows;
+  config.rows[6] = rows;
+  if (rest > 0) {
+    config.rows[7] = rest;
+    config.row_bytes[6] = 4 * rest;
   }
-};
+  _tile_loadconfig(&config);
+}
 
 // c[r][0 .. V vectors) = sum over k of a[r][k] * b[k], for as many rows as are configured; a line of b is `line` units.
 template <int V>

@@ -5,29 +5,23 @@
 // sum takes the same instructions whatever the other rows. Products that bfloat16 cannot hold go to the AVX512-BF16
 // variant.
 
+#include "amx.h"
 #include "grouped_parts.h"
 
 namespace {
 
-constexpr int TILE_ROWS = 16;
-constexpr int TILE_STEPS = 16;  // pairs of numbers
-constexpr int TILE_BYTES = 4 * TILE_STEPS;
+constexpr int TILE_STEPS = TILE_UNITS;  // pairs of numbers
 constexpr int TILE_SUMS = TILE_ROWS * W;
 constexpr int MOST_TILES = 4;  // of rows that are multiplied at once
 constexpr int RING = 4;        // unpacked tiles: the current one, RING - 2 ahead, and one that may still be read
 
 // Registers 0 .. 3 hold sums, 4 rows, 5 those of the last tile, 6 a weight.
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-
-  explicit TileConfig(int num_rows) {
-    const int tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
-    for (int i = 0; i < 7; i++) row_bytes[i] = TILE_BYTES, rows[i] = TILE_ROWS;
-    rows[tiles - 1] = rows[5] = num_rows - (tiles - 1) * TILE_ROWS;
-  }
-};
+inline void configure_tiles(int rows) {
+  const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+  TileConfig config;
+  config.rows[tiles - 1] = config.rows[5] = rows - (tiles - 1) * TILE_ROWS;
+  _tile_loadconfig(&config);
+}
 
 struct alignas(64) Ring {
   Vec tiles[RING][TILE_STEPS];
@@ -37,7 +31,7 @@ struct alignas(64) Ring {
 template <class Codes>
 class Unpacker {
  public:
-  static constexpr int TILE_UNITS = TILE_STEPS / Codes::STEPS;
+  static constexpr int UNITS = TILE_STEPS / Codes::STEPS;  // of codes, in a tile
 
   Unpacker(const GroupedProduct& p, int panel, Ring& ring)
       : p_(p), from_(p.weight + (int64_t)panel * p.units * COLUMNS), ring_(ring), left_(end_unit(p, 0)) {
@@ -55,15 +49,15 @@ class Unpacker {
     if (group_ == p_.groups) return;
     const int slot = unpacked_++ % RING;
     Vec* to = ring_.tiles[slot];
-    if (left_ >= TILE_UNITS) {
-      unpack_units<TILE_UNITS>(to);
+    if (left_ >= UNITS) {
+      unpack_units<UNITS>(to);
       steps_[slot] = TILE_STEPS;
     } else {
       const int steps = left_ * Codes::STEPS;
       for (int i = steps; i < steps_[slot]; i++) to[i] = Vec{};  // what follows is zero already
       steps_[slot] = steps;
-      if (left_ >= TILE_UNITS / 2) {
-        unpack_units<TILE_UNITS / 2>(to);
+      if (left_ >= UNITS / 2) {
+        unpack_units<UNITS / 2>(to);
         to += TILE_STEPS / 2;
       }
       for (; left_ > 0; to += Codes::STEPS) unpack_units<1>(to);
@@ -72,16 +66,16 @@ class Unpacker {
     group_++;
     if (group_ < p_.groups) left_ = end_unit(p_, group_) - first_unit(p_, group_);
   }
-  template <int UNITS>
+  template <int COUNT>
   __attribute__((always_inline)) void unpack_units(Vec* to) {
 #pragma GCC unroll 8
-    for (int i = 0; i < UNITS; i++) {
+    for (int i = 0; i < COUNT; i++) {
       __builtin_prefetch(from_ + (FETCH_AHEAD + i) * COLUMNS);
       unpack_unit(to + i * Codes::STEPS, typename Codes::Unit(p_, from_ + i * COLUMNS),
                   std::make_index_sequence<Codes::STEPS>());
     }
-    from_ += UNITS * COLUMNS;
-    left_ -= UNITS;
+    from_ += COUNT * COLUMNS;
+    left_ -= COUNT;
   }
 
   const GroupedProduct& p_;
@@ -119,7 +113,7 @@ void panel_of_rows(const GroupedProduct& p, const GroupedInput& input, int row, 
   for (int group = 0; group < p.groups; group++) {
     EACH(_tile_zero)
     const int end = end_unit(p, group);
-    for (int unit = first_unit(p, group); unit < end; unit += Unpacker<Codes>::TILE_UNITS) {
+    for (int unit = first_unit(p, group); unit < end; unit += Unpacker<Codes>::UNITS) {
       const Vec* const tile = weight.next();
       asm volatile("" ::: "memory");  // what tiles read has been written
       const char* const x = (const char*)(input.x + row * input.x_row + unit * Codes::STEPS);
@@ -143,8 +137,7 @@ void panels_of_codes(const GroupedProduct& p, const GroupedInput& input, int fir
   constexpr int MOST = MOST_TILES * TILE_ROWS;
   for (int row = 0; row < p.rows; row += MOST) {
     const int rows = p.rows - row < MOST ? p.rows - row : MOST;
-    const TileConfig config(rows);
-    _tile_loadconfig(&config);
+    configure_tiles(rows);
     const auto multiply = rows > 3 * TILE_ROWS ? panel_of_rows<Codes, 4>
                           : rows > 2 * TILE_ROWS ? panel_of_rows<Codes, 3>
                           : rows > TILE_ROWS     ? panel_of_rows<Codes, 2>

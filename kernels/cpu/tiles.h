@@ -6,15 +6,13 @@
 // unrounded between them. So a row's bits depend on that row and the weight alone.
 #pragma once
 
+#include "amx.h"
 #include "finish.h"
 #include "linear.h"
 #include "vector.h"
 
 namespace {
 
-constexpr int TILE_ROWS = 16;              // of x
-constexpr int TILE_UNITS = 16;             // along the inputs
-constexpr int TILE_BYTES = 4 * TILE_UNITS;  // in a row of a tile, whether of x, a weight or sums
 constexpr int TILE_SUMS = TILE_ROWS * W;
 constexpr int TILE_BLOCK = 16;             // tiles of two panels that stay in the L1 cache for all rows
 constexpr int SMALL_BLOCK = 8;             // the same with so many rows that theirs do not stay in the L2 cache
@@ -34,19 +32,13 @@ struct ByteTiles {
 
 // Registers 0 .. 3 hold sums, 4 and 5 rows of x, 6 and 7 weights. The sums belong to up to four panels with one tile of
 // rows, and to two panels with two tiles.
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-
-  TileConfig(int first_rows, int second_rows) {
-    for (int i = 0; i < 8; i++) row_bytes[i] = TILE_BYTES;
-    for (int i = 0; i < 4; i++) rows[i] = second_rows > 0 && i >= 2 ? second_rows : first_rows;
-    rows[4] = first_rows;
-    rows[5] = second_rows > 0 ? second_rows : first_rows;
-    rows[6] = rows[7] = TILE_UNITS;
-  }
-};
+inline void configure_tiles(int first_rows, int second_rows) {
+  TileConfig config;
+  for (int i = 0; i < 4; i++) config.rows[i] = second_rows > 0 && i >= 2 ? second_rows : first_rows;
+  config.rows[4] = first_rows;
+  config.rows[5] = second_rows > 0 ? second_rows : first_rows;
+  _tile_loadconfig(&config);
+}
 
 // The operands of these instructions must be literals.
 #define TILE_MULTIPLY(sum, x, weight)     \
@@ -187,8 +179,7 @@ void add_for_many_rows(const Product& p, const char* x, int64_t x_row, Tail& tai
   for (int row = 0; row < p.rows; row += 2 * TILE_ROWS) {
     const int rows = p.rows - row < 2 * TILE_ROWS ? p.rows - row : 2 * TILE_ROWS;
     if (row == 0 || rows < 2 * TILE_ROWS) {
-      const TileConfig config(rows < TILE_ROWS ? rows : TILE_ROWS, rows > TILE_ROWS ? rows - TILE_ROWS : 0);
-      _tile_loadconfig(&config);
+      configure_tiles(rows < TILE_ROWS ? rows : TILE_ROWS, rows > TILE_ROWS ? rows - TILE_ROWS : 0);
     }
     const AddTiles add = rows > TILE_ROWS ? add_two<Type, PANELS> : add_few<Type, PANELS>;
     float* const place = sums + row / TILE_ROWS * PANELS * TILE_SUMS;
@@ -228,8 +219,7 @@ void tiles(const Product& p, const void* x, int64_t x_row, int first, int last, 
       panels_for_many_rows<Type>(p, rows, x_row, tail, panel,
                                  last - panel < MOST_TILE_PANELS ? last : panel + MOST_TILE_PANELS, sums);
   } else {
-    const TileConfig config(p.rows < TILE_ROWS ? p.rows : TILE_ROWS, p.rows > TILE_ROWS ? p.rows - TILE_ROWS : 0);
-    _tile_loadconfig(&config);
+    configure_tiles(p.rows < TILE_ROWS ? p.rows : TILE_ROWS, p.rows > TILE_ROWS ? p.rows - TILE_ROWS : 0);
     int panel = first;
     if (p.rows <= TILE_ROWS)
       for (; panel + 4 <= last; panel += 4) group_for_few_rows<Type, 4>(p, rows, x_row, tail, panel, sums);
