@@ -62,12 +62,12 @@ async def serve(options: Options) -> int:
     from serve_llm.server.http.connection import HttpServer, StartupApp
 
     began = time.perf_counter()
+    signals = StopSignals()
     listener = listen(options.host, options.port)
     url = _url_of(listener, "https" if options.ssl_certfile else "http")
     logger.info("Listening on %s; loading %s", url, options.model)
     if not options.api_key and not is_loopback(listener):
         logger.warning("Everyone who reaches %s may use the server: set --api-key, or --host 127.0.0.1", url)
-    signals = StopSignals()
     startup_app = StartupApp()
     http_server = HttpServer(startup_app, options.limits, options.ssl_keyfile, options.ssl_certfile)
     serving = asyncio.ensure_future(http_server.serve(sockets=[listener]))
