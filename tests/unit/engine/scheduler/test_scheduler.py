@@ -319,3 +319,14 @@ def test_a_heavy_tenant_does_not_starve_a_light_one() -> None:
         order += [output.id for output in outputs if output.finish_reason is not None]
         scheduler.check_integrity()
     assert {40, 41, 42, 43} <= set(order[:8]), "every other one is the light tenant's"
+
+
+def test_blocks_are_sent_once() -> None:
+    scheduler = Scheduler(MIXED, 64, max_num_seqs=1, max_model_len=64, max_chunk=64, prefix_caching=False)
+    scheduler.add(Request(id=1, prompt_ids=[1] * 6, sampling=Sampling(max_tokens=9, seed=0)), 0.0)
+    found = []
+    for _ in range(4):
+        batch = scheduler.schedule(64, 0.0)
+        found.append([len(blocks) for blocks in batch.scheduled[0].new_blocks])
+        scheduler.update_from_output(batch, [RunnerOutput(token_id=9)])
+    assert found == [[2, 1], [], [], [1, 1]], "6 tokens, then one each: the ninth needs a block of 4 and one of 8"
