@@ -117,7 +117,7 @@ def pack_adjustments(rows: Sequence[SampleRow], vocab_size: int) -> tuple[_Int32
     rows = [rows[index] for index in adjusted]
     samplings = [row.sampling for row in rows]
     entries, places, keys = _pack_entries(rows, named, is_limited)
-    borders = np.searchsorted(places, np.arange(len(rows) + 1))  # of each row's entries
+    borders = np.searchsorted(places, np.arange(len(rows) + 1))  # where the entries of each row begin and end
 
     num_columns = np.where(is_limited, vocab_size, np.diff(borders))  # or entries, that the row's spans cover
     num_spans = -(-num_columns // SPAN_COLUMNS)
