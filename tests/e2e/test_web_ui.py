@@ -91,8 +91,10 @@ def test_a_chat_in_the_browser() -> None:
     expect = playwright.expect
     expect.set_options(timeout=1000 * SECONDS)
     with serve_page() as server, playwright.sync_playwright() as browsers:
-        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]  # for root, in a container
+        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=arguments, timeout=1000 * SECONDS)
         page = browser.new_page()
+        page.set_default_timeout(1000 * SECONDS)
         problems: list[str] = []
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("console", lambda line: problems.append(line.text) if "Content Security" in line.text else None)
