@@ -83,7 +83,10 @@ setup(
         Extension(
             "serve_llm.kernels.cpu.compiled",  # not a Python module: opened by ctypes
             [str(FOLDER / name) for name in ONCE],
-            depends=[*(str(FOLDER / name) for name in sorted({*PER_VARIANT, *WITH_TILES})), *map(str, sorted(FOLDER.glob("*.h")))],
+            depends=[
+                *(str(FOLDER / name) for name in sorted({*PER_VARIANT, *WITH_TILES})),
+                *map(str, sorted(FOLDER.glob("*.h"))),
+            ],
             extra_compile_args=FLAGS,
             extra_link_args=["-pthread"],
             language="c++",

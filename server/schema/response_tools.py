@@ -128,12 +128,15 @@ def read_tool_choice(
     if choice.type in ("function", "custom"):
         return ToolChoice("required", (_find_tool(choice, tools, "tool_choice"),), is_named=True)
     if choice.type == "allowed_tools":
-        names: list[str] = []
+        names: dict[str, None] = {}
         for index, allowed in enumerate(choice.tools or []):
+            param = f"tool_choice.tools[{index}]"
             if allowed.type == "namespace":
-                names += [tool.name for tool in tools if items[tool.name].namespace == allowed.name]
+                if allowed.name is None:
+                    raise InvalidRequest(f"{param}.name is required", f"{param}.name")
+                names |= {tool.name: None for tool in tools if items[tool.name].namespace == allowed.name}
             elif allowed.type not in _HOSTED_TOOLS:
-                names.append(_find_tool(allowed, tools, f"tool_choice.tools[{index}]"))
+                names[_find_tool(allowed, tools, param)] = None
         if not names:
             raise InvalidRequest("tool_choice.tools must name a function", "tool_choice.tools")
         return ToolChoice(choice.mode or "auto", tuple(names))

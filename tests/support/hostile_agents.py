@@ -185,6 +185,12 @@ def flat_tools() -> Iterator[Case]:
         [{**custom, "format": {"type": "grammar", "syntax": "regex"}}],
         [{**custom, "format": {"type": "grammar", "syntax": "regex", "definition": "(?=a)"}}],
         [{**custom, "format": {"type": "grammar", "syntax": "regex", "definition": "(a{1000}){1000}{1000}"}}],
+        [{"type": "namespace", "tools": [good]}],
+        [{"type": "namespace", "name": "x" * MANY, "tools": [good]}],
+        [{"type": "namespace", "name": "n", "tools": {}}],
+        [{"type": "namespace", "name": "n", "tools": [{"type": "namespace", "name": "m", "tools": [good]}]}],
+        [{"type": "namespace", "name": "n", "tools": [{**good, "name": f"f{number}"} for number in range(20_000)]}],
+        [{**good, "name": "n__f"}, {"type": "namespace", "name": "n", "tools": [good]}],
     ]
     for number, value in enumerate(wrong):
         yield respond(f"tools {number}", tools=value)
@@ -197,6 +203,8 @@ def flat_tools() -> Iterator[Case]:
         {"type": "web_search"},
         {"type": "allowed_tools", "mode": "required", "tools": []},
         {"type": "allowed_tools", "tools": [{"type": "function", "name": "g"}] * MANY},
+        {"type": "allowed_tools", "tools": [{"type": "namespace", "name": "n"}] * MANY},
+        {"type": "function", "namespace": 3, "name": "f"},
     )
     for number, choice in enumerate(bad_choices):
         yield respond(f"tool_choice {number}", tools=[good], tool_choice=choice)

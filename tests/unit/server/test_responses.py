@@ -383,6 +383,7 @@ BAD: list[tuple[Json, int, str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "b"}}, 400, "none of the tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, 400, "tool_choice.name"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": []}}, 400, "tool_choice.tools"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": [{"type": "namespace"}]}}, 400, "[0].name is"),
     ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, 400, "tool_choice"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, 400, "text.format.schema"),
     ({"text": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}}, 400, "text.format.schema"),
