@@ -56,7 +56,12 @@ print(json.dumps([len(names), failed]))
 
 
 NO_MODULES = {"serve_llm.kernels.cpu.compiled"}  # a library of C functions
-OPTIONAL = "No module named 'ray'"  # an extra, which the check does without
+# Packages of extras, which the check does without; OpenTelemetry's exporter needs protobuf, which is `google`.
+OPTIONAL = tuple(f"No module named '{name}" for name in ("ray", "opentelemetry", "google"))
+
+
+def is_optional(why: str) -> bool:
+    return any(reason in why for reason in OPTIONAL)
 
 
 def with_needs(names: Iterable[str]) -> set[str]:
@@ -102,7 +107,7 @@ def test_each_part_imports_with_what_the_machine_has_and_the_wheels(tmp_path: Pa
     allowed = import_names(with_needs([*wheels.PRESENT, *wheels.PACKAGES]))
     assert {"torch", "triton", "uvloop", "prometheus_client"} <= allowed and not {"pytest", "ray"} & allowed
     count, failed = import_all(tmp_path, allowed)
-    missed = {name: why for name, why in failed.items() if name not in NO_MODULES and OPTIONAL not in why}
+    missed = {name: why for name, why in failed.items() if name not in NO_MODULES and not is_optional(why)}
     assert count > 100 and missed == {}
 
 
