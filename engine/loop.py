@@ -7,14 +7,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from serve_llm.common.messages import Abort, Shutdown, StepOutputs, Submit, ToEngine
 from serve_llm.common.options.speculative import SpeculativeConfig
 from serve_llm.common.types import Output, Request
 from serve_llm.engine.config import Config
 from serve_llm.engine.distributed.executor import Executor, StepResult
-from serve_llm.engine.lora.arrivals import AdapterArrivals
+from serve_llm.engine.lora.adapter_checker import AdapterChecker
+from serve_llm.engine.pending_requests import PendingRequests
 from serve_llm.engine.scheduler.output import SchedulerOutput
 from serve_llm.engine.scheduler.policy import TokenBudget
 from serve_llm.engine.scheduler.prompt_lookup import PromptLookup
@@ -78,7 +79,8 @@ class EngineCore:
         self._in_flight: deque[_StepInFlight] = deque()
         self._num_steps = 0
         self._finished_on_arrival: list[Output] = []
-        self._adapters = AdapterArrivals()
+        self._adapters = AdapterChecker()
+        self._checking: PendingRequests[str] = PendingRequests(lambda future: future.result())
         self.grammars = StructuredOutputManager(MatcherBuilder(config), config.vocab_size, config.jump_forward)
 
     def check_workers(self) -> None:
@@ -89,8 +91,8 @@ class EngineCore:
     def has_work(self) -> bool:
         return (
             self.scheduler.has_work
-            or self.grammars.is_compiling
-            or self._adapters.is_checking
+            or bool(self.grammars.compiling)
+            or bool(self._checking)
             or bool(self._finished_on_arrival)
             or self._executor.must_step()
         )
@@ -98,7 +100,7 @@ class EngineCore:
     def add_requests(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if request.adapter is not None:
-                self._adapters.begin(request)
+                self._checking.add(request, self._adapters.check(request.adapter))
             else:
                 self._add_request(request)
 
@@ -118,32 +120,25 @@ class EngineCore:
         """Whether there is nothing to compute."""
         return not self.scheduler.has_work and not self._in_flight and not self._executor.must_step()
 
-    def _add_checked(self) -> None:
-        """Go on with the requests whose adapters have been checked since the last step."""
-        ready, failed = self._adapters.take_checked(self._is_idle)
+    def _take_ready(self, pending: PendingRequests[Any], go_on: Callable[[Request], None]) -> None:
+        """Go on with the requests that have become ready since the last step."""
+        ready, failed = pending.take_ready(self._is_idle)
         self._finished_on_arrival += failed
         for request in ready:
-            self._add_request(request)
-
-    def _schedule_compiled(self) -> None:
-        """Schedule the requests whose grammars have been compiled since the last step."""
-        ready, failed = self.grammars.take_compiled(self._is_idle)
-        self._finished_on_arrival += failed
-        for request in ready:
-            self._schedule_request(request)
+            go_on(request)
 
     def abort_requests(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:
-            self._adapters.abort(request_id)
-            self.grammars.abort(request_id)
+            self._checking.abort(request_id)
+            self.grammars.compiling.abort(request_id)
             self.scheduler.abort(request_id)
 
     def step(self) -> StepOutputs:
         """Start steps until `executor.depth` are in flight, then finish the oldest one."""
-        if self._adapters.is_checking:
-            self._add_checked()
-        if self.grammars.is_compiling:
-            self._schedule_compiled()
+        if self._checking:
+            self._take_ready(self._checking, self._add_request)
+        if self.grammars.compiling:
+            self._take_ready(self.grammars.compiling, self._schedule_request)
         while len(self._in_flight) < self._executor.depth:
             now = self._clock()
             budget = self._budget.next(self.scheduler.num_running, self.scheduler.num_waiting)

@@ -7,14 +7,15 @@ rebuilt from them when a request is admitted again after a preemption or a resta
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher
 
 from serve_llm.common.grammar import matcher_error
-from serve_llm.common.types import FinishReason, Output, Request
+from serve_llm.common.types import Request
+from serve_llm.engine.pending_requests import WAIT_SECONDS, PendingRequests
 from serve_llm.engine.scheduler.output import MaskSource, NewRequestData, RunnerOutput, SchedulerOutput
 from serve_llm.engine.structured_output.builder import MatcherBuilder
 from serve_llm.engine.structured_output.masks import MaskFiller, wait_for_any
@@ -22,8 +23,6 @@ from serve_llm.engine.structured_output.state import ConstraintState
 
 if TYPE_CHECKING:  # the engine starts workers before it loads torch
     from serve_llm.engine.sampling.grammar_mask import Mask
-
-WAIT_SECONDS = 0.01  # for a grammar or mask, when there is nothing else to do: messages that arrive wait as long
 
 
 class StructuredOutputManager:
@@ -35,48 +34,16 @@ class StructuredOutputManager:
         self._vocab_size = vocab_size
         self._jump_forward = jump_forward
         self._filler = MaskFiller(vocab_size)
-        self._compiling: dict[int, tuple[Request, Future[LLMatcher | None]]] = {}  # by request id
+        self.compiling = PendingRequests(_find_error)
         self._states: dict[int, ConstraintState] = {}  # by req_index
 
     def warm(self) -> None:
         """Begin to load the tokenizer, so that the first request does not wait for it."""
         self._compiler.compile("")
 
-    # Requests whose grammars are being compiled.
-
-    @property
-    def is_compiling(self) -> bool:
-        return bool(self._compiling)
-
     def begin(self, request: Request) -> None:
-        """Have a request's grammar compiled; `take_compiled` returns the request then."""
-        self._compiling[request.id] = (request, self._compiler.compile(request.sampling.grammar))
-
-    def abort(self, request_id: int) -> None:
-        self._compiling.pop(request_id, None)
-
-    def take_compiled(self, is_idle: bool) -> tuple[list[Request], list[Output]]:
-        """Requests that can be scheduled, and the final outputs of those whose grammar is in error.
-
-        is_idle: there is nothing else to do, so that it may wait for a moment.
-        """
-        if is_idle:
-            wait([future for _, future in self._compiling.values()], WAIT_SECONDS, FIRST_COMPLETED)
-        ready: list[Request] = []
-        failed: list[Output] = []
-        for request, future in list(self._compiling.values()):
-            if not future.done():
-                continue
-            del self._compiling[request.id]
-            error = _find_error(future)
-            if error:
-                message = f"the grammar cannot be compiled: {error}"
-                failed.append(Output(id=request.id, token_ids=[], finish_reason=FinishReason.ERROR, error=message))
-            else:
-                ready.append(request)
-        return ready, failed
-
-    # Steps.
+        """Have a request's grammar compiled; it waits in `compiling`."""
+        self.compiling.add(request, self._compiler.compile(request.sampling.grammar))
 
     @property
     def costly_indices(self) -> set[int]:
@@ -177,7 +144,6 @@ class StructuredOutputManager:
 
 def _find_error(future: Future[LLMatcher | None]) -> str:
     problem = future.exception()
-    if problem is not None:
-        return str(problem)
-    matcher = future.result()
-    return "" if matcher is None else matcher_error(matcher)
+    matcher = future.result() if problem is None else None
+    error = str(problem or "") if matcher is None else matcher_error(matcher)
+    return f"the grammar cannot be compiled: {error}" if error else ""
