@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
-from serve_llm.common.types import Output, Sampling, TokenLogprobs
+from hypothesis import strategies as st
+
+from serve_llm.common.types import FinishReason, Output, Request, Sampling, TokenLogprobs
 from serve_llm.engine.scheduler.output import RunnerOutput, SchedulerOutput
+from serve_llm.engine.scheduler.scheduler import Scheduler
 from serve_llm.engine.scheduler.sequence import GroupLayout
 
 FULL = (GroupLayout(4, None),)
 MIXED = (GroupLayout(4, None), GroupLayout(8, 6))
+MAX_MODEL_LEN = 40  # of random loads
 
 
 def token_after(ids: list[int]) -> int:
@@ -28,6 +34,23 @@ def forced_after(ids: list[int]) -> list[int]:
 
 def logprobs_of(token_id: int) -> TokenLogprobs:
     return TokenLogprobs(-float(token_id), token_id, [], [])
+
+
+def expected_output(request: Request) -> tuple[list[int], FinishReason]:
+    """The ids of a request that is computed alone, one id at a time."""
+    ids = list(request.prompt_ids)
+    forced: list[int] = []
+    while True:
+        output = ids[len(request.prompt_ids) :]
+        if output and output[-1] in request.sampling.stop_token_ids:
+            return output, FinishReason.STOP
+        if len(output) >= request.sampling.max_tokens or len(ids) >= MAX_MODEL_LEN:
+            return output, FinishReason.LENGTH
+        if forced:
+            ids.append(forced.pop(0))
+        else:
+            ids.append(token_after(ids))
+            forced = forced_after(ids) if request.sampling.grammar else []
 
 
 class FakeWorkers:
@@ -131,3 +154,68 @@ def drive(scheduler, workers, arrivals, budget, depth, ahead=False) -> dict[int,
         step += 1
         assert step < 10_000, "no progress"
     return got
+
+
+class Arrival(NamedTuple):
+    request: Request
+    step: int
+    is_aborted: bool
+
+
+class Load(NamedTuple):
+    """What a scheduler has to work with, in a test of random loads."""
+
+    groups: tuple[GroupLayout, ...]
+    budget: int  # of tokens
+    rows: int
+    depth: int  # batches under way
+    spare: int  # blocks beyond the smallest pool
+    caching: bool  # prefix caching
+    ahead: bool  # whether a sequence may be in several batches
+    long_rope_threshold: int  # tokens of the longest sequence that uses the short RoPE factors
+
+    def build_scheduler(self, **options: Any) -> Scheduler:
+        smallest = 10 + (5 + self.spare if len(self.groups) == 2 else 0)
+        return Scheduler(
+            self.groups,
+            smallest + self.spare,
+            max_num_seqs=self.rows,
+            max_model_len=MAX_MODEL_LEN,
+            max_chunk=self.budget,
+            prefix_caching=self.caching,
+            async_scheduling=self.ahead,
+            long_rope_threshold=self.long_rope_threshold,
+            **options,
+        )
+
+    def run(self, scheduler: Scheduler, arrivals: Iterable[Arrival]) -> None:
+        """Assert that each request that is not aborted ends as if it were alone."""
+        by_step: dict[int, list[tuple[Request, bool]]] = {}
+        wanted: list[Request] = []
+        for request, step, is_aborted in arrivals:
+            by_step.setdefault(step, []).append((request, is_aborted))
+            if not is_aborted:
+                wanted.append(request)
+        workers = FakeWorkers(self.groups, self.long_rope_threshold)
+        got = drive(scheduler, workers, by_step, self.budget, self.depth, self.ahead)
+        for request in wanted:
+            outputs = got[request.id]
+            ids, reason = expected_output(request)
+            assert [token_id for output in outputs for token_id in output.token_ids] == ids
+            assert [output.finish_reason for output in outputs if output.finish_reason] == [reason]
+            assert outputs[-1].stop_id == (ids[-1] if reason is FinishReason.STOP else None)
+            if request.sampling.logprobs is not None:
+                assert [one for output in outputs for one in output.logprobs or ()] == [logprobs_of(i) for i in ids]
+
+
+loads = st.builds(
+    Load,
+    st.sampled_from([FULL, MIXED]),
+    st.integers(1, 40),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(0, 20),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([1000, 6, 15]),
+)

@@ -10,19 +10,7 @@ from serve_llm.common.types import LOWEST_PRIORITY, FinishReason, Output, Reques
 from serve_llm.engine.scheduler.output import RunnerOutput, SchedulerOutput
 from serve_llm.engine.scheduler.scheduler import Scheduler
 from serve_llm.engine.scheduler.sequence import GroupLayout
-from support.scheduling import FULL, MIXED, FakeWorkers, drive, token_after
-
-
-def expected_output(request: Request, max_model_len: int) -> tuple[list[int], FinishReason]:
-    ids = list(request.prompt_ids)
-    while True:
-        output = ids[len(request.prompt_ids) :]
-        if output and output[-1] in request.sampling.stop_token_ids:
-            return output, FinishReason.STOP
-        if len(output) >= request.sampling.max_tokens or len(ids) >= max_model_len:
-            return output, FinishReason.LENGTH
-        ids.append(token_after(ids))
-
+from support.scheduling import FULL, MIXED, Arrival, FakeWorkers, Load, drive, expected_output, loads, token_after
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 requests = st.tuples(
@@ -37,43 +25,15 @@ requests = st.tuples(
 
 
 @settings(max_examples=150)
-@given(
-    st.lists(requests, min_size=1, max_size=12),
-    st.sampled_from([FULL, MIXED]),
-    st.integers(1, 40),  # token budget
-    st.integers(1, 4),  # rows
-    st.integers(1, 3),  # batches under way
-    st.integers(0, 20),  # blocks beyond the smallest pool
-    st.booleans(),  # prefix caching
-    st.booleans(),  # whether a sequence may be in several batches
-    st.sampled_from([1000, 6, 15]),  # tokens of the longest sequence that uses the short RoPE factors
-)
-def test_random_loads(specs, groups, budget, rows, depth, spare, caching, ahead, long_rope_threshold) -> None:
-    max_model_len, max_chunk = 40, budget
-    smallest = 10 + (5 + spare if len(groups) == 2 else 0)
-    scheduler = Scheduler(
-        groups,
-        smallest + spare,
-        max_num_seqs=rows,
-        max_model_len=max_model_len,
-        max_chunk=max_chunk,
-        prefix_caching=caching,
-        async_scheduling=ahead,
-        long_rope_threshold=long_rope_threshold,
-    )
-    arrivals: dict[int, list[tuple[Request, bool]]] = {}
-    wanted: dict[int, Request] = {}
+@given(st.lists(requests, min_size=1, max_size=12), loads)
+def test_random_loads(specs, load: Load) -> None:
+    arrivals = []
     for number, (prompt, max_tokens, priority, salt, penalty, step, abort) in enumerate(specs):
         sampling = Sampling(max_tokens=max_tokens, seed=0, stop_token_ids=(7,), repetition_penalty=penalty)
         request = Request(id=number, prompt_ids=prompt, sampling=sampling, priority=priority, cache_salt=salt)
-        arrivals.setdefault(step, []).append((request, abort))
-        if not abort:
-            wanted[number] = request
-    got = drive(scheduler, FakeWorkers(groups, long_rope_threshold), arrivals, budget, depth, ahead)
-    for number, request in wanted.items():
-        output, reason = expected_output(request, max_model_len)
-        assert [i for o in got[number] for i in o.token_ids] == output
-        assert [o.finish_reason for o in got[number] if o.finish_reason] == [reason]
+        arrivals.append(Arrival(request, step, abort))
+    scheduler = load.build_scheduler()
+    load.run(scheduler, arrivals)
     stats = scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
 
@@ -141,7 +101,7 @@ def test_full_pool_preempts_the_last_and_both_finish() -> None:
     assert scheduler.stats().num_preemptions > 0
     for number in range(2):
         request = Request(id=number, prompt_ids=[number] * 5, sampling=sampling)
-        assert [i for o in got[number] for i in o.token_ids] == expected_output(request, 40)[0]
+        assert [i for o in got[number] for i in o.token_ids] == expected_output(request)[0]
 
 
 def test_window_gives_blocks_back() -> None:
@@ -174,7 +134,7 @@ def test_the_lowest_priority_makes_way(lack: dict[str, int], ahead: bool) -> Non
     arrivals = {0: [(wanted[n], False) for n in range(3)], 3: [(wanted[n], False) for n in (3, 4)]}
     got = drive(scheduler, FakeWorkers(FULL), arrivals, 64, 1 + ahead, ahead)
     for number, request in wanted.items():
-        assert [i for output in got[number] for i in output.token_ids] == expected_output(request, 40)[0]
+        assert [i for output in got[number] for i in output.token_ids] == expected_output(request)[0]
     assert list(got) == [0, 1, 2, 3, 4] and scheduler.stats().num_preemptions >= 2
     assert max(got[n][0].queued_seconds for n in (3, 4)) <= 4 + 2 * ahead  # steps after their arrival
 

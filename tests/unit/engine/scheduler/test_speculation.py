@@ -11,9 +11,7 @@ from serve_llm.common.types import FinishReason, Request, Sampling
 from serve_llm.engine.scheduler.output import RunnerOutput
 from serve_llm.engine.scheduler.scheduler import Scheduler
 from serve_llm.engine.scheduler.speculation import RowCost, Speculator
-from support.scheduling import FULL, MIXED, FakeWorkers, drive, logprobs_of, token_after
-
-MAX_MODEL_LEN = 40
+from support.scheduling import FULL, Arrival, FakeWorkers, Load, loads, token_after
 
 
 class Guesser:
@@ -29,17 +27,6 @@ class Guesser:
         return ids[len(token_ids) :]
 
 
-def expected_output(request: Request) -> tuple[list[int], FinishReason]:
-    ids = list(request.prompt_ids)
-    while True:
-        output = ids[len(request.prompt_ids) :]
-        if output and output[-1] in request.sampling.stop_token_ids:
-            return output, FinishReason.STOP
-        if len(output) >= request.sampling.max_tokens or len(ids) >= MAX_MODEL_LEN:
-            return output, FinishReason.LENGTH
-        ids.append(token_after(ids))
-
-
 requests = st.tuples(
     st.lists(st.integers(0, 2), min_size=1, max_size=30),
     st.integers(1, 25),
@@ -52,48 +39,16 @@ requests = st.tuples(
 @settings(max_examples=150)
 @given(
     st.lists(requests, min_size=1, max_size=12),
-    st.sampled_from([FULL, MIXED]),
-    st.integers(1, 40),  # token budget
-    st.integers(1, 4),  # rows
-    st.integers(1, 3),  # batches under way
-    st.integers(0, 20),  # blocks beyond the smallest pool
-    st.booleans(),  # prefix caching
-    st.booleans(),  # whether a sequence may be in several batches
-    st.sampled_from([1000, 6, 15]),  # tokens of the longest sequence that uses the short RoPE factors
+    loads,
     st.integers(1, 6),  # drafts of a sequence
     st.integers(1, 9),  # how often a guess is wrong
 )
-def test_random_loads(
-    specs, groups, budget, rows, depth, spare, caching, ahead, long_rope_threshold, num_tokens, period
-) -> None:
-    smallest = 10 + (5 + spare if len(groups) == 2 else 0)
-    scheduler = Scheduler(
-        groups,
-        smallest + spare,
-        max_num_seqs=rows,
-        max_model_len=MAX_MODEL_LEN,
-        max_chunk=budget,
-        prefix_caching=caching,
-        async_scheduling=ahead,
-        long_rope_threshold=long_rope_threshold,
-        speculator=Speculator(num_tokens, lambda: Guesser(period)),
-    )
-    arrivals: dict[int, list[tuple[Request, bool]]] = {}
-    wanted: dict[int, Request] = {}
+def test_random_loads(specs, load: Load, num_tokens, period) -> None:
+    arrivals = []
     for number, (prompt, max_tokens, logprobs, step, abort) in enumerate(specs):
         sampling = Sampling(max_tokens=max_tokens, seed=0, stop_token_ids=(7,), logprobs=logprobs)
-        request = Request(id=number, prompt_ids=prompt, sampling=sampling)
-        arrivals.setdefault(step, []).append((request, abort))
-        if not abort:
-            wanted[number] = request
-    got = drive(scheduler, FakeWorkers(groups, long_rope_threshold), arrivals, budget, depth, ahead)
-    for number, request in wanted.items():
-        ids, reason = expected_output(request)
-        assert [i for o in got[number] for i in o.token_ids] == ids
-        assert [o.finish_reason for o in got[number] if o.finish_reason] == [reason]
-        assert got[number][-1].stop_id == (ids[-1] if reason is FinishReason.STOP else None)
-        if request.sampling.logprobs is not None:
-            assert [entry for o in got[number] for entry in o.logprobs or ()] == [logprobs_of(i) for i in ids]
+        arrivals.append(Arrival(Request(id=number, prompt_ids=prompt, sampling=sampling), step, abort))
+    load.run(load.build_scheduler(speculator=Speculator(num_tokens, lambda: Guesser(period))), arrivals)
 
 
 def make_scheduler(num_tokens: int, period: int, num_blocks: int = 100) -> tuple[Scheduler, Speculator]:
