@@ -20,13 +20,14 @@ from serve_llm.common.options.limits import Limits
 from serve_llm.common.types import LOWEST_PRIORITY
 from serve_llm.server.admission.controller import AdmissionController, BodyBudget
 from serve_llm.server.engines.replicas import Replicas
-from serve_llm.server.generate.generation import Generator
+from serve_llm.server.generate.generation import Generation, Generator
 from serve_llm.server.http.auth import IN_BATCH, TENANT
 from serve_llm.server.http.errors import InvalidRequest, TooLarge, Unsupported
 from serve_llm.server.http.request_id import REQUEST_ID
 from serve_llm.server.metrics.prometheus import PrometheusExporter
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import PromptPool
+from serve_llm.server.prompt.validate import TextRequest
 from serve_llm.server.response.builder import ResponseMeta
 from serve_llm.server.storage.responses import ResponseStore
 
@@ -85,6 +86,16 @@ class AppState:
             timeout = seconds if timeout is None else min(seconds, timeout)
         deadline = None if timeout is None else arrival + timeout
         return Caller(request.scope.get(TENANT) or 0, arrival, deadline, None)
+
+    def open(self, request: TextRequest, caller: Caller) -> Generation:
+        """A generation of the caller's request that is not submitted yet."""
+        return self.generator.open(
+            request,
+            caller.arrival,
+            tenant=caller.tenant,
+            deadline=caller.deadline,
+            priority=caller.priority,
+        )
 
     def is_administrator(self, request: Request) -> bool:
         """Whether the request came with a key that may change what the server serves."""

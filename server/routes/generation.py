@@ -167,13 +167,7 @@ class GenerationResponse(Response, Generic[Builder]):
         headers = [(name.encode(), value.encode()) for name, value in ignored.items()]
         builder = self._endpoint.create_builder(state.model.tokenizer, parsed, meta)
         parsed.request.adapter = state.model.find_adapter(parsed.model)
-        generation = state.generator.open(
-            parsed.request,
-            caller.arrival,
-            tenant=caller.tenant,
-            deadline=caller.deadline,
-            priority=caller.priority,
-        )
+        generation = state.open(parsed.request, caller)
         if trace is not None:
             headers.append(trace.follow(generation, self._endpoint.job, meta))
         await self.respond(receive, send, Prepared(parsed, generation, builder, headers))

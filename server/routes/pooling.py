@@ -110,13 +110,7 @@ class PoolingResponse(Response):
         state = self._state
         parsed = await state.run_prompt_job(self._request, self._job, Pool, caller.deadline)
         meta = state.build_meta(self._id_prefix, parsed.model)
-        generation = state.generator.open(
-            parsed.request,
-            caller.arrival,
-            tenant=caller.tenant,
-            deadline=caller.deadline,
-            priority=caller.priority,
-        )
+        generation = state.open(parsed.request, caller)
         headers: Headers = []
         if trace is not None:
             headers.append(trace.follow(generation, self._job, meta))
