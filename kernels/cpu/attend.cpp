@@ -131,7 +131,7 @@ inline void strips(int rows, const uint32_t* a, int64_t a_row, const uint32_t* b
   }
 }
 
-// The vectors that a panel's columns fill.
+// The product with one panel, V vectors wide.
 template <class Number, int V>
 inline void panel_product(int rows, const uint32_t* a, int64_t a_row, const uint32_t* b, int steps, float* c,
                           int64_t c_row) {

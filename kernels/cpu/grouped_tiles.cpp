@@ -38,7 +38,7 @@ class Unpacker {
     for (int i = 0; i < RING; i++) steps_[i] = TILE_STEPS;
     for (int i = 0; i < RING - 2; i++) unpack();
   }
-  // The next tile, until the next but one is taken.
+  // The next tile. It stays valid until the call after next.
   const Vec* next() {
     unpack();
     return ring_.tiles[taken_++ % RING];
