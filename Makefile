@@ -12,7 +12,7 @@ SOURCES = pyproject.toml setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 PIP = $(BIN)/pip --quiet --disable-pip-version-check
 ARGS ?=
 
-.PHONY: serve test check format docs demo bench clean
+.PHONY: serve test check format docs site sdist wheels sbom demo bench clean
 
 serve: $(SERVING)
 	@exec $(BIN)/serve-llm demo $(ARGS)
@@ -34,6 +34,27 @@ format: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python tools/make_docs.py
+
+# The documentation as a site, in build/site. A broken link is an error.
+site: $(STAMP)
+	$(PIP) install mkdocs-material
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+# A source archive, in dist. It builds without torch.
+sdist: $(STAMP)
+	$(PIP) install build
+	$(BIN)/python -m build --sdist
+
+# Wheels with compiled kernels for manylinux, in wheelhouse. It needs Docker.
+wheels: $(STAMP)
+	$(PIP) install cibuildwheel
+	$(BIN)/cibuildwheel --platform linux
+
+# What serving installs, as a software bill of materials (CycloneDX), in build/sbom.json.
+sbom: $(SERVING)
+	$(PYTHON) -m venv build/sbom
+	build/sbom/bin/pip --quiet --disable-pip-version-check install cyclonedx-bom
+	build/sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --output-file build/sbom.json $(BIN)/python
 
 demo: $(STAMP)
 	$(BIN)/python tools/train_demo.py

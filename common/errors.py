@@ -8,6 +8,7 @@ ServeError                  every error that serve-llm raises on purpose; the me
   CapacityError      (4)    the model does not fit the memory or the devices
   EngineError        (5)    the engine failed while starting or running
     RankFailed              a rank failed, died or stopped responding; the message names it
+      HostLost              its host is lost, with all processes there
     PeerLost                a rank lost the connection to a peer: a consequence, never the first cause
     EngineDead              the engine process ended; open requests fail with this error
 
@@ -51,6 +52,10 @@ class RankFailed(EngineError):
     pass
 
 
+class HostLost(RankFailed):
+    pass
+
+
 class PeerLost(EngineError):
     pass
 
@@ -74,6 +79,7 @@ _CLASSES = (
     CapacityError,
     EngineError,
     RankFailed,
+    HostLost,
     PeerLost,
     EngineDead,
 )

@@ -129,6 +129,14 @@ def resolve_tokenizer(tokenizer: str, download_dir: str | None = None) -> Path:
         raise ModelError(f"--tokenizer: {error}") from None
 
 
+def resolve_draft_checkpoint(model: str, download_dir: str | None = None, *, weights: bool = True) -> Path:
+    """The checkpoint directory of a draft model. Raises ModelError like `resolve_model`."""
+    try:
+        return resolve_model(model, None, download_dir, weights=weights)
+    except ModelError as error:
+        raise ModelError(f"the draft model: {error}") from None
+
+
 def read_json(path: Path) -> dict[str, object]:
     """The JSON object in a file of the checkpoint. Raises ModelError if the file cannot be read or holds no object."""
     try:

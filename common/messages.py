@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from serve_llm.common.errors import BY_NAME, EngineError, ServeError
-from serve_llm.common.options.schema import EngineOptions
+from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.common.types import LoRATarget, ModelInfo, Output, Request, Stats
 
 

@@ -148,6 +148,34 @@ class Output(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     error: str | None = None
 
 
+class OffloadStats(msgspec.Struct, array_like=True):
+    """Blocks of KV cache outside the device, in host memory or on disk. Gauges are current; counters are totals."""
+
+    num_blocks: int = 0  # there now
+    num_bytes: int = 0
+    num_hits: int = 0  # blocks read back
+    hit_bytes: int = 0
+    num_stored: int = 0
+    stored_bytes: int = 0
+    num_evicted: int = 0
+    num_corrupt: int = 0  # blocks whose checksum was wrong, or whose file was cut off
+    num_errors: int = 0  # reads and writes that failed
+
+    def add(self, past: OffloadStats) -> OffloadStats:
+        """The same with the counters of a process that ended."""
+        return OffloadStats(
+            self.num_blocks,
+            self.num_bytes,
+            self.num_hits + past.num_hits,
+            self.hit_bytes + past.hit_bytes,
+            self.num_stored + past.num_stored,
+            self.stored_bytes + past.stored_bytes,
+            self.num_evicted + past.num_evicted,
+            self.num_corrupt + past.num_corrupt,
+            self.num_errors + past.num_errors,
+        )
+
+
 class Stats(msgspec.Struct, array_like=True, omit_defaults=True):
     """Statistics of the engine after a step. Gauges are current; counters are totals since the engine started."""
 
@@ -162,6 +190,8 @@ class Stats(msgspec.Struct, array_like=True, omit_defaults=True):
     num_drafts: int = 0  # times that a step verified drafts of a request
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # draft tokens that became output
+    offload_memory: OffloadStats | None = None  # None: no KV is offloaded
+    offload_disk: OffloadStats | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,4 +209,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     generates: bool = True  # takes requests for tokens
     pooling_task: PoolingTask = "none"
     vector_size: int = 0  # numbers of the vector of a pooling request
+    num_offload_blocks: int = 0  # that host memory keeps besides
     lora_targets: dict[str, LoRATarget] = {}  # by each name that PEFT may give them; empty: adapters are not served
+    tensor_parallel_size: int = 1
+    rank_hosts: list[str] = []  # name of each rank's host; ranks are numbered stage by stage

@@ -35,21 +35,35 @@ shift 4
 hf_home=$(cd "$hf_home" && pwd)
 command -v docker >/dev/null || fail "docker is not on PATH"
 
-# Every user of the machine can read command lines with ps, so refuse secret values there.
-previous='' host_ip=${SERVE_LLM_HOST_IP:-}
-for flag in "$@"; do
-  case $previous in -e | --env) flag="-e$flag" ;; esac
-  previous=$flag
-  case $flag in --env=*) flag="-e${flag#--env=}" ;; esac
-  case ${flag%%=*} in
-    -e*_TOKEN | -e*_API_KEY | -e*SECRET* | -e*PASSWORD*)
-      name=${flag%%=*}
-      name=${name#-e}
-      [ "$flag" = "-e$name" ] || fail "export $name and give '-e $name' without its value, which ps would show"
+# Every user of the machine can read command lines with ps, so docker takes the values of secrets from the environment.
+host_ip=${SERVE_LLM_HOST_IP:-} passed=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    -e | --env)
+      [ $# -gt 1 ] || fail "$1 needs the name of a variable"
+      shift
+      variable=$1
       ;;
-    -eSERVE_LLM_HOST_IP) [ "$flag" = -eSERVE_LLM_HOST_IP ] || host_ip=${flag#*=} ;;
+    -e*) variable=${1#-e} ;;
+    --env=*) variable=${1#--env=} ;;
+    *) variable='' && passed+=("$1") ;;
   esac
+  shift
+  [ -n "$variable" ] || continue
+  name=${variable%%=*}
+  case $name in
+    *_TOKEN | *_API_KEY | *SECRET* | *PASSWORD*)
+      if [ "$variable" != "$name" ]; then
+        export "${variable?}"
+        variable=$name
+        echo "run_cluster.sh: ps shows the value of $name: export it and give '-e $name' next time" >&2
+      fi
+      ;;
+    SERVE_LLM_HOST_IP) [ "$variable" = "$name" ] || host_ip=${variable#*=} ;;
+  esac
+  passed+=(-e "$variable")
 done
+set -- ${passed[@]+"${passed[@]}"}
 
 # Ray, the daemon and gloo must use the same address of a node, and a machine with several networks has several.
 if [ -z "$host_ip" ]; then
@@ -93,8 +107,7 @@ if [ "$role" = head ]; then
   flags=("$@") worker_flags=()
   for ((at = 0; at < $#; at++)); do
     case ${flags[at]} in
-      -e | --env) case ${flags[at + 1]:-} in SERVE_LLM_HOST_IP*) at=$((at + 1)) && continue ;; esac ;;
-      -eSERVE_LLM_HOST_IP* | --env=SERVE_LLM_HOST_IP*) continue ;;
+      -e) case ${flags[at + 1]} in SERVE_LLM_HOST_IP*) at=$((at + 1)) && continue ;; esac ;;
     esac
     worker_flags+=("${flags[at]}")
   done

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from serve_llm.common.engine_placement import EnginePlacement
 from serve_llm.common.errors import ModelError, OptionError
-from serve_llm.common.options.schema import EngineOptions
+from serve_llm.common.options.engine_schema import EngineOptions
+from serve_llm.common.options.kv_events import KVEventsConfig
 from serve_llm.common.options.speculative import SpeculativeConfig
 from serve_llm.common.sentence_transformers import DenseModule, PoolingType
 
@@ -62,6 +64,10 @@ class Config:
     download_dir: str | None = None
     quantization: str = "none"  # format of linear layers: "none" | "int8" | "fp8" | "int4" | "int4-g32" | "int4-g128"
     kv_cache_dtype: str = "auto"  # "auto": as dtype | "int8"
+    kv_offload_dir: str | None = None  # where blocks go from host memory
+    kv_offload_dir_size: int | None = None  # bytes; None: by what the disk has free
+    kv_offload_memory: int | None = None  # bytes of each rank, for blocks that lose their place; None: none are kept
+    kv_events: KVEventsConfig | None = None  # None: no events are published
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     tensor_parallel_split: tuple[float, ...] | None = None  # one share per rank of a tensor-parallel group; None: even
@@ -69,13 +75,14 @@ class Config:
     enable_expert_parallel: bool = False  # ranks hold whole experts
     executor_backend: str = "inprocess"  # "inprocess" | "mp" | "ray"
     step_timeout: float | None = None  # seconds; None: derived from the steps so far
-    data_parallel_size: int = 1  # engines that share this host's memory and cores
+    data_parallel_size: int = 1
+    engines_by_rank: tuple[int, ...] = ()  # engines that share the memory and cores of each rank's host; empty: all
     data_parallel_rank: int = 0  # index of this engine
     allow_unknown_config: tuple[str, ...] = ()  # keys of config.json to ignore
     cpu_threads: int | None = None  # per rank; None: see `cpu_threads.choose_threads`
     enforce_eager: bool = True  # do not capture decode steps as CUDA graphs
     batch_invariant: bool = True  # always on a CPU
-    all_reduce: str = "nccl"  # among the GPUs of a tensor-parallel group: "nccl" | "symmetric"
+    all_reduce: str = "nccl"  # among the GPUs of a tensor-parallel group: "nccl" | "symmetric" | "auto"
     long_rope_threshold: int | None = None  # see `ModelSpec`
     async_scheduling: bool = False  # start a step before the ids of the last one are known
     jump_forward: bool = True  # append the ids that a grammar demands at once
@@ -89,6 +96,16 @@ class Config:
     def element_bytes(self) -> int:
         """Bytes of one weight."""
         return ELEMENT_BYTES[self.dtype]
+
+    def engines_on_host(self, rank: int) -> int:
+        """Data-parallel engines that have ranks on the host of this engine's rank."""
+        return self.engines_by_rank[rank] if self.engines_by_rank else self.data_parallel_size
+
+    @property
+    def rounds_to_fp8(self) -> bool:
+        """Whether `--quantization fp8` rounds activations as well, for torch's product of 8-bit floats: its results are
+        bfloat16, and its order of summation depends on the number of rows."""
+        return self.device != "cpu" and self.dtype == "bfloat16" and not self.batch_invariant
 
     @property
     def expert_engines(self) -> int:
@@ -159,8 +176,12 @@ def resolve(
         vocab_size=vocab_size,
         tokenizer=options.tokenizer,
         download_dir=options.download_dir,
-        quantization=_quantization(options, stores_int8, stores_integers, device, dtype),
+        quantization=_quantization(options, stores_int8, stores_integers),
         kv_cache_dtype=_kv_cache_dtype(options.kv_cache_dtype, device),
+        kv_offload_memory=_offload_memory(options, whole_prompts),
+        kv_offload_dir=_offload_dir(options, executor_backend),
+        kv_offload_dir_size=options.kv_offload_dir_size,
+        kv_events=_kv_events(options, whole_prompts),
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
         tensor_parallel_split=options.tensor_parallel_split,
@@ -171,6 +192,7 @@ def resolve(
         executor_backend=executor_backend,
         step_timeout=options.step_timeout,
         data_parallel_size=options.data_parallel_size,
+        engines_by_rank=_engines_by_rank(options, data_parallel_rank),
         data_parallel_rank=data_parallel_rank,
         long_rope_threshold=long_rope_threshold,
         allow_unknown_config=options.allow_unknown_config,
@@ -206,11 +228,13 @@ def read_config_dtype(raw: Mapping[str, object]) -> str | None:
     return next((str(name).removeprefix("torch.") for name in found if name), None)
 
 
-def check_options(options: EngineOptions, model_max_len: int, num_layers: int, has_experts: bool) -> None:
+def check_options(
+    options: EngineOptions, model_max_len: int, num_layers: int, has_experts: bool, has_alibi: bool = False
+) -> None:
     """Raise OptionError if an option does not fit the model, whatever the device.
 
     model_max_len: most tokens that the model's positions allow. num_layers: the model's layers. has_experts: whether
-    any layer has experts.
+    any layer has experts. has_alibi: whether scores have linear biases, which are a part of keys in the cache.
     """
     if options.max_model_len is not None and options.max_model_len > model_max_len:
         raise OptionError(
@@ -235,6 +259,8 @@ def check_options(options: EngineOptions, model_max_len: int, num_layers: int, h
         raise OptionError(
             f"--pipeline-parallel-layers: {sum(layers)} layers in all, but the model has {num_layers} layers"
         )
+    if options.kv_cache_dtype == "int8" and has_alibi:
+        raise OptionError("--kv-cache-dtype: this model's keys hold positions, which int8 would round; take auto")
     if options.enable_expert_parallel and not has_experts:
         raise OptionError("--enable-expert-parallel: this model has no experts; omit it")
     if options.enable_expert_parallel and tensor == 1 and options.data_parallel_size == 1:
@@ -249,43 +275,43 @@ def check_options(options: EngineOptions, model_max_len: int, num_layers: int, h
         )
 
 
-def _quantization(options: EngineOptions, stores_int8: bool, stores_integers: bool, device: str, dtype: str) -> str:
+def _engines_by_rank(options: EngineOptions, engine: int) -> tuple[int, ...]:
+    return EnginePlacement.from_options(options).engines_by_rank(engine) if options.nnodes > 1 else ()
+
+
+def _quantization(options: EngineOptions, stores_int8: bool, stores_integers: bool) -> str:
     asked = options.quantization
-    if asked in INT4_GROUP_SIZES:
-        if device != "cpu":
-            raise OptionError(f"--quantization: {asked} is served on a CPU only; on a GPU take fp8")
-        if stores_int8 or stores_integers:
-            raise OptionError(
-                f"--quantization: the checkpoint is quantised already and cannot be made {asked}; omit the option"
-            )
+    if asked in ("fp8", *INT4_GROUP_SIZES) and (stores_int8 or stores_integers):
+        raise OptionError(
+            f"--quantization: the checkpoint is quantised already and cannot be made {asked}; omit the option"
+        )
+    if asked != "auto":
         return asked
-    if asked == "fp8":
-        if device != "cuda":
-            raise OptionError("--quantization: fp8 is served on a GPU only; on a CPU take int8")
-        if stores_int8:
-            raise OptionError("--quantization: the checkpoint is int8 and cannot be made fp8; take one in bfloat16")
-        if dtype != "bfloat16":
-            raise OptionError(
-                f"--quantization: fp8 needs --dtype bfloat16, not {dtype}: its kernels produce no other dtype"
-            )
-        if options.batch_invariant:
-            raise OptionError(
-                "--batch-invariant: the products of --quantization fp8 are torch's, whose order of summation depends "
-                "on the number of rows; omit one of them"
-            )
-        return "fp8"
-    if not stores_int8 and asked != "int8":
-        return "none"
-    if device != "cpu":
-        what = "int8" if asked == "int8" else "auto, and the checkpoint is int8: that"
-        raise OptionError(f"--quantization: {what} is served on a CPU only; use --device cpu")
-    return "int8"
+    return "int8" if stores_int8 else "none"
 
 
 def _speculation(options: EngineOptions, generates: bool) -> SpeculativeConfig | None:
     if options.speculation is not None and not generates:
         raise OptionError("--speculative-config: this model returns vectors and generates no text; omit it")
     return options.speculation
+
+
+def _offload_memory(options: EngineOptions, whole_prompts: bool) -> int | None:
+    if options.kv_offload_memory is not None and whole_prompts:
+        raise OptionError("--kv-offload-memory: an encoder has no KV cache; omit it")
+    return options.kv_offload_memory
+
+
+def _kv_events(options: EngineOptions, whole_prompts: bool) -> KVEventsConfig | None:
+    if options.kv_events is not None and whole_prompts:
+        raise OptionError("--kv-events-config: an encoder has no KV cache; omit it")
+    return options.kv_events
+
+
+def _offload_dir(options: EngineOptions, executor_backend: str) -> str | None:
+    if options.kv_offload_dir is not None and executor_backend == "ray":
+        raise OptionError("--kv-offload-dir: the ranks of Ray do not share memory with the engine; omit it")
+    return options.kv_offload_dir
 
 
 def _kv_cache_dtype(asked: str, device: str) -> str:
@@ -309,6 +335,8 @@ def _all_reduce(options: EngineOptions, device: str, dtype: str) -> str:
             )
         if dtype == "float16":
             raise OptionError("--all-reduce: symmetric adds no float16; use --dtype bfloat16, or take nccl")
+    if options.all_reduce == "auto" and (device != "cuda" or options.batch_invariant or dtype == "float16"):
+        return "nccl"
     return options.all_reduce
 
 

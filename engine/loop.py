@@ -14,19 +14,24 @@ from serve_llm.common.options.speculative import SpeculativeConfig
 from serve_llm.common.types import Output, Request
 from serve_llm.engine.config import Config
 from serve_llm.engine.distributed.executor import Executor, StepResult
+from serve_llm.engine.kv_events import KVEventPublisher
+from serve_llm.engine.kv_offload.start import open_store
 from serve_llm.engine.lora.adapter_checker import AdapterChecker
-from serve_llm.engine.pending_requests import PendingRequests
+from serve_llm.engine.pending_requests import WAIT_SECONDS, PendingRequests
+from serve_llm.engine.scheduler.kv_events import KVEventRecorder
+from serve_llm.engine.scheduler.offload import OffloadManager
 from serve_llm.engine.scheduler.output import SchedulerOutput
-from serve_llm.engine.scheduler.policy import TokenBudget
+from serve_llm.engine.scheduler.policy import CPU_STEP_SECONDS, TokenBudget
 from serve_llm.engine.scheduler.prompt_lookup import PromptLookup
+from serve_llm.engine.scheduler.recent_texts import RecentTextGroups
 from serve_llm.engine.scheduler.scheduler import Scheduler
-from serve_llm.engine.scheduler.speculation import Speculator
+from serve_llm.engine.scheduler.speculation import BatchDraftSource, ModelSpeculator, Speculator, TextSpeculator
 from serve_llm.engine.structured_output.builder import MatcherBuilder
 from serve_llm.engine.structured_output.manager import StructuredOutputManager
+from serve_llm.engine.worker.graph_sizes import ladder
 
 logger = logging.getLogger(__name__)
 
-CPU_STEP_SECONDS = 0.15  # target on a CPU: running streams do not wait longer than this behind a prompt
 IDLE_SECONDS = 0.25  # after this long without work, check block accounting and the workers
 
 
@@ -54,10 +59,17 @@ class EngineCore:
         executor: Executor,
         clock: Callable[[], float] = time.monotonic,
         report_in_flight: Callable[[Sequence[int]], None] = lambda request_ids: None,
+        draft_model: BatchDraftSource | None = None,
     ) -> None:
-        """report_in_flight: called with the ids of the requests being computed, before and after each step."""
+        """report_in_flight: called with the ids of the requests being computed, before and after each step.
+        draft_model: that which the config names."""
         self.layout = executor.layout
-        self._speculator = _build_speculator(config.speculation)
+        self._speculator = _build_speculator(config.speculation, draft_model)
+        self._recorder = None if config.kv_events is None else KVEventRecorder(self.layout.groups)
+        self._publisher: KVEventPublisher | None = None
+        if config.kv_events is not None:
+            self._publisher = KVEventPublisher(config.kv_events, config.data_parallel_rank)
+        self._offload = _build_offload(config, executor, self._recorder)
         self.scheduler = Scheduler(
             self.layout.groups,
             self.layout.num_blocks,
@@ -70,6 +82,8 @@ class EngineCore:
             whole_prompts=not self.layout.groups,
             speculator=self._speculator,
             max_loras=config.max_loras,
+            offload=self._offload,
+            recorder=self._recorder,
         )
         self._executor = executor
         self._clock = clock
@@ -79,6 +93,7 @@ class EngineCore:
         self._in_flight: deque[_StepInFlight] = deque()
         self._num_steps = 0
         self._finished_on_arrival: list[Output] = []
+        self._to_capture = _find_sizes_to_capture(config)
         self._adapters = AdapterChecker()
         self._checking: PendingRequests[str] = PendingRequests(lambda future: future.result())
         self.grammars = StructuredOutputManager(MatcherBuilder(config), config.vocab_size, config.jump_forward)
@@ -86,6 +101,21 @@ class EngineCore:
     def check_workers(self) -> None:
         """Raise what a worker has failed with. For use between steps."""
         self._executor.check()
+
+    def write_blocks(self) -> None:
+        """Let blocks in host memory go to disk. For use between steps."""
+        if self._offload is not None:
+            self._offload.exchange()
+
+    @property
+    def has_idle_work(self) -> bool:
+        """Whether `run_idle_work` has something to do."""
+        return bool(self._to_capture)
+
+    def run_idle_work(self) -> None:
+        """Capture one more decode step, so that no request waits for it later. Call while there is no work."""
+        if self._to_capture:
+            self._executor.execute(SchedulerOutput([], [], capture_size=self._to_capture.popleft())).result()
 
     @property
     def has_work(self) -> bool:
@@ -140,15 +170,21 @@ class EngineCore:
         if self.grammars.compiling:
             self._take_ready(self.grammars.compiling, self._schedule_request)
         while len(self._in_flight) < self._executor.depth:
-            now = self._clock()
-            budget = self._budget.next(self.scheduler.num_running, self.scheduler.num_waiting)
             held = self.grammars.held_indices
             if self._speculator is not None:
                 self._speculator.paused_indices = self.grammars.costly_indices
+                self.scheduler.prepare_drafts(held)
+            now = self._clock()
+            budget = self._budget.next(self.scheduler.num_running, self.scheduler.num_waiting)
+            if self._offload is not None:
+                self._offload.seconds_per_token = self._budget.seconds_per_token
+                self._offload.exchange()
             scheduler_output = self.scheduler.schedule(budget, now, self._num_batches, held)
             if not scheduler_output.scheduled and not self._executor.must_step():
                 if held and not self._in_flight:
                     self.grammars.wait_for_held()
+                elif self._offload is not None and not self._in_flight:
+                    self._offload.wait_for_reads(WAIT_SECONDS)
                 break
             scheduler_output, masks = self.grammars.prepare(scheduler_output)
             self._report_in_flight(self.scheduler.in_flight)
@@ -172,21 +208,55 @@ class EngineCore:
                 self.grammars.retain(self.scheduler.request_indices)
                 self._num_steps += 1
             self._report_in_flight(self.scheduler.in_flight)
+        if self._recorder is not None and self._publisher is not None:
+            self._publisher.publish(self._recorder.take())
         stats = self.scheduler.stats()
         stats.num_steps = self._num_steps
         stats.step_tokens = num_tokens
+        if self._offload is not None:
+            stats.offload_memory, stats.offload_disk = self._offload.read_stats()
         return StepOutputs(outputs, stats)
+
+    def close(self) -> None:
+        """Send the events that wait, and end the threads of this object."""
+        if self._publisher is not None:
+            self._publisher.close()
 
     def drain(self) -> None:
         """Run the steps that other engines still need. Call once there is no more work here."""
         self._executor.drain()
 
 
-def _build_speculator(config: SpeculativeConfig | None) -> Speculator | None:
+def _find_sizes_to_capture(config: Config) -> deque[int]:
+    """Batch sizes of decode steps that a GPU captures while it is idle, ascending."""
+    if config.device != "cuda" or config.enforce_eager or not config.generates:
+        return deque()
+    if config.pipeline_parallel_size > 1 or config.expert_engines > 1:  # stages and engines would have to join in
+        return deque()
+    return deque(ladder(config.max_num_seqs))
+
+
+def _build_speculator(config: SpeculativeConfig | None, draft_model: BatchDraftSource | None) -> Speculator | None:
     if config is None:
         return None
-    return Speculator(
-        config.num_speculative_tokens, lambda: PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max)
+    if config.model is not None:
+        assert draft_model is not None, "the draft model was not loaded"
+        return ModelSpeculator(config.num_speculative_tokens, draft_model)
+    lengths = (config.prompt_lookup_min, config.prompt_lookup_max)
+    recent = RecentTextGroups(*lengths)
+    return TextSpeculator(config.num_speculative_tokens, lambda request: PromptLookup(*lengths, recent.find(request)))
+
+
+def _build_offload(config: Config, executor: Executor, recorder: KVEventRecorder | None) -> OffloadManager | None:
+    memory = executor.host_memory
+    if not memory:
+        return None
+    return OffloadManager(
+        executor.layout.num_slots,
+        block_bytes=sum(rank.block_bytes for rank in memory),
+        copy_seconds=max(rank.copy_seconds for rank in memory),
+        store=open_store(config, executor.layout, memory),
+        recorder=recorder,
     )
 
 
@@ -194,9 +264,11 @@ def run(engine: EngineCore, channel: ServerChannel) -> None:
     """Serve until Shutdown arrives. Raises what a worker fails with."""
     is_checked = True  # block accounting, since the last step
     while True:
-        messages = channel.receive(0 if engine.has_work else IDLE_SECONDS)
+        messages = channel.receive(0 if engine.has_work or engine.has_idle_work else IDLE_SECONDS)
         if not messages and not engine.has_work:
             engine.check_workers()
+            engine.run_idle_work()
+            engine.write_blocks()
             if not is_checked:
                 engine.scheduler.check_integrity()
                 is_checked = True

@@ -13,22 +13,30 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from serve_llm.common.engine_placement import EnginePlacement
 from serve_llm.common.errors import CapacityError, OptionError
 from serve_llm.common.gguf.checkpoint import LINK
 from serve_llm.common.hub import read_config
 from serve_llm.common.logs import configure
 from serve_llm.common.messages import Start
-from serve_llm.common.options.schema import EngineOptions
+from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.common.sentence_transformers import SentenceModules, read_sentence_modules
 from serve_llm.common.types import LoRATarget, ModelInfo
 from serve_llm.engine.config import Config, check_options, resolve
-from serve_llm.engine.devices import claim_gpus
+from serve_llm.engine.devices import VISIBLE_DEVICES, claim_gpus, list_gpus
 from serve_llm.engine.distributed.choose import ExecutorChoice, choose_executor, gather_facts
 from serve_llm.engine.distributed.executor import Executor, SyncedExecutor, Workers
 from serve_llm.engine.distributed.expert_groups import set_up_expert_groups
 from serve_llm.engine.distributed.mp import connect_workers, launch_workers
 from serve_llm.engine.distributed.start import start_workers
 from serve_llm.engine.distributed.worker_group import WorkerGroup
+from serve_llm.engine.draft_model.resolve import (
+    DraftModelConfig,
+    check_tokenizers,
+    find_draft_directory,
+    resolve_draft_model,
+)
+from serve_llm.engine.gpu_software import explain_unusable_gpus, find_missing_compiler, read_gpu_software
 from serve_llm.engine.model.config import describe_ignored_keys
 from serve_llm.engine.model.lora_targets import find_lora_targets
 from serve_llm.engine.model.pooling import find_pooling_task, find_vector_size, resolve_pooling
@@ -43,6 +51,7 @@ from serve_llm.engine.worker import kv_cache
 from serve_llm.engine.worker.cpu_threads import announce
 
 if TYPE_CHECKING:
+    from serve_llm.engine.draft_model.draft_model import DraftModel
     from serve_llm.engine.loop import EngineCore
 
 logger = logging.getLogger(__name__)
@@ -69,8 +78,11 @@ def start_engine(
     configure(options.log_level, process, options.log_format)
     is_on_ray = options.distributed_executor_backend == "ray" or (start.ray and start.ray.placement_group)
     if options.device != "cpu" and not is_on_ray:  # Ray assigns GPUs itself
-        gpus_per_engine = options.tensor_parallel_size * options.pipeline_parallel_size
-        claim_gpus(os.environ, start.engine, options.data_parallel_size, gpus_per_engine)
+        placement = EnginePlacement.from_options(options)
+        engines = placement.engines(node=0)
+        if start.engine in engines:
+            num_ranks = len(placement.local_ranks(start.engine))
+            claim_gpus(os.environ, engines.index(start.engine), len(engines), num_ranks)
 
     # Resolve: reject what cannot work before workers and torch take seconds.
     raw = read_config(Path(start.directory))
@@ -86,12 +98,14 @@ def start_engine(
 
     config, spec = resolve_config(options, start.directory, raw, spec, choice, start.engine)
     lora_targets = find_served_targets(config, spec, weights) if config.max_loras else {}
+    draft = find_draft_model(options, config)
 
     # Load the model and size the KV cache.
     step_sync = None
     if join_step_sync is not None:
         step_sync = join_step_sync(config)
         resources.callback(step_sync.close)
+    draft_model = build_draft_model(draft, config)
     executor = build_executor(config, spec, weights, raw, worker_group, step_sync)
 
     def close_executor(kind: object, error: BaseException | None, trace: object) -> None:
@@ -102,7 +116,8 @@ def start_engine(
     resources.push(close_executor)
 
     # Ready.
-    core = EngineCore(config, executor, report_in_flight=report_in_flight)
+    core = EngineCore(config, executor, report_in_flight=report_in_flight, draft_model=draft_model)
+    resources.callback(core.close)
     core.grammars.warm()
     layout = executor.layout
     info = ModelInfo(
@@ -111,6 +126,7 @@ def start_engine(
         vocab_size=spec.vocab_size,
         block_size=config.block_size,
         num_kv_blocks=layout.num_blocks,
+        num_offload_blocks=layout.num_slots,
         kv_cache_tokens=kv_cache.cache_tokens(layout, config.max_model_len, config.max_num_batched_tokens),
         max_num_seqs=config.max_num_seqs,
         dtype=config.dtype,
@@ -119,6 +135,8 @@ def start_engine(
         pooling_task=find_pooling_task(spec),
         vector_size=find_vector_size(spec),
         lora_targets=lora_targets,
+        tensor_parallel_size=config.tensor_parallel_size,
+        rank_hosts=list(executor.hosts),
     )
     if worker_group is not None:
         worker_group.serve()
@@ -148,7 +166,7 @@ def read_spec(
             spec.architecture,
             " and ".join(weights.other_parts),
         )
-    check_options(options, spec.max_position, len(spec.layers), spec.has_experts)
+    check_options(options, spec.max_position, len(spec.layers), spec.has_experts, spec.has_alibi)
     return spec, weights
 
 
@@ -202,6 +220,29 @@ def resolve_config(
     return config, apply_engine_config(spec, config) if isinstance(spec, ModelSpec) else spec
 
 
+def find_draft_model(options: EngineOptions, config: Config) -> DraftModelConfig | None:
+    """The draft model that the options name. Raises OptionError and ModelError if it cannot guess for this model."""
+    if config.speculation is None or config.speculation.model is None:
+        return None
+    if config.executor_backend == "ray" and config.device == "cuda":
+        raise OptionError(
+            "--speculative-config: the draft model runs in the engine's process, to which Ray assigns no GPU; use "
+            "--distributed-executor-backend mp, or method ngram"
+        )
+    directory = find_draft_directory(options)
+    check_tokenizers(options, Path(config.directory), directory)
+    return resolve_draft_model(options, config, directory)
+
+
+def build_draft_model(draft: DraftModelConfig | None, config: Config) -> DraftModel | None:
+    """Load the draft model, before the served one measures the memory for its KV cache. config: the served model's."""
+    if draft is None:
+        return None
+    from serve_llm.engine.draft_model.load import load_draft_model
+
+    return load_draft_model(draft, config)
+
+
 def find_served_targets(
     config: Config, spec: ModelSpec | PretrainedSpec, weights: WeightMap | None
 ) -> dict[str, LoRATarget]:
@@ -225,13 +266,23 @@ def _limit_length(options: EngineOptions, max_position: int, modules: SentenceMo
 
 
 def _choose_device(asked: str) -> str:
-    """ "cuda" or "cpu". asked: --device."""
+    """ "cuda" or "cpu". asked: --device. Raises CapacityError for GPUs that cannot be used."""
     if asked == "cpu":
         return asked
     import torch
 
     if torch.cuda.is_available():
+        if missing := find_missing_compiler():
+            raise CapacityError(f"--device: {missing}; or use --device cpu")
         return "cuda"
+    if gpus := list_gpus(os.environ.get(VISIBLE_DEVICES)):
+        software = read_gpu_software()
+        cause = explain_unusable_gpus(software)
+        if cause is None:
+            cause = f"driver {software.driver}, torch {software.torch}, CUDA {software.cuda}; look at nvidia-smi"
+        raise CapacityError(
+            f"--device: this host has {len(gpus)} GPUs, but torch cannot use them: {cause}; or use --device cpu"
+        )
     if asked == "cuda":
         raise CapacityError("--device: cuda was asked for, but torch finds no GPU; use --device cpu")
     return "cpu"
@@ -272,7 +323,10 @@ def build_executor(
         loaded = workers.load()
         if config.device == "cpu":
             announce([rank.threads for rank in loaded])
-        layouts = workers.allocate_cache(min(rank.num_blocks for rank in loaded))
+        num_slots = min(rank.num_slots for rank in loaded)
+        ready = workers.allocate_cache(min(rank.num_blocks for rank in loaded), num_slots)
+        layouts = [rank.layout for rank in ready]
+        kv_cache.check_offload(layouts, config.kv_offload_memory)
         weight_bytes = [rank.weight_bytes for rank in loaded]
         logger.info("%s", kv_cache.memory_line(weight_bytes, [layout.num_bytes for layout in layouts]))
         layout = max(layouts, key=lambda layout: layout.block_bytes)
@@ -281,4 +335,6 @@ def build_executor(
         workers.close(error)
         raise
     executor = workers.build_executor(layout)
+    executor.hosts = [rank.host for rank in loaded]
+    executor.host_memory = [rank.host_memory for rank in ready if rank.host_memory is not None]
     return executor if step_sync is None else SyncedExecutor(executor, step_sync)

@@ -16,8 +16,8 @@ The softmax is the online softmax of Milakov and Gimelshein (arXiv:1805.02867), 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +29,18 @@ QUERY_TILE = 64  # queries of one sequence computed together; bounds the memory 
 INITIAL_MAX = -1e30  # running maximum before any key; finite to avoid NaN
 
 
-class Lengths(NamedTuple):
+@dataclass(frozen=True)
+class Lengths:
     """The lengths of a step's sequences on the GPU; see `paged_attention`."""
 
     query_starts: Tensor  # (sequences + 1,) int32
-    context_lens: Tensor  # (sequences,) int32; 0 for a padding row, whose result is 0
+    context_lens: Tensor  # (sequences,) int32; 0 for a padding sequence, whose results are 0
+    # What a backend has derived from the lengths, for the other layers with the same KV; its own keys and values.
+    plans: dict[Any, Any] = field(default_factory=dict)
+
+    def without_plans(self) -> Lengths:
+        """The same lengths for another pass over the layers: they may have changed in place."""
+        return Lengths(self.query_starts, self.context_lens)
 
 
 def write_cache(key: Tensor, value: Tensor | None, cache: Tensor, slots: Tensor) -> None:
@@ -87,7 +94,8 @@ def paged_attention(
     block_size, head_dim), and the values are the first value_dim elements of the keys (multi-head latent attention,
     arXiv:2405.04434).
     on_device: on a GPU, query_starts and context_lens as tensors, which the kernels read. The lists then only bound the
-    launch, so that a captured launch serves all shorter lengths. None on a CPU.
+    launch, so that a captured launch serves all shorter lengths: at most as many tokens and sequences, contexts at most
+    as long as the longest one, and sequences with several queries only where the lists have some. None on a CPU.
     Returns (tokens, heads, value_dim or head_dim) in the query's dtype.
     """
     length = max(KEY_TILE, cache.shape[3])

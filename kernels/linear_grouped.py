@@ -1,7 +1,7 @@
 """Weights of few bits with a scale per group of inputs, multiplied in floating point. Knows tensors only.
 
 The definition converts such a weight to the dtype of the model once, which is exact up to rounding and takes as much
-memory as a weight of that dtype. `kernels.cpu.linear_grouped` keeps it packed.
+memory as a weight of that dtype. `kernels.cpu.linear_grouped` and `kernels.triton.linear_grouped` keep it packed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor
 from serve_llm.kernels import linear
 from serve_llm.kernels.linear import Linear
 
+FLOAT8_NAN = 0x7F  # float8_e4m3fn without its sign
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # 4-bit floats by their lower three bits; the fourth is the sign
 ROWWISE = ("codes", "scales", "zeros", "minimums", "divisors")  # tensors of a weight with one row for each output
 
 
@@ -50,6 +52,11 @@ class GroupedWeight:
         rowwise = {name: getattr(self, name) for name in ROWWISE}
         picked: dict[str, Any] = {name: None if one is None else select(one) for name, one in rowwise.items()}
         return replace(self, **picked)
+
+    def to(self, device: torch.device) -> GroupedWeight:
+        tensors = {one.name: getattr(self, one.name) for one in fields(self)}
+        moved: dict[str, Any] = {name: one.to(device) for name, one in tensors.items() if isinstance(one, Tensor)}
+        return replace(self, **moved)
 
     def narrow_columns(self, start: int, count: int) -> GroupedWeight:
         """The weight with `count` columns from `start` on. It must have neither an offset nor an order."""
@@ -99,6 +106,44 @@ class GroupedWeight:
         if self.is_float8:
             return self.codes.contiguous().view(torch.float8_e4m3fn).float()
         return self.codes.float() - 2 ** (self.bits - 1) if self.table is None else self.table[self.codes.int()]
+
+
+def build_e2m1_table(device: torch.device) -> Tensor:
+    """The 4-bit floats (one sign bit, two exponent bits, one mantissa bit) of all codes: (16,) float32."""
+    return torch.tensor([*E2M1, *(-magnitude for magnitude in E2M1)], device=device)
+
+
+def spread_nan(weight: GroupedWeight) -> Tensor:
+    """The scales of a weight, for kernels that take every code for a number: NaN for a group with NaN among its
+    codes."""
+    if not weight.is_float8:
+        return weight.scales
+    is_nan = (weight.codes & FLOAT8_NAN) == FLOAT8_NAN
+    if not is_nan.any():
+        return weight.scales
+    scales = weight.scales.float()
+    rows, columns = is_nan.nonzero(as_tuple=True)
+    scales[rows, (columns + weight.offset) // weight.group_size] = torch.nan
+    return scales
+
+
+def find_scale_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:
+    """The narrowest dtype that holds scales, zero points and minimums exactly; 8 bits only where they come in them."""
+    present = [one for one in tensors if one is not None]
+    first = present[0]
+    if len(present) == 1 and first.dtype == torch.float8_e8m0fnu:
+        return first.dtype
+    if len(present) == 1 and first.dtype == torch.float8_e4m3fn and not first.float().isnan().any():
+        return first.dtype  # the kernels know no NaN of this type
+    for dtype in (torch.float16, torch.bfloat16):
+        if all(_fits(one.float(), dtype) for one in present):
+            return dtype
+    return torch.float32
+
+
+def _fits(values: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the dtype holds the values exactly."""
+    return torch.equal(values.to(dtype).float(), values) and bool(values.isfinite().all())
 
 
 def merge_rows(weights: Sequence[GroupedWeight]) -> GroupedWeight:

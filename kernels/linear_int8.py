@@ -49,7 +49,7 @@ def pack_int8(
     quantise: a version of `quantise_rows`.
     """
     if weight.numel() == 0:
-        return _Constant(weight.shape[0], bias)
+        return Constant(weight.shape[0], bias)
     packed = torch.ops.onednn.qlinear_prepack(weight.contiguous(), [1, weight.shape[1]])
     return _OneDNNInt8Linear(packed, scale.flatten().contiguous(), bias, quantise)
 
@@ -104,7 +104,9 @@ class _OneDNNInt8Linear:
 
 
 @dataclass(frozen=True)
-class _Constant:
+class Constant:
+    """A layer without inputs or outputs: the bias, or zeros."""
+
     outputs: int
     bias: Tensor | None
 

@@ -25,6 +25,8 @@ class Experts(Protocol):
     x: (tokens, hidden_size). weights, experts: (tokens, top_k) float32 and int64; a token's experts are all different.
     Returns (tokens, hidden_size) in x's dtype; summed in float32, rounded once."""
 
+    reads_back: bool  # on a GPU, the host waits for the numbers of rows of the experts
+
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor: ...
 
 
@@ -34,6 +36,8 @@ def pack_experts(pairs: Iterable[tuple[Linear, Linear]], activation: Activation,
 
 
 class _SequentialExperts:
+    reads_back = True
+
     def __init__(self, pairs: list[tuple[Linear, Linear]], activation: Activation, local_experts: range) -> None:
         self._pairs = pairs
         self._activation = activation

@@ -25,6 +25,7 @@ from serve_llm.kernels import (
     linear_int8,
     moe,
     norm,
+    quantise_int4,
     rope,
     torch_sampling,
 )
@@ -58,6 +59,7 @@ class Kernels:
     pack_int8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
     pack_fp8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
     pack_grouped: Callable[[GroupedWeight, Tensor | None, torch.dtype], linear.Linear]
+    quantise_int4: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
     pack_experts: Callable[[Iterable[tuple[linear.Linear, linear.Linear]], moe.Activation, range], moe.Experts]
     capturable: bool = False  # CUDA graphs may capture them: they read lengths on the device and do not synchronise
 
@@ -88,6 +90,7 @@ PORTABLE = Kernels(
     pack_int8=linear_int8.pack_int8,
     pack_fp8=linear_fp8.pack_fp8,
     pack_grouped=linear_grouped.pack_grouped,
+    quantise_int4=quantise_int4.quantise_int4,
     pack_experts=moe.pack_experts,
 )
 
@@ -131,6 +134,7 @@ def with_triton(batch_invariant: bool) -> Kernels | str:
         from serve_llm.kernels.triton.attention import paged_attention
         from serve_llm.kernels.triton.fp8 import quantise_rows
         from serve_llm.kernels.triton.linear import pack, pack_heads
+        from serve_llm.kernels.triton.linear_grouped import pack_grouped, pack_int8
         from serve_llm.kernels.triton.moe import pack_experts
         from serve_llm.kernels.triton.norm import add_rms_norm, layer_norm, rms_norm
         from serve_llm.kernels.triton.rope import rope_and_cache, rope_and_latent
@@ -146,7 +150,8 @@ def with_triton(batch_invariant: bool) -> Kernels | str:
         rope_and_latent=rope_and_latent,
         activations={**PORTABLE.activations, **ACTIVATIONS},
         pack=pack if batch_invariant else linear.pack,
-        pack_grouped=partial(linear_grouped.pack_grouped, pack=pack if batch_invariant else linear.pack),
+        pack_int8=partial(pack_int8, batch_invariant=batch_invariant),
+        pack_grouped=partial(pack_grouped, batch_invariant=batch_invariant),
         pack_heads=pack_heads if batch_invariant else linear.pack_heads,
         pack_fp8=partial(linear_fp8.pack_fp8, quantise=quantise_rows),
         pack_experts=partial(pack_experts, batch_invariant=batch_invariant),
@@ -204,6 +209,7 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
         pack_heads=partial(linear.pack_heads, pack=pack),
         pack_int8=pack_int8,
         pack_grouped=pack_grouped,
+        quantise_int4=rows.quantise_int4,
     )
 
 

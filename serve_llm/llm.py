@@ -24,6 +24,7 @@ from serve_llm.common.types import TokenLogprobs
 from serve_llm.server.adapters.registry import AdapterRegistry, LoRARequest
 from serve_llm.server.engines.supervisor import Supervisor
 from serve_llm.server.generate.delta import Delta
+from serve_llm.server.generate.dispatcher import LocalDispatcher
 from serve_llm.server.generate.generation import Generation, Generator
 from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.prompt import pooling_jobs
@@ -66,6 +67,8 @@ class LLM:
         resolved = make_options(model, **options)
         if resolved.otlp_traces_endpoint is not None:
             raise OptionError("otlp_traces_endpoint: only requests over HTTP have traces")
+        if resolved.front_ends > 1:
+            raise OptionError("front_ends: only the server has several")
         with_weights = resolved.load_format == "auto"
         directory = resolve_model(resolved.model, resolved.revision, resolved.download_dir, weights=with_weights)
         self._options = resolved
@@ -85,7 +88,7 @@ class LLM:
             self.close()
             raise
         self._replicas = self._supervisor.replicas
-        self._generator = Generator(self._replicas, self._model, resolved.seed)
+        self._generator = Generator(LocalDispatcher(self._replicas), self._model, resolved.seed)
         # The caller's own process may render and compile whatever the caller gives.
         context = Context(self._model, self._replicas.facts, resolved.limits, is_worker=True)
         self._context = context._replace(grammars=build_grammar_compiler(context))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,21 +14,24 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp
 
 from serve_llm.common.errors import ServeError
+from serve_llm.common.options.limits import Limits
 from serve_llm.common.options.schema import Options
 from serve_llm.server.adapters.registry import AdapterRegistry
 from serve_llm.server.admission.controller import AdmissionController, BodyBudget
 from serve_llm.server.batches.service import BatchService
 from serve_llm.server.engines.replicas import Replicas
+from serve_llm.server.generate.dispatcher import Dispatcher, LocalDispatcher
 from serve_llm.server.generate.generation import Generator
 from serve_llm.server.http.anthropic import AnthropicErrorMiddleware
 from serve_llm.server.http.auth import ADMINISTRATOR_PREFIX, ApiKeyMiddleware, name_owner
 from serve_llm.server.http.errors import NotFound, RequestError, WrongMethod, answer_for, error_body
 from serve_llm.server.http.paths import PathMiddleware
 from serve_llm.server.http.request_id import RequestIdMiddleware
-from serve_llm.server.metrics.meter import BatchCounts, ServerCounts, StoreUsage
+from serve_llm.server.metrics.meter import BatchCounts, FrontEndCounts, ServerCounts, StoreUsage
 from serve_llm.server.metrics.prometheus import PrometheusExporter
 from serve_llm.server.prompt.context import Context
 from serve_llm.server.prompt.model import ServedModel
@@ -65,9 +69,11 @@ from serve_llm.server.schema.pooling import (
 )
 from serve_llm.server.schema.responses import InputTokensRequest, ResponseEvent, ResponsesRequest
 from serve_llm.server.schema.tokenize import DetokenizeRequest, TokenizeRequest
+from serve_llm.server.storage.responses import ResponseStore
 from serve_llm.server.storage.storage import Storage
 
 if TYPE_CHECKING:
+    from serve_llm.server.front_ends.group import FrontEndGroup
     from serve_llm.server.tracing.tracing import Tracing  # imports an optional dependency
 
 _BODIES: list[type[BaseModel]] = [
@@ -97,12 +103,13 @@ _BODIES: list[type[BaseModel]] = [
 ]
 
 # Beginnings of paths that an option adds.
-_OPTIONAL_ROUTES = {
-    "/v1/responses/": "--responses-store",
-    "/v1/files": "--batches-dir",
-    "/v1/batches": "--batches-dir",
-    "/v1/load_lora_adapter": "--enable-lora",
-    "/v1/unload_lora_adapter": "--enable-lora",
+_ROUTE_HINTS = {
+    "/v1/responses/": "it may need the option --responses-store",
+    "/v1/files": "it may need the option --batches-dir",
+    "/v1/batches": "it may need the option --batches-dir",
+    "/v1/messages/batches": "use /v1/files and /v1/batches, with the url /v1/messages in each line",
+    "/v1/load_lora_adapter": "it may need the option --enable-lora",
+    "/v1/unload_lora_adapter": "it may need the option --enable-lora",
 }
 _BATCH_CONCURRENCY = 64  # requests per engine
 
@@ -124,71 +131,144 @@ def create_app(
     options: Options,
     adapters: AdapterRegistry | None = None,
     tracing: Tracing | None = None,
+    front_ends: FrontEndGroup | None = None,
 ) -> BuiltApp:
     """The app that serves one model on engines that are ready. adapters: None: there are none yet. tracing: None: there
-    are no traces. Raises OptionError if the storage cannot be opened."""
+    are no traces. front_ends: processes that answer clients instead of this one and forward some requests to it. Raises
+    OptionError if the storage cannot be opened."""
     adapters = adapters or AdapterRegistry(replicas.facts, options.max_lora_rank, model.names)
+    storage = Storage.open(options)
+    admission = AdmissionController(replicas, options.max_queue)
+    counts = _create_counts(
+        admission.refused,
+        StoreUsage() if storage.responses is None else storage.responses.usage,
+        FrontEndCounts(1) if front_ends is None else front_ends.counts,
+    )
+    dispatcher = LocalDispatcher(replicas, admission)
+    state = _create_state(dispatcher, model, options, adapters, counts, tracing, storage.responses)
+    if front_ends is not None:
+        front_ends.connect(str(model.directory), replicas, admission, adapters, counts, state.start_time)
+    app = _create_fastapi(state)
+    exporter = PrometheusExporter(replicas.engines, counts, replicas.usage, model.names[0], options.metrics_prefix)
+    num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
+    sources = status.StatusSources(replicas, admission, exporter, num_ranks, front_ends)
+    app.include_router(status.create_server_router(state, sources))
+    if options.enable_lora:
+        share = None if front_ends is None else front_ends.share_adapters
+        app.include_router(create_adapter_router(state, adapters, share))
+    batch_service = None
+    if storage.batches is not None:
+        inner = RequestIdMiddleware(AnthropicErrorMiddleware(app), Counter())  # lines of batches are not over HTTP
+        batch_service = BatchService(
+            storage.batches,
+            inner,
+            admission,
+            state.owners,
+            state.limits,
+            _choose_batch_concurrency(options),
+            counts.batches,
+        )
+        app.include_router(create_batch_router(state, batch_service))
+    return BuiltApp(_wrap(app, options, counts.statuses), admission, state.prompts, storage, batch_service)
+
+
+class BuiltFrontEndApp(NamedTuple):
+    """The app of a front end process. Its owner closes `prompts` at the end."""
+
+    app: ASGIApp
+    prompts: PromptPool
+    counts: ServerCounts
+
+
+def create_front_end_app(
+    dispatcher: Dispatcher,
+    model: ServedModel,
+    options: Options,
+    adapters: AdapterRegistry,
+    refused: Counter[str],
+    tracing: Tracing | None,
+    start_time: int,
+) -> BuiltFrontEndApp:
+    """The app of a front end process: the routes that need nothing but the engines. The others are forwarded.
+
+    refused: requests that the dispatcher refused itself, by reason. start_time: of the server, in Unix seconds."""
+    counts = _create_counts(refused, StoreUsage(), FrontEndCounts(1))
+    state = replace(_create_state(dispatcher, model, options, adapters, counts, tracing, None), start_time=start_time)
+    app = _wrap(_create_fastapi(state), options, counts.statuses)
+    return BuiltFrontEndApp(app, state.prompts, counts)
+
+
+def _create_counts(refused: Counter[str], stored: StoreUsage, front_ends: FrontEndCounts) -> ServerCounts:
+    paths = decisions.PATHS + generation.PATHS + infill.PATHS + messages.PATHS + responses.PATHS
+    return ServerCounts(
+        refused=refused,
+        ignored_fields=Counter(dict.fromkeys(paths, 0)),
+        statuses=Counter({200: 0}),  # so that the metric is there from the start
+        stored=stored,
+        batches=BatchCounts(),
+        front_ends=front_ends,
+    )
+
+
+def _create_state(
+    dispatcher: Dispatcher,
+    model: ServedModel,
+    options: Options,
+    adapters: AdapterRegistry,
+    counts: ServerCounts,
+    tracing: Tracing | None,
+    response_store: ResponseStore | None,
+) -> AppState:
     model = replace(model, adapters=adapters.adapters)
     limits = options.limits
-    storage = Storage.open(options)
     context = Context(
         model,
-        replicas.facts,
+        dispatcher.facts,
         limits,
         trusts_templates=options.trust_request_chat_template,
         ignores_unknown_fields=options.unknown_fields == "ignore",
     )
-    prompts = PromptPool(context, options)
-    admission = AdmissionController(replicas, options.max_queue)
-    statuses = Counter({200: 0})  # so that the metric is there from the start
-    ignored_fields = Counter(
-        dict.fromkeys(decisions.PATHS + generation.PATHS + infill.PATHS + messages.PATHS + responses.PATHS, 0)
-    )
-    counts = ServerCounts(
-        refused=admission.refused,
-        ignored_fields=ignored_fields,
-        statuses=statuses,
-        stored=StoreUsage() if storage.responses is None else storage.responses.usage,
-        batches=BatchCounts(),
-    )
-    state = AppState(
-        replicas=replicas,
+    return AppState(
+        dispatcher=dispatcher,
         model=model,
-        admission=admission,
-        generator=Generator(replicas, model, options.seed, admission),
-        exporter=PrometheusExporter(replicas.engines, counts, model.names[0], options.metrics_prefix),
-        ignored_fields=ignored_fields,
-        prompts=prompts,
-        bodies=BodyBudget(limits.all_bodies_bytes),
+        generator=Generator(dispatcher, model, options.seed),
+        ignored_fields=counts.ignored_fields,
+        prompts=PromptPool(context, options),
+        bodies=BodyBudget(_find_body_budget(limits, options.front_ends)),
         limits=limits,
         request_timeout=options.request_timeout,
-        num_ranks=options.tensor_parallel_size * options.pipeline_parallel_size,
         reasoning_field=options.reasoning_field,
         administrators=frozenset(
             index for index, key in enumerate(options.api_key) if key.startswith(ADMINISTRATOR_PREFIX)
         ),
         owners=tuple(map(name_owner, options.api_key)) or ("",),
-        response_store=storage.responses,
+        response_store=response_store,
         tracing=tracing,
     )
-    app = FastAPI(title="serve-llm", version=VERSION, redoc_url=None, redirect_slashes=False)
-    for routes in (generation, decisions, infill, invocations, messages, responses, pooling, models, tokenize, status):
+
+
+def _find_body_budget(limits: Limits, num_front_ends: int) -> int:
+    """Bytes of bodies at once. Front ends divide them, but each can read one body of any size that is allowed."""
+    share = max(limits.all_bodies_bytes // num_front_ends, limits.body_bytes)
+    return min(share, limits.all_bodies_bytes)
+
+
+def _create_fastapi(state: AppState) -> FastAPI:
+    app = FastAPI(title="serve-llm", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
+    for routes in (generation, decisions, infill, invocations, messages, responses, pooling, models, tokenize):
         app.include_router(routes.create_router(state))
+    app.include_router(status.create_router())
     app.include_router(web_ui.create_router())
-    if options.enable_lora:
-        app.include_router(create_adapter_router(state, adapters))
-    batch_service = None
-    if storage.batches is not None:
-        inner = RequestIdMiddleware(AnthropicErrorMiddleware(app), Counter())  # lines of batches are not over HTTP
-        batch_service = BatchService(
-            storage.batches, inner, admission, state.owners, limits, _choose_batch_concurrency(options), counts.batches
-        )
-        app.include_router(create_batch_router(state, batch_service))
     app.add_exception_handler(ServeError, _answer_serve_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(ClientDisconnect, _answer_disconnect)
     app.add_exception_handler(Exception, _answer_unexpected)
     app.openapi = lambda: build_openapi(app, _BODIES)  # type: ignore[method-assign]
+    return app
+
+
+def _wrap(app: FastAPI, options: Options, statuses: Counter[int]) -> ASGIApp:
+    """Add the middleware."""
     wrapped: ASGIApp = ApiKeyMiddleware(app, options.api_key)
     if options.allowed_origins:  # outside the key check: browsers send preflight requests without the key
         wrapped = CORSMiddleware(
@@ -198,8 +278,7 @@ def create_app(
             allow_headers=("*",),
             expose_headers=("retry-after", "x-request-id", "request-id", "x-ignored-fields", "traceresponse"),
         )
-    with_ids = RequestIdMiddleware(AnthropicErrorMiddleware(wrapped), statuses)
-    return BuiltApp(PathMiddleware(with_ids), admission, prompts, storage, batch_service)
+    return PathMiddleware(RequestIdMiddleware(AnthropicErrorMiddleware(wrapped), statuses))
 
 
 def _choose_batch_concurrency(options: Options) -> int:
@@ -224,9 +303,20 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         return _respond(WrongMethod(f"{request.method} is not allowed on {request.url.path}"), error.headers)
     path = request.url.path
-    option = next((option for prefix, option in _OPTIONAL_ROUTES.items() if path.startswith(prefix)), None)
-    hint = "" if option is None else f"; it may need the option {option}"
-    return _respond(NotFound(f"no such route: {request.method} {path}{hint}"))
+    hints = [f"; {hint}" for prefix, hint in _ROUTE_HINTS.items() if path.startswith(prefix)]
+    suggestion = "".join(hints) or _suggest_route(request)
+    return _respond(NotFound(f"no such route: {request.method} {path}{suggestion}"))
+
+
+def _suggest_route(request: Request) -> str:
+    """Most wrong paths come from a base URL with /v1 too many or too few."""
+    path = request.url.path
+    inner = re.sub(r"^(/v1)*(?=/)", "", path)
+    for candidate in (f"/v1{inner}", inner):
+        scope = {**request.scope, "path": candidate}
+        if candidate != path and any(route.matches(scope)[0] is not Match.NONE for route in request.app.routes):
+            return f"; did you mean {candidate}?"
+    return ""
 
 
 async def _answer_disconnect(request: Request, error: Exception) -> Response:

@@ -14,24 +14,24 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from serve_llm.common.errors import OptionError
-from serve_llm.common.hub import resolve_model
+from serve_llm.common.hub import resolve_draft_checkpoint, resolve_model
 from serve_llm.common.options.schema import Options
 from serve_llm.server.engines.process import STOP_SECONDS
 from serve_llm.server.engines.supervisor import Supervisor
+from serve_llm.server.tracing.start import EXPORT_SECONDS, start_tracing
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from serve_llm.server.admission.controller import AdmissionController
     from serve_llm.server.batches.service import BatchService
+    from serve_llm.server.front_ends.group import FrontEndGroup
     from serve_llm.server.prompt.pool import PromptPool
     from serve_llm.server.storage.storage import Storage
     from serve_llm.server.tracing.tracing import Tracing
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-EXPORT_SECONDS = 2.0  # for the last spans to leave when the server stops
 
 
 class Assembly(NamedTuple):
@@ -60,13 +60,20 @@ class Assembly(NamedTuple):
             await asyncio.wait([asyncio.ensure_future(_in_thread(self.tracing.stop))], timeout=EXPORT_SECONDS)
 
 
-async def assemble(options: Options) -> Assembly:
-    """Raises the ServeError that the start failed with. Leaves no process behind on failure or cancellation."""
-    tracing = None if options.otlp_traces_endpoint is None else _start_tracing(options.otlp_traces_endpoint)
+async def assemble(options: Options, front_ends: FrontEndGroup | None = None) -> Assembly:
+    """Raises the ServeError that the start failed with. Leaves no engine process behind on failure or cancellation.
+
+    front_ends: processes that answer clients; the caller starts and stops them."""
+    if options.front_ends > 1 and front_ends is None:
+        raise OptionError("--front-ends: only the server that `serve-llm MODEL` starts has several")
+    tracing = start_tracing(options.otlp_traces_endpoint)
     with_weights = options.load_format == "auto"
     directory = await _in_thread(
         lambda: resolve_model(options.model, options.revision, options.download_dir, weights=with_weights)
     )
+    draft_model = None if options.speculation is None else options.speculation.model
+    if draft_model is not None:  # engines find it in the cache
+        await _in_thread(lambda: resolve_draft_checkpoint(draft_model, options.download_dir, weights=with_weights))
     supervisor = Supervisor(options, str(directory))
     try:
         from serve_llm.server.adapters.registry import AdapterRegistry
@@ -78,7 +85,9 @@ async def assemble(options: Options) -> Assembly:
         await supervisor.start()
         adapters = AdapterRegistry(supervisor.replicas.facts, options.max_lora_rank, model.names)
         await adapters.load_all(options.lora_modules)
-        app, admission, prompts, storage, batches = create_app(supervisor.replicas, model, options, adapters, tracing)
+        app, admission, prompts, storage, batches = create_app(
+            supervisor.replicas, model, options, adapters, tracing, front_ends
+        )
         prompts.start_first_worker()
         if batches is not None:
             await batches.resume()
@@ -86,17 +95,6 @@ async def assemble(options: Options) -> Assembly:
     except BaseException:
         await supervisor.stop()
         raise
-
-
-def _start_tracing(endpoint: str) -> Tracing:
-    """Raises OptionError if OpenTelemetry is not installed."""
-    try:
-        from serve_llm.server.tracing.tracing import Tracing, create_exporting_processor
-    except ModuleNotFoundError as error:
-        raise OptionError(
-            f"--otlp-traces-endpoint needs OpenTelemetry ({error.name} is missing): pip install 'serve-llm[otel]'"
-        ) from None
-    return Tracing(create_exporting_processor(endpoint))
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

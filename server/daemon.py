@@ -7,12 +7,14 @@ because its imports take longest; the app and the tokenizer are built while the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import ipaddress
 import logging
 import signal
 import socket
 import time
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from serve_llm.common.errors import OptionError
@@ -20,6 +22,7 @@ from serve_llm.common.options.schema import Options
 
 if TYPE_CHECKING:
     from serve_llm.server.assemble import Assembly
+    from serve_llm.server.front_ends.group import FrontEndGroup
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +62,7 @@ def is_loopback(listener: socket.socket) -> bool:
 async def serve(options: Options) -> int:
     """See `run`."""
     from serve_llm.server.engines.process import STOP_SECONDS
+    from serve_llm.server.front_ends.group import FrontEndGroup
     from serve_llm.server.http.connection import HttpServer, StartupApp
 
     began = time.perf_counter()
@@ -68,26 +72,57 @@ async def serve(options: Options) -> int:
     logger.info("Listening on %s; loading %s", url, options.model)
     if not options.api_key and not is_loopback(listener):
         logger.warning("Everyone who reaches %s may use the server: set --api-key, or --host 127.0.0.1", url)
+    front_ends = FrontEndGroup(options, listener) if options.front_ends > 1 else None
     startup_app = StartupApp()
     http_server = HttpServer(startup_app, options.limits, options.ssl_keyfile, options.ssl_certfile)
-    serving = asyncio.ensure_future(http_server.serve(sockets=[listener]))
+    serving = asyncio.ensure_future(http_server.serve(sockets=[listener if front_ends is None else listener.dup()]))
     try:
-        assembly = await _assemble_until(signals.first, options)
+        assembly = await _assemble_until(signals.first, options, front_ends)
         if assembly is None:
             return 0
         startup_app.app = assembly.app
         try:
-            logger.info("Serving %s on %s after %.1f s", options.model, url, time.perf_counter() - began)
-            await _run_until_stopped(assembly, options.drain_timeout, signals)
-            return 0
+            async with contextlib.AsyncExitStack() as stack:
+                if front_ends is not None:
+                    http_server.stop_accepting()
+                    await stack.enter_async_context(_serve_front_ends(front_ends, assembly, options))
+                logger.info("Serving %s on %s after %.1f s", options.model, url, time.perf_counter() - began)
+                await _run_until_stopped(assembly, options.drain_timeout, signals)
+                return 0
         finally:
             is_urgent = signals.second.done()
             http_server.should_exit = True
             http_server.force_exit = is_urgent
             await assembly.stop(QUICK_STOP_SECONDS if is_urgent else STOP_SECONDS)
     finally:
+        if front_ends is not None:
+            await front_ends.stop()
+            listener.close()
         http_server.should_exit = True
         await serving
+
+
+@contextlib.asynccontextmanager
+async def _serve_front_ends(front_ends: FrontEndGroup, assembly: Assembly, options: Options) -> AsyncIterator[None]:
+    """Let front ends that are loaded answer clients, and answer what they forward."""
+    from serve_llm.server.http.connection import HttpServer
+
+    internal = socket.socket(socket.AF_UNIX)
+    internal.bind(front_ends.server_socket)
+    internal.listen(2048)
+    server = HttpServer(assembly.app, options.limits, None, None)
+    answering = asyncio.ensure_future(server.serve(sockets=[internal]))
+    keeping = asyncio.ensure_future(front_ends.serve())
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, front_ends.upgrade)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+        keeping.cancel()
+        await front_ends.stop()
+        server.should_exit = True
+        await answering
 
 
 def _url_of(listener: socket.socket, scheme: str) -> str:
@@ -95,17 +130,30 @@ def _url_of(listener: socket.socket, scheme: str) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-async def _assemble_until(stopped: asyncio.Future[None], options: Options) -> Assembly | None:
-    """Start the engine and build the app; None if `stopped` completes first."""
-    from serve_llm.server.assemble import assemble
-
-    assembling = asyncio.ensure_future(assemble(options))
+async def _assemble_until(
+    stopped: asyncio.Future[None], options: Options, front_ends: FrontEndGroup | None
+) -> Assembly | None:
+    """Start the engine, build the app and load the front ends; None if `stopped` completes first."""
+    assembling = asyncio.ensure_future(_assemble(options, front_ends))
     await _first_of(assembling, stopped)
     if assembling.done():
         return assembling.result()
     assembling.cancel()
     await asyncio.wait([assembling])
     return None
+
+
+async def _assemble(options: Options, front_ends: FrontEndGroup | None) -> Assembly:
+    from serve_llm.server.assemble import assemble
+
+    assembly = await assemble(options, front_ends)
+    if front_ends is not None:
+        try:
+            await front_ends.load()
+        except BaseException:
+            await assembly.stop()
+            raise
+    return assembly
 
 
 async def _run_until_stopped(assembly: Assembly, drain_seconds: float, signals: StopSignals) -> None:

@@ -5,12 +5,16 @@ and as other tests need the cores, their threads do not spin while they wait.
 
 Triton's kernels run in its interpreter, which must be said before anything imports triton.
 
+A test may configure logging as a daemon does; afterwards the loggers are as they were.
+
 Hypothesis draws the same examples in every run; `--hypothesis-profile random` draws new ones.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -34,6 +38,18 @@ ISA_LIMITS = {  # our variants and oneDNN, torch's own kernels, MKL
     "avx512_bf16": ("AVX512_CORE_BF16", "avx512", "AVX512"),
     "amx": None,
 }
+
+LOGGERS = (None, "serve_llm", "uvicorn", "uvicorn.error", "uvicorn.access")
+
+
+@pytest.fixture(autouse=True)
+def restore_loggers() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -24,6 +24,17 @@ class AllReduceTask(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     interface: str = ""
 
 
+class GpuRankTask(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU's part of the all-reduce over all GPUs of all hosts."""
+
+    address: str  # where node 0's store listens
+    port: int
+    own_address: str
+    rank: int
+    size: int
+    device: int  # index among this host's GPUs
+
+
 class AllReduceResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one host measured with one backend."""
 
@@ -31,7 +42,8 @@ class AllReduceResult(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""  # empty if the sums are exact
     small_us: float = 0.0  # median microseconds for SMALL_BYTES
     large: float = 0.0  # bytes of the tensor per second, for LARGE_BYTES
-    transport: str = ""  # NCCL only; see `nccl_log.MEANINGS`
+    transport: str = ""  # NCCL only, between hosts; see `nccl_log.MEANINGS`
+    local_transport: str = ""  # NCCL only, between the GPUs of this host
 
 
 class AllReduceProcess:

@@ -63,6 +63,12 @@ def judge(results: Results) -> Findings:
     transports = {
         result.transport for rank_results in results.collectives.values() for result in rank_results if result.transport
     }
+    transports |= {
+        result.local_transport
+        for rank_results in results.collectives.values()
+        for result in rank_results
+        if result.local_transport
+    }
     notes += [f"NCCL goes over {name}: {explain_transport(name)}" for name in sorted(transports)]
     return Findings(problems, notes)
 
@@ -84,6 +90,8 @@ def _find_host_problems(report: HostReport) -> list[str]:
             f"/dev/shm holds {size_text(report.shm_bytes)}, ranks on one host and NCCL need at least "
             f"{size_text(MIN_SHM_BYTES)}; start the container with --ipc=host or --shm-size=8g, or mount a larger tmpfs"
         )
+    if report.gpu_problem:
+        problems.append(f"its GPUs cannot be used: {report.gpu_problem}")
     if report.infiniband and report.gpus and report.locked_memory >= 0:
         problems.append(
             f"locked memory is limited to {size_text(report.locked_memory)}, which InfiniBand "
@@ -206,7 +214,8 @@ def _find_collective_problems(collectives: Mapping[int, Sequence[AllReduceResult
         for result in results:
             if result.error:
                 failures.setdefault(result.backend, []).append(f"node {rank}: {result.error}")
-    return [f"{backend} all-reduce over all hosts fails: {'; '.join(lines)}" for backend, lines in failures.items()]
+    where = "over all hosts" if len(collectives) > 1 else "on this host"
+    return [f"{backend} all-reduce {where} fails: {'; '.join(lines)}" for backend, lines in failures.items()]
 
 
 def size_text(count: float) -> str:

@@ -13,6 +13,7 @@ from serve_llm.cli.check.invariance import InvarianceReport, check_invariance
 from serve_llm.common import hosts
 from serve_llm.common.errors import ModelError
 from serve_llm.common.hub import resolve_model
+from serve_llm.engine.gpu_software import explain_unusable_gpus, find_missing_compiler, read_gpu_software
 
 
 class HostReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +28,7 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
     locked_memory: int  # soft limit in bytes; -1 if there is none
     cores: int  # available to this process
     gpus: int
+    gpu_problem: str = ""  # why torch or Triton cannot use them
     infiniband: bool
     fingerprint: hosts.Fingerprint
     model_error: str = ""  # why the model files cannot be used
@@ -38,6 +40,7 @@ def examine(rank: int, address: str, probe_port: int, model: str | None) -> Host
     interface = hosts.find_interface(address)
     error = ""
     gpus = _count_entries("/proc/driver/nvidia/gpus")
+    gpu_problem = (explain_unusable_gpus(read_gpu_software()) or find_missing_compiler() or "") if gpus else ""
     invariance = None
     try:
         directory = _find_cached(model) if model else None
@@ -58,6 +61,7 @@ def examine(rank: int, address: str, probe_port: int, model: str | None) -> Host
         locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         cores=len(os.sched_getaffinity(0)),
         gpus=gpus,
+        gpu_problem=gpu_problem,
         infiniband=_count_entries("/sys/class/infiniband") > 0,
         fingerprint=fingerprint,
         model_error=error,

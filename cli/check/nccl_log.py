@@ -1,4 +1,4 @@
-"""Find NCCL's transport between hosts in its log (NCCL_DEBUG=INFO, NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH).
+"""Find NCCL's transports, between hosts and inside one, in its log (NCCL_DEBUG=INFO, NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH).
 
 The patterns match the lines of NCCL 2.18 to 2.31, src/transport/net.cc. Imports no torch.
 """
@@ -18,6 +18,14 @@ MEANINGS = {
 
 # ... Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0(3)/GDRDMA(PCI)/Shared
 _CONNECTION = re.compile(r"Channel \d+(?:/\d+)? ?: .*? via (NET/[^/\n]+)/\d+(?:\(\d+\))?((?:/[^/\s]+)*)")
+LOCAL_MEANINGS = {
+    "P2P": "straight between the memories of the GPUs, by NVLink or PCIe",
+    "SHM": "through the host's memory, as some GPUs have no access to each other's, which is slow: look at "
+    "nvidia-smi topo -p2p r, and at IOMMU and ACS in the firmware",
+}
+
+# ... Channel 00/0 : 1[1] -> 0[0] via P2P/CUMEM        ... via SHM/direct/direct
+_LOCAL_CONNECTION = re.compile(r"Channel \d+(?:/\d+)? ?: .*? via (P2P|SHM)/")
 _NETWORK = re.compile(r"Using network (\S.*\S)")
 
 
@@ -34,9 +42,15 @@ def find_transport(log: str) -> str:
     return min(transports, key=lambda name: (name != "NET/Socket", name.endswith("/GDRDMA"), name))
 
 
+def find_local_transport(log: str) -> str:
+    """P2P or SHM: the slower one of all connections inside this host; empty if there are none."""
+    return max(_LOCAL_CONNECTION.findall(log), default="")
+
+
 def explain_transport(name: str) -> str:
     """What the transport means, and how to get a faster one."""
-    if name in MEANINGS:
-        return MEANINGS[name]
+    meanings = MEANINGS | LOCAL_MEANINGS
+    if name in meanings:
+        return meanings[name]
     direct = name.endswith("/GDRDMA")
     return "a network plugin, " + ("straight between GPUs" if direct else "staged through the hosts' memory")

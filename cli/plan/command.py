@@ -14,10 +14,11 @@ from serve_llm.cli.plan.planner import LayoutPlan, MemoryPlan, RankPlan, build_p
 from serve_llm.cli.plan.remedies import Remedy, describe_shortage, find_remedies, format_sizes
 from serve_llm.common.errors import CapacityError
 from serve_llm.common.hub import read_config, resolve_config
-from serve_llm.common.options.schema import OPTION_FIELDS, EngineOptions, Options
+from serve_llm.common.options.engine_schema import EngineOptions
+from serve_llm.common.options.schema import OPTION_FIELDS, Options
 from serve_llm.common.options.sources import build_from_flags, build_options, collect_given, make_parser
 from serve_llm.common.options.sources import read_command_line as read_flags
-from serve_llm.engine.worker.kv_cache import capacity_lines, size_text
+from serve_llm.engine.worker.kv_cache import cache_tokens, capacity_lines, size_text
 
 SERVER_OPTIONS = (
     "model",
@@ -39,8 +40,10 @@ SERVER_OPTIONS = (
     "gpu_memory_utilization",
     "kv_cache_memory",
     "kv_cache_dtype",
+    "kv_offload_memory",
     "block_size",
     "allow_unknown_config",
+    "speculative_config",
     "enable_lora",
     "max_loras",
     "max_lora_rank",
@@ -107,10 +110,19 @@ def format_text(plan: MemoryPlan, options: Options) -> str:
     if config.max_loras:
         ranks = f"{config.max_loras} adapters of rank {config.max_lora_rank}"
         lines.append(f"Weights include up to {size_text(max(rank.adapters for rank in chosen.ranks))} for {ranks}")
+    if chosen.ranks[0].draft_model:
+        lines.append(f"Weights of rank 0 include {size_text(chosen.ranks[0].draft_model)} for the draft model")
     if config.data_parallel_size > 1:
         lines.append(f"Each of the {config.data_parallel_size} data-parallel engines:")
     if chosen.fits:
         lines += capacity_lines(chosen.cache_tokens, chosen.concurrency, config.max_model_len, config.device)
+        if config.kv_offload_memory is not None:
+            in_memory = dataclasses.replace(
+                chosen.cache, num_blocks=config.kv_offload_memory // chosen.cache.block_bytes
+            )
+            tokens = cache_tokens(in_memory, config.max_model_len, config.max_num_batched_tokens)
+            size = size_text(config.kv_offload_memory)
+            lines.append(f"Host memory for blocks that lose their place: {tokens:,} tokens, {size} for each rank")
         lines.append(f"Fits: {format_sizes(chosen.layout)}")
     if plan.suggested is None:
         lines.append(f"Suggested: nothing; {plan.reason}")
@@ -143,7 +155,7 @@ def _format_table(plan: LayoutPlan) -> list[str]:
 
 def _format_rank(rank: RankPlan) -> tuple[str, ...]:
     """The cells of the rank's row, except its number."""
-    sizes = (rank.weights + rank.adapters, rank.activations, rank.kv_cache, rank.total, rank.room)
+    sizes = (rank.weights + rank.adapters + rank.draft_model, rank.activations, rank.kv_cache, rank.total, rank.room)
     return (str(len(rank.layers)), str(rank.heads), str(rank.kv_heads), *map(size_text, sizes))
 
 
@@ -179,6 +191,7 @@ def format_json(plan: MemoryPlan, options: Options, remedies: Sequence[Remedy] =
                 "kv_heads": rank.kv_heads,
                 "weight_bytes": rank.weights,
                 "adapter_bytes": rank.adapters,
+                "draft_model_bytes": rank.draft_model,
                 "activation_bytes": rank.activations,
                 "kv_cache_bytes": rank.kv_cache,
                 "room_bytes": rank.room,

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from serve_llm.cli.plan import activations
+from serve_llm.cli.plan.draft_model import count_draft_bytes
 from serve_llm.cli.plan.hardware import GPU_MODELS, HardwareOptions
 from serve_llm.cli.plan.weights import weight_bytes
 from serve_llm.common.errors import ModelError, OptionError
-from serve_llm.common.options.schema import EngineOptions
+from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.engine.config import Config, check_options, resolve
 from serve_llm.engine.devices import VISIBLE_DEVICES, list_gpus
 from serve_llm.engine.model.config import describe_ignored_keys
@@ -48,13 +49,14 @@ class RankPlan:
     kv_heads: int
     weights: int
     adapters: int  # that LoRA adapters may take
+    draft_model: int  # weights and KV cache of the draft model, which runs beside rank 0
     activations: int  # in the largest step
     kv_cache: int
     room: int  # memory that this rank may use
 
     @property
     def total(self) -> int:
-        return self.weights + self.adapters + self.activations + self.kv_cache
+        return self.weights + self.adapters + self.draft_model + self.activations + self.kv_cache
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class _Planner:
     spec: ModelSpec
     config: Config
     hardware: Hardware
+    draft_bytes: int = 0  # the draft model takes so many
 
     def plan_layout(
         self,
@@ -123,19 +126,21 @@ class _Planner:
         for rank in range(layout.size):
             # With expert-parallel engines, the first engine holds the most experts.
             shard = Shard(layout, rank, stages[layout.pp_rank(rank)], tensor_split, engines=config.expert_engines)
-            cache = _plan_empty_cache(spec, config, shard)
+            cache = kv_cache.plan_empty_cache(spec.kv_groups, shard.kv_groups(spec), config)
             caches.append(cache)
             blocks_per_request = caches[0].blocks_per_request(config.max_model_len, config.max_num_batched_tokens)
             request_bytes = blocks_per_request * cache.block_bytes
             weights = weight_bytes(spec, shard, config.element_bytes, config.device).held
             adapters = count_adapter_bytes(spec, shard, config)
             step = activations.peak_bytes(spec, shard, cache.groups, config, config.element_bytes)
-            cache_bytes, room = self._size_cache(weights + adapters, step, request_bytes, layout)
+            draft_model = 0 if rank else self.draft_bytes
+            held = weights + adapters + draft_model
+            cache_bytes, room = self._size_cache(held, step, request_bytes, layout)
             num_blocks.append(cache_bytes // cache.block_bytes)
             wanted = cache_bytes if config.kv_cache_memory else request_bytes
             cache_text = "--kv-cache-memory" if config.kv_cache_memory else request
-            held_text = f"weights, {'adapters, ' if adapters else ''}one step, and {cache_text}"
-            missing.append((weights + adapters + step + wanted - room, held_text))
+            others = ("adapters, " if adapters else "") + ("the draft model, " if draft_model else "")
+            missing.append((held + step + wanted - room, f"weights, {others}one step, and {cache_text}"))
             missing.append((request_bytes - cache_bytes, self._describe_cache_limit(request)))
             heads = [shard.attention(spec.layers[index].attention) for index in shard.layers]
             ranks.append(
@@ -146,6 +151,7 @@ class _Planner:
                     kv_heads=max(len(share.kv_heads) for share in heads),
                     weights=weights,
                     adapters=adapters,
+                    draft_model=draft_model,
                     activations=step,
                     kv_cache=0,
                     room=room,
@@ -184,6 +190,7 @@ class _Planner:
         config, memory = self.config, self.hardware.memory
         if config.device == "cpu":
             local_ranks = -(-layout.size * config.data_parallel_size // self.hardware.nodes)
+            memory -= local_ranks * (config.kv_offload_memory or 0)
             room = memory // local_ranks
             free = max(0, memory - local_ranks * weights)
             cache = kv_cache.default_cpu_bytes(request_bytes, local_ranks, free)
@@ -198,10 +205,9 @@ class _Planner:
         One GPU if the model fits; tensor parallel within a node; tensor parallel within each node and pipeline parallel
         over nodes; pipeline parallel alone where the GPUs of a node do not divide the heads or have no NVLink.
         """
-        hardware = self.hardware
+        hardware, num_layers = self.hardware, len(self.spec.layers)
         device = "machine" if self.config.device == "cpu" else "GPU"
         yield ParallelLayout(), f"it fits one {device}"
-        num_layers = len(self.spec.layers)
         heads = math.gcd(*(layer.attention.num_heads for layer in self.spec.layers))
         if hardware.has_nvlink:
             for size in range(2, hardware.ranks_per_node + 1):
@@ -247,7 +253,9 @@ class _Planner:
         """The first candidate that fits, the last candidate that there are devices for, and the reason."""
         whole = self.plan_layout(ParallelLayout())
         (single,) = whole.ranks
-        least = single.weights + single.adapters + whole.blocks_per_request * whole.cache.block_bytes
+        least = (
+            single.weights + single.adapters + single.draft_model + whole.blocks_per_request * whole.cache.block_bytes
+        )
         one_layer = Shard(ParallelLayout(1, 2), 0, range(1))
         stage_step = activations.peak_bytes(
             self.spec, one_layer, whole.cache.groups, self.config, self.config.element_bytes
@@ -300,7 +308,7 @@ def build_plan(
         )
     device = _choose_device(options, hardware_options)
     spec, _ = read_model(raw, options.allow_unknown_config)
-    check_options(options, spec.max_position, len(spec.layers), spec.has_experts)
+    check_options(options, spec.max_position, len(spec.layers), spec.has_experts, spec.has_alibi)
     if spec.is_encoder:
         raise ModelError(
             f"{spec.architecture} is an encoder, which has no KV cache to plan: it takes its weights, once per engine"
@@ -319,19 +327,20 @@ def build_plan(
         pooling=pooling,
     )
     spec = apply_engine_config(spec, config)
-    planner = _Planner(spec, config, _resolve_hardware(hardware_options, device, config.quantization))
+    hardware = _resolve_hardware(hardware_options, device, config.quantization == "fp8" and config.rounds_to_fp8)
+    planner = _Planner(spec, config, hardware, count_draft_bytes(options, config, hardware.memory))
     suggested, last, reason = planner.suggest()
     chosen = _plan_requested(planner, options, states_layout) or suggested or last
     nodes_needed = None if suggested else _find_nodes_needed(planner)
     return MemoryPlan(config, spec, planner.hardware, chosen, suggested, reason, nodes_needed)
 
 
-def _resolve_hardware(options: HardwareOptions, device: str, quantization: str) -> Hardware:
+def _resolve_hardware(options: HardwareOptions, device: str, multiplies_fp8: bool) -> Hardware:
     model = GPU_MODELS.get(options.gpu or "")
-    if quantization == "fp8" and model is not None and not model.has_fp8:
+    if multiplies_fp8 and model is not None and not model.has_fp8:
         raise OptionError(
             f"--quantization: a {options.gpu} does not multiply 8-bit floats (needed: compute capability 8.9 or more); "
-            "omit the option"
+            "take int8, or omit the option"
         )
     memory = options.memory or (model.memory_bytes if model else kv_cache.free_memory())
     if device == "cpu":
@@ -356,19 +365,6 @@ def _plan_requested(planner: _Planner, options: EngineOptions, states_layout: bo
             f"{layout.size * options.data_parallel_size} GPUs, but there are {planner.num_devices}"
         )
     return planner.plan_layout(layout, options.tensor_parallel_split, options.pipeline_parallel_layers)
-
-
-def _plan_empty_cache(spec: ModelSpec, config: Config, shard: Shard) -> CacheLayout:
-    """The layout of the rank's KV cache, without blocks."""
-    return kv_cache.plan_cache(
-        spec.kv_groups,
-        shard.kv_groups(spec),
-        config.cache_row,
-        config.block_size,
-        0,
-        max_model_len=config.max_model_len,
-        max_chunk=config.max_num_batched_tokens,
-    )
 
 
 def _find_nodes_needed(planner: _Planner) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 from serve_llm.cli.plan.hardware import GPU_MODELS, HardwareOptions
 from serve_llm.cli.plan.planner import LayoutPlan, MemoryPlan
 from serve_llm.common.errors import ServeError
-from serve_llm.common.options.schema import EngineOptions
+from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.worker.kv_cache import size_text
 
@@ -157,7 +157,7 @@ def _list_formats(plan: MemoryPlan, hardware: HardwareOptions) -> Iterator[dict[
     """Smaller forms of weights and KV cache, single ones first."""
     config = plan.config
     dtype: list[dict[str, object]] = [{"dtype": "bfloat16"}] if config.dtype == "float32" else []
-    names = ("int8", "int4") if config.device == "cpu" else ("fp8",)
+    names = ("int8", "int4") if config.device == "cpu" else ("fp8", "int4")
     weights: list[dict[str, object]] = []
     if config.quantization == "none":
         weights = [{"quantization": name} for name in names]

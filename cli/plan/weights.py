@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from serve_llm.engine.model.quantization_spec import GroupedForm
+from serve_llm.engine.model.quantization_spec import FLOAT8, GroupedForm
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import (
     AnyAttentionSpec,
@@ -31,6 +31,7 @@ SCALE_BYTES = 4
 INDEX_BYTES = 8  # the order of inputs
 TABLE_BYTES = 64  # 16 float32
 WORD_BITS = 32
+SLAB_INPUTS = 64  # `kernels.triton.grouped` fills rows up to whole slabs; two of them share bytes with 4 bits
 FP8_MULTIPLE = 16  # `kernels.linear_fp8` pads outputs and inputs to multiples of it
 
 
@@ -46,13 +47,17 @@ class _Groups:
 
     count: int  # groups of a row
     form: GroupedForm
+    offset: int  # inputs of the first group that the rank lacks
 
-    def row_bytes(self, inputs: int) -> int:
+    def row_bytes(self, inputs: int, device: str) -> int:
         scales = self.count * self.form.scale_bytes * (1 + self.form.has_zeros)
-        return _round_up(inputs * self.form.bits, WORD_BITS) // 8 + scales + FLOAT32_BYTES * self.form.has_divisors
+        more = scales + FLOAT32_BYTES * self.form.has_divisors
+        if device == "cpu":
+            return _round_up(inputs * self.form.bits, WORD_BITS) // 8 + more
+        return _round_up((self.offset + inputs) * self.form.bits, SLAB_INPUTS * 8) // 8 + more
 
 
-def _find_groups(form: GroupedForm | None, inputs: int, first: int, is_part: bool) -> _Groups | None:
+def _find_groups(form: GroupedForm | None, inputs: int, first: int, is_part: bool, device: str) -> _Groups | None:
     """None if a rank holds its inputs, from `first` on, in the model's dtype: see `kernels.cpu.linear_grouped`.
 
     is_part: whether other ranks hold other inputs."""
@@ -62,9 +67,9 @@ def _find_groups(form: GroupedForm | None, inputs: int, first: int, is_part: boo
     offset = first % size
     count = -(-(offset + inputs) // size)
     per_word = WORD_BITS // form.bits
-    if count > 1 and (size % per_word or offset % per_word):
+    if device == "cpu" and count > 1 and (size % per_word or offset % per_word):
         return None
-    return _Groups(count, form)
+    return _Groups(count, form, offset)
 
 
 @dataclass(frozen=True)
@@ -82,28 +87,38 @@ class _LinearWeight:
         """in_checkpoint: whether the checkpoint is quantised."""
         bias = self.outputs * element_bytes if self.bias else 0
         if self.groups is not None and in_checkpoint:
-            return self.outputs * self.groups.row_bytes(self.inputs) + bias
+            return self.outputs * self.groups.row_bytes(self.inputs, "cpu") + bias
         if self.is_8_bit and in_checkpoint:
             return self.outputs * (self.inputs + SCALE_BYTES) + bias
         return self.outputs * self.inputs * element_bytes + bias
 
-    def held_bytes(self, element_bytes: int, device: str) -> int:
+    def held_bytes(self, element_bytes: int, device: str, fp8: bool) -> int:
+        """fp8: what is in 8 bits without groups is so by `kernels.linear_fp8`."""
         if self.float32:
             element_bytes = FLOAT32_BYTES
         if self.outputs * self.inputs == 0:
             return self.outputs * element_bytes if self.bias else 0
         if device == "cpu":
-            outputs = _round_up(self.outputs, PANEL_OUTPUTS)
-            if self.groups is not None:
-                order = self.inputs * INDEX_BYTES if self.groups.form.has_order else 0
-                table = TABLE_BYTES if self.groups.form.has_table else 0
-                return outputs * (self.groups.row_bytes(self.inputs) + FLOAT32_BYTES * self.bias) + order + table
-            row_bytes = _round_up(self.inputs * (1 if self.is_8_bit else element_bytes), UNIT_BYTES)
-            return outputs * (row_bytes + 2 * SCALE_BYTES * self.is_8_bit + FLOAT32_BYTES * self.bias)
+            return self._held_bytes_on_cpu(element_bytes)
+        if self.groups is not None:
+            order = self.inputs * INDEX_BYTES if self.groups.form.has_order else 0
+            return self.outputs * (self.groups.row_bytes(self.inputs, device) + element_bytes * self.bias) + order
         if not self.is_8_bit:
             return self.outputs * (self.inputs + self.bias) * element_bytes
+        if not fp8:
+            row_bytes = _round_up(self.inputs, SLAB_INPUTS) + SCALE_BYTES
+            return self.outputs * (row_bytes + element_bytes * self.bias)
         row_bytes = _round_up(self.inputs, FP8_MULTIPLE) + SCALE_BYTES + element_bytes * self.bias
         return _round_up(self.outputs, FP8_MULTIPLE) * row_bytes
+
+    def _held_bytes_on_cpu(self, element_bytes: int) -> int:
+        outputs = _round_up(self.outputs, PANEL_OUTPUTS)
+        if self.groups is not None:
+            order = self.inputs * INDEX_BYTES if self.groups.form.has_order else 0
+            table = TABLE_BYTES if self.groups.form.has_table else 0
+            return outputs * (self.groups.row_bytes(self.inputs, "cpu") + FLOAT32_BYTES * self.bias) + order + table
+        row_bytes = _round_up(self.inputs * (1 if self.is_8_bit else element_bytes), UNIT_BYTES)
+        return outputs * (row_bytes + 2 * SCALE_BYTES * self.is_8_bit + FLOAT32_BYTES * self.bias)
 
 
 @dataclass(frozen=True)
@@ -116,7 +131,7 @@ class _OtherWeight:
     def loaded_bytes(self, element_bytes: int, in_checkpoint: bool) -> int:
         return self.elements * (FLOAT32_BYTES if self.float32 else element_bytes)
 
-    def held_bytes(self, element_bytes: int, device: str) -> int:
+    def held_bytes(self, element_bytes: int, device: str, fp8: bool) -> int:
         return self.loaded_bytes(element_bytes, False)
 
 
@@ -132,7 +147,7 @@ def linear_shapes(spec: ModelSpec, shard: Shard) -> set[LinearShape]:
     """The shapes of the rank's linear layers, except those without outputs or inputs."""
     return {
         LinearShape(weight.outputs, weight.inputs, weight.is_8_bit, weight.float32)
-        for weights in _list_weights(spec.with_fp8(), shard)
+        for weights in _list_weights(spec.with_fp8(), shard, "cpu")
         for weight in weights
         if isinstance(weight, _LinearWeight) and weight.outputs * weight.inputs
     }
@@ -144,11 +159,11 @@ def weight_bytes(spec: ModelSpec, shard: Shard, element_bytes: int, device: str)
     sums: dict[int, WeightBytes] = {}  # by identity: layers of one kind share their list of weights
     loaded = 0
     held = 0
-    for weights in _list_weights(spec, shard):
+    for weights in _list_weights(spec, shard, device):
         if id(weights) not in sums:
             sums[id(weights)] = WeightBytes(
                 sum(weight.loaded_bytes(element_bytes, in_checkpoint) for weight in weights),
-                sum(weight.held_bytes(element_bytes, device) for weight in weights),
+                sum(weight.held_bytes(element_bytes, device, spec.fp8) for weight in weights),
             )
         loaded += sums[id(weights)].loaded
         held += sums[id(weights)].held
@@ -156,12 +171,12 @@ def weight_bytes(spec: ModelSpec, shard: Shard, element_bytes: int, device: str)
     if is_tied and shard.is_first and shard.is_last:  # counted as embedding and as head
         tied = len(shard.vocabulary(spec.vocab_size)) * (spec.embedding_size or spec.hidden_size) * element_bytes
         loaded -= tied
-        if device != "cpu":  # a CPU holds a packed copy for the head
+        if device != "cpu" and not spec.int8_lm_head:  # otherwise the head has a copy in another layout
             held -= tied
     return WeightBytes(loaded, held)
 
 
-def _list_weights(spec: ModelSpec, shard: Shard) -> list[list[_LinearWeight | _OtherWeight]]:
+def _list_weights(spec: ModelSpec, shard: Shard, device: str) -> list[list[_LinearWeight | _OtherWeight]]:
     """One list for each layer of the rank, and one for each end of the model that the rank has."""
     outer_size = spec.embedding_size or spec.hidden_size
     vocabulary = len(shard.vocabulary(spec.vocab_size))
@@ -175,19 +190,29 @@ def _list_weights(spec: ModelSpec, shard: Shard) -> list[list[_LinearWeight | _O
         if spec.embedding_norm is not None:
             embedding.append(_norm(spec.embedding_norm, spec.hidden_size))
         if spec.embedding_size is not None:
-            embedding.append(_outer_linear(spec, "project_in", spec.hidden_size, outer_size))
+            embedding.append(_outer_linear(spec, "project_in", spec.hidden_size, outer_size, device))
         lists.append(embedding)
     excluded = _excluded_by_layer(spec)
     forms = _forms_by_layer(spec)
     default = None if spec.grouped is None else spec.grouped.default
-    begins_anew = spec.grouped is not None and not spec.grouped.in_checkpoint
+    begins_anew = spec.grouped is None or not spec.grouped.in_checkpoint
     lists_by_kind: dict[tuple[LayerSpec, frozenset[str], _Forms], list[_LinearWeight | _OtherWeight]] = {}
     for index in shard.layers:
         layer = spec.layers[index]
         kind = layer, excluded.get(index, frozenset()), forms.get(index, frozenset())
         if kind not in lists_by_kind:
             is_8_bit = spec.fp8 or spec.int8 is not None
-            counter = _LayerWeights(spec.hidden_size, shard, is_8_bit, kind[1], default, dict(kind[2]), begins_anew)
+            counter = _LayerWeights(
+                spec.hidden_size,
+                shard,
+                device,
+                is_8_bit,
+                kind[1],
+                default,
+                dict(kind[2]),
+                FLOAT8 if spec.fp8 else default,
+                begins_anew,
+            )
             lists_by_kind[kind] = list(counter.list_weights(layer))
         lists.append(lists_by_kind[kind])
     if shard.is_last:
@@ -199,7 +224,7 @@ def _list_weights(spec: ModelSpec, shard: Shard) -> list[list[_LinearWeight | _O
         if spec.final_norm is not None:
             head.append(_norm(spec.final_norm, spec.hidden_size))
         if spec.embedding_size is not None:
-            head.append(_outer_linear(spec, "project_out", outer_size, spec.hidden_size))
+            head.append(_outer_linear(spec, "project_out", outer_size, spec.hidden_size, device))
         lists.append(head)
     return lists
 
@@ -215,11 +240,11 @@ def _list_pooler(pooler: PoolerSpec, inputs: int) -> Iterator[_LinearWeight | _O
         yield _LinearWeight(len(pooler.token_ids), inputs)
 
 
-def _outer_linear(spec: ModelSpec, name: str, outputs: int, inputs: int) -> _LinearWeight:
+def _outer_linear(spec: ModelSpec, name: str, outputs: int, inputs: int, device: str) -> _LinearWeight:
     """A linear layer outside the layers, which every rank holds whole."""
     is_8_bit = spec.fp8 or (spec.int8 is not None and spec.int8.is_quantised(name))
     form = None if spec.grouped is None else spec.grouped.find_form(name)
-    return _LinearWeight(outputs, inputs, is_8_bit, groups=_find_groups(form, inputs, 0, is_part=False))
+    return _LinearWeight(outputs, inputs, is_8_bit, groups=_find_groups(form, inputs, 0, False, device))
 
 
 _Forms = frozenset[
@@ -255,10 +280,12 @@ class _LayerWeights:
 
     hidden_size: int
     shard: Shard
+    device: str
     quantised: bool
     excluded: frozenset[str]  # linear layers that are not quantised
     default_form: GroupedForm | None
     other_forms: Mapping[str, GroupedForm | None]  # by linear layer
+    expert_form: GroupedForm | None  # the default of experts
     begins_anew: bool  # whether the first group of a rank's share begins with the share
 
     def list_weights(self, layer: LayerSpec) -> Iterator[_LinearWeight | _OtherWeight]:
@@ -341,7 +368,7 @@ class _LayerWeights:
 
     def _merged(self, outputs: Mapping[str, int], inputs: int, bias: bool) -> Iterator[_LinearWeight]:
         """Linear layers of the same input: one, or several if their forms differ."""
-        forms = {self.other_forms.get(name, self.default_form) for name in outputs}
+        forms = {self._find_form(name) for name in outputs}
         if len(forms) == 1:
             outputs = {next(iter(outputs)): sum(outputs.values())}
         for name, count in outputs.items():
@@ -349,16 +376,19 @@ class _LayerWeights:
 
     def _linear(self, name: str, outputs: int, inputs: range, bias: bool, is_part: bool = False) -> _LinearWeight:
         """is_part: whether other ranks hold other inputs."""
-        form = self.other_forms.get(name, self.default_form)
         first = 0 if self.begins_anew else inputs.start
-        groups = _find_groups(form, len(inputs), first, is_part)
+        groups = _find_groups(self._find_form(name), len(inputs), first, is_part, self.device)
         is_8_bit = self.quantised and name not in self.excluded
         return _LinearWeight(outputs, len(inputs), is_8_bit, bias, groups=groups)
+
+    def _find_form(self, name: str) -> GroupedForm | None:
+        default = self.expert_form if name.startswith("ffn.experts.") else self.default_form
+        return self.other_forms.get(name, default)
 
 
 def _norm(norm: NormSpec, size: int) -> _OtherWeight:
     """Its weight and bias."""
-    parameters = int(norm.kind == "rms" or norm.affine) + int(norm.has_bias)
+    parameters = int(norm.affine) + int(norm.has_bias)
     return _OtherWeight(parameters * size, norm.float32_weight)
 
 

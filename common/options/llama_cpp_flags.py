@@ -54,7 +54,7 @@ LLAMA_CPP: tuple[PeerFlag, ...] = (
     refused("--rope-freq-base --rope-freq-scale --yarn-ext-factor", _ROPE),
     refused("-v --verbose -lv --verbosity", "--log-level debug"),
     refused("-p --prompt", "`serve-llm chat MODEL` takes the prompt from the terminal or a pipe; --port is the port"),
-    refused("-md --model-draft", "there is no draft model; --speculative-config takes drafts from the text itself"),
+    same("-md --model-draft", "--speculative-config", "a checkpoint directory or a Hugging Face id"),
     refused(
         "--draft-max --draft-min --spec-type", "--speculative-config says how drafts are made and how long they are"
     ),

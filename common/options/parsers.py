@@ -93,10 +93,17 @@ def parse_positive_floats(value: object) -> tuple[float, ...]:
 def parse_positive_ints(value: object) -> tuple[int, ...]:
     """Several whole numbers of at least 1: a list, or text with commas."""
     items = _split(value)
-    numbers = tuple(int(item) for item in items if re.fullmatch(r"[0-9]+", item))
-    if len(numbers) < len(items) or min(numbers, default=0) < 1:
+    if not items or not all(re.fullmatch(r"0*[1-9][0-9]*", item) for item in items):
         raise ValueError("expected whole numbers of at least 1 separated by commas, such as 9,8,7")
-    return numbers
+    return tuple(map(int, items))
+
+
+def parse_whole_numbers(value: object) -> tuple[int, ...]:
+    """Several whole numbers, 0 among them: a list, or text with commas."""
+    items = _split(value)
+    if not items or not all(re.fullmatch(r"[0-9]+", item) for item in items):
+        raise ValueError("expected whole numbers separated by commas, such as 3,1")
+    return tuple(map(int, items))
 
 
 def _split(value: object) -> list[str]:

@@ -33,9 +33,10 @@ SGLANG: tuple[PeerFlag, ...] = (
     refused("--cuda-graph-max-bs --cuda-graph-bs --enable-torch-compile", "omit it; nothing is compiled at start"),
     refused("--attention-backend --sampling-backend --mm-attention-backend", _CHOSEN),
     refused("--grammar-backend", "omit it; llguidance enforces schemas and grammars"),
+    same("--speculative-draft-model-path", "--speculative-config"),
     refused(
-        "--speculative-algorithm --speculative-draft-model-path --speculative-num-draft-tokens --speculative-num-steps",
-        "--speculative-config takes drafts from the text itself; there are no draft models",
+        "--speculative-algorithm --speculative-num-draft-tokens --speculative-num-steps",
+        "--speculative-config says how drafts are made and how long they are",
     ),
     same("--random-seed", "--seed"),
     same("--watchdog-timeout", "--step-timeout", "a hung engine is replaced and its requests continue"),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import msgspec
 
 from serve_llm.common.errors import OptionError
+from serve_llm.common.options.combinations import check_combinations
 from serve_llm.common.options.fields import option_name
 from serve_llm.common.options.groups import OTHER_GROUP, find_groups
 from serve_llm.common.options.parsers import parse_boolean
@@ -296,68 +297,5 @@ def build_options(given: Given) -> Options:
             )
         values["model"] = ""  # node 0 sends it
     options = msgspec.convert(values, Options)
-    _check_nodes(options)
-    _check_model_impl(options)
-    _check_lora(options)
-    if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
-        raise OptionError("--ssl-keyfile and --ssl-certfile are needed together")
+    check_combinations(options)
     return options
-
-
-def _check_model_impl(options: Options) -> None:
-    """Refuse what transformers' own code does not support."""
-    if options.model_impl == "auto":
-        return
-    refused = {
-        "--tensor-parallel-size": options.tensor_parallel_size > 1,
-        "--pipeline-parallel-size": options.pipeline_parallel_size > 1,
-        "--distributed-executor-backend": options.distributed_executor_backend not in (None, "inprocess"),
-        "--enable-expert-parallel": options.enable_expert_parallel,
-        "--quantization": options.quantization != "auto",
-        "--allow-unknown-config": bool(options.allow_unknown_config),
-    }
-    wrong = [name for name, is_refused in refused.items() if is_refused]
-    if wrong:
-        raise OptionError(
-            "--model-impl: transformers' own code, which runs as one rank in the engine's process, does not go with "
-            f"{', '.join(wrong)}"
-        )
-
-
-def _check_lora(options: Options) -> None:
-    """Refuse what does not go with adapters."""
-    if not options.enable_lora:
-        if options.lora_modules:
-            raise OptionError("--lora-modules needs --enable-lora")
-        return
-    refused = {
-        "--model-impl transformers": options.model_impl != "auto",
-        "--runner pooling": options.runner == "pooling",
-        "--load-format dummy": options.load_format == "dummy",
-        "--nnodes": options.nnodes > 1,
-        "--distributed-executor-backend ray": options.distributed_executor_backend == "ray",
-    }
-    if wrong := [name for name, is_refused in refused.items() if is_refused]:
-        raise OptionError(f"--enable-lora does not go with {', '.join(wrong)}")
-    if shared := {module.partition("=")[0] for module in options.lora_modules} & set(options.served_model_name):
-        raise OptionError(f"--lora-modules: {min(shared)} is also a --served-model-name")
-
-
-def _check_nodes(options: Options) -> None:
-    """Refuse options for several hosts that do not fit together."""
-    if options.node_rank >= options.nnodes:
-        raise OptionError(
-            f"--node-rank: {options.node_rank} is none of 0 to {options.nnodes - 1} (--nnodes {options.nnodes})"
-        )
-    if options.nnodes == 1:
-        return
-    if options.master_addr is None:
-        raise OptionError(f"--nnodes: {options.nnodes} hosts need --master-addr HOST:PORT, the same on all of them")
-    if options.data_parallel_size > 1:
-        raise OptionError("--data-parallel-size: several engines over several hosts need Ray; omit --nnodes")
-    num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
-    if options.node_rank == 0 and num_ranks < options.nnodes:
-        raise OptionError(
-            f"--nnodes: {options.nnodes} hosts for {num_ranks} rank{'s' if num_ranks > 1 else ''} "
-            "(--tensor-parallel-size times --pipeline-parallel-size), so some would have none"
-        )

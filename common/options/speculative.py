@@ -1,23 +1,33 @@
-"""The value of `--speculative-config`: a JSON object with vLLM's keys. Must stay quick to import."""
+"""The value of `--speculative-config`: a JSON object with vLLM's keys, or a model. Must stay quick to import."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 MAX_DRAFT_TOKENS = 16
 MAX_MATCH = 64
+
+
+PROMPT_LOOKUP = "ngram"
+DRAFT_MODEL = "draft_model"
+# The keys that each method has.
+KEYS = {
+    PROMPT_LOOKUP: ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
+    DRAFT_MODEL: ("num_speculative_tokens", "model", "draft_tensor_parallel_size"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
     """How drafts are made, and how long they may be."""
 
-    method: str  # "ngram": what followed an earlier occurrence of the text's latest ids
+    method: str  # "ngram": what followed an earlier occurrence of the text's latest ids; "draft_model": a small model
     num_speculative_tokens: int = 8  # most drafts of a sequence in a step
     prompt_lookup_max: int = 8  # ids of an occurrence that is as good as any longer one
     prompt_lookup_min: int = 3  # ids of the shortest occurrence that counts
+    model: str | None = None  # the draft model: a directory or a Hugging Face id
 
     @classmethod
     def parse(cls, text: str) -> SpeculativeConfig:
@@ -26,17 +36,32 @@ class SpeculativeConfig:
 
 
 def parse_speculative_config(value: object) -> str:
-    """The value with its defaults, as JSON: an object, or the text of one."""
-    given = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
+    """The value with its defaults, as JSON: an object, the text of one, or the name of a draft model alone."""
+    given = _read_text(value.strip()) if isinstance(value, str) else value
     if not isinstance(given, Mapping):
         raise ValueError('expected a JSON object, such as {"method": "ngram", "num_speculative_tokens": 4}')
-    names = [field.name for field in fields(SpeculativeConfig)]
-    unknown = [str(key) for key in given if key not in names]
+    method = given.get("method") or (DRAFT_MODEL if given.get("model") is not None else None)
+    if method not in KEYS:
+        raise ValueError(
+            f"method {method!r} is not supported; there are 'ngram', prompt lookup, and 'draft_model', a small model"
+        )
+    unknown = [str(key) for key in given if key not in ("method", *KEYS[method])]
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is not supported; the keys are {', '.join(names)}")
-    if given.get("method") != "ngram":
-        raise ValueError(f"method {given.get('method')!r} is not supported; the only one is 'ngram', prompt lookup")
+        raise ValueError(f"{unknown[0]!r} is not supported; the keys of {method} are {', '.join(KEYS[method])}")
     given = {key: number for key, number in given.items() if number is not None}
+    count = _read_count(given, "num_speculative_tokens", MAX_DRAFT_TOKENS)
+    count = count or SpeculativeConfig.num_speculative_tokens
+    config = _read_draft_model(given, count) if method == DRAFT_MODEL else _read_prompt_lookup(given, count)
+    return json.dumps({key: chosen for key, chosen in asdict(config).items() if chosen is not None})
+
+
+def _read_text(text: str) -> object:
+    if text.startswith(("{", "[")):
+        return json.loads(text)
+    return {"method": text} if text in KEYS else {"model": text}
+
+
+def _read_prompt_lookup(given: Mapping[str, object], count: int) -> SpeculativeConfig:
     least = _read_count(given, "prompt_lookup_min", MAX_MATCH)
     most = _read_count(given, "prompt_lookup_max", MAX_MATCH)
     if least is None:
@@ -45,14 +70,18 @@ def parse_speculative_config(value: object) -> str:
         most = max(SpeculativeConfig.prompt_lookup_max, least)
     if least > most:
         raise ValueError(f"prompt_lookup_min, {least}, is more than prompt_lookup_max, {most}")
-    count = _read_count(given, "num_speculative_tokens", MAX_DRAFT_TOKENS)
-    config = SpeculativeConfig(
-        method="ngram",
-        num_speculative_tokens=count or SpeculativeConfig.num_speculative_tokens,
-        prompt_lookup_max=most,
-        prompt_lookup_min=least,
+    return SpeculativeConfig(
+        method=PROMPT_LOOKUP, num_speculative_tokens=count, prompt_lookup_max=most, prompt_lookup_min=least
     )
-    return json.dumps(asdict(config))
+
+
+def _read_draft_model(given: Mapping[str, object], count: int) -> SpeculativeConfig:
+    model = given.get("model")
+    if not isinstance(model, str) or not model:
+        raise ValueError("method draft_model needs 'model', the directory or Hugging Face id of the draft model")
+    if given.get("draft_tensor_parallel_size", 1) != 1:
+        raise ValueError("draft_tensor_parallel_size must be 1: the draft model is computed by one rank of its own")
+    return SpeculativeConfig(method=DRAFT_MODEL, num_speculative_tokens=count, model=model)
 
 
 def _read_count(given: Mapping[str, object], name: str, highest: int) -> int | None:

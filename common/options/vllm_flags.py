@@ -7,7 +7,6 @@ from serve_llm.common.options.peer_flag import PeerFlag, always, neutral, refuse
 _CONFIG = "edit config.json in a copy of the checkpoint"
 _DIALECT = "the format is found by the chat template; --dialect names another one (docs/dialects.md)"
 _NO_COMPILATION = "nothing is compiled at start; --enforce-eager switches CUDA graphs off"
-_ONE_FRONT_END = "there is one front-end process; --data-parallel-size adds engines behind it"
 _PROXY = "put a reverse proxy in front of the server"
 
 VLLM: tuple[PeerFlag, ...] = (
@@ -37,6 +36,10 @@ VLLM: tuple[PeerFlag, ...] = (
     always("--async-scheduling", "always so; the next step is prepared while one is computed"),
     refused("--no-async-scheduling", "the next step is always prepared while one is computed; omit it"),
     same("--kv-cache-memory-bytes", "--kv-cache-memory"),
+    refused(
+        "--kv-offloading-size --kv-offloading-backend",
+        "--kv-offload-memory SIZE is the host memory of each rank, with a unit; --kv-offload-dir adds a directory",
+    ),
     neutral("--swap-space", "0|0.0", "omit it; a preempted request is computed again instead of swapped"),
     neutral("--cpu-offload-gb", "0|0.0", "weights are not offloaded; `serve-llm plan MODEL` says what would fit"),
     neutral("--scheduling-policy", "fcfs|priority", "omit it; the field `priority` of a request is always honoured"),
@@ -48,9 +51,10 @@ VLLM: tuple[PeerFlag, ...] = (
     ),
     refused("--prefix-caching-hash-algo", "omit it; blocks are found by a hash that cannot be forged"),
     refused("--preemption-mode --num-scheduler-steps --use-v2-block-manager", "omit it, as in current vLLM"),
-    refused("--kv-transfer-config --kv-events-config", "prefill and decode run in the same engine; omit it"),
+    refused("--kv-transfer-config", "prefill and decode run in the same engine; omit it"),
     refused("--enable-sleep-mode", "stop the server instead; it starts in seconds"),
     # computation
+    same("--speculative-model", "--speculative-config"),
     refused("--compilation-config -O --cuda-graph-sizes --max-seq-len-to-capture", _NO_COMPILATION),
     refused("--attention-backend", "omit it; the kernels are chosen by device and instruction set"),
     switch("--disable-custom-all-reduce", "--all-reduce nccl"),
@@ -62,20 +66,21 @@ VLLM: tuple[PeerFlag, ...] = (
     refused("--max-cpu-loras", "--max-loras is the number in memory; others are read from their files again"),
     refused("--fully-sharded-loras", "omit it; each rank holds its part of an adapter"),
     # parallelism
-    refused("--data-parallel-size-local -dpl", "all engines of --data-parallel-size run on this host, or on Ray's"),
+    refused("--data-parallel-size-local -dpl", "--data-parallel-split on node 0 gives the engines of each of --nnodes"),
+    refused("--data-parallel-address --data-parallel-rpc-port", "--master-addr takes both, as HOST:PORT"),
+    refused("--data-parallel-start-rank --data-parallel-rank", "omit it; node 0 tells each --node-rank its engines"),
+    refused("--data-parallel-backend", "--distributed-executor-backend ray; without it engines are on --nnodes hosts"),
     refused(
-        "--data-parallel-address --data-parallel-rpc-port --data-parallel-start-rank --data-parallel-rank "
-        "--data-parallel-backend --data-parallel-hybrid-lb --data-parallel-external-lb",
-        "--data-parallel-size starts all engines from one command; over several hosts it needs Ray "
-        "(docs/distributed.md)",
+        "--data-parallel-hybrid-lb --data-parallel-external-lb",
+        "omit it; node 0 serves HTTP for the engines of all hosts",
     ),
     refused("--headless", "--node-rank N with --nnodes and --master-addr makes a host that serves no HTTP"),
     refused("--master-port", "--master-addr takes both, as HOST:PORT"),
     refused("--enable-eplb --eplb-config --all2all-backend", "--enable-expert-parallel needs nothing else; omit it"),
     refused("--worker-cls --worker-extension-cls --scheduler-cls", "classes cannot be replaced by an option"),
     # HTTP
-    refused("--api-server-count -asc", _ONE_FRONT_END),
-    refused("--disable-frontend-multiprocessing", _ONE_FRONT_END),
+    same("--api-server-count -asc", "--front-ends"),
+    refused("--disable-frontend-multiprocessing", "engines always run in processes of their own; omit it"),
     always("--enable-auto-tool-choice", "always on; tools work when a request has them", may_be_off=True),
     refused("--tool-call-parser --reasoning-parser --tool-parser-plugin", _DIALECT),
     always("--enable-reasoning", "always on; reasoning is recognised by the model's format", may_be_off=True),
@@ -90,7 +95,7 @@ VLLM: tuple[PeerFlag, ...] = (
     refused("--return-tokens-as-token-ids", "the field `return_tokens_as_token_ids` of a request"),
     refused("--root-path --uds --middleware --allow-credentials --allowed-methods --allowed-headers", _PROXY),
     refused("--ssl-ca-certs --ssl-cert-reqs --enable-ssl-refresh", "client certificates: " + _PROXY),
-    refused("--disable-fastapi-docs", "/docs needs a key like every route, with --api-key"),
+    refused("--disable-fastapi-docs", "GET /openapi.json needs a key like every route, with --api-key"),
     # logs
     always("--disable-log-requests --no-enable-log-requests", "always so; prompts are never logged", may_be_off=True),
     refused("--enable-log-requests", "--log-level debug logs a line per request, without the prompt"),
@@ -110,5 +115,5 @@ VLLM_SAME = (
     "seed tensor-parallel-size pipeline-parallel-size data-parallel-size enable-expert-parallel nnodes node-rank "
     "distributed-executor-backend host port api-key allowed-origins ssl-keyfile ssl-certfile chat-template "
     "trust-request-chat-template generation-config config enable-lora lora-modules max-loras max-lora-rank "
-    "otlp-traces-endpoint"
+    "otlp-traces-endpoint kv-events-config"
 ).split()

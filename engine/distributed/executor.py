@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from serve_llm.engine.distributed.messages import LoadDone
+from serve_llm.engine.distributed.messages import CacheReady, LoadDone
 from serve_llm.engine.parallel.dp_sync import DPStepSync
 from serve_llm.engine.scheduler.output import MaskSource, RunnerOutput, SchedulerOutput
-from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory
 
 StepResult = Sequence[RunnerOutput]
 
@@ -19,6 +19,8 @@ class Executor(Protocol):
 
     depth: int  # most steps in flight
     layout: CacheLayout  # agreed over all ranks
+    hosts: Sequence[str] = ()  # name of each rank's host
+    host_memory: Sequence[HostMemory] = ()  # where ranks that hold KV have slots, if blocks are offloaded
 
     def execute(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> Future[StepResult]:
         """Start a step. The future holds one RunnerOutput per ScheduledTokens, or the worker's exception. masks: set if
@@ -45,8 +47,8 @@ class Workers(Protocol):
     def load(self) -> list[LoadDone]:
         """Load the weights on all ranks. Raises what a rank failed with."""
 
-    def allocate_cache(self, num_blocks: int) -> list[CacheLayout]:
-        """Allocate the KV cache on all ranks; their layouts."""
+    def allocate_cache(self, num_blocks: int, num_slots: int) -> list[CacheReady]:
+        """Allocate the KV cache on all ranks, and slots of host memory."""
 
     def build_executor(self, layout: CacheLayout) -> Executor:
         """The executor, which owns the workers from now on. layout: that of the rank with the largest blocks."""
@@ -63,6 +65,8 @@ class SyncedExecutor(Executor):
         self.sync = sync
         self.depth = executor.depth
         self.layout = executor.layout
+        self.hosts = executor.hosts
+        self.host_memory = executor.host_memory
 
     def execute(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> Future[StepResult]:
         self.sync.enter()

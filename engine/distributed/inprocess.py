@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from serve_llm.engine.config import Config
 from serve_llm.engine.distributed.executor import Executor, StepResult, Workers
 from serve_llm.engine.distributed.expert_groups import ExpertParallelGroups
-from serve_llm.engine.distributed.messages import LoadDone
+from serve_llm.engine.distributed.messages import CacheReady, LoadDone
 from serve_llm.engine.distributed.process_groups import build_expert_group
 from serve_llm.engine.model.shard import Shard, build_rank_shard
 from serve_llm.engine.model.spec import ModelSpec, PretrainedSpec
@@ -42,17 +42,19 @@ class LocalWorker(Workers):
         experts: AllToAll = SingleRankGroup()
         if self._expert_groups is not None:
             experts = build_expert_group(self._expert_groups.setup(0), config, 0)
-        groups = ProcessGroups(local_ranks=config.data_parallel_size, experts=experts)
+        groups = ProcessGroups(local_ranks=config.engines_on_host(0), experts=experts)
         if isinstance(self._spec, PretrainedSpec):
             shard = Shard(ParallelLayout(), 0, self._spec.layers)
         else:
             shard = build_rank_shard(self._spec, config, 0)
         self._worker = Worker(config, self._spec, self._weights, shard, groups)
-        return [LoadDone(self._worker.num_blocks, self._worker.weight_bytes, self._worker.threads)]
+        worker = self._worker
+        return [LoadDone(worker.num_blocks, worker.weight_bytes, worker.threads, worker.num_slots)]
 
-    def allocate_cache(self, num_blocks: int) -> list[CacheLayout]:
+    def allocate_cache(self, num_blocks: int, num_slots: int) -> list[CacheReady]:
         assert self._worker is not None, "load first"
-        return [self._worker.allocate(num_blocks)]
+        layout = self._worker.allocate(num_blocks, num_slots)
+        return [CacheReady(layout, self._worker.host_memory)]
 
     def build_executor(self, layout: CacheLayout) -> InProcessExecutor:
         assert self._worker is not None, "load first"

@@ -25,13 +25,20 @@ class WorkerLauncher:
     """See `LaunchedWorkers`."""
 
     def __init__(
-        self, ranks: Sequence[int], url: str, *, secret: str = "", address: str = "", directory: str | None = None
+        self,
+        ranks: Sequence[int],
+        url: str,
+        *,
+        secret: str = "",
+        address: str = "",
+        directory: str | None = None,
+        environ: Mapping[str, str] = os.environ,
     ) -> None:
         """Start one process per rank. Each connects to `url` (ZeroMQ) and ends with this process: its standard input is
         the parent-death pipe.
 
         secret: of the engine's endpoint. address: of this host, for ranks on others. directory: of the checkpoint, if
-        its path may differ from that on the engine's host.
+        its path may differ from that on the engine's host. environ: of the processes, besides the secret.
         """
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._host = socket.gethostname()
@@ -40,11 +47,11 @@ class WorkerLauncher:
             command += ["--connect", url, "--rank", str(rank)]
             command += ["--address", address] if address else []
             command += ["--directory", directory] if directory is not None else []
-            environ = os.environ | {SECRET_VARIABLE: secret}
-            set_library_defaults(environ)  # a node without an engine has not set them
+            variables = {**environ, SECRET_VARIABLE: secret}
+            set_library_defaults(variables)  # a node without an engine has not set them
             if rank != ranks[0]:
-                environ["TQDM_DISABLE"] = "1"  # show one progress bar only
-            self._processes[rank] = subprocess.Popen(command, stdin=subprocess.PIPE, env=environ)
+                variables["TQDM_DISABLE"] = "1"  # show one progress bar only
+            self._processes[rank] = subprocess.Popen(command, stdin=subprocess.PIPE, env=variables)
 
     def ended(self) -> Mapping[int, str]:
         codes = {rank: process.poll() for rank, process in self._processes.items()}

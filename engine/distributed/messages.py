@@ -25,8 +25,9 @@ from serve_llm.common.messages import Failed
 from serve_llm.engine.config import Config
 from serve_llm.engine.parallel.shm import ShmHandle
 from serve_llm.engine.worker.cpu_threads import Threads
-from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory
 
+LOAD_SECONDS = 3600.0  # for weights, which may come over a slow network
 LOOPBACK = "127.0.0.1"  # address for ranks that are all on one host
 
 
@@ -53,10 +54,13 @@ class LoadDone(msgspec.Struct, tag=True, frozen=True):
     num_blocks: int  # KV cache blocks that this rank has memory for
     weight_bytes: int
     threads: Threads
+    num_slots: int = 0  # blocks that --kv-offload-memory holds here
+    host: str = msgspec.field(default_factory=socket.gethostname)  # name of the rank's host, for people
 
 
 class CacheReady(msgspec.Struct, tag=True, frozen=True):
     layout: CacheLayout
+    host_memory: HostMemory | None = None  # see `Worker.host_memory`
 
 
 class RankRings(msgspec.Struct, frozen=True):
@@ -128,6 +132,7 @@ class InitWorker(msgspec.Struct, tag=True, frozen=True):
 
 class AllocateCache(msgspec.Struct, tag=True, frozen=True):
     num_blocks: int  # the same on all ranks
+    num_slots: int = 0  # in host memory, the same on all ranks
 
 
 FromRank = WorkerHello | WorkerAlive | ChannelsReady | GroupsReady | LoadDone | CacheReady | Failed

@@ -30,7 +30,8 @@ from serve_llm.engine.parallel.shm import ChannelClosed
 from serve_llm.engine.scheduler.output import MaskSource, RunnerOutput, SchedulerOutput
 from serve_llm.engine.worker.kv_cache import CacheLayout
 
-LOAD_SECONDS = 3600.0  # for weights, which may come over a slow network
+WARM_STEPS = 100  # after so many steps of a GPU its kernels are compiled and its usual batch sizes captured
+WARM_STEP_SECONDS = 60.0  # takes the place of STEP_SECONDS then
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def connect_workers(
             init = messages.InitWorker(
                 config,
                 config_json,
-                local_ranks=len(ranks_on_host) * config.data_parallel_size,
+                local_ranks=len(ranks_on_host) * config.engines_on_host(rank),
                 device_index=ranks_on_host.index(rank),
                 log_level="warning" if log_level == "info" else log_level,  # the engine logs once for all ranks
                 steps=setup.steps(rank),
@@ -120,15 +121,14 @@ class WorkerProcesses(Workers):
 
     def load(self) -> list[messages.LoadDone]:
         began = time.perf_counter()
-        loaded = self._worker_group.gather(messages.LoadDone, LOAD_SECONDS)
+        loaded = self._worker_group.gather(messages.LoadDone, messages.LOAD_SECONDS)
         logger.info("Weights loaded and packed by %s in %.2f s", self, time.perf_counter() - began)
         return loaded
 
-    def allocate_cache(self, num_blocks: int) -> list[CacheLayout]:
+    def allocate_cache(self, num_blocks: int, num_slots: int) -> list[messages.CacheReady]:
         for rank in range(self._worker_group.size):
-            self._worker_group.send(rank, messages.AllocateCache(num_blocks))
-        ready = self._worker_group.gather(messages.CacheReady, START_SECONDS)
-        return [message.layout for message in ready]
+            self._worker_group.send(rank, messages.AllocateCache(num_blocks, num_slots))
+        return self._worker_group.gather(messages.CacheReady, START_SECONDS)
 
     def build_executor(self, layout: CacheLayout) -> MpExecutor:
         self._worker_group.watch(self._setup.close)
@@ -164,6 +164,8 @@ class MpExecutor(Executor):
     ) -> None:
         """worker_group: watched, ended by `close`. shared_memory: kept alive for other engines."""
         self.depth = 2 if config.async_scheduling else config.pipeline_parallel_size
+        if config.device == "cuda" and config.pipeline_parallel_size > 1:
+            self.depth += 1  # a stage has the next step before the host has the ids of the last one
         self.layout = layout
         self._worker_group = worker_group
         self._setup = setup
@@ -171,6 +173,8 @@ class MpExecutor(Executor):
         self._steps = setup.step_channel()
         self._in_flight: deque[RemoteStepFuture] = deque()
         self._step_timeout = config.step_timeout
+        self._on_gpus = config.device == "cuda"
+        self._num_results = 0
         self._longest = 0.0  # seconds, the longest wait for a result so far
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(list[RunnerOutput]).decode
@@ -194,13 +198,18 @@ class MpExecutor(Executor):
             try:
                 oldest.set_result(self._decode(self._steps.receive(self._time_limit)))
                 self._longest = max(self._longest, time.monotonic() - began)
+                self._num_results += 1
             except (ChannelClosed, TimeoutError) as error:
                 oldest.set_exception(self._find_cause(error))
 
     @property
     def _time_limit(self) -> float:
-        """Seconds without a result after which a step has failed."""
-        return self._step_timeout or max(STEP_SECONDS, STEP_FACTOR * self._longest)
+        """Seconds without a result after which a step has failed.
+
+        Nothing else ends a step that hangs in a captured all-reduce: torch's watchdog does not see it."""
+        is_warm = self._on_gpus and self._num_results >= WARM_STEPS
+        least = WARM_STEP_SECONDS if is_warm else STEP_SECONDS
+        return self._step_timeout or max(least, STEP_FACTOR * self._longest)
 
     def _find_cause(self, error: Exception) -> Exception:
         """The failure behind an error of the step channel."""

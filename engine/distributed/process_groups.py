@@ -5,13 +5,16 @@ between hosts and between GPUs.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from serve_llm.common.errors import OptionError
 from serve_llm.common.hosts import find_interface
 from serve_llm.engine.config import Config
 from serve_llm.engine.distributed.messages import (
+    LOAD_SECONDS,
     LOOPBACK,
     ChannelsReady,
     ExpertGroupSetup,
@@ -46,6 +49,7 @@ def build_process_groups(parallel: ParallelLayout, rank: int, init: InitWorker, 
     """Join all groups of this rank; waits for the other members. address: of this host, for ranks on others; "" if
     there are none. Raises EngineError."""
     builder = _GroupBuilder(parallel, rank, init, address or LOOPBACK)
+    builder.check_gpus()
     experts = build_expert_group(init.expert_group, init.config, parallel.tp_rank(rank))
     return ProcessGroups(
         builder.tensor_parallel_group(),
@@ -53,6 +57,7 @@ def build_process_groups(parallel: ParallelLayout, rank: int, init: InitWorker, 
         builder.link(rank + parallel.tp_size, init.rings.next),
         init.local_ranks,
         experts,
+        builder.wait_for_all,
     )
 
 
@@ -68,6 +73,19 @@ def build_expert_group(setup: ExpertGroupSetup | None, config: Config, tp_rank: 
     store = connect_store(LOOPBACK, setup.store_port, PEER_SECONDS)
     name = f"expert-parallel group of tensor-parallel rank {tp_rank}"
     return TorchGroup(store, name, config.data_parallel_rank, config.data_parallel_size, LOOPBACK, PEER_SECONDS, "nccl")
+
+
+def check_own_gpus(gpus: Sequence[str]) -> None:
+    """gpus: UUID of each rank's GPU. Raises OptionError."""
+    first_ranks: dict[str, int] = {}
+    for rank, gpu in enumerate(gpus):
+        first = first_ranks.setdefault(gpu, rank)
+        if first != rank:
+            raise OptionError(
+                f"rank {first} and rank {rank} have the same GPU ({gpu}), and each rank needs its own; look at "
+                "CUDA_VISIBLE_DEVICES on each host, or use fewer ranks (--tensor-parallel-size, "
+                "--pipeline-parallel-size)"
+            )
 
 
 class _GroupBuilder:
@@ -88,6 +106,23 @@ class _GroupBuilder:
             self._store = connect_store(init.rendezvous.store, init.rendezvous.store_port, PEER_SECONDS)
             if self._backend == "nccl" and address != LOOPBACK:  # gloo takes the address itself
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={find_interface(address)}")
+
+    def check_gpus(self) -> None:
+        """Exchange which GPU each rank has. Raises OptionError if two have the same one, which NCCL cannot serve."""
+        if self._store is None or self._backend != "nccl":
+            return
+        from serve_llm.engine.parallel.torch_group import gather_values
+
+        gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        check_own_gpus(gather_values(self._store, "GPUs", self._rank, self._parallel.size, gpu, PEER_SECONDS))
+
+    def wait_for_all(self) -> None:
+        """Wait until all ranks have loaded their weights, however long the slowest one takes: an operation on GPUs
+        would not wait that long. Raises EngineError."""
+        if self._store is not None and self._backend == "nccl":
+            from serve_llm.engine.parallel.torch_group import gather_values
+
+            gather_values(self._store, "weights", self._rank, self._parallel.size, seconds=LOAD_SECONDS)
 
     def tensor_parallel_group(self) -> ProcessGroup:
         """NCCL on GPUs, shared memory on CPUs of one host; on CPUs of several hosts shared memory first, then gloo."""
@@ -121,10 +156,11 @@ class _GroupBuilder:
         )
         if config.all_reduce == "nccl":
             return group
-        from serve_llm.engine.parallel.symmetric import build_symmetric_group
+        from serve_llm.engine.parallel.symmetric import build_fastest_group, build_symmetric_group
 
         device = torch.device("cuda", torch.cuda.current_device())
-        return build_symmetric_group(self._store, name, group, hosts, device)
+        build = build_symmetric_group if config.all_reduce == "symmetric" else build_fastest_group
+        return build(self._store, name, group, hosts, device)
 
     def _cpu_group(self, name: str, hosts: list[str]) -> ProcessGroup:
         """hosts: host id of each member."""

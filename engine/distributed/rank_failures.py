@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_llm.common.errors import ASK_LOG, HINTS, PeerLost, RankFailed, ServeError
+from serve_llm.common.errors import ASK_LOG, HINTS, HostLost, PeerLost, RankFailed, ServeError
 from serve_llm.common.messages import Failed
 
 
@@ -24,10 +24,11 @@ class RankFailures:
             self._unexplained.discard(rank)
             self._errors[rank] = failed.to_exception(RankFailed, prefix=f"{where} failed {phase}: ")
 
-    def add_end(self, rank: int, how: str, where: str, phase: str) -> None:
+    def add_end(self, rank: int, how: str | HostLost, where: str, phase: str) -> None:
         """Record how a rank's process ended, such as "signal SIGKILL"."""
         if rank not in self._errors:
-            self._errors[rank] = RankFailed(f"{where} died {phase} by {how}; {HINTS.get(how, ASK_LOG)}")
+            kind = HostLost if isinstance(how, HostLost) else RankFailed
+            self._errors[rank] = kind(f"{where} died {phase} by {how}; {HINTS.get(str(how), ASK_LOG)}")
             self._unexplained.add(rank)
 
     def add_error(self, rank: int, error: ServeError) -> None:

@@ -11,14 +11,13 @@ from importlib.util import find_spec
 
 from serve_llm.common.errors import CapacityError, OptionError
 from serve_llm.common.messages import RayCluster
-from serve_llm.common.options.schema import EngineOptions
+from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.engine.devices import claim_gpus
 from serve_llm.engine.distributed import mp
 from serve_llm.engine.distributed.choose import ExecutorChoice, choose_executor, gather_facts
 from serve_llm.engine.distributed.multihost.leader import start_on_nodes
 from serve_llm.engine.distributed.ray.discovery import LOCAL, find_cluster
 from serve_llm.engine.distributed.worker_group import WorkerGroup
-from serve_llm.engine.parallel.layout import split_range
 from serve_llm.engine.worker import kv_cache
 
 
@@ -31,9 +30,9 @@ def start_workers(
     engine has served before. Raises OptionError if the executor cannot run this many ranks, CapacityError if devices or
     memory are missing.
     """
-    choice = choose_executor(
-        facts := gather_facts(options, server_cluster is not None and server_cluster.placement_group is not None)
-    )
+    in_placement_group = server_cluster is not None and server_cluster.placement_group is not None
+    facts = gather_facts(options, in_placement_group, engine)
+    choice = choose_executor(facts)
     if choice.backend == "inprocess":
         return choice, None
     if choice.backend == "ray" and options.experts_span_engines:
@@ -42,18 +41,23 @@ def start_workers(
             f"not on Ray, which was chosen because {choice.reason}; take --distributed-executor-backend mp"
         )
     if choice.backend == "mp":
-        kv_cache.check_ranks(len(split_range(facts.num_ranks, facts.num_nodes)[0]), kv_cache.free_memory())
-        if facts.num_nodes > 1:
-            return choice, start_on_nodes(options, replaces=replaces)
+        local_ranks = facts.num_ranks if facts.local_ranks is None else facts.local_ranks
+        kv_cache.check_ranks(local_ranks, kv_cache.free_memory())
+        if local_ranks == 0 and options.device != "auto":  # this host needs no device
+            choice = replace(choice, device=options.device)
+        if local_ranks < facts.num_ranks:
+            return choice, start_on_nodes(options, engine, replaces=replaces)
         return choice, mp.launch_workers(facts.num_ranks)
     try:
-        worker_group, device = _start_on_ray(options, server_cluster, engine)
+        worker_group, device = _start_on_ray(options, server_cluster, engine, replaces)
     except (OptionError, CapacityError) as error:
         raise type(error)(f"--distributed-executor-backend: ray, because {choice.reason}: {error}") from None
     return replace(choice, device=device), worker_group
 
 
-def _start_on_ray(options: EngineOptions, server_cluster: RayCluster | None, engine: int) -> tuple[WorkerGroup, str]:
+def _start_on_ray(
+    options: EngineOptions, server_cluster: RayCluster | None, engine: int, replaces: bool
+) -> tuple[WorkerGroup, str]:
     """Find the cluster and start workers on it; see `actors.start_on_ray`."""
     if find_spec("ray") is None:
         raise OptionError(
@@ -70,4 +74,6 @@ def _start_on_ray(options: EngineOptions, server_cluster: RayCluster | None, eng
     from serve_llm.engine.distributed.ray.actors import start_on_ray
 
     placement_group = server_cluster.placement_group if server_cluster is not None else None
-    return start_on_ray(options, cluster.address, placement_group)
+    starts_alone = replaces or cluster.address == LOCAL
+    num_engines = 1 if starts_alone else options.data_parallel_size
+    return start_on_ray(options, cluster.address, placement_group, num_engines)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol, TypeVar
 
 from serve_llm.common.curve_zmq import BEAT_SECONDS, LOST_SECONDS, Endpoint
-from serve_llm.common.errors import EngineError, RankFailed, ServeError
+from serve_llm.common.errors import EngineError, HostLost, RankFailed, ServeError
 from serve_llm.common.messages import Failed
 from serve_llm.engine.distributed import messages
 from serve_llm.engine.distributed.control_socket import ControlSocket
@@ -36,7 +36,8 @@ class LaunchedWorkers(Protocol):
     """Worker processes as their launcher sees them."""
 
     def ended(self) -> Mapping[int, str | ServeError]:
-        """How each rank that is gone ended, such as "signal SIGKILL", or an error that needs no addition. Quick."""
+        """How each rank that is gone ended, such as "signal SIGKILL", or HostLost("loss of its node"), or an error that
+        needs no addition. Quick."""
 
     def where(self, rank: int) -> str:
         """Such as "host abc, pid 123"."""
@@ -190,10 +191,10 @@ class WorkerGroup:
                 self._received[rank][type(message)] = message
         self._check_liveness()
         for rank, how in ended.items():
-            if isinstance(how, ServeError):
-                self._failures.add_error(rank, how)
-            else:
+            if isinstance(how, str | HostLost):
                 self._failures.add_end(rank, how, self._describe(rank), self._phase(rank))
+            else:
+                self._failures.add_error(rank, how)
 
     def _check_liveness(self) -> None:
         """Once a second, look for stopped processes and lost heartbeat connections."""

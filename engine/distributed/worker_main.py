@@ -28,6 +28,7 @@ from serve_llm.common.messages import Failed
 from serve_llm.engine.distributed import messages
 from serve_llm.engine.distributed.launcher import SECRET_VARIABLE
 from serve_llm.engine.distributed.step_channels import RingSource, SocketSource, StepSource
+from serve_llm.engine.gpu_software import explain_unusable_gpus, read_gpu_software
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.parallel.shm import ChannelClosed
 from serve_llm.engine.parallel.shm_ring import Ring
@@ -98,7 +99,8 @@ def run(connection: ControlConnection, rank: int, directory: str | None = None) 
     configure(init.log_level, f"rank {rank}", init.log_format)
     if config.device == "cuda":
         if not torch.cuda.is_available():
-            raise CapacityError("torch finds no GPU on this host: is it built for CUDA, and the driver there?")
+            cause = explain_unusable_gpus(read_gpu_software()) or "look at nvidia-smi"
+            raise CapacityError(f"torch finds no GPU on this host: {cause}")
         torch.cuda.set_device(init.device_index % torch.cuda.device_count())  # under Ray a rank sees its own GPU only
     parallel = ParallelLayout(config.tensor_parallel_size, config.pipeline_parallel_size)
     groups = build_process_groups(parallel, rank, init, connection.address)
@@ -108,10 +110,11 @@ def run(connection: ControlConnection, rank: int, directory: str | None = None) 
     spec, weights = read_model(json.loads(init.model), config.allow_unknown_config)
     spec = apply_engine_config(spec, config)
     worker = Worker(config, spec, weights, build_rank_shard(spec, config, rank), groups)
-    connection.send(messages.LoadDone(worker.num_blocks, worker.weight_bytes, worker.threads))
+    connection.send(messages.LoadDone(worker.num_blocks, worker.weight_bytes, worker.threads, worker.num_slots))
 
-    layout = worker.allocate(connection.receive(messages.AllocateCache).num_blocks)
-    connection.send(messages.CacheReady(layout))
+    request = connection.receive(messages.AllocateCache)
+    layout = worker.allocate(request.num_blocks, request.num_slots)
+    connection.send(messages.CacheReady(layout, worker.host_memory))
     gc.freeze()  # else each full collection goes through all modules, which takes longer than a step
     run_steps(worker, source, answers=rank == parallel.output_rank)
     del channels  # other ranks use them until now

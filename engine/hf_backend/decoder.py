@@ -128,6 +128,18 @@ class PretrainedDecoder:
         """See `Decoder.logits`."""
         return logits_of(self._head, hidden)
 
+    def receive(self, num_tokens: int) -> Tensor | None:
+        """See `Decoder.receive`: there is one stage."""
+
+    def send(self, hidden: Tensor) -> None:
+        """See `Decoder.send`."""
+
+    def run_layers(
+        self, inputs: StepInputs, caches: Sequence[Tensor], rows: Tensor | None, received: Tensor | None
+    ) -> Tensor:
+        """See `Decoder.run_layers`."""
+        return self.forward(inputs, caches, rows)
+
     def run_without_tokens(self, dtype: torch.dtype) -> None:
         """See `Decoder.idle`: no other engine asks anything of this one."""
 

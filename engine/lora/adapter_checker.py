@@ -5,6 +5,7 @@ Files are read again only if they were touched since, in a thread, so that runni
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,12 +14,14 @@ from serve_llm.common.errors import AdapterError
 from serve_llm.common.types import Adapter
 from serve_llm.engine.lora.files import compute_digest
 
+MAX_KNOWN = 1024  # adapters whose files need not be read again
+
 
 class AdapterChecker:
     """To be used in the engine's thread."""
 
     def __init__(self) -> None:
-        self._known: dict[Adapter, Stamp] = {}  # files that had the adapter's digest
+        self._known: OrderedDict[Adapter, Stamp] = OrderedDict()  # files that had the adapter's digest, latest last
         self._threads = ThreadPoolExecutor(1, "adapters")
 
     def check(self, adapter: Adapter) -> Future[str]:
@@ -30,9 +33,12 @@ class AdapterChecker:
         try:
             stamp = read_stamp(directory)
             if self._known.get(adapter) == stamp:
+                self._known.move_to_end(adapter)
                 return ""
             if compute_digest(directory) == adapter.digest:
                 self._known[adapter] = stamp
+                if len(self._known) > MAX_KNOWN:
+                    self._known.popitem(last=False)
                 return ""
         except (OSError, AdapterError) as error:
             return f"the adapter {adapter.name} cannot be loaded again: {error}"

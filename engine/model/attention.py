@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from serve_llm.engine.model.build import Forward, ModelBuilder, Part
 from serve_llm.engine.model.inputs import AttentionInputs
-from serve_llm.engine.model.spec import AttentionSpec, RopeSpec
+from serve_llm.engine.model.rope_spec import RopeSpec
+from serve_llm.engine.model.spec import AttentionSpec
 from serve_llm.engine.parallel.layout import HeadShare
 from serve_llm.kernels.registry import Kernels
 from serve_llm.kernels.rope import HeadNorms

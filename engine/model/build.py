@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from serve_llm.common.errors import ModelError
-from serve_llm.engine.model.dispatch import ExpertDispatch
 from serve_llm.engine.model.lora import LoRALayers, LoRAPart, Reorder
 from serve_llm.engine.model.norm import LayerNorm, Norm, RMSNorm
-from serve_llm.engine.model.quantization_spec import GroupedForm, GroupedSpec, Int8Spec
+from serve_llm.engine.model.quantization_spec import FLOAT8, GroupedForm, GroupedSpec, Int8Spec
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import NormSpec
 from serve_llm.engine.model.tree import ModelTree
@@ -25,8 +24,10 @@ from serve_llm.engine.parallel.groups import ProcessGroups
 from serve_llm.engine.quantization import fp8, int4, int8
 from serve_llm.kernels.linear import Linear
 from serve_llm.kernels.linear_grouped import GroupedWeight, merge_rows
+from serve_llm.kernels.moe import Experts
 from serve_llm.kernels.registry import Kernels
 
+CPU = torch.device("cpu")
 Forward = Callable[[Tensor], Tensor]  # (tokens, inputs) -> (tokens, outputs)
 
 
@@ -79,10 +80,11 @@ class ModelBuilder:
     grouped: GroupedSpec | None = None  # excludes int8 and fp8
     load_grouped: GroupedWeightLoader = load_no_groups
     dtype: torch.dtype = torch.float32  # the model's
+    device: torch.device = CPU  # the model's
     lora: LoRALayers | None = None  # where linear layers that adapters can change are recorded
     reorders: tuple[Reorder, ...] = ()  # see `with_row_order`
     prefix: str = ""  # prepended to all parameter names
-    dispatches: list[ExpertDispatch] = field(default_factory=list)  # dispatches of all layers built so far, in order
+    experts: list[Experts] = field(default_factory=list)  # the experts of all layers built so far, in order
     tree: ModelTree = field(default_factory=ModelTree)
 
     def scoped(self, name: str) -> ModelBuilder:
@@ -102,6 +104,13 @@ class ModelBuilder:
             return None if weight is None else weight.map_rows(lambda tensor: reorder(name, tensor))
 
         return replace(self, load=load, load_grouped=load_grouped, reorders=(*self.reorders, reorder))
+
+    def for_experts(self) -> ModelBuilder:
+        """A builder for experts. Those in fp8 are quantised as weights in groups, which one launch multiplies for all
+        experts."""
+        if not self.fp8:
+            return self
+        return replace(self, fp8=False, grouped=GroupedSpec(in_checkpoint=False, default=FLOAT8))
 
     def describe(self, description: str) -> None:
         """Record what this builder's part is."""
@@ -218,6 +227,8 @@ class ModelBuilder:
     def rms_norm_weight(self, name: str, spec: NormSpec, size: int) -> Tensor:
         """(size,), in the dtype that decides where `kernels.norm.rms_norm` rounds."""
         dtype = torch.float32 if spec.float32_weight else None  # None: the model's
+        if not spec.affine:
+            return torch.ones(size, dtype=dtype or self.dtype, device=self.device)
         weight = self.load(f"{self.prefix}{name}.weight", (size,), dtype=dtype).clone()
         self.scoped(name).describe(f"RMSNorm({size}, {_dtype_name(weight.dtype)})")
         return weight
@@ -258,7 +269,7 @@ class ModelBuilder:
             return self.kernels.pack_fp8(*fp8.quantise(torch.cat(dense)), bias)
         form = self._find_form_at_load(names)
         if form is not None:
-            return self.kernels.pack_grouped(int4.quantise(torch.cat(dense), form.group_size), bias, self.dtype)
+            return self.kernels.pack_grouped(self._quantise(torch.cat(dense), form), bias, self.dtype)
         if not self._is_int8(names):
             return self.kernels.pack(dense[0], bias, dense[1:])
         weight = torch.cat(dense)
@@ -281,6 +292,11 @@ class ModelBuilder:
         ]
         return lambda x: torch.cat([layer(x) for layer in layers], -1)
 
+    def _quantise(self, weight: Tensor, form: GroupedForm) -> GroupedWeight:
+        if form.is_float8:
+            return fp8.quantise_codes(weight)
+        return int4.quantise(weight, form.group_size, self.kernels.quantise_int4)
+
     def _find_form_at_load(self, names: Iterable[str]) -> GroupedForm | None:
         """The form in which the merged layer of `names` is quantised while loading."""
         if self.grouped is None or self.grouped.in_checkpoint:
@@ -293,7 +309,7 @@ class ModelBuilder:
         if isinstance(first, GroupedWeight):
             return f"{'fp8' if first.is_float8 else f'int{first.bits}'} in groups of {first.group_size}"
         if form := self._find_form_at_load(names):
-            return f"int{form.bits} in groups of {form.group_size}"
+            return "fp8" if form.is_float8 else f"int{form.bits} in groups of {form.group_size}"
         if self.fp8:
             return "fp8"
         return "int8" if self._is_int8(names) else _dtype_name(first.dtype)

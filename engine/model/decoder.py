@@ -6,6 +6,7 @@ Callers run it under torch.inference_mode.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -13,14 +14,17 @@ from torch import Tensor
 
 from serve_llm.engine.model.build import Forward, ModelBuilder, Part
 from serve_llm.engine.model.dispatch import ExpertDispatch
-from serve_llm.engine.model.embedding import Embed, build_embedding, receive_from
+from serve_llm.engine.model.embedding import Embed, build_embedding
 from serve_llm.engine.model.inputs import NO_KV, AttentionInputs, StepInputs
 from serve_llm.engine.model.layer import DecoderLayer, build_layer
 from serve_llm.engine.model.pooler import Pooler, build_pooler
 from serve_llm.engine.model.rope import ComputeAngles, build_angles
-from serve_llm.engine.model.spec import LayerSpec, ModelSpec, RopeSpec
+from serve_llm.engine.model.rope_spec import RopeSpec
+from serve_llm.engine.model.spec import LayerSpec, ModelSpec
 from serve_llm.engine.parallel.groups import PipelineLink
 from serve_llm.engine.quantization import int8
+from serve_llm.kernels import linear_int8
+from serve_llm.kernels.linear_grouped import GroupedWeight
 
 
 class Decoder:
@@ -30,10 +34,11 @@ class Decoder:
     def __init__(
         self,
         *,
-        embed: Embed,
+        embed: Embed | None,
         layers: Sequence[DecoderLayer],
         lm_head: Sequence[Forward],
         pooler: Pooler | None,
+        previous_stage: PipelineLink | None,
         next_stage: PipelineLink | None,
         ropes: Sequence[ComputeAngles],
         rope_of_layer: Sequence[int],
@@ -44,14 +49,15 @@ class Decoder:
         device: torch.device,
         description: str,
     ) -> None:
-        """lm_head: what computes logits from hidden states, in order; on the last stage, if the model generates.
-        pooler: on the last stage, if the model returns vectors. rope_of_layer: index into (None, *ropes).
-        group_of_layer: index into `StepInputs.groups`; None for a layer that caches no KV. capturable: whether CUDA
-        graphs can capture a step. description: see `__repr__`."""
+        """embed: on the first stage. lm_head: what computes logits from hidden states, in order; on the last stage, if
+        the model generates. pooler: on the last stage, if the model returns vectors. rope_of_layer: index into
+        (None, *ropes). group_of_layer: index into `StepInputs.groups`; None for a layer that caches no KV. capturable:
+        whether CUDA graphs can capture a step. description: see `__repr__`."""
         self._embed = embed
         self._layers = layers
         self._lm_head = lm_head
         self.pooler = pooler
+        self._previous_stage = previous_stage
         self._next_stage = next_stage
         self._ropes = ropes
         self._rope_of_layer = rope_of_layer
@@ -69,15 +75,40 @@ class Decoder:
         return self._description
 
     def forward(self, inputs: StepInputs, caches: Sequence[Tensor], rows: Tensor | None = None) -> Tensor:
-        """Run one step and return hidden states of the model's dtype, (tokens, hidden_size).
+        """Run one step and return hidden states of the model's dtype, (tokens, hidden_size): receive what the previous
+        stage sends, run the layers, and send the result to the next stage.
 
         caches: one per layer of this rank, as `kernels.attention.write_cache` expects them; written in place; empty
         for a layer that caches no KV. rows:
         (rows,) int64, on the last stage: the tokens whose hidden states are needed; the result has only these, and the
         last layer computes nothing else after its attention. None: all tokens.
         """
+        hidden = self.run_layers(inputs, caches, rows, self.receive(len(inputs.ids)))
+        self.send(hidden)
+        return hidden
+
+    def receive(self, num_tokens: int) -> Tensor | None:
+        """The hidden states of so many tokens that the previous stage sends; None on the first stage."""
+        return None if self._previous_stage is None else self._previous_stage.receive((num_tokens, self._hidden_size))
+
+    def send(self, hidden: Tensor) -> None:
+        """Send hidden states to the next stage, if there is one."""
+        if self._next_stage is not None:
+            self._next_stage.send(hidden)
+
+    def run_layers(
+        self, inputs: StepInputs, caches: Sequence[Tensor], rows: Tensor | None, received: Tensor | None
+    ) -> Tensor:
+        """`forward` without its communication between stages. received: as from `receive`."""
+        if inputs.lengths is not None:
+            inputs = replace(inputs, lengths=inputs.lengths.without_plans())
         angles = [None, *(compute(inputs.positions) for compute in self._ropes)]
-        residual = self._embed(inputs)
+        if received is None:
+            assert self._embed is not None, "a stage after the first receives hidden states"
+            residual = self._embed(inputs)
+        else:
+            residual = received
+        del received  # free its memory after the first layer
         x = self._layers[0].input_norm(residual)
         selected = [None] * (len(self._layers) - 1) + [rows]
         for layer, cache, group, rope, selection in zip(
@@ -86,8 +117,6 @@ class Decoder:
             group_inputs = NO_KV if group is None else inputs.groups[group]
             layer_inputs = AttentionInputs(inputs, group_inputs, cache, angles[rope])
             residual, x = layer.forward(residual, x, layer_inputs, selection)
-        if self._next_stage is not None:
-            self._next_stage.send(residual)
         return residual
 
     def run_without_tokens(self, dtype: torch.dtype) -> None:
@@ -111,11 +140,10 @@ def build_decoder(spec: ModelSpec, builder: ModelBuilder, device: torch.device) 
     embedding_shape = (spec.vocab_size, spec.embedding_size or spec.hidden_size)
     vocabulary = Part(0, shard.vocabulary(spec.vocab_size))
     embedding_weight = None
+    embed = None
     if groups.previous is None:
         embedding_weight = builder.table("embedding.weight", *embedding_shape, part=vocabulary)
         embed = build_embedding(spec, embedding_weight, builder)
-    else:
-        embed = receive_from(groups.previous, spec.hidden_size)
     layers = [
         build_layer(spec.layers[index], spec.hidden_size, builder.scoped(f"layers.{index}")) for index in shard.layers
     ]
@@ -130,8 +158,7 @@ def build_decoder(spec: ModelSpec, builder: ModelBuilder, device: torch.device) 
             pooler = build_pooler(spec, spec.pooler, final_norm, builder)
     group_of_layer = {layer: index for index, group in enumerate(spec.kv_groups) for layer in group.layers}
     ropes, rope_of_layer = _build_ropes([spec.layers[index] for index in shard.layers], device)
-    # The host must know how many tokens each expert has if experts run one by one or are spread over engines.
-    reads_back = spec.has_experts and (spec.fp8 or groups.experts.size > 1)
+    reads_back = any(experts.reads_back for experts in builder.experts)
     builder.describe(
         f"{spec.architecture}, rank {shard.rank} of {shard.layout.size}: layers {shard.layers.start} to "
         f"{shard.layers.stop - 1} of {len(spec.layers)}, tensor-parallel rank {shard.tp_rank} of {groups.tensor.size}"
@@ -141,11 +168,12 @@ def build_decoder(spec: ModelSpec, builder: ModelBuilder, device: torch.device) 
         layers=layers,
         lm_head=lm_head,
         pooler=pooler,
+        previous_stage=groups.previous,
         next_stage=groups.next,
         ropes=ropes,
         rope_of_layer=rope_of_layer,
         group_of_layer=[group_of_layer.get(layer) for layer in shard.layers],
-        dispatches=builder.dispatches,
+        dispatches=[experts for experts in builder.experts if isinstance(experts, ExpertDispatch)],
         capturable=builder.kernels.capturable and not reads_back,
         hidden_size=spec.hidden_size,
         device=device,
@@ -179,7 +207,7 @@ def _build_lm_head(spec: ModelSpec, tied_weight: Tensor | None, builder: ModelBu
         weight = builder.table(name, spec.vocab_size, embedding_size, part=vocabulary)
     bias = builder.parameter("head.bias", spec.vocab_size, part=vocabulary) if spec.lm_head_bias else None
     if spec.int8_lm_head:
-        steps: list[Forward] = [builder.kernels.pack_int8(*int8.quantise(weight), bias)]
+        steps: list[Forward] = [_pack_int8(weight, bias, builder)]
     else:
         steps = [builder.kernels.pack(weight, bias)]
     if spec.logits_multiplier != 1.0:
@@ -188,6 +216,16 @@ def _build_lm_head(spec: ModelSpec, tied_weight: Tensor | None, builder: ModelBu
     if softcap is not None:
         steps.append(lambda logits: logits.div_(softcap).tanh_().mul_(softcap))
     return steps
+
+
+def _pack_int8(weight: Tensor, bias: Tensor | None, builder: ModelBuilder) -> Forward:
+    """A linear layer with weights in int8. Where products of int8 are not exact, its input is not rounded."""
+    numbers, scales = int8.quantise(weight)
+    if linear_int8.works():
+        return builder.kernels.pack_int8(numbers, scales, bias)
+    codes = numbers.view(torch.uint8) ^ 128
+    grouped = GroupedWeight(codes, 8, scales, group_size=max(weight.shape[1], 1))
+    return builder.kernels.pack_grouped(grouped, bias, builder.dtype)
 
 
 def _build_ropes(layers: Sequence[LayerSpec], device: torch.device) -> tuple[list[ComputeAngles], list[int]]:

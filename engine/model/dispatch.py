@@ -19,6 +19,8 @@ from serve_llm.kernels.moe import Experts, weighted_sum
 class ExpertDispatch:
     """`Experts` of all ranks of a group. All ranks must call it, or `run_without_tokens`, at the same time."""
 
+    reads_back = True
+
     def __init__(self, experts: Experts, spans: Sequence[range], group: AllToAll) -> None:
         """experts: those of this rank. spans: the expert numbers of each rank of the group, consecutive."""
         self._experts = experts

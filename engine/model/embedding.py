@@ -11,7 +11,7 @@ from torch.nn import functional
 from serve_llm.engine.model.build import Forward, ModelBuilder
 from serve_llm.engine.model.inputs import StepInputs
 from serve_llm.engine.model.spec import LearnedPositions, ModelSpec
-from serve_llm.engine.parallel.groups import PipelineLink, ProcessGroup
+from serve_llm.engine.parallel.groups import ProcessGroup
 
 Embed = Callable[[StepInputs], Tensor]  # (tokens, hidden_size)
 
@@ -38,11 +38,6 @@ def build_embedding(spec: ModelSpec, weight: Tensor, builder: ModelBuilder) -> E
     if spec.embedding_norm is not None:
         embed = _then(embed, builder.norm("embedding_norm", spec.embedding_norm, spec.hidden_size))
     return embed
-
-
-def receive_from(previous: PipelineLink, hidden_size: int) -> Embed:
-    """Hidden states as the previous pipeline stage sends them."""
-    return lambda inputs: previous.receive((len(inputs.ids), hidden_size))
 
 
 def _vocab_parallel_embedding(weight: Tensor, rows: range, group: ProcessGroup) -> Embed:

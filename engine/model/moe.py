@@ -17,6 +17,7 @@ from serve_llm.engine.model.dispatch import ExpertDispatch
 from serve_llm.engine.model.mlp import build_partial_mlp, build_projections, describe_mlp, find_activation
 from serve_llm.engine.model.spec import ExpertGroups, MoESpec, RouterSpec
 from serve_llm.kernels.linear import Linear
+from serve_llm.kernels.moe import Experts
 
 ChooseExperts = Callable[[Tensor], tuple[Tensor, Tensor]]  # see `build_choice`
 SMALLEST = 1e-20  # added to a sum of weights before dividing by it
@@ -29,33 +30,40 @@ def build_moe(spec: MoESpec, hidden_size: int, builder: ModelBuilder) -> Forward
     columns = builder.shard.expert_columns(spec)
     builder.describe(f"MoE({len(held)} of {num_experts} experts, top {spec.router.top_k})")
     compute_scores = _build_scores(spec, hidden_size, builder)
+    expert_builder = builder.for_experts()
     experts = builder.kernels.pack_experts(
-        (_build_expert(spec, hidden_size, columns, builder.scoped(f"experts.{number}")) for number in held),
+        (_build_expert(spec, hidden_size, columns, expert_builder.scoped(f"experts.{number}")) for number in held),
         find_activation(spec.expert, builder),
         held,
     )
     if builder.groups.experts.size > 1:
         experts = ExpertDispatch(experts, builder.shard.expert_spans(spec), builder.groups.experts)
-        builder.dispatches.append(experts)
+    builder.experts.append(experts)
+    apply = _scale_inputs(experts) if spec.router.scales_inputs else experts
     correction_bias = builder.parameter("router.correction", num_experts) if spec.router.correction_bias else None
     choose = build_choice(spec.router, correction_bias)
 
     def routed(x: Tensor) -> Tensor:
-        return experts(x, *choose(compute_scores(x)))
+        return apply(x, *choose(compute_scores(x)))
 
     if spec.shared_expert is None:
         return builder.all_reduced(routed)
     shared_expert = build_partial_mlp(spec.shared_expert, hidden_size, builder.scoped("shared"))
 
     def with_shared_expert(x: Tensor) -> Tensor:
-        return experts(x, *choose(compute_scores(x))) + shared_expert(x)
+        return apply(x, *choose(compute_scores(x))) + shared_expert(x)
 
     def with_gated_shared_expert(x: Tensor) -> Tensor:
         scores = compute_scores(x)
         gate = torch.exp(-scores[:, num_experts:].float()).add_(1.0).reciprocal_()  # sigmoid: see kernels.activation
-        return experts(x, *choose(scores[:, :num_experts])) + (shared_expert(x) * gate).to(x.dtype)
+        return apply(x, *choose(scores[:, :num_experts])) + (shared_expert(x) * gate).to(x.dtype)
 
     return builder.all_reduced(with_gated_shared_expert if spec.shared_expert_gate else with_shared_expert)
+
+
+def _scale_inputs(experts: Experts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The experts, with the weight of a token's only expert on what it reads instead of what it returns."""
+    return lambda x, weights, numbers: experts(x * weights.to(x.dtype), torch.ones_like(weights), numbers)
 
 
 def _build_expert(spec: MoESpec, hidden_size: int, columns: range, builder: ModelBuilder) -> tuple[Linear, Linear]:

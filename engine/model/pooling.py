@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from serve_llm.common.errors import OptionError
 from serve_llm.common.hub import resolve_tokenizer
-from serve_llm.common.options.schema import EngineOptions
+from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.common.sentence_transformers import PoolingType, SentenceModules
 from serve_llm.common.tokenizer_files import find_tokenizer
 from serve_llm.common.types import PoolingTask

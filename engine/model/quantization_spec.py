@@ -44,6 +44,7 @@ class GroupedForm:
 
 
 MXFP4 = GroupedForm(4, 32, has_zeros=False, scale_bytes=1, has_table=True)
+FLOAT8 = GroupedForm(8, None, has_zeros=False, scale_bytes=4, is_float8=True)  # as `--quantization fp8` makes it
 
 
 @dataclass(frozen=True)

@@ -171,10 +171,8 @@ def apply_engine_config(spec: ModelSpec, settings: Settings) -> ModelSpec:
         spec = replace(spec, pooler=build_pooler_spec(settings.pooling), lm_head=settings.generates)
     if settings.enable_expert_parallel:
         spec = spec.with_expert_parallel()
-    if settings.device != "cpu":  # where no kernel multiplies integers in groups
-        spec = replace(spec, grouped=None)
     if settings.quantization == "fp8":
-        return spec.with_fp8()
+        return spec.with_fp8() if settings.rounds_to_fp8 else spec.with_fp8_weights()
     if settings.quantization in INT4_GROUP_SIZES:
         return spec.with_int4(INT4_GROUP_SIZES[settings.quantization])
     return spec.with_int8() if settings.quantization == "int8" else spec

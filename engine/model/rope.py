@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from serve_llm.engine.model.inputs import LONG_ROPE_OFFSET
-from serve_llm.engine.model.spec import DynamicScaling, LinearScaling, Llama3Scaling, LongScaling, RopeSpec, YarnScaling
+from serve_llm.engine.model.rope_spec import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    RopeSpec,
+    YarnScaling,
+)
 
 ComputeAngles = Callable[[Tensor], tuple[Tensor, Tensor]]  # see `build_angles`
 

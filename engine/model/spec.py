@@ -10,77 +10,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from serve_llm.engine.model.quantization_spec import GroupedForm, GroupedSpec, Int8Spec
+from serve_llm.engine.model.quantization_spec import FLOAT8, GroupedForm, GroupedSpec, Int8Spec
+from serve_llm.engine.model.rope_spec import LongScaling, RopeSpec
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai"]
 NormPosition = Literal["pre", "post", "output", "sandwich", "parallel", "parallel_two_norms"]
 PoolingType = Literal["cls", "mean", "last"]
-
-
-@dataclass(frozen=True)
-class LinearScaling:
-    """Divide positions by `factor`."""
-
-    factor: float
-
-
-@dataclass(frozen=True)
-class DynamicScaling:
-    """NTK-aware scaling: beyond `original_length` the base grows with the position."""
-
-    factor: float
-    original_length: int  # tokens
-
-
-@dataclass(frozen=True)
-class Llama3Scaling:
-    """Divide low frequencies by `factor`, keep high ones, and interpolate smoothly between."""
-
-    factor: float
-    low_frequency_factor: float
-    high_frequency_factor: float
-    original_length: int  # tokens
-
-
-@dataclass(frozen=True)
-class YarnScaling:
-    """YaRN (arXiv:2309.00071): NTK-by-parts interpolation; cos and sin are multiplied by `attention_factor`."""
-
-    factor: float
-    attention_factor: float
-    beta_fast: float
-    beta_slow: float
-    original_length: int  # tokens
-    truncate: bool  # round the ends of the ramp outwards to whole dimensions
-
-
-@dataclass(frozen=True)
-class LongScaling:
-    """LongRoPE (arXiv:2402.13753): divide each frequency by its own factor; multiply cos and sin by `attention_factor`.
-
-    All tokens of a sequence use the same factors: the long ones if the sequence is longer than `original_length`. See
-    `inputs.LONG_ROPE_OFFSET`.
-    """
-
-    long_factors: tuple[float, ...]  # one per pair of dimensions
-    short_factors: tuple[float, ...]
-    attention_factor: float
-    original_length: int  # tokens
-
-
-@dataclass(frozen=True)
-class RopeSpec:
-    base: float
-    scaling: LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongScaling | None = None
-    rotary_dim: int | None = None  # rotate only the first dimensions of each head; None: all
-    interleaved: bool = False  # rotate adjacent dimensions together (GPT-J) instead of the two halves (GPT-NeoX)
+ALIBI_DIMS = 8  # further numbers in each cached row of attention with linear biases: see `engine.model.alibi`
 
 
 @dataclass(frozen=True)
 class NormSpec:
     kind: Literal["rms", "layer"]
     eps: float
-    affine: bool = True  # layer norm: has a weight; an RMS norm always has one
+    affine: bool = True  # has a weight
     bias: bool = True  # layer norm: has a bias, if affine
     float32_weight: bool = False  # RMS norm: the weight is float32 whatever the model's dtype
 
@@ -103,7 +46,14 @@ class AttentionSpec:
     qk_norm: NormSpec | None = None  # norm of every query and key head, before rope; a layer norm has weights per head
     qk_projection_norm_eps: float | None = None  # RMS norms over all query heads together and all key heads together
     sinks: bool = False  # a learned score per head takes part in the softmax and adds no value
+    alibi_slopes: tuple[float, ...] = ()  # one per query head: a score gets slope * (key position - query position)
+    clip_qkv: float | None = None  # queries, keys and values are limited to this magnitude
     causal: bool = True  # False, in encoders: a query attends to the tokens after it as well; no KV is cached
+
+    @property
+    def cached_head_dim(self) -> int:
+        """Size of a cached row."""
+        return self.head_dim + (ALIBI_DIMS if self.alibi_slopes else 0)
 
     @property
     def rope_dim(self) -> int:
@@ -139,6 +89,10 @@ class MLASpec:
     def head_dim(self) -> int:
         """Size of a cached row."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def cached_head_dim(self) -> int:
+        return self.head_dim
 
     @property
     def rope_dim(self) -> int:
@@ -189,6 +143,7 @@ class RouterSpec:
     correction_bias: bool = False  # a bias per expert added to its score for the choice only (arXiv:2408.15664)
     float32: bool = False  # compute the scores in float32 whatever the model's dtype
     bias: bool = False
+    scales_inputs: bool = False  # the weights multiply what the experts read, not what they return; with one of them
 
 
 @dataclass(frozen=True)
@@ -282,7 +237,7 @@ class ModelSpec:
     logits_multiplier: float = 1.0
     logits_softcap: float | None = None  # as in `AttentionSpec`; applied after the multiplier
     int8: Int8Spec | None = None  # None: no linear layer of the layers runs in int8
-    int8_lm_head: bool = False  # the LM head runs in int8 (W8A8), quantised while loading
+    int8_lm_head: bool = False  # the weights of the LM head are int8, quantised while loading
     fp8: bool = False  # quantise the layers' linear layers to 8-bit floats (W8A8) while loading
     grouped: GroupedSpec | None = None  # excludes int8 and fp8
     lm_head: bool = True  # False: the model only returns vectors
@@ -308,8 +263,14 @@ class ModelSpec:
         return replace(self, int8=Int8Spec(in_checkpoint=False), int8_lm_head=self.lm_head, grouped=None)
 
     def with_fp8(self) -> ModelSpec:
-        """Run linear layers in 8-bit floats, quantised while loading."""
+        """Run linear layers in 8-bit floats, quantised while loading, and round activations likewise."""
         return replace(self, fp8=True, int8_lm_head=False, grouped=None)
+
+    def with_fp8_weights(self) -> ModelSpec:
+        """Run linear layers with weights of 8-bit floats, quantised while loading unless the checkpoint stores such."""
+        if self.grouped is not None and self.grouped.in_checkpoint and self.grouped.is_float8:
+            return self
+        return replace(self, grouped=GroupedSpec(in_checkpoint=False, default=FLOAT8))
 
     @property
     def stores_integers(self) -> bool:
@@ -317,11 +278,16 @@ class ModelSpec:
         return self.grouped is not None and self.grouped.in_checkpoint and not self.grouped.is_float8
 
     def with_int4(self, group_size: int) -> ModelSpec:
-        """Run linear layers with weights of 4 bits, quantised while loading unless the checkpoint stores such."""
+        """Run linear layers with weights of 4 bits and the LM head in int8, quantised while loading unless the
+        checkpoint stores integers."""
         if self.stores_integers:
             return self
         form = GroupedForm(4, group_size, has_zeros=True)
-        return replace(self, grouped=GroupedSpec(in_checkpoint=False, default=form))
+        return replace(self, grouped=GroupedSpec(in_checkpoint=False, default=form), int8_lm_head=self.lm_head)
+
+    @property
+    def has_alibi(self) -> bool:
+        return any(isinstance(layer.attention, AttentionSpec) and layer.attention.alibi_slopes for layer in self.layers)
 
     @property
     def has_experts(self) -> bool:
@@ -375,7 +341,7 @@ class ModelSpec:
             group = KVGroup(
                 layers=(),
                 num_kv_heads=attention.num_kv_heads,
-                head_dim=attention.head_dim,
+                head_dim=attention.cached_head_dim,
                 sliding_window=attention.sliding_window,
                 is_latent=isinstance(attention, MLASpec),
             )

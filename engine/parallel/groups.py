@@ -5,7 +5,7 @@ Every rank of a group makes the same calls in the same order, with tensors of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,3 +86,4 @@ class ProcessGroups:
     next: PipelineLink | None = None  # None: the last stage
     local_ranks: int = 1  # ranks that share this host's cores and memory, including those of other engines
     experts: AllToAll = SingleRankGroup()  # the expert-parallel group
+    wait_for_all: Callable[[], object] = lambda: None  # until the ranks have loaded their weights: operations time out

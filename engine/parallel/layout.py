@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from serve_llm.common.splits import split_evenly
+
 
 @dataclass(frozen=True)
 class ParallelLayout:
@@ -56,11 +58,9 @@ def split_range(total: int, parts: int, weights: Sequence[float] | None = None, 
         unit = 1
     units = total // unit
     if weights is None:
-        small, rest = divmod(units, parts)
-        borders = [0, *accumulate(small + (part < rest) for part in range(parts))]
-    else:
-        whole = sum(weights)
-        borders = [0, *(int(units * part / whole + 0.5) for part in accumulate(weights))]
+        return tuple(range(part.start * unit, part.stop * unit) for part in split_evenly(units, parts))
+    whole = sum(weights)
+    borders = [0, *(int(units * part / whole + 0.5) for part in accumulate(weights))]
     return tuple(range(a * unit, b * unit) for a, b in pairwise(borders))
 
 

@@ -2,7 +2,7 @@
 sizes of decode steps, launching NCCL's all-reduce costs more than the sum.
 
     up to ONE_SHOT_BYTES      one kernel: every rank reads and adds the tensors of all others
-    up to SYMMETRIC_BYTES     each rank adds one part and writes it to all ranks; an NVSwitch may do both
+    up to `buffer_bytes`      each rank adds one part and writes it to all ranks; an NVSwitch may do both
     otherwise                 NCCL
 
 Not tested on GPUs yet. It relies on these properties, read in torch's sources 2.11 to 2.13:
@@ -18,6 +18,8 @@ Not tested on GPUs yet. It relies on these properties, read in torch's sources 2
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,10 +31,15 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from serve_llm.common.errors import OptionError
 from serve_llm.engine.parallel.groups import ProcessGroup
+from serve_llm.engine.parallel.torch_group import gather_values
+
+logger = logging.getLogger(__name__)
 
 ONE_SHOT_BYTES = 256 << 10  # the sizes at which torch itself changes kernels
 SYMMETRIC_BYTES = 10 << 20
+LARGE_GROUP_BYTES = 64 << 20  # for 8 ranks, where parts are small
 ALIGNMENT = 16  # bytes that a GPU thread loads at a time
+TIMED_BYTES = 64 << 10  # the sum that is timed is that of a decode step of some sequences
 DTYPES = (torch.bfloat16, torch.float32)  # supported by the operators
 
 
@@ -41,7 +48,7 @@ class SymmetricMemory(Protocol):
 
     @property
     def buffer(self) -> Tensor:
-        """(SYMMETRIC_BYTES,) uint8."""
+        """(`buffer_bytes`,) uint8."""
 
     def one_shot(self, part: Tensor, x: Tensor) -> None:
         """x becomes the sum of all ranks' x. part: like x."""
@@ -63,7 +70,7 @@ class SymmetricGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The same bits on every rank, but not added in float32: see the module."""
         num_bytes = x.nbytes
-        if num_bytes > SYMMETRIC_BYTES or num_bytes % ALIGNMENT or x.dtype not in DTYPES:
+        if num_bytes > self._memory.buffer.nbytes or num_bytes % ALIGNMENT or x.dtype not in DTYPES:
             return self._group.all_reduce(x)
         if num_bytes == 0:
             return x
@@ -101,6 +108,70 @@ class TorchMemory:
             torch.ops.symm_mem.two_shot_all_reduce_(part, "sum", self.name)
 
 
+def buffer_bytes(size: int) -> int:
+    """The largest sum of a group of `size` ranks that goes through symmetric memory."""
+    return LARGE_GROUP_BYTES if size == 8 else SYMMETRIC_BYTES
+
+
+def build_fastest_group(
+    store: Store, name: str, group: ProcessGroup, hosts: Sequence[str], device: torch.device
+) -> ProcessGroup:
+    """The group with symmetric memory if all ranks find its sums exact and, together, faster; otherwise `group`.
+
+    Arguments as for `build_symmetric_group`. All ranks decide alike. Logs what was chosen and why.
+    """
+
+    def exchange(key: str, value: str) -> list[str]:
+        return gather_values(store, f"{name}, {key}", group.rank, group.size, value)
+
+    symmetric: ProcessGroup = group
+    try:
+        symmetric = build_symmetric_group(store, name, group, hosts, device)
+        problem = ""
+    except OptionError as error:
+        problem = str(error)
+    problems = exchange("mapped", problem)
+    if not any(problems):
+        problems = exchange("sums", find_wrong_sums(symmetric, device))
+    if not any(problems):
+        micros = [measure_micros(one, device) for one in (symmetric, group)]
+        times = [tuple(map(float, pair.split())) for pair in exchange("times", " ".join(map(str, micros)))]
+        ours, theirs = (sum(pair[index] for pair in times) / len(times) for index in (0, 1))
+        what = f"{TIMED_BYTES >> 10} KiB in {ours:.1f} us, by NCCL in {theirs:.1f} us"
+        if ours < theirs:
+            logger.info("All-reduce by symmetric memory: %s", what)
+            return symmetric
+        problems = [f"it is not faster ({what})"]
+    logger.info("All-reduce by NCCL, not symmetric memory: %s", next(filter(None, problems)))
+    return group
+
+
+def find_wrong_sums(group: ProcessGroup, device: torch.device) -> str:
+    """Add small integers, whose sums are exact in any order, in both ways and both dtypes. Returns what is wrong; empty
+    if all is right."""
+    found = []  # all ranks make all sums, whatever they find
+    for dtype in DTYPES:
+        for num_bytes in (ALIGNMENT, ONE_SHOT_BYTES, ONE_SHOT_BYTES + ALIGNMENT, 4 * ONE_SHOT_BYTES):
+            positions = torch.arange(num_bytes // dtype.itemsize, device=device)
+            total = group.all_reduce(((positions + group.rank) % 3).to(dtype))
+            expected = sum(((positions + rank) % 3 for rank in range(group.size)), torch.zeros_like(positions))
+            if wrong := int((total != expected.to(dtype)).sum()):
+                found.append(f"{wrong} of {len(positions)} sums in {dtype} are wrong on rank {group.rank}")
+    return found[0] if found else ""
+
+
+def measure_micros(group: ProcessGroup, device: torch.device, repeats: int = 50) -> float:
+    """Microseconds of an all-reduce of TIMED_BYTES, the mean of so many after a few to warm up."""
+    x = torch.zeros(TIMED_BYTES // 2, dtype=torch.bfloat16, device=device)
+    for _ in range(5):
+        group.all_reduce(x).sum().item()  # also waits for a GPU
+    began = time.perf_counter()
+    for _ in range(repeats):
+        group.all_reduce(x)
+    x.sum().item()
+    return (time.perf_counter() - began) / repeats * 1e6
+
+
 def build_symmetric_group(
     store: Store, name: str, group: ProcessGroup, hosts: Sequence[str], device: torch.device
 ) -> SymmetricGroup:
@@ -124,7 +195,7 @@ def map_buffers(store: Store, name: str, rank: int, size: int, device: torch.dev
     group._set_group_name(name)
     torchs._register_process_group(name, group)
     try:
-        buffer = torchs._SymmetricMemory.empty_strided_p2p((SYMMETRIC_BYTES,), (1,), torch.uint8, device)
+        buffer = torchs._SymmetricMemory.empty_strided_p2p((buffer_bytes(size),), (1,), torch.uint8, device)
         memory = torchs._SymmetricMemory.rendezvous(buffer, name)
     except RuntimeError as error:
         raise OptionError(

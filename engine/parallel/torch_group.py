@@ -101,7 +101,7 @@ class _Backend(Protocol):
     """Methods of torch's process groups that its stubs omit."""
 
     def allreduce(self, tensors: list[Tensor]) -> dist.Work: ...
-    def allgather(self, parts: list[list[Tensor]], tensors: list[Tensor]) -> dist.Work: ...
+    def _allgather_base(self, found: Tensor, x: Tensor) -> dist.Work: ...
     def alltoall_base(self, found: Tensor, x: Tensor, rows_found: list[int], rows: list[int]) -> dist.Work: ...
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
@@ -126,9 +126,10 @@ class TorchGroup:
         seconds: float = 60.0,
         backend: str = "gloo",
         in_order: bool = False,
+        device: torch.device | str = "cuda",
     ) -> None:
         """name: of the group, unique in the store. address: of this host, to listen on (gloo). seconds: limit for all
-        members to arrive and for each operation. Raises EngineError."""
+        members to arrive and for each operation. device: of NCCL's tensors. Raises EngineError."""
         self.name = name
         self.rank = rank
         self.size = size
@@ -141,6 +142,8 @@ class TorchGroup:
             self._backend = (
                 _gloo(shared, rank, size, address, seconds) if backend == "gloo" else _nccl(shared, rank, size, seconds)
             )
+            if backend == "nccl":  # NCCL connects at the first operation, which would be in the middle of the start
+                self._backend.allreduce([torch.zeros(1, device=device)]).wait()
         self._in_order = in_order or backend == "gloo"
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -154,10 +157,10 @@ class TorchGroup:
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """See `ProcessGroup.all_gather`. Supports any dtype."""
         sent = x.contiguous().view(-1).view(torch.uint8)
-        parts = [torch.empty_like(sent) for _ in range(self.size)]
+        found = sent.new_empty(self.size * len(sent))
         with self._failing("all-gather"):
-            self._backend.allgather([parts], [sent]).wait()
-        return [part.view(x.dtype).view(x.shape) for part in parts]
+            self._backend._allgather_base(found, sent).wait()
+        return list(found.view(x.dtype).view(self.size, *x.shape).unbind())
 
     def all_to_all(self, x: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
         """See `AllToAll.all_to_all`. Supports any dtype."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from serve_llm.common.errors import OptionError
 from serve_llm.kernels.linear_fp8 import DTYPE, LARGEST, works
+from serve_llm.kernels.linear_grouped import GroupedWeight
 
 CHUNK = 1024  # outputs converted at a time, to keep temporary memory small
 
@@ -20,7 +21,7 @@ def check(device: torch.device) -> None:
     if not works(device):
         raise OptionError(
             "--quantization fp8: this GPU and this build of torch do not multiply 8-bit floats (needed: a GPU of "
-            "compute capability 8.9 or more, such as an L40, H100 or H200); omit the option"
+            "compute capability 8.9 or more, such as an L40, H100 or H200); take int8, or omit the option"
         )
 
 
@@ -39,3 +40,9 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
         numbers[start : start + CHUNK] = (wide / torch.where(scale > 0, scale, 1.0)).to(DTYPE)
         scales[start : start + CHUNK] = scale
     return numbers, scales
+
+
+def quantise_codes(weight: Tensor) -> GroupedWeight:
+    """The same numbers and scales, for products in which activations are not rounded to 8 bits."""
+    numbers, scales = quantise(weight)
+    return GroupedWeight(numbers.view(torch.uint8), 8, scales, max(weight.shape[1], 1), is_float8=True)

@@ -5,59 +5,20 @@ It sees one rank's share of a linear layer. So in a row-parallel layer the group
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+
 from torch import Tensor
-from torch.nn import functional
 
 from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.quantise_int4 import MIDDLE, quantise_int4
 
 BITS = 4
-MIDDLE = 8
-TOP = 15
-CHUNK = 512  # outputs converted at a time, to keep temporary memory small
-# The range of a group is also tried narrower, and what gives the least squared error is kept: a range that cuts off a
-# few large weights rounds all others less (minimum mean squared error quantisation, arXiv:1902.06822).
-RANGES = (1.0, 0.9, 0.8)
+QuantiseInt4 = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
-def quantise(weight: Tensor, group_size: int | None) -> GroupedWeight:
-    """weight: (outputs, inputs), any float dtype. group_size: None for one group of all inputs.
-
-    Scales and zero points are such that float16 holds them. NaN and infinity propagate to the scale, so to the result.
-    """
-    outputs, inputs = weight.shape
-    size = group_size or max(inputs, 1)
-    num_groups = -(-inputs // size)
-    codes = torch.empty((outputs, inputs), dtype=torch.uint8, device=weight.device)
-    scales = torch.empty((outputs, num_groups), device=weight.device)
-    zeros = torch.empty_like(scales)
-    for start in range(0, outputs if inputs else 0, CHUNK):
-        rows = slice(start, start + CHUNK)
-        wide = functional.pad(weight[rows].float(), (0, num_groups * size - inputs)).view(-1, num_groups, size)
-        found, scales[rows], zeros[rows] = _quantise_groups(wide)
-        codes[rows] = found.flatten(1)[:, :inputs]
+def quantise(weight: Tensor, group_size: int | None, quantise_groups: QuantiseInt4 = quantise_int4) -> GroupedWeight:
+    """weight: (outputs, inputs), any float dtype. group_size: None for one group of all inputs. quantise_groups: a
+    version of `quantise_int4`."""
+    size = group_size or max(weight.shape[1], 1)
+    codes, scales, zeros = quantise_groups(weight, size)
     return GroupedWeight(codes, BITS, scales, size, zeros=zeros - MIDDLE)
-
-
-def _quantise_groups(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x: (rows, groups, size) float32 -> codes of its shape, scales and zero points (rows, groups)."""
-    low, high = x.amin(-1).clamp_max_(0.0), x.amax(-1).clamp_min_(0.0)
-    best_error = torch.full_like(low, torch.inf)
-    best_codes = torch.zeros_like(x, dtype=torch.uint8)
-    best_scales, best_zeros = (high - low) / TOP, torch.full_like(low, MIDDLE)
-    for part in RANGES:
-        scales = ((high - low) * (part / TOP)).half().float()
-        divisors = torch.where(scales > 0, scales, 1.0)
-        zeros = (-low * part / divisors).round_().clamp_(0, TOP)
-        levels = (x / divisors.unsqueeze(-1)).round_().add_(zeros.unsqueeze(-1)).clamp_(0, TOP)
-        centred = levels - zeros.unsqueeze(-1)
-        # With the codes given, this scale has the least error.
-        fitted = (x * centred).sum(-1) / centred.square().sum(-1).clamp_min_(1e-30)
-        fitted = torch.where(scales > 0, fitted, scales).half().float()
-        error = (centred * fitted.unsqueeze(-1) - x).square_().sum(-1)
-        is_better = error < best_error
-        best_error = torch.where(is_better, error, best_error)
-        best_scales = torch.where(is_better, fitted, best_scales)
-        best_zeros = torch.where(is_better, zeros, best_zeros)
-        best_codes = torch.where(is_better.unsqueeze(-1), levels.to(torch.uint8), best_codes)
-    return best_codes, best_scales, best_zeros

@@ -8,15 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.linear_grouped import GroupedWeight, build_e2m1_table
 
 BLOCK = 32  # numbers per block
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1, by the lower three bits; the fourth is the sign
-
-
-def build_table(device: torch.device) -> Tensor:
-    """The numbers of all codes: (16,) float32."""
-    return torch.tensor([*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES)], device=device)
 
 
 def unpack(packed: Tensor) -> Tensor:
@@ -27,4 +21,4 @@ def unpack(packed: Tensor) -> Tensor:
 def build_weight(blocks: Tensor, scales: Tensor) -> GroupedWeight:
     """blocks: (rows, blocks, 16) uint8. scales: (rows, blocks) uint8, exponents of two plus 127, or 255 for NaN."""
     codes = unpack(blocks).flatten(1)
-    return GroupedWeight(codes, 4, scales.view(torch.float8_e8m0fnu), BLOCK, table=build_table(blocks.device))
+    return GroupedWeight(codes, 4, scales.view(torch.float8_e8m0fnu), BLOCK, table=build_e2m1_table(blocks.device))

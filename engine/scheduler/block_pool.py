@@ -8,6 +8,7 @@ reused), then cached ones, the least recently used first.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 BlockKey = tuple[int, bytes]  # (KV group, chained hash of all tokens up to the block's end)
 
@@ -16,12 +17,14 @@ class BlockPool:
     """Reference-counted blocks 0 .. num_blocks-1. Each allocation or acquisition is released exactly once."""
 
     def __init__(self, num_blocks: int) -> None:
+        """`on_eviction` may be set: it is called with a block and its prefix when the block loses it."""
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
         self._blank = list(range(num_blocks - 1, -1, -1))  # free, without a cached prefix; a stack
         self._evictable: OrderedDict[int, None] = OrderedDict()  # free, with a cached prefix; oldest first
         self._key_of: dict[int, BlockKey] = {}
         self._cached: dict[BlockKey, int] = {}
+        self.on_eviction: Callable[[int, BlockKey], None] | None = None
 
     @property
     def num_free(self) -> int:
@@ -38,7 +41,10 @@ class BlockPool:
             block = self._blank.pop()
         else:
             block, _ = self._evictable.popitem(last=False)
-            del self._cached[self._key_of.pop(block)]
+            key = self._key_of.pop(block)
+            del self._cached[key]
+            if self.on_eviction is not None:
+                self.on_eviction(block, key)
         self._references[block] = 1
         return block
 
@@ -63,11 +69,13 @@ class BlockPool:
             else:
                 self._blank.append(block)
 
-    def remember(self, block: int, key: BlockKey) -> None:
-        """Record that the block holds this full prefix block, unless another block already does."""
-        if key not in self._cached and block not in self._key_of:
-            self._cached[key] = block
-            self._key_of[block] = key
+    def remember(self, block: int, key: BlockKey) -> bool:
+        """Record that the block holds this full prefix block. False if another block already does."""
+        if key in self._cached or block in self._key_of:
+            return False
+        self._cached[key] = block
+        self._key_of[block] = key
+        return True
 
     def check_integrity(self, held: list[int]) -> None:
         """Raise AssertionError unless references match `held`, every block table entry of every live sequence."""

@@ -53,6 +53,14 @@ class ScheduledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return len(self.draft_ids) + self.sample
 
 
+class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A block to copy between the device and host memory."""
+
+    block: int  # number on the device
+    slot: int  # number in host memory
+    to_device: bool
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     """One step. If it has masked rows, the message after it holds their masks, which only sampling waits for:
     (len(masked_rows), ceil(vocab_size / 32)) int32, little-endian; bit i % 32 of word i // 32: id i is allowed."""
@@ -60,6 +68,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     new_requests: list[NewRequestData]
     scheduled: list[ScheduledTokens]
     masked_rows: list[int] = []  # numbers of the samples, in the order of `scheduled`, whose ids are restricted
+    capture_size: int = 0  # if nothing is scheduled: capture the decode step of so many sequences
+    copies: list[BlockCopy] = []  # to be made in this order, before anything is computed
 
     @property
     def num_tokens(self) -> int:

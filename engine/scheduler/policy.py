@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 from serve_llm.engine.scheduler.sequence import Sequence
 
+CPU_STEP_SECONDS = 0.15  # target on a CPU: running streams do not wait longer than this behind a prompt
+
 
 def _arrival(sequence: Sequence) -> int:
     return sequence.arrival
@@ -88,6 +90,11 @@ class TokenBudget:
         self._target = target_seconds
         self._tokens_per_second: float | None = None
         self._stretch = 1.0  # factor on the target
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Of large steps; None before the first one."""
+        return None if self._tokens_per_second is None else 1.0 / self._tokens_per_second
 
     def next(self, num_running: int = 0, num_waiting: int = 0) -> int:
         """num_running: sequences that get one token each whatever the speed, beside SMALLEST tokens of prompts.

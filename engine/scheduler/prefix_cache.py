@@ -3,31 +3,72 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 from serve_llm.engine.scheduler.block_pool import BlockKey, BlockPool
+from serve_llm.engine.scheduler.kv_events import KVEventRecorder
+from serve_llm.engine.scheduler.offload import OffloadManager
+from serve_llm.engine.scheduler.output import BlockCopy
 from serve_llm.engine.scheduler.sequence import RELEASED, GroupLayout, Sequence
+
+OFFLOADED = -2  # a block table entry whose block is in host memory
 
 
 class PrefixCache:
     """The scheduler calls:
 
+    must_wait(sequence, hit)     before admission
+    acquire(sequence, tables)    on admission, for the tables of its hit
     begin(sequence)              on admission, with num_computed set to the cached tokens
     remember(sequence, start)    when the tokens from `start` to num_computed are in their blocks
     end(sequence)                when the sequence frees its blocks, however far it is computed
     """
 
-    def __init__(self, groups: Items[GroupLayout], pool: BlockPool, enabled: bool) -> None:
+    def __init__(
+        self,
+        groups: Items[GroupLayout],
+        pool: BlockPool,
+        enabled: bool,
+        offload: OffloadManager | None = None,
+        recorder: KVEventRecorder | None = None,
+    ) -> None:
+        """offload: where blocks go that lose their place. recorder: gets the events. Both need `enabled`."""
         self._groups = groups
         self._pool = pool
+        self._offload = offload
+        self._recorder = recorder
+        if offload is not None or recorder is not None:
+            pool.on_eviction = self._on_eviction
         self._enabled = enabled and bool(groups)  # encoders have no KV
         self._smallest_block = min((group.block_size for group in groups), default=1)
         self._hit_step = max((group.block_size for group in groups), default=1)  # block sizes are powers of two
+        self._blocks_per_token = sum(1 / group.block_size for group in groups)
         self._pending: Counter[BlockKey] = Counter()  # prefix blocks that running sequences will compute
 
+    def _on_eviction(self, block: int, key: BlockKey) -> None:
+        if self._recorder is not None:
+            self._recorder.remove(key)
+        if self._offload is not None:
+            self._offload.save(block, key)
+
     def find(self, sequence: Sequence) -> int:
-        """Tokens of the longest cached prefix. At least one token is left to compute, to sample the next from, and all
-        from which log-probabilities are still to come."""
+        """Tokens of the longest prefix on the device or in host memory. At least one token is left to compute, to
+        sample the next from, and all from which log-probabilities are still to come."""
+        if self._offload is not None and self._offload.is_memory_faster(self._blocks_per_token):
+            return self._find(sequence, self._is_in_memory)
+        return self._find(sequence, self._is_on_device)
+
+    def _is_on_device(self, key: BlockKey) -> bool:
+        return self._pool.find(key) is not None
+
+    def _is_in_memory(self, key: BlockKey) -> bool:
+        return self._pool.find(key) is not None or (self._offload is not None and self._offload.has(key))
+
+    def _is_in_reach(self, key: BlockKey) -> bool:
+        return self._pool.find(key) is not None or (self._offload is not None and self._offload.is_in_reach(key))
+
+    def _find(self, sequence: Sequence, is_known: Callable[[BlockKey], bool]) -> int:
         if not self._enabled or sequence.wants_prompt_logprobs:
             return 0
         hit = (sequence.num_delivered - 1) // self._hit_step * self._hit_step
@@ -35,40 +76,119 @@ class PrefixCache:
             if group.window is None:
                 known = 0
                 for number in range(hit // group.block_size):
-                    if self._pool.find((index, sequence.block_hash(group.block_size, number))) is None:
+                    if not is_known((index, sequence.block_hash(group.block_size, number))):
                         break
                     known += group.block_size
                 hit = known // self._hit_step * self._hit_step
-        while hit and any(self._table(sequence, index, hit) is None for index in range(len(self._groups))):
+        windows = [index for index, group in enumerate(self._groups) if group.window is not None]
+        while hit and not all(is_known(key) for index in windows for key in self._keys(sequence, index, hit)):
             hit -= self._hit_step
         return hit
 
+    def _first_block(self, index: int, hit: int) -> int:
+        """Of the blocks that a group needs to go on after `hit` tokens."""
+        group = self._groups[index]
+        return 0 if group.window is None else max(0, (hit - group.window + 1) // group.block_size)
+
+    def _keys(self, sequence: Sequence, index: int, hit: int) -> list[BlockKey]:
+        """The blocks that a group needs to go on after `hit` tokens."""
+        size = self._groups[index].block_size
+        hashes = sequence.block_hashes(size, hit // size)
+        return [(index, block_hash) for block_hash in hashes[self._first_block(index, hit) :]]
+
     def tables(self, sequence: Sequence, hit: int) -> list[list[int]]:
-        """Each group's block table for the first `hit` tokens, as `find` returned."""
+        """Each group's block table for the first `hit` tokens, as `find` returned. OFFLOADED stands for blocks that are
+        in host memory only."""
         tables = []
-        for index in range(len(self._groups)):
-            table = self._table(sequence, index, hit)
-            assert table is not None, "the prefix is no longer cached"
+        for index, group in enumerate(self._groups):
+            num_blocks = hit // group.block_size
+            table = [RELEASED] * min(self._first_block(index, hit), num_blocks)
+            for key in self._keys(sequence, index, hit):
+                block = self._pool.find(key)
+                assert block is not None or self._is_in_memory(key), "the prefix is no longer cached"
+                table.append(OFFLOADED if block is None else block)
             tables.append(table)
         return tables
 
-    def _table(self, sequence: Sequence, index: int, hit: int) -> list[int] | None:
-        """One group's block table; None if a block that it needs is not cached."""
-        group = self._groups[index]
-        first = 0 if group.window is None else max(0, (hit - group.window + 1) // group.block_size)
-        hashes = sequence.block_hashes(group.block_size, hit // group.block_size)
-        table = [RELEASED] * min(first, len(hashes))
-        for key in hashes[first:]:
-            block = self._pool.find((index, key))
-            if block is None:
-                return None
-            table.append(block)
-        return table
+    def count_shared(self, tables: Items[Items[int]]) -> int:
+        """Blocks of the tables that others hold, so that they take no free block."""
+        return sum(block >= 0 and not self._pool.is_free(block) for table in tables for block in table)
 
-    def is_coming(self, sequence: Sequence, hit: int) -> bool:
-        """Whether a running sequence will compute the block after the hit, so that waiting for it saves work."""
+    def acquire(self, sequence: Sequence, tables: Items[list[int]]) -> None:
+        """Take references to the blocks of the tables. Offloaded ones are copied to blocks of the device, which take
+        their places in the tables. The caller has checked that there is room for them."""
+        places: list[tuple[int, int]] = []
+        for index, table in enumerate(tables):
+            for number, block in enumerate(table):
+                if block >= 0:
+                    self._pool.acquire(block)  # all of them first, so that none is given to an offloaded block
+                elif block == OFFLOADED:
+                    places.append((index, number))
+        if not places or self._offload is None:
+            return
+        keys = [(index, sequence.block_hash(self._groups[index].block_size, number)) for index, number in places]
+        pinned = self._offload.pin(keys)
+        for (index, number), (key, slot) in zip(places, pinned, strict=True):
+            block = self._pool.allocate()
+            self._offload.load(slot, block)
+            self._pool.remember(block, key)
+            tables[index][number] = block
+        self._offload.unpin(pinned)
+        self._record(sequence, places)
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Of offloaded blocks, for the step that has been scheduled. Call it for each step that is executed."""
+        return [] if self._offload is None else self._offload.take_copies()
+
+    def finish_step(self) -> None:
+        """The oldest step under way has a result."""
+        if self._offload is not None:
+            self._offload.finish_step()
+
+    def _record(self, sequence: Sequence, places: Items[tuple[int, int]]) -> None:
+        """Record blocks that are cached now, by group and number; consecutive ones together."""
+        if self._recorder is None:
+            return
+        start = 0
+        for end, (index, number) in enumerate(places, start=1):
+            if end == len(places) or places[end] != (index, number + 1):
+                self._recorder.store(sequence, index, range(places[start][1], number + 1))
+                start = end
+
+    def must_wait(self, sequence: Sequence, hit: int) -> bool:
+        """Whether waiting saves work: a running sequence will compute the block after the hit, or it is being read from
+        the store. Starts to read what the store has, once for each time that the sequence waits for its admission."""
         if not self._enabled or sequence.wants_prompt_logprobs:
             return False
+        if self._is_coming(sequence, hit):
+            return True
+        offload = self._offload
+        if offload is None or offload.store is None:
+            return False
+        if sequence.stored_keys is None:
+            sequence.stored_keys = self._start_reads(offload, sequence, hit)
+        return offload.is_reading(sequence.stored_keys)
+
+    def _start_reads(self, offload: OffloadManager, sequence: Sequence, hit: int) -> list[BlockKey]:
+        """Have blocks of the store read that continue the hit. Returns those that are being read."""
+        if not offload.is_memory_faster(self._blocks_per_token):
+            return []
+        longest = self._find(sequence, self._is_in_reach)
+        most_tokens = int(offload.max_reads / self._blocks_per_token)
+        longest = min(longest, (hit + most_tokens) // self._hit_step * self._hit_step)
+        if longest <= hit or not offload.is_store_faster(self._blocks_per_token):
+            return []
+        started: list[BlockKey] = []
+        for index in range(len(self._groups)):
+            for key in self._keys(sequence, index, longest):
+                if self._is_in_memory(key):
+                    continue
+                if not offload.start_read(key):
+                    return started
+                started.append(key)
+        return started
+
+    def _is_coming(self, sequence: Sequence, hit: int) -> bool:
         size = self._groups[0].block_size
         index = hit // size
         if (index + 1) * size > sequence.num_prompt:
@@ -95,16 +215,20 @@ class PrefixCache:
         size = self._smallest_block
         if not self._enabled or start // size == sequence.num_computed // size:
             return
+        new: list[tuple[int, int]] = []
         for index, (group, table) in enumerate(zip(self._groups, sequence.block_tables, strict=True)):
             before, after = start // group.block_size, sequence.num_computed // group.block_size
             hashes = sequence.block_hashes(group.block_size, after)
             for number in range(before, after):
-                if table[number] != RELEASED:
-                    self._pool.remember(table[number], (index, hashes[number]))
+                if table[number] != RELEASED and self._pool.remember(table[number], (index, hashes[number])):
+                    new.append((index, number))
                 if index == 0 and (number + 1) * group.block_size <= sequence.num_prompt:
                     self._pending[0, hashes[number]] -= 1
+        self._record(sequence, new)
 
     def check_integrity(self, running: Items[Sequence]) -> None:
         """Raise AssertionError unless the pending blocks are those that running sequences have yet to compute."""
         expected = Counter(key for sequence in running for key in self._to_compute(sequence))
         assert +self._pending == expected, "pending prefix blocks differ from those being computed"
+        if self._offload is not None:
+            self._offload.check_integrity()

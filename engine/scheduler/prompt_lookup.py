@@ -1,34 +1,36 @@
-"""Drafts from the text itself: where its latest ids occurred before, it may go on in the same way."""
+"""Drafts from texts: where the latest ids of a text occurred before, in itself or in another, it may go on as there."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence as Items
 
-MAX_BUCKETS = 1 << 16
-MAX_CANDIDATES = 16  # earlier occurrences that are looked at
+from serve_llm.engine.scheduler.recent_texts import RecentTexts
+from serve_llm.engine.scheduler.run_index import RunIndex, count_equal
+from serve_llm.engine.scheduler.sequence import Sequence
+
 NONE = -1
 
 
 class PromptLookup:
-    """Finds the longest earlier occurrence of a text's end, of several equally long ones the latest.
+    """Finds the longest earlier occurrence of a text's end, of several equally long ones the latest, and one in recent
+    texts if it is longer."""
 
-    Every run of `min_match` ids is in a hash chain from the latest to the earliest, as in LZ77, so each id is indexed
-    once. Takes 4 bytes per id and per bucket.
-    """
-
-    def __init__(self, min_match: int, max_match: int) -> None:
-        """min_match: ids of the shortest occurrence that counts. max_match: more ids do not make it better."""
+    def __init__(self, min_match: int, max_match: int, recent: RecentTexts | None = None) -> None:
+        """min_match: ids of the shortest occurrence that counts. max_match: more ids do not make it better.
+        recent: other texts, to which this one is added when it ends."""
         self._min_match = min_match
         self._max_match = max_match
-        self._num_indexed = 0  # runs that end before this position are indexed
-        self._latest: array[int] = array("i")  # by bucket: where the latest run ends
-        self._previous: array[int] = array("i")  # by position: where the run before in its chain ends
+        self._recent = recent
+        self._index = RunIndex(min_match)
 
     def propose(self, token_ids: Items[int], count: int) -> list[int]:
         """Up to `count` ids that may come next. token_ids: prompt and output so far; they only ever grow."""
-        self._index(token_ids)
-        end = self._find(token_ids)
+        self._index.extend(token_ids, len(token_ids) - 1)  # each run in it is followed by an id
+        end, length = self._find(token_ids)
+        if self._recent is not None and length < self._max_match:
+            found = self._recent.find(token_ids, count, length)
+            if found:
+                return found
         if end == NONE:
             return []
         drafts = list(token_ids[end : end + count])
@@ -37,44 +39,21 @@ class PromptLookup:
             drafts.append(drafts[len(drafts) - period])
         return drafts
 
-    def _index(self, token_ids: Items[int]) -> None:
-        """Index the runs that end before the text's last id, so that each is followed by one."""
-        end = len(token_ids) - 1
-        if not self._latest:
-            num_buckets = min(MAX_BUCKETS, 1 << max(8, end.bit_length()))
-            self._latest = array("i", [NONE]) * num_buckets
-        start = max(self._num_indexed, self._min_match - 1)
-        self._previous.extend([NONE] * (end - len(self._previous)))
-        mask = len(self._latest) - 1
-        for position in range(start, end):
-            bucket = hash(tuple(token_ids[position - self._min_match + 1 : position + 1])) & mask
-            self._previous[position] = self._latest[bucket]
-            self._latest[bucket] = position
-        self._num_indexed = max(self._num_indexed, end)
+    def finish(self, sequence: Sequence) -> None:
+        """The text ends."""
+        if self._recent is not None:
+            self._recent.add(sequence.token_ids[sequence.num_prompt :])
 
-    def _find(self, token_ids: Items[int]) -> int:
-        """The position after the best earlier occurrence of the text's end; NONE if there is none."""
-        if len(token_ids) < self._min_match:
-            return NONE
+    def _find(self, token_ids: Items[int]) -> tuple[int, int]:
+        """The position after the best earlier occurrence of the text's end, NONE if there is none; and its length."""
         last = len(token_ids) - 1
-        mask = len(self._latest) - 1
-        candidate = self._latest[hash(tuple(token_ids[last - self._min_match + 1 :])) & mask]
         best = NONE
         best_length = self._min_match - 1
-        for _ in range(MAX_CANDIDATES):
-            if candidate == NONE or best_length == self._max_match:
-                break
-            length = _count_equal(token_ids, candidate, last, self._max_match)
+        for candidate in self._index.find(token_ids):
+            length = count_equal(token_ids, candidate, token_ids, last, self._max_match)
             if length > best_length:
                 best = candidate + 1
                 best_length = length
-            candidate = self._previous[candidate]
-        return best
-
-
-def _count_equal(token_ids: Items[int], first: int, second: int, most: int) -> int:
-    """How many ids up to the positions first < second are equal."""
-    length = 0
-    while length < most and length <= first and token_ids[first - length] == token_ids[second - length]:
-        length += 1
-    return length
+                if length == self._max_match:
+                    break
+        return best, best_length

@@ -16,12 +16,14 @@ from collections.abc import Sequence as Items
 from serve_llm.common.types import LOWEST_PRIORITY, Output, Request, Stats
 from serve_llm.engine.scheduler.adapter_slots import AdapterSlots
 from serve_llm.engine.scheduler.block_pool import BlockPool
+from serve_llm.engine.scheduler.kv_events import KVEventRecorder
+from serve_llm.engine.scheduler.offload import OffloadManager
 from serve_llm.engine.scheduler.output import RunnerOutput, SchedulerOutput
 from serve_llm.engine.scheduler.planned_step import PlannedStep
 from serve_llm.engine.scheduler.policy import WaitingQueue
 from serve_llm.engine.scheduler.prefix_cache import PrefixCache
 from serve_llm.engine.scheduler.results import add_result
-from serve_llm.engine.scheduler.sequence import RELEASED, GroupLayout, Sequence, most_blocks
+from serve_llm.engine.scheduler.sequence import GroupLayout, Sequence, most_blocks
 from serve_llm.engine.scheduler.speculation import Speculator
 
 
@@ -42,11 +44,13 @@ class Scheduler:
         whole_prompts: bool = False,
         speculator: Speculator | None = None,
         max_loras: int = 0,
+        offload: OffloadManager | None = None,
+        recorder: KVEventRecorder | None = None,
     ) -> None:
         """max_chunk: most tokens of one sequence in one step; bounds what a sliding window holds at a time.
         async_scheduling: schedule a sequence again while it is in flight; workers already have the id they sampled.
         long_rope_threshold: see `ModelSpec`. whole_prompts: compute each prompt in one step, as encoders need.
-        speculator: proposes drafts. max_loras: adapters that workers hold at a time."""
+        speculator: proposes drafts. max_loras: adapters that workers hold. offload, recorder: see `PrefixCache`."""
         self._groups = tuple(groups)
         self._pool = BlockPool(num_blocks)
         self._max_model_len = max_model_len
@@ -56,7 +60,7 @@ class Scheduler:
         self._speculator = speculator
         self._max_num_seqs = max_num_seqs
         self._long_rope_threshold = long_rope_threshold
-        self._prefix_cache = PrefixCache(self._groups, self._pool, prefix_caching)
+        self._prefix_cache = PrefixCache(self._groups, self._pool, prefix_caching, offload, recorder)
         self._has_windows = any(group.window is not None for group in groups)
         self._sequences: dict[int, Sequence] = {}  # by request id
         self._waiting = WaitingQueue()
@@ -85,7 +89,7 @@ class Scheduler:
             return
         sequence.is_finished = True
         if self._speculator is not None:
-            self._speculator.forget(request_id)
+            self._speculator.forget(sequence)
         if sequence.req_index is None:
             self._waiting.remove(sequence)
         elif not sequence.is_in_flight:
@@ -123,6 +127,12 @@ class Scheduler:
 
     # Scheduling a step.
 
+    def prepare_drafts(self, held: Collection[int]) -> None:
+        """Guess ids for the sequences that the next step may compute. May take as long as a step."""
+        if self._speculator is not None:
+            ready = [sequence for req_index, sequence in self._running.items() if req_index not in held]
+            self._speculator.prepare([(one, one.max_drafts(self._max_model_len)) for one in ready], len(self._running))
+
     def schedule(self, budget: int, now: float, num_batches: int = 1, held: Collection[int] = ()) -> SchedulerOutput:
         """Choose at most `budget` tokens to compute next. Empty if every sequence waits or is in flight.
 
@@ -141,7 +151,8 @@ class Scheduler:
             self._admit_waiting(step, max_sequences, now)
         if step.long_prefill is not None:
             self._schedule_long_prefill(step, step.long_prefill)
-        return SchedulerOutput(step.new_requests, step.scheduled)
+        copies = self._prefix_cache.take_copies() if step.scheduled else []
+        return SchedulerOutput(step.new_requests, step.scheduled, copies=copies)
 
     def _make_way(self) -> set[int]:
         """Preempt the last sequence of the lowest priority if one that goes before it finds no index or no blocks.
@@ -235,8 +246,8 @@ class Scheduler:
     def _admit_waiting(self, step: PlannedStep, max_sequences: int, now: float) -> None:
         """Admit waiting sequences in order, until the step has `max_sequences`.
 
-        Later sequences may overtake one whose prefix is being computed by another, and one with a long prompt while
-        another long prompt is being computed.
+        Later sequences may overtake one whose prefix is being computed by another or read from disk, and one with a
+        long prompt while another long prompt is being computed.
         """
         has_long_prefill = any(sequence.is_long_prefill for sequence in self._running.values())
         for sequence in self._adapters.list_admissible(self._waiting):
@@ -248,7 +259,7 @@ class Scheduler:
             # A sequence with output was preempted or replayed: its stream stalls, so it does not wait for others.
             can_wait = not sequence.num_output and not self._whole_prompts
             is_long = can_wait and len(sequence.token_ids) - num_cached > step.max_tokens
-            if self._prefix_cache.is_coming(sequence, num_cached) or (is_long and has_long_prefill):
+            if (is_long and has_long_prefill) or self._prefix_cache.must_wait(sequence, num_cached):
                 continue
             if not self._admit(sequence, num_cached, now):
                 break
@@ -274,6 +285,7 @@ class Scheduler:
 
     def update_from_output(self, scheduled: SchedulerOutput, results: Items[RunnerOutput]) -> list[Output]:
         """Record the results of a step, in the order in which steps were scheduled. Returns outputs for requests."""
+        self._prefix_cache.finish_step()
         outputs = []
         for chunk, result in zip(scheduled.scheduled, results, strict=True):
             sequence = self._running[chunk.req_index]
@@ -316,10 +328,7 @@ class Scheduler:
         cached = self._prefix_cache.tables(sequence, num_cached)
         if not self._has_room(sequence, cached):
             return False
-        for blocks in cached:
-            for block in blocks:
-                if block != RELEASED:
-                    self._pool.acquire(block)
+        self._prefix_cache.acquire(sequence, cached)
         sequence.add_blocks(cached)
         is_first_admission = sequence.cached_tokens is None  # a tenant does not pay for recomputation
         self._waiting.admit(sequence, len(sequence.token_ids) - num_cached if is_first_admission else 0)
@@ -338,10 +347,8 @@ class Scheduler:
 
     def _has_room(self, sequence: Sequence, cached: Items[Items[int]]) -> bool:
         """Whether there are blocks for all tokens of a waiting sequence. cached: tables of its cached prefix."""
-        num_held = sum(block != RELEASED for blocks in cached for block in blocks)
-        num_revived = sum(block != RELEASED and self._pool.is_free(block) for blocks in cached for block in blocks)
         num_needed = sum(most_blocks(group, len(sequence.token_ids), self._max_chunk) for group in self._groups)
-        return num_needed - num_held + num_revived <= self._pool.num_free
+        return num_needed - self._prefix_cache.count_shared(cached) <= self._pool.num_free
 
     def _allocate(self, sequence: Sequence, count: int) -> bool:
         """Append blocks for the next `count` tokens, preempting later sequences if necessary.
@@ -383,8 +390,7 @@ class Scheduler:
         """Raise AssertionError unless blocks, indices and queues are conserved. Slow: for tests and idle engines."""
         running = list(self._running.values())
         self._pool.check_integrity([block for sequence in running for block in sequence.held_blocks])
-        indices = [sequence.req_index for sequence in running]
-        assert indices == list(self._running), "a running sequence has another index"
+        assert [one.req_index for one in running] == list(self._running), "a running sequence has another index"
         every_index = [*self._free_indices, *self._running]
         assert sorted(every_index) == list(range(len(every_index))), "a request index is lost"
         assert all(sequence.req_index is None and not any(sequence.block_tables) for sequence in self._waiting)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from serve_llm.common import prefix_hash
 from serve_llm.common.types import FinishReason, Request, TokenLogprobs
+from serve_llm.engine.scheduler.block_pool import BlockKey
 from serve_llm.engine.scheduler.output import NewRequestData, ScheduledTokens
 
 RELEASED = -1  # a block table entry whose block left the sliding window and was given back
@@ -58,6 +59,7 @@ class Sequence:
         "req_index",
         "request",
         "sampling",
+        "stored_keys",
         "token_ids",
         "unsent_blocks",
         "uses_long_rope",
@@ -98,6 +100,7 @@ class Sequence:
         self.num_allocated = 0  # tokens for which every block table has a block
         self.unsent_blocks: tuple[list[int], ...] = ()  # per block table: entries that the workers do not have
         self.num_sent_ids = 0  # token ids that the workers have
+        self.stored_keys: list[BlockKey] | None = None  # blocks that it had read from the store; None: not looked up
         self.uses_long_rope = False  # KV is computed with the long RoPE factors
         self._long_rope_threshold = long_rope_threshold
         self._block_hashes: dict[int, list[bytes]] = {group.block_size: [] for group in groups}
@@ -188,6 +191,7 @@ class Sequence:
         self.num_computed = 0
         self.num_scheduled = 0
         self.prompt_logprobs = []
+        self.stored_keys = None
 
     def leave_blocks_behind_windows(self) -> list[int]:
         """Mark the blocks that no later token reads as released. Returns them."""

@@ -8,11 +8,13 @@ what a row costs, from the times of steps.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
+from serve_llm.common.types import Request
 from serve_llm.engine.scheduler.sequence import Sequence
 
 FIRST_RATE = 0.5  # assumed share of guesses that come true
@@ -21,29 +23,46 @@ LEAST_RATE = 0.1  # fewer guesses that come true are not worth a row, even if ro
 
 
 class DraftSource(Protocol):
-    """Guesses how one text goes on."""
+    """Guesses how one text goes on. A guess costs next to nothing."""
 
     def propose(self, token_ids: Items[int], count: int) -> list[int]:
         """Up to `count` ids that may come next. token_ids: prompt and output so far; they only ever grow."""
+
+    def finish(self, sequence: Sequence) -> None:
+        """The text ends."""
+
+
+class BatchDraftSource(Protocol):
+    """Guesses how several texts go on, all at once. A guess costs time: see `step_seconds`."""
+
+    step_seconds: float  # that one more guess for all texts takes; 0 until it is known
+
+    def propose(self, wanted: Items[tuple[Sequence, int]]) -> list[list[int]]:
+        """For each sequence, up to so many ids that may come next."""
+
+    def forget(self, request_id: int) -> None:
+        """The request has ended."""
 
 
 @dataclass(slots=True)
 class _Drafter:
     """The guesses of one sequence."""
 
-    source: DraftSource
-    proposed: list[int]  # what may follow the ids so far
+    proposed: list[int]  # what may follow the first `num_ids` ids
     num_ids: int  # length of the sequence when `proposed` was made
-    rate: float = FIRST_RATE  # share of its guesses that have come true, of late
+    rate: float  # share of its guesses that have come true, of late
+    source: DraftSource | None = None  # its own, if it has one
 
-    def update(self, token_ids: Items[int], max_drafts: int) -> None:
-        """Judge the last guess by the ids that came, whether or not it was a draft, and make the next one."""
+    def judge(self, token_ids: Items[int]) -> None:
+        """Compare the last guess with the ids that came, whether or not it was a draft."""
         for guessed, came in zip(self.proposed, token_ids[self.num_ids :], strict=False):
             self.rate += RATE_WEIGHT * ((guessed == came) - self.rate)
             if guessed != came:
                 break
-        self.proposed = self.source.propose(token_ids, max_drafts)
-        self.num_ids = len(token_ids)
+
+    def set_guess(self, proposed: list[int], num_ids: int) -> None:
+        self.proposed = proposed
+        self.num_ids = num_ids
 
 
 class RowCost:
@@ -72,61 +91,172 @@ class RowCost:
 
     def share(self, num_rows: int) -> float:
         """A row's cost as a share of what each id costs in a step of `num_rows` without drafts, 0 to 1."""
-        if not self._weight:
+        slope = self._find_slope()
+        if slope is None:
             return self.UNKNOWN
-        rows = self._rows / self._weight
-        seconds = self._seconds / self._weight
-        variance = self._rows_squared / self._weight - rows**2
-        if variance < 0.1:
-            return self.UNKNOWN
-        slope = (self._rows_seconds / self._weight - rows * seconds) / variance
-        step_seconds = seconds + slope * (num_rows - rows)
         if slope <= 0.0:
             return 0.0
+        step_seconds = self.find_step_seconds(num_rows)
         return min(1.0, slope * num_rows / step_seconds) if step_seconds > 0.0 else 1.0
 
+    def find_step_seconds(self, num_rows: int) -> float:
+        """What a step of so many rows takes; 0 until it is known."""
+        if not self._weight:
+            return 0.0
+        rows = self._rows / self._weight
+        return self._seconds / self._weight + (self._find_slope() or 0.0) * (num_rows - rows)
 
-class Speculator:
+    def _find_slope(self) -> float | None:
+        """Seconds that a row more takes; None until steps of different sizes have been seen."""
+        if not self._weight:
+            return None
+        rows = self._rows / self._weight
+        variance = self._rows_squared / self._weight - rows**2
+        if variance < 0.1:
+            return None
+        return (self._rows_seconds / self._weight - rows * self._seconds / self._weight) / variance
+
+
+class Speculator(ABC):
     """Chooses drafts for the sequences of a scheduler. Outputs do not depend on what it chooses."""
 
-    def __init__(self, num_tokens: int, build_source: Callable[[], DraftSource]) -> None:
-        """num_tokens: most drafts of a sequence in a step. build_source: makes the source of one sequence."""
+    def __init__(self, num_tokens: int) -> None:
+        """num_tokens: most drafts of a sequence in a step."""
         self.num_tokens = num_tokens
-        self._build_source = build_source
         self._drafters: dict[int, _Drafter] = {}  # by request id
         self.row_cost = RowCost()
         self.paused_indices: Collection[int] = ()  # request indices that get no drafts for now
 
+    @abstractmethod
     def update(self, sequence: Sequence) -> None:
         """Take in the ids that the sequence has by now."""
-        sampling = sequence.sampling
-        if not sequence.num_output or (sampling.thinking is not None and not sampling.grammar):
-            return  # the end of its reasoning is no grammar that drafts could be checked by
-        drafter = self._drafters.get(sequence.request.id)
-        if drafter is None:
-            drafter = self._drafters[sequence.request.id] = _Drafter(self._build_source(), [], 0)
-        drafter.update(sequence.token_ids, self.num_tokens)
 
-    def forget(self, request_id: int) -> None:
+    @abstractmethod
+    def prepare(self, ready: Items[tuple[Sequence, int]], num_running: int) -> None:
+        """Guess before a step is scheduled. ready: sequences that it may compute, and how many drafts each may have.
+        num_running: sequences that share the steps."""
+
+    def forget(self, sequence: Sequence) -> None:
         """The request has ended."""
-        self._drafters.pop(request_id, None)
+        self._drafters.pop(sequence.request.id, None)
 
+    @abstractmethod
     def has_drafts(self, sequence: Sequence, num_running: int) -> bool:
-        """Whether there are drafts for the ids after those of the sequence that are worth their rows."""
-        return bool(self.choose(sequence, 1, num_running))
+        """Whether there are, or will be, drafts for the ids after those of the sequence that are worth their rows."""
 
     def choose(self, sequence: Sequence, most: int, num_running: int) -> list[int]:
-        """Up to `most` drafts to verify: each is worth its row if it comes true often enough.
-
-        num_running: sequences that share the steps.
-        """
-        drafter = self._drafters.get(sequence.request.id)
-        if drafter is None or sequence.req_index in self.paused_indices:
+        """Up to `most` drafts to verify: each is worth its row if it comes true often enough."""
+        drafter = self._find_drafter(sequence)
+        if drafter is None or drafter.num_ids != len(sequence.token_ids):
             return []
-        least_rate = max(LEAST_RATE, self.row_cost.share(num_running))
+        return drafter.proposed[: self._count_worthwhile(drafter, most, num_running)]
+
+    def _find_drafter(self, sequence: Sequence) -> _Drafter | None:
+        return None if sequence.req_index in self.paused_indices else self._drafters.get(sequence.request.id)
+
+    def _judge(self, sequence: Sequence, first_rate: float) -> _Drafter | None:
+        """The sequence's drafter, after its guess was compared with the ids that came; None if it must have none."""
+        sampling = sequence.sampling
+        if not sequence.num_output or (sampling.thinking is not None and not sampling.grammar):
+            return None  # the end of its reasoning is no grammar that drafts could be checked by
+        drafter = self._drafters.get(sequence.request.id)
+        if drafter is None:
+            drafter = self._drafters[sequence.request.id] = _Drafter([], 0, first_rate)
+        drafter.judge(sequence.token_ids)
+        return drafter
+
+    def _count_worthwhile(self, drafter: _Drafter, most: int, num_running: int) -> int:
+        """Drafts, up to `most`, each of which comes true often enough to pay for its row."""
+        least_rate = max(LEAST_RATE, self._find_cost(num_running))
         count = 0
         rate = drafter.rate
         while count < most and rate >= least_rate:
             count += 1
             rate *= drafter.rate
-        return drafter.proposed[:count]
+        return count
+
+    def _find_cost(self, num_running: int) -> float:
+        """What a draft costs, as a share of what an id costs in a step without drafts."""
+        return self.row_cost.share(num_running)
+
+
+class TextSpeculator(Speculator):
+    """Guesses from the texts themselves: always, because it costs next to nothing."""
+
+    def __init__(self, num_tokens: int, build_source: Callable[[Request], DraftSource]) -> None:
+        """build_source: makes the source of one sequence."""
+        super().__init__(num_tokens)
+        self._build_source = build_source
+
+    def update(self, sequence: Sequence) -> None:
+        drafter = self._judge(sequence, FIRST_RATE)
+        if drafter is None:
+            return
+        if drafter.source is None:
+            drafter.source = self._build_source(sequence.request)
+        drafter.set_guess(drafter.source.propose(sequence.token_ids, self.num_tokens), len(sequence.token_ids))
+
+    def prepare(self, ready: Items[tuple[Sequence, int]], num_running: int) -> None:
+        """The guesses were made when the ids came."""
+
+    def forget(self, sequence: Sequence) -> None:
+        drafter = self._drafters.get(sequence.request.id)
+        if drafter is not None and drafter.source is not None:
+            drafter.source.finish(sequence)
+        super().forget(sequence)
+
+    def has_drafts(self, sequence: Sequence, num_running: int) -> bool:
+        return bool(self.choose(sequence, 1, num_running))
+
+
+class ModelSpeculator(Speculator):
+    """Guesses by another model, as far as that pays: a guess costs a step of that model beside the row."""
+
+    RATE_MEMORY = 0.98  # weight of the rate so far, of all sequences, beside that of one judgement
+    TRIAL_IDS = 32  # after so many ids without a guess there is one, so that a rate can rise again
+
+    def __init__(self, num_tokens: int, source: BatchDraftSource) -> None:
+        super().__init__(num_tokens)
+        self._source = source
+        self._mean_rate = FIRST_RATE  # the mean of all sequences, with which a new one begins
+
+    def update(self, sequence: Sequence) -> None:
+        drafter = self._judge(sequence, self._mean_rate)
+        if drafter is not None and drafter.proposed:
+            self._mean_rate = self.RATE_MEMORY * self._mean_rate + (1.0 - self.RATE_MEMORY) * drafter.rate
+            drafter.set_guess([], len(sequence.token_ids))
+
+    def prepare(self, ready: Items[tuple[Sequence, int]], num_running: int) -> None:
+        drafters = []
+        wanted = []
+        for sequence, most in ready:
+            drafter = self._find_drafter(sequence)
+            if drafter is None or (drafter.proposed and drafter.num_ids == len(sequence.token_ids)):
+                continue
+            count = self._count_guesses(drafter, sequence, min(most, self.num_tokens), num_running)
+            if count:
+                drafters.append(drafter)
+                wanted.append((sequence, count))
+        if not wanted:
+            return
+        for drafter, (sequence, _), proposed in zip(drafters, wanted, self._source.propose(wanted), strict=True):
+            if proposed:
+                drafter.set_guess(proposed, len(sequence.token_ids))
+
+    def has_drafts(self, sequence: Sequence, num_running: int) -> bool:
+        drafter = self._find_drafter(sequence)
+        return drafter is not None and self._count_guesses(drafter, sequence, 1, num_running) > 0
+
+    def _count_guesses(self, drafter: _Drafter, sequence: Sequence, most: int, num_running: int) -> int:
+        count = self._count_worthwhile(drafter, most, num_running)
+        is_trial_due = len(sequence.token_ids) - drafter.num_ids >= self.TRIAL_IDS
+        return count or min(most, int(is_trial_due))
+
+    def forget(self, sequence: Sequence) -> None:
+        super().forget(sequence)
+        self._source.forget(sequence.request.id)
+
+    def _find_cost(self, num_running: int) -> float:
+        step_seconds = self.row_cost.find_step_seconds(num_running)
+        share = self._source.step_seconds / step_seconds if step_seconds > 0.0 else 0.0
+        return super()._find_cost(num_running) + share

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import msgspec
 from llguidance import LLMatcher
 
 from serve_llm.common.grammar import matcher_error
@@ -87,7 +88,7 @@ class StructuredOutputManager:
         def wait_for_masks() -> bytes:
             return b"".join(mask.result().tobytes() for mask in masks)
 
-        return SchedulerOutput(scheduled.new_requests, scheduled.scheduled, rows), wait_for_masks
+        return msgspec.structs.replace(scheduled, masked_rows=rows), wait_for_masks
 
     def advance(self, scheduled: SchedulerOutput, results: Sequence[RunnerOutput]) -> None:
         """Take in the sampled ids. Adds the ids that must follow them, and marks results that complete their text, or

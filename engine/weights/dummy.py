@@ -13,11 +13,9 @@ from torch import Tensor
 
 from serve_llm.engine.model.build import GroupedWeightLoader, Part, WeightLoader, is_float32
 from serve_llm.engine.model.quantization_spec import GroupedForm, GroupedSpec, find_linear_layer
-from serve_llm.engine.quantization import mxfp4
-from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.linear_grouped import FLOAT8_NAN, GroupedWeight, build_e2m1_table
 
 DEVIATION = 0.02  # standard deviation in a matrix
-FLOAT8_NAN = 0x7F  # float8_e4m3fn without its sign
 _SCALE_DTYPES = {  # by the bytes of a scale, and whether a number divides it
     (1, False): torch.float8_e8m0fnu,
     (1, True): torch.float8_e4m3fn,
@@ -73,7 +71,7 @@ def _build_weight(
     codes = torch.randint(0, 2**form.bits, shape, dtype=torch.uint8, generator=generator, device=device)
     if form.is_float8:
         codes -= ((codes & FLOAT8_NAN) == FLOAT8_NAN).byte()  # the next number towards zero
-    table = mxfp4.build_table(device) if form.has_table else None
+    table = build_e2m1_table(device) if form.has_table else None
     # A little different, so that no narrower type than the form's holds them.
     factors = 1 + 0.1 * torch.rand(groups, generator=generator, device=device)
     unscaled = GroupedWeight(

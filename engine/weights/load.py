@@ -58,7 +58,7 @@ def load_model(
     `seed`. kernels: None: those of `choose_kernels`. lora: where linear layers that adapters can change are recorded.
     Raises ModelError if the checkpoint cannot be read or does not match spec and weight_map.
     """
-    if spec.int8 is not None:
+    if spec.int8 is not None and device.type == "cpu":
         int8.check()
     if spec.fp8:
         fp8.check(device)
@@ -90,6 +90,7 @@ def load_model(
         spec.grouped,
         report.counting_groups(load_grouped),
         dtype,
+        device,
         lora,
     )
     decoder = build_decoder(spec, builder, device)
@@ -264,7 +265,7 @@ def choose_kernels(spec: ModelSpec, dtype: torch.dtype, device: torch.device, ba
     return choose(
         device,
         dtype,
-        {attention.head_dim for attention in attentions if not isinstance(attention, MLASpec)},
+        {attention.cached_head_dim for attention in attentions if not isinstance(attention, MLASpec)},
         {attention.head_dim for attention in attentions if isinstance(attention, MLASpec)},
         batch_invariant=batch_invariant,
     )

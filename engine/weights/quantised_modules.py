@@ -12,6 +12,7 @@ from serve_llm.engine.model.weight_format import BitsAndBytes4, NvFp4, PackedInt
 from serve_llm.engine.quantization import fp8_blocks, mxfp4
 from serve_llm.engine.quantization.packed_integers import CodeMatrix
 from serve_llm.engine.weights.quantised import ModuleReader, read_integers
+from serve_llm.kernels.linear_grouped import build_e2m1_table
 
 NVFP4_GROUP = 16  # inputs that share a scale
 LARGEST_STATE = 4096  # bytes of JSON
@@ -91,7 +92,7 @@ def _read_nvfp4(reader: ModuleReader, shape: tuple[int, int], rows: range, colum
     divisors = whole_scale.float().flatten().expand(len(rows)).contiguous()
     group_of = (torch.arange(len(columns), device=packed.device) + skipped) // size
     codes = mxfp4.unpack(packed)[:, skipped : skipped + len(columns)].contiguous()
-    table = mxfp4.build_table(packed.device)
+    table = build_e2m1_table(packed.device)
     return CodeMatrix(codes, 4, scales, group_of, size, divisors=divisors, table=table)
 
 

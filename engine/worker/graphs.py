@@ -1,10 +1,17 @@
-"""Decode steps on a GPU as captured graphs: one launch instead of hundreds, for a ladder of batch sizes.
+"""Steps on a GPU as captured graphs: one launch instead of hundreds.
 
-A step in which every sequence computes one token uses the graph of the next larger size. The padding rows have slots of
--1, so nothing is written, and empty contexts, so nothing is read. A graph reads its inputs from buffers that are filled
-before each replay. The first step of a size runs eagerly, which also compiles its kernels; the second one is captured.
-So only sizes that occur are captured, and the start does not wait for them. A sequence that computes a few tokens takes
-one row for each (`BatchArrays.split`): a layer writes the keys of all rows before any row reads them.
+A step in which every sequence computes one token uses the graph of the next larger size of a ladder. The padding rows
+have slots of -1, so nothing is written, and empty contexts, so nothing is read. A sequence that computes a few tokens
+takes one row for each (`BatchArrays.split`): a layer writes the keys of all rows before any row reads them. A step with
+prompts, alone or beside decodes, of up to MIXED_TOKENS tokens uses a graph for so many tokens and sequences; a sequence
+of its own, without context, has the padding tokens.
+
+A graph reads its inputs from buffers that are filled before each replay. The first step of a size runs eagerly, which
+also compiles its kernels; the second one is captured. So only sizes that occur are captured, and the start does not
+wait for them.
+
+With pipeline stages each stage has graphs of its own. It receives hidden states into a buffer before a replay, and
+sends those of the real tokens after it, so neither is captured.
 """
 
 from __future__ import annotations
@@ -22,11 +29,21 @@ from torch import Tensor
 from serve_llm.engine.model.inputs import GroupInputs, StepInputs
 from serve_llm.engine.scheduler.sequence import GroupLayout
 from serve_llm.engine.transfer import DeviceCopier
+from serve_llm.engine.worker.graph_sizes import MIXED_TOKENS, ladder, mixed_sequences
 from serve_llm.engine.worker.input_batch import BatchArrays
 from serve_llm.kernels.attention import Lengths
 
-# (step, request index of each token: (tokens,) int64) -> logits of all tokens
-Compute = Callable[[StepInputs, Tensor], Tensor]
+# (step, request index of each token: (tokens,) int64, rows: (rows,) int64 or None, hidden states of the previous stage
+# or None) -> logits of these tokens, or of all; hidden states of all tokens on a stage before the last
+Compute = Callable[[StepInputs, Tensor, Tensor | None, Tensor | None], Tensor]
+
+
+class Size(NamedTuple):
+    """What a graph computes."""
+
+    tokens: int
+    sequences: int  # without the sequence of padding tokens
+    is_mixed: bool = False  # sequences may have any number of tokens
 
 
 class Captured(NamedTuple):
@@ -37,15 +54,8 @@ class Captured(NamedTuple):
 Capture = Callable[[Callable[[], Tensor]], Captured]
 
 
-def ladder(largest: int) -> list[int]:
-    """Batch sizes up to `largest`, ascending: powers of two, from 16 on in steps of 16, from 256 on in steps of 64.
-    Large batches thus have only a few percent of padding rows."""
-    sizes = {1, 2, 4, 8, *range(16, 256, 16), *range(256, largest + 1, 64), largest}
-    return sorted(size for size in sizes if size <= largest)
-
-
-class DecodeGraphs:
-    """Computes the logits of decode steps, by a captured graph where there is one."""
+class StepGraphs:
+    """Computes the logits of steps, by a captured graph where there is one."""
 
     def __init__(
         self,
@@ -55,81 +65,153 @@ class DecodeGraphs:
         groups: Sequence[GroupLayout],
         max_num_seqs: int,
         max_model_len: int,
+        is_last: bool = True,
     ) -> None:
-        """compute: may read nothing of a step on the host except upper bounds of its lengths."""
+        """compute: may read nothing of a step on the host except upper bounds of its lengths. is_last: this is the last
+        pipeline stage, which computes logits."""
         self._compute = compute
         self._capture = capture
         self._copier = copier
         self._max_model_len = max_model_len
-        self._sizes = ladder(max_num_seqs)
+        self.decode_sizes = ladder(max_num_seqs)
+        self._mixed_sequences = mixed_sequences(max_num_seqs)
         self.max_tokens = max_num_seqs
+        self._is_last = is_last
         self._tables = []
         for group in groups:
-            shape = (max_num_seqs, -(-max_model_len // group.block_size))
+            shape = (max_num_seqs + 1, -(-max_model_len // group.block_size))
             self._tables.append(torch.zeros(shape, dtype=torch.int32, device=copier.device))
-        self._buffers: dict[int, _Buffers] = {}
-        self._graphs: dict[int, Captured] = {}
+        self._buffers: dict[Size, _Buffers] = {}
+        self._graphs: dict[Size, Captured] = {}
+        self._num_rows: dict[Size, int] = {}  # rows in the result
         self._output: Tensor | None = None  # shared by all sizes: logits of many rows are large
 
-    def logits(self, step: BatchArrays) -> Tensor:
-        """(sequences, columns). The next call may overwrite them."""
+    @property
+    def num_sizes(self) -> int:
+        """The most graphs that may be captured."""
+        return len(self.decode_sizes) + len(MIXED_TOKENS) * len(self._mixed_sequences)
+
+    def logits(self, step: BatchArrays, received: Tensor | None = None) -> Tensor:
+        """step: of single tokens. received: hidden states of the previous stage. Returns (sequences, columns). The next
+        call may overwrite them."""
         count = len(step.ids)
-        size = self._sizes[bisect_left(self._sizes, count)]
+        size = self.decode_sizes[bisect_left(self.decode_sizes, count)]
+        return self._run(Size(size, size), step, None, received)[:count]
+
+    def capture_decode(self, num_sequences: int) -> None:
+        """Capture the step of this size from the ladder, by steps that consist of padding. Does nothing if there is a
+        graph. Only for a model that is one stage."""
+        size = Size(num_sequences, num_sequences)
+        nothing = np.zeros(0, np.int64)
+        step = BatchArrays(
+            ids=nothing,
+            req_indices=nothing,
+            positions=nothing,
+            query_starts=np.zeros(1, np.int64),
+            context_lens=nothing,
+            slots=[nothing] * len(self._tables),
+            tables=[np.zeros((0, 0), np.int32)] * len(self._tables),
+            all_known=True,
+        )
+        while size not in self._graphs:
+            self._run(size, step, None, None)
+
+    def takes(self, num_tokens: int, num_sequences: int, num_rows: int) -> bool:
+        """Whether `mixed_logits` computes so many rows of such a step."""
+        return num_tokens <= MIXED_TOKENS[-1] and max(num_sequences, num_rows) <= self.max_tokens
+
+    def mixed_logits(self, step: BatchArrays, rows: Sequence[int], received: Tensor | None = None) -> Tensor:
+        """Returns (rows, columns): the logits of these tokens; before the last stage (tokens, columns), hidden states.
+        received: as for `logits`. The next call may overwrite them."""
+        num_tokens = MIXED_TOKENS[bisect_left(MIXED_TOKENS, len(step.ids))]
+        count = max(len(step.context_lens), len(rows))
+        num_sequences = self._mixed_sequences[bisect_left(self._mixed_sequences, count)]
+        result = self._run(Size(num_tokens, num_sequences, is_mixed=True), step, rows, received)
+        return result[: len(rows) if self._is_last else len(step.ids)]
+
+    def _run(self, size: Size, step: BatchArrays, rows: Sequence[int] | None, received: Tensor | None) -> Tensor:
         is_new = size not in self._buffers
         if is_new:
-            self._buffers[size] = _Buffers(size, self._tables, self._max_model_len)
+            self._buffers[size] = _Buffers(size, self._tables, self._max_model_len, self._is_last, received)
         buffers = self._buffers[size]
-        buffers.fill(step, self._copier)
+        buffers.fill(step, rows, received, self._copier)
         if is_new:
-            logits = self._compute(buffers.inputs, buffers.req_indices)
+            result = self._compute(buffers.inputs, buffers.req_indices, buffers.rows, buffers.received)
             if self._output is None:
-                self._output = logits.new_empty((self._sizes[-1], logits.shape[1]))
-            return logits[:count]
+                most_rows = self.max_tokens if self._is_last else max(self.max_tokens, MIXED_TOKENS[-1])
+                self._output = result.new_empty((most_rows, result.shape[1]))
+            self._num_rows[size] = len(result)
+            return result
         if size not in self._graphs:
             assert self._output is not None
-            output = self._output[:size]
-            self._graphs[size] = self._capture(lambda: output.copy_(self._compute(buffers.inputs, buffers.req_indices)))
+            output = self._output[: self._num_rows[size]]
+            self._graphs[size] = self._capture(
+                lambda: output.copy_(self._compute(buffers.inputs, buffers.req_indices, buffers.rows, buffers.received))
+            )
         captured = self._graphs[size]
         captured.replay()
-        return captured.output[:count]
+        return captured.output
 
 
 class _Buffers:
-    """The inputs of one batch size."""
+    """The inputs of one size."""
 
-    def __init__(self, size: int, tables: Sequence[Tensor], max_model_len: int) -> None:
-        """tables: block tables of the largest size, which all sizes share."""
+    def __init__(
+        self, size: Size, tables: Sequence[Tensor], max_model_len: int, is_last: bool, received: Tensor | None
+    ) -> None:
+        """tables: block tables of the largest size, which all sizes share. received: like what this size receives."""
+        num_tokens, num_sequences, is_mixed = size
         device = tables[0].device
-        self._tables = [table[:size] for table in tables]
-        self._numbers = torch.empty((3 + len(tables), size), dtype=torch.int64, device=device)
+        self.rows = torch.empty(num_sequences, dtype=torch.int64, device=device) if is_mixed and is_last else None
+        self.received = None if received is None else received.new_zeros((num_tokens, received.shape[1]))
+        if is_mixed:
+            num_sequences += 1
+            # Bounds: some sequences have one token and some have several.
+            starts = [0, 1, *[num_tokens] * (num_sequences - 1)]
+        else:
+            starts = list(range(num_sequences + 1))
+        self._tables = [table[:num_sequences] for table in tables]
+        self._numbers = torch.empty((3 + len(tables), num_tokens), dtype=torch.int64, device=device)
         self._lengths = Lengths(
-            torch.arange(size + 1, dtype=torch.int32, device=device),
-            torch.empty(size, dtype=torch.int32, device=device),
+            torch.arange(num_sequences + 1, dtype=torch.int32, device=device),
+            torch.empty(num_sequences, dtype=torch.int32, device=device),
         )
         ids, req_indices, positions, *slots = self._numbers
         self.req_indices = req_indices
         self.inputs = StepInputs(
             ids=ids,
             positions=positions,
-            query_starts=list(range(size + 1)),
-            context_lens=[max_model_len] * size,  # upper bounds
+            query_starts=starts,
+            context_lens=[max_model_len] * num_sequences,  # upper bounds
             groups=tuple(GroupInputs(*pair) for pair in zip(slots, self._tables, strict=True)),
             lengths=self._lengths,
         )
 
-    def fill(self, step: BatchArrays, copier: DeviceCopier) -> None:
+    def fill(
+        self, step: BatchArrays, rows: Sequence[int] | None, received: Tensor | None, copier: DeviceCopier
+    ) -> None:
+        if self.received is not None and received is not None:
+            self.received[: len(received)] = received
         count = len(step.ids)
-        size = self._numbers.shape[1]
         numbers = np.zeros(self._numbers.shape, np.int64)
         numbers[3:] = -1  # slots
         for row, values in zip(numbers, (step.ids, step.req_indices, step.positions, *step.slots), strict=True):
             row[:count] = values
-        context_lens = np.zeros(size, np.int32)
-        context_lens[:count] = step.context_lens
+        num_sequences = len(step.context_lens)
+        context_lens = np.zeros(len(self._lengths.context_lens), np.int32)
+        context_lens[:num_sequences] = step.context_lens
         copier.fill(self._numbers, numbers)
         copier.fill(self._lengths.context_lens, context_lens)
+        if rows is not None:
+            starts = np.full(len(context_lens) + 1, numbers.shape[1], np.int32)
+            starts[: num_sequences + 1] = step.query_starts
+            copier.fill(self._lengths.query_starts, starts)
+        if self.rows is not None and rows is not None:
+            padded_rows = np.zeros(len(self.rows), np.int64)
+            padded_rows[: len(rows)] = rows
+            copier.fill(self.rows, padded_rows)
         for buffer, table in zip(self._tables, step.tables, strict=True):
-            copier.fill(buffer[:count, : table.shape[1]], table)
+            copier.fill(buffer[: len(table), : table.shape[1]], table)
 
 
 class CudaCapture:

@@ -149,6 +149,10 @@ class InputBatch:
                     table[index, start:end] = blocks
                     num_blocks[index] = end
 
+    def forget_ids(self, req_index: int, num_ids: int) -> None:
+        """Forget all ids of a request but the first `num_ids`: other ids come in their place."""
+        self._num_ids[req_index] = num_ids
+
     def _append_ids(self, scheduled: Sequence[ScheduledTokens]) -> None:
         """Append the new ids of all requests at once."""
         if not scheduled:

@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from serve_llm.common.errors import CapacityError
-from serve_llm.engine.config import CacheRow
+from serve_llm.engine.config import CacheRow, Config
 from serve_llm.engine.model.spec import KVGroup
+from serve_llm.engine.parallel.shm import ShmHandle
 from serve_llm.engine.scheduler.sequence import GroupLayout, most_blocks
 
 logger = logging.getLogger(__name__)
@@ -24,6 +27,7 @@ CPU_SHARE = 0.4  # largest share of the free memory, without --kv-cache-memory
 CPU_CONCURRENCY = 16  # requests of full length that fit into the default CPU cache, memory permitting
 RANK_BYTES = 128 << 20  # taken by Python and torch in each worker process
 CPU_SMALLEST = 256 << 20  # bytes; smallest default cache on a CPU
+SLOTS_OFFSET = 4096  # bytes before the slots in shared memory
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class CacheLayout:
     groups: tuple[GroupLayout, ...]
     block_bytes: int
     num_blocks: int
+    num_slots: int = 0  # places in host memory for blocks that lose theirs
 
     @property
     def num_bytes(self) -> int:
@@ -43,6 +48,15 @@ class CacheLayout:
     def blocks_per_request(self, num_tokens: int, max_chunk: int) -> int:
         """Most blocks that one request of `num_tokens` holds at a time."""
         return sum(most_blocks(group, num_tokens, max_chunk) for group in self.groups)
+
+
+class HostMemory(msgspec.Struct, frozen=True):
+    """The slots of one rank: shared memory that begins with SLOTS_OFFSET other bytes."""
+
+    handle: ShmHandle
+    num_slots: int
+    block_bytes: int  # in each slot
+    copy_seconds: float  # that copying a block to the device takes
 
 
 def bytes_per_token(group: KVGroup, row: CacheRow) -> int:
@@ -90,6 +104,19 @@ def plan_cache(
     return CacheLayout(best.groups, block_bytes, num_bytes // block_bytes)
 
 
+def plan_empty_cache(model_groups: Sequence[KVGroup], rank_groups: Sequence[KVGroup], config: Config) -> CacheLayout:
+    """The layout of a rank's KV cache, without blocks."""
+    return plan_cache(
+        model_groups,
+        rank_groups,
+        config.cache_row,
+        config.block_size,
+        0,
+        max_model_len=config.max_model_len,
+        max_chunk=config.max_num_batched_tokens,
+    )
+
+
 def default_cpu_bytes(request_bytes: int, local_ranks: int, free: int) -> int:
     """Bytes of one rank's KV cache on a CPU without --kv-cache-memory.
 
@@ -100,15 +127,15 @@ def default_cpu_bytes(request_bytes: int, local_ranks: int, free: int) -> int:
     return min(wanted, int(CPU_SHARE * free) // local_ranks)
 
 
-def check_free(num_bytes: int, local_ranks: int, free: int) -> None:
-    """Raise CapacityError if --kv-cache-memory exceeds a host's memory: allocating would succeed, filling would not.
+def check_free(num_bytes: int, local_ranks: int, free: int, option: str = "--kv-cache-memory") -> None:
+    """Raise CapacityError if the option's bytes exceed a host's memory: allocating would succeed, filling would not.
 
     num_bytes: for each of `local_ranks` ranks. free: bytes of free memory once weights are loaded.
     """
     if num_bytes * local_ranks > free:
         each = f" for each of {local_ranks} ranks" if local_ranks > 1 else ""
         raise CapacityError(
-            f"--kv-cache-memory: {size_text(num_bytes)}{each}, but only {size_text(free)} of memory are free here; "
+            f"{option}: {size_text(num_bytes)}{each}, but only {size_text(free)} of memory are free here; "
             f"give at most {free // local_ranks} bytes, or omit it"
         )
 
@@ -138,6 +165,24 @@ def check_capacity(layout: CacheLayout, max_model_len: int, max_chunk: int, devi
         )
     for line in capacity_lines(tokens, layout.num_blocks / needed, max_model_len, device):
         logger.info(line)
+
+
+def check_offload(layouts: Sequence[CacheLayout], num_bytes: int | None) -> None:
+    """Log what fits into --kv-offload-memory, `num_bytes` of each rank; None: not given. Raise CapacityError if no
+    block does."""
+    if num_bytes is None:
+        return
+    num_slots = layouts[0].num_slots
+    block_bytes = max(layout.block_bytes for layout in layouts)
+    if not num_slots:
+        raise CapacityError(
+            f"--kv-offload-memory: a block of the KV cache takes {block_bytes:,} bytes, so {num_bytes:,} hold none"
+        )
+    logger.info(
+        "Host memory for blocks that lose their place in the KV cache: %s blocks, %s per rank",
+        f"{num_slots:,}",
+        size_text(num_slots * block_bytes),
+    )
 
 
 def capacity_lines(tokens: int, concurrency: float, max_model_len: int, device: str) -> tuple[str, str]:

@@ -14,6 +14,8 @@ from serve_llm.engine.config import Config
 from serve_llm.engine.model.spec import KVGroup
 from serve_llm.engine.scheduler.output import NewRequestData, ScheduledTokens, SchedulerOutput
 from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.engine.worker.graph_sizes import MIXED_TOKENS
+from serve_llm.engine.worker.graphs import StepGraphs
 from serve_llm.engine.worker.kv_cache import CPU_SMALLEST, CacheLayout
 from serve_llm.engine.worker.runner import Runner
 from serve_llm.kernels import cache_int8
@@ -82,22 +84,46 @@ def count_held_bytes(model: object, without: Iterable[object] = ()) -> int:
 def find_free_gpu_memory(config: Config, runner: Runner, layout: CacheLayout, device: torch.device) -> int:
     """Bytes for the KV cache, found by running the largest steps.
 
-    That is this rank's share of the card, less what other processes and the weights hold, less what these steps took.
-    runner, layout: with a small cache, which does not count as used.
+    That is this rank's share of the card, less what other processes and the weights hold, less what these steps and
+    the graphs of decode steps take. runner, layout: with a small cache, which does not count as used.
     """
+    gc.collect()  # what loading left behind
     before = torch.cuda.memory_allocated(device)
     longest_prompt = min(config.max_num_batched_tokens, config.max_model_len - 1)
     peaks = []
-    for counts in ([longest_prompt], [1] * config.max_num_seqs):
+    steps = [[longest_prompt], [1] * config.max_num_seqs]
+    if runner.graphs is not None:
+        num_decodes = min(config.max_num_seqs, MIXED_TOKENS[-1]) - 1
+        steps.append([min(MIXED_TOKENS[-1] - num_decodes, longest_prompt), *[1] * num_decodes])
+    for counts in steps:
         torch.cuda.reset_peak_memory_stats(device)
         runner.run_dummy(build_dummy_batch(counts, layout.groups))
         peaks.append(torch.cuda.max_memory_allocated(device) - before)
-    needed = max(peaks) if runner.graphs is None else sum(peaks)  # captured steps have memory of their own
+    needed = max(peaks) if runner.graphs is None else peaks[0] + max(peaks[1:])  # captured steps have their own memory
     held = before - layout.num_bytes
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    held_by_others = total - free - torch.cuda.memory_reserved(device)
+    held_by_others = _count_unreserved_bytes(device)
+    if runner.graphs is not None:
+        needed += _measure_graphs(runner, runner.graphs, layout, device)
+    _, total = torch.cuda.mem_get_info(device)
     return max(0, int(total * config.gpu_memory_utilization) - held_by_others - held - needed)
+
+
+def _measure_graphs(runner: Runner, graphs: StepGraphs, layout: CacheLayout, device: torch.device) -> int:
+    """Bytes that the driver takes for a graph of each size, outside torch's memory. Captures the two largest decode
+    steps: the first one may also make the driver allocate what all share."""
+    taken = []
+    for size in graphs.decode_sizes[:-3:-1]:
+        before = _count_unreserved_bytes(device)
+        runner.capture_dummy(build_dummy_batch([1] * size, layout.groups))
+        taken.append(max(0, _count_unreserved_bytes(device) - before))
+    return taken[0] + taken[-1] * (graphs.num_sizes - 1)
+
+
+def _count_unreserved_bytes(device: torch.device) -> int:
+    """Bytes of the card in use outside this process's torch."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 def build_dummy_batch(counts: Sequence[int], groups: Sequence[GroupLayout]) -> SchedulerOutput:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,21 +19,22 @@ from serve_llm.common.errors import EngineError
 from serve_llm.common.types import TokenLogprobs
 from serve_llm.engine.config import Config
 from serve_llm.engine.model.inputs import StepInputs
-from serve_llm.engine.model.pooler import Pooler
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.sampling.device import DeviceSampler
 from serve_llm.engine.sampling.grammar_mask import Mask, intersect, unpack_masks
 from serve_llm.engine.sampling.known_logprobs import find_known_logprobs
 from serve_llm.engine.sampling.logit_adjustments import SampleRow
-from serve_llm.engine.sampling.sampler import SampledToken, Sampler
+from serve_llm.engine.sampling.sampler import Sampler
 from serve_llm.engine.sampling.vocab_parallel import VocabParallelLogits, VocabParallelSampler
 from serve_llm.engine.scheduler.output import MaskSource, RunnerOutput, ScheduledTokens, SchedulerOutput
 from serve_llm.engine.transfer import DeviceCopier
 from serve_llm.engine.weights.adapters import AdapterLoader
 from serve_llm.engine.worker import oom
-from serve_llm.engine.worker.graphs import CudaCapture, DecodeGraphs
+from serve_llm.engine.worker.graphs import CudaCapture, StepGraphs
 from serve_llm.engine.worker.input_batch import BatchArrays, InputBatch, LastTokenIds
 from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.engine.worker.runnable_model import RunnableModel
+from serve_llm.engine.worker.sampled_tokens import add_sampled_tokens, find_sampled_rows
 from serve_llm.kernels.registry import choose_device_sampling
 
 MAX_SPLIT_TOKENS = 32  # tokens of a sequence in a decode step; more are cheaper as a prompt
@@ -49,17 +50,6 @@ class PendingStep(NamedTuple):
 
 
 NO_RESULTS = PendingStep(lambda: True, list)
-
-
-class RunnableModel(Protocol):
-    """The model of a rank: a `Decoder`, which documents these methods, or a `PretrainedDecoder`."""
-
-    capturable: bool  # a step may be captured as a CUDA graph: it reads nothing back from the device
-    pooler: Pooler | None
-
-    def forward(self, inputs: StepInputs, caches: Sequence[Tensor], rows: Tensor | None = None) -> Tensor: ...
-    def logits(self, hidden: Tensor) -> Tensor: ...
-    def run_without_tokens(self, dtype: torch.dtype) -> None: ...
 
 
 class Runner:
@@ -80,26 +70,32 @@ class Runner:
         device = torch.device(config.device)
         self._decoder = decoder
         self._dtype: torch.dtype = getattr(torch, config.dtype)
-        self._caches = caches
+        self.caches = caches
         self._shard = shard
         self._adapters = adapters
         self._generates = config.generates
+        self._max_model_len = config.max_model_len
         self._vocabulary = vocabulary
         self._copier = DeviceCopier(device)
         self._needs_device_lengths = device.type != "cpu" or decoder.capturable
         self._input_batch = InputBatch(layout.groups, config.max_num_seqs, config.max_model_len)
         self._last_token_ids = LastTokenIds(config.max_num_seqs, device)
-        self._sampler = _build_sampler(vocabulary, self._copier, config.async_scheduling)
-        self.graphs: DecodeGraphs | None = None
-        if decoder.capturable and not config.enforce_eager and shard.is_first and shard.is_last:
-            self.graphs = DecodeGraphs(
-                self._decode,
+        self._sampler = _build_sampler(vocabulary, self._copier, device.type == "cuda" or config.async_scheduling)
+        self.graphs: StepGraphs | None = None
+        if decoder.capturable and not config.enforce_eager:
+            self.graphs = StepGraphs(
+                self._compute_logits,
                 CudaCapture(device),
                 self._copier,
                 layout.groups,
                 config.max_num_seqs,
                 config.max_model_len,
+                shard.is_last,
             )
+
+    def forget_ids(self, req_index: int, num_ids: int) -> None:
+        """See `InputBatch.forget_ids`."""
+        self._input_batch.forget_ids(req_index, num_ids)
 
     @oom.raise_as(EngineError, "in a step")
     @torch.inference_mode()
@@ -107,6 +103,10 @@ class Runner:
         """Start a step. On a CPU it is complete on return. A step without tokens computes only other engines' tokens,
         in the experts that this rank holds. masks: called once if the step has masked rows, before sampling."""
         scheduled = scheduler_output.scheduled
+        if scheduler_output.capture_size:
+            if self.graphs is not None:
+                self.graphs.capture_decode(scheduler_output.capture_size)
+            return NO_RESULTS
         if not scheduled:
             self._decoder.run_without_tokens(self._dtype)
             return NO_RESULTS
@@ -114,11 +114,15 @@ class Runner:
         adapter_slots = self._load_adapters(scheduler_output)
         results = [RunnerOutput() for _ in scheduled]
         arrays = self._input_batch.gather(scheduled)
-        if self.graphs is not None and not adapter_slots and self._is_decode(scheduled, len(arrays.ids)):
+        if self.graphs is not None and not adapter_slots:
             logits = self._replay(self.graphs, scheduled, arrays)
-            return self._sample(
-                scheduled, range(len(scheduled)), logits, self._receive_masks(scheduler_output, masks), results
-            )
+            if logits is not None and not self._shard.is_last:
+                self._decoder.send(logits)
+                self._receive_masks(scheduler_output, masks)
+                return NO_RESULTS
+            if logits is not None:
+                sampled = [index for index, chunk in enumerate(scheduled) if chunk.sample]
+                return self._sample(scheduled, sampled, logits, self._receive_masks(scheduler_output, masks), results)
         inputs = arrays.to_inputs(self._copier.to_device, device_lengths=self._needs_device_lengths)
         token_types = self._input_batch.find_token_types(scheduled)
         if token_types is not None:
@@ -130,17 +134,17 @@ class Runner:
         if adapter_slots and self._adapters is not None:
             self._adapters.layers.begin_step(adapter_slots, inputs.query_starts, starts, self._copier.device)
         if not self._shard.is_last:
-            self._decoder.forward(inputs, self._caches)
+            self._decoder.forward(inputs, self.caches)
             self._receive_masks(scheduler_output, masks)
             return NO_RESULTS
-        hidden = self._decoder.forward(inputs, self._caches, rows)
+        hidden = self._decoder.forward(inputs, self.caches, rows)
         self._add_known_logprobs(scheduled, starts, hidden, results)
         vectors = self._compute_vectors(scheduled, starts, hidden)
         sampled = [index for index, chunk in enumerate(scheduled) if chunk.sample]
         if not sampled:
             pending = PendingStep(lambda: True, lambda: results) if self._shard.is_output else NO_RESULTS
             return self._with_vectors(pending, vectors)
-        sampled_rows = _find_sampled_rows(scheduled, starts[1:])
+        sampled_rows = find_sampled_rows(scheduled, starts[1:])
         if len(sampled_rows) < len(hidden):
             hidden = hidden[self._copier.to_device(np.array(sampled_rows))]
         logits = self._decoder.logits(hidden)
@@ -165,14 +169,25 @@ class Runner:
         self._input_batch.apply(scheduler_output)
         arrays = self._input_batch.gather(scheduler_output.scheduled)
         inputs = arrays.to_inputs(self._copier.to_device, device_lengths=self._needs_device_lengths)
+        if self._decoder.capturable:  # the lists are upper bounds: attention takes as much memory as for any lengths
+            inputs = replace(inputs, context_lens=[self._max_model_len] * len(inputs.context_lens))
         if not self._shard.is_last:
-            self._decoder.forward(inputs, self._caches)
+            self._decoder.forward(inputs, self.caches)
             return
         last_rows = self._copier.to_device(np.array(inputs.query_starts[1:]) - 1)
-        hidden = self._decoder.forward(inputs, self._caches, last_rows)
+        hidden = self._decoder.forward(inputs, self.caches, last_rows)
         if not self._generates:
             return
         self._vocabulary.gather(self._decoder.logits(hidden)).float()
+
+    @torch.inference_mode()
+    def capture_dummy(self, scheduler_output: SchedulerOutput) -> None:
+        """Capture the decode step of this size, to measure the memory that its graph takes."""
+        assert self.graphs is not None
+        self._input_batch.apply(scheduler_output)
+        arrays = self._input_batch.gather(scheduler_output.scheduled)
+        for _ in range(2):  # the first one runs eagerly
+            self._decoder.send(self.graphs.logits(arrays, self._decoder.receive(len(arrays.ids))))
 
     def _receive_masks(self, scheduler_output: SchedulerOutput, masks: MaskSource | None) -> Mapping[int, Mask]:
         """The masks of grammars, by the number of the sample. Waits for them."""
@@ -181,33 +196,49 @@ class Runner:
         assert masks is not None, "masked rows without masks"
         return dict(zip(scheduler_output.masked_rows, unpack_masks(masks(), self._vocabulary.size), strict=True))
 
-    def _decode(self, inputs: StepInputs, req_indices: Tensor) -> Tensor:
+    def _compute_logits(
+        self, inputs: StepInputs, req_indices: Tensor, rows: Tensor | None, received: Tensor | None
+    ) -> Tensor:
+        """See `graphs.Compute`."""
         inputs = replace(inputs, ids=self._last_token_ids.fill(inputs.ids, req_indices))
-        return self._decoder.logits(self._decoder.forward(inputs, self._caches))
+        hidden = self._decoder.run_layers(inputs, self.caches, rows, received)
+        return self._decoder.logits(hidden) if self._shard.is_last else hidden
 
-    def _is_decode(self, scheduled: Sequence[ScheduledTokens], num_tokens: int) -> bool:
-        """Whether every sequence computes its newest id, with a few forced ones before it or drafts after it, and only
-        samples."""
-        assert self.graphs is not None
-        return num_tokens <= self.graphs.max_tokens and all(
-            chunk.sample
-            and (chunk.count == 1 or self._is_forced(chunk))
-            and chunk.logprobs_start is None
-            and not self._input_batch.wants_prompt_logprobs(chunk)
-            for chunk in scheduled
-        )
+    def _only_samples(self, chunk: ScheduledTokens) -> bool:
+        """Whether nothing is wanted of the chunk but sampled ids, if any."""
+        request = self._input_batch[chunk.req_index]
+        is_plain = not request.pooling and request.second_text_start is None and chunk.logprobs_start is None
+        return is_plain and not self._input_batch.wants_prompt_logprobs(chunk)
+
+    def _is_decode(self, chunk: ScheduledTokens) -> bool:
+        """Whether the chunk is a sequence's newest id, with a few forced ones before it or drafts after it."""
+        return chunk.sample and (chunk.count == 1 or self._is_forced(chunk))
 
     def _is_forced(self, chunk: ScheduledTokens) -> bool:
         return chunk.count <= MAX_SPLIT_TOKENS and chunk.start >= self._input_batch[chunk.req_index].num_prompt
 
-    def _replay(self, graphs: DecodeGraphs, scheduled: Sequence[ScheduledTokens], arrays: BatchArrays) -> Tensor:
-        """The logits of the tokens after which an id is sampled, by a captured graph."""
-        num_sequences = len(arrays.context_lens)
-        if num_sequences == len(arrays.ids):
-            return graphs.logits(arrays)
-        logits = graphs.logits(arrays.split())
-        rows = _find_sampled_rows(scheduled, arrays.query_starts[1:].tolist())
-        return logits if len(rows) == len(arrays.ids) else logits[self._copier.to_device(np.array(rows))]
+    def _replay(self, graphs: StepGraphs, scheduled: Sequence[ScheduledTokens], arrays: BatchArrays) -> Tensor | None:
+        """The logits of the tokens after which an id is sampled, by a captured graph; on a stage before the last the
+        hidden states of all tokens. None if no graph computes such a step."""
+        num_tokens = len(arrays.ids)
+        num_sequences = len(scheduled)
+        if not all(map(self._only_samples, scheduled)):
+            return None
+        if num_tokens <= graphs.max_tokens and all(map(self._is_decode, scheduled)):
+            received = self._decoder.receive(num_tokens)
+            if num_sequences == num_tokens:
+                return graphs.logits(arrays, received)
+            logits = graphs.logits(arrays.split(), received)
+            rows = find_sampled_rows(scheduled, arrays.query_starts[1:].tolist())
+            return (
+                logits
+                if len(rows) == num_tokens or not self._shard.is_last
+                else logits[self._copier.to_device(np.array(rows))]
+            )
+        rows = find_sampled_rows(scheduled, arrays.query_starts[1:].tolist())
+        if rows and graphs.takes(num_tokens, num_sequences, len(rows)):
+            return graphs.mixed_logits(arrays, rows, self._decoder.receive(num_tokens))
+        return None
 
     def _wants_vector(self, chunk: ScheduledTokens) -> bool:
         """Whether the chunk ends a prompt of which a vector is wanted."""
@@ -351,40 +382,10 @@ class Runner:
         return PendingStep(output.is_ready, finish)
 
 
-def add_sampled_tokens(
-    result: RunnerOutput,
-    token: SampledToken | None,
-    draft_ids: Sequence[int],
-    next_tokens: Sequence[SampledToken | None],
-    error: str,
-) -> None:
-    """Add the tokens that the request goes on with: the first, and each that follows a draft that is the one before.
-
-    token: sampled after the newest known token. next_tokens: after each draft. None where that fails. error: why the
-    first one fails, if it does."""
-    if token is None:
-        result.error = error
-        return
-    for draft_id, next_token in zip(draft_ids, next_tokens, strict=True):
-        if draft_id != token.token_id or next_token is None:  # an error is that of the step that samples there again
-            break
-        result.accepted_ids += (token.token_id,)
-        if token.logprobs is not None:
-            result.known_logprobs += (token.logprobs,)
-        token = next_token
-    result.token_id = token.token_id
-    result.logprobs = token.logprobs
-
-
-def _find_sampled_rows(scheduled: Sequence[ScheduledTokens], ends: Sequence[int]) -> list[int]:
-    """The rows after which an id is sampled. ends: where the rows of each chunk end."""
-    return [row for chunk, end in zip(scheduled, ends, strict=True) for row in range(end - chunk.num_samples, end)]
-
-
 def _build_sampler(
-    vocabulary: VocabParallelLogits, copier: DeviceCopier, async_scheduling: bool
+    vocabulary: VocabParallelLogits, copier: DeviceCopier, on_device: bool
 ) -> Sampler | VocabParallelSampler | DeviceSampler:
-    if async_scheduling:
+    if on_device:
         return DeviceSampler(vocabulary, choose_device_sampling(copier.device), copier)
     sampler = Sampler(vocabulary.size, vocabulary.kernels)
     return VocabParallelSampler(sampler, vocabulary) if vocabulary.is_sharded else sampler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -25,9 +26,12 @@ from serve_llm.engine.weights.adapters import AdapterLoader
 from serve_llm.engine.weights.load import choose_kernels, load_model
 from serve_llm.engine.worker import kv_cache, oom
 from serve_llm.engine.worker.cpu_threads import choose_threads, usable_cores
-from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.engine.worker.host_blocks import HostBlocks
+from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory
 from serve_llm.engine.worker.memory import allocate_cache, count_held_bytes, find_free_gpu_memory
-from serve_llm.engine.worker.runner import PendingStep, RunnableModel, Runner
+from serve_llm.engine.worker.runnable_model import RunnableModel
+from serve_llm.engine.worker.runner import PendingStep, Runner
+from serve_llm.engine.worker.warm_up import warm_up
 from serve_llm.kernels.registry import choose_sampling
 
 logger = logging.getLogger(__name__)
@@ -68,20 +72,40 @@ class Worker:
         self.weight_bytes = count_held_bytes(self._decoder, without=[item for item in buffers if item is not None])
         vocab_shards = shard.vocabularies(spec.vocab_size)
         self._vocabulary = VocabParallelLogits(vocab_shards, process_groups.tensor, choose_sampling(self._device))
+        process_groups.wait_for_all()
         with oom.raise_as(CapacityError, "while trying a step of the largest size"):
             self._layout = self._plan_cache()
         self.num_blocks = self._layout.num_blocks
+        self.num_slots = (config.kv_offload_memory or 0) // self._layout.block_bytes
+        self._host_blocks: HostBlocks | None = None
 
-    def allocate(self, num_blocks: int) -> CacheLayout:
-        """Allocate the KV cache. num_blocks: the smallest `num_blocks` of all ranks."""
-        self._layout = replace(self._layout, num_blocks=num_blocks)
+    def allocate(self, num_blocks: int, num_slots: int = 0) -> CacheLayout:
+        """Allocate the KV cache, and slots of host memory for blocks that lose their place there. num_blocks,
+        num_slots: the smallest `num_blocks` and `num_slots` of all ranks."""
+        self._layout = replace(self._layout, num_blocks=num_blocks, num_slots=num_slots)
         with oom.raise_as(CapacityError, "while allocating the KV cache"):
             self._runner = self._build_runner(self._layout)
+            if num_slots and self._runner.caches:
+                self._host_blocks = HostBlocks(self._runner.caches, self._layout, num_slots)
+        if self._config.device == "cuda":
+            with oom.raise_as(CapacityError, "while trying the first steps"):
+                warm_up(self._runner, self._config, self._layout.groups)
         return self._layout
 
+    @property
+    def host_memory(self) -> HostMemory | None:
+        """Where the slots are; None if there are none, or the rank holds no KV."""
+        return None if self._host_blocks is None else self._host_blocks.description
+
     def start(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> PendingStep:
-        """See `Runner.start`."""
+        """Make the copies of a step and start it; see `Runner.start`."""
+        if scheduler_output.copies and self._host_blocks is not None:
+            self._host_blocks.copy(scheduler_output.copies)
         return self._runner.start(scheduler_output, masks)
+
+    def forget_ids(self, req_index: int, num_ids: int) -> None:
+        """See `InputBatch.forget_ids`."""
+        self._runner.forget_ids(req_index, num_ids)
 
     def _build_runner(self, layout: CacheLayout) -> Runner:
         caches = allocate_cache(layout, self._kv_groups, self._cache_dtype, self._device)
@@ -163,9 +187,12 @@ class Worker:
         empty = plan(0)
         if not empty.groups:
             return empty
+        local_ranks = self._process_groups.local_ranks
+        offload_bytes = config.kv_offload_memory or 0
+        if offload_bytes:
+            kv_cache.check_free(offload_bytes, local_ranks, kv_cache.free_memory(), "--kv-offload-memory")
         if config.device == "cpu":
-            local_ranks = self._process_groups.local_ranks
-            free = max(0, kv_cache.free_memory() - local_ranks * self._adapter_bytes)
+            free = max(0, kv_cache.free_memory() - local_ranks * (self._adapter_bytes + offload_bytes))
             if config.kv_cache_memory is not None:
                 kv_cache.check_free(config.kv_cache_memory, local_ranks, free)
                 return plan(config.kv_cache_memory)
@@ -174,5 +201,9 @@ class Worker:
         if config.kv_cache_memory is not None:
             return plan(config.kv_cache_memory)
         one_block = replace(empty, num_blocks=1)  # holds all tokens of the steps that are tried
-        free = find_free_gpu_memory(config, self._build_runner(one_block), one_block, self._device)
+        runner = self._build_runner(one_block)
+        free = find_free_gpu_memory(config, runner, one_block, self._device)
+        del runner
+        gc.collect()  # a runner and its graphs refer to each other
+        torch.cuda.empty_cache()
         return plan(max(0, free - self._adapter_bytes))

@@ -1,9 +1,10 @@
 // Products of rows with weights of 4 or 8 bits: the inner loops, compiled once for each instruction set (-DVARIANT=name).
 //
-// Codes are multiplied as float32, or by processors that multiply bfloat16 as that, where it holds the codes' numbers and
-// the rows. For few rows they are unpacked in registers; for many, a block of a panel is unpacked once for all. Each number
-// of the result is the sum over groups, in ascending order, of a group's scale times the sum over its inputs, in ascending
-// order, whatever the other rows and panels. So a row's bits depend on that row and the weight alone.
+// Codes that are integers are multiplied by rows of bfloat16 that are rounded to int8, with a scale for each group. Others
+// are multiplied as float32, or by processors that multiply bfloat16 as that, where it holds the codes' numbers and the rows;
+// for few rows they are unpacked in registers; for many, a block of a panel is unpacked once for all. Each number of the
+// result is the sum over groups, in ascending order, of a group's scale times the sum over its inputs, in ascending order,
+// whatever the other rows and panels. So a row's bits depend on that row and the weight alone.
 
 #include <utility>
 
@@ -51,8 +52,52 @@ void prepare_codes(const GroupedProduct& p, int row, float* x, float* sums) {
 // What is subtracted for codes that stand for one more. x_sum: of a row's inputs in a group.
 template <class Codes>
 inline Vec first_sum(float x_sum) {
-  return Codes::MIDDLE == 0 ? Vec{} : all(-Codes::MIDDLE * x_sum);
+  return Codes::MIDDLE == 0 || Codes::IN_BYTES ? Vec{} : all(-Codes::MIDDLE * x_sum);
 }
+
+// Adds the products of a row in a group to the row's total. `index`: of the row and group in `input`.
+template <class Codes>
+__attribute__((always_inline)) inline void add_products(const GroupedProduct& p, const GroupedInput& input, int64_t index,
+                                                        const GroupScales& scales, Vec sum, Vec& total) {
+  if constexpr (Codes::IN_BYTES) {
+    const Vec products = __builtin_convertvector((Ints)sum, Vec) * all(input.scales[index]);
+    total = fma(products, scales.scale, total);
+    total = fma(scales.offset, all(input.sums[index]), total);
+  } else {
+    add_group(p, scales, input.sums[index], sum, total);
+  }
+}
+
+#if defined(__AVX2__)
+// Rounds a row to int8, to nearest, ties to even. NaN and infinity become any numbers, but the group's scale is not finite.
+template <class Codes>
+void prepare_bytes(const GroupedProduct& p, int row, float* x, float* sums, float* scales) {
+  const uint16_t* from = (const uint16_t*)((const char*)p.x + row * p.x_row);
+  int8_t* to = (int8_t*)x;
+  for (int group = 0; group < p.groups; group++) {
+    const int begin = first_unit(p, group) * Codes::COUNT, end = end_unit(p, group) * Codes::COUNT;
+    const int last = end < p.inputs ? end : p.inputs;
+    uint16_t most = 0;  // as bits, whose order is that of the numbers
+    for (int i = begin; i < last; i++) {
+      const uint16_t magnitude = from[i] & 0x7fff;
+      most = magnitude > most ? magnitude : most;
+    }
+    const float largest = widened((Bf16)most);
+    const float factor = largest < SMALLEST ? 0 : LARGEST / largest;
+    int32_t sum = 0;
+    for (int i = begin; i < last; i++) {
+      const float shifted = widened((Bf16)from[i]) * factor + 12582912.0f;  // the integer, in the low bits
+      const int8_t number = (int8_t)bits(shifted);
+      to[i] = number;
+      sum += number;
+    }
+    for (int i = last; i < end; i++) to[i] = 0;
+    scales[group] = largest / LARGEST;
+    sums[group] = scales[group] * (float)sum;
+  }
+  Codes::arrange(to, p.units);
+}
+#endif
 
 // One unit of PANELS panels, the numbers in ascending order.
 template <class Codes, int ROWS, int PANELS, size_t... PLACES>
@@ -92,9 +137,10 @@ void block_of_rows(const GroupedProduct& p, const GroupedInput& input, int row, 
                                     sum, std::make_index_sequence<Codes::STEPS>());
 #pragma GCC unroll 12
     for (int i = 0; i < PANELS; i++) {
-      const GroupScales scales(p, panel + i, group);
+      const GroupScales scales(p, panel + i, group, Codes::MIDDLE);
 #pragma GCC unroll 24
-      for (int r = 0; r < ROWS; r++) add_group(p, scales, sums[r * p.groups + group], sum[r][i], total[r][i]);
+      for (int r = 0; r < ROWS; r++)
+        add_products<Codes>(p, input, (int64_t)(row + r) * p.groups + group, scales, sum[r][i], total[r][i]);
     }
   }
 #pragma GCC unroll 12
@@ -105,7 +151,12 @@ void block_of_rows(const GroupedProduct& p, const GroupedInput& input, int row, 
 
 typedef void (*BlockOfRows)(const GroupedProduct&, const GroupedInput&, int, int);
 
-constexpr int panels_of(int rows) { return MOST_SUMS / rows > 8 ? 8 : MOST_SUMS / rows; }
+// With integers, totals are in registers too.
+template <class Codes>
+constexpr int panels_of(int rows) {
+  const int panels = (Codes::IN_BYTES ? MOST_SUMS / 2 : MOST_SUMS) / rows;
+  return panels > 8 ? 8 : panels < 1 ? 1 : panels;
+}
 
 // The loops for `rows` rows: with the number of panels that suits them, and with one panel.
 struct Block {
@@ -116,7 +167,7 @@ struct Block {
 template <class Codes, int... ROWS>
 struct Blocks {
   static constexpr Block all[] = {
-      {ROWS, panels_of(ROWS), block_of_rows<Codes, ROWS, panels_of(ROWS)>, block_of_rows<Codes, ROWS, 1>}...};
+      {ROWS, panels_of<Codes>(ROWS), block_of_rows<Codes, ROWS, panels_of<Codes>(ROWS)>, block_of_rows<Codes, ROWS, 1>}...};
 };
 template <class Codes>
 struct AllBlocks : Blocks<Codes, 1, 2, 3, 4, 6, 8, 12> {};
@@ -127,6 +178,16 @@ const Block& largest_block(int rows) {
   for (const Block& block : AllBlocks<Codes>::all)
     if (block.rows <= rows) found = &block;
   return *found;
+}
+
+// Many rows and one panel, which stays in the cache. Bytes are unpacked in less time than it takes to store them.
+template <class Codes>
+void panel_by_blocks(const GroupedProduct& p, const GroupedInput& input, int panel) {
+  for (int row = 0; row < p.rows;) {
+    const Block& block = largest_block<Codes>(p.rows - row);
+    block.one(p, input, row, panel);
+    row += block.rows;
+  }
 }
 
 // A part of a panel, unpacked for many rows: whole groups, or a piece of one that is larger than a block.
@@ -239,7 +300,13 @@ void panel_of_many_rows(const GroupedProduct& p, const GroupedInput& input, int 
 template <class Codes>
 void panels_of_codes(const GroupedProduct& p, const GroupedInput& input, int first, int last) {
   if (p.rows > FEW_ROWS) {
-    for (int panel = first; panel < last; panel++) panel_of_many_rows<Codes>(p, input, panel);
+    for (int panel = first; panel < last; panel++) {
+      if constexpr (Codes::IN_BYTES) {
+        panel_by_blocks<Codes>(p, input, panel);
+      } else {
+        panel_of_many_rows<Codes>(p, input, panel);
+      }
+    }
     return;
   }
   for (int row = 0; row < p.rows;) {
@@ -251,37 +318,16 @@ void panels_of_codes(const GroupedProduct& p, const GroupedInput& input, int fir
   }
 }
 
-#if defined(__AVX512BF16__)
-template <class Codes>
-void prepare_pairs(const GroupedProduct& p, int row, float* x, float* sums) {
-  const uint16_t* from = (const uint16_t*)((const char*)p.x + row * p.x_row);
-  const auto number = [&](int i) -> uint32_t { return i < p.inputs ? from[i] : 0; };
-  for (int unit = 0; unit < p.units; unit++)
-    for (int i = 0; i < Codes::STEPS; i++) {
-      const int first = unit * Codes::COUNT + i;
-      const uint32_t pair = number(first) | number(first + Codes::COUNT / 2) << 16;
-      memcpy(x + unit * Codes::STEPS + i, &pair, 4);
-    }
-  if (p.zero == nullptr && p.minimum == nullptr) return;  // no sum is used
-  for (int group = 0; group < p.groups; group++) {
-    float parts[Codes::COUNT] = {};
-    for (int unit = first_unit(p, group); unit < end_unit(p, group); unit++)
-      for (int i = 0; i < Codes::STEPS; i++) {
-        const uint32_t pair = bits(x[unit * Codes::STEPS + i]);
-        parts[i] += from_bits(pair << 16);
-        parts[i + Codes::STEPS] += from_bits(pair & 0xffff0000u);
-      }
-    float sum = 0;
-    for (int i = 0; i < Codes::COUNT; i++) sum += parts[i];
-    sums[group] = sum;
+void prepare(const GroupedProduct& p, int row, float* x, float* sums, [[maybe_unused]] float* scales) {
+#if defined(__AVX2__)
+  if (takes_bytes(p)) {
+    if (p.coding == FOUR_BITS) prepare_bytes<FourBitBytes>(p, row, x, sums, scales);
+    if (p.coding == EIGHT_BITS) prepare_bytes<EightBitBytes>(p, row, x, sums, scales);
+    return;
   }
-}
 #endif
-
-void prepare(const GroupedProduct& p, int row, float* x, float* sums) {
 #if defined(__AVX512BF16__)
   if (takes_pairs(p)) {
-    if (p.coding == FOUR_BITS) prepare_pairs<NumberPairs>(p, row, x, sums);
     if (p.coding == TABLE) prepare_pairs<IndexPairs>(p, row, x, sums);
     if (p.coding == FLOAT8) prepare_pairs<Float8Pairs>(p, row, x, sums);
     return;
@@ -294,9 +340,15 @@ void prepare(const GroupedProduct& p, int row, float* x, float* sums) {
 }
 
 void panels(const GroupedProduct& p, const GroupedInput& input, int first, int last) {
+#if defined(__AVX2__)
+  if (takes_bytes(p)) {
+    if (p.coding == FOUR_BITS) panels_of_codes<FourBitBytes>(p, input, first, last);
+    if (p.coding == EIGHT_BITS) panels_of_codes<EightBitBytes>(p, input, first, last);
+    return;
+  }
+#endif
 #if defined(__AVX512BF16__)
   if (takes_pairs(p)) {
-    if (p.coding == FOUR_BITS) panels_of_codes<NumberPairs>(p, input, first, last);
     if (p.coding == TABLE) panels_of_codes<IndexPairs>(p, input, first, last);
     if (p.coding == FLOAT8) panels_of_codes<Float8Pairs>(p, input, first, last);
     return;

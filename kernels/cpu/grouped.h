@@ -41,15 +41,16 @@ struct GroupedProduct {
 struct GroupedInput {
   const float* x;  // (rows, whole units of inputs)
   int64_t x_row;   // numbers from one row to the next
-  const float* sums;  // (rows, groups), of the inputs: what is to be subtracted for codes that stand for one more
+  const float* sums;    // (rows, groups), of the inputs: what is to be subtracted for codes that stand for one more
+  const float* scales;  // (rows, groups), of inputs in int8
 };
 
 // Of one instruction set.
 struct GroupedMultiply {
   int columns;    // of a panel
-  // Row `row` of x: widened and scaled by what the place of a code in its unit multiplies it with, or in pairs of
-  // bfloat16; and its groups' sums where they are needed.
-  void (*prepare)(const GroupedProduct&, int row, float* x, float* sums);
+  // Row `row` of x: widened and scaled by what the place of a code in its unit multiplies it with, in pairs of bfloat16, or
+  // rounded to int8 with a scale for each group; and its groups' sums where they are needed.
+  void (*prepare)(const GroupedProduct&, int row, float* x, float* sums, float* scales);
   // Panels first .. last - 1 of all rows.
   void (*panels)(const GroupedProduct&, const GroupedInput&, int first, int last);
 };

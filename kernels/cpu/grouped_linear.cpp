@@ -30,16 +30,18 @@ thread_local Workspace input_space;
 void multiply(const GroupedProduct& p, const GroupedMultiply& variant, int threads) {
   const int64_t numbers = (int64_t)p.units * (p.coding == EIGHT_BITS || p.coding == FLOAT8 ? 4 : 8);
   const int64_t x_row = (numbers + LINE - 1) / LINE * LINE + LINE;  // not a power of 2, so that rows do not share sets
-  float* x = (float*)input_space.at_least(4 * (x_row + p.groups) * p.rows);
+  float* x = (float*)input_space.at_least(4 * (x_row + 2 * p.groups) * p.rows);
   float* sums = x + x_row * p.rows;
+  float* scales = sums + (int64_t)p.groups * p.rows;
   parallel(p.rows, numbers < MUCH ? MUCH / numbers : 1, threads, [&](int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; row++) variant.prepare(p, (int)row, x + row * x_row, sums + row * p.groups);
+    for (int64_t row = first; row < last; row++)
+      variant.prepare(p, (int)row, x + row * x_row, sums + row * p.groups, scales + row * p.groups);
   });
   int64_t at_once = PANELS;
   while (at_once * p.units * 4 * variant.columns < WORTH) at_once *= 2;
   const int panels = (p.outputs + variant.columns - 1) / variant.columns;
   parallel(panels, at_once, threads, [&](int64_t first, int64_t last) {
-    variant.panels(p, {x, x_row, sums}, (int)first, (int)last);
+    variant.panels(p, {x, x_row, sums, scales}, (int)first, (int)last);
   });
 }
 

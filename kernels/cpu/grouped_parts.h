@@ -24,12 +24,15 @@ inline int end_unit(const GroupedProduct& p, int group) {
 // Of a group and a panel's outputs.
 struct GroupScales {
   Vec scale, zero, minimum;
+  Vec offset;  // what a row's sum is multiplied with, for codes that stand for `middle` less
   GroupScales() {}
-  __attribute__((always_inline)) GroupScales(const GroupedProduct& p, int panel, int group) {
+  __attribute__((always_inline)) GroupScales(const GroupedProduct& p, int panel, int group, float middle = 0) {
     const int64_t index = ((int64_t)panel * p.groups + group) * COLUMNS;
     scale = load_scale(p.scale, p.scale_type, index);
     if (p.zero != nullptr) zero = load_scale(p.zero, p.scale_type, index);
     if (p.minimum != nullptr) minimum = load_scale(p.minimum, p.scale_type, index);
+    offset = -scale * (p.zero == nullptr ? all(middle) : zero + all(middle));
+    if (p.minimum != nullptr) offset -= minimum;
   }
 };
 
@@ -50,14 +53,53 @@ inline void unpack_unit(Vec* to, const Unit& unit, std::index_sequence<PLACES...
   ((to[PLACES] = unit.template number<PLACES>()), ...);
 }
 
+#if defined(__AVX2__)
+constexpr float LARGEST = 127;       // number of a row in int8
+constexpr float SMALLEST = 1e-30f;  // a group whose largest magnitude is less becomes zeros; keeps its reciprocal finite
+
+// Whether codes are multiplied as integers.
+inline bool takes_bytes(const GroupedProduct& p) {
+#if defined(__AVX512VNNI__)
+  return p.x_bf16 && (p.coding == FOUR_BITS || p.coding == EIGHT_BITS);
+#else
+  return p.x_bf16 && p.coding == FOUR_BITS;
+#endif
+}
+#endif
+
 #if defined(__AVX512BF16__)
 // Whether bfloat16 holds all that is multiplied.
-bool takes_pairs(const GroupedProduct& p) {
+inline bool takes_pairs(const GroupedProduct& p) {
   if (!p.x_bf16 || p.coding == EIGHT_BITS) return false;
   if (p.coding != TABLE) return true;
   for (int i = 0; i < 16; i++)
     if (bits(p.table[i]) & 0xffff) return false;
   return true;
+}
+
+template <class Codes>
+void prepare_pairs(const GroupedProduct& p, int row, float* x, float* sums) {
+  const uint16_t* from = (const uint16_t*)((const char*)p.x + row * p.x_row);
+  const auto number = [&](int i) -> uint32_t { return i < p.inputs ? from[i] : 0; };
+  for (int unit = 0; unit < p.units; unit++)
+    for (int i = 0; i < Codes::STEPS; i++) {
+      const int first = unit * Codes::COUNT + i;
+      const uint32_t pair = number(first) | number(first + Codes::COUNT / 2) << 16;
+      memcpy(x + unit * Codes::STEPS + i, &pair, 4);
+    }
+  if (p.zero == nullptr && p.minimum == nullptr) return;  // no sum is used
+  for (int group = 0; group < p.groups; group++) {
+    float parts[Codes::COUNT] = {};
+    for (int unit = first_unit(p, group); unit < end_unit(p, group); unit++)
+      for (int i = 0; i < Codes::STEPS; i++) {
+        const uint32_t pair = bits(x[unit * Codes::STEPS + i]);
+        parts[i] += from_bits(pair << 16);
+        parts[i + Codes::STEPS] += from_bits(pair & 0xffff0000u);
+      }
+    float sum = 0;
+    for (int i = 0; i < Codes::COUNT; i++) sum += parts[i];
+    sums[group] = sum;
+  }
 }
 #endif
 

@@ -147,9 +147,11 @@ void panels_of_codes(const GroupedProduct& p, const GroupedInput& input, int fir
   _tile_release();
 }
 
-void prepare(const GroupedProduct& p, int row, float* x, float* sums) {
-  grouped_avx512_bf16.prepare(p, row, x, sums);
-  if (!takes_pairs(p)) return;
+void prepare(const GroupedProduct& p, int row, float* x, float* sums, float* scales) {
+  if (!takes_pairs(p)) return grouped_avx512_bf16.prepare(p, row, x, sums, scales);
+  if (p.coding == FOUR_BITS) prepare_pairs<NumberPairs>(p, row, x, sums);
+  if (p.coding == TABLE) prepare_pairs<IndexPairs>(p, row, x, sums);
+  if (p.coding == FLOAT8) prepare_pairs<Float8Pairs>(p, row, x, sums);
   // The last tile may read past the row.
   const int steps = p.units * (p.coding == FLOAT8 ? Float8Pairs::STEPS : FourBitPairs::STEPS);
   store(x + steps, Vec{});

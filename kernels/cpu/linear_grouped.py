@@ -8,7 +8,6 @@ are float16 or bfloat16 where that is exact, else float32.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,11 +16,10 @@ from torch.nn import functional
 from serve_llm.kernels.cpu.library import Library, check_sources
 from serve_llm.kernels.huge_pages import use_huge_pages
 from serve_llm.kernels.linear import Linear
-from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.linear_grouped import GroupedWeight, find_scale_dtype, spread_nan
 
 FOUR_BITS, TABLE, EIGHT_BITS, FLOAT8 = range(4)  # `Coding` in grouped.h
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e8m0fnu, torch.float8_e4m3fn)  # `ScaleType`
-FLOAT8_NAN = 0x7F  # float8_e4m3fn without its sign
 WORD_BITS = 32
 PANELS_AT_ONCE = 64  # while packing, to keep temporary memory small
 
@@ -90,8 +88,8 @@ class _PackedGroups:
         group_units = units if is_one_group else weight.group_size // per_word
         first_units = units if is_one_group else group_units - weight.offset // per_word
         words = _pack_panels(weight, columns, units)
-        numbers = (_spread_nan(weight), weight.zeros, weight.minimums)
-        dtype = _find_scale_dtype(numbers)
+        numbers = (spread_nan(weight), weight.zeros, weight.minimums)
+        dtype = find_scale_dtype(numbers)
         scales = [None if one is None else _by_panel(one.to(dtype), columns) for one in numbers]
         table = None if weight.table is None else weight.table.float().contiguous()
         divisors, floats = (
@@ -159,43 +157,11 @@ def _find_coding(weight: GroupedWeight) -> int:
     return FOUR_BITS if weight.table is None else TABLE
 
 
-def _spread_nan(weight: GroupedWeight) -> Tensor:
-    """The scales. The kernel takes a code for a number, so the scale of a group with NaN among its codes is NaN."""
-    if not weight.is_float8:
-        return weight.scales
-    is_nan = (weight.codes & FLOAT8_NAN) == FLOAT8_NAN
-    if not is_nan.any():
-        return weight.scales
-    scales = weight.scales.float()
-    rows, columns = is_nan.nonzero(as_tuple=True)
-    scales[rows, (columns + weight.offset) // weight.group_size] = torch.nan
-    return scales
-
-
 def _by_panel(values: Tensor, columns: int) -> Tensor:
     """(outputs, groups) -> (panels, groups, columns), zero bytes up to a whole panel."""
     missing = values.new_empty((-len(values) % columns, values.shape[1]))
     missing.view(torch.uint8).zero_()
     return torch.cat((values, missing)).view(-1, columns, values.shape[1]).transpose(1, 2).contiguous()
-
-
-def _find_scale_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:
-    """The narrowest of SCALE_DTYPES that holds all numbers exactly; 8 bits only where they come in them."""
-    present = [one for one in tensors if one is not None]
-    first = present[0]
-    if len(present) == 1 and first.dtype == torch.float8_e8m0fnu:
-        return first.dtype
-    if len(present) == 1 and first.dtype == torch.float8_e4m3fn and not first.float().isnan().any():
-        return first.dtype  # the kernel knows no NaN of this type
-    for dtype in (torch.float16, torch.bfloat16):
-        if all(_fits(one.float(), dtype) for one in present):
-            return dtype
-    return torch.float32
-
-
-def _fits(values: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the dtype holds the values exactly."""
-    return torch.equal(values.to(dtype).float(), values) and bool(values.isfinite().all())
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -1,5 +1,5 @@
 // Kernels that work on rows or on single numbers, in float32 and bfloat16: norms, activation functions, rope and the
-// write to the KV cache, 8-bit activations. Compiled once for each instruction set, whose name ends every function
+// write to the KV cache, 8-bit activations, 4-bit weights. Compiled once for each instruction set, whose name ends every function
 // (`rms_norm_avx2`). The functions of the same names in kernels/*.py state the contracts. Independent of torch.
 //
 // A result depends on its own row or number alone: sums over a row have a fixed order, and threads divide whole rows,
@@ -10,6 +10,7 @@
 #include "cache.h"
 #include "cells.h"
 #include "parallel.h"
+#include "workspace.h"
 
 #define KERNEL(name) extern "C" __attribute__((visibility("default"))) void JOIN(serve_llm_##name, VARIANT)
 
@@ -259,6 +260,101 @@ void quantise_rows(const Cell* x, int64_t stride, uint8_t* numbers, float* scale
   });
 }
 
+// ---- 4-bit weights
+
+// A float32 number rounded to float16, to nearest, ties to even.
+inline float rounded_to_half(float x) {
+  const float magnitude = fabsf(x);
+  if (!(magnitude >= 0x1p-14f)) return rintf(x * 0x1p24f) * 0x1p-24f;  // no leading one, or NaN
+  const uint32_t y = bits(x);
+  const float found = from_bits((y + 0xfff + ((y >> 13) & 1)) & ~0x1fffu);
+  return fabsf(found) > 65504.0f ? copysignf(INFINITY, x) : found;
+}
+
+// What a group becomes: codes 0 .. 15 (as float32), scale and zero point.
+struct FourBits {
+  float* codes;
+  float scale, zero, error;
+};
+
+// x: whole vectors, zeros at the end. span, low: of the numbers and 0. part: of the span that 15 codes cover.
+inline void quantise_range(const float* x, int vectors, float span, float low, float part, FourBits& found) {
+  const float scale = rounded_to_half(span * (part / 15.0f));
+  const float divisor = scale > 0 ? scale : 1.0f;
+  const float nearest = rintf(-low * part / divisor);
+  const float zero = nearest < 0 ? 0 : nearest > 15 ? 15 : nearest;
+  Vec products{}, squares{};
+  for (int i = 0; i < vectors; i++) {
+    const Vec number = load<Vec>(x + i * W), shifted = number / all(divisor) + all(12582912.0f);
+    Vec code = shifted - all(12582912.0f) + all(zero);  // rounded to nearest, ties to even
+    code = larger(code, Vec{});
+    code = code > all(15.0f) ? all(15.0f) : code;
+    store(found.codes + i * W, code);
+    const Vec centred = code - all(zero);
+    products = fma(number, centred, products);
+    squares = fma(centred, centred, squares);
+  }
+  const float square = sum(squares);
+  float fitted = sum(products) / (square < 1e-30f ? 1e-30f : square);  // with these codes, it has the least error
+  fitted = rounded_to_half(scale > 0 ? fitted : scale);
+  Vec errors{};
+  for (int i = 0; i < vectors; i++) {
+    const Vec error = (load<Vec>(found.codes + i * W) - all(zero)) * all(fitted) - load<Vec>(x + i * W);
+    errors = fma(error, error, errors);
+  }
+  found.scale = fitted;
+  found.zero = zero;
+  found.error = sum(errors);
+}
+
+// numbers: a group, zeros up to whole vectors. spare: as many numbers. Writes the codes of the first `count`.
+inline void quantise_group(const float* numbers, int count, const float* parts, int ranges, float* spare, uint8_t* codes,
+                           float* scale, float* zero) {
+  const int vectors = (count + W - 1) / W;
+  Vec least{}, most{}, nothing{};
+  for (int i = 0; i < vectors; i++) {
+    const Vec x = load<Vec>(numbers + i * W);
+    least = least < x ? least : x;
+    most = larger(most, x);
+    nothing += x * all(0.0f);  // NaN for what is not finite
+  }
+  float low = 0;
+  for (int i = 0; i < W; i++) low = least[i] < low ? least[i] : low;
+  const float span = largest(most) - low;
+  *scale = span / 15.0f + sum(nothing);
+  *zero = 8;
+  memset(codes, 0, count);
+  float best = INFINITY;
+  for (int i = 0; i < ranges; i++) {
+    FourBits found{spare, 0, 0, 0};
+    quantise_range(numbers, vectors, span, low, parts[i], found);
+    if (!(found.error < best)) continue;
+    best = found.error;
+    *scale = found.scale + sum(nothing);
+    *zero = found.zero;
+    for (int k = 0; k < count; k++) codes[k] = (uint8_t)spare[k];
+  }
+}
+
+template <class Cell>
+void quantise_int4(const Cell* weight, int64_t stride, int64_t rows, int width, int group_size, const float* parts,
+                   int ranges, uint8_t* codes, float* scales, float* zeros, int threads) {
+  const int64_t groups = (width + group_size - 1) / group_size;
+  parallel(rows, alone(width), threads, [=](int64_t first, int64_t last) {
+    const int64_t padded = (group_size + W - 1) / W * W;
+    thread_local Workspace space;
+    float* const numbers = (float*)space.at_least(8 * padded);
+    for (int64_t row = first; row < last; row++)
+      for (int64_t group = 0; group < groups; group++) {
+        const int from = (int)group * group_size, count = width - from < group_size ? width - from : group_size;
+        for (int i = 0; i < count; i++) numbers[i] = widened(weight[row * stride + from + i]);
+        for (int i = count; i < padded; i++) numbers[i] = 0;
+        const int64_t at = row * groups + group;
+        quantise_group(numbers, count, parts, ranges, numbers + padded, codes + row * width + from, scales + at, zeros + at);
+      }
+  });
+}
+
 }  // namespace
 
 // Calls `function` for the type of its numbers, which the arguments can name as `Cell`.
@@ -311,4 +407,10 @@ KERNEL(rope_and_cache)(int bf16, const void* qkv, int64_t qkv_token, const float
 KERNEL(quantise_rows)(int bf16, const void* x, int64_t stride, uint8_t* numbers, float* scales, int64_t rows, int width,
                       int threads) {
   BY_TYPE(quantise_rows((const Cell*)x, stride, numbers, scales, rows, width, threads))
+}
+
+// stride: between rows of the weight, in elements. parts: `ranges` shares of a group's range that are tried.
+KERNEL(quantise_int4)(int bf16, const void* weight, int64_t stride, int64_t rows, int width, int group_size,
+                      const float* parts, int ranges, uint8_t* codes, float* scales, float* zeros, int threads) {
+  BY_TYPE(quantise_int4((const Cell*)weight, stride, rows, width, group_size, parts, ranges, codes, scales, zeros, threads))
 }

@@ -7,13 +7,15 @@ pass plain addresses and numbers, whose types are declared once.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
-from serve_llm.kernels.cpu.library import Library
+from serve_llm.kernels.cpu.library import DTYPES, Library
+from serve_llm.kernels.quantise_int4 import RANGES
 from serve_llm.kernels.rope import Angles, HeadNorms
 
 BF16 = torch.bfloat16
@@ -31,6 +33,9 @@ class RowKernels:
         query_and_cache = (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int)
         sizes = (c_int, c_int, c_int, c_int, c_int, c_int)
         quantised = (c_int, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int, c_int)
+        self._quantise_int4 = library.function(
+            "quantise_int4", c_int, c_void_p, c_int64, c_int64, c_int, c_int, c_void_p, c_int, *(c_void_p,) * 3, c_int
+        )
         self._rms_norm = library.function("rms_norm", *norm)
         self._silu_and_mul = library.function("silu_and_mul", *gated)
         self._gelu_tanh_and_mul = library.function("gelu_tanh_and_mul", *gated)
@@ -163,3 +168,28 @@ class RowKernels:
             torch.get_num_threads(),
         )
         return numbers, scales
+
+    def quantise_int4(self, weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        if weight.dtype not in DTYPES or weight.stride(1) != 1:
+            weight = weight.float().contiguous()
+        outputs, inputs = weight.shape
+        num_groups = -(-inputs // group_size)
+        codes = torch.empty((outputs, inputs), dtype=torch.uint8)
+        scales, zeros = torch.empty((outputs, num_groups)), torch.empty((outputs, num_groups))
+        ranges = array("f", RANGES)
+        if inputs:
+            self._quantise_int4(
+                weight.dtype == BF16,
+                weight.data_ptr(),
+                weight.stride(0),
+                outputs,
+                inputs,
+                group_size,
+                ranges.buffer_info()[0],
+                len(ranges),
+                codes.data_ptr(),
+                scales.data_ptr(),
+                zeros.data_ptr(),
+                torch.get_num_threads(),
+            )
+        return codes, scales, zeros

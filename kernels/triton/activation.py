@@ -1,6 +1,7 @@
 """Activation functions, in Triton. Contracts: the functions of the same names in `kernels/activation.py`.
 
-To add one, write a function of float32 values and list it in ACTIVATIONS. relu uses torch, which is one launch too.
+To add one, write a function of float32 values and list it in ACTIVATIONS; one of gate and up is also given the output,
+to which it may round. relu uses torch, which is one launch too.
 """
 
 from __future__ import annotations
@@ -37,8 +38,25 @@ def _relu2(x):  # keeps NaN
     return tl.where(x < 0.0, 0.0, x * x)
 
 
+@triton.jit
+def _silu_and_mul(gate, up, y):
+    return _silu(gate).to(y.dtype.element_ty).to(tl.float32) * up
+
+
+@triton.jit
+def _gelu_tanh_and_mul(gate, up, y):
+    return _gelu_tanh(gate).to(y.dtype.element_ty).to(tl.float32) * up
+
+
+@triton.jit
+def _swigluoai_and_mul(gate, up, y):  # keeps NaN
+    gate = tl.where(gate > 7.0, 7.0, gate)
+    up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+    return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+
+
 def _gated_activation(function: triton.JITFunction, gate_up: Tensor) -> Tensor:
-    """Return function(gate), rounded, times up. gate_up: (tokens, 2 * width) -> (tokens, width)."""
+    """Return function(gate, up). gate_up: (tokens, 2 * width) -> (tokens, width)."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
     y = gate_up.new_empty((rows, width))
@@ -60,8 +78,9 @@ def _elementwise_activation(function: triton.JITFunction, x: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu_and_mul": partial(_gated_activation, _silu),
-    "gelu_tanh_and_mul": partial(_gated_activation, _gelu_tanh),
+    "silu_and_mul": partial(_gated_activation, _silu_and_mul),
+    "gelu_tanh_and_mul": partial(_gated_activation, _gelu_tanh_and_mul),
+    "swigluoai_and_mul": partial(_gated_activation, _swigluoai_and_mul),
     "gelu": partial(_elementwise_activation, _gelu),
     "gelu_tanh": partial(_elementwise_activation, _gelu_tanh),
     "relu2": partial(_elementwise_activation, _relu2),
@@ -76,8 +95,7 @@ def _gated_kernel(gate_up, y, gate_up_row, FUNCTION: tl.constexpr, WIDTH: tl.con
     source = gate_up + row * gate_up_row + column
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    rounded = FUNCTION(gate).to(y.dtype.element_ty).to(tl.float32)
-    tl.store(y + row * WIDTH + column, (rounded * up).to(y.dtype.element_ty), mask=mask)
+    tl.store(y + row * WIDTH + column, FUNCTION(gate, up, y).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -1,8 +1,9 @@
 """The Triton kernels behind `attention.py`: `attend` and, for split keys, `combine`.
 
-A program holds `rows` rows, each one query of one head: consecutive queries times heads that share a KV head. It visits
-the keys one tile at a time, at multiples of the tile size, with the online softmax of Milakov and Gimelshein
-(arXiv:1805.02867) in base 2. Keys are split among programs as in flash-decoding (Dao et al., 2023).
+A program holds `rows` rows, each one query of one head: consecutive queries times heads that share a KV head. It takes
+one item of a work list (`work_list.py`) and visits its keys one tile at a time, at multiples of the tile size, with the
+online softmax of Milakov and Gimelshein (arXiv:1805.02867) in base 2. Keys are split among programs as in
+flash-decoding (Dao et al., 2023).
 
 The state of the softmax is a tuple (row_max, row_sum, acc): the highest score of each row, (rows,); the sum of its
 weights, (rows,); and the weighted sum of the values, (rows, main_dim); all float32. row_max starts at LOWEST, which is
@@ -20,7 +21,8 @@ from serve_llm.kernels.triton.product import dot
 
 LOWEST = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
-SPLITS_IN_FLIGHT = tl.constexpr(8)  # splits that `combine` loads at once
+SPLITS_IN_FLIGHT = tl.constexpr(4)  # splits that `combine` loads at once
+ITEM_FIELDS = tl.constexpr(8)  # numbers of an item of a work list
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class SplitPlan:
     """Compile-time parameters. Strides are in elements; the last dimension of each tensor is contiguous."""
 
     single_query: bool  # for sequences with one new query (decode); otherwise for those with more (prefill)
-    split: bool  # program_id(2) is a split of the keys; otherwise one program visits all keys
-    fixed_split: int  # keys in a split, which starts at a multiple of it; 0: equal shares of the visible keys
+    split: bool  # some items are splits of the keys; otherwise each item has all keys of its queries
+    fixed_split: int  # keys in a split, which starts at a multiple of it; 0: the work list chooses
     group_size: int  # query heads of one KV head
     heads_per_tile: int
     rows: int
@@ -58,11 +60,22 @@ class SplitPlan:
     def queries_per_tile(self) -> int:
         return self.rows // self.heads_per_tile
 
+    @property
+    def unit(self) -> int:
+        """Keys that a work list never divides; splits start at multiples of it."""
+        return self.fixed_split or self.key_tile
+
+    @property
+    def rows_to_combine(self) -> int:
+        """Rows that a program of `combine` merges."""
+        most = triton.next_power_of_2(self.heads_per_tile) if self.single_query else self.rows
+        return min(most, 2048 // self.main_dim)
+
 
 # Do not recompile when only these arguments change.
 _any_value = triton.jit(
-    do_not_specialize=["sequences", "splits", "table_row"],
-    do_not_specialize_on_alignment=["block_table", "starts", "contexts"],
+    do_not_specialize=["table_row"],
+    do_not_specialize_on_alignment=["block_table"],
 )
 
 
@@ -71,38 +84,38 @@ def attend(
     query,
     cache,
     block_table,
-    starts,
-    contexts,
+    items,
     sinks,
     output,
     split_values,
     split_stats,
-    sequences,
     table_row,
     scale,
     PLAN: tl.constexpr,
 ):
-    """Attention of one tile of queries over its keys. Grid: (tiles of queries, KV heads * head_tiles, splits).
+    """Attention of one tile of queries over its keys or a split of them. Grid: (items, KV heads * head_tiles).
 
-    query: (tokens, heads, head_dim). cache, block_table, starts, contexts, sinks: see `paged_attention`.
-    Without `split`, writes output (tokens, heads, value_dim), contiguous. With `split`, writes split_values
-    (sequences, heads, splits, main_dim) and split_stats (sequences, heads, splits, 2), row_max and row_sum; float32.
+    query: (tokens, heads, head_dim). cache, block_table, sinks: see `paged_attention`. items: see `work_list`.
+    An item with all keys of its queries is written to output (tokens, heads, value_dim), contiguous. A split is written
+    to split_values (splits, KV heads * head_tiles, rows, main_dim) and split_stats (.., rows, 2), row_max and row_sum;
+    float32.
     """
-    sequence, start, count, first = _find_query_tile(starts, sequences, PLAN)
-    if (first >= count) | ((count == 1) != PLAN.single_query):
+    item = items + tl.program_id(0) * ITEM_FIELDS
+    sequence = tl.load(item)
+    start = tl.load(item + 1)
+    count = tl.load(item + 2)
+    context = tl.load(item + 3)
+    first = tl.load(item + 4)
+    begin = tl.load(item + 5)
+    end = tl.load(item + 6)
+    splits = tl.load(item + 7)
+    if sequence < 0:
         return
-    context = tl.load(contexts + sequence)
     position = context - count + first  # position of the first query
-    end = tl.minimum(context, position + PLAN.queries_per_tile)
-    first_key = _first_visible_key(position, PLAN)
-    begin, length = _split_bounds(first_key, end, tl.num_programs(2), PLAN)
-    if PLAN.split:
-        begin += tl.program_id(2) * length
-        if begin >= end:
-            return
-        end = tl.minimum(begin + length, end)
+    first_key = first_visible_key(position, PLAN)
 
-    heads, kv_head, head, query_index, is_valid = _locate_rows(first, count, PLAN)
+    row = tl.arange(0, PLAN.rows)
+    heads, kv_head, head, query_index, is_valid = _locate_rows(row, first, count, PLAN)
     positions = tl.where(is_valid, context - count + query_index, -1)
     token = (start + query_index).to(tl.int64)
     main, rest = _load_queries(query + token * PLAN.query_token_stride + head * PLAN.query_head_stride, is_valid, PLAN)
@@ -110,80 +123,64 @@ def attend(
     blocks = block_table + sequence.to(tl.int64) * table_row
 
     empty = _empty_state(PLAN.rows, PLAN)
-    if PLAN.split:
-        state = _accumulate_keys(empty, main, rest, keys, blocks, positions, first_key, begin, end, scale, True, PLAN)
-        slot = (sequence.to(tl.int64) * heads + head) * tl.num_programs(2) + tl.program_id(2)
-        _store_state(split_values, split_stats, slot, is_valid, state, PLAN)
-    else:
-        state = _add_sinks(empty, sinks, head, is_valid)
-        if PLAN.fixed_split:
-            for split_begin in range(begin, end, PLAN.fixed_split):
-                stop = tl.minimum(split_begin + PLAN.fixed_split, end)
-                part = _accumulate_keys(
-                    empty, main, rest, keys, blocks, positions, first_key, split_begin, stop, scale, True, PLAN
-                )
-                state = _merge_states(state, part)
-        else:
-            if not (PLAN.single_query or PLAN.window):  # keys that every row sees need no mask
-                whole = tl.maximum((position + 1) // PLAN.key_tile * PLAN.key_tile, 0)
-                state = _accumulate_keys(
-                    state, main, rest, keys, blocks, positions, first_key, begin, whole, scale, False, PLAN
-                )
-                begin = whole
-            state = _accumulate_keys(
-                state, main, rest, keys, blocks, positions, first_key, begin, end, scale, True, PLAN
+    has_all_keys = row * 0 + splits == 1
+    state = _add_sinks(empty, sinks, head, is_valid & has_all_keys)
+    if PLAN.fixed_split:
+        for split_begin in range(begin, end, PLAN.fixed_split):
+            stop = tl.minimum(split_begin + PLAN.fixed_split, end)
+            part = _accumulate_keys(
+                empty, main, rest, keys, blocks, positions, first_key, split_begin, stop, scale, True, PLAN
             )
+            state = _merge_states(state, part)
+    else:
+        if not (PLAN.single_query or PLAN.window):  # keys that every row sees need no mask
+            whole = tl.maximum(tl.minimum((position + 1) // PLAN.key_tile * PLAN.key_tile, end), begin)
+            state = _accumulate_keys(
+                state, main, rest, keys, blocks, positions, first_key, begin, whole, scale, False, PLAN
+            )
+            begin = whole
+        state = _accumulate_keys(state, main, rest, keys, blocks, positions, first_key, begin, end, scale, True, PLAN)
+    if PLAN.split:
+        if splits == 1:
+            _store_result(output, token * heads + head, is_valid, state, PLAN)
+        else:
+            slot = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * PLAN.rows + row
+            _store_state(split_values, split_stats, slot, is_valid, state, PLAN)
+    else:
         _store_result(output, token * heads + head, is_valid, state, PLAN)
 
 
 @_any_value
-def combine(split_values, split_stats, starts, contexts, sinks, output, splits, PLAN: tl.constexpr):
-    """Merge the splits of `attend` in order. Grid: (sequences, heads)."""
-    sequence, head = tl.program_id(0), tl.program_id(1) + tl.arange(0, 1)
-    start = tl.load(starts + sequence)
-    if tl.load(starts + sequence + 1) - start != 1:
-        return
-    context = tl.load(contexts + sequence)
-    begin, length = _split_bounds(_first_visible_key(context - 1, PLAN), context, splits, PLAN)
-    used = tl.cdiv(context - begin, length)
-    is_valid = head >= 0
-    state = _add_sinks(_empty_state(1, PLAN), sinks, head, is_valid)
-    slot = (sequence.to(tl.int64) * tl.num_programs(1) + head) * splits
-    for first in range(0, used, SPLITS_IN_FLIGHT):
-        for other in tl.static_range(SPLITS_IN_FLIGHT):
-            split = first + other + tl.arange(0, 1)
-            state = _merge_states(state, _load_state(split_values, split_stats, slot + split, split < used, PLAN))
-    _store_result(output, start.to(tl.int64) * tl.num_programs(1) + head, is_valid, state, PLAN)
+def combine(split_values, split_stats, items, sinks, output, PLAN: tl.constexpr):
+    """Merge the splits of `attend` in order. Grid: (splits, KV heads * head_tiles, tiles of rows_to_combine rows).
 
-
-@triton.jit
-def _find_query_tile(starts, sequences, PLAN: tl.constexpr):
-    """Return the program's sequence, its first token, its number of queries, and the index of the tile's first query.
-
-    The index may be past the last query: sequence s owns the tiles from starts[s] // queries_per_tile + s up to the
-    first one of the next sequence, which are at least as many as it needs.
+    Programs of a tile's first split do it; the others return.
     """
-    if PLAN.single_query:
-        sequence = tl.program_id(0)
-        first = 0
-    else:
-        tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late queries see the most keys, so start them first
-        sequence = 0
-        after = sequences
-        while after - sequence > 1:
-            middle = (sequence + after) // 2
-            reached = tl.load(starts + middle) // PLAN.queries_per_tile + middle <= tile
-            sequence = tl.where(reached, middle, sequence)
-            after = tl.where(reached, after, middle)
-        first = (tile - tl.load(starts + sequence) // PLAN.queries_per_tile - sequence) * PLAN.queries_per_tile
-    start = tl.load(starts + sequence)
-    return sequence, start, tl.load(starts + sequence + 1) - start, first
+    item = items + tl.program_id(0) * ITEM_FIELDS
+    start = tl.load(item + 1)
+    count = tl.load(item + 2)
+    first = tl.load(item + 4)
+    splits = tl.load(item + 7)
+    if splits < 2:
+        return
+    row = tl.program_id(2) * PLAN.rows_to_combine + tl.arange(0, PLAN.rows_to_combine)
+    heads, _, head, query_index, is_valid = _locate_rows(row, first, count, PLAN)
+    state = _add_sinks(_empty_state(PLAN.rows_to_combine, PLAN), sinks, head, is_valid)
+    slot = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * PLAN.rows + row
+    stride = tl.num_programs(1) * PLAN.rows  # between a row's splits
+    for index in range(0, splits, SPLITS_IN_FLIGHT):
+        for other in tl.static_range(SPLITS_IN_FLIGHT):
+            split = row * 0 + index + other
+            is_there = is_valid & (split < splits)
+            state = _merge_states(state, _load_state(split_values, split_stats, slot + split * stride, is_there, PLAN))
+    _store_result(output, (start + query_index).to(tl.int64) * heads + head, is_valid, state, PLAN)
 
 
 @triton.jit
-def _locate_rows(first, count, PLAN: tl.constexpr):
-    """Return the number of heads, the program's KV head, and for each row its head, query index and validity."""
-    row = tl.arange(0, PLAN.rows)
+def _locate_rows(row, first, count, PLAN: tl.constexpr):
+    """Return the number of heads, the program's KV head, and for each row its head, query index and validity.
+
+    row: indices in the tile, whose first query is the sequence's query `first` of `count`."""
     member = tl.program_id(1) % PLAN.head_tiles * PLAN.heads_per_tile + row % PLAN.heads_per_tile
     heads = tl.num_programs(1) // PLAN.head_tiles * PLAN.group_size
     kv_head = (tl.program_id(1) // PLAN.head_tiles).to(tl.int64)
@@ -193,21 +190,9 @@ def _locate_rows(first, count, PLAN: tl.constexpr):
 
 
 @triton.jit
-def _first_visible_key(position, PLAN: tl.constexpr):
+def first_visible_key(position, PLAN: tl.constexpr):
     """The first key that a query at `position` sees."""
     return tl.maximum(position - PLAN.window + 1, 0) if PLAN.window else 0
-
-
-@triton.jit
-def _split_bounds(first_key, end, splits, PLAN: tl.constexpr):
-    """Begin of the first split of the keys first_key .. end - 1, and length of every split: multiples of key_tile."""
-    if PLAN.fixed_split:
-        begin = first_key // PLAN.fixed_split * PLAN.fixed_split
-        length = PLAN.fixed_split
-    else:
-        begin = first_key // PLAN.key_tile * PLAN.key_tile
-        length = tl.maximum(tl.cdiv(tl.cdiv(end - begin, PLAN.key_tile), splits), 1) * PLAN.key_tile
-    return begin, length
 
 
 @triton.jit
@@ -289,11 +274,11 @@ def _empty_state(ROWS: tl.constexpr, PLAN: tl.constexpr):
 
 @triton.jit
 def _add_sinks(state, sinks, head, is_valid):
-    """Return the state after the heads' sinks, each a score without a value. `state` is empty."""
+    """Return the state after the sinks of valid rows' heads, each a score without a value. `state` is empty."""
     row_max, row_sum, acc = state
     if sinks is not None:
         row_max = tl.maximum(tl.load(sinks + head, mask=is_valid, other=LOWEST) * LOG2_E, LOWEST)
-        row_sum = tl.full(row_sum.shape, 1.0, tl.float32)
+        row_sum = tl.where(is_valid, 1.0, 0.0)
     return row_max, row_sum, acc
 
 

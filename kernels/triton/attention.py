@@ -1,13 +1,13 @@
 """Attention over a paged KV cache on a GPU. Contract: `kernels.attention.paged_attention`.
 
 Sequences with one query (decode) and with more (prefill) take separate launches; a launch without sequences is skipped.
-In decode a program computes all query heads of a KV head, so that keys are read once and the products fill tensor
-cores. The keys are split among as many programs as the GPU has room for, and `combine` merges the splits. The kernels
-read all lengths on the device, and a program without keys returns at once.
+A program computes all query heads of a KV head, as far as they fit, so that keys are read once and the products fill
+tensor cores. Both launches take their programs from work lists, which a kernel makes on the device from the lengths,
+once per step and KV group: a long context is split among many programs, and `combine` merges the splits. The grid is
+fixed, so a captured step serves all lengths.
 
-Batch invariance. By default a row's bits depend on its own sequence, on the number of sequences in the step (in decode,
-through the number of splits) and on whether it is computed in decode or prefill. They never depend on the lengths or
-contents of other sequences, nor on the chunks of a prompt, as long as no chunk is a single token. With
+Batch invariance. By default a row's bits depend on how its keys are split, so on the lengths of all sequences in the
+step, and on whether it is computed in decode or prefill. They never depend on the contents of other sequences. With
 `batch_invariant` they depend on the row's own query and keys alone: decode and prefill share one tile shape, splits
 start at fixed positions and are merged in order (by one program or by `combine`, with the same arithmetic), and the
 compiler must not contract products and sums.
@@ -19,19 +19,20 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from serve_llm.kernels.attention import Lengths
-from serve_llm.kernels.triton.attend import LOG2_E, SplitPlan, attend, combine
+from serve_llm.kernels.triton.attend import ITEM_FIELDS, LOG2_E, SplitPlan, attend, combine
+from serve_llm.kernels.triton.work_list import make_work_list
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BATCH_INVARIANT_SPLIT = 512  # keys
-MAX_SPLITS = 32
-PROGRAMS_PER_MULTIPROCESSOR = 2  # target for decode
+PROGRAMS_PER_MULTIPROCESSOR = 2  # that splits aim at
+LARGE_SHARED_BYTES = 160 * 1024  # server cards from A100 on have at least that; other cards have about 99 KB
 NUM_MULTIPROCESSORS = 132  # H100 and H200; used where no GPU is present
 
 
@@ -66,25 +67,116 @@ def paged_attention(
     if query.dtype not in DTYPES or cache.dtype != query.dtype:
         raise ValueError(f"no Triton kernel for queries of {query.dtype} over a cache of {cache.dtype}")
     output = query.new_empty((*query.shape[:2], value_dim or query.shape[2]))
-    query_lens = [end - start for start, end in pairwise(query_starts)]
-    for single_query in (True, False):
-        if not any((length == 1) == single_query for length in query_lens if length):
-            continue
-        plan, tiles = _make_plan(query, cache, value_dim, window, softcap, single_query, batch_invariant)
-        num_splits = 1
-        num_tiles = query_starts[-1] // plan.queries_per_tile + len(query_lens)
-        if single_query:
-            num_programs = len(query_lens) * cache.shape[2] * plan.head_tiles
-            num_splits = _choose_num_splits(plan, num_programs, max(context_lens), query.device)
-            num_tiles = len(query_lens)
-        _launch(
-            replace(plan, split=num_splits > 1),
-            tiles,
-            (num_tiles, cache.shape[2] * plan.head_tiles, num_splits),
-            (query, cache, block_table, on_device, sinks, output),
-            scale,
-        )
+    key = (query.shape[1:], query.stride(), cache.shape[1:], cache.stride(), value_dim, window, softcap)
+    launches = on_device.plans.get(key)
+    if launches is None:
+        launches = []
+        query_lens = [end - start for start, end in pairwise(query_starts)]
+        for single_query in (True, False):
+            if any((length == 1) == single_query for length in query_lens if length):
+                tiles = _choose_tiles(query, cache, value_dim, single_query, batch_invariant)
+                fixed_split = BATCH_INVARIANT_SPLIT if batch_invariant else 0
+                plan = _make_plan(query, cache, value_dim, window, softcap, single_query, tiles, fixed_split)
+                launches.append(_prepare(plan, tiles, query, cache, query_starts, max(context_lens), on_device))
+        on_device.plans[key] = launches
+    for launch in launches:
+        launch.run(query, cache, block_table, sinks, output, scale)
     return output
+
+
+class _Launch(NamedTuple):
+    """`attend` and, if some items are splits, `combine`: all but the tensors of a layer."""
+
+    plan: SplitPlan
+    grid: tuple[int, int]
+    combine_grid: tuple[int, int, int]
+    options: dict[str, Any]
+    combine_options: dict[str, Any]
+    items: Tensor
+    split_values: Tensor  # one layer's are of no more use when the next layer writes them
+    split_stats: Tensor
+
+    def run(
+        self, query: Tensor, cache: Tensor, block_table: Tensor, sinks: Tensor | None, output: Tensor, scale: float
+    ) -> None:
+        softcap = self.plan.softcap
+        attend[self.grid](
+            query,
+            cache,
+            block_table,
+            self.items,
+            sinks,
+            output,
+            self.split_values,
+            self.split_stats,
+            block_table.stride(0),
+            scale * LOG2_E.value * (2.0 / softcap if softcap else 1.0),
+            self.plan,
+            **self.options,
+        )
+        if self.plan.split:
+            combine[self.combine_grid](
+                self.split_values, self.split_stats, self.items, sinks, output, self.plan, **self.combine_options
+            )
+
+
+def _prepare(
+    plan: SplitPlan,
+    tiles: Tiles,
+    query: Tensor,
+    cache: Tensor,
+    query_starts: Sequence[int],
+    longest_context: int,
+    on_device: Lengths,
+) -> _Launch:
+    """Make the work list of this step. plan: without splits. longest_context: an upper bound, as are query_starts."""
+    sequences = len(query_starts) - 1
+    num_tiles = sequences if plan.single_query else query_starts[-1] // plan.queries_per_tile + sequences
+    num_programs = cache.shape[2] * plan.head_tiles  # for each item
+    target = PROGRAMS_PER_MULTIPROCESSOR * _num_multiprocessors(query.device) // num_programs
+    num_splits = _bound_splits(plan, target, num_tiles, longest_context)
+    num_items = num_tiles + num_splits
+    plan = replace(plan, split=num_splits > 0)
+    items = query.new_empty((num_items, ITEM_FIELDS.value), dtype=torch.int32)
+    options = {"num_warps": 4, "num_stages": 1}
+    make_work_list[(1,)](
+        on_device.query_starts,
+        on_device.context_lens,
+        items,
+        sequences,
+        num_tiles,
+        num_items,
+        num_splits,
+        target,
+        plan,
+        **options,
+    )
+    partial = (num_splits, num_programs, plan.rows)
+    # A product and a sum must not be contracted in one kernel and not in the other.
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "enable_fp_fusion": not plan.fixed_split}
+    rows = plan.heads_per_tile if plan.single_query else plan.rows
+    return _Launch(
+        plan,
+        (num_items, num_programs),
+        (num_splits, num_programs, -(-rows // plan.rows_to_combine)),
+        options,
+        {**options, "num_warps": 4},
+        items,
+        query.new_empty((*partial, plan.main_dim), dtype=torch.float32),
+        query.new_empty((*partial, 2), dtype=torch.float32),
+    )
+
+
+def _bound_splits(plan: SplitPlan, target: int, num_tiles: int, longest_context: int) -> int:
+    """The most splits that the work list may make; 0 if it cannot split. target: items that share the keys equally."""
+    num_keys = longest_context
+    if plan.window:
+        num_keys = min(num_keys, plan.window + plan.queries_per_tile + plan.unit)
+    most_units = -(-num_keys // plan.unit) + bool(plan.window)
+    if target < 2 or most_units < 2:
+        return 0
+    enough = 2 * target if not plan.fixed_split else max(2 * target, most_units)
+    return min(enough, num_tiles * most_units)
 
 
 def _make_plan(
@@ -94,18 +186,17 @@ def _make_plan(
     window: int | None,
     softcap: float | None,
     single_query: bool,
-    batch_invariant: bool,
-) -> tuple[SplitPlan, Tiles]:
-    """Return the compile-time parameters for one split, and the tile sizes."""
+    tiles: Tiles,
+    fixed_split: int,
+) -> SplitPlan:
+    """Return the compile-time parameters, without splits."""
     head_dim = query.shape[2]
     group_size = query.shape[1] // cache.shape[2]
-    main_dim = max(16, triton.next_power_of_2(value_dim or head_dim))
-    rest_dim = max(16, triton.next_power_of_2(head_dim - value_dim)) if value_dim and value_dim < head_dim else 0
-    tiles = _choose_tiles(query.dtype, main_dim, group_size if single_query else None, batch_invariant)
+    main_dim, rest_dim = _pad_dims(head_dim, value_dim)
     return SplitPlan(
         single_query=single_query,
         split=False,
-        fixed_split=BATCH_INVARIANT_SPLIT if batch_invariant else 0,
+        fixed_split=fixed_split,
         group_size=group_size,
         heads_per_tile=min(group_size, tiles.rows),
         rows=tiles.rows,
@@ -124,31 +215,46 @@ def _make_plan(
         cache_part_stride=cache.stride(1),
         cache_head_stride=cache.stride(2),
         cache_token_stride=cache.stride(3),
-    ), tiles
+    )
 
 
-def _choose_tiles(dtype: torch.dtype, main_dim: int, group_size: int | None, batch_invariant: bool) -> Tiles:
-    """main_dim: padded head_dim. group_size: query heads of one KV head in decode; None: prefill.
+def _pad_dims(head_dim: int, value_dim: int | None) -> tuple[int, int]:
+    """Return the padded sizes of the two parts of a key; see `SplitPlan`."""
+    main_dim = max(16, triton.next_power_of_2(value_dim or head_dim))
+    rest_dim = max(16, triton.next_power_of_2(head_dim - value_dim)) if value_dim and value_dim < head_dim else 0
+    return main_dim, rest_dim
 
-    A block number is loaded before its keys, so only about half of the stages hold keys.
-    """
-    if dtype == torch.float32:  # exact, so without tensor cores
+
+def _choose_tiles(
+    query: Tensor, cache: Tensor, value_dim: int | None, single_query: bool, batch_invariant: bool
+) -> Tiles:
+    """A block number is loaded before its keys, so only about half of the stages hold keys.
+
+    Cards with 99 KB of shared memory for a program get smaller tiles for large heads."""
+    main_dim, _ = _pad_dims(query.shape[2], value_dim)
+    is_small = _shared_bytes(query.device) < LARGE_SHARED_BYTES
+    if query.dtype == torch.float32:  # exact, so without tensor cores
         return Tiles(16, 32 if main_dim <= 64 else 16, 4, 3)
     if batch_invariant:
-        return Tiles(64, 64, 4, 3) if main_dim <= 128 else Tiles(64, 32, 8, 3)
-    if group_size is None:
-        return {512: Tiles(64, 32, 8, 3), 256: Tiles(128, 64, 8, 3)}.get(main_dim, Tiles(128, 128, 8, 3))
-    rows = min(64, max(16, triton.next_power_of_2(group_size)))
-    return Tiles(rows, 64 if main_dim <= 128 else 32, 4 if main_dim <= 256 else 8, 5)
+        return {512: Tiles(32, 32, 8, 2), 256: Tiles(64, 32, 8, 3)}.get(main_dim, Tiles(64, 64, 4, 3))
+    if main_dim == 512 and is_small:
+        return Tiles(32, 32, 8, 2)
+    if not single_query:
+        large_head = Tiles(64, 32, 8, 3) if is_small else Tiles(128, 64, 8, 3)
+        return {512: Tiles(64, 32, 8, 3), 256: large_head}.get(main_dim, Tiles(128, 128, 8, 3))
+    rows = min(64, max(16, triton.next_power_of_2(query.shape[1] // cache.shape[2])))
+    if main_dim == 512:
+        return Tiles(rows, 32, 8, 3)
+    return Tiles(rows, 64 if main_dim <= 128 else 32, 4, 5)
 
 
-def _choose_num_splits(plan: SplitPlan, num_programs: int, max_context_len: int, device: torch.device) -> int:
-    """Return the number of splits of the keys in decode. num_programs: without splits."""
-    target = PROGRAMS_PER_MULTIPROCESSOR * _num_multiprocessors(device)
-    num_keys = min(max_context_len, plan.window + plan.key_tile) if plan.window else max_context_len
-    if plan.fixed_split:
-        return 1 if num_programs >= target else -(-num_keys // plan.fixed_split) + bool(plan.window)
-    return max(1, min(MAX_SPLITS, target // num_programs, -(-num_keys // plan.key_tile)))
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """The shared memory that one program can have."""
+    if device.type != "cuda":
+        return LARGE_SHARED_BYTES
+    properties: Any = torch.cuda.get_device_properties(device)  # its stubs lack the next name
+    return int(properties.shared_memory_per_block_optin)
 
 
 @functools.cache
@@ -156,41 +262,3 @@ def _num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return NUM_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _launch(
-    plan: SplitPlan,
-    tiles: Tiles,
-    grid: tuple[int, int, int],
-    tensors: tuple[Tensor, Tensor, Tensor, Lengths, Tensor | None, Tensor],
-    scale: float,
-) -> None:
-    """Run `attend`, and `combine` if the keys are split. grid: (tiles of queries, tiles of heads, splits)."""
-    query, cache, block_table, (starts, contexts), sinks, output = tensors
-    sequences, heads = block_table.shape[0], query.shape[1]
-    shape = (sequences, heads, grid[2]) if plan.split else (0,)
-    split_values = query.new_empty((*shape, plan.main_dim), dtype=torch.float32)
-    split_stats = query.new_empty((*shape, 2), dtype=torch.float32)
-    scale *= LOG2_E.value * (2.0 / plan.softcap if plan.softcap else 1.0)
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "enable_fp_fusion": not plan.fixed_split}
-    attend[grid](
-        query,
-        cache,
-        block_table,
-        starts,
-        contexts,
-        sinks,
-        output,
-        split_values,
-        split_stats,
-        sequences,
-        block_table.stride(0),
-        scale,
-        plan,
-        **options,
-    )
-    if plan.split:
-        options["num_warps"] = 4 if plan.main_dim > 128 else 1
-        combine[(sequences, heads)](
-            split_values, split_stats, starts, contexts, sinks, output, grid[2], plan, **options
-        )

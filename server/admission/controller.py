@@ -57,14 +57,14 @@ class AdmissionController:
         self.draining = False
         self.num_waiting = 0  # choices without a token yet
         self.num_waiting_tokens = 0  # their prompt tokens
-        self.refused = dict.fromkeys(REFUSAL_REASONS, 0)
+        self.refused = Counter(dict.fromkeys(REFUSAL_REASONS, 0))
         self._replicas = replicas
         self._clock = replicas.clock
         self._jitter = jitter
         self._open: dict[AdmissionRequest, None] = {}  # in order of arrival
         self._waiting_work: Counter[tuple[int, int]] = Counter()  # (priority, tenant) -> tokens
         self._throughput = Throughput()
-        self._pace = Pace()
+        self.pace = Pace()
         self._engine_state = (True, 0)  # (ready, number of restarts) at the last `_advance_throughput`
         self._is_empty = asyncio.Event()
         self._is_empty.set()
@@ -124,7 +124,7 @@ class AdmissionController:
         del self._open[request]
         was_steady = request.num_restarts == self._replicas.num_restarts
         if request.begin_time is not None and num_generated and was_steady:
-            self._pace.count(num_generated, self._clock.read() - request.begin_time, is_whole=is_whole)
+            self.pace.count(num_generated, self._clock.read() - request.begin_time, is_whole=is_whole)
         if request.num_waiting:
             self._advance_throughput()
             self._take_out(request, request.num_waiting, request.num_waiting_tokens)
@@ -151,7 +151,7 @@ class AdmissionController:
 
     def seconds_to_begin(self, request: AdmissionRequest, deadline: float) -> float:
         """Seconds after which a request without a token can no longer end by the deadline (clock time)."""
-        return max(0.0, deadline - self._clock.read() - self._pace.seconds_for(request.max_tokens))
+        return max(0.0, deadline - self._clock.read() - self.pace.seconds_for(request.max_tokens))
 
     async def drained(self) -> None:
         """Returns when no request is open."""
@@ -169,7 +169,7 @@ class AdmissionController:
         if left <= 0:
             raise DeadlineExceeded("the request's time was over before it could start")
         wait = self.expected_wait(request)
-        needed = 0.0 if wait is None else wait + self._pace.seconds_for(request.max_tokens)
+        needed = 0.0 if wait is None else wait + self.pace.seconds_for(request.max_tokens)
         if needed > left:
             message = f"at the present load it would end after about {needed:.1f} s, but {left:.1f} s are left"
             raise self._refuse("deadline", message, needed - left)

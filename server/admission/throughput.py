@@ -4,41 +4,42 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 MEMORY_SECONDS = 15.0  # time constant of the decay, in busy time
 DECAY_PER_REQUEST = 0.95
 ENOUGH_SECONDS = 1.0  # busy time before there is a rate
 
 
-class Pace:
+class Pace(msgspec.Struct):
     """How long recent requests took after their first token, and how many tokens they had."""
 
-    def __init__(self) -> None:
-        self._num_whole = 0.0  # requests that were not cut short
-        self._whole_tokens = 0.0  # tokens of those
-        self._tokens = 0.0  # tokens of all requests
-        self._seconds = 0.0  # that all requests took after their first token
-        self._error = 0.0  # mean absolute error of seconds per request
+    num_whole: float = 0.0  # requests that were not cut short
+    whole_tokens: float = 0.0  # tokens of those
+    tokens: float = 0.0  # tokens of all requests
+    seconds: float = 0.0  # that all requests took after their first token
+    error: float = 0.0  # mean absolute error of seconds per request
 
     def count(self, num_tokens: int, seconds: float, *, is_whole: bool) -> None:
         """Count an ended request. is_whole: it was not cut short, so num_tokens is its natural length."""
-        if self._tokens:
-            expected = num_tokens * self._seconds / self._tokens
-            self._error = DECAY_PER_REQUEST * self._error + (1 - DECAY_PER_REQUEST) * abs(seconds - expected)
-        self._tokens = DECAY_PER_REQUEST * self._tokens + num_tokens
-        self._seconds = DECAY_PER_REQUEST * self._seconds + seconds
+        if self.tokens:
+            expected = num_tokens * self.seconds / self.tokens
+            self.error = DECAY_PER_REQUEST * self.error + (1 - DECAY_PER_REQUEST) * abs(seconds - expected)
+        self.tokens = DECAY_PER_REQUEST * self.tokens + num_tokens
+        self.seconds = DECAY_PER_REQUEST * self.seconds + seconds
         if is_whole:
-            self._num_whole = DECAY_PER_REQUEST * self._num_whole + 1
-            self._whole_tokens = DECAY_PER_REQUEST * self._whole_tokens + num_tokens
+            self.num_whole = DECAY_PER_REQUEST * self.num_whole + 1
+            self.whole_tokens = DECAY_PER_REQUEST * self.whole_tokens + num_tokens
 
     def seconds_for(self, max_tokens: int) -> float:
         """Estimate of the seconds from first to last token, plus twice the usual error; 0 while nothing is known.
 
         Expects the usual length if that is less than max_tokens.
         """
-        if not self._tokens:
+        if not self.tokens:
             return 0.0
-        usual_tokens = self._whole_tokens / self._num_whole if self._num_whole else max_tokens
-        return min(max_tokens, usual_tokens) * self._seconds / self._tokens + 2 * self._error
+        usual_tokens = self.whole_tokens / self.num_whole if self.num_whole else max_tokens
+        return min(max_tokens, usual_tokens) * self.seconds / self.tokens + 2 * self.error
 
 
 class Throughput:

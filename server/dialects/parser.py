@@ -41,10 +41,13 @@ class DialectParser:
         *,
         in_reasoning: bool = False,
         parse_calls: bool = True,
+        requires_call: bool = False,
         generator: random.Random | None = None,
         num_previous_calls: int = 0,
     ) -> None:
         """in_reasoning: the prompt has opened the reasoning already. parse_calls: False leaves calls in the content.
+        requires_call: a grammar lets nothing but calls follow the reasoning, so that the beginning of a delimiter, at
+        which the turn was cut, is no content.
 
         generator: ids of calls are drawn from it. num_previous_calls: calls of the conversation so far, for ids that
         count them.
@@ -52,6 +55,7 @@ class DialectParser:
         self._dialect = dialect
         self._tools = {tool.name: tool for tool in tools}
         self._calls = dialect.calls if parse_calls else None
+        self._requires_call = requires_call
         self._heads = HeadReader(self._calls, self._tools) if self._calls is not None else None
         self._ids = CallIdMaker(generator or random.Random(), num_previous_calls)
         self._delimiters = _Delimiters(dialect, self._calls)
@@ -316,7 +320,7 @@ class DialectParser:
         self._emit(self._buffer[:end].rstrip())
 
     def _emit(self, text: str) -> None:
-        if not text:
+        if not text or (self._is_final and self._requires_call and not self.is_reasoning):
             return
         if self._needs_separator:
             text = _PART_SEPARATOR + text

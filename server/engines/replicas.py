@@ -7,6 +7,7 @@ Processes are `server.engines.supervisor`'s task.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import count, groupby
 from typing import Protocol
@@ -14,13 +15,16 @@ from typing import Protocol
 import msgspec
 
 from serve_llm.common.errors import EngineDead, ServeError
-from serve_llm.common.types import ModelInfo, Output, Request, Stats
+from serve_llm.common.types import ModelInfo, OffloadStats, Output, Request, Stats
 from serve_llm.server.engines.quarantine import Quarantine
+from serve_llm.server.engines.restarts import RestartRecord
 from serve_llm.server.engines.router import Router
 from serve_llm.server.engines.tracked_request import TrackedRequest
 from serve_llm.server.metrics.meter import Clock, Meter
+from serve_llm.server.metrics.usage import UsageMeter
 
 Sink = Callable[[Output], None]
+MAX_RESTARTS_SHOWN = 20
 
 
 class EngineHandle(Protocol):
@@ -73,17 +77,26 @@ class Replica:
             num_drafts=past.num_drafts + now.num_drafts,
             num_draft_tokens=past.num_draft_tokens + now.num_draft_tokens,
             num_accepted_tokens=past.num_accepted_tokens + now.num_accepted_tokens,
+            offload_memory=_add_offload(past.offload_memory, now.offload_memory),
+            offload_disk=_add_offload(past.offload_disk, now.offload_disk),
         )
 
     def mark_lost(self) -> None:
-        self._past = msgspec.structs.replace(
-            self.stats, num_running=0, num_waiting=0, kv_cache_usage=0.0, step_tokens=0
-        )
+        stats = self.stats
+        for tier in (stats.offload_memory, stats.offload_disk):
+            if tier is not None:
+                tier.num_blocks = 0
+                tier.num_bytes = 0
+        self._past = msgspec.structs.replace(stats, num_running=0, num_waiting=0, kv_cache_usage=0.0, step_tokens=0)
         self.is_lost = True
 
     def replace(self, engine: EngineHandle) -> None:
         self.engine = engine
         self.is_lost = False
+
+
+def _add_offload(past: OffloadStats | None, now: OffloadStats | None) -> OffloadStats | None:
+    return past if now is None else now.add(past or OffloadStats())
 
 
 class Replicas:
@@ -93,6 +106,8 @@ class Replicas:
         self.engines = tuple(map(Replica, engines))
         self.num_restarts = 0  # engine processes replaced; set by the supervisor
         self.first_cause: str | None = None  # cause of the newest restart; set by the supervisor
+        self.restarts: deque[RestartRecord] = deque(maxlen=MAX_RESTARTS_SHOWN)  # the newest last
+        self.usage = UsageMeter()
         self.num_finished = 0  # requests that ended with an engine's final output
         self._failure: ServeError | None = None
         self._prefix_caching = prefix_caching
@@ -145,6 +160,7 @@ class Replicas:
         aborted = [tracked for request_id in ids if (tracked := self._open.pop(request_id, None)) is not None]
         self._withdraw(aborted)
         for tracked in aborted:
+            self._count_usage(tracked)
             self._end_isolation(tracked)
 
     def lose(self, lost: Mapping[int, Collection[int]], cause: ServeError) -> bool:
@@ -200,7 +216,11 @@ class Replicas:
             self._router.release(tracked.request.id)
         self._open.pop(tracked.id, None)
         self.num_finished += 1
+        self._count_usage(tracked)
         self._end_isolation(tracked)
+
+    def _count_usage(self, tracked: TrackedRequest) -> None:
+        self.usage.count(tracked.request, None if tracked.output_ids is None else tracked.num_received)
 
     def on_cleared(self, tracked: TrackedRequest) -> None:
         self._quarantine.clear(tracked)
@@ -209,7 +229,7 @@ class Replicas:
     # Placement
 
     def _cache_blocks(self, replica: Replica) -> int:
-        return replica.facts.num_kv_blocks if self._prefix_caching else 0
+        return replica.facts.num_kv_blocks + replica.facts.num_offload_blocks if self._prefix_caching else 0
 
     def _place_waiting(self) -> None:
         """Submit what waits: one suspect to an idle engine, and all requests that are not suspects."""

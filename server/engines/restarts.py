@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from dataclasses import dataclass, field
 
-from serve_llm.common.errors import CapacityError, OptionError, ServeError
+from serve_llm.common.errors import CapacityError, HostLost, OptionError, ServeError
 
 WINDOW_SECONDS = 600.0  # the window that --max-restarts counts in
+HOST_LOSS_SECONDS = 10.0  # within which all engines of a lost host have died
 # Seconds before a restart of an engine that dies repeatedly without finishing a request.
 FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 30.0
+
+
+@dataclass(frozen=True)
+class RestartRecord:
+    """The replacement of one engine process."""
+
+    engine: int  # index of the engine
+    reason: str  # one of `server.metrics.meter.RESTART_REASONS`
+    cause: str  # the first cause
+    time: float = field(default_factory=time.time)  # Unix seconds
 
 
 class RestartPolicy:
@@ -26,8 +39,8 @@ class RestartPolicy:
         """Returns the seconds to wait before the engine is started again.
 
         An engine that finishes requests is restarted at once; otherwise pauses double. Missing memory or devices, as
-        after the loss of a host, do not count as deaths: they may come back. Raises the first cause in the window when
-        deaths exceed the limit.
+        after the loss of a host, do not count as deaths: they may come back. A lost host counts once, however many
+        engines had ranks there. Raises the first cause in the window when deaths exceed the limit.
 
         num_finished: requests finished so far, by all engines.
         """
@@ -47,6 +60,10 @@ class RestartPolicy:
     def _count(self, error: ServeError, now: float) -> None:
         while self._deaths and self._deaths[0][0] < now - WINDOW_SECONDS:
             self._deaths.popleft()
+        if self._deaths and isinstance(error, HostLost):
+            last, cause = self._deaths[-1]
+            if isinstance(cause, HostLost) and now - last < HOST_LOSS_SECONDS:
+                return
         self._deaths.append((now, error))
         if len(self._deaths) > self._limit:
             raise self._summary()

@@ -10,12 +10,12 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from serve_llm.common.errors import PeerLost, ServeError
+from serve_llm.common.errors import HostLost, PeerLost, ServeError
 from serve_llm.common.options.schema import Options
 from serve_llm.server.engines.process import STOP_SECONDS, EngineDeath, EngineProcess
 from serve_llm.server.engines.quarantine import SUSPECT_DEATHS
 from serve_llm.server.engines.replicas import Replicas
-from serve_llm.server.engines.restarts import RestartPolicy
+from serve_llm.server.engines.restarts import RestartPolicy, RestartRecord
 from serve_llm.server.metrics.meter import Clock, Meter
 from serve_llm.server.metrics.stats_log import StatsLogger
 
@@ -96,7 +96,9 @@ class Supervisor:
         while True:
             index, death = await self._first_death(group)
             began = self._clock.read()
-            in_step = self._engines[index].client.heartbeat.under_way()
+            # The loss of a host is no request's fault.
+            is_blamed = not isinstance(death.error, HostLost)
+            in_step = self._engines[index].client.heartbeat.under_way() if is_blamed else ()
             if self.replicas.lose({other: in_step if other == index else () for other in group}, death.error):
                 self._restarts.forgive(SUSPECT_DEATHS)  # the culprit's earlier deaths; this one is not recorded yet
             try:
@@ -133,7 +135,9 @@ class Supervisor:
         while True:
             pause = self._restarts.record_death(death.error, self._clock.read(), replicas.num_finished)
             for other in group:
-                self._meters[other].restarts[death.reason if other == index else "peer"] += 1
+                reason = death.reason if other == index else "peer"
+                self._meters[other].restarts[reason] += 1
+                replicas.restarts.append(RestartRecord(other, reason, str(death.error)))
                 # Peers wait for the dead engine and cannot exit when asked: make `stop` kill them at once.
                 self._engines[other].client.fail(death.error)
             replicas.num_restarts += len(group)

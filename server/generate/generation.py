@@ -16,17 +16,14 @@ from typing import Self
 
 import msgspec
 
-from serve_llm.common.errors import EngineError
-from serve_llm.common.types import FinishReason, Output, Request
-from serve_llm.server.admission.controller import AdmissionController, AdmissionRequest
+from serve_llm.common.types import FinishReason
+from serve_llm.server.admission.controller import AdmissionRequest
 from serve_llm.server.dialects.parser import DialectParser
-from serve_llm.server.engines.replicas import Replicas
-from serve_llm.server.engines.tracked_request import TrackedRequest
+from serve_llm.server.generate.choice import Choice
 from serve_llm.server.generate.delta import Delta, RequestTimes, TokenCounts
 from serve_llm.server.generate.detokenize import DetokenizerFactory
-from serve_llm.server.generate.output import OutputProcessor
-from serve_llm.server.http.errors import DeadlineExceeded, GenerationFailed, RequestError, Unavailable
-from serve_llm.server.metrics.meter import ChoiceTimes
+from serve_llm.server.generate.dispatcher import Dispatcher
+from serve_llm.server.http.errors import DeadlineExceeded, GenerationFailed, RequestError
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.validate import TextRequest
 
@@ -36,17 +33,10 @@ logger = logging.getLogger(__name__)
 class Generator:
     """Opens generations on one model."""
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        model: ServedModel,
-        seed: int | None = None,
-        admission: AdmissionController | None = None,
-    ) -> None:
-        """seed: makes the seeds of requests without one reproducible. admission: None admits everything."""
-        self.replicas = replicas
+    def __init__(self, dispatcher: Dispatcher, model: ServedModel, seed: int | None = None) -> None:
+        """seed: makes the seeds of requests without one reproducible."""
+        self.dispatcher = dispatcher
         self.model = model
-        self.admission = admission
         self.detokenizers = DetokenizerFactory(model.tokenizer, model.dialect)
         self._random = secrets.SystemRandom() if seed is None else random.Random(seed)
 
@@ -65,7 +55,7 @@ class Generator:
         at which it ends with DeadlineExceeded; None: no limit. priority: None: the request's own.
         """
         if arrival is None:
-            arrival = self.replicas.clock.read()
+            arrival = self.dispatcher.clock.read()
         if priority is not None:
             request = msgspec.structs.replace(request, priority=priority)
         return Generation(self, request, arrival, tenant, deadline)
@@ -95,8 +85,7 @@ class Generation:
             for choice in range(request.params.n)
         ]
         self._open = {choice.engine_request.id: choice for choice in self.choices}
-        self._replicas = generator.replicas
-        self._admission = generator.admission
+        self._dispatcher = generator.dispatcher
         self._admission_request = AdmissionRequest(
             tenant=tenant,
             priority=request.priority,
@@ -109,26 +98,23 @@ class Generation:
         self._deadline = deadline
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._has_begun = False
+        self._is_refused = False
         self._waiter: asyncio.Future[None] | None = None
         self._waits_for_end = False
+        self._push: Callable[[], bool] | None = None  # see `push_to`
+        self._is_pushing = False  # a call of it is scheduled
         self._changed: list[Choice] = []  # choices with something new
         self.error: RequestError | None = None  # with which all choices have ended
         self.on_end: Callable[[Generation], None] | None = None  # called once, when it is left
 
     def __enter__(self) -> Self:
-        """Raises Unavailable when the server cannot take the request now, DeadlineExceeded when it comes too late."""
-        if self._admission is not None:
-            self._admission.admit(self._admission_request)
-        try:
-            tracked = self._replicas.submit_many([(choice.engine_request, choice.receive) for choice in self.choices])
-        except BaseException as error:
-            self._release()
-            if isinstance(error, EngineError):
-                raise Unavailable(str(error)) from None
-            raise
-        now = self._replicas.clock.read()
-        for choice, one in zip(self.choices, tracked, strict=True):
-            choice.tracked = one
+        """Raises Unavailable when the server cannot take the request now, DeadlineExceeded when it comes too late. In a
+        front end, `next` and `whole` raise that instead."""
+        pairs = [(choice.engine_request, choice.receive) for choice in self.choices]
+        submitted = self._dispatcher.submit(self._admission_request, pairs, self._refuse)
+        now = self._dispatcher.clock.read()
+        for choice, one in zip(self.choices, submitted, strict=True):
+            choice.submitted = one
             choice.times.submitted = now
         self._start_deadline_timer()
         return self
@@ -136,8 +122,10 @@ class Generation:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         is_whole = not self._open and not self.closed and self.error is None
         self.close()
-        self._count_longest()
-        self._release(is_whole)
+        if not self._is_refused:
+            self._count_longest()
+        num_generated = self.counts().completion // len(self.choices)
+        self._dispatcher.release(self._admission_request, num_generated, is_whole=is_whole)
         if self.on_end is not None:
             self.on_end(self)
 
@@ -160,6 +148,35 @@ class Generation:
             return []
         if self.error is not None and not self._changed:
             raise self.error
+        return self.take_changed()
+
+    async def push_to(self, push: Callable[[], bool]) -> None:
+        """Call `push` after each step that has brought something new, until it returns False or the generation ends.
+        It takes what is new with `take_changed`. A call costs less than to wake a task that awaits `next`."""
+        self._push = push
+        try:
+            while self._push is not None and self._open and not self.closed:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+        finally:
+            self._push = None
+
+    def _push_changes(self) -> None:
+        self._is_pushing = False
+        if self._push is None or not self._changed or self.closed:
+            return
+        try:
+            goes_on = self._push()
+        except Exception:
+            logger.exception("the output of a request could not be sent")
+            self.fail(GenerationFailed("internal error; the server's log says more"))
+            return
+        if not goes_on:
+            self._push = None
+            self._wake()
+
+    def take_changed(self) -> list[Delta]:
+        """One delta for each choice that has something new."""
         changed = self._changed
         self._changed = []
         return [choice.take() for choice in changed]
@@ -225,6 +242,7 @@ class Generation:
             self._tools,
             in_reasoning=reply.in_reasoning,
             parse_calls=bool(self._tools),
+            requires_call=reply.requires_call,
             num_previous_calls=reply.num_previous_calls,
         )
 
@@ -234,18 +252,28 @@ class Generation:
             self.error = error
             self._end_open(FinishReason.ERROR)
 
+    def _refuse(self, error: RequestError) -> None:
+        """The request was not admitted, so its choices do not count as ended."""
+        self.error = error
+        self._is_refused = True
+        self._open = {}
+        self._wake()
+
     # Reports of the choices
 
     def on_first_output(self, num_prompt_tokens: int) -> None:
         """num_prompt_tokens: computed for this choice; 0 for the later choices of a prompt."""
         self._has_begun = True
-        if self._admission is not None:
-            self._admission.begin(self._admission_request, num_prompt_tokens)
+        self._dispatcher.begin(self._admission_request, num_prompt_tokens)
 
     def on_change(self, choice: Choice) -> None:
         """The choice has something new since it was last taken."""
         self._changed.append(choice)
-        if not self._waits_for_end:
+        if self._push is not None:
+            if not self._is_pushing:
+                self._is_pushing = True
+                asyncio.get_running_loop().call_soon(self._push_changes)
+        elif not self._waits_for_end:
             self._wake()
 
     def on_finish(self, choice: Choice, *, aborts: bool) -> None:
@@ -253,7 +281,7 @@ class Generation:
         request_id = choice.engine_request.id
         del self._open[request_id]
         if aborts:
-            self._replicas.abort([request_id])
+            self._dispatcher.abort([request_id])
         if not self._open:
             self._wake()
 
@@ -262,23 +290,18 @@ class Generation:
         n = self.request.params.n
         for start in range(0, len(self.choices), n):
             longest = max(choice.output.num_tokens for choice in self.choices[start : start + n])
-            self.choices[start].tracked.meter.max_generation_tokens.observe(longest)
-
-    def _release(self, is_whole: bool = False) -> None:
-        if self._admission is not None:
-            num_generated = self.counts().completion // len(self.choices)
-            self._admission.release(self._admission_request, num_generated, is_whole=is_whole)
+            self.choices[start].submitted.meter.max_generation_tokens.observe(longest)
 
     def _start_deadline_timer(self) -> None:
         """Without a token, the request ends as soon as it can no longer be done in time; else at its deadline."""
         if self._deadline is None:
             return
         loop = asyncio.get_running_loop()
-        if self._has_begun or self._admission is None:
-            seconds = self._deadline - self._replicas.clock.read()
+        if self._has_begun:
+            seconds = self._deadline - self._dispatcher.clock.read()
             self._deadline_timer = loop.call_later(seconds, self._expire)
         else:
-            seconds = self._admission.seconds_to_begin(self._admission_request, self._deadline)
+            seconds = self._dispatcher.seconds_to_begin(self._admission_request, self._deadline)
             self._deadline_timer = loop.call_later(seconds, self._expire_unless_begun)
 
     def _expire_unless_begun(self) -> None:
@@ -289,7 +312,7 @@ class Generation:
 
     def _expire(self) -> None:
         reason = "it took longer than its limit" if self._has_begun else "it waited too long to be done in time"
-        outage = self._replicas.outage
+        outage = self._dispatcher.outage
         if outage is not None:
             reason = f"it waited for an engine that is replaced: {outage}"
         self.fail(DeadlineExceeded(f"the request's time is over: {reason}"))
@@ -298,7 +321,7 @@ class Generation:
         ended = self._open
         self._open = {}
         if ended:
-            self._replicas.abort(list(ended))
+            self._dispatcher.abort(list(ended))
         for choice in ended.values():
             choice.end(reason)
         self._wake()
@@ -308,87 +331,6 @@ class Generation:
         self._waiter = None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
-
-
-class Choice:
-    """One sequence of a generation: an engine request and the sink of its outputs."""
-
-    tracked: TrackedRequest  # set when the generation is submitted
-
-    def __init__(
-        self, generation: Generation, generator: Generator, prompt: int, choice: int, seed: int, arrival: float
-    ) -> None:
-        """prompt, choice: indices. arrival: clock time."""
-        request = generation.request
-        echo = None if request.echoes is None else request.echoes[prompt]
-        self.cached_tokens = 0  # prompt tokens found in the prefix cache
-        self.output = OutputProcessor(
-            prompt * request.params.n + choice,
-            request.prompts[prompt],
-            request.params,
-            generator.detokenizers,
-            request.end_ids,
-            None if echo is None else echo.text,
-            generation.create_parser(),
-            request.reply is None or request.reply.include_reasoning,
-            () if echo is None else echo.added_positions,
-        )
-        self.engine_request = Request(
-            id=generator.replicas.next_id(),
-            prompt_ids=request.prompts[prompt],
-            sampling=msgspec.structs.replace(request.samplings[prompt], seed=seed, choice=choice),
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            adapter=request.adapter,
-            tenant=generation.tenant,
-            pooling=request.pooling,
-            second_text_start=None if request.second_text_starts is None else request.second_text_starts[prompt],
-        )
-        self._generation = generation
-        self._is_first = choice == 0  # the prompt's tokens are counted with its first choice
-        self.times = ChoiceTimes(arrival)
-        self._has_changed = False
-
-    def receive(self, output: Output) -> None:
-        """Called for each output of the engine request."""
-        if output.finish_reason is FinishReason.ERROR:
-            self._generation.fail(GenerationFailed(output.error or "the engine failed"))
-            return
-        try:
-            num_tokens = self.output.push(output)
-        except Exception:  # a bug in one request must not stop the client's loop and with it every other stream
-            logger.exception("the output of request %d could not be turned into text", output.id)
-            self._generation.fail(GenerationFailed("the output could not be turned into text"))
-            return
-        if self.times.last_token is None:
-            self._begin(output)
-        meter = self.tracked.meter
-        self.times.last_token = meter.count_tokens(num_tokens, self.times.last_token)
-        if not self._has_changed:
-            self._has_changed = True
-            self._generation.on_change(self)
-        if self.output.finish_reason is not None:
-            self.end(self.output.finish_reason)
-            self._generation.on_finish(self, aborts=output.finish_reason is None)
-
-    def take(self) -> Delta:
-        """What is new since the last call."""
-        self._has_changed = False
-        return self.output.take()
-
-    def end(self, reason: FinishReason) -> None:
-        """Count the choice, which has ended."""
-        max_tokens = self.engine_request.sampling.max_tokens
-        self.tracked.meter.count_finished(reason, self.output.num_tokens, max_tokens, self.times)
-
-    def _begin(self, output: Output) -> None:
-        self.cached_tokens = output.cached_tokens or 0
-        num_prompt_tokens = len(self.engine_request.prompt_ids) if self._is_first else 0
-        meter = self.tracked.meter
-        if self._is_first:
-            meter.count_prompt(num_prompt_tokens, self._generation.request.params.n)
-        self._generation.on_first_output(num_prompt_tokens)
-        meter.count_first_output(self.times, output.queued_seconds)
 
 
 def _choose_seeds(request: TextRequest, generator: Generator) -> list[int]:

@@ -9,9 +9,10 @@ import hmac
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_llm.server.http.errors import Unauthorized, send_error
+from serve_llm.server.web_ui.files import PAGE_FILES
 
 # The page is the same for everyone; it asks for the key, and its script sends it.
-OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/", "/web_ui.js", "/web_ui.css"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/docs", *PAGE_FILES})
 ADMINISTRATOR_PREFIX = "admin:"  # keys that begin so may load and unload adapters
 TENANT = "serve_llm.tenant"  # key in the ASGI scope: the index of the request's API key, if keys are set
 

@@ -12,7 +12,9 @@ import functools
 import http
 import logging
 import ssl
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -20,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from serve_llm.common.errors import OptionError
 from serve_llm.common.options.limits import Limits
+from serve_llm.server.http.body_writer import BODY_WRITER, BodyWriter
 from serve_llm.server.http.errors import (
     HeaderTooLarge,
     InvalidRequest,
@@ -30,10 +33,12 @@ from serve_llm.server.http.errors import (
     error_body,
     send_error,
 )
+from serve_llm.server.web_ui.files import PAGE_FILES, build_headers
 
 logger = logging.getLogger(__name__)
 
 SECTION_BYTES = 2**20  # a client may take `stall_seconds` per section of a body: a limit on its total time
+POLL_SECONDS = 0.05  # between two looks whether connections are open
 LINGER_SECONDS = 5.0  # for a client to read why its request was refused
 
 Message = MutableMapping[str, Any]
@@ -43,7 +48,8 @@ AsgiApp = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class StartupApp:
-    """An ASGI app that forwards to `app` once it is set. Until then /health gets 200 and everything else 503."""
+    """An ASGI app that forwards to `app` once it is set. Until then /health and the files of the page get 200, and
+    everything else 503: a browser that is there early shows that the server is starting."""
 
     def __init__(self) -> None:
         self.app: AsgiApp | None = None
@@ -52,11 +58,24 @@ class StartupApp:
         if self.app is not None:
             await self.app(scope, receive, send)
         elif scope["type"] == "http" and scope["path"].removesuffix("/") == "/health":
-            headers = [(b"content-type", b"application/json")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": b'{"status":"ok"}'})
+            await _send_ok({"content-type": "application/json"}, b'{"status":"ok"}', send)
+        elif scope["type"] == "http" and scope["path"] in PAGE_FILES:
+            await _send_ok(build_headers(scope["path"]), PAGE_FILES[scope["path"]].read_bytes(), send)
         elif scope["type"] == "http":
             await send_error(Unavailable("the server is starting"), send)
+
+
+async def _send_ok(headers: dict[str, str], body: bytes, send: Send) -> None:
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": 200, "headers": encoded})
+    await send({"type": "http.response.body", "body": body})
+
+
+@dataclass
+class DrainState:
+    """Whether a server drains: what it answers from then on ends the connection."""
+
+    has_begun: bool = False
 
 
 class Connection(HttpToolsProtocol):
@@ -64,9 +83,10 @@ class Connection(HttpToolsProtocol):
     `stall_seconds`, and when it keeps sending after its answer. Answers invalid HTTP with a JSON error like all others.
     """
 
-    def __init__(self, limits: Limits, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, limits: Limits, drain: DrainState, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
+        self._drain = drain
         self._is_receiving = False  # a request has begun and is not complete
         self._header_bytes: int | None = 0  # bytes received of an incomplete header; None after the header
         self._section_bytes = 0  # bytes of the current section of the body, of trailers, or of dropped data
@@ -117,6 +137,9 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self.app = app
         self.cycle.transport = _CycleTransport(self)  # type: ignore[assignment]
+        self.scope[BODY_WRITER] = BodyWriter(self.cycle)  # type: ignore[literal-required]
+        if self._drain.has_begun:
+            self.cycle.keep_alive = False
         if self.cycle is not self._running:
             self._stop_read_timer()  # a pipelined request is not read before its turn
 
@@ -257,9 +280,10 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, app: AsgiApp, limits: Limits, ssl_keyfile: str | None, ssl_certfile: str | None) -> None:
         """Raises OptionError if key and certificate cannot be used."""
+        self._drain = DrainState()
         config = uvicorn.Config(
             app,
-            http=functools.partial(Connection, limits),  # type: ignore[arg-type]
+            http=functools.partial(Connection, limits, self._drain),  # type: ignore[arg-type]
             ssl_keyfile=ssl_keyfile,
             ssl_certfile=ssl_certfile,
             ws="none",
@@ -280,6 +304,19 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         # The daemon logs start and stop itself; uvicorn warns for every bad client.
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
+
+    def stop_accepting(self) -> None:
+        """Accept no more connections, and close each one after its next response. One that is waiting for its next
+        request is left to the client and the usual timeout: closing it could lose a request that is on its way."""
+        self._drain.has_begun = True
+        for server in self.servers:
+            server.close()
+
+    async def wait_until_idle(self, seconds: float) -> None:
+        """Wait until no connection is open, but not longer than this."""
+        deadline = time.monotonic() + seconds
+        while self.server_state.connections and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_SECONDS)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from serve_llm.common.types import FinishReason, ModelInfo, Stats
 
@@ -47,6 +50,17 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += times
         self.sum += value * times
 
+    def take(self) -> HistogramCounts:
+        """All observations, which are forgotten here."""
+        taken = HistogramCounts(self._counts, self.sum)
+        self._counts = [0] * len(self._counts)
+        self.sum = 0.0
+        return taken
+
+    def add(self, counts: HistogramCounts) -> None:
+        self._counts = [count + more for count, more in zip(self._counts, counts.counts, strict=True)]
+        self.sum += counts.sum
+
     def cumulative_buckets(self) -> list[tuple[str, float]]:
         """(upper bound, number of values up to it), as Prometheus expects them; the last bound is +Inf."""
         buckets = []
@@ -55,6 +69,21 @@ class Histogram:
             total += count
             buckets.append((bound, float(total)))
         return buckets
+
+
+class HistogramCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Observations of a `Histogram`. counts: by bucket."""
+
+    counts: list[int]
+    sum: float
+
+
+class MeterCounts(msgspec.Struct, frozen=True, array_like=True):
+    """What a `Meter` has counted, by attribute, without zeros."""
+
+    numbers: dict[str, int]
+    labelled: dict[str, dict[str, int]]
+    histograms: dict[str, HistogramCounts]
 
 
 @dataclass
@@ -77,15 +106,24 @@ class BatchCounts:
         self.answered["completed" if status < 400 else "failed"] += 1
 
 
+@dataclass
+class FrontEndCounts:
+    """Processes that answer clients."""
+
+    num_serving: int
+    num_restarts: int = 0  # that ended by themselves and were replaced
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerCounts:
     """Counts of the server, not of an engine, which their owners change."""
 
-    refused: Mapping[str, int]  # requests that reached no engine, by reason
-    ignored_fields: Mapping[str, int]  # fields of requests that had no effect, by route
-    statuses: Mapping[int, int]  # HTTP responses by status
+    refused: Counter[str]  # requests that reached no engine, by reason
+    ignored_fields: Counter[str]  # fields of requests that had no effect, by route
+    statuses: Counter[int]  # HTTP responses by status
     stored: StoreUsage
     batches: BatchCounts
+    front_ends: FrontEndCounts
 
 
 @dataclass
@@ -170,6 +208,34 @@ class Meter:
         if times.scheduled is not None and times.first_token is not None and times.last_token is not None:
             self.decode_time.observe(times.last_token - times.first_token)
             self.inference_time.observe(times.last_token - times.scheduled)
+
+    def take(self) -> MeterCounts:
+        """All counts, which begin anew here."""
+        taken = MeterCounts({}, {}, {})
+        for name, value in vars(self).items():
+            if isinstance(value, Histogram):
+                counts = value.take()
+                if any(counts.counts):
+                    taken.histograms[name] = counts
+            elif isinstance(value, dict):
+                if any(value.values()):
+                    taken.labelled[name] = {str(label): count for label, count in value.items() if count}
+                    value.update(dict.fromkeys(value, 0))
+            elif isinstance(value, int) and value:
+                taken.numbers[name] = value
+                setattr(self, name, 0)
+        return taken
+
+    def add(self, counts: MeterCounts) -> None:
+        """Count what another meter has counted."""
+        for name, number in counts.numbers.items():
+            setattr(self, name, getattr(self, name) + number)
+        for name, labelled in counts.labelled.items():
+            own = getattr(self, name)
+            for label, count in labelled.items():
+                own[label] += count
+        for name, histogram in counts.histograms.items():
+            getattr(self, name).add(histogram)
 
 
 class MeasuredEngine(Protocol):

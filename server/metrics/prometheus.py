@@ -9,14 +9,17 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from serve_llm.common.types import Stats
+from serve_llm.common.types import OffloadStats, Stats
 from serve_llm.server.metrics.meter import Histogram, MeasuredEngine, Meter, ServerCounts
+from serve_llm.server.metrics.usage import UsageMeter, UsageTotals
 
 
 class PrometheusExporter:
-    def __init__(self, engines: Sequence[MeasuredEngine], counts: ServerCounts, model_name: str, prefix: str) -> None:
+    def __init__(
+        self, engines: Sequence[MeasuredEngine], counts: ServerCounts, usage: UsageMeter, model_name: str, prefix: str
+    ) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(engines, counts, model_name, prefix))
+        self._registry.register(_EngineCollector(engines, counts, usage, model_name, prefix))
         ProcessCollector(registry=self._registry)  # resident memory, descriptors and CPU time of this process
 
     def text(self) -> bytes:
@@ -26,9 +29,12 @@ class PrometheusExporter:
 class _EngineCollector(Collector):
     """Yields every metric family with one sample, or one set of samples, per engine."""
 
-    def __init__(self, engines: Sequence[MeasuredEngine], counts: ServerCounts, model_name: str, prefix: str) -> None:
+    def __init__(
+        self, engines: Sequence[MeasuredEngine], counts: ServerCounts, usage: UsageMeter, model_name: str, prefix: str
+    ) -> None:
         self._engines = engines
         self._counts = counts
+        self._usage = usage
         self._model_name = model_name
         self._prefix = prefix
 
@@ -43,7 +49,10 @@ class _EngineCollector(Collector):
         yield self._by_label(
             "restarts", "Engine processes replaced, by reason.", "reason", lambda meter: meter.restarts
         )
+        for name, text, kind, value in _OFFLOAD:
+            yield self._by_tier(kind, name, text, value)
         yield from self._collect_server_counts(self._counts)
+        yield from self._collect_usage(self._usage)
         for name, text, histogram in _HISTOGRAMS:
             yield self._histogram(name, text, histogram)
         if any(engine.ready for engine in self._engines):
@@ -62,6 +71,19 @@ class _EngineCollector(Collector):
             GaugeMetricFamily, "batch_requests_running", "Requests of batches under way.", batches.num_running
         )
         yield self._by_reason("batch_requests", "Requests of batches answered.", "outcome", batches.answered)
+
+        front_ends = counts.front_ends
+        yield self._of_server(GaugeMetricFamily, "front_ends", "Processes that answer clients.", front_ends.num_serving)
+        yield self._of_server(
+            CounterMetricFamily, "front_end_restarts", "Front ends replaced after they ended.", front_ends.num_restarts
+        )
+
+    def _collect_usage(self, usage: UsageMeter) -> Iterator[Metric]:
+        for name, text, read in _KEY_USAGES:
+            yield self._by_reason(name, text, "key", {key: read(used) for key, used in usage.by_key.items()})
+        for name, text, read in _ADAPTER_USAGES:
+            by_adapter = {adapter: read(used) for adapter, used in usage.by_adapter.items()}
+            yield self._by_reason(name, text, "adapter", by_adapter)
 
     def _labelled_engines(self) -> Iterator[tuple[list[str], MeasuredEngine]]:
         for index, engine in enumerate(self._engines):
@@ -91,6 +113,19 @@ class _EngineCollector(Collector):
         for labels, engine in self._labelled_engines():
             for value, count in counts(engine.meter).items():
                 family.add_metric([*labels, str(value)], count)
+        return family
+
+    def _by_tier(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        value: Callable[[OffloadStats], int],
+    ) -> Metric:
+        family = kind(self._prefix + name, text, labels=[*_LABELS, "tier"])
+        for labels, engine in self._labelled_engines():
+            for tier, stats in (("memory", engine.stats.offload_memory), ("disk", engine.stats.offload_disk)):
+                family.add_metric([*labels, tier], value(stats or OffloadStats()))
         return family
 
     def _of_server(
@@ -142,6 +177,19 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats, Meter], float]], ...] = (
     ("replayed_requests", "Choices continued by another process.", lambda _, meter: meter.replayed_requests),
     ("replayed_tokens", "Tokens computed again for them.", lambda _, meter: meter.replayed_tokens),
 )
+_OFFLOAD: tuple[
+    tuple[str, str, type[GaugeMetricFamily] | type[CounterMetricFamily], Callable[[OffloadStats], int]], ...
+] = (
+    ("kv_offload_blocks", "Blocks there.", GaugeMetricFamily, lambda tier: tier.num_blocks),
+    ("kv_offload_bytes", "Their bytes.", GaugeMetricFamily, lambda tier: tier.num_bytes),
+    ("kv_offload_hits", "Blocks read back.", CounterMetricFamily, lambda tier: tier.num_hits),
+    ("kv_offload_hit_bytes", "Their bytes.", CounterMetricFamily, lambda tier: tier.hit_bytes),
+    ("kv_offload_stored", "Blocks stored.", CounterMetricFamily, lambda tier: tier.num_stored),
+    ("kv_offload_stored_bytes", "Their bytes.", CounterMetricFamily, lambda tier: tier.stored_bytes),
+    ("kv_offload_evicted", "Blocks dropped for want of room.", CounterMetricFamily, lambda tier: tier.num_evicted),
+    ("kv_offload_corrupt", "Blocks that were damaged.", CounterMetricFamily, lambda tier: tier.num_corrupt),
+    ("kv_offload_errors", "Reads and writes that failed.", CounterMetricFamily, lambda tier: tier.num_errors),
+)
 _HISTOGRAMS: tuple[tuple[str, str, Callable[[Meter], Histogram]], ...] = (
     ("time_to_first_token_seconds", "From arrival to the first token.", lambda meter: meter.time_to_first_token),
     ("inter_token_latency_seconds", "From one token to the next.", lambda meter: meter.inter_token_latency),
@@ -157,4 +205,14 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[Meter], Histogram]], ...] = (
     ("request_generation_tokens", "Generated tokens of a choice.", lambda meter: meter.request_generation_tokens),
     ("iteration_tokens_total", "Tokens computed in a step.", lambda meter: meter.step_tokens),
     ("recovery_seconds", "From an engine's end until another is ready.", lambda meter: meter.recovery),
+)
+_KEY_USAGES: tuple[tuple[str, str, Callable[[UsageTotals], int]], ...] = (
+    ("key_requests", "Requests by API key.", lambda used: used.num_requests),
+    ("key_prompt_tokens", "Prompt tokens by API key.", lambda used: used.prompt_tokens),
+    ("key_generation_tokens", "Generated tokens by API key.", lambda used: used.generation_tokens),
+)
+_ADAPTER_USAGES: tuple[tuple[str, str, Callable[[UsageTotals], int]], ...] = (
+    ("adapter_requests", "Requests by LoRA adapter.", lambda used: used.num_requests),
+    ("adapter_prompt_tokens", "Prompt tokens by LoRA adapter.", lambda used: used.prompt_tokens),
+    ("adapter_generation_tokens", "Generated tokens by LoRA adapter.", lambda used: used.generation_tokens),
 )

@@ -24,6 +24,7 @@ class _Totals(NamedTuple):
     cache_hits: int
     draft_tokens: int
     accepted_tokens: int
+    offload_hits: int
 
 
 class StatsLogger:
@@ -57,9 +58,8 @@ class StatsLogger:
             sum(one.num_waiting for one in stats),
             100 * sum(one.kv_cache_usage for one in stats) / len(stats),
             100 * (totals.cache_hits - before.cache_hits) / max(queries, 1),
-            _describe_drafts(
-                totals.draft_tokens - before.draft_tokens, totals.accepted_tokens - before.accepted_tokens
-            ),
+            _describe_drafts(totals.draft_tokens - before.draft_tokens, totals.accepted_tokens - before.accepted_tokens)
+            + _describe_offload(totals.offload_hits - before.offload_hits),
         )
 
     def _read_totals(self) -> _Totals:
@@ -73,6 +73,7 @@ class StatsLogger:
             cache_hits=sum(one.prefix_cache_hits for one in stats),
             draft_tokens=sum(one.num_draft_tokens for one in stats),
             accepted_tokens=sum(one.num_accepted_tokens for one in stats),
+            offload_hits=sum(one.offload_memory.num_hits for one in stats if one.offload_memory is not None),
         )
 
 
@@ -81,3 +82,8 @@ def _describe_drafts(num_tokens: int, num_accepted: int) -> str:
     if not num_tokens:
         return ""
     return f", draft tokens: {num_tokens}, accepted: {100 * num_accepted / num_tokens:.1f}%"
+
+
+def _describe_offload(num_blocks: int) -> str:
+    """Empty if no block came back."""
+    return f", KV blocks copied back: {num_blocks}" if num_blocks else ""

@@ -165,6 +165,7 @@ def _build_reply_format(turn: ChatTurn, text: str, context: Context) -> ReplyFor
         in_reasoning=context.model.opens_reasoning(text),
         include_reasoning=turn.include_reasoning,
         has_named_tool=turn.tool_choice.is_named,
+        requires_call=turn.offers_calls and turn.tool_choice.mode == "required",
         num_previous_calls=count_calls(turn.messages),
     )
 

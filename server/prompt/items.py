@@ -9,13 +9,11 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from serve_llm.server.http.errors import InvalidRequest, Unsupported
+from serve_llm.server.prompt.custom_tools import CUSTOM_INPUT
 from serve_llm.server.prompt.messages import parse_arguments, read_string
 from serve_llm.server.prompt.template import Message
 
 Item = Mapping[str, object]
-
-CUSTOM_INPUT = "input"
-"""The one argument of a function that stands for a custom tool."""
 
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -49,7 +47,7 @@ _HOSTED_ITEMS = frozenset(
 
 
 class ToolItem(msgspec.Struct, frozen=True):
-    """How items name a tool that is called."""
+    """How a reply names a tool that is called."""
 
     name: str
     namespace: str | None = None

@@ -31,6 +31,7 @@ from serve_llm.server.schema.decisions import DecisionRequest
 from serve_llm.server.schema.infill import InfillRequest
 from serve_llm.server.schema.messages import CountTokensRequest, MessagesRequest
 from serve_llm.server.schema.responses import InputTokensRequest, ResponsesRequest
+from serve_llm.server.schema.tools import list_custom_tools
 from serve_llm.server.structured_output.compiler import Grammar
 from serve_llm.server.structured_output.turn_form import decode_source
 
@@ -52,7 +53,7 @@ class Generate(msgspec.Struct, kw_only=True):
     opening_text: str = ""  # to put before the content of every choice
     ignored_fields: list[str] = []  # parts of the body that had no effect
     echo: dict[str, object] = {}  # fields of a response that repeat the request
-    tool_items: dict[str, ToolItem] = {}  # in the Responses API, by the name that the model calls
+    tool_items: dict[str, ToolItem] = {}  # by the name that the model calls; in chat, custom tools only
     encrypts_reasoning: bool = False  # reasoning items hold an opaque copy of their text
     background: bool = False  # the client does not wait for the response
     stored_items: list[StoredItem] | None = None  # the input, where the response is to be stored
@@ -96,7 +97,9 @@ def chat(content: bytes, context: Context) -> Generate:
     turn = body.to_turn(params, context.limits)
     _, request = prepare_turn(turn, context)
     opening_text = read_text(turn.messages[-1]) if body.echo and turn.messages[-1]["role"] == "assistant" else ""
-    return _generate(request, body, context.model, ignored, opening_text)
+    generate = _generate(request, body, context.model, ignored, opening_text)
+    generate.tool_items = list_custom_tools(body.tools or [])
+    return generate
 
 
 def messages(content: bytes, context: Context) -> Generate:

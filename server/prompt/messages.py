@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from serve_llm.server.http.errors import InvalidRequest, Unsupported
+from serve_llm.server.prompt.custom_tools import CUSTOM_INPUT
 from serve_llm.server.prompt.template import Message, join_parts
 from serve_llm.server.structured_output.json_schema import refuse_constant
 
@@ -100,6 +101,10 @@ def _parse_calls(calls: object, param: str) -> list[Message]:
     parsed = []
     for number, call in enumerate(calls):
         place = f"{param}[{number}]"
+        custom = call.get("custom") if isinstance(call, Mapping) else None
+        if custom is not None:
+            parsed.append(_parse_custom_call(call, custom, f"{place}.custom"))
+            continue
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InvalidRequest(f"{place}.function.name is required", f"{place}.function.name")
@@ -107,6 +112,16 @@ def _parse_calls(calls: object, param: str) -> list[Message]:
         fields = {name: value for name, value in call.items() if value is not None}
         parsed.append({"type": "function", **fields, "function": {**function, "arguments": arguments}})
     return parsed
+
+
+def _parse_custom_call(call: Mapping[str, object], custom: object, param: str) -> Message:
+    """The call as that of a function."""
+    function = {
+        "name": read_string(custom, "name", param),
+        "arguments": {CUSTOM_INPUT: read_string(custom, "input", param)},
+    }
+    others = {name: value for name, value in call.items() if name not in ("custom", "function") and value is not None}
+    return {**others, "type": "function", "function": function}
 
 
 def parse_arguments(arguments: object, param: str) -> dict[str, object]:

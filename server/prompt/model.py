@@ -14,7 +14,7 @@ from serve_llm.server.dialects.dialect import Dialect
 from serve_llm.server.dialects.fingerprint import find_header
 from serve_llm.server.dialects.selfcheck import describe_dialect
 from serve_llm.server.dialects.turn import opens_reasoning
-from serve_llm.server.http.errors import ModelNotFound, Unsupported
+from serve_llm.server.http.errors import ModelNotFound
 from serve_llm.server.prompt.fill_in_middle import FillInMiddle, find_fill_in_middle
 from serve_llm.server.prompt.template import ChatTemplate, load_template
 from serve_llm.server.prompt.tokenizer import Tokenizer, load_tokenizer
@@ -64,12 +64,6 @@ class ServedModel:
             served = ", ".join((*self.names, *self.adapters))
             raise ModelNotFound(f"the model {name!r} does not exist; this server serves {served}", "model")
         return name
-
-    def check_base_name(self, name: str | None) -> str:
-        """As `check_name`, for requests that adapters do not take. Raises Unsupported too."""
-        if name in self.adapters:
-            raise Unsupported(f"the adapter {name} generates text only; vectors are of the base model", "model")
-        return self.check_name(name)
 
     def find_adapter(self, name: str) -> Adapter | None:
         """The adapter that a name stands for; None for the base model. Raises ModelNotFound."""

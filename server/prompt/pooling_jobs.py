@@ -50,7 +50,7 @@ def embed(content: bytes, context: Context) -> Pool:
     if body.messages is None:
         return _pool_inputs(body, context)
     body.check(context.limits)
-    name = context.model.check_base_name(body.model)
+    name = context.model.check_name(body.model)
     _check_dimensions(body.dimensions, context)
     texts = _Texts(body, context, "messages", adds_special_tokens=bool(body.add_special_tokens))
     encoded = texts.encode_all([render_turn(body.to_turn(context.limits), context)])
@@ -68,7 +68,7 @@ def classify(content: bytes, context: Context) -> Pool:
     body = parse_body(ClassificationRequest, content, context.limits)
     _check_task(context, "classify")
     body.check(context.limits)
-    name = context.model.check_base_name(body.model)
+    name = context.model.check_name(body.model)
     inputs = body.inputs(context.limits)
     request = _prepare(_Texts(body, context, "input").encode_all(inputs), body, context, "input")
     return Pool(request=request, model=name, activate=body.use_activation is not False)
@@ -77,7 +77,7 @@ def classify(content: bytes, context: Context) -> Pool:
 def score(content: bytes, context: Context) -> Pool:
     body = parse_body(ScoreRequest, content, context.limits)
     body.check(context.limits)
-    name = context.model.check_base_name(body.model)
+    name = context.model.check_name(body.model)
     _check_scores(context)
     first, second, param = body.pairs(context.limits)
     texts = _Texts(body, context, param)
@@ -93,7 +93,7 @@ def score(content: bytes, context: Context) -> Pool:
 def rerank(content: bytes, context: Context) -> Pool:
     body = parse_body(RerankRequest, content, context.limits)
     body.check(context.limits)
-    name = context.model.check_base_name(body.model)
+    name = context.model.check_name(body.model)
     _check_scores(context)
     documents = body.texts(context.limits)
     texts = _Texts(body, context, "documents")
@@ -200,7 +200,7 @@ def _check_scores(context: Context) -> None:
 
 def _pool_inputs(body: EmbeddingRequest | PoolingRequest, context: Context) -> Pool:
     body.check(context.limits)
-    name = context.model.check_base_name(body.model)
+    name = context.model.check_name(body.model)
     _check_dimensions(body.dimensions, context)
     encoded = _Texts(body, context, "input").encode_all(body.inputs(context.limits))
     return _build_vectors(body, _prepare(encoded, body, context, "input"), name)

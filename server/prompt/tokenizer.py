@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.models import BPE
 
 from serve_llm.common.errors import ModelError
 from serve_llm.common.hub import read_json
@@ -59,7 +60,8 @@ class Decoding(msgspec.Struct, frozen=True):
 class Tokenizer:
     """added_tokens: id by text, of tokens beside the vocabulary. special_ids: those that `decode` skips by default.
     begin_id: what `encode` puts before every text, if anything. eos_id: the tokenizer's end-of-sequence id, if any.
-    named_tokens: bos_token, eos_token, ... as chat templates name them. longest_token: its characters."""
+    named_tokens: bos_token, eos_token, ... as chat templates name them. longest_token: most characters of a text that
+    one token stands for; None where a token may stand for any number, or for none: of an unknown word, of spaces."""
 
     def __init__(self, rust: RustTokenizer, named_tokens: dict[str, str]) -> None:
         rust.no_truncation()  # some tokenizer.json files contain settings of their training
@@ -73,7 +75,8 @@ class Tokenizer:
         self.eos_id: int | None = None if eos is None else rust.token_to_id(eos)
         self.begin_id = self._find_begin_id()
         self.decoding = _read_decoding(rust)
-        self.longest_token = max(map(len, rust.get_vocab(with_added_tokens=True)), default=1)
+        longest = max(map(len, rust.get_vocab(with_added_tokens=True)), default=1)
+        self.longest_token = longest if isinstance(rust.model, BPE) else None
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Ids of a text. Releases the GIL, which the library's own `encode` does not."""

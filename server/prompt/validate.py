@@ -25,6 +25,7 @@ class ReplyFormat(msgspec.Struct, frozen=True, kw_only=True):
     in_reasoning: bool  # whether the prompt has opened the reasoning
     include_reasoning: bool
     has_named_tool: bool  # whether the request names the function to call
+    requires_call: bool  # whether a grammar lets nothing but calls follow the reasoning
     num_previous_calls: int  # calls of the conversation so far
 
     def read_tools(self) -> list[Tool]:
@@ -56,6 +57,8 @@ class TextRequest(msgspec.Struct, kw_only=True):
 
 def check_text(text: str, model: ServedModel, facts: ModelInfo, truncated: bool, param: str) -> None:
     """Refuse a text that cannot fit whatever its tokens are, before tokenizing it. Raises ContextTooLong."""
+    if model.tokenizer.longest_token is None:
+        return
     at_least = -(-len(text) // model.tokenizer.longest_token)
     if at_least > facts.max_model_len and not truncated:
         raise ContextTooLong(

@@ -7,12 +7,21 @@ are absent, not null.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 import msgspec
 
-from serve_llm.server.dialects.pieces import ArgumentsPiece, CallBegin, ContentPiece, Piece, ReasoningPiece
-from serve_llm.server.generate.delta import Delta, TokenCounts
+from serve_llm.server.dialects.pieces import (
+    ArgumentsPiece,
+    CallBegin,
+    CallEnd,
+    ContentPiece,
+    Piece,
+    ReasoningPiece,
+)
+from serve_llm.server.generate.delta import Delta, TokenCounts, ToolCall
+from serve_llm.server.prompt.custom_tools import CustomInputReader, read_custom_input
 from serve_llm.server.prompt.tokenizer import Tokenizer
 from serve_llm.server.prompt.validate import TextRequest
 from serve_llm.server.response.logprobs import TokenTexts, chat_logprobs, completion_logprobs, prompt_logprobs
@@ -60,15 +69,19 @@ class ResponseBuilder(ABC):
         names_tokens_by_id: bool = False,
         return_metrics: bool = False,
         opening_text: str = "",
+        custom_tools: Collection[str] = (),
     ) -> None:
         """names_tokens_by_id: logprobs show `token_id:<id>` for a token's text. return_metrics: the response holds the
-        times of the request. opening_text: stands before the content of every choice, in chat."""
+        times of the request. opening_text: stands before the content of every choice, in chat. custom_tools: names of
+        the tools that take a text."""
         self.return_metrics = return_metrics
         self._request = request
         self._return_token_ids = return_token_ids
         self._num_logprobs = request.params.most_logprobs
         self._meta = meta
         self._opening_text = opening_text
+        self._custom_tools = custom_tools
+        self._custom_inputs: dict[int, CustomInputReader] = {}  # by the index of a choice in a call of a custom tool
         self._texts = TokenTexts(tokenizer)
         self._shown_texts = TokenTexts(tokenizer, names_by_id=True) if names_tokens_by_id else self._texts
 
@@ -154,7 +167,9 @@ class ChatBuilder(ResponseBuilder):
         if delta.first and self._opening_text:
             news.append({"content": self._opening_text})
         for piece in delta.ordered_pieces:
-            news += self._describe_piece(piece)
+            news += self._describe_piece(piece, delta.index)
+        if delta.finish_reason is not None:
+            news += self._end_custom_call(delta.num_calls - 1, delta.index)
         if len(news) == delta.first:  # nothing but details
             news.append({})
         *before, last = ({"index": delta.index, "delta": new, "logprobs": None, "finish_reason": None} for new in news)
@@ -163,27 +178,38 @@ class ChatBuilder(ResponseBuilder):
         self._add_prompt(events[0], delta)
         return events
 
-    def _describe_piece(self, piece: Piece) -> list[Json]:
-        """The piece as `delta` of an event."""
+    def _describe_piece(self, piece: Piece, choice: int) -> list[Json]:
+        """The piece as `delta` of events. choice: its index."""
         match piece:
             case ContentPiece():
                 return [{"content": piece.text}]
             case ReasoningPiece():
                 return [{self._meta.reasoning_field: piece.text}]
             case CallBegin():
-                function = {"name": piece.name, "arguments": ""}
-                return [
-                    {"tool_calls": [{"index": piece.index, "id": piece.id, "type": "function", "function": function}]}
-                ]
+                if piece.name in self._custom_tools:
+                    self._custom_inputs[choice] = CustomInputReader()
+                call = self._describe_call(ToolCall(piece.id, piece.name, ""))
+                return [{"tool_calls": [{"index": piece.index, **call}]}]
             case ArgumentsPiece():
+                if choice in self._custom_inputs:
+                    return _describe_input(piece.index, self._custom_inputs[choice].push(piece.text))
                 return [{"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}]
+            case CallEnd():
+                return self._end_custom_call(piece.index, choice)
         return []
 
+    def _end_custom_call(self, call: int, choice: int) -> list[Json]:
+        reader = self._custom_inputs.pop(choice, None)
+        return [] if reader is None else _describe_input(call, reader.finish())
+
+    def _describe_call(self, call: ToolCall) -> Json:
+        if call.name in self._custom_tools:
+            custom = {"name": call.name, "input": read_custom_input(call.arguments)}
+            return {"id": call.id, "type": "custom", "custom": custom}
+        return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
     def _build_choice(self, delta: Delta) -> Json:
-        calls = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in delta.collect_calls()
-        ]
+        calls = [self._describe_call(call) for call in delta.collect_calls()]
         text = self._opening_text + delta.text
         message: Json = {"role": "assistant", "content": text or None if calls else text}
         if reasoning := delta.reasoning:
@@ -196,6 +222,11 @@ class ChatBuilder(ResponseBuilder):
         if self._num_logprobs is None:
             return None
         return chat_logprobs(delta.entries, self._num_logprobs, self._shown_texts)
+
+
+def _describe_input(call: int, text: str) -> list[Json]:
+    """More of the text of a custom tool's call. call: its index."""
+    return [{"tool_calls": [{"index": call, "custom": {"input": text}}]}] if text else []
 
 
 def build_usage(counts: TokenCounts) -> Json:

@@ -5,14 +5,14 @@ A stream's events and the reply without streaming come from the same object, `Re
 
 from __future__ import annotations
 
-import json
 import time
 
 from serve_llm.common.types import FinishReason
 from serve_llm.server.dialects.pieces import ArgumentsPiece, CallBegin, CallEnd, ContentPiece, Piece, ReasoningPiece
 from serve_llm.server.generate.delta import Delta, TokenCounts
 from serve_llm.server.http.errors import GenerationFailed, RequestError
-from serve_llm.server.prompt.items import CUSTOM_INPUT, ToolItem, encrypt_reasoning
+from serve_llm.server.prompt.custom_tools import CustomInputReader
+from serve_llm.server.prompt.items import ToolItem, encrypt_reasoning
 from serve_llm.server.response.builder import Json, ResponseMeta, encode_json
 from serve_llm.server.response.logprobs import TokenTexts, chat_logprobs
 
@@ -28,6 +28,7 @@ class ReplyItems:
         self._encrypts_reasoning = encrypts_reasoning
         self._is_open = False  # whether the last item is
         self._texts: list[str] = []  # the open item's
+        self._custom_input = CustomInputReader()  # reads the open item, if it is a custom tool's call
         self._logprobs: list[Json] = []
 
     def add(self, piece: Piece, logprobs: list[Json]) -> list[Json]:
@@ -43,8 +44,7 @@ class ReplyItems:
                 return [*self.close(), *self._open_call(piece)]
             case ArgumentsPiece():
                 if self.items[-1]["type"] == "custom_tool_call":
-                    self._texts.append(piece.text)
-                    return []
+                    return self._extend_input(self._custom_input.push(piece.text))
                 return self._extend(piece.text, "response.function_call_arguments.delta")
             case CallEnd():
                 return self.close()
@@ -56,6 +56,7 @@ class ReplyItems:
             return []
         self._is_open = False
         item = self.items[-1]
+        events = self._extend_input(self._custom_input.finish()) if item["type"] == "custom_tool_call" else []
         text = "".join(self._texts)
         if "status" in item:
             item["status"] = status
@@ -65,11 +66,13 @@ class ReplyItems:
             case "reasoning":
                 events = self._close_reasoning(item, text)
             case "custom_tool_call":
-                events = self._close_custom_call(item, text)
+                item["input"] = text
+                done = self._locate("response.custom_tool_call_input.done", {"input": text}, part=False)
+                events = [*events, done]
             case _:
                 item["arguments"] = text
-                done = {"name": item["name"], "arguments": text}
-                events = [self._locate("response.function_call_arguments.done", done, part=False)]
+                whole = {"name": item["name"], "arguments": text}
+                events = [self._locate("response.function_call_arguments.done", whole, part=False)]
         return [*events, self._describe_item("response.output_item.done")]
 
     def _continue_item(self, kind: str) -> list[Json]:
@@ -88,6 +91,7 @@ class ReplyItems:
         if tool.namespace is not None:
             item["namespace"] = tool.namespace
         if tool.is_custom:
+            self._custom_input = CustomInputReader()
             return self._open({"id": "ctc", "type": "custom_tool_call", **item, "input": ""})
         return self._open({"id": "fc", "type": "function_call", **item, "arguments": ""})
 
@@ -102,8 +106,11 @@ class ReplyItems:
 
     def _extend(self, text: str, event: str, more: Json | None = None) -> list[Json]:
         self._texts.append(text)
-        is_call = self.items[-1]["type"] == "function_call"
+        is_call = self.items[-1]["type"] in ("function_call", "custom_tool_call")
         return [self._locate(event, {"delta": text, **(more or {})}, part=not is_call)]
+
+    def _extend_input(self, text: str) -> list[Json]:
+        return self._extend(text, "response.custom_tool_call_input.delta") if text else []
 
     def _close_message(self, item: Json, text: str) -> list[Json]:
         part = _describe_text(text, self._logprobs)
@@ -118,13 +125,6 @@ class ReplyItems:
         if self._encrypts_reasoning:
             item["encrypted_content"] = encrypt_reasoning(text)
         return [self._locate("response.reasoning_text.done", {"text": text})]
-
-    def _close_custom_call(self, item: Json, text: str) -> list[Json]:
-        item["input"] = _read_custom_input(text)
-        return [
-            self._locate("response.custom_tool_call_input.delta", {"delta": item["input"]}, part=False),
-            self._locate("response.custom_tool_call_input.done", {"input": item["input"]}, part=False),
-        ]
 
     def _describe_item(self, event: str) -> Json:
         return {"type": event, "output_index": len(self.items) - 1, "item": dict(self.items[-1])}
@@ -279,13 +279,3 @@ def describe_usage(counts: TokenCounts) -> Json:
         "output_tokens_details": {"reasoning_tokens": counts.reasoning or 0},
         "total_tokens": counts.prompt + counts.completion,
     }
-
-
-def _read_custom_input(arguments: str) -> str:
-    """The text of a custom tool's call; arguments that were cut are passed on as they are."""
-    try:
-        found = json.loads(arguments)
-    except ValueError:
-        return arguments
-    text = found.get(CUSTOM_INPUT) if isinstance(found, dict) else None
-    return text if isinstance(text, str) else arguments

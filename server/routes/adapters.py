@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from fastapi import APIRouter, Request
 
 from serve_llm.server.adapters.registry import AdapterRegistry
@@ -14,7 +16,10 @@ from serve_llm.server.schema.common import parse_body
 from serve_llm.server.schema.models import ModelCard
 
 
-def create_adapter_router(state: AppState, registry: AdapterRegistry) -> APIRouter:
+def create_adapter_router(
+    state: AppState, registry: AdapterRegistry, share: Callable[[], Awaitable[None]] | None = None
+) -> APIRouter:
+    """share: tells the front ends of a change, and returns when they know."""
     router = APIRouter()
 
     def check_administrator(request: Request) -> None:
@@ -28,6 +33,8 @@ def create_adapter_router(state: AppState, registry: AdapterRegistry) -> APIRout
         async with state.reading_body(request) as content:
             body = parse_body(LoadAdapterRequest, content, state.limits)
         await registry.load(body.lora_name, body.lora_path, bool(body.load_inplace))
+        if share is not None:
+            await share()
         return build_card(state, body.lora_name)
 
     @router.post("/v1/unload_lora_adapter", **describe_route(UnloadAdapterRequest, AdapterUnloaded))
@@ -37,6 +44,8 @@ def create_adapter_router(state: AppState, registry: AdapterRegistry) -> APIRout
         async with state.reading_body(request) as content:
             body = parse_body(UnloadAdapterRequest, content, state.limits)
         registry.unload(body.lora_name)
+        if share is not None:
+            await share()
         return AdapterUnloaded(id=body.lora_name)
 
     return router

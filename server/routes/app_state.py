@@ -18,13 +18,12 @@ from starlette.requests import Request
 
 from serve_llm.common.options.limits import Limits
 from serve_llm.common.types import LOWEST_PRIORITY
-from serve_llm.server.admission.controller import AdmissionController, BodyBudget
-from serve_llm.server.engines.replicas import Replicas
+from serve_llm.server.admission.controller import BodyBudget
+from serve_llm.server.generate.dispatcher import Dispatcher
 from serve_llm.server.generate.generation import Generation, Generator
 from serve_llm.server.http.auth import IN_BATCH, TENANT
 from serve_llm.server.http.errors import InvalidRequest, TooLarge, Unsupported
 from serve_llm.server.http.request_id import REQUEST_ID
-from serve_llm.server.metrics.prometheus import PrometheusExporter
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import PromptPool
 from serve_llm.server.prompt.validate import TextRequest
@@ -54,16 +53,13 @@ class Caller(NamedTuple):
 
 @dataclass(frozen=True)
 class AppState:
-    replicas: Replicas
+    dispatcher: Dispatcher
     model: ServedModel
-    admission: AdmissionController
     generator: Generator
-    exporter: PrometheusExporter
     prompts: PromptPool
     bodies: BodyBudget
     limits: Limits
     request_timeout: float | None  # seconds
-    num_ranks: int  # ranks per engine
     reasoning_field: str  # name of the reasoning in messages
     ignored_fields: Counter[str]  # fields of requests without effect, by route
     owners: tuple[str, ...] = ("",)  # those of stored objects, one per API key
@@ -74,7 +70,7 @@ class AppState:
 
     def read_caller(self, request: Request) -> Caller:
         """Call it when the request arrives. Raises InvalidRequest if the timeout header is not a positive number."""
-        arrival = self.replicas.clock.read()
+        arrival = self.dispatcher.clock.read()
         if request.scope.get(IN_BATCH):
             return Caller(request.scope.get(TENANT) or 0, arrival, None, LOWEST_PRIORITY)
         timeout = self.request_timeout
@@ -113,7 +109,7 @@ class AppState:
             yield None
             return
         attributes = {"http.route": request.scope["path"], "gen_ai.request.id": request.scope[REQUEST_ID]}
-        trace = self.tracing.start(request.headers, attributes, arrival, self.replicas.clock)
+        trace = self.tracing.start(request.headers, attributes, arrival, self.dispatcher.clock)
         try:
             yield trace
         except BaseException as error:
@@ -130,7 +126,7 @@ class AppState:
     @asynccontextmanager
     async def reading_body(self, request: Request) -> AsyncIterator[bytes]:
         """The body, which counts as being read until the context ends. Raises RequestError."""
-        self.admission.check()
+        self.dispatcher.check()
         encoding = request.headers.get("content-encoding", "identity")
         if encoding != "identity":
             raise Unsupported(
@@ -167,7 +163,7 @@ class AppState:
 
     def _fingerprint(self, name: str) -> str:
         """Changes with the code, the model and its dtype: with a seed, equal fingerprints mean equal responses."""
-        source = f"{VERSION}|{self.model.directory.name}|{self.model.names[0]}|{self.replicas.facts.dtype}"
+        source = f"{VERSION}|{self.model.directory.name}|{self.model.names[0]}|{self.dispatcher.facts.dtype}"
         adapter = self.model.adapters.get(name)
         if adapter is not None:
             source += f"|{adapter.digest}"

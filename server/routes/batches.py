@@ -52,7 +52,7 @@ def create_batch_router(state: AppState, service: BatchService) -> APIRouter:
     @router.post("/v1/files", openapi_extra=_UPLOAD, **describe_route(None, FileReply))
     async def upload_file(request: Request) -> Response:
         """Store the input of a batch."""
-        state.admission.check()
+        state.dispatcher.check()
         owner = state.read_owner(request)
         form = await _read_form(request, state.limits.file_bytes)
         try:

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from serve_llm.server.generate.delta import Delta, TokenCounts
 from serve_llm.server.generate.generation import Generation
+from serve_llm.server.http.body_writer import BODY_WRITER, BodyWriter
 from serve_llm.server.http.errors import RequestError
 from serve_llm.server.prompt.jobs import Generate
 from serve_llm.server.prompt.tokenizer import Tokenizer
@@ -120,6 +121,7 @@ def _create_chat_builder(tokenizer: Tokenizer, parsed: Generate, meta: ResponseM
         names_tokens_by_id=parsed.return_tokens_as_token_ids,
         return_metrics=parsed.return_metrics,
         opening_text=parsed.opening_text,
+        custom_tools=parsed.tool_items,
     )
 
 
@@ -183,7 +185,8 @@ class GenerationResponse(Response, Generic[Builder]):
             watch = asyncio.create_task(close_on_disconnect(receive, generation))
             if prepared.parsed.stream:
                 events = self._endpoint.create_encoder(prepared.builder, prepared.parsed)
-                respond = _send_events(send, generation, events, prepared.headers)
+                writer = self._request.scope.get(BODY_WRITER)
+                respond = _send_events(send, generation, events, prepared.headers, writer)
             else:
                 respond = _send_body(send, generation, prepared.builder, prepared.headers)
             try:
@@ -208,7 +211,19 @@ async def send_content(send: Send, content: bytes, headers: Headers) -> None:
     await send({"type": "http.response.body", "body": content})
 
 
-async def _send_events(send: Send, generation: Generation, events: EventEncoder, headers: Headers) -> None:
+async def _send_events(
+    send: Send, generation: Generation, events: EventEncoder, headers: Headers, writer: BodyWriter | None
+) -> None:
+    """writer: for the usual events; None: all go by `send`."""
+
+    def write_new() -> bool:
+        assert writer is not None
+        if not writer.is_ready:
+            return False
+        counts = generation.counts() if events.continuous_usage else None
+        writer.write(events.encode(generation.take_changed(), counts))
+        return True
+
     has_started = False
     try:
         while (content := await _encode_next(generation, events)) is not None:
@@ -217,6 +232,8 @@ async def _send_events(send: Send, generation: Generation, events: EventEncoder,
                 has_started = True
             if content:
                 await send({"type": "http.response.body", "body": content, "more_body": True})
+            if writer is not None and events.ping_seconds is None:
+                await generation.push_to(write_new)
         last = b"" if generation.closed else events.encode_end(generation.counts(with_times=True))
     except RequestError as error:
         if not has_started:

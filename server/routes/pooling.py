@@ -110,6 +110,7 @@ class PoolingResponse(Response):
         state = self._state
         parsed = await state.run_prompt_job(self._request, self._job, Pool, caller.deadline)
         meta = state.build_meta(self._id_prefix, parsed.model)
+        parsed.request.adapter = state.model.find_adapter(parsed.model)
         generation = state.open(parsed.request, caller)
         headers: Headers = []
         if trace is not None:

@@ -1,25 +1,59 @@
-"""GET /health, /ping, /ready, /load, /status, /version and /metrics."""
+"""GET /health, /ping and /version; and /ready, /load, /status and /metrics, which speak for the whole server."""
 
 from __future__ import annotations
 
 import platform
 import time
+from dataclasses import dataclass
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import Response
 
-from serve_llm.server.admission.controller import MESSAGES
+from serve_llm.common.types import ModelInfo
+from serve_llm.server.admission.controller import MESSAGES, AdmissionController
+from serve_llm.server.engines.replicas import Replicas
 from serve_llm.server.http.errors import Unavailable
+from serve_llm.server.metrics.prometheus import PrometheusExporter
 from serve_llm.server.routes.app_state import VERSION, AppState
 from serve_llm.server.routes.document import describe_route
-from serve_llm.server.schema.models import Health, Load, Status, StatusEngine, StatusKv, StatusQueue, Version
+from serve_llm.server.schema.models import (
+    Health,
+    Load,
+    Status,
+    StatusEngine,
+    StatusFrontEnd,
+    StatusKv,
+    StatusQueue,
+    StatusRank,
+    StatusRestart,
+    Version,
+)
+
+if TYPE_CHECKING:
+    from serve_llm.server.front_ends.group import FrontEndGroup  # which forwards to these routes
 
 TORCH_VERSION = version("torch")  # from its metadata: only the engine imports torch
 
 
-def create_router(state: AppState) -> APIRouter:
+# Where the whole server is described. Front ends forward these to the process that owns the engines.
+SERVER_PATHS = ("/load", "/ready", "/status", "/metrics")
+
+
+@dataclass(frozen=True)
+class StatusSources:
+    """The parts of the server that the routes describe."""
+
+    replicas: Replicas
+    admission: AdmissionController
+    exporter: PrometheusExporter
+    num_ranks: int  # per engine
+    front_ends: FrontEndGroup | None  # None: this process answers clients
+
+
+def create_router() -> APIRouter:
     router = APIRouter()
 
     @router.get("/health", **describe_route(None, Health))
@@ -32,15 +66,26 @@ def create_router(state: AppState) -> APIRouter:
         """The same as /health, as SageMaker asks for it."""
         return Health()
 
+    @router.get("/version", **describe_route(None, Version))
+    async def show_version() -> Version:
+        return Version(version=VERSION)
+
+    return router
+
+
+def create_server_router(state: AppState, sources: StatusSources) -> APIRouter:
+    router = APIRouter()
+    admission = sources.admission
+
     @router.get("/load", **describe_route(None, Load))
     async def show_load() -> Load:
         """The number of open requests, for load balancers."""
-        return Load(server_load=state.admission.num_open)
+        return Load(server_load=admission.num_open)
 
     @router.get("/ready", **describe_route(None, Health))
     async def ready() -> Health:
         """A request would be served now; else 503."""
-        reason = state.admission.obstacle
+        reason = admission.obstacle
         if reason is not None:
             raise Unavailable(MESSAGES[reason])
         return Health()
@@ -48,23 +93,21 @@ def create_router(state: AppState) -> APIRouter:
     @router.get("/status", **describe_route(None, Status))
     async def show_status() -> Status:
         """What the server is doing, for people and for scripts that watch it."""
-        return build_status(state)
-
-    @router.get("/version", **describe_route(None, Version))
-    async def show_version() -> Version:
-        return Version(version=VERSION)
+        return build_status(state, sources)
 
     @router.get("/metrics")
     async def metrics() -> Response:
         """Prometheus' text form."""
-        return Response(state.exporter.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        if sources.front_ends is not None:
+            await sources.front_ends.collect_counts()
+        return Response(sources.exporter.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return router
 
 
-def build_status(state: AppState) -> Status:
-    replicas = state.replicas
-    admission = state.admission
+def build_status(state: AppState, sources: StatusSources) -> Status:
+    replicas = sources.replicas
+    admission = sources.admission
     return Status(
         phase="draining" if admission.draining else "serving" if replicas.ready else "recovering",
         model=state.model.names[0],
@@ -72,7 +115,10 @@ def build_status(state: AppState) -> Status:
         engines=[
             StatusEngine(
                 ready=engine.ready,
-                num_ranks=state.num_ranks,
+                num_ranks=sources.num_ranks,
+                ranks=list_ranks(engine.facts),
+                device=engine.facts.device,
+                dtype=engine.facts.dtype,
                 num_running=engine.stats.num_running,
                 num_waiting=engine.stats.num_waiting,
                 kv_cache=StatusKv(
@@ -91,7 +137,27 @@ def build_status(state: AppState) -> Status:
             max_prompt_tokens=admission.max_queue[1],
             refused=dict(admission.refused),
         ),
+        front_ends=[] if sources.front_ends is None else describe_front_ends(sources.front_ends),
         restarts=replicas.num_restarts,
         first_cause=replicas.first_cause,
+        recent_restarts=[
+            StatusRestart(time=record.time, engine=record.engine, reason=record.reason, cause=record.cause)
+            for record in reversed(replicas.restarts)
+        ],
         versions={"serve-llm": VERSION, "python": platform.python_version(), "torch": TORCH_VERSION},
     )
+
+
+def describe_front_ends(group: FrontEndGroup) -> list[StatusFrontEnd]:
+    return [
+        StatusFrontEnd(pid=process.pid, phase=process.phase, num_open=process.num_open) for process in group.processes
+    ]
+
+
+def list_ranks(facts: ModelInfo) -> list[StatusRank]:
+    """The ranks of one engine, with the hosts that they run on."""
+    size = facts.tensor_parallel_size
+    return [
+        StatusRank(rank=rank, tp_rank=rank % size, pp_rank=rank // size, host=host)
+        for rank, host in enumerate(facts.rank_hosts)
+    ]

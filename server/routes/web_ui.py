@@ -1,46 +1,32 @@
-"""GET /: the page with a chat and the server's status, and the two files that it loads."""
+"""GET / and the files of its page: a chat and the server's status. GET /docs leads to its list of routes."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
-import serve_llm.server.web_ui
-
-PATHS = ("/", "/web_ui.js", "/web_ui.css")
-
-_FOLDER = Path(serve_llm.server.web_ui.__path__[0])
-# Only files of this server run and load, nothing else may embed the page, and no text can become HTML.
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; form-action 'none'; "
-    "base-uri 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
-)
-_HEADERS = {
-    "content-security-policy": _POLICY,
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",
-}
+from serve_llm.server.web_ui.files import PAGE_FILES, build_headers
 
 
 def create_router() -> APIRouter:
     router = APIRouter()
-    page = (_FOLDER / "web_ui.html").read_bytes()
-    script = (_FOLDER / "web_ui.js").read_bytes()
-    style = (_FOLDER / "web_ui.css").read_bytes()
+    for path in PAGE_FILES:
+        router.get(path, include_in_schema=False)(_create_route(path))
 
-    @router.get(PATHS[0], include_in_schema=False)
-    async def show_page() -> Response:
-        return Response(page, headers=_HEADERS, media_type="text/html")
-
-    @router.get(PATHS[1], include_in_schema=False)
-    async def load_script() -> Response:
-        return Response(script, headers=_HEADERS, media_type="text/javascript")
-
-    @router.get(PATHS[2], include_in_schema=False)
-    async def load_style() -> Response:
-        return Response(style, headers=_HEADERS, media_type="text/css")
+    @router.get("/docs", include_in_schema=False)
+    async def show_api() -> Response:
+        return RedirectResponse("./#api")  # relative, for proxies that add a path
 
     return router
+
+
+def _create_route(path: str) -> Callable[[], Awaitable[Response]]:
+    content = PAGE_FILES[path].read_bytes()
+    headers = build_headers(path)
+
+    async def send_file() -> Response:
+        return Response(content, headers=headers)
+
+    return send_file

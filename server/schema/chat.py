@@ -54,11 +54,21 @@ class FunctionCall(TypedDict):
     arguments: NotRequired[str | dict[str, object] | None]
 
 
+class CustomCall(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
+
+    name: str
+    input: str
+
+
 class MessageToolCall(TypedDict):
+    """Of type function or custom."""
+
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
 
     id: NotRequired[str | None]
-    function: FunctionCall
+    function: NotRequired[FunctionCall | None]
+    custom: NotRequired[CustomCall | None]
 
 
 class ChatMessage(TypedDict):
@@ -112,7 +122,7 @@ class TemplateBody(RequestBody):
     documents: list[dict[str, object]] | None = Field(
         default=None, description="For chat templates that show documents, such as those of Command R and Granite."
     )
-    tools: Tools | None = Field(default=None, description="Functions that the model may call.")
+    tools: Tools | None = Field(default=None, description="Functions and custom tools that the model may call.")
     reasoning_effort: ReasoningEffort | None = Field(
         default=None, description="For the chat template: how long to reason; none: not at all."
     )
@@ -272,10 +282,18 @@ class CalledFunction(BaseModel):
     arguments: str = Field(description="JSON text.")
 
 
+class CalledCustomTool(BaseModel):
+    name: str
+    input: str
+
+
 class ChatToolCall(BaseModel):
+    """Has `function` or `custom`, by its type."""
+
     id: str
-    type: Literal["function"]
-    function: CalledFunction
+    type: Literal["function", "custom"]
+    function: CalledFunction | None = None
+    custom: CalledCustomTool | None = None
 
 
 class ChatReplyMessage(BaseModel):
@@ -291,13 +309,19 @@ class CalledFunctionDelta(BaseModel):
     arguments: str
 
 
+class CalledCustomToolDelta(BaseModel):
+    name: str | None = None
+    input: str
+
+
 class ChatToolCallDelta(BaseModel):
-    """The first of a call has id, type and name; the others only add to its arguments."""
+    """The first of a call has id, type and name; the others only add to its arguments or input."""
 
     index: int
     id: str | None = None
-    type: Literal["function"] | None = None
-    function: CalledFunctionDelta
+    type: Literal["function", "custom"] | None = None
+    function: CalledFunctionDelta | None = None
+    custom: CalledCustomToolDelta | None = None
 
 
 class ChatDelta(BaseModel):

@@ -42,9 +42,19 @@ class StatusKv(BaseModel):
     usage: float = Field(description="Share of the blocks in use by running requests, 0 to 1.")
 
 
+class StatusRank(BaseModel):
+    rank: int = Field(description="Ranks of an engine are numbered stage by stage.")
+    tp_rank: int
+    pp_rank: int = Field(description="The pipeline stage.")
+    host: str
+
+
 class StatusEngine(BaseModel):
     ready: bool
     num_ranks: int
+    ranks: list[StatusRank]
+    device: str
+    dtype: str
     num_running: int = Field(description="Choices being computed.")
     num_waiting: int = Field(description="Choices waiting in the engine.")
     kv_cache: StatusKv
@@ -59,14 +69,29 @@ class StatusQueue(BaseModel):
     refused: dict[str, int] = Field(description="Requests refused since the start, by reason.")
 
 
+class StatusFrontEnd(BaseModel):
+    pid: int
+    phase: Literal["loading", "spare", "serving", "draining"]
+    num_open: int = Field(description="Requests that have not finished.")
+
+
+class StatusRestart(BaseModel):
+    time: float = Field(description="Unix seconds.")
+    engine: int
+    reason: str = Field(description="As in the metric restarts_total.")
+    cause: str
+
+
 class Status(BaseModel):
     phase: Literal["serving", "recovering", "draining"]
     model: str
     uptime_seconds: int
     engines: list[StatusEngine]
     queue: StatusQueue
+    front_ends: list[StatusFrontEnd] = Field(description="Empty without --front-ends.")
     restarts: int = Field(description="Engine restarts since the start.")
     first_cause: str | None = Field(description="Why the last restart was needed.")
+    recent_restarts: list[StatusRestart] = Field(description="The newest first, at most 20.")
     versions: dict[str, str]
 
 

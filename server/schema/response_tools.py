@@ -10,10 +10,11 @@ from pydantic import Field
 from serve_llm.common.options.limits import Limits
 from serve_llm.server.dialects.tool import Tool, ToolChoice
 from serve_llm.server.http.errors import InvalidRequest, Unsupported
-from serve_llm.server.prompt.items import CUSTOM_INPUT, ToolItem, join_name
+from serve_llm.server.prompt.custom_tools import describe_input, wrap_input
+from serve_llm.server.prompt.items import ToolItem, join_name
 from serve_llm.server.schema.common import TranslatedBody
 from serve_llm.server.schema.tools import build_tool, check_num_tools
-from serve_llm.server.structured_output.lark_regex import LarkError, translate_lark
+from serve_llm.server.structured_output.lark_regex import LarkError
 
 _HOSTED_TOOLS = frozenset(
     {
@@ -160,27 +161,16 @@ def _list_entries(definitions: Sequence[FlatTool]) -> Iterator[_Entry]:
 
 def _describe_input(format: CustomFormat | None, param: str) -> tuple[dict[str, object], bool]:
     """A custom tool's parameters as those of a function, and whether they enforce its format."""
-    text: dict[str, object] = {"type": "string"}
-    is_enforced = True
-    if format is not None and format.type == "grammar":
-        if format.definition is None or format.syntax is None:
-            name = "syntax" if format.syntax is None else "definition"
-            raise InvalidRequest(f"{param}.format.{name} is required", f"{param}.format.{name}")
-        if format.syntax == "regex":
-            text["pattern"] = f"^(?:{format.definition})$"
-        else:
-            text["description"] = f"A text of this Lark grammar:\n{format.definition}"
-            try:
-                text["pattern"] = f"^(?:{translate_lark(format.definition)})$"
-            except LarkError:
-                is_enforced = False
-    parameters: dict[str, object] = {
-        "type": "object",
-        "properties": {CUSTOM_INPUT: text},
-        "required": [CUSTOM_INPUT],
-        "additionalProperties": False,
-    }
-    return parameters, is_enforced
+    if format is None or format.type == "text":
+        return describe_input(), True
+    if format.definition is None or format.syntax is None:
+        name = "syntax" if format.syntax is None else "definition"
+        raise InvalidRequest(f"{param}.format.{name} is required", f"{param}.format.{name}")
+    try:
+        return describe_input(format.syntax, format.definition), True
+    except LarkError:
+        description = f"A text of this Lark grammar:\n{format.definition}"
+        return wrap_input({"type": "string", "description": description}), False
 
 
 def _find_tool(wanted: FlatToolName, tools: list[Tool], param: str) -> str:

@@ -11,6 +11,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from serve_llm.common.options.limits import Limits
 from serve_llm.server.dialects.tool import Tool, ToolChoice
 from serve_llm.server.http.errors import InvalidRequest, Unsupported
+from serve_llm.server.prompt.custom_tools import describe_input
+from serve_llm.server.prompt.items import ToolItem
+from serve_llm.server.structured_output.lark_regex import LarkError
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
@@ -27,14 +30,41 @@ class FunctionDefinition(BaseModel):
     )
 
 
+class CustomGrammar(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class CustomInputFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text", "grammar"]
+    grammar: CustomGrammar | None = Field(default=None, description="With type grammar: what every text satisfies.")
+
+
+class CustomDefinition(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: str = Field(description="As a function's.")
+    description: str | None = None
+    format: CustomInputFormat | None = Field(default=None, description="Any text when absent.")
+
+
 class ToolDefinition(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
-    type: str = Field(description="function")
+    type: str = Field(description="function, or custom for a tool that takes a text.")
     function: FunctionDefinition | None = None
+    custom: CustomDefinition | None = None
+
+    @property
+    def definition(self) -> FunctionDefinition | CustomDefinition | None:
+        return self.custom if self.type == "custom" else self.function
 
 
-class FunctionName(BaseModel):
+class ToolName(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str
@@ -43,8 +73,9 @@ class FunctionName(BaseModel):
 class NamedTool(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    type: Literal["function"]
-    function: FunctionName
+    type: str = Field(description="function or custom.")
+    function: ToolName | None = Field(default=None, description="With type function: the one to call.")
+    custom: ToolName | None = Field(default=None, description="With type custom: the one to call.")
 
 
 class AllowedTools(BaseModel):
@@ -54,13 +85,10 @@ class AllowedTools(BaseModel):
     tools: Annotated[list[NamedTool], Field(fail_fast=True)]
 
 
-class ToolChoiceFields(BaseModel):
+class ToolChoiceFields(NamedTool):
     """A mode is read as an object of that type."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    type: str = Field(description="function or allowed_tools.")
-    function: FunctionName | None = Field(default=None, description="With type function: the one to call.")
+    type: str = Field(description="function, custom or allowed_tools.")
     allowed_tools: AllowedTools | None = Field(default=None, description="With type allowed_tools.")
 
 
@@ -87,17 +115,41 @@ def read_tools(definitions: list[ToolDefinition], limits: Limits) -> list[Tool]:
     tools: dict[str, Tool] = {}
     for index, definition in enumerate(definitions):
         param = f"tools[{index}]"
-        if definition.type != "function":
-            raise Unsupported(f"{param}: tools of type {definition.type!r} are not supported, only function", param)
-        function = definition.function
-        if function is None:
-            raise InvalidRequest(f"{param}.function is required", f"{param}.function")
-        tools[function.name] = build_tool(
-            function.name, function.description, function.parameters, function.strict, f"{param}.function"
-        )
-        if len(tools) <= index:
-            raise InvalidRequest(f"{param}.function.name: {function.name} is there twice", f"{param}.function.name")
+        if definition.type not in ("function", "custom"):
+            raise Unsupported(
+                f"{param}: tools of type {definition.type!r} are not supported, only function and custom", param
+            )
+        param = f"{param}.{definition.type}"
+        match definition.definition:
+            case None:
+                raise InvalidRequest(f"{param} is required", param)
+            case FunctionDefinition() as found:
+                tool = build_tool(found.name, found.description, found.parameters, found.strict, param)
+            case CustomDefinition() as found:
+                parameters = _describe_format(found.format, f"{param}.format")
+                tool = build_tool(found.name, found.description, parameters, True, param, "format")
+        if tool.name in tools:
+            raise InvalidRequest(f"{param}.name: {tool.name} is there twice", f"{param}.name")
+        tools[tool.name] = tool
     return list(tools.values())
+
+
+def list_custom_tools(definitions: list[ToolDefinition]) -> dict[str, ToolItem]:
+    """By their names."""
+    customs = [definition.custom for definition in definitions if definition.type == "custom"]
+    return {custom.name: ToolItem(custom.name, is_custom=True) for custom in customs if custom is not None}
+
+
+def _describe_format(format: CustomInputFormat | None, param: str) -> dict[str, object]:
+    """The arguments of a custom tool. Raises InvalidRequest."""
+    if format is None or format.type == "text":
+        return describe_input()
+    if format.grammar is None:
+        raise InvalidRequest(f"{param}.grammar is required with type grammar", f"{param}.grammar")
+    try:
+        return describe_input(format.grammar.syntax, format.grammar.definition)
+    except LarkError as error:
+        raise InvalidRequest(f"{param}.grammar: {error}", f"{param}.grammar") from None
 
 
 def build_tool(
@@ -131,28 +183,33 @@ def read_tool_choice(choice: ToolChoiceFields | None, tools: list[ToolDefinition
         raise InvalidRequest("tool_choice needs tools", "tool_choice")
     if choice.type == "required":
         return ToolChoice("required")
-    if choice.type == "function":
-        if choice.function is None:
-            raise InvalidRequest("tool_choice.function is required with type function", "tool_choice.function")
-        _check_known(choice.function.name, tools, "tool_choice.function.name")
-        return ToolChoice("required", (choice.function.name,), is_named=True)
+    if choice.type in ("function", "custom"):
+        return ToolChoice("required", (_find_named(choice, tools, "tool_choice"),), is_named=True)
     if choice.type == "allowed_tools":
         param = "tool_choice.allowed_tools"
         if choice.allowed_tools is None:
             raise InvalidRequest(f"{param} is required with type allowed_tools", param)
         if not choice.allowed_tools.tools:
             raise InvalidRequest(f"{param}.tools must not be empty", f"{param}.tools")
-        names = tuple(tool.function.name for tool in choice.allowed_tools.tools)
-        for index, name in enumerate(names):
-            _check_known(name, tools, f"{param}.tools[{index}].function.name")
+        allowed = enumerate(choice.allowed_tools.tools)
+        names = tuple(_find_named(named, tools, f"{param}.tools[{index}]") for index, named in allowed)
         return ToolChoice(choice.allowed_tools.mode, names)
     raise InvalidRequest(
-        f"tool_choice must be none, auto, required, or an object of type function or allowed_tools, not "
+        f"tool_choice must be none, auto, required, or an object of type function, custom or allowed_tools, not "
         f"{choice.type[:200]!r}",
         "tool_choice",
     )
 
 
-def _check_known(name: str, tools: list[ToolDefinition], param: str) -> None:
-    if all(tool.function is None or name != tool.function.name for tool in tools):
-        raise InvalidRequest(f"{param}: {name[:200]} is none of the tools", param)
+def _find_named(named: NamedTool, tools: list[ToolDefinition], param: str) -> str:
+    """Raises InvalidRequest."""
+    if named.type not in ("function", "custom"):
+        raise InvalidRequest(f"{param}.type must be function or custom", f"{param}.type")
+    param = f"{param}.{named.type}"
+    found = named.custom if named.type == "custom" else named.function
+    if found is None:
+        raise InvalidRequest(f"{param} is required with type {named.type}", param)
+    for tool in tools:
+        if tool.type == named.type and tool.definition is not None and tool.definition.name == found.name:
+            return found.name
+    raise InvalidRequest(f"{param}.name: {found.name[:200]} is none of the tools", f"{param}.name")

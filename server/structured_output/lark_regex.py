@@ -1,16 +1,23 @@
-"""Translate a Lark grammar without recursion into the regular expression of the same texts.
+"""Translate a Lark grammar into a regular expression of its texts.
 
 A custom tool's text stands inside a JSON string or between a dialect's delimiters. Regular expressions can be enforced
-there, because llguidance can quote them; a grammar of several rules cannot.
+there, because llguidance can quote them; a grammar of several rules cannot. A rule that repeats itself at its beginning
+or end becomes a repetition. One that is inside itself is written out some levels deep, so that the expression has no
+text that the grammar has not, but not those that nest deeper.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 MAX_CHARACTERS = 2**16  # a longer regular expression is refused
+MAX_DEPTH = 8  # how often a rule may be inside itself
+MAX_EXPANSIONS = 800  # how often rules are written out, at all depths together
+_TOO_LONG = f"it takes more than {MAX_CHARACTERS} characters as a regular expression"
 
 _TOKEN = re.compile(
     r"""(?P<space>[ \t\r]+|//[^\n]*|\#[^\n]*)
@@ -47,6 +54,10 @@ class LarkError(ValueError):
     """The grammar is not one that can be translated."""
 
 
+class _TooLong(LarkError):
+    pass
+
+
 class _Token(NamedTuple):
     kind: str
     text: str
@@ -55,31 +66,80 @@ class _Token(NamedTuple):
 _END = _Token("end", "")
 
 
+class _Name(NamedTuple):
+    """A rule or terminal by its name."""
+
+    name: str
+
+
+class _Repeat(NamedTuple):
+    """suffix: as in regular expressions; empty for once."""
+
+    body: Alternatives
+    suffix: str
+
+    @property
+    def may_be_absent(self) -> bool:
+        return self.suffix in ("?", "*") or self.suffix.startswith("{0,")
+
+
+Item = str | _Name | _Repeat  # a text is a regular expression that can stand in a row
+Alternatives = list[list[Item]]
+
+
 def translate_lark(grammar: str) -> str:
-    """The regular expression of the texts of `start`, without anchors. Raises LarkError."""
+    """A regular expression of the texts of `start`, without anchors. Raises LarkError."""
     try:
-        return _LarkRules(grammar).expand("start", ())
+        return _translate(_LarkRules(grammar))
     except RecursionError:
         raise LarkError("it nests too deep") from None
 
 
+def _translate(rules: _LarkRules) -> str:
+    """Written out as deep as is possible. Raises LarkError."""
+    expander = _Expander(rules)
+    expression = expander.expand("start")
+    while expander.is_cut and expander.depth < MAX_DEPTH:
+        expander.deepen()
+        try:
+            expression = expander.expand("start")
+        except _TooLong:
+            break
+    if expression is None:
+        raise LarkError("start is recursive without end")
+    return expression
+
+
 class _LarkRules:
+    """The definitions of a grammar, read when they are asked for."""
+
     def __init__(self, grammar: str) -> None:
         self._definitions: dict[str, list[_Token]] = {}
-        self._expressions: dict[str, str] = {}
+        self._bodies: dict[str, Alternatives] = {}
+        self._reached: dict[str, set[str]] = {}  # names in a rule, and in those in it
         for line in _split_definitions(_read_tokens(grammar)):
             self._define(line)
 
-    def expand(self, name: str, path: tuple[str, ...]) -> str:
-        """The expression of a rule or terminal. path: the names that are being expanded."""
-        if name in path:
-            raise LarkError(f"{name} is recursive")
-        if name not in self._expressions:
+    def read(self, name: str) -> Alternatives:
+        """Raises LarkError."""
+        if name not in self._bodies:
             if name not in self._definitions:
                 raise LarkError(f"{name} is not defined")
-            reader = _BodyReader(self, self._definitions[name], (*path, name))
-            self._expressions[name] = reader.read_whole()
-        return self._expressions[name]
+            body = _BodyReader(name, self._definitions[name]).read_whole()
+            self._bodies[name] = _write_as_repetition(name, body)
+        return self._bodies[name]
+
+    def is_recursive(self, name: str) -> bool:
+        """Whether the rule is inside itself. Raises LarkError."""
+        if name not in self._reached:
+            reached: set[str] = set()
+            waiting = list(_list_names(self.read(name)))
+            while waiting:
+                if (found := waiting.pop()) not in reached:
+                    reached.add(found)
+                    waiting += _list_names(self.read(found))
+            self._reached[name] = reached
+        return name in self._reached[name]
 
     def _define(self, line: list[_Token]) -> None:
         texts = [token.text for token in line]
@@ -107,23 +167,100 @@ class _LarkRules:
         for name, source in names.items():
             if source not in _COMMON:
                 raise LarkError(f"common.{source[:100]} is not known")
-            self._expressions[name] = _COMMON[source]
+            self._bodies[name] = [[f"(?:{_COMMON[source]})"]]
+
+
+def _list_names(body: Alternatives) -> Iterator[str]:
+    for item in itertools.chain.from_iterable(body):
+        if isinstance(item, _Name):
+            yield item.name
+        elif isinstance(item, _Repeat):
+            yield from _list_names(item.body)
+
+
+def _write_as_repetition(name: str, body: Alternatives) -> Alternatives:
+    """The body of a rule, where it begins or ends with the rule itself, as a repetition of what is around it."""
+    itself = _Name(name)
+    optional = _Repeat([[itself]], "?")
+    whole: Alternatives = []
+    for items in body:
+        whole += [items[:-1], [*items[:-1], itself]] if items[-1:] == [optional] else [items]
+    for place, rest in ((0, slice(1, None)), (-1, slice(None, -1))):
+        repeated = [items[rest] for items in whole if len(items) > 1 and items[place] == itself]
+        others = [items for items in whole if not items or items[place] != itself]
+        if repeated and others:
+            parts: list[Item] = [_Repeat(others, ""), _Repeat(repeated, "*")]
+            return [parts if place == 0 else parts[::-1]]
+    return whole
+
+
+class _Expander:
+    """Writes rules out, those inside themselves up to `depth` times."""
+
+    def __init__(self, rules: _LarkRules) -> None:
+        self._rules = rules
+        self._num_left = MAX_EXPANSIONS
+        self._found: dict[tuple[str, tuple[str, ...]], str | None] = {}
+        self.depth = 0
+        self.is_cut = False  # whether a rule is inside itself
+
+    def expand(self, name: str, path: tuple[str, ...] = ()) -> str | None:
+        """path: the recursive rules that are being expanded, sorted. None: it has no text of this depth. Raises
+        LarkError."""
+        if path.count(name) > self.depth:
+            return None
+        key = (name, path)
+        if key not in self._found:
+            self._num_left -= 1
+            if self._num_left < 0:
+                raise _TooLong(_TOO_LONG)
+            if self._rules.is_recursive(name):
+                self.is_cut = True
+                path = tuple(sorted((*path, name)))
+            self._found[key] = self._write(self._rules.read(name), path)
+        return self._found[key]
+
+    def deepen(self) -> None:
+        self.depth += 1
+        self._found.clear()
+
+    def _write(self, body: Alternatives, path: tuple[str, ...]) -> str | None:
+        ways = [way for items in body if (way := self._write_row(items, path)) is not None]
+        return _check_size("|".join(ways)) if ways else None
+
+    def _write_row(self, items: list[Item], path: tuple[str, ...]) -> str | None:
+        row = ""
+        for item in items:
+            match item:
+                case str():
+                    row += item
+                case _Name(name):
+                    expression = self.expand(name, path)
+                    if expression is None:
+                        return None
+                    row += f"(?:{expression})"
+                case _Repeat(inner, suffix):
+                    expression = self._write(inner, path)
+                    if expression is None and not item.may_be_absent:
+                        return None
+                    row += "" if expression is None else f"(?:{expression}){suffix}"
+            _check_size(row)
+        return row
 
 
 class _BodyReader:
     """Reads the body of one definition."""
 
-    def __init__(self, grammar: _LarkRules, tokens: list[_Token], path: tuple[str, ...]) -> None:
-        self._grammar = grammar
+    def __init__(self, name: str, tokens: list[_Token]) -> None:
+        self._name = name
         self._tokens = tokens
-        self._path = path
         self._position = 0
 
-    def read_whole(self) -> str:
-        expression = self._read_alternatives()
+    def read_whole(self) -> Alternatives:
+        body = self._read_alternatives()
         if self._next is not _END:
-            raise LarkError(f"{self._next.text!r} in {self._path[-1]} cannot be read")
-        return expression
+            raise LarkError(f"{self._next.text!r} in {self._name} cannot be read")
+        return body
 
     @property
     def _next(self) -> _Token:
@@ -134,27 +271,27 @@ class _BodyReader:
         self._position += 1
         return token
 
-    def _read_alternatives(self) -> str:
-        expression = self._read_sequence()
+    def _read_alternatives(self) -> Alternatives:
+        body = [self._read_row()]
         while self._next.text == "|":
             self._take()
-            expression = _check_size(f"{expression}|{self._read_sequence()}")
-        return expression
+            body.append(self._read_row())
+        return body
 
-    def _read_sequence(self) -> str:
-        expression = ""
+    def _read_row(self) -> list[Item]:
+        items = []
         while self._next is not _END and self._next.text not in ("|", ")", "]", "->"):
-            expression = _check_size(expression + self._read_quantified())
+            items.append(self._read_quantified())
         if self._next.text == "->":  # an alias
             self._position += 2
-        return expression
+        return items
 
-    def _read_quantified(self) -> str:
+    def _read_quantified(self) -> Item:
         atom = self._read_atom()
         mark = self._next.text
         if mark in ("?", "*", "+"):
             self._take()
-            return f"(?:{atom}){mark}"
+            return _Repeat([[atom]], mark)
         if mark == "~":
             self._take()
             least = self._take_number()
@@ -162,7 +299,7 @@ class _BodyReader:
             if self._next.text == "..":
                 self._take()
                 most = self._take_number()
-            return f"(?:{atom}){{{least},{most}}}"
+            return _Repeat([[atom]], f"{{{least},{most}}}")
         return atom
 
     def _take_number(self) -> str:
@@ -170,26 +307,26 @@ class _BodyReader:
             raise LarkError("~ needs a number")
         return self._take().text
 
-    def _read_atom(self) -> str:
+    def _read_atom(self) -> Item:
         token = self._take()
         if token.text == "(":
-            return f"(?:{self._read_until(')')})"
+            return _Repeat(self._read_until(")"), "")
         if token.text == "[":
-            return f"(?:{self._read_until(']')})?"
+            return _Repeat(self._read_until("]"), "?")
         match token.kind:
             case "name":
-                return f"(?:{self._grammar.expand(token.text, self._path)})"
+                return _Name(token.text)
             case "regex":
                 return _read_regex(token.text)
             case "string":
                 return self._read_string(token.text)
-        raise LarkError(f"{token.text!r} in {self._path[-1]} cannot be enforced")
+        raise LarkError(f"{token.text!r} in {self._name} cannot be enforced")
 
-    def _read_until(self, end: str) -> str:
-        expression = self._read_alternatives()
+    def _read_until(self, end: str) -> Alternatives:
+        body = self._read_alternatives()
         if self._take().text != end:
-            raise LarkError(f"{self._path[-1]} lacks {end!r}")
-        return expression
+            raise LarkError(f"{self._name} lacks {end!r}")
+        return body
 
     def _read_string(self, text: str) -> str:
         first = _unquote(text)
@@ -254,5 +391,5 @@ def _escape(text: str) -> str:
 
 def _check_size(expression: str) -> str:
     if len(expression) > MAX_CHARACTERS:
-        raise LarkError(f"it takes more than {MAX_CHARACTERS} characters as a regular expression")
+        raise _TooLong(_TOO_LONG)
     return expression

@@ -90,7 +90,7 @@ class RequestTrace:
         """One child per crash, for all choices that it interrupted."""
         by_crash: dict[float, list[Replay]] = {}
         for choice in generation.choices:
-            for replay in choice.tracked.replays:
+            for replay in choice.submitted.replays:
                 by_crash.setdefault(replay.lost_at, []).append(replay)
         if not by_crash:
             return

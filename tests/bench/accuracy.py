@@ -1,10 +1,10 @@
-"""What int8 costs in accuracy, in the layers and in the KV cache: held-out bits per byte of the demo model, and
+"""What quantisation costs in accuracy, in the layers and in the KV cache: held-out bits per byte of the demo model, and
 logits of random models.
 
 Bits per byte are measured as `tools/train_demo.py --evaluate` does it, on the same windows of the same held-out files,
-but computed by this engine's decoder, in bf16, with layers in int8, and with an int8 KV cache. Random models are made
-from a seed (`--load-format dummy`); their logits are compared with float32's: size of the difference relative to the
-logits' spread, and how often the likeliest token is the same.
+but computed by this engine's decoder, in bf16, with each --quantization of a CPU, and with an int8 KV cache. Random
+models are made from a seed (`--load-format dummy`); their logits are compared with float32's: size of the difference
+relative to the logits' spread, and how often the likeliest token is the same.
 
 Run: PYTHONPATH=tests:tools python -m bench.accuracy [--files 35]. Prints two tables, then one JSON line.
 """
@@ -25,17 +25,21 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from serve_llm.common.hub import resolve_model
+from serve_llm.engine.config import INT4_GROUP_SIZES
 from serve_llm.engine.model.decoder import Decoder
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.spec import ModelSpec
 from support import published
-from support.forward import Harness, load, load_whole
+from support.forward import Harness, load_whole, read_spec
 
-WAYS = {  # number type, whether the layers are int8, number type of the KV cache
-    "float32": (torch.float32, False, torch.float32),
-    "bf16": (torch.bfloat16, False, torch.bfloat16),
-    "int8": (torch.bfloat16, True, torch.bfloat16),
-    "int8 KV cache": (torch.bfloat16, False, torch.int8),
+WAYS = {  # dtype, --quantization, dtype of the KV cache
+    "float32": (torch.float32, "none", torch.float32),
+    "bf16": (torch.bfloat16, "none", torch.bfloat16),
+    "int8": (torch.bfloat16, "int8", torch.bfloat16),
+    "int4-g32": (torch.bfloat16, "int4-g32", torch.bfloat16),
+    "int4": (torch.bfloat16, "int4", torch.bfloat16),
+    "int4-g128": (torch.bfloat16, "int4-g128", torch.bfloat16),
+    "int8 KV cache": (torch.bfloat16, "none", torch.int8),
 }
 RANDOM = {"Qwen2.5-0.5B, 8 of 24 layers": ("QWEN2_HALF_B", 8), "Llama-3.2-1B, 4 of 16 layers": ("LLAMA_1B", 4)}
 PROMPT_TOKENS = 96
@@ -54,6 +58,13 @@ class Model:
         return SimpleNamespace(logits=rows[None])
 
 
+def quantise(spec: ModelSpec, quantization: str) -> ModelSpec:
+    """The spec with the option's effect."""
+    if quantization in INT4_GROUP_SIZES:
+        return spec.with_int4(INT4_GROUP_SIZES[quantization])
+    return spec.with_int8() if quantization == "int8" else spec
+
+
 def bits_per_byte(num_files: int) -> dict[str, float]:
     directory = Path(resolve_model("demo"))
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -62,10 +73,13 @@ def bits_per_byte(num_files: int) -> dict[str, float]:
     documents = [torch.from_numpy(ids) for ids in demo_data.encode_documents(tokenizer, texts)]
     num_bytes = sum(len(file.content) for file in files)
     found = {}
-    for name, (dtype, int8, cache) in WAYS.items():
+    spec, weight_map = read_spec(directory)
+    for name, (dtype, quantization, cache) in WAYS.items():
         if dtype == torch.float32:
             continue
-        found[name] = demo_eval.held_out_bits(Model(*load(directory, dtype, int8), cache), documents)[0] / num_bytes
+        chosen = quantise(spec, quantization)
+        model = Model(chosen, load_whole(directory, chosen, weight_map, dtype=dtype), cache)
+        found[name] = demo_eval.held_out_bits(model, documents)[0] / num_bytes
         print(f"demo model, {len(files)} held-out files, {name} {found[name]:.5f} bits per byte", flush=True)
     return found
 
@@ -76,8 +90,8 @@ def random_model(name: str, num_layers: int) -> dict[str, tuple[float, float]]:
     rng = random.Random(1)
     prompts = [[rng.randrange(spec.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(2)]
     logits: dict[str, Tensor] = {}
-    for way, (dtype, int8, cache) in WAYS.items():
-        chosen = spec.with_int8() if int8 else spec
+    for way, (dtype, quantization, cache) in WAYS.items():
+        chosen = quantise(spec, quantization)
         decoder = load_whole(Path(), chosen, weight_map, dtype=dtype, load_format="dummy", seed=1)
         rows = torch.cat(Harness(chosen, decoder, cache).logprobs(prompts))
         logits[way] = rows - rows.mean(-1, keepdim=True)
@@ -95,7 +109,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=35, help="held-out files that are read (default: all 35)")
     bits = bits_per_byte(parser.parse_args().files)
-    for name in ("int8", "int8 KV cache"):
+    for name in bits:
+        if name == "bf16":
+            continue
         print(f"{name} over bf16: {100 * (bits[name] / bits['bf16'] - 1):+.3f} %")
     errors = {}
     for title, (name, num_layers) in RANDOM.items():

@@ -19,7 +19,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
-import uvicorn
 import uvloop
 
 from serve_llm.common import messages
@@ -28,6 +27,7 @@ from serve_llm.common.options.sources import make_options
 from serve_llm.common.types import FinishReason, ModelInfo, Output, Request, Stats
 from serve_llm.server.app import create_app
 from serve_llm.server.engines.replicas import Replicas
+from serve_llm.server.http.connection import HttpServer
 from serve_llm.server.metrics.meter import Clock, Meter
 from serve_llm.server.prompt.model import ServedModel
 
@@ -97,8 +97,7 @@ async def serve(listener: socket.socket, num_streams: int, num_tokens: int, rate
     model = ServedModel.load(resolve_model("demo"), options)
     engine = PacedEngine(model.tokenizer.encode(TEXT, add_special_tokens=False))
     app, admission, *_ = create_app(Replicas([engine]), model, options)
-    config = uvicorn.Config(app, http="httptools", ws="none", lifespan="off", log_level="error", access_log=False)
-    server = uvicorn.Server(config)
+    server = HttpServer(app, options.limits, None, None)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     await asyncio.sleep(0.5)
     idle_without = await idle_cpu_seconds()

@@ -79,6 +79,17 @@ class PlayedModel:
     def forward(self, inputs: StepInputs, caches: Sequence[Tensor], rows: Tensor | None = None) -> Tensor:
         return torch.empty(len(inputs.ids if rows is None else rows), 1)
 
+    def receive(self, num_tokens: int) -> None:
+        """There is one stage."""
+
+    def send(self, hidden: Tensor) -> None:
+        raise AssertionError("there is one stage")
+
+    def run_layers(
+        self, inputs: StepInputs, caches: Sequence[Tensor], rows: Tensor | None, received: Tensor | None
+    ) -> Tensor:
+        return self.forward(inputs, caches, rows)
+
     def logits(self, hidden: Tensor) -> Tensor:
         return self._logits[: len(hidden)]
 

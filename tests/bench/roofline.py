@@ -52,7 +52,7 @@ class Work:
 
 def step_work(spec: ModelSpec, chunks: Sequence[tuple[int, int]], is_int8: bool = False) -> Work:
     """Of one step. chunks: of each sequence its new tokens, and its context with them; each samples one token. bf16, or
-    the linear layers in 8 bits, with is_int8 and for a spec with fp8; the head too with is_int8."""
+    the linear layers in fewer bits, with is_int8 and as the spec says; the head too with is_int8."""
     new = sum(count for count, _ in chunks)
     counts = [_products(layer, spec.hidden_size, new) for layer in spec.layers]
     stored, multiplied = sum(read for read, _ in counts), sum(used for _, used in counts)
@@ -62,7 +62,7 @@ def step_work(spec: ModelSpec, chunks: Sequence[tuple[int, int]], is_int8: bool 
     scored = sum(_pair_operations(layer.attention) for layer in spec.layers)
     return Work(
         {
-            "linear": (stored * (1 if is_int8 or spec.fp8 else 2), 2 * multiplied * new),
+            "linear": (stored * (1 if is_int8 else _linear_bytes(spec)), 2 * multiplied * new),
             "head": (head * (1 if is_int8 else 2), 2 * head * len(chunks)),
             "attention": (2 * cached * sum(context for _, context in chunks), scored * pairs),
         }
@@ -102,6 +102,15 @@ def _products(layer: LayerSpec, width: int, tokens: int) -> tuple[float, float]:
     shared = attention + width * router.num_experts + _ffn_numbers(layer.ffn.shared_expert, width)
     hit = router.num_experts * (1 - (1 - router.top_k / router.num_experts) ** tokens)
     return shared + hit * expert, shared + router.top_k * expert
+
+
+def _linear_bytes(spec: ModelSpec) -> float:
+    """Of a number in the weights of layers that are all of one form, with its share of scales and zero points."""
+    form = None if spec.grouped is None else spec.grouped.default
+    if form is None:
+        return 1 if spec.fp8 else 2
+    scales = 0 if form.group_size is None else form.scale_bytes * (1 + form.has_zeros) / form.group_size
+    return form.bits / 8 + scales
 
 
 def _ffn_numbers(ffn: MLPSpec | None, width: int) -> int:

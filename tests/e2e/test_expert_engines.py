@@ -138,7 +138,7 @@ def test_ranks_of_each_engine(model: str) -> None:
         ),
         (
             ("MODEL", *TWO, "--nnodes", "2", "--master-addr", "127.0.0.1:1"),
-            "--data-parallel-size: several engines over several hosts need Ray",
+            "--enable-expert-parallel: several engines (--data-parallel-size) share experts on one host only",
         ),
     ],
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import threading
 import time
 import urllib.request
@@ -23,15 +22,10 @@ import pytest
 from serve_llm.common.errors import CapacityError, EngineError, ModelError, OptionError
 from support.daemon import Daemon
 from support.matrix import mostly_slow
-from support.nodes import LIMIT, ONCE, SMALL, body, complete
+from support.nodes import LIMIT, ONCE, SMALL, body, complete, free_port
 from support.tiny import make_checkpoint, make_tokenizer
 
 FAKE_HOSTS = str(Path(__file__).parent.parent / "support" / "fakehost")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class Hosts:

@@ -70,7 +70,6 @@ def test_there_are_examples() -> None:
         (["demo", "--gpus-per-nod", "1"], 2, "did you mean --gpus-per-node"),
         (["demo", "--memory", "much"], 2, "--memory: expected bytes"),
         (["demo", "-tp", "2", "--tensor-parallel-split", "1,2,3"], 2, "--tensor-parallel-split: 3 shares"),
-        (["demo", "--gpu", "h100", "--quantization", "int8"], 2, "--quantization: int8 is served on a CPU only"),
         (["demo", "--gpu", "h100", "--kv-cache-dtype", "int8"], 2, "--kv-cache-dtype: int8 is served on a CPU only"),
         (["demo", "--kv-cache-dtype", "fp8_e4m3"], 2, "--kv-cache-dtype: fp8 is not supported; .*, not 'fp8_e4m3'"),
         (

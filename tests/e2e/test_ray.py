@@ -12,10 +12,9 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -23,8 +22,9 @@ import pytest
 
 from serve_llm.common.errors import CapacityError, EngineError, OptionError
 from support.daemon import SERVE_LLM, Daemon
-from support.namespaces import Machine, Machines
-from support.ray_nodes import STORE_BYTES, RayNodes, environment, skip_without_ray
+from support.namespaces import Machines
+from support.ray_machines import RAY, serve_on, short_folder, start_ray, wait_until
+from support.ray_nodes import RayNodes, environment, skip_without_ray
 from support.streams import Streams, mixed
 from support.tiny import make_checkpoint, make_tokenizer
 
@@ -32,7 +32,6 @@ LIMIT = 180.0  # seconds; more than anything here takes on a busy machine
 PROMPTS = ["class Stack:\n    def __init__(self):\n", "def main():\n", "import os\n", "x"]
 SMALL = ("--dtype", "float32", "--max-model-len", "256", "--kv-cache-memory", "16MiB", "--device", "cpu")
 ONCE = ("--max-restarts", "0")
-RAY = ("--distributed-executor-backend", "ray")
 BODY = {"prompt": PROMPTS, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 FORCED = {"structured_outputs": {"choice": ["unconditionally yes", "unconditionally no"]}, "logprobs": 0}
 NAMED = r"rank {} \(node [\d.]+, pid {}\) died in a step by (end of its process, killed|loss of its host)"
@@ -40,8 +39,8 @@ NAMED = r"rank {} \(node [\d.]+, pid {}\) died in a step by (end of its process,
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as name:
-        yield Path(name)
+    with short_folder() as path:
+        yield path
 
 
 def complete(url: str, model: str) -> list[str]:
@@ -61,13 +60,6 @@ def of_one_rank(model: str) -> list[str]:
     """The texts of `PROMPTS`, then those with forced tokens."""
     with Daemon(model, *SMALL) as daemon:
         return complete(daemon.wait_until_serving(), model)
-
-
-def wait_until(true: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not true():
-        assert time.monotonic() < deadline, f"still not so: {what}"
-        time.sleep(0.05)
 
 
 def processes_with(text: str) -> list[psutil.Process]:
@@ -217,36 +209,11 @@ def test_inside_a_placement_group_the_ranks_stay_within(folder: Path) -> None:
 
 ASK = """
 import sys, urllib.request
-request = urllib.request.Request(sys.argv[1], sys.argv[2].encode(), {"Content-Type": "application/json"})
+url, body = sys.argv[1:]
+request = urllib.request.Request(url + "/v1/completions", body.encode(), {"Content-Type": "application/json"})
 for line in urllib.request.urlopen(request):
     print(line.decode(), end="", flush=True)
 """
-
-
-def start_ray(machine: Machine, folder: Path, num_cpus: int, head: str = "", **environ: str) -> None:
-    """A node of the cluster whose head has this address, or the head itself. Returns when it is part of it."""
-    log = folder.with_suffix(f".{machine.name}")
-    where = ["--address", f"{head}:6379"] if head else ["--head", "--port=6379", "--include-dashboard=false"]
-    own = [f"--node-ip-address={machine.address}", f"--num-cpus={num_cpus}", f"--object-store-memory={STORE_BYTES}"]
-    ray = str(Path(sys.executable).with_name("ray"))
-    with log.open("w") as output:
-        machine.popen(
-            *(ray, "start", *where, *own, "--disable-usage-stats", "--block"),
-            env=environment(folder) | environ,
-            stdout=output,
-            stderr=output,
-        )
-    wait_until(lambda: "Ray runtime started" in log.read_text(), f"Ray started on {machine.name}")
-
-
-def serve_on(host: Machine, folder: Path, log: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
-    """A daemon on this machine, once it serves, and the URL of completions."""
-    where = ("--host", host.address, "--port", "8000")
-    with log.open("w") as output:
-        daemon = host.popen(SERVE_LLM, "demo", *SMALL, *RAY, *options, *where, env=environment(folder), stderr=output)
-    wait_until(lambda: daemon.poll() is not None or "Serving demo" in log.read_text(), "serving")
-    assert daemon.poll() is None, log.read_text()
-    return daemon, f"http://{host.address}:8000/v1/completions"
 
 
 @pytest.mark.slow
@@ -273,7 +240,7 @@ def test_two_nodes_serve_and_a_node_that_is_gone_is_named(
             start_ray(machine, folder, count, head.address)
         nodes = [head, *others]
         host, lost = nodes[engine], nodes[last]
-        daemon, url = serve_on(host, folder, log, *ONCE, "-tp", "2", "-pp", "2")
+        daemon, url = serve_on(host, folder, log, *SMALL, *ONCE, "-tp", "2", "-pp", "2")
         assert f"Ray places rank 0 1 on {nodes[first].address}, rank 2 3 on {lost.address}" in log.read_text()
         answer = client.run(sys.executable, "-c", ASK, url, json.dumps(BODY | {"model": "demo"}), seconds=LIMIT)
         assert [choice["text"] for choice in json.loads(answer.stdout)["choices"]] == expected[: len(PROMPTS)]
@@ -300,7 +267,7 @@ def test_a_stream_goes_on_when_a_node_has_come_in_the_place_of_a_lost_one(tmp_pa
         client, head, lost, spare = machines
         start_ray(head, folder, 2)
         start_ray(lost, folder, 2, head.address)
-        daemon, url = serve_on(head, folder, log := tmp_path / "log", "-tp", "2", "-pp", "2")
+        daemon, url = serve_on(head, folder, log := tmp_path / "log", *SMALL, "-tp", "2", "-pp", "2")
         undisturbed = json.loads(client.run(sys.executable, "-c", ASK, url, long, seconds=LIMIT).stdout)["choices"]
         streamed = json.dumps(json.loads(long) | {"stream": True})
         stream = client.popen(sys.executable, "-c", ASK, url, streamed, stdout=subprocess.PIPE)

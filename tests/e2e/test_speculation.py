@@ -33,3 +33,18 @@ def test_same_answers_from_two_engines_one_of_which_is_killed(tmp_path: Path) ->
         os.kill(daemon.engine_pids()[0], signal.SIGKILL)
         daemon.wait_until_logged("it is replaced")
         assert streams.finish() == undisturbed
+
+
+def test_a_draft_model_beside_two_ranks() -> None:
+    """The demo model guesses for itself: all guesses are right."""
+    body = {"prompt": "def area(width, height):", "max_tokens": 30, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+    ranks = ("--tensor-parallel-size", "2")
+    with Daemon(*SMALL, *ranks) as daemon:
+        daemon.wait_until_serving()
+        alone = Streams(daemon.url, [body]).finish()
+    with Daemon(*SMALL, *ranks, "--speculative-config", "demo") as daemon:
+        daemon.wait_until_serving()
+        daemon.wait_until_logged("Draft model")
+        assert Streams(daemon.url, [body]).finish() == alone
+        metrics = daemon.metrics()
+        assert metrics["serve_llm_spec_decode_num_accepted_tokens_total"] > 0

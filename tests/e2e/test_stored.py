@@ -37,8 +37,10 @@ def kill(daemon: Daemon) -> None:
     assert not psutil.wait_procs(children, timeout=60)[1]
 
 
-def wait_for(client: OpenAI, batch_id: str, condition: Callable[[Batch], bool]) -> Batch:
-    deadline = time.monotonic() + START_SECONDS
+def wait_for(
+    client: OpenAI, batch_id: str, condition: Callable[[Batch], bool], seconds: float = START_SECONDS
+) -> Batch:
+    deadline = time.monotonic() + seconds
     while not condition(batch := client.batches.retrieve(batch_id)):
         assert time.monotonic() < deadline and batch.status in ("validating", "in_progress", "cancelling"), batch
         time.sleep(0.01)
@@ -54,23 +56,31 @@ def read_lines(client: OpenAI, file_id: str | None) -> Iterator[dict[str, object
     return map(json.loads, client.files.content(file_id).text.splitlines() if file_id else [])
 
 
-def test_killed_servers_lose_and_double_no_line(tmp_path: Path, options: list[str]) -> None:
-    body = {"prompt": "def main():\n", "max_tokens": 32, "temperature": 0, "ignore_eos": True}
+def write_requests(path: Path, num_lines: int, max_tokens: int) -> None:
+    """A file of requests, each tenth of which is refused."""
+    body = {"prompt": "def main():\n", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     requests = [
         {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body | extra}
-        for number in range(LINES)
+        for number in range(num_lines)
         for extra in [{"max_tokens": -1} if number % 10 == 3 else {}]
     ]
-    path = tmp_path / "in.jsonl"
     path.write_text("\n".join(map(json.dumps, requests)))
+
+
+def create_batch(client: OpenAI, path: Path) -> str:
+    """The batch's id."""
+    file = client.files.create(file=path, purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    return batch.id
+
+
+def test_killed_servers_lose_and_double_no_line(tmp_path: Path, options: list[str]) -> None:
+    path = tmp_path / "in.jsonl"
+    write_requests(path, LINES, 32)
     batch_id, num_done = "", 0
     for _ in range(2):
         with Daemon("demo", *options, "--max-num-seqs", "8") as daemon, connect(daemon) as client:
-            if not batch_id:
-                file = client.files.create(file=path, purpose="batch")
-                batch_id = client.batches.create(
-                    input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
-                ).id
+            batch_id = batch_id or create_batch(client, path)
             batch = wait_for(client, batch_id, lambda batch, before=num_done: count(batch) > before)  # type: ignore[misc]
             assert batch.status == "in_progress"
             num_done = count(batch)
@@ -91,6 +101,29 @@ def test_killed_servers_lose_and_double_no_line(tmp_path: Path, options: list[st
         assert client.files.delete(batch.input_file_id).deleted
         with pytest.raises(openai.NotFoundError):
             client.files.retrieve(batch.input_file_id)
+
+
+@pytest.mark.long
+def test_ten_thousand_lines_and_five_kills(tmp_path: Path, options: list[str]) -> None:
+    """Every line once in the output or among the errors, whenever the server dies."""
+    num_lines, num_kills = 10_000, 5
+    path = tmp_path / "in.jsonl"
+    write_requests(path, num_lines, 4)
+    batch_id = ""
+    for life in range(num_kills + 1):
+        with Daemon("demo", *options) as daemon, connect(daemon) as client:
+            batch_id = batch_id or create_batch(client, path)
+            wanted = num_lines * (life + 1) // (num_kills + 1)
+            batch = wait_for(client, batch_id, lambda batch, wanted=wanted: count(batch) >= wanted, 1800.0)  # type: ignore[misc]
+            if life < num_kills:
+                assert batch.status == "in_progress"
+                kill(daemon)
+                continue
+            batch = wait_for(client, batch_id, lambda batch: batch.status == "completed")
+            answered = list(read_lines(client, batch.output_file_id))
+            failed = list(read_lines(client, batch.error_file_id))
+    assert sorted(int(str(line["custom_id"])) for line in answered + failed) == list(range(num_lines))
+    assert count(batch) == num_lines and len(failed) == num_lines // 10
 
 
 def test_the_client_finds_its_responses_again(options: list[str]) -> None:

@@ -72,8 +72,11 @@ def test_offline_over_two_engines() -> None:
         for number in range(100)
     ]
     prompts = [f"# {number}\nimport os\n" for number in range(100)]
-    with LLM("demo", kv_cache_memory="64MiB", data_parallel_size=2) as llm:
+    embeds = {"runner": "generate", "convert": "embed"}
+    with LLM("demo", kv_cache_memory="64MiB", data_parallel_size=2, quantization="int4", **embeds) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
+        vectors = [output.outputs.embedding for output in llm.embed(["def f():"] * 4, use_tqdm=False)]
+        assert vectors == [vectors[0]] * 4
         with pytest.raises(InvalidRequest, match="uniqueItems"):
             llm.generate("x", SamplingParams(structured_outputs=StructuredOutputs(json={"uniqueItems": True})))
         message = [{"role": "user", "content": "x"}]
@@ -86,7 +89,9 @@ def test_offline_over_two_engines() -> None:
         jsonschema.validate(json.loads(choice.text), SCHEMA)
 
 
-@pytest.mark.parametrize("how", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "data_parallel_size": 2}], ids=str
+)
 def test_ranks_in_processes(how: dict[str, int]) -> None:
     schema = StructuredOutputs(json=SCHEMA)
     params = [SamplingParams(structured_outputs=schema, max_tokens=300, seed=number) for number in range(24)]

@@ -86,6 +86,33 @@ def test_a_conversation_with_tools(client: OpenAI) -> None:
     assert last.choices[0].message.content and not last.choices[0].message.tool_calls
 
 
+def test_a_custom_tool(client: OpenAI) -> None:
+    pattern = "[a-z]{2,6}(, [a-z]{2,6}){2}"
+    grammar = {"syntax": "regex", "definition": pattern}
+    custom: Any = {"name": "note", "format": {"type": "grammar", "grammar": grammar}}
+    tools: Any = [{"type": "custom", "custom": custom}]
+    how: dict[str, Any] = {
+        "model": "demo",
+        "messages": TALK,
+        "seed": 1,
+        "parallel_tool_calls": False,
+        "tools": tools,
+        "extra_body": {"thinking_token_budget": 0},
+    }
+    named: Any = {"type": "custom", "custom": {"name": "note"}}
+    first = client.chat.completions.create(tool_choice=named, temperature=1.5, **how).choices[0]
+    (call,) = first.message.tool_calls or []
+    assert call.type == "custom" and re.fullmatch(pattern, call.custom.input)
+    events = client.chat.completions.create(tool_choice=named, temperature=1.5, stream=True, **how)
+    pieces: list[Any] = [piece for event in events for piece in event.choices[0].delta.tool_calls or []]
+    assert "".join(piece.custom["input"] for piece in pieces) == call.custom.input
+    answer: Any = {"role": "tool", "tool_call_id": call.id, "content": "noted"}
+    last = client.chat.completions.create(
+        model="demo", messages=[*TALK, first.message, answer], tools=tools, tool_choice="none", max_tokens=9
+    )
+    assert last.choices[0].message.content
+
+
 def test_example(tool_server: Daemon) -> None:
     command = [sys.executable, "-P", str(EXAMPLE), tool_server.url + "/v1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

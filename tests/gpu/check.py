@@ -54,6 +54,7 @@ SECONDS = {  # each part's limit, in order of worth
     "attention_times": 45,
     "start": 75,
     "fp8": 50,
+    "int4": 50,
     "experts": 75,
     "latent": 60,
     "memory": 50,

@@ -10,6 +10,7 @@ from typing import Any
 
 from bench.model import SHAPE
 from bench.roofline import Limits, Work, step_work
+from serve_llm.engine.config import INT4_GROUP_SIZES
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.spec import ModelSpec
 
@@ -37,7 +38,9 @@ class Shape:
 
     def spec(self, quantization: str | None = None) -> ModelSpec:
         found, _ = read_model(dict(self.config))
-        return found.with_fp8() if quantization == "fp8" else found
+        if quantization == "fp8":
+            return found.with_fp8()
+        return found.with_int4(INT4_GROUP_SIZES[quantization]) if quantization in INT4_GROUP_SIZES else found
 
 
 _LLAMA_8B = {

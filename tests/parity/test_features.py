@@ -18,7 +18,7 @@ from serve_llm.engine.startup import find_served_targets
 from serve_llm.engine.structured_output import state
 from support.adapters import make_adapter
 from support.engine import Result, assert_equal, generate, generate_together, greedy, make_engine, make_engines
-from support.grammars import SCHEMA, compile_grammar, constrained, demo
+from support.grammars import SCHEMA, VOCAB_SIZE, compile_grammar, constrained, demo
 from support.packed_floats import make_packed
 from support.pooled import compute_vectors, make_pooled_checkpoint, pooling_request
 from support.resolved import resolve_all
@@ -28,6 +28,7 @@ from support.tiny import make_checkpoint
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's
 LORA: dict[str, object] = {"enable_lora": True, "max_lora_rank": 4}
 OPTIONS: dict[str, object] = LORA | {"dtype": "float32", "max_model_len": 512, "kv_cache_memory": "64MiB"}
+EMBED: dict[str, object] = {"runner": "generate", "convert": "embed"}
 HOWS: dict[str, dict[str, object]] = {
     "one rank": {},
     "int8": {"quantization": "int8"},
@@ -73,6 +74,14 @@ def make_requests(root: Path) -> list[Request]:
             )
             requests.append(msgspec.structs.replace(request, adapter=adapter))
     return requests
+
+
+def make_calls(first: int, count: int) -> list[Request]:
+    """Requests for a call, for models of any weights with the demo model's tokenizer."""
+    grammar = compile_grammar(grammar=CALL)
+    return [
+        constrained(number, grammar, "x = 1\n", max_tokens=12, logprobs=1) for number in range(first, first + count)
+    ]
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -131,27 +140,35 @@ def test_a_replay_goes_on_with_the_same_adapter_and_drafts(how: str, root: Path)
     assert_drafted(engine)
 
 
-@pytest.mark.parametrize("quantization", ["auto", "int8", "int4-g32"])
+@pytest.mark.parametrize("quantization", ["auto", "int8", "int4-g32", "fp8 checkpoint"])
 def test_engines_that_share_experts(quantization: str, tmp_path: Path) -> None:
-    """Two choices of each prompt; the second prompt of an adapter begins with the first one."""
-    checkpoint = tmp_path / "base"
-    make_checkpoint(checkpoint, "qwen3_moe")
-    adapter = make_adapter(checkpoint, tmp_path / "adapter", "qwen3_moe")
+    """Two choices of each prompt; the second prompt of an adapter begins with the first one. Beside them a call and a
+    vector in each engine."""
+    options = LORA | {"block_size": 8, "quantization": quantization, "tokenizer": str(demo()), **EMBED}
+    if quantization == "fp8 checkpoint":
+        make_packed(tmp_path, "qwen3_moe", "fp8-block", vocab_size=VOCAB_SIZE)
+        checkpoint = tmp_path / "packed"
+        del options["quantization"]
+    else:
+        make_checkpoint(tmp_path / "plain", "qwen3_moe", vocab_size=VOCAB_SIZE)
+        checkpoint = tmp_path / "plain"
+    adapter = make_adapter(tmp_path / "plain", tmp_path / "adapter", "qwen3_moe")
     style: dict[str, object] = {"temperature": 1.0, "logprobs": 1}
     requests = [
         msgspec.structs.replace(greedy(number, [5, 17, 101, 44] * length, 8, **style, choice=choice), adapter=chosen)
         for number, (chosen, length, choice) in enumerate(product((None, adapter), (4, 6), (0, 1)))
     ]
-    options = LORA | {"block_size": 8, "quantization": quantization}
+    requests += make_calls(8, 2)
+    requests += [pooling_request(number, [5, 17, 101, 44] * 6) for number in (10, 11)]
     expected = generate(make_engine(checkpoint, **options), requests)
     engines = [
         draft_from(engine, requests, expected)
         for engine in make_engines(checkpoint, tmp_path, 2, **options, speculative_config=NGRAM)
     ]
-    shares = [requests[:4], requests[4:]]
+    shares = [[*requests[:4], *requests[8::2]], [*requests[4:8], *requests[9::2]]]
     for share, found in zip(shares, generate_together(engines, shares), strict=True):
         assert_equal(found, {request.id: expected[request.id] for request in share})
-        assert found[share[-1].id].cached_tokens
+        assert found[share[3].id].cached_tokens and found[share[-1].id].vector
     assert_drafted(engines[0])
 
 
@@ -167,7 +184,7 @@ def test_vectors_beside_generation(how: str, tmp_path: Path) -> None:
         msgspec.structs.replace(greedy(number, prompts[number], 9, logprobs=1), adapter=adapter if number else None)
         for number in range(3)
     ]
-    options: dict[str, object] = {"runner": "generate", "convert": "embed", "block_size": 8} | HOWS[how]
+    options: dict[str, object] = EMBED | {"block_size": 8} | HOWS[how]
     expected = generate(make_engine(checkpoint, **options, **LORA), requests)
     vectors = compute_vectors(make_engine(checkpoint, **options), pooled)
     engine = make_engine(checkpoint, **options, **LORA, speculative_config=NGRAM)
@@ -180,15 +197,16 @@ def test_vectors_beside_generation(how: str, tmp_path: Path) -> None:
 
 
 def test_weights_stored_as_fp8(tmp_path: Path) -> None:
-    """Adapters, drafts, choices, cached prefixes and replays over a checkpoint of 8-bit floats."""
-    make_packed(tmp_path, "llama", "fp8-block")
+    """Adapters, drafts, choices, calls, vectors, cached prefixes and replays over a checkpoint of 8-bit floats."""
+    make_packed(tmp_path, "llama", "fp8-block", vocab_size=VOCAB_SIZE)
     adapter = make_adapter(tmp_path / "plain", tmp_path / "adapter")
     style: dict[str, object] = {"temperature": 1.0, "logprobs": 1}
     requests = [
         msgspec.structs.replace(greedy(number, [5, 17, 101] * 8, 12, **style, choice=choice), adapter=chosen)
         for number, (chosen, choice) in enumerate(product((None, adapter), (0, 1)))
     ]
-    options = LORA | {"block_size": 8}
+    requests += make_calls(4, 2)
+    options = LORA | {"block_size": 8, "tokenizer": str(demo()), **EMBED}
     expected: dict[int, Result] = {}
     for request in requests:
         plain = make_engine(tmp_path / "packed", **options, enable_prefix_caching=False)
@@ -203,6 +221,10 @@ def test_weights_stored_as_fp8(tmp_path: Path) -> None:
     begun = [msgspec.structs.replace(request, output_ids=expected[request.id].token_ids[:5]) for request in requests]
     for number, result in generate(engine, begun).items():
         assert result.token_ids == expected[number].token_ids[5:]
+    vectors = compute_vectors(engine, [pooling_request(number, [5, 17, 101] * 8) for number in (10, 11)])
+    plain = make_engine(tmp_path / "packed", **options, enable_prefix_caching=False)
+    assert vectors[10].equal(vectors[11])
+    assert vectors[10].equal(compute_vectors(plain, [pooling_request(10, [5, 17, 101] * 8)])[10])
 
 
 def test_models_that_return_vectors_only(tmp_path: Path) -> None:

@@ -58,8 +58,10 @@ def test_same_tokens_as_the_plain_engine(family: str, tmp_path: Path, monkeypatc
     expected = generate(make_engine(tmp_path, **OPTIONS), requests, arrivals)
     engine = make_gpu_engine(tmp_path, monkeypatch, **OPTIONS)
     assert_same(generate(engine, requests, arrivals), expected)
-    captured = graphs_of(engine)._capture.sizes
-    assert len(captured) >= 2 and len(set(captured)) == len(captured), "each size that was met again, once"
+    graphs = graphs_of(engine)
+    assert len(graphs._capture.sizes) == len(graphs._graphs), "each size that was met again, once"
+    is_mixed = [buffers.rows is not None for buffers in graphs._buffers.values()]
+    assert any(is_mixed) and not all(is_mixed), "steps of both kinds were captured"
 
 
 def test_with_preemption_without_graphs_and_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +76,19 @@ def test_with_preemption_without_graphs_and_on_two_ranks(tmp_path: Path, monkeyp
         generate(make_gpu_engine(tmp_path, monkeypatch, enforce_eager=True, **OPTIONS), requests, arrivals), expected
     )
     assert_same(generate(make_gpu_engine(tmp_path, monkeypatch, tensor=2, **OPTIONS), requests, arrivals), expected)
+
+
+def test_stages_have_graphs_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocab_size = make_checkpoint(tmp_path, "llama", num_hidden_layers=3)
+    requests, arrivals = load(vocab_size)
+    expected = generate(make_engine(tmp_path, **OPTIONS), requests, arrivals)
+    captures: list[list[int]] = []
+    engine = make_gpu_engine(tmp_path, monkeypatch, tensor=2, stages=3, **OPTIONS)
+    for worker in engine._executor.workers:  # type: ignore[attr-defined]
+        graphs = worker._runner.graphs
+        captures.append(graphs._capture.sizes)
+    assert_same(generate(engine, requests, arrivals), expected)
+    assert len(captures) == 6 and all(len(sizes) >= 3 for sizes in captures)
 
 
 def test_greedy_requests_on_three_ranks_exchange_no_whole_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

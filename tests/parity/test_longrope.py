@@ -12,7 +12,7 @@ import pytest
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.registry import apply_engine_config, read_model
-from serve_llm.engine.model.spec import RopeSpec
+from serve_llm.engine.model.rope_spec import RopeSpec
 from support.config import CONFIG
 from support.engine import Result, generate, greedy, make_engine
 from support.gpu_path import make_gpu_engine

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from serve_llm.common.types import Adapter, FinishReason, Request
 from serve_llm.engine.loop import EngineCore
-from support.adapters import describe, generate_with_peft, make_adapter
+from support.adapters import describe, generate_with_peft, make_adapter, merge
 from support.engine import Result, generate, greedy, make_engine
 from support.matrix import mostly_slow
+from support.pooled import compute_vectors, pooling_request
 from support.tiny import make_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's
@@ -85,6 +87,28 @@ def test_as_peft(family: str, rank: int, config: dict[str, object], tmp_path: Pa
         directory = None if request.adapter is None else Path(request.adapter.directory)
         expected = generate_with_peft(checkpoint, directory, request.prompt_ids, NUM_TOKENS)
         assert results[request.id].token_ids == expected
+
+
+@pytest.mark.parametrize("how", [{}, {"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_vectors(how: dict[str, int], tmp_path: Path) -> None:
+    """Of prompts with an adapter they are those of the merged model, also beside those of the base model."""
+    checkpoint = tmp_path / "base"
+    make_checkpoint(checkpoint, "qwen3")
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", seed=1)
+    merge(checkpoint, tmp_path / "adapter", tmp_path / "merged")
+    embed = {"runner": "generate", "convert": "embed", "block_size": 8} | how
+    prompts = [[5, 17, 101, 44, 9] * count for count in (1, 3, 6)]
+    plain = [pooling_request(number, ids) for number, ids in enumerate(prompts)]
+    adapted = [pooling_request(number + 3, ids, adapter=adapter) for number, ids in enumerate(prompts)]
+    engine = make_engine(checkpoint, enable_lora=True, **embed)
+    expected = compute_vectors(make_engine(checkpoint, **embed), plain)
+    merged = compute_vectors(make_engine(tmp_path / "merged", **embed), plain)
+    for _ in range(2):  # the second time with cached prefixes
+        found = compute_vectors(engine, [*plain, *adapted])
+        for number in range(3):
+            assert found[number].equal(expected[number])
+            torch.testing.assert_close(found[number + 3], merged[number], atol=1e-4, rtol=1e-4)
+            assert (found[number] - found[number + 3]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -22,6 +22,7 @@ from serve_llm.engine.weights.files import Checkpoint
 from serve_llm.engine.weights.load import match_tensors
 from serve_llm.engine.weights.parameters import CheckpointLoader
 from serve_llm.kernels.cpu import library
+from serve_llm.kernels.quantise_int4 import quantise_int4
 from serve_llm.kernels.registry import PORTABLE, Kernels
 from support.forward import CPU, Harness, load
 from support.matrix import mostly_slow
@@ -42,6 +43,7 @@ REFERENCE = Kernels(
     pack_int8=linear_int8.pack_int8,
     pack_fp8=linear_fp8.pack_fp8,
     pack_grouped=linear_grouped.pack_grouped,
+    quantise_int4=quantise_int4,
     pack_experts=moe.pack_experts,
 )
 TOLERANCE = 2e-4  # of a logprob, float32: sums of these models in another order differ by up to 1.1e-4

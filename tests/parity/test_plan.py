@@ -108,7 +108,7 @@ def compare(directory: Path, grid: ParallelLayout = ONE, **more: Any) -> None:
     for worker, expected in zip(workers, planned.ranks, strict=True):
         worker.allocate(num_blocks)
         assert resident.weight_bytes(worker._decoder) == expected.weights
-        assert worker._runner._caches[0].untyped_storage().nbytes() == expected.kv_cache
+        assert worker._runner.caches[0].untyped_storage().nbytes() == expected.kv_cache
         worker.start(batch)  # allocates what later steps reuse
         total = expected.weights + expected.kv_cache + resident.peak_bytes(functools.partial(worker.start, batch))
         assert abs(expected.total - total) <= 0.03 * total

@@ -6,7 +6,6 @@ tests those of prompt lookup.
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -14,55 +13,15 @@ import torch
 
 from serve_llm.common.types import Request, Sampling
 from serve_llm.engine.worker.input_batch import BatchArrays
-from support.engine import Result, generate, generate_together, make_engine, make_engines
+from support.engine import generate, generate_together, make_engine, make_engines
 from support.gpu_path import graphs_of, make_gpu_engine
 from support.grammars import EOS, demo, ids_of
 from support.matrix import mostly_slow
-from support.speculation import NGRAM, assert_drafted, draft_freely, draft_from
+from support.speculation import ARRIVALS, NGRAM, assert_drafted, assert_equal, draft_freely, draft_from, make_requests
 from support.tiny import FAMILIES, make_checkpoint
 
 ON: dict[str, object] = {"speculative_config": NGRAM, "block_size": 8}
 OFF: dict[str, object] = {"block_size": 8}
-STYLES: list[dict[str, object]] = [
-    {"temperature": 0.0},
-    {"temperature": 0.0, "logprobs": 2},
-    {"temperature": 0.0, "prompt_logprobs": 1, "max_tokens": 1},
-    {"temperature": 1.0, "logprobs": 0},
-    {"temperature": 1.0, "choice": 1},
-    {"temperature": 1.0, "choice": 2, "max_tokens": 7},
-    {"temperature": 0.9, "top_k": 5, "stop_token_ids": tuple(range(0, 300, 9))},
-    {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "logprobs": 1, "stop_token_ids": tuple(range(90))},
-    {"temperature": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": {5: 4.0}, "logprobs": 1},
-    {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.7},
-    {"temperature": 0.0, "min_tokens": 9, "stop_token_ids": tuple(range(0, 300, 2))},
-    {"temperature": 1.0, "bad_words_ids": ((7,), *((number, number + 1) for number in range(300)))},
-    {"temperature": 1.0, "allowed_token_ids": tuple(range(0, 331, 3)), "logprobs": 3},
-    {"temperature": 1.0, "logprobs": 1, "logprob_token_ids": (3, 9)},
-]
-
-
-def make_requests(vocab_size: int) -> list[Request]:
-    rng = random.Random(5)
-    texts = [[rng.randrange(vocab_size) for _ in range(length)] for length in (1, 8, 21, 40)]
-    return [
-        Request(
-            id=number,
-            prompt_ids=texts[number % 4] if number % 3 else texts[number % 4] * 2,
-            sampling=Sampling(**({"max_tokens": 20, "seed": 5} | style)),
-        )
-        for number, style in enumerate(STYLES)
-    ]
-
-
-ARRIVALS = [number // 3 for number in range(len(STYLES))]
-
-
-def assert_equal(found: dict[int, Result], expected: dict[int, Result]) -> None:
-    for number, one in expected.items():
-        result = found[number]
-        assert (result.token_ids, result.finish_reason) == (one.token_ids, one.finish_reason), f"request {number}"
-        assert result.logprobs == one.logprobs, f"request {number}"
-        assert result.prompt_logprobs == one.prompt_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -178,9 +137,9 @@ def test_steps_in_flight_and_captured_steps(root: Path, monkeypatch: pytest.Monk
     compute_logits = graphs.logits
     sizes: list[int] = []
 
-    def watched_logits(arrays: BatchArrays) -> torch.Tensor:
+    def watched_logits(arrays: BatchArrays, received: torch.Tensor | None) -> torch.Tensor:
         sizes.append(len(arrays.ids))
-        return compute_logits(arrays)
+        return compute_logits(arrays, received)
 
     monkeypatch.setattr(graphs, "logits", watched_logits)
     found = generate(engine, requests)

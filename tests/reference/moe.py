@@ -25,4 +25,5 @@ def pack_experts(
                     total[token] += weight * last(activation(first(x[token : token + 1])))[0].double()
         return total.to(x.dtype)
 
+    experts.reads_back = True  # type: ignore[attr-defined]
     return experts

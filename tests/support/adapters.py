@@ -54,3 +54,10 @@ def generate_with_peft(checkpoint: Path, adapter: Path | None, prompt: list[int]
     for _ in range(num_tokens):
         ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     return ids[len(prompt) :]
+
+
+def merge(checkpoint: Path, adapter: Path, directory: Path) -> None:
+    """Write the checkpoint with the adapter added to its weights."""
+    base = AutoModelForCausalLM.from_pretrained(checkpoint, **PLAIN)
+    merged: Any = PeftModel.from_pretrained(base, adapter).merge_and_unload()
+    merged.save_pretrained(directory)

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from serve_llm.common.hub import read_config
+from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.common.options.sources import make_options
 from serve_llm.common.types import FinishReason, Output, Request, Sampling, TokenLogprobs
 from serve_llm.engine import startup
-from serve_llm.engine.distributed.executor import SyncedExecutor
+from serve_llm.engine.config import Config
+from serve_llm.engine.distributed.executor import Executor, SyncedExecutor
+from serve_llm.engine.draft_model.draft_model import DraftModel
+from serve_llm.engine.draft_model.resolve import find_draft_directory, resolve_draft_model
 from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.parallel.dp_sync import DPStepSync
 from serve_llm.engine.parallel.layout import ParallelLayout
@@ -33,11 +37,21 @@ def make_engine(
     chosen = make_options(str(directory), **({"kv_cache_memory": "64MiB", "max_num_seqs": 64} | options))
     raw = read_config(directory)
     config, spec, weights = resolve_all(chosen, str(directory), raw)
+    draft_model = make_draft_model(chosen, config)
     if tensor == pipeline == 1:
-        return EngineCore(config, startup.build_executor(config, spec, weights, raw))
-    return EngineCore(
-        config, ThreadExecutor(config, spec, weights, Ranks(spec, ParallelLayout(tensor, pipeline), split, layers))
-    )
+        executor: Executor = startup.build_executor(config, spec, weights, raw)
+    else:
+        ranks = Ranks(spec, ParallelLayout(tensor, pipeline), split, layers)
+        executor = ThreadExecutor(config, spec, weights, ranks)
+    return EngineCore(config, executor, draft_model=draft_model)
+
+
+def make_draft_model(options: EngineOptions, config: Config) -> DraftModel | None:
+    """The draft model that the options name. Test checkpoints have no tokenizer that could be compared."""
+    if config.speculation is None or config.speculation.model is None:
+        return None
+    draft = resolve_draft_model(options, config, find_draft_directory(options))
+    return startup.build_draft_model(draft, config)
 
 
 def make_engines(directory: Path, meeting: Path, engines: int, tensor: int = 1, **options: object) -> list[EngineCore]:
@@ -52,7 +66,8 @@ def make_engines(directory: Path, meeting: Path, engines: int, tensor: int = 1, 
         config, spec, weights = resolve_all(chosen, str(directory), raw, engine=index)
         ranks = Ranks(spec, ParallelLayout(tensor, 1), config.tensor_parallel_split, columns=columns, engine=index)
         executor = ThreadExecutor(config, spec, weights, ranks)
-        return EngineCore(config, SyncedExecutor(executor, DPStepSync(meeting, index, engines)))
+        synced = SyncedExecutor(executor, DPStepSync(meeting, index, engines))
+        return EngineCore(config, synced, draft_model=make_draft_model(chosen, config))
 
     return [make(index) for index in range(engines)]
 
@@ -83,6 +98,7 @@ class Result:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.cached_tokens: int | None = None
+        self.vector: bytes | None = None
         self.finish_reason: FinishReason | None = None
 
     def add(self, output: Output) -> None:
@@ -90,6 +106,7 @@ class Result:
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or []
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+        self.vector = output.vector or self.vector
         if output.cached_tokens is not None:
             self.cached_tokens = output.cached_tokens
         self.finish_reason = output.finish_reason
@@ -119,6 +136,7 @@ def assert_equal(found: dict[int, Result], expected: dict[int, Result], is_exact
     for number, one in expected.items():
         result = found[number]
         assert (result.token_ids, result.finish_reason) == (one.token_ids, one.finish_reason), f"request {number}"
+        assert result.vector == one.vector, f"request {number}"
         if is_exact:
             assert result.logprobs == one.logprobs, f"request {number}"
         else:

@@ -27,6 +27,7 @@ def facts(**changed: object) -> ModelInfo:
         "max_num_seqs": 64,
         "dtype": "float32",
         "device": "cpu",
+        "rank_hosts": ["host-a"],
     }
     return ModelInfo(**(usual | changed))
 

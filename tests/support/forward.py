@@ -63,7 +63,9 @@ class Harness:
             scale, self.nothing = cache_int8.SCALE_BYTES, -1  # four bytes of -1 are a scale of NaN
         self.caches = [
             torch.full(
-                (num_blocks, parts, mixer.num_kv_heads, block_size, mixer.head_dim + scale), self.nothing, dtype=dtype
+                (num_blocks, parts, mixer.num_kv_heads, block_size, mixer.cached_head_dim + scale),
+                self.nothing,
+                dtype=dtype,
             )
             for mixer, parts in (
                 (layer.attention, 1 if isinstance(layer.attention, MLASpec) else 2) for layer in spec.layers

@@ -1,4 +1,5 @@
-"""Hostile requests to /v1/messages and /v1/responses, in families like those of `support.hostile`.
+"""Hostile requests to /v1/messages and /v1/responses, and custom tools of chat, in families like those of
+`support.hostile`.
 
 They need a server with a dialect and a chat template that shows tools.
 """
@@ -11,13 +12,13 @@ from collections.abc import Iterator
 from support.hostile import MANY, Case
 from support.hostile_grammars import MAYBE, Schema, alternatives, nested
 
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+MESSAGES, RESPONSES, CHAT = "/v1/messages", "/v1/responses", "/v1/chat/completions"
 Json = dict[str, object]
 ENDLESS: Schema = {"type": "array", "uniqueItems": True}
 
 
 def agent_cases() -> list[Case]:
-    families = (messages, blocks, client_tools, responses, items, flat_tools, counts)
+    families = (messages, blocks, client_tools, responses, items, flat_tools, custom_tools, counts)
     return [case for family in families for case in family()]
 
 
@@ -208,6 +209,30 @@ def flat_tools() -> Iterator[Case]:
     )
     for number, choice in enumerate(bad_choices):
         yield respond(f"tool_choice {number}", tools=[good], tool_choice=choice)
+
+
+def custom_tools() -> Iterator[Case]:
+    """Of chat completions, with grammars that would be endless or huge written out."""
+    names = [f"n{number}" for number in range(40)]
+    definitions = [
+        "",
+        "start: start",
+        'start: a\na: "(" b\nb: a ")"',
+        "start: " + "(" * 5000 + '"a"' + ")" * 5000,
+        "start: n0\n" + "\n".join(f"{name}: {' | '.join(names)}" for name in names),
+        "start: n0\n" + "\n".join(f"n{n}: n{n + 1} n{n + 1}" for n in range(60)) + '\nn60: "x"',
+        'start: "a"~1..1000000000',
+        "start: /(a{1000}){1000}{1000}/",
+        "start: /[/",
+        'start: "\x00" /\ud800/',
+    ]
+    formats: list[object] = [{"type": []}, {"type": "grammar", "grammar": []}, {"type": "grammar", "grammar": {}}]
+    for syntax in ("lark", "regex"):
+        formats += [{"type": "grammar", "grammar": {"syntax": syntax, "definition": text}} for text in definitions]
+    for number, format in enumerate(formats):
+        tool = {"type": "custom", "custom": {"name": "f", "format": format}}
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "tools": [tool]}
+        yield Case(f"{CHAT} custom {number}", CHAT, json.dumps(body).encode(), statuses=MAYBE)
 
 
 def counts() -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""What deploy/ asks Prometheus for: the expressions of the alert rules and of the Grafana dashboard."""
+"""What deploy/ asks Prometheus for: the expressions of the alert rules and of the Grafana dashboards."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ def alert_rules() -> list[dict[str, Any]]:
     return list(group["rules"])
 
 
-def dashboard() -> dict[str, Any]:
-    return dict(json.loads((DEPLOY / "grafana" / "serve-llm.json").read_text()))
+def dashboards() -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted((DEPLOY / "grafana").glob("*.json"))]
 
 
 def expressions() -> dict[str, str]:
     """PromQL by where it stands."""
     found = {f"alert {rule['alert']}": str(rule["expr"]) for rule in alert_rules()}
-    shown = dashboard()
-    for panel in shown["panels"]:
-        for target in panel.get("targets", []):
-            found[f"panel {panel['title']} {target['refId']}"] = target["expr"]
-    for variable in shown["templating"]["list"]:
-        if variable["type"] == "query":
-            found[f"variable {variable['name']}"] = variable["query"]
+    for shown in dashboards():
+        uid = shown["uid"]
+        for panel in shown["panels"]:
+            for target in panel.get("targets", []):
+                found[f"panel {uid} {panel['id']} {panel['title']} {target['refId']}"] = target["expr"]
+        for variable in shown["templating"]["list"]:
+            if variable["type"] == "query":
+                found[f"variable {uid} {variable['name']}"] = variable["query"]
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import urllib.request
 
 LIMIT = 120.0  # seconds; more than anything here takes on a busy machine
@@ -24,3 +25,8 @@ def complete(url: str, model: str = "demo") -> list[str]:
     )
     with urllib.request.urlopen(request, timeout=LIMIT) as answer:
         return [choice["text"] for choice in json.load(answer)["choices"]]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

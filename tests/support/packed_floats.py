@@ -118,10 +118,13 @@ def _pack_nf4(weight: Tensor, is_nested: bool) -> Packed:
     return tensors, (NF4[codes].view(-1, 32) * absmax.unsqueeze(-1)).view(weight.shape)
 
 
-def make_packed(directory: Path, family: str, form: str, choose: Callable[[str], bool] = is_linear) -> int:
+def make_packed(
+    directory: Path, family: str, form: str, choose: Callable[[str], bool] = is_linear, **overrides: Any
+) -> int:
     """Write a random model to directory/packed, and the same numbers in float32 to directory/plain. Returns the
-    vocabulary's size. form: one of CONFIGS. choose: which tensors are packed."""
-    vocab_size = make_checkpoint(directory / "plain", family, **SIZES.get(family, {**SIZES[""], **HEADS}))
+    vocabulary's size. form: one of CONFIGS. choose: which tensors are packed. overrides: see `make_checkpoint`."""
+    sizes = SIZES.get(family, {**SIZES[""], **HEADS}) | overrides
+    vocab_size = make_checkpoint(directory / "plain", family, **sizes)
     tensors = load_file(directory / "plain" / "model.safetensors")
     stored = {}
     for name in sorted(tensors):

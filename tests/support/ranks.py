@@ -174,7 +174,10 @@ class ThreadExecutor(Executor):
             ranks.abort,
         )
         num_blocks = min(worker.num_blocks for worker in self.workers)
-        self.layout = max((worker.allocate(num_blocks) for worker in self.workers), key=lambda lie: lie.block_bytes)
+        num_slots = min(worker.num_slots for worker in self.workers)
+        layouts = [worker.allocate(num_blocks, num_slots) for worker in self.workers]
+        self.layout = max(layouts, key=lambda layout: layout.block_bytes)
+        self.host_memory = [worker.host_memory for worker in self.workers if worker.host_memory is not None]
         self._inboxes: list[Queue[tuple[bytes, Future[list[RunnerOutput]]] | bytes | None]] = [
             Queue() for _ in self.workers
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_llm.common.options.schema import EngineOptions
+from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.engine import startup
 from serve_llm.engine.config import Config
 from serve_llm.engine.distributed.choose import ExecutorChoice

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from serve_llm.common.types import FinishReason, Output, Request, Sampling, TokenLogprobs
-from serve_llm.engine.scheduler.output import RunnerOutput, SchedulerOutput
+from serve_llm.engine.scheduler.offload import OffloadManager
+from serve_llm.engine.scheduler.output import BlockCopy, RunnerOutput, SchedulerOutput
 from serve_llm.engine.scheduler.scheduler import Scheduler
 from serve_llm.engine.scheduler.sequence import GroupLayout
 
@@ -66,8 +67,19 @@ class FakeWorkers:
         self.tables: dict[int, list[list[int]]] = {}
         self.slots: dict[tuple[int, int, int], tuple[bool, list[int]]] = {}
         # (group, block, offset) -> whether by the long RoPE factors, and the ids up to there
+        self.host: dict[int, dict[tuple[int, int], Any]] = {}  # slot -> content of a block, by (group, offset)
+
+    def _copy(self, copy: BlockCopy) -> None:
+        places = [(index, offset) for index, group in enumerate(self.groups) for offset in range(group.block_size)]
+        if copy.to_device:
+            for index, offset in places:
+                self.slots[index, copy.block, offset] = self.host[copy.slot].get((index, offset))
+        else:
+            self.host[copy.slot] = {place: self.slots.get((place[0], copy.block, place[1])) for place in places}
 
     def execute(self, batch: SchedulerOutput) -> list[RunnerOutput]:
+        for copy in batch.copies:
+            self._copy(copy)
         for new in batch.new_requests:
             self.ids[new.req_index], self.held[new.req_index] = list(new.token_ids), []
             self.tables[new.req_index] = [[] for _ in self.groups]
@@ -119,9 +131,10 @@ class FakeWorkers:
         return results
 
 
-def drive(scheduler, workers, arrivals, budget, depth, ahead=False) -> dict[int, list[Output]]:
+def drive(scheduler, workers, arrivals, budget, depth, ahead=False, offload=None) -> dict[int, list[Output]]:
+    """offload: the scheduler's `OffloadManager`, if it has one. Batches are executed as late as possible."""
     got: dict[int, list[Output]] = {}
-    under_way: list[tuple[SchedulerOutput, list[RunnerOutput]]] = []
+    under_way: list[SchedulerOutput] = []
     doomed: list[int] = []
     step = 0
     while arrivals or scheduler.has_work:
@@ -132,23 +145,26 @@ def drive(scheduler, workers, arrivals, budget, depth, ahead=False) -> dict[int,
                 doomed.append(request.id)
         while len(under_way) < depth:
             running = scheduler.stats().num_running
+            if offload is not None:
+                offload.exchange()
             batch = scheduler.schedule(budget, float(step), 1 if ahead else depth)
             assert batch.num_tokens <= budget
             indices = {chunk.req_index for chunk in batch.scheduled}
             if not ahead:
-                in_flight = {chunk.req_index for other, _ in under_way for chunk in other.scheduled}
+                in_flight = {chunk.req_index for other in under_way for chunk in other.scheduled}
                 admitted = {new.req_index for new in batch.new_requests}
                 assert not indices & in_flight, "in two batches"
                 assert len(indices - admitted) <= -(-running // depth), "more than its share"
             scheduler.check_integrity()
             if not batch.scheduled:
                 break
-            under_way.append((batch, workers.execute(batch)))
+            under_way.append(batch)
         if doomed and step % 3 == 0:
             scheduler.abort(doomed.pop())
             scheduler.check_integrity()
         if under_way:
-            for output in scheduler.update_from_output(*under_way.pop(0)):
+            batch = under_way.pop(0)
+            for output in scheduler.update_from_output(batch, workers.execute(batch)):
                 got[output.id].append(output)
             scheduler.check_integrity()
         step += 1
@@ -188,7 +204,13 @@ class Load(NamedTuple):
             **options,
         )
 
-    def run(self, scheduler: Scheduler, arrivals: Iterable[Arrival]) -> None:
+    def run(
+        self,
+        scheduler: Scheduler,
+        arrivals: Iterable[Arrival],
+        workers: FakeWorkers | None = None,
+        offload: OffloadManager | None = None,
+    ) -> None:
         """Assert that each request that is not aborted ends as if it were alone."""
         by_step: dict[int, list[tuple[Request, bool]]] = {}
         wanted: list[Request] = []
@@ -196,8 +218,8 @@ class Load(NamedTuple):
             by_step.setdefault(step, []).append((request, is_aborted))
             if not is_aborted:
                 wanted.append(request)
-        workers = FakeWorkers(self.groups, self.long_rope_threshold)
-        got = drive(scheduler, workers, by_step, self.budget, self.depth, self.ahead)
+        workers = workers or FakeWorkers(self.groups, self.long_rope_threshold)
+        got = drive(scheduler, workers, by_step, self.budget, self.depth, self.ahead, offload)
         for request in wanted:
             outputs = got[request.id]
             ids, reason = expected_output(request)

@@ -2,14 +2,60 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from serve_llm.common.types import Request
+import torch
+from safetensors.torch import load_file, save_file
+
+from serve_llm.common.types import Request, Sampling
 from serve_llm.engine.loop import EngineCore
-from serve_llm.engine.scheduler.speculation import RowCost
+from serve_llm.engine.scheduler.speculation import RowCost, TextSpeculator
 from support.engine import Result
 
 NGRAM: dict[str, object] = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+
+STYLES: list[dict[str, object]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.0, "prompt_logprobs": 1, "max_tokens": 1},
+    {"temperature": 1.0, "logprobs": 0},
+    {"temperature": 1.0, "choice": 1},
+    {"temperature": 1.0, "choice": 2, "max_tokens": 7},
+    {"temperature": 0.9, "top_k": 5, "stop_token_ids": tuple(range(0, 300, 9))},
+    {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "logprobs": 1, "stop_token_ids": tuple(range(90))},
+    {"temperature": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": {5: 4.0}, "logprobs": 1},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.7},
+    {"temperature": 0.0, "min_tokens": 9, "stop_token_ids": tuple(range(0, 300, 2))},
+    {"temperature": 1.0, "bad_words_ids": ((7,), *((number, number + 1) for number in range(300)))},
+    {"temperature": 1.0, "allowed_token_ids": tuple(range(0, 331, 3)), "logprobs": 3},
+    {"temperature": 1.0, "logprobs": 1, "logprob_token_ids": (3, 9)},
+]
+
+
+def make_requests(vocab_size: int) -> list[Request]:
+    rng = random.Random(5)
+    texts = [[rng.randrange(vocab_size) for _ in range(length)] for length in (1, 8, 21, 40)]
+    return [
+        Request(
+            id=number,
+            prompt_ids=texts[number % 4] if number % 3 else texts[number % 4] * 2,
+            sampling=Sampling(**({"max_tokens": 20, "seed": 5} | style)),
+        )
+        for number, style in enumerate(STYLES)
+    ]
+
+
+ARRIVALS = [number // 3 for number in range(len(STYLES))]
+
+
+def assert_equal(found: dict[int, Result], expected: dict[int, Result]) -> None:
+    for number, one in expected.items():
+        result = found[number]
+        assert (result.token_ids, result.finish_reason) == (one.token_ids, one.finish_reason), f"request {number}"
+        assert result.logprobs == one.logprobs, f"request {number}"
+        assert result.prompt_logprobs == one.prompt_logprobs
 
 
 class KnownTexts:
@@ -28,11 +74,17 @@ class KnownTexts:
                 return [*drafts, *([2] * (count - len(drafts)))]  # beyond the end, where nothing is accepted
         return []
 
+    def finish(self, sequence: object) -> None:
+        """Nothing is kept."""
+
 
 class FreeRows(RowCost):
-    """Rows cost nothing, so that what is drafted does not depend on the machine."""
+    """Rows, and steps of a draft model, cost nothing, so that what is drafted does not depend on the machine."""
 
     def share(self, num_rows: int) -> float:
+        return 0.0
+
+    def find_step_seconds(self, num_rows: int) -> float:
         return 0.0
 
 
@@ -49,8 +101,8 @@ def draft_from(
     """Draft what `results` say, with a wrong id at every `wrong_every`-th position."""
     texts = [[*request.prompt_ids, *results[request.id].token_ids] for request in requests]
     speculator = draft_freely(engine)._speculator
-    assert speculator is not None
-    speculator._build_source = lambda: KnownTexts(texts, wrong_every)
+    assert isinstance(speculator, TextSpeculator)
+    speculator._build_source = lambda request: KnownTexts(texts, wrong_every)
     return engine
 
 
@@ -58,3 +110,19 @@ def assert_drafted(engine: EngineCore) -> None:
     """Some drafts were accepted and some were not."""
     stats = engine.scheduler.stats()
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens, stats
+
+
+def make_similar(checkpoint: Path, directory: Path, noise: float = 0.05) -> Path:
+    """A model that often says what the checkpoint's says: the same with noise on its weights."""
+    directory.mkdir()
+    generator = torch.Generator().manual_seed(1)
+    for path in checkpoint.iterdir():
+        if path.suffix != ".safetensors":
+            (directory / path.name).write_bytes(path.read_bytes())
+            continue
+        tensors = {
+            name: tensor + noise * tensor.std() * torch.randn(tensor.shape, generator=generator)
+            for name, tensor in load_file(path).items()
+        }
+        save_file(tensors, directory / path.name, metadata={"format": "pt"})
+    return directory

@@ -1,4 +1,5 @@
-"""Node 0 of several hosts without Ray: admits the other nodes, tells each what to run, and watches them."""
+"""An engine's part on node 0 of several hosts without Ray: admits the other nodes, tells each what to run, and watches
+them."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ import msgspec
 
 from serve_llm.common import hosts
 from serve_llm.common.curve_zmq import BEAT_SECONDS, PING, Endpoint, send
-from serve_llm.common.errors import EngineError, OptionError, ServeError
+from serve_llm.common.engine_placement import EnginePlacement
+from serve_llm.common.errors import CapacityError, EngineError, HostLost, OptionError, ServeError
 from serve_llm.common.options import parsers
-from serve_llm.common.options.schema import EngineOptions
+from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.engine.distributed.choose import gather_facts
 from serve_llm.engine.distributed.launcher import WorkerLauncher
 from serve_llm.engine.distributed.multihost import messages
 from serve_llm.engine.distributed.worker_group import WorkerGroup
-from serve_llm.engine.parallel.layout import split_range
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class _FollowerNode:
     joined: messages.JoinRequest | None = None
     ranks_seen: dict[int, messages.RankStatus] = field(default_factory=dict)
     knows_serving: bool = False  # EngineServing was sent
-    gone: str | ServeError | None = None  # how its ranks ended, or an error that needs no addition
+    gone: ServeError | None = None  # HostLost, or an error that needs no addition
 
     def __str__(self) -> str:
         if self.joined is None:
@@ -50,21 +51,21 @@ class _FollowerNode:
         return f"node {self.number}, host {self.joined.host} at {self.joined.address}"
 
 
-def start_on_nodes(options: EngineOptions, *, replaces: bool = False) -> WorkerGroup:
-    """Start the ranks of this node now, and those of other nodes as they join. replaces: an engine has served before.
-    Raises OptionError."""
+def start_on_nodes(options: EngineOptions, engine: int = 0, *, replaces: bool = False) -> WorkerGroup:
+    """Start an engine's ranks of this node now, and those of other nodes as they join. replaces: an engine has served
+    before. Raises OptionError."""
     if options.node_rank:
         raise OptionError("--node-rank: only the command serve-llm runs other nodes than 0")
     assert options.master_addr is not None
-    _, port = parsers.parse_address(options.master_addr)
+    _, first_port = parsers.parse_address(options.master_addr)
+    placement = EnginePlacement.from_options(options)
     endpoint = Endpoint(listening_address(options), options.cluster_secret or "")
     try:
-        num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
 
         def launch(url: str) -> MultiHostLeader:
-            return MultiHostLeader(options, endpoint, port, url, replaces=replaces)
+            return MultiHostLeader(options, endpoint, first_port, url, engine, replaces=replaces)
 
-        return WorkerGroup(num_ranks, launch, endpoint, JOIN_SECONDS + DOWNLOAD_SECONDS)
+        return WorkerGroup(placement.num_ranks, launch, endpoint, JOIN_SECONDS + DOWNLOAD_SECONDS)
     except BaseException:
         endpoint.close()
         raise
@@ -89,18 +90,26 @@ class MultiHostLeader:
     """See `LaunchedWorkers`. A thread exchanges messages with the other nodes."""
 
     def __init__(
-        self, options: EngineOptions, endpoint: Endpoint, port: int, url: str, *, replaces: bool = False
+        self,
+        options: EngineOptions,
+        endpoint: Endpoint,
+        first_port: int,
+        url: str,
+        engine: int = 0,
+        *,
+        replaces: bool = False,
     ) -> None:
-        """port: where other nodes join. url: where ranks send WorkerHello. replaces: an engine has served before."""
+        """first_port: that of --master-addr. url: where ranks send WorkerHello. engine: index of the data-parallel
+        engine. replaces: an engine has served before."""
         self._options = options
         self._url = url
-        self._port = port
-        local_ranks, *others = split_range(
-            options.tensor_parallel_size * options.pipeline_parallel_size, options.nnodes
-        )
-        self._nodes = {number: _FollowerNode(number, ranks) for number, ranks in enumerate(others, start=1)}
+        self._engine = engine
+        self._placement = EnginePlacement.from_options(options)
+        self._ports = self._placement.ports(first_port)
+        others = {node: ranks for node, ranks in self._placement.ranks(engine).items() if node}
+        self._nodes = {number: _FollowerNode(number, ranks) for number, ranks in others.items()}
         self._node_of = {rank: node for node in self._nodes.values() for rank in node.ranks}
-        listener, join_url = endpoint.listen(port)
+        listener, join_url = endpoint.listen(self._ports[engine])
         self._socket = listener
         self._where = join_url.removeprefix("tcp://")
         self._ending = threading.Event()
@@ -108,9 +117,10 @@ class MultiHostLeader:
         self._has_served = replaces
         self._deadline = time.monotonic() + JOIN_SECONDS
         self._next_beat = 0.0
-        if options.cluster_secret is None:
+        if options.cluster_secret is None and self._ports[engine] == first_port:  # one of the engines says so
             logger.warning(OPEN, self._where)
         logger.info("Waiting for node %s at %s", " and ".join(map(str, self._nodes)), self._where)
+        local_ranks = self._placement.local_ranks(engine)
         self._local = WorkerLauncher(local_ranks, url, secret=endpoint.secret, address=endpoint.address)
         self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
         self._thread.start()
@@ -171,6 +181,8 @@ class MultiHostLeader:
             timeout = 0
 
     def _receive(self, peer: bytes, message: messages.FromNode) -> None:
+        if isinstance(message, messages.FindEngines):
+            return self._direct(peer, message)
         if isinstance(message, messages.JoinRequest):
             return self._admit(peer, message)
         node = next((node for node in self._nodes.values() if node.peer == peer), None)
@@ -181,12 +193,25 @@ class MultiHostLeader:
         else:
             node.gone = node.gone or message.to_exception(prefix=f"{node}: ")
 
+    def _direct(self, peer: bytes, request: messages.FindEngines) -> None:
+        """Tell a node which engines to join."""
+        nnodes = self._options.nnodes
+        if request.nnodes != nnodes:
+            reason = f"node 0 has --nnodes {nnodes}, node {request.node} has --nnodes {request.nnodes}"
+        elif not 0 < request.node < nnodes:
+            reason = f"--node-rank {request.node} is none of 1 to {nnodes - 1}"
+        else:
+            engines = self._placement.engines(request.node)
+            self._send(peer, messages.NodeEngines({engine: self._ports[engine] for engine in engines}))
+            return
+        self._refuse(peer, request, reason)
+
     def _admit(self, peer: bytes, join: messages.JoinRequest) -> None:
         node = self._nodes.get(join.node)
-        if join.nnodes != self._options.nnodes:
-            reason = f"node 0 has --nnodes {self._options.nnodes}, node {join.node} has --nnodes {join.nnodes}"
-        elif node is None:
-            reason = f"--node-rank {join.node} is none of 1 to {len(self._nodes)}"
+        if node is None or join.engine != self._engine:
+            reason = f"node 0 was started again with other options, and node {join.node} is not in this place any more"
+        elif node.gone is not None or (node.peer is not None and not send(self._socket, node.peer, PING)):
+            return self._turn_away(peer, f"{node} was lost")
         elif node.peer is not None:
             reason = f"--node-rank {join.node} is taken by {node}"
         else:
@@ -197,15 +222,29 @@ class MultiHostLeader:
             options = messages.without_secrets(self._options)
             self._send(peer, messages.RunRanks(list(node.ranks), on_gpus, options, self._url))
             return
-        logger.warning("Refused a node from %s at %s: %s", join.host, join.address, reason)
+        self._refuse(peer, join, reason)
+
+    def _turn_away(self, peer: bytes, cause: str) -> None:
+        """Send a node that comes too late for this engine to its replacement, if there will be one."""
+        if self._is_replaced:
+            self._send(peer, messages.EngineServing())
+        self._send(peer, messages.EndNode(cause))
+
+    def _refuse(self, peer: bytes, request: messages.FindEngines | messages.JoinRequest, reason: str) -> None:
+        logger.warning("Refused a node from %s at %s: %s", request.host, request.address, reason)
         self._send(peer, messages.JoinRefused(reason))
 
     def _send(self, peer: bytes, message: messages.ToNode) -> bool:
         return send(self._socket, peer, messages.encode(message))
 
+    @property
+    def _is_replaced(self) -> bool:
+        """Whether the server starts another engine if this one ends."""
+        return self._has_served and self._options.max_restarts > 0
+
     def _announce_serving(self) -> None:
         """Tell nodes that do not know it yet that an engine which dies is replaced."""
-        if not self._has_served or not self._options.max_restarts:
+        if not self._is_replaced:
             return
         for node in self._nodes.values():
             if node.peer is not None and not node.knows_serving:
@@ -221,13 +260,14 @@ class MultiHostLeader:
             if node.gone is not None:
                 continue
             if node.peer is None and now > self._deadline:
-                node.gone = EngineError(
+                kind = CapacityError if self._has_served else EngineError  # a lost host may come back
+                node.gone = kind(
                     f"node {node.number} has not joined at {self._where} within {JOIN_SECONDS:.0f} s: start serve-llm "
                     f"--nnodes {self._options.nnodes} --node-rank {node.number} --master-addr "
                     f"{self._options.master_addr} there, and see whether a firewall closes the port"
                 )
             elif node.peer is not None and not send(self._socket, node.peer, PING):
-                node.gone = "loss of its node: host off, network cut, or its serve-llm killed"
+                node.gone = HostLost("loss of its node: host off, network cut, or its serve-llm killed")
 
     def _say_goodbye(self) -> None:
         """Send EndNode to all nodes that are connected, and wait until they have gone."""
@@ -237,5 +277,7 @@ class MultiHostLeader:
         deadline = time.monotonic() + END_SECONDS
         while left and time.monotonic() < deadline:
             if self._socket.poll(int(POLL_SECONDS * 1000)):
-                self._socket.recv_multipart()
+                peer, frame = self._socket.recv_multipart()
+                if peer not in left and frame != PING:
+                    self._turn_away(peer, self._cause or "it is ending")
             left = [peer for peer in left if send(self._socket, peer, PING)]

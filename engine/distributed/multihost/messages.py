@@ -1,8 +1,10 @@
 """Messages between node 0 and the other nodes of a service: msgspec structs in msgpack over CurveZMQ.
 
-A node sends JoinRequest, and node 0 answers RunRanks or JoinRefused. The node then sends a NodeReport every second and
-when a rank ends, or Failed if it cannot go on. Node 0 sends EngineServing once, and EndNode. Messages of the ranks
-themselves are in `engine.distributed.messages`.
+A node sends FindEngines to the address that all hosts know, and an engine of node 0 answers NodeEngines. The node then
+connects to each of these engines. There it sends JoinRequest, and the engine answers RunRanks. The node then sends a
+NodeReport every second and when a rank ends, or Failed if it cannot go on. The engine sends EngineServing once, and
+EndNode. It answers JoinRefused to whom it does not admit. Messages of the ranks themselves are in
+`engine.distributed.messages`.
 """
 
 from __future__ import annotations
@@ -13,13 +15,26 @@ import msgspec
 
 from serve_llm.common.errors import OptionError
 from serve_llm.common.messages import Failed
+from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.common.options.fields import option_name
-from serve_llm.common.options.schema import EngineOptions
+
+
+class FindEngines(msgspec.Struct, tag=True, frozen=True):
+    node: int
+    nnodes: int
+    host: str
+    address: str
+
+
+class NodeEngines(msgspec.Struct, tag=True, frozen=True):
+    """The data-parallel engines that have ranks on the node."""
+
+    ports: dict[int, int]  # engine -> where it awaits JoinRequest
 
 
 class JoinRequest(msgspec.Struct, tag=True, frozen=True):
+    engine: int
     node: int
-    nnodes: int
     host: str
     address: str
 
@@ -37,7 +52,7 @@ class NodeReport(msgspec.Struct, tag=True, frozen=True):
 
 
 class RunRanks(msgspec.Struct, tag=True, frozen=True):
-    ranks: list[int]
+    ranks: list[int]  # those of the engine that answers
     on_gpus: bool  # one GPU per rank
     options: EngineOptions  # node 0's options, without secrets
     url: str  # where ranks send WorkerHello
@@ -56,8 +71,8 @@ class EndNode(msgspec.Struct, tag=True, frozen=True):
     cause: str  # "" at an orderly shutdown
 
 
-FromNode = JoinRequest | NodeReport | Failed
-ToNode = RunRanks | JoinRefused | EngineServing | EndNode
+FromNode = FindEngines | JoinRequest | NodeReport | Failed
+ToNode = NodeEngines | RunRanks | JoinRefused | EngineServing | EndNode
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_node = msgspec.msgpack.Decoder(FromNode).decode

@@ -23,10 +23,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from serve_llm.common import hosts
 from serve_llm.common.curve_zmq import Endpoint
-from serve_llm.common.errors import RankFailed, ServeError
+from serve_llm.common.errors import HostLost, RankFailed, ServeError
 from serve_llm.common.hub import resolve_model
 from serve_llm.common.logs import configure
-from serve_llm.common.options.schema import EngineOptions
+from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.engine.distributed import worker_main
 from serve_llm.engine.distributed.environment import apply_variables, read_initial_environ, select_variables
 from serve_llm.engine.distributed.launcher import process_state
@@ -46,10 +46,13 @@ ACTOR_SECONDS = 120.0  # for Ray to start a process on reserved devices
 DEVICES = {"GPU": "cuda", "CPU": "cpu"}
 
 
-def start_on_ray(options: EngineOptions, address: str, group_id: str | None) -> tuple[WorkerGroup, str]:
+def start_on_ray(
+    options: EngineOptions, address: str, group_id: str | None, num_engines: int
+) -> tuple[WorkerGroup, str]:
     """Start the workers on a cluster. Returns them and their device, "cuda" or "cpu".
 
-    address: see `RayAddress`. group_id: of the placement group to stay within, if there is one.
+    address: see `RayAddress`. group_id: of the placement group to stay within, if there is one. num_engines: that start
+    there at the same time.
 
     Raises OptionError if the cluster is too small.
     """
@@ -58,7 +61,8 @@ def start_on_ray(options: EngineOptions, address: str, group_id: str | None) -> 
     with contextlib.ExitStack() as undo:
         if connected:
             undo.callback(ray.shutdown)
-        reservation = cluster.reserve(layout, cluster.choose_device_kind(options.device, group_id), group_id)
+        kind = cluster.choose_device_kind(options.device, group_id)
+        reservation = cluster.reserve(layout, kind, group_id, num_engines)
         undo.callback(reservation.end)
         own = cluster.get_node_address() if options.host_ip is None else hosts.find_own_address("", options.host_ip)
         endpoint = Endpoint(own, secrets.token_hex(32))
@@ -165,7 +169,7 @@ class RayWorkers:
             what = error.cause if kind is not RankFailed else f"{type(error.cause).__name__}: {error.cause}"
             return kind(f"rank {number} ({self.where(number)}) failed while starting: {what}")
         except ActorUnavailableError:
-            return "loss of its node, which does not answer Ray any more"
+            return HostLost("loss of its node, which does not answer Ray any more")
         except ActorDiedError as error:
             text = " ".join(str(error).split())
             if (load_error := _find_load_error(text)) is not None:
@@ -223,10 +227,10 @@ def _find_load_error(text: str) -> str | None:
     return f"{(found or [text])[-1].strip()}; the same serve-llm must be installed on all nodes"
 
 
-def _describe_death(text: str) -> str:
+def _describe_death(text: str) -> str | HostLost:
     """Shorten Ray's message."""
     if "node has died" in text or "node died" in text:
-        return "loss of its node"
+        return HostLost("loss of its node")
     if "low on memory" in text:
         return "Ray, because its node runs low on memory"
     if "connection error code 2" in text:

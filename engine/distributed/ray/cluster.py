@@ -27,6 +27,7 @@ from serve_llm.engine.worker.cpu_threads import usable_cores
 logger = logging.getLogger(__name__)
 
 FREE_SECONDS = 15.0  # for devices in use: processes that have just ended return theirs after a moment
+TURN_SECONDS = 1.0  # for each other engine that reserves devices at the same time
 CREATE_SECONDS = 5.0  # for a placement group of devices that are free
 POLL_SECONDS = 0.2
 STORE_BYTES = 80_000_000  # object store of a cluster that is started here, which keeps no objects
@@ -85,13 +86,19 @@ class Reservation:
             remove_placement_group(self.group)
 
 
-def reserve(layout: ParallelLayout, kind: str, group_id: str | None) -> Reservation:
-    """Reserve a device for each rank. group_id: of the placement group to stay within, in hex.
+def reserve(layout: ParallelLayout, kind: str, group_id: str | None, num_engines: int = 1) -> Reservation:
+    """Reserve a device for each rank. group_id: of the placement group to stay within, in hex. num_engines: that
+    reserve theirs there at the same time, including this one.
 
-    Raises CapacityError with counts per node: immediately if the cluster has too few devices, after FREE_SECONDS if
-    they are in use.
+    Raises CapacityError with counts per node: immediately if there are too few devices for all engines, after
+    FREE_SECONDS if they are in use.
     """
-    reservation = _take_given(layout, kind, group_id) if group_id is not None else _take_free(layout, kind)
+    deadline = time.monotonic() + FREE_SECONDS + TURN_SECONDS * (num_engines - 1)
+    if group_id is not None:
+        reservation = _take_given(layout, kind, group_id, num_engines, deadline)
+    else:
+        placement.check_engines(_nodes(kind), layout, num_engines, kind)
+        reservation = _take_free(layout, kind, deadline)
     bundles = placement.plan_bundles(reservation.places, layout)
     on = (f"rank {' '.join(map(str, ranks))} on {reservation.places[ranks[0]].address}" for ranks in bundles)
     logger.info("Ray places %s, one %s each", ", ".join(on), kind)
@@ -100,8 +107,7 @@ def reserve(layout: ParallelLayout, kind: str, group_id: str | None) -> Reservat
     return reservation
 
 
-def _take_free(layout: ParallelLayout, kind: str) -> Reservation:
-    deadline = time.monotonic() + FREE_SECONDS
+def _take_free(layout: ParallelLayout, kind: str, deadline: float) -> Reservation:
     while True:
         places = _wait_for_places(lambda: _nodes(kind), layout, kind, "Ray cluster", deadline)
         ranges = placement.plan_bundles(places, layout)
@@ -111,7 +117,7 @@ def _take_free(layout: ParallelLayout, kind: str) -> Reservation:
             strategy="PACK",
             bundle_label_selector=[{NODE_LABEL: places[ranks[0]].id} for ranks in ranges],
         )
-        if group.wait(CREATE_SECONDS):
+        if _is_created(group, places, kind):
             indices = [index for index, ranks in enumerate(ranges) for _ in ranks]
             return Reservation(kind, places, group, indices, owns_group=True)
         remove_placement_group(group)  # another process has taken the devices
@@ -119,15 +125,27 @@ def _take_free(layout: ParallelLayout, kind: str) -> Reservation:
             raise CapacityError(placement.describe_shortage(_nodes(kind), layout, kind))
 
 
-def _take_given(layout: ParallelLayout, kind: str, group_id: str) -> Reservation:
+def _is_created(group: PlacementGroup, places: list[RayNode], kind: str) -> bool:
+    """Wait for a placement group. Returns False if its devices have been taken by another process, such as another
+    engine that planned at the same time."""
+    deadline = time.monotonic() + CREATE_SECONDS
+    while not group.wait(POLL_SECONDS):
+        free = {node.id: node.free for node in _nodes(kind)}
+        is_taken = any(free.get(node.id, 0) < places.count(node) for node in places)
+        if is_taken or time.monotonic() > deadline:
+            return bool(group.wait(POLL_SECONDS))  # it may be what took them
+    return True
+
+
+def _take_given(layout: ParallelLayout, kind: str, group_id: str, num_engines: int, deadline: float) -> Reservation:
     group = _group(group_id)
     if not group.wait(CREATE_SECONDS):
         raise EngineError(f"the Ray placement group {group_id} that this runs in is not there")
-    deadline = time.monotonic() + FREE_SECONDS
 
     def look() -> list[RayNode]:
         return placement.select_nodes(_bundles(group, group_id, kind), _nodes(kind))
 
+    placement.check_engines(look(), layout, num_engines, kind, "Ray placement group")
     places = _wait_for_places(look, layout, kind, "Ray placement group", deadline)
     indices = placement.assign_bundles(places, _bundles(group, group_id, kind))
     return Reservation(kind, places, group, indices, owns_group=False)

@@ -1,7 +1,8 @@
 """Plans on which nodes of a cluster ranks run, from counts of devices. No Ray, no torch.
 
-A tensor-parallel group communicates in every layer, pipeline stages only at their borders; so a group stays on one node
-if possible. The plan is deterministic: nodes are taken in a fixed order, the engine's own first.
+A tensor-parallel group communicates in every layer, pipeline stages only at their borders; so an engine stays on one
+node if possible, and otherwise at least each group. The plan is deterministic: nodes are taken in a fixed order, the
+engine's own first.
 """
 
 from __future__ import annotations
@@ -41,13 +42,16 @@ def place_ranks(
 ) -> list[RayNode]:
     """The node of each rank. kind: of device, "CPU" or "GPU". where: what the nodes belong to, for messages.
 
-    A tensor-parallel group that no node can hold is spread over as few nodes as possible. Raises CapacityError, with
-    the counts per node, if too few devices are free.
+    All ranks are on one node if any has enough devices. A tensor-parallel group that no node can hold is spread over as
+    few nodes as possible. Raises CapacityError, with the counts per node, if too few devices are free.
     """
     if sum(node.free for node in nodes) < layout.size:
         raise CapacityError(describe_shortage(nodes, layout, kind, where))
     ordered = sorted(nodes, key=_order)
     left = {node.id: node.free for node in ordered}
+    roomy = next((node for node in ordered if node.free >= layout.size), None)
+    if roomy is not None:
+        return [roomy] * layout.size
     places: list[RayNode] = []
     for _ in range(layout.pp_size):
         whole = next((node for node in ordered if left[node.id] >= layout.tp_size), None)
@@ -83,6 +87,19 @@ def describe_shortage(nodes: Sequence[RayNode], layout: ParallelLayout, kind: st
         f"{layout.size} ranks need {layout.size} {kind}s, but the {where} has {seen}, of which {free} are free "
         f"({each or 'no nodes'}): {remedy}, or lower --tensor-parallel-size or --pipeline-parallel-size"
     )
+
+
+def check_engines(
+    nodes: Sequence[RayNode], layout: ParallelLayout, num_engines: int, kind: str, where: str = "Ray cluster"
+) -> None:
+    """Raises CapacityError if the nodes cannot hold all data-parallel engines, whatever else uses them."""
+    seen, needed = sum(node.seen for node in nodes), num_engines * layout.size
+    if num_engines > 1 and needed > seen >= layout.size:
+        each = "a rank" if layout.size == 1 else f"{layout.size} ranks"
+        raise CapacityError(
+            f"{num_engines} engines with {each} each need {needed} {kind}s, but the {where} has {seen}: make it "
+            f"larger, or lower --data-parallel-size to {seen // layout.size}"
+        )
 
 
 def plan_bundles(places: Sequence[RayNode], layout: ParallelLayout) -> list[range]:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.rope import DEFAULT_BASE, read_rope
-from serve_llm.engine.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormPosition, NormSpec, RopeSpec
+from serve_llm.engine.model.rope_spec import RopeSpec
+from serve_llm.engine.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormPosition, NormSpec
 
 
 def read_decoder(

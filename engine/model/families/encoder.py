@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
+from serve_llm.engine.model.rope_spec import RopeSpec
 from serve_llm.engine.model.spec import (
     AttentionSpec,
     LayerSpec,
@@ -16,7 +17,6 @@ from serve_llm.engine.model.spec import (
     NormSpec,
     PoolerLayer,
     PoolerSpec,
-    RopeSpec,
 )
 
 

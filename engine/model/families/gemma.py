@@ -12,7 +12,8 @@ from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.decoder import map_attention, read_decoder, read_local_windows
 from serve_llm.engine.model.families.names import ATTENTION, GATED, weights
 from serve_llm.engine.model.families.rope import DEFAULT_BASE, read_rope
-from serve_llm.engine.model.spec import Activation, MLPSpec, ModelSpec, NormSpec, RopeSpec
+from serve_llm.engine.model.rope_spec import RopeSpec
+from serve_llm.engine.model.spec import Activation, MLPSpec, ModelSpec, NormSpec
 from serve_llm.engine.model.weight_map import WeightMap
 
 ACTIVATIONS: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh"}

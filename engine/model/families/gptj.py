@@ -10,7 +10,8 @@ from serve_llm.engine.model.families.decoder import map_attention
 from serve_llm.engine.model.families.gpt2 import read_plain
 from serve_llm.engine.model.families.names import Names, weights
 from serve_llm.engine.model.families.rope import DEFAULT_BASE, check_rotary_dim
-from serve_llm.engine.model.spec import ModelSpec, RopeSpec
+from serve_llm.engine.model.rope_spec import RopeSpec
+from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 
 NAMES = {

@@ -7,7 +7,8 @@ from serve_llm.engine.model.families.encoder import build_encoder, build_first_t
 from serve_llm.engine.model.families.encoder_names import build_weights
 from serve_llm.engine.model.families.pooled import Read, read_num_labels
 from serve_llm.engine.model.families.rope import read_rope
-from serve_llm.engine.model.spec import LinearScaling, MLPSpec, ModelSpec, NormSpec, RopeSpec
+from serve_llm.engine.model.rope_spec import LinearScaling, RopeSpec
+from serve_llm.engine.model.spec import MLPSpec, ModelSpec, NormSpec
 from serve_llm.engine.model.weight_map import WeightMap
 
 LAYER = {

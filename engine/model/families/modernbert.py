@@ -12,7 +12,8 @@ from serve_llm.engine.model.families.encoder_names import build_weights
 from serve_llm.engine.model.families.gpt2 import ACTIVATIONS
 from serve_llm.engine.model.families.pooled import Read, read_num_labels
 from serve_llm.engine.model.families.rope import read_rope
-from serve_llm.engine.model.spec import MLPSpec, ModelSpec, NormSpec, PoolerLayer, PoolerSpec, PoolingType, RopeSpec
+from serve_llm.engine.model.rope_spec import RopeSpec
+from serve_llm.engine.model.spec import MLPSpec, ModelSpec, NormSpec, PoolerLayer, PoolerSpec, PoolingType
 from serve_llm.engine.model.weight_map import WeightMap
 
 LAYER = {
@@ -42,8 +43,7 @@ def read_modernbert(architecture: str) -> Read:
         slides = read_layer_kinds(config, num_layers) or [index % every != 0 for index in range(num_layers)]
         near, far = _read_ropes(config, head_dim)
         window = config.integer("local_attention", 128) // 2 + 1  # tokens on each side, and the token itself
-        is_classifier = architecture.endswith("ForSequenceClassification")
-        pooler = _read_classifier(config, width, norm) if is_classifier else None
+        pooler = _read_classifier(config, width, norm) if architecture.endswith("SequenceClassification") else None
         mlp_bias = config.flag("mlp_bias", False)
         activation = config.choice("hidden_activation", ACTIVATIONS, "gelu")
         spec = build_encoder(

@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 
 from serve_llm.common.errors import ModelError
+from serve_llm.engine.model import rope_spec as ropes
 from serve_llm.engine.model.config import ConfigReader
-from serve_llm.engine.model.spec import DynamicScaling, LinearScaling, Llama3Scaling, LongScaling, RopeSpec, YarnScaling
 
 KINDS = {kind: kind for kind in ("default", "linear", "dynamic", "llama3", "yarn", "longrope")} | {"su": "longrope"}
 DEFAULT_BASE = 10000.0
@@ -20,7 +20,7 @@ def read_rope(
     partial_rotary: float | None = None,
     default_base: float = DEFAULT_BASE,
     scaling: ConfigReader | None = None,
-) -> tuple[RopeSpec, int]:
+) -> tuple[ropes.RopeSpec, int]:
     """The rope, and the longest context in tokens that it makes usable.
 
     max_position: max_position_embeddings. Of linear and dynamic scaling it is the length before scaling (so say
@@ -40,12 +40,12 @@ def read_rope(
         dims = int(head_dim * factor)
     rotary_dim = check_rotary_dim(dims, head_dim)
     if scaling is None:
-        return RopeSpec(base, rotary_dim=rotary_dim), max_position
+        return ropes.RopeSpec(base, rotary_dim=rotary_dim), max_position
     base = scaling.number("rope_theta", base)
     older = scaling.choice("type", KINDS, "default")
     kind = scaling.choice("rope_type", KINDS, older)
     if kind == "longrope":
-        rope, context = RopeSpec(base, _long(config, scaling, max_position, dims // 2)), max_position
+        rope, context = ropes.RopeSpec(base, _long(config, scaling, max_position, dims // 2)), max_position
     else:
         rope, context = _scaled(kind, scaling, base, max_position)
     scaling.done()
@@ -59,21 +59,21 @@ def check_rotary_dim(dims: int, head_dim: int) -> int | None:
     return None if dims == head_dim else dims
 
 
-def _scaled(kind: str, scaling: ConfigReader, base: float, max_position: int) -> tuple[RopeSpec, int]:
+def _scaled(kind: str, scaling: ConfigReader, base: float, max_position: int) -> tuple[ropes.RopeSpec, int]:
     if kind == "linear":
         factor = scaling.number("factor")
-        return RopeSpec(base, LinearScaling(factor)), int(max_position * factor)
+        return ropes.RopeSpec(base, ropes.LinearScaling(factor)), int(max_position * factor)
     if kind == "dynamic":
         factor = scaling.number("factor")
-        return RopeSpec(base, DynamicScaling(factor, max_position)), int(max_position * factor)
+        return ropes.RopeSpec(base, ropes.DynamicScaling(factor, max_position)), int(max_position * factor)
     if kind == "llama3":
         low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
         original = scaling.integer("original_max_position_embeddings", max_position)
-        return RopeSpec(base, Llama3Scaling(scaling.number("factor"), low, high, original)), max_position
+        return ropes.RopeSpec(base, ropes.Llama3Scaling(scaling.number("factor"), low, high, original)), max_position
     if kind == "yarn":
         original = scaling.integer("original_max_position_embeddings", max_position)
         factor = scaling.number("factor", max_position / original)
-        yarn = YarnScaling(
+        yarn = ropes.YarnScaling(
             factor=factor,
             attention_factor=_yarn_attention_factor(scaling, factor),
             beta_fast=scaling.number("beta_fast", 32.0),
@@ -81,16 +81,16 @@ def _scaled(kind: str, scaling: ConfigReader, base: float, max_position: int) ->
             original_length=original,
             truncate=scaling.flag("truncate", True),
         )
-        return RopeSpec(base, yarn), max(max_position, int(original * factor))
-    return RopeSpec(base), max_position
+        return ropes.RopeSpec(base, yarn), max(max_position, int(original * factor))
+    return ropes.RopeSpec(base), max_position
 
 
-def _long(config: ConfigReader, scaling: ConfigReader, max_position: int, pairs: int) -> LongScaling:
+def _long(config: ConfigReader, scaling: ConfigReader, max_position: int, pairs: int) -> ropes.LongScaling:
     original = scaling.integer("original_max_position_embeddings", max_position, lowest=2)
     original = config.integer("original_max_position_embeddings", original, lowest=2)  # Phi-3 has it here
     factor = scaling.number("factor", max_position / original)
     computed = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return LongScaling(
+    return ropes.LongScaling(
         long_factors=scaling.numbers("long_factor", pairs),
         short_factors=scaling.numbers("short_factor", pairs),
         attention_factor=scaling.number("attention_factor", computed),
@@ -111,10 +111,10 @@ def yarn_magnitude(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def score_factor(config: ConfigReader, rope: RopeSpec) -> float:
+def score_factor(config: ConfigReader, rope: ropes.RopeSpec) -> float:
     """The factor by which DeepSeek multiplies attention scores: YaRN's temperature for all dimensions, also those
     that are not rotated. `_yarn_attention_factor` is the rest, which cos and sin carry."""
     scaling = config.inner("rope_scaling") or config.inner("rope_parameters")
-    if scaling is None or not isinstance(rope.scaling, YarnScaling):
+    if scaling is None or not isinstance(rope.scaling, ropes.YarnScaling):
         return 1.0
     return yarn_magnitude(rope.scaling.factor, scaling.number("mscale_all_dim", 0.0)) ** 2

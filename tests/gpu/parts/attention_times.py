@@ -49,7 +49,12 @@ class Bench:
     def cache(self, num_blocks: int) -> Tensor:
         return self.random(num_blocks, 2, self.kv_heads, BLOCK_SIZE, self.size)
 
-    def paged(self, cache: Tensor, new: int, contexts: Sequence[int]) -> Call:
+    def with_plan(self, call: partial[Tensor]) -> Call:
+        """The call with the planning of a step, which otherwise only the first call makes."""
+        lengths = call.keywords["on_device"]
+        return lambda: call(on_device=lengths.without_plans())
+
+    def paged(self, cache: Tensor, new: int, contexts: Sequence[int]) -> partial[Tensor]:
         """A step of so many new tokens of each sequence. In decode the host's list holds an upper bound only, as in a
         captured step."""
         count = len(contexts)
@@ -89,6 +94,9 @@ def unequal(bench: Bench) -> None:
             name, lambda lengths=lengths: bench.paged(bench.cache(blocks_of(lengths)), 1, lengths), num_bytes
         )
         report.measured(f"decode, {name} contexts", micros[name], f"µs, {num_bytes / micros[name] / 1000:,.0f} GB/s")
+    call = bench.paged(bench.cache(blocks_of(contexts)), 1, contexts)
+    planned = bench.micros("planned", lambda: bench.with_plan(call), bench.cached_bytes(sum(contexts)))
+    report.measured("decode, unequal contexts: planning, once per step", planned - micros["unequal"], "µs")
     report.measured("decode, unequal contexts over equal ones", micros["unequal"] / micros["equal"], aim=1.3)
     new, prefix = sized(BEHIND, 5), sized(LONG_CONTEXT, 200)
     num_bytes = bench.cached_bytes(prefix + new)

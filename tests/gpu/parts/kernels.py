@@ -19,7 +19,7 @@ from serve_llm.kernels import activation, linear_fp8, moe, norm, registry, rope
 from serve_llm.kernels import torch_sampling as definition
 from serve_llm.kernels.registry import Kernels
 from serve_llm.kernels.sampling import BANNED, REPEATED, SPAN_COLUMNS, DeviceSampling, LogitAdjustments
-from support import experts, triton_rounding
+from support import experts, grouped, triton_rounding
 
 BF16 = torch.bfloat16
 Found = Iterator[tuple[str, float, float]]  # name, difference, what it may be
@@ -120,6 +120,18 @@ def products_fp8(kernels: Kernels, random: Numbers, shapes: tuple[tuple[int, int
             numbers, scales = linear_fp8.quantise_rows(x, inputs)
             wanted = (numbers.double() * scales.double()) @ exact.t()
             yield "fp8 product over the rounded numbers", difference(layer(x), wanted), 2e-2  # added with 14 bits
+
+
+def products_packed(kernels: Kernels, random: Numbers, shapes: tuple[tuple[int, int], ...]) -> Found:
+    """Weights of 4 and 8 bits in every form, against the definition's weight."""
+    for outputs, inputs in shapes:
+        for form in grouped.FORMS:
+            weight = grouped.make_weight(form, outputs, inputs, 16 if form == "nvfp4" else 32)
+            exact = weight.dequantise().to(random.device)
+            layer = kernels.pack_grouped(weight.to(random.device), None, BF16)
+            for rows in (1, 17, 300):
+                x = random(rows, inputs)
+                yield f"weights in groups, {form}", difference(layer(x), x.float() @ exact.t()), 2e-2
 
 
 def mixtures(
@@ -235,6 +247,7 @@ def check(here: common.Place) -> None:
         tell(here, products_fp8(kernels, random, shapes), "fp8 product")
     else:
         here.report.check("fp8 product", tiny, "torch has none here")
+    tell(here, products_packed(kernels, random, shapes[: 1 if tiny else 3]), "weights in groups")
     mixed = ((5, 6, 2, 32, 24),) if tiny else ((1, 32, 8, 2048, 768), (64, 32, 8, 2048, 768), (700, 8, 2, 1024, 3584))
     tell(here, mixtures(kernels, random, mixed), "experts")
     tell(here, drawing(sampling, random, here.sized(64, 4), columns), "sampling")

@@ -3,21 +3,10 @@
 import json
 import logging
 import re
-from collections.abc import Iterator
 
 import pytest
 
 from serve_llm.common.logs import CURRENT_REQUEST, configure, read_format, write_final_error
-
-
-@pytest.fixture(autouse=True)
-def loggers_as_they_were() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in (None, "serve_llm", "uvicorn", "uvicorn.error", "uvicorn.access")]
-    before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
-    yield
-    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        logger.handlers, logger.propagate = handlers, propagate
-        logger.setLevel(level)
 
 
 def test_form(capsys: pytest.CaptureFixture[str]) -> None:

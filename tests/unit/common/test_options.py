@@ -13,14 +13,18 @@ from serve_llm.common.options.sources import make_options, parse_args
 
 # For each option: what a user types, the value that it becomes. Must name every option (tested below).
 NODES = ("--master-addr", "10.0.0.1:29500", "-tp", "2")
+SPLIT = ("-dp", "4", "--nnodes", "3", *NODES, "--data-parallel-split")
 NEEDS = {name: {"nnodes", "master_addr", "tensor_parallel_size"} for name in ("nnodes", "node_rank")}
+NEEDS["data_parallel_split"] = NEEDS["nnodes"] | {"nnodes", "data_parallel_size"}
 NEEDS["lora_modules"] = {"enable_lora"}
 NEEDS |= {"ssl_keyfile": {"ssl_certfile"}, "ssl_certfile": {"ssl_keyfile"}}
+NEEDS |= {"kv_offload_dir": {"kv_offload_memory"}, "kv_offload_dir_size": {"kv_offload_dir", "kv_offload_memory"}}
 
 TYPED: dict[str, tuple[list[str], object]] = {
     "model": (["org/model"], "org/model"),
     "host": (["--host", "0.0.0.0"], "0.0.0.0"),
     "port": (["--port", "0"], 0),
+    "front_ends": (["--front-ends", "4"], 4),
     "dtype": (["--dtype", "Float32"], "float32"),
     "max_model_len": (["--max-model-len", "32k"], 32_000),
     "max_num_seqs": (["--max-num-seqs=1"], 1),
@@ -31,6 +35,17 @@ TYPED: dict[str, tuple[list[str], object]] = {
     "all_reduce": (["--all-reduce", "symmetric"], "symmetric"),
     "kv_cache_memory": (["--kv-cache-memory", "8GiB"], 8 * 2**30),
     "block_size": (["--block-size", "64"], 64),
+    "kv_events_config": (
+        ["--kv-events-config", '{"enable_kv_cache_events": true, "topic": "kv"}'],
+        '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": null, '
+        '"buffer_steps": 10000, "hwm": 100000, "max_queue_size": 100000, "topic": "kv"}',
+    ),
+    "kv_offload_dir": (["--kv-offload-dir", "/cache", "--kv-offload-memory", "1GiB"], "/cache"),
+    "kv_offload_dir_size": (
+        ["--kv-offload-dir-size", "1TiB", "--kv-offload-dir", "/cache", "--kv-offload-memory", "1GiB"],
+        2**40,
+    ),
+    "kv_offload_memory": (["--kv-offload-memory", "16GiB"], 16 * 2**30),
     "enable_prefix_caching": (["--no-prefix-caching"], False),
     "jump_forward": (["--no-jump-forward"], False),
     "speculative_config": (
@@ -68,6 +83,7 @@ TYPED: dict[str, tuple[list[str], object]] = {
     "distributed_executor_backend": (["--distributed-executor-backend", "MP"], "mp"),
     "data_parallel_size": (["-dp", "2"], 2),
     "nnodes": (["--nnodes", "2", *NODES], 2),
+    "data_parallel_split": (["--data-parallel-split", "0,2", "-dp", "2", "--nnodes", "2", *NODES], (0, 2)),
     "node_rank": (["--node-rank", "1", "--nnodes", "2", *NODES], 1),
     "master_addr": (["--master-addr", "[fd00::1]:29500"], "[fd00::1]:29500"),
     "host_ip": (["--host-ip", "10.0.0.1"], "10.0.0.1"),
@@ -99,7 +115,7 @@ TYPED: dict[str, tuple[list[str], object]] = {
 
 def test_every_option_is_tried_below() -> None:
     assert set(TYPED) == {option.name for option in OPTION_FIELDS}
-    assert len(TYPED) <= 70  # so that a user can read the list
+    assert len(TYPED) <= 80  # so that a user can read the list
 
 
 def test_dtypes_have_the_names_that_vllm_accepts() -> None:
@@ -151,8 +167,17 @@ def test_secrets_stay_out_of_logs() -> None:
         (["demo", "--nnodes", "2", "--master-addr", "h:1"], "--nnodes: 2 hosts for 1 rank (--tensor-parallel-size"),
         (["demo", "--nnodes", "5", *NODES, "-pp", "2"], "--nnodes: 5 hosts for 4 ranks (--tensor-parallel-size"),
         (
-            ["demo", "--nnodes", "2", *NODES, "-dp", "2"],
-            "--data-parallel-size: several engines over several hosts need",
+            ["demo", "--nnodes", "5", *NODES, "-dp", "2"],
+            "--nnodes: 5 hosts for 2 ranks of each of 2 engines (--tensor-parallel-size",
+        ),
+        (["demo", *SPLIT, "2,2"], "--data-parallel-split: 2 numbers, but --nnodes is 3"),
+        (["demo", *SPLIT, "2,1,2"], "--data-parallel-split: 5 engines in all, but --data-parallel-size is 4"),
+        (["demo", *SPLIT, "4,0,0"], "--data-parallel-split: node 1 would have no engine; only node 0, which serves"),
+        (["demo", *SPLIT, "4,x,0"], "--data-parallel-split: expected whole numbers separated by commas, such as 3,1"),
+        (["demo", "--data-parallel-split", "1"], "--data-parallel-split: it divides engines among the hosts of"),
+        (
+            ["demo", "--nnodes", "2", *NODES, "-dp", "2", "--enable-expert-parallel"],
+            "--enable-expert-parallel: several engines (--data-parallel-size) share experts on one host only",
         ),
         (["demo", "--master-addr", "10.0.0.1"], "--master-addr: expected host:port, such as 10.0.0.1:29500 or"),
         (["demo", "--master-addr", "fd00::1:29500"], "--master-addr: expected host:port"),

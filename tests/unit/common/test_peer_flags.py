@@ -50,7 +50,7 @@ def test_what_means_the_same_is_accepted_with_a_line(
         ("demo -ngl 99", "-ngl is an option of llama.cpp: not needed"),
         ("demo --headless", "--node-rank N"),
         ("demo -p 8080", "--port is the port"),
-        ("demo --data-parallel-size-local 2", "--data-parallel-size"),
+        ("demo --data-parallel-size-local 2", "--data-parallel-split"),
         ("demo --ctx-size", "--max-model-len"),
         ("demo --tp", "--tp: expected one argument"),
         ("run llama", "Ollama's `run MODEL` is `serve-llm chat MODEL`"),

@@ -29,6 +29,22 @@ def test_defaults(given: dict[str, object], expected: tuple[int, int, int]) -> N
     )
 
 
+def test_a_draft_model() -> None:
+    config = SpeculativeConfig(method="draft_model", model="org/draft", num_speculative_tokens=5)
+    for given in (
+        {"method": "draft_model", "model": "org/draft", "num_speculative_tokens": 5},
+        {"model": "org/draft", "num_speculative_tokens": 5, "draft_tensor_parallel_size": 1},
+    ):
+        assert make_options("demo", speculative_config=given).speculation == config
+    for name in ("--speculative-config", "--speculative-model", "--speculative-draft-model-path", "-md"):
+        options = parse_args(["demo", name, "org/draft"], {})
+        assert options.speculation == SpeculativeConfig(method="draft_model", model="org/draft")
+
+
+def test_a_method_alone() -> None:
+    assert make_options("demo", speculative_config="ngram").speculation == SpeculativeConfig(method="ngram")
+
+
 def test_no_value_means_no_drafts() -> None:
     assert make_options("demo").speculation is None
     assert make_options("demo", speculative_config=None).speculation is None
@@ -46,7 +62,7 @@ def test_in_a_file_it_is_an_object(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("ngram", ["a JSON object"]),
+        ("", ["needs 'model'"]),
         ("{", ["--speculative-config"]),
         ("[]", ["a JSON object"]),
         ('{"num_speculative_tokens": 4}', ["method None", "'ngram'"]),
@@ -54,6 +70,10 @@ def test_in_a_file_it_is_an_object(tmp_path: Path) -> None:
         ('{"method": "mtp"}', ["method 'mtp' is not supported"]),
         ('{"method": "ngram", "model": "org/draft"}', ["'model' is not supported"]),
         ('{"method": "ngram", "draft_tensor_parallel_size": 1}', ["'draft_tensor_parallel_size' is not supported"]),
+        ('{"method": "draft_model"}', ["needs 'model'"]),
+        ('{"model": ["org/draft"]}', ["needs 'model'"]),
+        ('{"model": "d", "prompt_lookup_min": 2}', ["'prompt_lookup_min' is not supported", "draft_model"]),
+        ('{"model": "d", "draft_tensor_parallel_size": 2}', ["draft_tensor_parallel_size must be 1"]),
         ('{"method": "ngram", "num_speculative_tokens": 0}', ["num_speculative_tokens", "from 1 to 16"]),
         ('{"method": "ngram", "num_speculative_tokens": true}', ["num_speculative_tokens"]),
         ('{"method": "ngram", "num_speculative_tokens": "4"}', ["num_speculative_tokens"]),

@@ -7,12 +7,13 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from support.manifests import ROOT
-from support.monitoring import DEPLOY, alert_rules, dashboard, expressions, metric_names
+from support.monitoring import DEPLOY, alert_rules, dashboards, expressions, metric_names
 
 EXPRESSIONS = expressions()
 SUFFIXES = ("_bucket", "_sum", "_count", "_total")
@@ -67,7 +68,7 @@ def test_faults_are_found() -> None:
 
 
 def test_the_documents_name_metrics_that_exist() -> None:
-    """And each metric that docs/metrics.md lists is on the dashboard."""
+    """And each metric that docs/metrics.md lists is on a dashboard."""
     assert len(documented()) > 10
     assert [name for name in sorted(documented()) if not is_served(name)] == []
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -80,8 +81,8 @@ def test_the_documents_name_metrics_that_exist() -> None:
     assert documented() - families == set()
 
 
-def test_the_dashboard() -> None:
-    shown = dashboard()
+@pytest.mark.parametrize("shown", dashboards(), ids=lambda shown: shown["uid"])
+def test_a_dashboard(shown: dict[str, Any]) -> None:
     ids = [panel["id"] for panel in shown["panels"]]
     assert len(ids) == len(set(ids))
     places = [panel["gridPos"] for panel in shown["panels"]]
@@ -127,14 +128,18 @@ def test_compose_puts_the_files_where_they_are_looked_for() -> None:
     assert job["job_name"] in EXPRESSIONS["alert ServeLlmDown"]
 
 
-def test_grafana_finds_the_dashboard() -> None:
+def test_grafana_finds_the_dashboards() -> None:
     provisioning = DEPLOY / "grafana" / "provisioning"
     (provider,) = yaml.safe_load((provisioning / "dashboards" / "serve-llm.yaml").read_text())["providers"]
     (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())["datasources"]
     volumes = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["grafana"]["volumes"]
-    assert any(volume.split(":")[1].startswith(provider["options"]["path"] + "/") for volume in volumes)
-    variable = dashboard()["templating"]["list"][0]
-    assert (variable["type"], variable["current"]["value"]) == ("datasource", source["uid"])
+    found = {Path(volume.split(":")[1]) for volume in volumes}
+    for path in (DEPLOY / "grafana").glob("*.json"):
+        assert Path(provider["options"]["path"]) / path.name in found
+    assert len({shown["uid"] for shown in dashboards()}) == len(dashboards()) == 2
+    for shown in dashboards():
+        variable = shown["templating"]["list"][0]
+        assert (variable["type"], variable["current"]["value"]) == ("datasource", source["uid"])
 
 
 @needs_promtool
@@ -153,7 +158,7 @@ def test_promtool(arguments: list[str]) -> None:
 
 
 @needs_promtool
-def test_promtool_reads_every_expression_of_the_dashboard(tmp_path: Path) -> None:
+def test_promtool_reads_every_expression_of_the_dashboards(tmp_path: Path) -> None:
     """As rules, with Grafana's variables filled in."""
     rules = []
     for where, text in EXPRESSIONS.items():

@@ -140,9 +140,9 @@ def test_forced_ids_are_part_of_captured_steps(one_by_one: EngineCore, monkeypat
     compute_logits = graphs.logits
     sizes: list[int] = []
 
-    def watched_logits(arrays: BatchArrays) -> torch.Tensor:
+    def watched_logits(arrays: BatchArrays, received: torch.Tensor | None) -> torch.Tensor:
         sizes.append(len(arrays.ids))
-        return compute_logits(arrays)
+        return compute_logits(arrays, received)
 
     monkeypatch.setattr(graphs, "logits", watched_logits)
     requests = [constrained(number, grammars()[0], temperature=0.0, max_tokens=40) for number in range(3)]

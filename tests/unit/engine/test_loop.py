@@ -26,12 +26,15 @@ class CountingExecutor(Executor):
         self.depth = depth
         self.fail_at = fail_at
         self.steps = 0
+        self.captured: list[int] = []
 
     def check(self) -> None:
         pass
 
     def execute(self, batch, masks=None):
         self.steps += 1
+        if batch.capture_size:
+            self.captured.append(batch.capture_size)
         future: Future = Future()
         if self.steps == self.fail_at:
             future.set_exception(RuntimeError("worker broke"))
@@ -119,3 +122,30 @@ def test_messages_survive_the_wire() -> None:
         [Request(id=9, prompt_ids=[1, 2], output_ids=[3], sampling=sampling, cache_salt="\u00e9")]
     )
     assert messages.decode_to_engine(messages.encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    ("fields", "captured"),
+    [
+        ({}, [1, 2, 4, 5]),
+        ({"enforce_eager": True}, []),
+        ({"device": "cpu"}, []),
+        ({"pipeline_parallel_size": 2}, []),
+        ({"generates": False}, []),
+    ],
+)
+def test_an_idle_gpu_captures_the_sizes_of_decode_steps(fields: dict[str, object], captured: list[int]) -> None:
+    executor = CountingExecutor(depth=1)
+    config = replace(CONFIG, **{"device": "cuda", "enforce_eager": False, "max_num_seqs": 5} | fields)
+    channel = ScriptedChannel([])
+    run(EngineCore(config, executor), channel)
+    assert executor.captured == captured and not channel.sent
+
+
+def test_requests_come_before_captures() -> None:
+    executor = CountingExecutor(depth=1)
+    config = replace(CONFIG, device="cuda", enforce_eager=False, max_num_seqs=2)
+    request = Request(id=0, prompt_ids=[1, 2], sampling=Sampling(max_tokens=2, seed=0))
+    channel = ScriptedChannel([[messages.Submit([request])]])
+    run(EngineCore(config, executor), channel)
+    assert executor.captured == [1, 2] and executor.steps == 4 and len(channel.sent) >= 2

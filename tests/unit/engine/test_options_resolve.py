@@ -97,31 +97,24 @@ def test_dtype(device: str, asked: str, checkpoint: str, dtype: str) -> None:
     assert decide(device, checkpoint, dtype=asked).dtype == dtype
 
 
-@pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("asked", ["auto", "int8"])
-def test_quantization(asked: str, stored: bool) -> None:
-    assert decide(quantization=asked, stores_int8=stored).quantization == (
-        "int8" if stored or asked == "int8" else "none"
-    )
-    if stored or asked == "int8":
-        with pytest.raises(OptionError, match=f"^--quantization: {asked}.* is served on a CPU only"):
-            decide("cuda", quantization=asked, stores_int8=stored)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_quantization(device: str) -> None:
+    assert decide(device).quantization == "none"
+    assert decide(device, stores_int8=True).quantization == "int8"
+    for asked in ("int8", "int4", "int4-g32", "fp8"):
+        config = decide(device, quantization=asked)
+        assert config.quantization == asked and asked in config.types
+    for asked in ("int4", "fp8"):
+        with pytest.raises(OptionError, match=f"^--quantization: the checkpoint is quantised already .* made {asked}"):
+            decide(device, stores_int8=True, quantization=asked)
 
 
-def test_fp8_is_for_gpus_and_bfloat16() -> None:
-    config = decide("cuda", quantization="fp8")
-    assert config.quantization == "fp8" and config.types == "bfloat16 with layers in fp8"
-    assert decide("cuda", "float16", quantization="fp8", dtype="bfloat16").quantization == "fp8"
-    refused = {
-        "fp8 is served on a GPU only; on a CPU take int8": ("cpu", "bfloat16", False),
-        "the checkpoint is int8 and cannot be made fp8": ("cuda", "bfloat16", True),
-        "fp8 needs --dtype bfloat16, not float16": ("cuda", "float16", False),
-    }
-    for message, (device, dtype, stores_int8) in refused.items():
-        with pytest.raises(OptionError, match=f"^--quantization: {message}"):
-            decide(device, dtype, stores_int8=stores_int8, quantization="fp8")
-    with pytest.raises(OptionError, match=r"^--batch-invariant: the products of --quantization fp8"):
-        decide("cuda", quantization="fp8", batch_invariant=True)
+def test_fp8_rounds_activations_on_gpus_in_bfloat16() -> None:
+    assert decide("cuda", quantization="fp8").rounds_to_fp8
+    assert decide("cuda", "float16", quantization="fp8", dtype="bfloat16").rounds_to_fp8
+    assert not decide("cuda", "float16", quantization="fp8").rounds_to_fp8
+    assert not decide("cuda", quantization="fp8", batch_invariant=True).rounds_to_fp8
+    assert not decide("cpu", quantization="fp8").rounds_to_fp8
 
 
 def test_an_int8_cache_is_for_cpus() -> None:

@@ -72,6 +72,20 @@ def test_an_adapter_is_loaded_asked_listed_and_unloaded(server: Served, tmp_path
     assert [reply.status for reply in ask(server, "sql")] == [404] * 4
 
 
+def test_vectors_with_an_adapter(serve: Callable[..., Served], tmp_path: Path) -> None:
+    targets = FACTS.lora_targets
+    changed = facts(lora_targets=targets, pooling_task="embed", vector_size=2)
+    server = serve(script=lambda request: (1.0, 0.0), options=OPTIONS, model_facts=changed)
+    load(server, "sql", write_adapter(tmp_path / "a"))
+    for route in ("/v1/embeddings", "/pooling"):
+        reply = server.post(route, {"model": "sql", "input": [[5], [6]]}, OTHER)
+        assert (reply.status, reply.json()["model"]) == (200, "sql")
+        assert server.post(route, {"model": "other", "input": [[5]]}, OTHER).status == 404
+    server.post("/v1/embeddings", {"model": "demo", "input": [[5]]}, OTHER)
+    names = [request.adapter and request.adapter.name for request in server.engine.submitted]
+    assert names == ["sql"] * 4 + [None]
+
+
 def test_large_bodies_find_adapters_too(server: Served, tmp_path: Path) -> None:
     """A worker process parses them."""
     load(server, "sql", write_adapter(tmp_path / "a"))

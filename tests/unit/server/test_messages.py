@@ -115,6 +115,11 @@ def test_message_start_has_the_prompts_tokens(serve_text: ServeText) -> None:
     assert first["message"]["usage"]["input_tokens"] == len(served.engine.submitted[-1].prompt_ids)
 
 
+def test_batches_of_messages_are_refused_by_name(serve_text: ServeText) -> None:
+    reply = serve_text("Hello.").post("/v1/messages/batches", {"requests": []})
+    assert reply.status == 404 and "/v1/batches" in reply.json()["error"]["message"]
+
+
 def test_stop_sequence_and_max_tokens(serve_text: ServeText) -> None:
     served = serve_text("one two three four")
     body = read_body(ask(served, stop_sequences=["three"]))

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_llm.common.types import FinishReason, Stats
+from serve_llm.common.types import Adapter, FinishReason, OffloadStats, Request, Sampling, Stats
 from serve_llm.server.metrics.meter import ChoiceTimes, Clock, Histogram, Meter
+from serve_llm.server.metrics.usage import MAX_LABELS, OTHERS, UsageMeter
 from support.asgi import Call, Reply
 from support.serving import Served
 
@@ -32,6 +33,15 @@ NAMES = {
     "spec_decode_num_drafts": "counter",
     "spec_decode_num_draft_tokens": "counter",
     "spec_decode_num_accepted_tokens": "counter",
+    "kv_offload_blocks": "gauge",
+    "kv_offload_bytes": "gauge",
+    "kv_offload_hits": "counter",
+    "kv_offload_hit_bytes": "counter",
+    "kv_offload_stored": "counter",
+    "kv_offload_stored_bytes": "counter",
+    "kv_offload_evicted": "counter",
+    "kv_offload_corrupt": "counter",
+    "kv_offload_errors": "counter",
     "replayed_requests": "counter",
     "replayed_tokens": "counter",
     "restarts": "counter",
@@ -42,8 +52,16 @@ NAMES = {
     "stored_responses": "gauge",
     "stored_response_bytes": "gauge",
     "evicted_responses": "counter",
+    "front_ends": "gauge",
+    "front_end_restarts": "counter",
     "batch_requests_running": "gauge",
     "batch_requests": "counter",
+    "key_requests": "counter",
+    "key_prompt_tokens": "counter",
+    "key_generation_tokens": "counter",
+    "adapter_requests": "counter",
+    "adapter_prompt_tokens": "counter",
+    "adapter_generation_tokens": "counter",
     "time_to_first_token_seconds": "histogram",
     "inter_token_latency_seconds": "histogram",
     "e2e_request_latency_seconds": "histogram",
@@ -63,7 +81,8 @@ NAMES = {
 
 
 OF_SERVER = ("requests_refused", "ignored_fields", "http_requests", "stored_responses", "stored_response_bytes")
-OF_SERVER += ("evicted_responses", "batch_requests_running", "batch_requests")
+OF_SERVER += ("evicted_responses", "batch_requests_running", "batch_requests", "front_ends", "front_end_restarts")
+OF_SERVER += tuple(name for name in NAMES if name.startswith(("key_", "adapter_")))
 
 
 @pytest.mark.parametrize("prefix", ["serve_llm_", "vllm:"])
@@ -100,6 +119,36 @@ def test_the_documentation_lists_every_name(served: Served) -> None:
     assert documented == exposed
 
 
+def test_keys_are_counted_apart(serve: Serve) -> None:
+    served = serve(options={"api_key": ["hidden-1", "hidden-2"]})
+    expected = {}
+    for index, key in enumerate(("hidden-1", "hidden-2")):
+        headers = {"authorization": f"Bearer {key}"}
+        bodies = [{"prompt": "a b", "max_tokens": 3 + index, "n": 2}] * (index + 1)
+        usages = [served.post("/v1/completions", body, headers).json()["usage"] for body in bodies]
+        prompt, generated = (sum(usage[name] for usage in usages) for name in ("prompt_tokens", "completion_tokens"))
+        expected |= {("requests", str(index)): 2 * len(bodies), ("prompt_tokens", str(index)): prompt}
+        expected[("generation_tokens", str(index))] = generated
+    text = served.get("/metrics", {"authorization": "Bearer hidden-1"}).content.decode()
+    found = re.findall(r'^serve_llm_key_(\w+)_total{key="(\d)".*} (\S+)$', text, re.MULTILINE)
+    assert {(name, key): float(value) for name, key, value in found} == expected
+    assert "hidden" not in text
+
+
+def test_the_number_of_labels_is_bounded() -> None:
+    usage = UsageMeter()
+    for number in range(300):
+        adapter = Adapter(name=f"adapter-{number}", directory="", digest="")
+        usage.count(Request(id=number, prompt_ids=[1, 2], sampling=Sampling(max_tokens=9, seed=1), adapter=adapter), 3)
+    counted = dict(usage.by_adapter.items())
+    assert len(counted) == MAX_LABELS + 1 and counted[OTHERS].num_requests == 300 - MAX_LABELS
+    assert sum(one.prompt_tokens for one in counted.values()) == 600
+    usage.count(Request(id=0, prompt_ids=[1, 2], sampling=Sampling(max_tokens=9, seed=1)), None)
+    assert dict(usage.by_adapter.items()) == counted
+    by_key = dict(usage.by_key.items())["0"]
+    assert (by_key.num_requests, by_key.prompt_tokens, by_key.generation_tokens) == (301, 600, 900)
+
+
 def test_gauges_show_the_newest_engine_stats(served: Served) -> None:
     served.engine.stats = Stats(3, 2, 0.25, 100, 40, 5, num_drafts=7, num_draft_tokens=21, num_accepted_tokens=9)
     text = served.get("/metrics").content.decode()
@@ -119,6 +168,18 @@ def test_gauges_show_the_newest_engine_stats(served: Served) -> None:
     assert "cache_config_info" not in served.get("/metrics").content.decode()
 
 
+def test_offloaded_blocks_by_tier(served: Served) -> None:
+    served.engine.stats = Stats(offload_memory=OffloadStats(num_blocks=3, num_hits=5), offload_disk=OffloadStats(9))
+    text = served.get("/metrics").content.decode()
+    for name, tier, value in (
+        ("blocks", "memory", 3),
+        ("hits_total", "memory", 5),
+        ("blocks", "disk", 9),
+        ("hits_total", "disk", 0),
+    ):
+        assert re.search(rf'^serve_llm_kv_offload_{name}{{.*tier="{tier}".*}} {float(value)}$', text, re.MULTILINE)
+
+
 def test_every_engine_has_its_own_samples_which_add_up_to_the_usage(serve: Serve) -> None:
     served = serve(num_engines=2)
     usages = [served.complete(prompt=["a", "b", "c"], n=2, max_tokens=5).json()["usage"] for _ in range(3)]
@@ -129,7 +190,7 @@ def test_every_engine_has_its_own_samples_which_add_up_to_the_usage(serve: Serve
         for sample in family.samples:
             if "engine" in sample.labels and sample.labels.get("le", "+Inf") == "+Inf":
                 name = sample.name.removeprefix("serve_llm_") + sample.labels.get("finished_reason", "")
-                name += sample.labels.get("reason", "")
+                name += sample.labels.get("reason", "") + sample.labels.get("tier", "")
                 samples.setdefault(name, []).append(sample.value)
                 assert sample.labels["engine"] == str(len(samples[name]) - 1)
     assert all(len(values) == 2 for values in samples.values())

@@ -15,6 +15,7 @@ import pytest
 from serve_llm.common.errors import EngineDead
 from serve_llm.common.types import Request
 from serve_llm.server.engines.replicas import Replicas
+from serve_llm.server.generate.dispatcher import LocalDispatcher
 from serve_llm.server.generate.generation import Generator
 from serve_llm.server.metrics.meter import Clock, Meter
 from serve_llm.server.prompt.model import ServedModel
@@ -288,7 +289,7 @@ def test_a_request_survives_its_engine(model: ServedModel) -> None:
         ]
         replicas = Replicas(engines[:1])
         request = prepare_pooling([[5], [5, 6]], facts(**EMBEDDER), param="input")
-        with Generator(replicas, model).open(request) as generation:
+        with Generator(LocalDispatcher(replicas), model).open(request) as generation:
             replicas.lose({0: []}, EngineDead("killed"))
             replicas.join({0: engines[1]})
             engines[1].step()

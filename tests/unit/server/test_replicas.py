@@ -93,6 +93,14 @@ def test_without_prefix_caching_equal_prompts_are_spread() -> None:
     asyncio.run(run())
 
 
+def test_blocks_in_host_memory_count_for_routing() -> None:
+    async def run() -> None:
+        replicas = Replicas(engines(2, model_facts=facts(num_kv_blocks=70, num_offload_blocks=30)))
+        assert replicas._router is not None and replicas._router._capacities == [100, 100]
+
+    asyncio.run(run())
+
+
 def test_replicas_are_ready_when_one_is_and_share_the_smallest_cache() -> None:
     async def run() -> None:
         both = engines(2)

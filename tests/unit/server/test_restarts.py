@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve_llm.common.errors import CapacityError, EngineDead, OptionError, RankFailed
+from serve_llm.common.errors import CapacityError, EngineDead, HostLost, OptionError, RankFailed
 from serve_llm.server.engines.restarts import LONGEST_PAUSE, WINDOW_SECONDS, RestartPolicy
 
 
@@ -38,6 +38,15 @@ def test_missing_devices_do_not_count_as_deaths() -> None:
     restarts.record_death(RankFailed("its node is lost"), 0.0, 5)
     pauses = [restarts.record_death(kind("too few"), 1.0, 5) for kind in (OptionError, CapacityError) for _ in range(5)]
     assert pauses[:2] == [0.5, 1.0] and pauses[-1] == LONGEST_PAUSE
+
+
+def test_a_lost_host_counts_once_however_many_engines_it_had() -> None:
+    restarts = RestartPolicy(2)
+    for host in range(2):
+        for engine in range(8):
+            restarts.record_death(HostLost(f"engine {engine} died by loss of its node"), 60.0 * host + engine / 8, 0)
+    with pytest.raises(HostLost):
+        restarts.record_death(HostLost("a third host"), 120.0, 0)
 
 
 def test_forgiven_deaths_do_not_count() -> None:

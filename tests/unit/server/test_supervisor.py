@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
 
-from serve_llm.common.errors import EngineDead, PeerLost, RankFailed, ServeError
+from serve_llm.common.errors import EngineDead, HostLost, PeerLost, RankFailed, ServeError
 from serve_llm.common.options.schema import Options
 from serve_llm.common.options.sources import make_options
 from serve_llm.server.engines import supervisor
@@ -126,6 +127,25 @@ def test_a_failed_restart_replaces_the_whole_group_again(made: list[Process]) ->
         await supervisor.stop()
 
     asyncio.run(run())
+
+
+def test_the_loss_of_a_host_blames_no_request(made: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests may run on an engine that is lost with the same host a moment later."""
+    blamed: list[Mapping[int, Collection[int]]] = []
+    monkeypatch.setattr(Client, "under_way", lambda self: [7])
+    monkeypatch.setattr(supervisor.Replicas, "lose", lambda self, lost, cause: blamed.append(lost))
+
+    async def run() -> None:
+        supervisor = Supervisor(make_options("demo", data_parallel_size=2), "/model")
+        await supervisor.start()
+        for index, error in enumerate((HostLost("its host is lost"), RankFailed("a rank failed"))):
+            made[index].death.set_result(EngineDeath(error, "rank"))
+            while len(made) < index + 3:
+                await asyncio.sleep(0)
+        await supervisor.stop()
+
+    asyncio.run(run())
+    assert [{index: list(ids) for index, ids in lost.items()} for lost in blamed] == [{0: []}, {1: [7]}]
 
 
 def test_independent_engines_are_replaced_one_by_one(made: list[Process]) -> None:

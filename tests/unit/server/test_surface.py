@@ -16,6 +16,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.routing import Route
 
+from serve_llm.server.http.connection import StartupApp
 from serve_llm.server.http.errors import ServeError, Unavailable, answer_for, error_body
 from support.asgi import Call, fetch
 from support.fakes import facts
@@ -84,8 +85,8 @@ def test_every_route_but_the_probes_and_the_page_needs_a_key(serve: Serve, tmp_p
     for method, path in [*found, ("GET", "/nowhere"), ("GET", "/health/"), ("GET", "//health"), ("GET", "/models/")]:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "first"}, {"x-api-key": "wrong"}):
             reply = served.get(path, headers) if method == "GET" else served.post(path, {}, headers)
-            if path in ("/health", "/ping", "/ready", "/health/", "/", "/web_ui.js", "/web_ui.css"):
-                assert reply.status == 200
+            if path in ("/health", "/ping", "/ready", "/health/", "/", "/docs") or path.startswith("/web_ui/"):
+                assert reply.status == (307 if path == "/docs" else 200)
             else:
                 assert reply.status == 401, (method, path, headers)
                 error = reply.json()["error"]
@@ -113,6 +114,29 @@ def test_scripts_of_web_pages_may_call_only_if_asked_for(serve: Serve) -> None:
 
 def test_without_keys_everything_is_open(served: Served) -> None:
     assert served.get("/v1/models").status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/health", "/health"),
+        ("/v1/nowhere", None),
+        ("/v1", None),
+    ],
+)
+def test_a_wrong_base_url_is_answered_with_the_right_path(served: Served, path: str, meant: str | None) -> None:
+    message = str(served.post(path, {}).json()["error"]["message"])
+    assert message.endswith(f"; did you mean {meant}?" if meant else f"POST {path}")
+
+
+def test_the_page_is_there_before_the_server_is_ready() -> None:
+    startup = StartupApp()
+    page = fetch(startup, "GET", "/")
+    assert page.status == 200 and "script-src 'self'" in page.headers["content-security-policy"]
+    assert fetch(startup, "GET", "/web_ui/main.js").headers["content-type"].startswith("text/javascript")
+    assert fetch(startup, "GET", "/health").status == 200 and fetch(startup, "GET", "/status").status == 503
 
 
 @pytest.mark.parametrize("given", ["", "a b", "x" * 129, "\u00e9"])
@@ -190,7 +214,8 @@ def test_status_says_what_the_server_does(serve: Serve) -> None:
     assert found["engines"][0]["num_ranks"] == 2 and found["engines"][0]["num_running"] == 3
     assert found["engines"][0]["kv_cache"] == {"tokens": 4096, "blocks": 256, "usage": 0.0}
     assert found["queue"]["max_requests"] == 7 and found["queue"]["refused"]["queue_full"] == 0
-    assert set(found["versions"]) == {"serve-llm", "python", "torch"}
+    assert set(found["versions"]) == {"serve-llm", "python", "torch"} and found["recent_restarts"] == []
+    assert found["engines"][0]["ranks"] == [{"rank": 0, "tp_rank": 0, "pp_rank": 0, "host": "host-a"}]
     served.engine.ready = False
     assert served.get("/status").json()["phase"] == "recovering" and served.complete().status == 503
     served.admission.draining = True
@@ -270,7 +295,7 @@ def test_the_documentation_describes_the_real_bodies(served: Served) -> None:
     assert set(answers) == {"200", "400", "404", "503"}
     referred = set(_references(found))
     assert referred and referred <= {f"#/components/schemas/{name}" for name in schemas}
-    assert served.get("/docs").status == 200
+    assert served.get("/docs").headers["location"] == "./#api"
 
 
 def _references(node: object) -> list[str]:

@@ -135,6 +135,17 @@ def test_arguments_leave_before_the_call_is_complete(serve_text: Callable[..., S
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_required_call_that_is_cut_leaves_no_content(serve_text: Callable[..., Served], stream: bool) -> None:
+    served = serve_text(OSLO)
+    reply = served.chat(tools=TOOLS, tool_choice="required", max_tokens=3, stream=stream)
+    choice = fold(reply) if stream else read_body(reply)
+    assert not choice["message"]["content"] and functions(choice) == []
+    assert choice["finish_reason"] == "length" and OSLO.startswith(
+        served.chat(max_tokens=3).json()["choices"][0]["message"]["content"]
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_tokens_add_up(serve_text: Callable[..., Served], stream: bool) -> None:
     written = f"<think>\nHm.\n</think>\n\nI look.\n{OSLO}"
     served = serve_text(written)

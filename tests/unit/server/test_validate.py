@@ -6,10 +6,14 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from serve_llm.common.options.limits import Limits
 from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.prompt.tokenizer import Tokenizer
 from serve_llm.server.prompt.validate import Echo, TextRequest, check_text, check_volume, prepare
 from serve_llm.server.sampling_params import SamplingParams
 from support.fakes import facts
@@ -111,11 +115,22 @@ def test_too_much_in_one_request_is_refused(model: ServedModel, params: dict[str
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(model: ServedModel) -> None:
+    assert model.tokenizer.longest_token is not None
     text = "x" * (model.tokenizer.longest_token * 33)
     with pytest.raises(InvalidRequest, match=r"at least 33 tokens.*32"):
         check_text(text, model, FACTS, truncated=False, param="prompt")
     check_text(text, model, FACTS, truncated=True, param="prompt")
     check_text("x" * 32, model, FACTS, truncated=False, param="prompt")
+
+
+def test_a_text_of_which_the_tokenizer_drops_much_may_fit(model: ServedModel) -> None:
+    """Tokenizers of encoders skip spaces, and know one token for any unknown word."""
+    rust = RustTokenizer(WordLevel({"a": 0, "[UNK]": 1}, "[UNK]"))
+    rust.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    words = replace(model, tokenizer=Tokenizer(rust, {}))
+    text = "a" + " " * 10_000 + "b" * 10_000
+    check_text(text, words, FACTS, truncated=False, param="prompt")
+    assert words.tokenizer.encode(text, add_special_tokens=False) == [0, 1]
 
 
 def test_eos_ids_stop_unless_ignored(model: ServedModel) -> None:

@@ -46,6 +46,11 @@ def healthy(number: int = 2) -> Results:
     )
 
 
+def test_gpus_that_cannot_be_used_are_a_problem() -> None:
+    results = Results(hosts={0: report(0, gpus=8, gpu_problem="the driver is too old")})
+    assert only_problem(results) == "node 0 (host0): its GPUs cannot be used: the driver is too old"
+
+
 def broken(failures: dict[tuple[int, int], str], heard: dict[int, set[int]]) -> Results:
     results = healthy()
     results.reaches = [Reach(source=a, target=b, failure=failures.get((a, b), "")) for a, b in ((0, 1), (1, 0))]
@@ -175,4 +180,7 @@ def test_collectives() -> None:
         found.append(AllReduceResult(backend="nccl", small_us=20, large=1e10, transport="NET/Socket"))
     (note,) = judge(results).notes
     assert note.startswith("NCCL goes over NET/Socket: TCP: ")
+    results.collectives[0][1] = AllReduceResult(backend="nccl", small_us=20, large=1e10, local_transport="SHM")
+    assert any(note.startswith("NCCL goes over SHM: through the host's memory") for note in judge(results).notes)
+    results.collectives[0][1] = results.collectives[1][1]
     assert "nccl all-reduce over NET/Socket: exact; 16 KiB in 20 us" in render(results, judge(results))

@@ -10,7 +10,9 @@ from serve_llm.cli.plan.weights import weight_bytes
 from serve_llm.common.hub import read_config, resolve_model
 from serve_llm.common.options.sources import make_options
 from serve_llm.engine.parallel.layout import ParallelLayout
+from serve_llm.engine.weights import load
 from serve_llm.engine.worker.worker import Worker
+from serve_llm.kernels import registry
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.linear_grouped import GroupedPacker
 from support import packed_floats, resident
@@ -21,6 +23,7 @@ from support.quantised import edit_config, is_linear
 from support.ranks import Ranks, run_together
 from support.resolved import resolve_all
 from support.tiny import make_checkpoint
+from support.triton import NO_TRITON
 
 pytestmark = pytest.mark.skipif(library.find() is None, reason="the plan is for the compiled kernels")
 GRIDS = [(1, 1), (2, 1), (3, 1), (1, 2)]
@@ -33,8 +36,8 @@ def panels_of_this_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve_llm.cli.plan.weights.PANEL_OUTPUTS", GroupedPacker(library.Library(path)).columns)
 
 
-def count_held(directory: Path, layout: ParallelLayout, **options: object) -> tuple[list[int], list[int]]:
-    """Bytes that each rank holds, and those that are counted."""
+def count_held(directory: Path, layout: ParallelLayout, device: str, **options: object) -> tuple[list[int], list[int]]:
+    """Bytes that each rank holds, and those that are counted. device: whose kernels the weights are packed for."""
     sizes = {"tensor_parallel_size": layout.tp_size, "pipeline_parallel_size": layout.pp_size}
     chosen = make_options(str(directory), device="cpu", kv_cache_memory="1MiB", **sizes, **options)
     config, spec, weight_map = resolve_all(chosen, str(directory), read_config(directory))
@@ -44,17 +47,20 @@ def count_held(directory: Path, layout: ParallelLayout, **options: object) -> tu
         worker = Worker(config, spec, weight_map, ranks.shards[rank], ranks.neighbours[rank])
         return resident.weight_bytes(worker._decoder)
 
-    counted = [weight_bytes(spec, shard, 4, "cpu").held for shard in ranks.shards]
+    counted = [weight_bytes(spec, shard, 4, device).held for shard in ranks.shards]
     return run_together(layout.size, load, ranks.abort), counted
 
 
-def check(directory: Path, **options: object) -> None:
+def check(directory: Path, device: str = "cpu", **options: object) -> None:
     """With the weights of the checkpoint, and on two ranks with random ones."""
     for tensor, pipeline in GRIDS:
         for load_format in ("auto", "dummy") if tensor == 2 else ("auto",):
             chosen = {"load_format": load_format, **options}
-            held, counted = count_held(directory, ParallelLayout(tensor, pipeline), **chosen)
-            assert held == counted
+            held, counted = count_held(directory, ParallelLayout(tensor, pipeline), device, **chosen)
+            if device == "cpu":
+                assert held == counted
+            else:  # the numbers of a rank's experts are not counted
+                assert all(0 <= one - other <= 64 for one, other in zip(held, counted, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +110,54 @@ def test_mxfp4(tmp_path: Path) -> None:
     check(tmp_path / "packed")
 
 
+@pytest.fixture
+def kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason=NO_TRITON)
+    monkeypatch.setattr(load, "choose", lambda *args, **more: registry.with_triton(more["batch_invariant"]))
+
+
+@pytest.mark.usefixtures("kernels_of_a_gpu")
+@pytest.mark.parametrize(
+    "packing",
+    [
+        Packing("awq"),
+        Packing("gptq", has_order=True, is_symmetric=True),
+        Packing("compressed", bits=8, group_size=0, is_symmetric=True),
+    ],
+    ids=str,
+)
+def test_packed_checkpoints_on_a_gpu(packing: Packing, tmp_path: Path) -> None:
+    make_packed(tmp_path, "llama", packing)
+    check(tmp_path / "packed", "cuda")
+
+
+@pytest.mark.usefixtures("kernels_of_a_gpu")
+@pytest.mark.parametrize(("family", "form"), [("llama", "fp8-block"), ("phi3", "nvfp4")])
+def test_packed_floats_on_a_gpu(family: str, form: str, tmp_path: Path) -> None:
+    packed_floats.make_packed(tmp_path, family, form)
+    check(tmp_path / "packed", "cuda")
+
+
+@pytest.mark.usefixtures("kernels_of_a_gpu")
+def test_mxfp4_on_a_gpu(tmp_path: Path) -> None:
+    make_mxfp4(tmp_path)
+    check(tmp_path / "packed", "cuda")
+
+
+@pytest.mark.usefixtures("kernels_of_a_gpu")
+@pytest.mark.parametrize("quantization", ["int4-g32", "int8", "fp8"])
+def test_while_loading_on_a_gpu(quantization: str, tmp_path: Path) -> None:
+    """fp8 as it is without rounded activations."""
+    make_checkpoint(tmp_path, "qwen3_moe", **(SIZES[""] | HEADS | SIZES["qwen3_moe"]))
+    check(tmp_path, "cuda", quantization=quantization)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_4_bits_while_loading(family: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family, **(SIZES[""] | HEADS | SIZES.get(family, {})))
     check(tmp_path, quantization="int4-g32")
+
+
+def test_8_bit_floats_while_loading(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe", **(SIZES[""] | HEADS | SIZES["qwen3_moe"]))
+    check(tmp_path, quantization="fp8")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from serve_llm.cli.plan.command import read_command_line
@@ -117,6 +120,14 @@ def test_the_cpu_cache_is_that_of_the_daemon() -> None:
     assert found.ranks[0].kv_cache == expected // found.cache.block_bytes * found.cache.block_bytes
     shared = plan(published.QWEN2_HALF_B, {"memory": 64 * GIB}, device="cpu", tensor_parallel_size=2).chosen
     assert [rank.room for rank in shared.ranks] == [32 * GIB] * 2
+
+
+def test_offloaded_blocks_take_room_of_a_cpu_machine() -> None:
+    machine = {"memory": 64 * GIB}
+    found = plan(published.QWEN2_HALF_B, machine, device="cpu", kv_offload_memory="40GiB").chosen.ranks[0]
+    assert found.room == 24 * GIB
+    card = plan(published.LLAMA_8B, {"gpu": "h100"}).chosen.ranks
+    assert plan(published.LLAMA_8B, {"gpu": "h100"}, kv_offload_memory="40GiB").chosen.ranks == card
 
 
 def test_data_parallel_engines_share_the_machines() -> None:
@@ -242,6 +253,18 @@ def test_adapters_take_room() -> None:
     assert 0 <= base.ranks[0].total - found.ranks[0].total < found.cache.block_bytes
     small = plan(published.LLAMA_8B, {"memory": 24 * GIB}, enable_lora=True, max_lora_rank=512, max_model_len=4096)
     assert small.suggested is not None and small.suggested.layout.size > 1
+
+
+def test_a_draft_model_takes_room_beside_the_first_rank(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(published.LLAMA_1B))
+    given: dict[str, object] = {"tensor_parallel_size": 2, "max_model_len": 8192}
+    base = plan(published.LLAMA_8B, {"gpu": "h100"}, **given).chosen
+    found = plan(published.LLAMA_8B, {"gpu": "h100"}, **given, speculative_config=str(tmp_path)).chosen
+    cache = 16 * 8192 * 16 * 2 * 8 * 64 * 2  # requests, tokens, layers, keys and values, heads, numbers, bytes
+    taken = [rank.draft_model for rank in found.ranks]
+    assert taken[1] == 0 and abs(taken[0] - cache - 1_235_814_400 * 2) < 1 << 20
+    lost = base.ranks[0].kv_cache - found.ranks[0].kv_cache
+    assert abs(lost - taken[0]) < 2 << 20
 
 
 def test_fp8_is_for_gpus_that_multiply_it() -> None:

@@ -16,7 +16,7 @@ from serve_llm.cli.plan.planner import MemoryPlan, build_plan
 from serve_llm.cli.plan.remedies import Remedy, describe_shortage, find_remedies
 from serve_llm.common.errors import CapacityError, ServeError
 from serve_llm.common.hub import read_config
-from serve_llm.common.options.schema import EngineOptions
+from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.common.options.sources import make_options
 from serve_llm.engine import startup
 from serve_llm.engine.devices import claim_gpus
@@ -104,7 +104,7 @@ gpu_options = st.fixed_dictionaries(
     common
     | {
         "data_parallel_size": st.sampled_from([1, 1, 2, 3, 9]),
-        "quantization": st.sampled_from(["auto", "auto", "fp8"]),
+        "quantization": st.sampled_from(["auto", "auto", "fp8", "int4", "int8"]),
         "enable_expert_parallel": st.sampled_from([False, False, True]),
     }
 )
@@ -113,7 +113,7 @@ cpu_options = st.fixed_dictionaries(
     | {
         "device": st.just("cpu"),
         "data_parallel_size": st.sampled_from([1, 1, 2]),
-        "quantization": st.sampled_from(["auto", "int8", "int4"]),
+        "quantization": st.sampled_from(["auto", "int8", "int4", "fp8"]),
         "kv_cache_dtype": st.sampled_from(["auto", "int8"]),
     }
 )

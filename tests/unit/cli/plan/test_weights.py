@@ -97,7 +97,16 @@ def build(
 
     ranks = Ranks(spec, grid)
     kernels = choose(torch.device(device), model_dtype, {layer.attention.head_dim for layer in spec.layers})
-    builder = ModelBuilder(load, kernels, ranks.shards[rank], ranks.neighbours[rank], spec.int8, spec.fp8)
+    builder = ModelBuilder(
+        load,
+        kernels,
+        ranks.shards[rank],
+        ranks.neighbours[rank],
+        spec.int8,
+        spec.fp8,
+        dtype=model_dtype,
+        device=torch.device(device),
+    )
     return build_decoder(spec, builder, torch.device("cpu")), asked
 
 
@@ -166,8 +175,9 @@ def test_large_models(name: str, tensor: int, pipeline: int) -> None:
         assert (expected.loaded, expected.held) == (asked, resident.weight_bytes(decoder))
 
 
-@pytest.mark.parametrize("variant", QUANTISED)
+@pytest.mark.parametrize("variant", [variant for variant in QUANTISED if not variant.endswith("moe")])
 def test_fp8(variant: str, tmp_path: Path) -> None:
+    """Experts in fp8 are weights in groups: see test_packed_weights.py."""
     make_checkpoint(tmp_path, variant.split("-")[0], **VARIANTS[variant])
     spec = read_model(read_config(tmp_path))[0].with_fp8()
     for tensor, pipeline in GRIDS:

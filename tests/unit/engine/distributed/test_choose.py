@@ -39,6 +39,25 @@ def test_executors_that_cannot_run_so_many() -> None:
         choose_executor(ExecutorFacts("mp", 4, False, 2))
 
 
+@pytest.mark.parametrize(
+    ("engine", "tensor", "backend", "reason"),
+    [
+        (0, 1, "inprocess", "there is one rank"),
+        (0, 2, "mp", "the engine's 2 ranks are on this host"),
+        (2, 1, "mp", "--nnodes puts the engine's one rank on node 1"),
+        (2, 2, "mp", "--nnodes puts the engine's 2 ranks on node 1"),
+    ],
+)
+def test_engines_on_several_hosts(engine: int, tensor: int, backend: str, reason: str) -> None:
+    nodes = {"nnodes": 2, "master_addr": "h:1", "data_parallel_size": 3, "device": "cpu"}
+    options = make_options("demo", tensor_parallel_size=tensor, **nodes)
+    choice = choose_executor(gather_facts(options, in_placement_group=True, engine=engine))
+    assert (choice.backend, choice.reason) == (backend, reason)
+    ray = make_options("demo", distributed_executor_backend="ray", **nodes)
+    with pytest.raises(OptionError, match="--nnodes: Ray places ranks by itself"):
+        choose_executor(gather_facts(ray, engine=engine))
+
+
 def test_facts_of_a_cpu_host() -> None:
     options = make_options("demo", tensor_parallel_size=3, pipeline_parallel_size=2, device="cpu")
     assert gather_facts(options) == ExecutorFacts(None, 6, False, None)

@@ -32,7 +32,7 @@ from serve_llm.engine.distributed.mp import check_hosts
 from serve_llm.engine.parallel.shm import ShmHandle
 from serve_llm.engine.scheduler.sequence import GroupLayout
 from serve_llm.engine.worker.cpu_threads import Threads
-from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory
 from support import config
 from support.tiny import make_checkpoint
 
@@ -56,7 +56,7 @@ def test_every_message_survives_the_wire() -> None:
         SetupChannels(2, 2, [2, 3], 100, True),
         InitWorker(CONFIG, '{"a": Infinity}', 4, 1, "info", StepRings(handle, 0, None), rings, None),
         InitWorker(CONFIG, "{}", 4, 1, "info", StepsUrl("tcp://10.0.0.1:6"), rings, span),
-        AllocateCache(7),
+        AllocateCache(7, 3),
     ]
     layout = CacheLayout((GroupLayout(8, None), GroupLayout(16, 37)), 4096, 7)
     from_rank = [
@@ -65,7 +65,7 @@ def test_every_message_survives_the_wire() -> None:
         ChannelsReady({2: rings}, 4711),
         GroupsReady(),
         LoadDone(9, 1 << 40, Threads(2, "2 cores for 1 rank", 2, 1)),
-        CacheReady(layout),
+        CacheReady(layout, HostMemory(ShmHandle(1, 2, 3), 3, 4096, 0.5)),
     ]
     from_rank += [Failed("ModelError", "x")]
     assert [messages.decode_to_rank(messages.encode(message)) for message in to_rank] == to_rank

@@ -1,98 +1,50 @@
-"""Node 0 against nodes by script, and a follower against a node 0 by script, over the real connection; no ranks run."""
+"""Node 0 against nodes by script, over the real connection; no ranks run."""
 
 from __future__ import annotations
 
 import re
-import socket
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
-from serve_llm.common.curve_zmq import CurveClient, Endpoint, send
-from serve_llm.common.errors import CapacityError, EngineError, ModelError, OptionError, ServeError
+from serve_llm.common.curve_zmq import CurveClient, Endpoint
+from serve_llm.common.errors import EngineError, HostLost, ModelError, OptionError
 from serve_llm.common.messages import Failed
 from serve_llm.common.options.schema import Options
-from serve_llm.common.options.sources import make_options
-from serve_llm.engine.distributed.multihost import follower as follower_module
 from serve_llm.engine.distributed.multihost import leader as nodes_module
 from serve_llm.engine.distributed.multihost import messages
-from serve_llm.engine.distributed.multihost.follower import Follower, Stopped
 from serve_llm.engine.distributed.multihost.leader import MultiHostLeader, listening_address
 from serve_llm.engine.distributed.multihost.messages import (
     EndNode,
     EngineServing,
+    FindEngines,
     JoinRefused,
     JoinRequest,
+    NodeEngines,
     NodeReport,
     RankStatus,
     RunRanks,
 )
-
-LIMIT = 60.0
-
-
-class NoRanks:
-    """Instead of `LocalRanks`."""
-
-    def __init__(self, ranks: Sequence[int], url: str, **_: object) -> None:
-        self.ranks, self.gone = ranks, {}
-        self.ends = 0
-
-    def ended(self) -> dict[int, str]:
-        return dict(self.gone)
-
-    def where(self, rank: int) -> str:
-        return f"host h, pid {100 + rank}"
-
-    def state(self, rank: int) -> str:
-        return "waiting"
-
-    def pid(self, rank: int) -> int:
-        return 100 + rank
-
-    def serve(self) -> None:
-        pass
-
-    def end(self, cause: str = "") -> None:
-        self.ends += 1
+from support.node_messages import LIMIT, NoRanks, options_of, until
+from support.nodes import free_port
 
 
 @pytest.fixture(autouse=True)
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (nodes_module, follower_module):
-        monkeypatch.setattr(module, "WorkerLauncher", NoRanks)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-def options_of(master: int, **more: object) -> Options:
-    """master: port of node 0."""
-    network = {"nnodes": 3, "master_addr": f"127.0.0.1:{master}", "cluster_secret": "s", "device": "cpu"}
-    return make_options("demo", tensor_parallel_size=5, **(network | more))
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    monkeypatch.setattr(nodes_module, "WorkerLauncher", NoRanks)
 
 
 class Master:
     """`MultiHostLeader`, and how to reach it."""
 
-    def __init__(self, *, replaces: bool = False, **options: object) -> None:
+    def __init__(self, *, engine: int = 0, replaces: bool = False, **options: object) -> None:
+        """engine: that comes first of those with ranks on other nodes."""
         self.endpoint = Endpoint("127.0.0.1", "s")
         self.port = free_port()
+        self.engine = engine
         self.nodes = MultiHostLeader(
-            options_of(self.port, **options), self.endpoint, self.port, "tcp://127.0.0.1:1", replaces=replaces
+            options_of(self.port, **options), self.endpoint, self.port, "tcp://127.0.0.1:1", engine, replaces=replaces
         )
         self.lines: list[CurveClient] = []
 
@@ -100,10 +52,15 @@ class Master:
         self.lines.append(CurveClient(f"tcp://127.0.0.1:{self.port}", "s"))
         return self.lines[-1]
 
-    def join(self, node: int, nnodes: int = 3) -> tuple[CurveClient, messages.ToNode]:
+    def join(self, node: int) -> tuple[CurveClient, messages.ToNode]:
         line = self.line()
-        line.send(messages.encode(JoinRequest(node, nnodes, f"h{node}", f"10.0.0.{node}")))
+        line.send(messages.encode(JoinRequest(self.engine, node, f"h{node}", f"10.0.0.{node}")))
         return line, hear(line)
+
+    def find(self, node: int, nnodes: int = 3) -> messages.ToNode:
+        line = self.line()
+        line.send(messages.encode(FindEngines(node, nnodes, f"h{node}", f"10.0.0.{node}")))
+        return hear(line)
 
     def close(self) -> None:
         for line in self.lines:
@@ -155,12 +112,16 @@ def test_what_a_node_reports(master: Master) -> None:
 def test_who_is_refused_and_that_it_disturbs_nobody(master: Master) -> None:
     first, _ = master.join(1)
     for node, nnodes, why in (
-        (1, 3, "--node-rank 1 is taken by node 1, host h1 at 10.0.0.1"),
         (2, 2, "node 0 has --nnodes 3, node 2 has --nnodes 2"),
         (3, 3, "--node-rank 3 is none of 1 to 2"),
         (0, 3, "--node-rank 0 is none of 1 to 2"),
     ):
-        line, answer = master.join(node, nnodes)
+        assert master.find(node, nnodes) == JoinRefused(why)
+    for node, why in (
+        (1, "--node-rank 1 is taken by node 1, host h1 at 10.0.0.1"),
+        (3, "node 0 was started again with other options, and node 3 is not in this place any more"),
+    ):
+        line, answer = master.join(node)
         assert answer == JoinRefused(why)
         line.send(messages.encode(Failed("EngineError", "from somebody who is no node")))
     stranger = master.line()
@@ -177,7 +138,40 @@ def test_a_node_that_is_lost(master: Master) -> None:
     line.close()
     until(master.nodes.ended)
     assert master.nodes.ended().keys() == {2, 3}
-    assert "loss of its node" in str(master.nodes.ended()[2])
+    error = master.nodes.ended()[2]
+    assert isinstance(error, HostLost) and "loss of its node" in str(error)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_node_that_is_back_before_its_loss_is_known_goes_to_the_next_engine(replaces: bool) -> None:
+    master = Master(replaces=replaces)
+    try:
+        line, _ = master.join(1)
+        line.close()
+        until(master.nodes.ended)
+        line, said = master.join(1)
+        if replaces:
+            assert said == EngineServing()
+            said = hear(line)
+        assert said == EndNode("node 1, host h1 at 10.0.0.1 was lost")
+    finally:
+        master.close()
+
+
+def test_nodes_are_told_which_engines_they_have() -> None:
+    """Seven engines of two ranks: 0 and 1 on node 0, 2 to 5 on node 1, 6 on node 2."""
+    shape = {"tensor_parallel_size": 2, "data_parallel_size": 7, "data_parallel_split": "2,4,1"}
+    master = Master(engine=2, **shape)
+    try:
+        port = master.port
+        assert master.find(1) == NodeEngines({2: port, 3: port + 1, 4: port + 2, 5: port + 3})
+        assert master.find(2) == NodeEngines({6: port + 4})
+        _, answer = master.join(1)
+        assert isinstance(answer, RunRanks) and answer.ranks == [0, 1] and answer.options.data_parallel_size == 7
+        _, refused = master.join(2)
+        assert isinstance(refused, JoinRefused)
+    finally:
+        master.close()
 
 
 def test_nodes_that_do_not_come_are_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,146 +243,3 @@ def test_what_is_said_on_a_follower_too_must_be_the_same() -> None:
         messages.check_options_match(options_of(1, node_rank=1, dtype="bfloat16"), first)
     with pytest.raises(OptionError, match=r"^node 1 was started with the model other, node 0 with demo$"):
         messages.check_options_match(Options(model="other", node_rank=1, nnodes=3, master_addr="127.0.0.1:1"), first)
-
-
-class Following:
-    """A follower in a thread, and the test as its node 0."""
-
-    def __init__(self, **options: object) -> None:
-        self.endpoint = Endpoint("127.0.0.1", "s")
-        self.socket, url = self.endpoint.listen()
-        port = int(url.rpartition(":")[2])
-        self.follower = Follower(options_of(port, node_rank=1, **options))
-        self.result: int | BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        self.joined = self.await_join()
-
-    def _run(self) -> None:
-        try:
-            self.result = self.follower.run()
-        except (ServeError, Stopped) as error:
-            self.result = error
-
-    def await_join(self) -> JoinRequest:
-        while True:
-            assert self.socket.poll(LIMIT * 1000)
-            self.peer, frame = self.socket.recv_multipart()
-            if isinstance(message := messages.decode_from_node(frame), JoinRequest):
-                return message
-
-    def say(self, message: messages.ToNode) -> None:
-        assert send(self.socket, self.peer, messages.encode(message))
-
-    def hear(self) -> messages.FromNode:
-        assert self.socket.poll(LIMIT * 1000)
-        return messages.decode_from_node(self.socket.recv_multipart()[1])
-
-    def run(self, **options: object) -> None:
-        self.say(RunRanks([2, 3], False, options_of(1, **options), "tcp://127.0.0.1:1"))
-
-    def end(self) -> int | BaseException | None:
-        self._thread.join(LIMIT)
-        return self.result
-
-
-@pytest.fixture
-def following() -> Iterator[Following]:
-    made = Following()
-    yield made
-    made.endpoint.close()
-    made.end()
-
-
-def test_a_follower_from_join_to_end(following: Following) -> None:
-    assert following.joined == JoinRequest(1, 3, socket.gethostname(), "127.0.0.1")
-    following.run(master_addr=following.follower._master)
-    assert following.hear() == NodeReport({rank: RankStatus(100 + rank, "waiting", "") for rank in (2, 3)})
-    ranks = following.follower._ranks
-    assert isinstance(ranks, NoRanks)
-    ranks.gone[3] = "signal SIGSEGV"
-    until(
-        lambda: (
-            following.hear()
-            == NodeReport({2: RankStatus(102, "waiting", ""), 3: RankStatus(103, "waiting", "signal SIGSEGV")})
-        )
-    )
-    following.say(EndNode("rank 3 died"))
-    error = following.end()
-    assert isinstance(error, EngineError) and str(error) == "Node 0 ends: rank 3 died" and ranks.ends == 1
-
-
-def test_a_follower_joins_again_once_an_engine_has_served(
-    following: Following, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(follower_module, "BEAT_SECONDS", 0.0)
-    address = following.follower._master
-    following.run(master_addr=address)
-    following.say(EngineServing())
-    for cause in ("rank 3 died", "another node is lost while starting"):
-        following.say(EndNode(cause))
-        following.await_join()
-        following.run(master_addr=address)
-    following.say(EndNode(""))
-    assert following.end() == 0
-
-
-def test_a_follower_that_is_told_of_an_orderly_end(following: Following) -> None:
-    following.run(master_addr=following.follower._master)
-    following.say(EndNode(""))
-    assert following.end() == 0
-
-
-def test_a_follower_without_the_model_says_so(following: Following, tmp_path: Path) -> None:
-    options = replace(following.follower._options, model=str(tmp_path / "none"), node_rank=0)
-    following.follower._options = replace(options, model="", node_rank=1)
-    following.say(RunRanks([2], False, messages.without_secrets(options), "tcp://127.0.0.1:1"))
-    said = following.hear()
-    assert isinstance(said, Failed) and said.kind == "ModelError"
-    assert said.message.startswith(f"there is no directory {tmp_path / 'none'}: ")
-    assert isinstance(following.end(), ModelError)
-
-
-def test_a_follower_with_too_few_gpus_says_so(following: Following, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower_module, "list_gpus", lambda _: ["0"])
-    following.say(RunRanks([2, 3], True, options_of(1, master_addr=following.follower._master), "tcp://127.0.0.1:1"))
-    assert following.hear() == Failed("CapacityError", "2 ranks on this host need as many GPUs; it has 1")
-    assert isinstance(following.end(), CapacityError)
-
-
-def test_a_follower_whose_node_0_is_gone(following: Following) -> None:
-    following.run(master_addr=following.follower._master)
-    following.hear()
-    following.endpoint.close()
-    error = following.end()
-    assert isinstance(error, EngineError) and str(error).startswith("node 0 is lost: the connection to 127.0.0.1:")
-
-
-def test_a_refused_follower_says_why(following: Following) -> None:
-    following.say(JoinRefused("--node-rank 1 is taken by node 1"))
-    error = following.end()
-    assert isinstance(error, OptionError) and str(error) == "node 0 refuses this node: --node-rank 1 is taken by node 1"
-
-
-def test_a_follower_that_waits_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower_module, "MASTER_SECONDS", 0.3)
-    lonely = Follower(options_of(free_port(), node_rank=2))
-    with pytest.raises(
-        EngineError, match=r"after 0 s node 0 at 127\.0\.0\.1:\d+ still cannot be reached: is it running"
-    ):
-        lonely.run()
-
-
-def test_a_follower_waits_for_the_name_of_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower_module, "NAME_SECONDS", 0.1)
-    asked: list[str] = []
-
-    def unknown(name: str, *_: object, **__: object) -> None:
-        asked.append(name)
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr(follower_module.socket, "getaddrinfo", unknown)
-    lonely = Follower(options_of(1, node_rank=2, master_addr="node-0.example:29500"))
-    with pytest.raises(OptionError, match=r"^--master-addr node-0\.example: Name or service not known on \S+ for 0 s"):
-        lonely.run()
-    assert len(asked) >= 2

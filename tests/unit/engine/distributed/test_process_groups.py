@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from serve_llm.common.errors import OptionError
 from serve_llm.engine.config import Config
 from serve_llm.engine.distributed import messages, process_groups
 from serve_llm.engine.parallel import symmetric, torch_group
@@ -45,6 +46,7 @@ class Torchs:
 def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_group, "TorchGroup", Torchs)
     monkeypatch.setattr(torch_group, "connect_store", lambda *_: STORE)
+    monkeypatch.setattr(process_groups._GroupBuilder, "check_gpus", lambda self: None)
     monkeypatch.setattr(process_groups, "find_interface", lambda address: f"eth of {address}")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # so that what is set is taken back
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
@@ -60,6 +62,23 @@ def build(
     steps = messages.StepsUrl("tcp://127.0.0.1:1")
     begin = messages.InitWorker(config, "{}", grid.size, rank, "info", steps, rings, span)
     return process_groups.build_process_groups(grid, rank, begin, address)
+
+
+def test_two_ranks_on_one_gpu_are_an_error() -> None:
+    process_groups.check_own_gpus(["GPU-a", "GPU-b", "GPU-c"])
+    with pytest.raises(
+        OptionError, match=r"^rank 1 and rank 3 have the same GPU \(GPU-b\), and each rank needs its own"
+    ):
+        process_groups.check_own_gpus(["GPU-a", "GPU-b", "GPU-c", "GPU-b"])
+
+
+def test_a_rank_waits_until_all_have_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(torch_group, "gather_values", lambda *given, **more: waited.append((*given, more["seconds"])))
+    build(ParallelLayout(2, 2), 3).wait_for_all()
+    assert waited == [(STORE, "weights", 3, 4, messages.LOAD_SECONDS)]
+    build(ParallelLayout(1, 1), 0, device="cpu").wait_for_all()
+    assert len(waited) == 1, "ranks on CPUs wait for each other in shared memory"
 
 
 def test_gpus_of_their_own_meet_by_nccl() -> None:
@@ -98,3 +117,11 @@ def test_symmetric_memory_stands_before_nccl(monkeypatch: pytest.MonkeyPatch) ->
     ((store, name, group, hosts, device),) = made
     assert (store, name, hosts) == (STORE, "tensor-parallel group of stage 1", ["b", "c"])
     assert isinstance(group, Torchs) and group.backend == "nccl" and device == torch.device("cuda", 5)
+
+
+def test_auto_tries_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(symmetric, "build_fastest_group", lambda store, name, *_: tried.append(name))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    build(ParallelLayout(2, 1), 0, all_reduce="auto")
+    assert tried == ["tensor-parallel group of stage 0"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from serve_llm.common.errors import HostLost
+
 pytest.importorskip("ray")
 
 from serve_llm.engine.distributed.ray.actors import _describe_death, _find_load_error
@@ -43,7 +45,8 @@ IMPORT = (
     ],
 )
 def test_deaths(said: str, cause: str) -> None:
-    assert _describe_death(said) == cause
+    death = _describe_death(said)
+    assert str(death) == cause and isinstance(death, HostLost) == (said == NODE)
     assert _find_load_error(said) is None
 
 

@@ -13,6 +13,7 @@ from serve_llm.engine.distributed.ray.placement import (
     Bundle,
     RayNode,
     assign_bundles,
+    check_engines,
     describe_spread_groups,
     place_ranks,
     plan_bundles,
@@ -39,6 +40,7 @@ def placed(nodes: list[RayNode], tensor: int, pipeline: int = 1) -> str:
         (cluster(1, 4), 2, 2, "1111"),
         (cluster(3, 4), 4, 1, "1111"),
         (cluster(8, 8), 8, 2, "0000000011111111"),
+        (cluster(2, 4), 2, 2, "1111"),  # whole on another node rather than in two parts
         (cluster(1, 1), 1, 2, "01"),
         (cluster(2, 2), 4, 1, "0011"),  # no node can hold the group
         (cluster(1, 2, 1), 4, 1, "0112"),
@@ -67,6 +69,16 @@ def test_too_few_devices_are_counted_per_node() -> None:
         CapacityError, match=r"5 ranks need 5 CPUs, but the Ray cluster has 0.*no nodes.*make the Ray cluster larger"
     ):
         place_ranks([], ParallelLayout(5, 1), "CPU")
+
+
+def test_too_few_devices_for_all_engines() -> None:
+    check_engines(cluster(4, 2), ParallelLayout(2, 1), 3, "CPU")
+    with pytest.raises(CapacityError) as raised:
+        check_engines(cluster(4, 3), ParallelLayout(2, 1), 4, "CPU")
+    assert str(raised.value) == (
+        "4 engines with 2 ranks each need 8 CPUs, but the Ray cluster has 7: make it larger, or lower "
+        "--data-parallel-size to 3"
+    )
 
 
 def test_a_spread_group_is_said() -> None:
@@ -99,7 +111,10 @@ def test_every_plan_is_sound(nodes: list[RayNode], grid: ParallelLayout, shuffle
     whole = grid.pp_size - len(describe_spread_groups(places, grid))
     assert whole == min(grid.pp_size, sum(node.free // grid.tp_size for node in nodes))
     driver = next(node for node in nodes if node.is_driver)
-    assert driver.free < grid.tp_size or places[: grid.tp_size] == [driver] * grid.tp_size
+    is_whole = any(node.free >= grid.size for node in nodes)
+    assert not is_whole or len(set(places)) == 1
+    near = grid.size if is_whole else grid.tp_size
+    assert driver.free < near or places[:near] == [driver] * near
     bundles = plan_bundles(places, grid)
     assert [rank for bundle in bundles for rank in bundle] == list(range(grid.size))
     for ranks in bundles:

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from serve_llm.common.curve_zmq import CurveClient, Endpoint
-from serve_llm.common.errors import EngineError, ModelError, RankFailed, ServeError
+from serve_llm.common.errors import EngineError, HostLost, ModelError, RankFailed, ServeError
 from serve_llm.common.messages import Failed
 from serve_llm.engine.distributed import messages
 from serve_llm.engine.distributed import worker_group as worker_group_module
@@ -262,10 +262,10 @@ def test_that_peers_are_lost_is_the_cause_only_if_nothing_else_is_heard(monkeypa
         line.send(messages.encode(messages.build_hello(0)))
         line.send(messages.encode(Failed("PeerLost", "connection reset")))
         late = threading.Timer(
-            2 * worker_group_module.SETTLE_SECONDS, lambda: made.gone.update({1: "loss of its node"})
+            2 * worker_group_module.SETTLE_SECONDS, lambda: made.gone.update({1: HostLost("loss of its node")})
         )
         late.start()
-        with pytest.raises(RankFailed, match=r"rank 1 \(.*\) died while starting by loss of its node"):
+        with pytest.raises(HostLost, match=r"rank 1 \(.*\) died while starting by loss of its node"):
             worker_group.gather(messages.WorkerHello, LIMIT)
     finally:
         worker_group.close()

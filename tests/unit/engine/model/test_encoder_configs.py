@@ -6,7 +6,8 @@ import pytest
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.registry import read_model
-from serve_llm.engine.model.spec import AttentionSpec, LinearScaling, MLPSpec
+from serve_llm.engine.model.rope_spec import LinearScaling
+from serve_llm.engine.model.spec import AttentionSpec, MLPSpec
 
 NOMIC = {
     "architectures": ["NomicBertModel"],

@@ -8,8 +8,9 @@ import pytest
 
 from serve_llm.cli.plan.weights import weight_bytes
 from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.model.rope_spec import Llama3Scaling, RopeSpec
 from serve_llm.engine.model.shard import build_shard
-from serve_llm.engine.model.spec import Llama3Scaling, MoESpec, RopeSpec, RouterSpec
+from serve_llm.engine.model.spec import MoESpec, RouterSpec
 from serve_llm.engine.parallel.layout import ParallelLayout
 
 GPT2_MEDIUM = """{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,

@@ -16,7 +16,8 @@ from transformers import AutoConfig
 from serve_llm.common.errors import ModelError, OptionError, UnsupportedModel
 from serve_llm.engine.model.registry import FAMILIES as ARCHITECTURES
 from serve_llm.engine.model.registry import read_model
-from serve_llm.engine.model.spec import KVGroup, LinearScaling, ModelSpec, RopeSpec, YarnScaling
+from serve_llm.engine.model.rope_spec import LinearScaling, RopeSpec, YarnScaling
+from serve_llm.engine.model.spec import KVGroup, ModelSpec
 from support.tiny import FAMILIES, SIZES, config_of, make_checkpoint
 
 LLAMA: dict[str, Any] = {

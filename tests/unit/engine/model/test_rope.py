@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.rope import read_rope
 from serve_llm.engine.model.rope import build_angles, inverse_frequencies
-from serve_llm.engine.model.spec import DynamicScaling, RopeSpec
+from serve_llm.engine.model.rope_spec import DynamicScaling, RopeSpec
 from support.tiny import ROPE_SCALINGS
 
 CPU = torch.device("cpu")

@@ -142,6 +142,73 @@ def test_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> N
         )
 
 
+class Liar(Shared):
+    """Memory whose sums are wrong."""
+
+    def in_place(self, part: Tensor) -> None:
+        super().in_place(part)
+        part[-1] += 1
+
+
+def fastest(
+    memories: list[Shared], meeting: Meeting, micros: list[float], monkeypatch: pytest.MonkeyPatch
+) -> list[SymmetricGroup | MemoryGroup]:
+    """What each rank takes. micros: that symmetric memory and the other group take."""
+    groups = [MemoryGroup(meeting, rank) for rank in range(meeting.size)]
+
+    def build(store: object, name: str, group: MemoryGroup, *_: object) -> SymmetricGroup:
+        return SymmetricGroup(group, memories[group.rank])
+
+    monkeypatch.setattr(symmetric, "build_symmetric_group", build)
+    monkeypatch.setattr(symmetric, "measure_micros", lambda group, device: micros[isinstance(group, MemoryGroup)])
+    store = c10d.HashStore()
+    return run_together(
+        meeting.size,
+        lambda rank: symmetric.build_fastest_group(store, "stage 0", groups[rank], ["a"] * meeting.size, CPU),
+        meeting.abort,
+    )
+
+
+def test_auto_takes_what_is_faster_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = Ranks(2)
+    with caplog.at_level("INFO"):
+        found = fastest(ranks.memories, ranks.meeting, [8.0, 14.0], monkeypatch)
+        assert all(isinstance(group, SymmetricGroup) for group in found)
+        assert "All-reduce by symmetric memory: 64 KiB in 8.0 us, by NCCL in 14.0 us" in caplog.text
+        ranks = Ranks(2)
+        found = fastest(ranks.memories, ranks.meeting, [14.0, 8.0], monkeypatch)
+    assert all(isinstance(group, MemoryGroup) for group in found) and "it is not faster (64 KiB" in caplog.text
+
+
+def test_auto_takes_no_group_that_adds_wrongly_on_any_rank(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    meeting = Meeting(3)
+    memories = [Shared(meeting, 0), Liar(meeting, 1), Shared(meeting, 2)]
+    with caplog.at_level("INFO"):
+        found = fastest(memories, meeting, [1.0, 9.0], monkeypatch)
+    assert all(isinstance(group, MemoryGroup) for group in found)
+    assert "not symmetric memory: 1 of 131080 sums in torch.bfloat16 are wrong on rank 1" in caplog.text
+
+
+def test_auto_falls_back_where_memory_cannot_be_mapped(caplog: pytest.LogCaptureFixture) -> None:
+    group = MemoryGroup(Meeting(1), 0)
+    with caplog.at_level("INFO"):
+        assert symmetric.build_fastest_group(c10d.HashStore(), "stage 1", group, ["a"], CPU) is group
+    assert "cannot map each other's memory" in caplog.text
+
+
+def test_times_are_of_the_group() -> None:
+    meeting = Meeting(1)
+    assert symmetric.measure_micros(MemoryGroup(meeting, 0), CPU, repeats=3) > 0 and len(meeting.calls) == 8
+
+
+def test_eight_ranks_have_a_larger_buffer() -> None:
+    assert [symmetric.buffer_bytes(size) >> 20 for size in (2, 4, 8)] == [10, 10, 64]
+
+
 @pytest.mark.parametrize(("by_switch", "in_place"), [(True, "multimem_all_reduce_"), (False, "two_shot_all_reduce_")])
 def test_operators_are_called_as_they_are_declared(
     by_switch: bool, in_place: str, monkeypatch: pytest.MonkeyPatch

@@ -8,9 +8,11 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from serve_llm.common.errors import EngineError, OptionError
 from serve_llm.engine.parallel import torch_group
@@ -132,6 +134,18 @@ def test_links_keep_order_and_what_was_sent(got: list[dict[Any, Any]]) -> None:
 def test_a_lost_rank_is_an_error_that_names_the_group(got: list[dict[Any, Any]]) -> None:
     for result in got[:2]:
         assert result["error"].startswith("tensor 0: all-gather failed on rank")
+
+
+def test_nccl_connects_before_the_first_operation_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a fake: NCCL needs a GPU."""
+    backend = Mock()
+    monkeypatch.setattr(torch_group, "_nccl", lambda *_: backend)
+    torch_group.TorchGroup(HashStore(), "tensor 0", 0, 1, "127.0.0.1", 5.0, "nccl", device="cpu")
+    ((tensors,), _) = backend.allreduce.call_args
+    assert tensors[0].nbytes == 4 and backend.allreduce.return_value.wait.called
+    backend.allreduce.return_value.wait.side_effect = RuntimeError("no route to host")
+    with pytest.raises(EngineError, match=r"^tensor 1: connecting failed on rank 0 of 1 .*: no route to host"):
+        torch_group.TorchGroup(HashStore(), "tensor 1", 0, 1, "127.0.0.1", 5.0, "nccl", device="cpu")
 
 
 def test_who_has_not_arrived() -> None:

@@ -7,7 +7,11 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_llm.engine.scheduler.prompt_lookup import MAX_CANDIDATES, PromptLookup
+from serve_llm.common.types import Request, Sampling
+from serve_llm.engine.scheduler.prompt_lookup import PromptLookup
+from serve_llm.engine.scheduler.recent_texts import MAX_GROUPS, MAX_IDS, RecentTextGroups, RecentTexts
+from serve_llm.engine.scheduler.run_index import MAX_CANDIDATES
+from serve_llm.engine.scheduler.sequence import Sequence
 
 
 def search(ids: list[int], least: int, most: int, count: int) -> list[int]:
@@ -71,6 +75,39 @@ def test_memory_is_bounded_and_so_is_the_work_of_a_step() -> None:
     ids = [rng.randrange(50_000) for _ in range(200_000)]
     ids += ids[1000:1010]
     assert lookup.propose(ids, 4) == ids[1010:1014]
-    assert len(lookup._latest) == 1 << 16 and len(lookup._previous) < len(ids)
+    assert len(lookup._index._latest) == 1 << 16 and len(lookup._index._previous) < len(ids)
     same = PromptLookup(3, 8)
     assert same.propose([1] * 10_000, 2) == [1, 1]
+
+
+def make_request(number: int, prompt: list[int], output: list[int], tenant: int = 0, salt: str = "") -> Request:
+    sampling = Sampling(max_tokens=9, seed=0)
+    return Request(id=number, prompt_ids=prompt, output_ids=output, sampling=sampling, tenant=tenant, cache_salt=salt)
+
+
+def test_recent_outputs_of_the_same_key_and_salt() -> None:
+    groups = RecentTextGroups(2, 4)
+    first = make_request(1, [1, 2, 3], [4, 5, 6, 7])
+    PromptLookup(2, 4, groups.find(first)).finish(Sequence(first, (), 0, 0.0))
+    for tenant, salt, expected in ((0, "", [6, 7]), (1, "", []), (0, "a", [])):
+        recent = groups.find(make_request(2, [], [], tenant, salt))
+        assert PromptLookup(2, 4, recent).propose([9, 4, 5], 3) == expected
+    recent = groups.find(first)
+    assert PromptLookup(2, 4, recent).propose([9, 6, 7], 3) == [], "nothing follows the end of a text"
+    assert PromptLookup(2, 4, recent).propose([9, 2, 3], 3) == [], "prompts are not kept"
+    assert PromptLookup(2, 4, recent).propose([4, 5, 8, 4, 5], 1) == [8], "the text itself comes first"
+    assert PromptLookup(2, 4, recent).propose([5, 6, 8, 4, 5, 6], 1) == [7], "unless the other occurrence is longer"
+
+
+def test_recent_outputs_are_bounded() -> None:
+    recent = RecentTexts(2, 4)
+    for number in range(100):
+        recent.add(list(range(number, number + 1000)))
+        assert len(recent._ids) <= MAX_IDS
+        assert recent.find([number + 900, number + 901], 2, 1) == [number + 902, number + 903]
+    recent.add(list(range(10**6, 10**6 + 10 * MAX_IDS)))
+    assert len(recent._ids) <= MAX_IDS
+    groups = RecentTextGroups(2, 4)
+    for tenant in range(2 * MAX_GROUPS):
+        groups.find(make_request(1, [], [], tenant))
+    assert len(groups._groups) == MAX_GROUPS

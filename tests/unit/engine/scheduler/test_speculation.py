@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from serve_llm.common.types import FinishReason, Request, Sampling
 from serve_llm.engine.scheduler.output import RunnerOutput
 from serve_llm.engine.scheduler.scheduler import Scheduler
-from serve_llm.engine.scheduler.speculation import RowCost, Speculator
+from serve_llm.engine.scheduler.speculation import RowCost, TextSpeculator
 from support.scheduling import FULL, Arrival, FakeWorkers, Load, loads, token_after
 
 
@@ -25,6 +25,9 @@ class Guesser:
         for _ in range(count):
             ids.append(51 if len(ids) % self.period == 0 else token_after(ids))
         return ids[len(token_ids) :]
+
+    def finish(self, sequence: object) -> None:
+        """Nothing is kept."""
 
 
 requests = st.tuples(
@@ -48,11 +51,11 @@ def test_random_loads(specs, load: Load, num_tokens, period) -> None:
     for number, (prompt, max_tokens, logprobs, step, abort) in enumerate(specs):
         sampling = Sampling(max_tokens=max_tokens, seed=0, stop_token_ids=(7,), logprobs=logprobs)
         arrivals.append(Arrival(Request(id=number, prompt_ids=prompt, sampling=sampling), step, abort))
-    load.run(load.build_scheduler(speculator=Speculator(num_tokens, lambda: Guesser(period))), arrivals)
+    load.run(load.build_scheduler(speculator=TextSpeculator(num_tokens, lambda request: Guesser(period))), arrivals)
 
 
-def make_scheduler(num_tokens: int, period: int, num_blocks: int = 100) -> tuple[Scheduler, Speculator]:
-    speculator = Speculator(num_tokens, lambda: Guesser(period))
+def make_scheduler(num_tokens: int, period: int, num_blocks: int = 100) -> tuple[Scheduler, TextSpeculator]:
+    speculator = TextSpeculator(num_tokens, lambda request: Guesser(period))
     scheduler = Scheduler(
         FULL,
         num_blocks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 
@@ -15,7 +16,8 @@ from torch import Tensor
 from serve_llm.engine.model.inputs import StepInputs
 from serve_llm.engine.scheduler.sequence import GroupLayout
 from serve_llm.engine.transfer import DeviceCopier
-from serve_llm.engine.worker.graphs import Captured, DecodeGraphs, ladder
+from serve_llm.engine.worker.graph_sizes import MIXED_TOKENS, ladder, mixed_sequences
+from serve_llm.engine.worker.graphs import Captured, StepGraphs
 from serve_llm.engine.worker.input_batch import BatchArrays
 
 GROUPS = (GroupLayout(4, None), GroupLayout(8, 6))
@@ -32,20 +34,31 @@ def test_the_ladder_reaches_from_one_to_the_most(most: int) -> None:
 class Log:
     """A model that notes what it is given, and a capture that runs the same code again."""
 
-    def __init__(self, max_num_seqs: int = 20) -> None:
+    def __init__(self, max_num_seqs: int = 20, is_last: bool = True) -> None:
         self.computed: list[StepInputs] = []
-        self.rows: list[list[int]] = []
+        self.req_indices: list[list[int]] = []
+        self.rows: list[list[int] | None] = []
         self.captured: list[int] = []
         self.places: list[int] = []  # of what is captured
         self.replayed = 0
-        self.graphs = DecodeGraphs(
-            self.compute, self.capture, DeviceCopier(torch.device("cpu")), GROUPS, max_num_seqs, max_model_len=40
+        self.graphs = StepGraphs(
+            self.compute,
+            self.capture,
+            DeviceCopier(torch.device("cpu")),
+            GROUPS,
+            max_num_seqs,
+            max_model_len=40,
+            is_last=is_last,
         )
 
-    def compute(self, inputs: StepInputs, rows: Tensor) -> Tensor:
+    def compute(self, inputs: StepInputs, req_indices: Tensor, rows: Tensor | None, received: Tensor | None) -> Tensor:
         self.computed.append(inputs)
-        self.rows.append(rows.tolist())
-        return (inputs.ids * 10 + inputs.positions).float().unsqueeze(1)
+        self.req_indices.append(req_indices.tolist())
+        self.rows.append(None if rows is None else rows.tolist())
+        hidden = (inputs.ids * 10 + inputs.positions).float().unsqueeze(1)
+        if received is not None:
+            hidden = hidden + received
+        return hidden if rows is None else hidden[rows]
 
     def capture(self, compute: Callable[[], Tensor]) -> Captured:
         made = compute()
@@ -100,7 +113,7 @@ def test_rows_that_are_left_over_stand_for_nothing() -> None:
     for group, first in zip(inputs.groups, (100, 200), strict=True):
         assert group.slots.tolist() == [*range(first + 1, first + 6), -1, -1, -1], "nothing is written for them"
     assert inputs.context_lens == [40] * 8, "the host knows a bound alone"
-    assert log.rows[-1] == [5, 4, 3, 2, 1, 0, 0, 0]
+    assert log.req_indices[-1] == [5, 4, 3, 2, 1, 0, 0, 0] and log.rows[-1] is None
 
 
 def test_what_a_graph_reads_stays_where_it_was_captured() -> None:
@@ -114,7 +127,7 @@ def test_what_a_graph_reads_stays_where_it_was_captured() -> None:
 def tensors(inputs: StepInputs) -> list[Tensor]:
     assert inputs.lengths is not None
     groups = [tensor for group in inputs.groups for tensor in (group.slots, group.block_table)]
-    return [inputs.ids, inputs.positions, *inputs.lengths, *groups]
+    return [inputs.ids, inputs.positions, inputs.lengths.query_starts, inputs.lengths.context_lens, *groups]
 
 
 def test_tables_are_filled_as_far_as_the_step_goes() -> None:
@@ -137,3 +150,81 @@ def test_logits_of_all_sizes_have_one_place() -> None:
     for count in (3, 3, 20, 20, 1, 1):
         log.graphs.logits(step(count))
     assert log.captured == [4, 20, 1] and len(set(log.places)) == 1
+
+
+def mixed_step(counts: list[int], first_id: int = 0) -> BatchArrays:
+    """Prompts of so many tokens."""
+    arrays = step(sum(counts), first_id)
+    ends = np.cumsum(counts)
+    return dataclasses.replace(
+        arrays,
+        query_starts=np.concatenate(([0], ends)),
+        context_lens=np.array(counts) + 7,
+        tables=[table[: len(counts)] for table in arrays.tables],
+    )
+
+
+def test_a_step_with_prompts_has_graphs_of_its_own() -> None:
+    log = Log()
+    for number, counts in enumerate(([5, 1, 6], [1, 8], [2, 2, 2]), start=1):
+        rows = [sum(counts[: index + 1]) - 1 for index in range(len(counts))]
+        found = log.graphs.mixed_logits(mixed_step(counts, first_id=number), rows)
+        assert found.flatten().tolist() == [expected(20, number)[row] for row in rows]
+    assert log.captured == [16] and log.replayed == 2
+    log.graphs.mixed_logits(mixed_step([17]), [16])
+    assert log.captured == [16], "32 tokens were met once"
+
+
+def test_padding_tokens_belong_to_a_sequence_without_context() -> None:
+    log = Log()
+    for counts in ([9, 3, 2, 1, 1], [5, 1, 4]):
+        log.graphs.mixed_logits(mixed_step(counts, first_id=1), [4, 5])
+    inputs = log.computed[-1]
+    assert inputs.ids.tolist() == [*range(1, 11), *[0] * 6] and log.rows[-1] == [4, 5, *[0] * 14]
+    assert inputs.lengths is not None
+    assert inputs.lengths.query_starts.tolist() == [0, 5, 6, 10, *[16] * 14]
+    assert inputs.lengths.context_lens.tolist() == [12, 8, 11, *[0] * 14]
+    for group, first in zip(inputs.groups, (100, 200), strict=True):
+        assert group.slots.tolist() == [*range(first + 1, first + 11), *[-1] * 6]
+        assert len(group.block_table) == 17
+    bounds = [end - start for start, end in itertools.pairwise(inputs.query_starts)]
+    assert inputs.query_starts[-1] == 16 and 1 in bounds and max(bounds) > 1, "both kinds of sequences may come"
+
+
+def test_which_steps_with_prompts_have_a_graph() -> None:
+    graphs = Log(max_num_seqs=20).graphs
+    assert graphs.takes(512, 20, 20) and graphs.takes(20, 1, 1)
+    assert not graphs.takes(513, 1, 1) and not graphs.takes(30, 21, 1) and not graphs.takes(30, 1, 21)
+    assert mixed_sequences(256) == [16, 64, 256] and mixed_sequences(20) == [16, 20] and mixed_sequences(1) == [1]
+    assert graphs.num_sizes == len(ladder(20)) + 2 * len(MIXED_TOKENS)
+
+
+def test_as_many_sequences_as_there_may_be_leave_room_for_padding() -> None:
+    log = Log(max_num_seqs=4)
+    for _ in range(2):
+        found = log.graphs.mixed_logits(mixed_step([2, 1, 1, 1]), [1, 2, 3, 4])
+    assert len(found) == 4 and log.captured == [4] and len(log.computed[-1].context_lens) == 5
+
+
+def test_a_size_is_captured_without_requests() -> None:
+    log = Log()
+    log.graphs.capture_decode(4)
+    log.graphs.capture_decode(4)
+    assert log.captured == [4] and len(log.computed) == 2 + log.replayed
+    inputs = log.computed[0]
+    assert inputs.lengths is not None and inputs.lengths.context_lens.tolist() == [0] * 4
+    assert all(group.slots.tolist() == [-1] * 4 for group in inputs.groups)
+    assert log.graphs.logits(step(3, first_id=1)).flatten().tolist() == expected(3, first_id=1)
+    assert log.captured == [4]
+
+
+def test_a_stage_receives_into_a_buffer_and_returns_what_it_sends() -> None:
+    log = Log(is_last=False)
+    log.graphs._compute = lambda inputs, _, rows, received: (inputs.ids[:, None] + received).float()
+    for number in range(3):
+        received = torch.full((9, 2), float(number))
+        found = log.graphs.mixed_logits(mixed_step([5, 1, 3]), [4, 5, 8], received)
+        assert found.tolist() == [[float(index + number)] * 2 for index in range(9)]
+        found = log.graphs.logits(step(3), received[:3])
+        assert found.tolist() == [[float(index + number)] * 2 for index in range(3)]
+    assert log.captured == [16, 4]

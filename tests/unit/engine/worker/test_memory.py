@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from serve_llm.engine.scheduler.output import SchedulerOutput
 from serve_llm.engine.scheduler.sequence import GroupLayout
@@ -16,6 +18,7 @@ from serve_llm.engine.worker import worker
 from serve_llm.engine.worker.kv_cache import CacheLayout, size_text
 from serve_llm.engine.worker.memory import build_dummy_batch, count_held_bytes, find_free_gpu_memory
 from serve_llm.engine.worker.runner import Runner
+from support import gpu_path
 from support.config import CONFIG
 from support.engine import make_engine
 from support.tiny import make_checkpoint
@@ -23,6 +26,8 @@ from support.tiny import make_checkpoint
 GIB = 1 << 30
 OTHERS, HELD, IDLE = 5 * GIB, 20 * GIB, 3 * GIB  # of other processes; weights; cached by torch and not in use
 PROMPT, DECODE = 7 * GIB, 2 * GIB  # that the two steps take
+FIRST_GRAPH, GRAPH = GIB // 4, GIB // 64  # that the driver takes
+GRAPHS = SimpleNamespace(decode_sizes=[1, 2, 3], num_sizes=20)
 
 
 @dataclass
@@ -32,25 +37,31 @@ class Card:
     graphs: object
     idle: int = IDLE
     peak: int = 0
+    driver: int = 0
     tried: list[list[int]] = field(default_factory=list)
+    captured: list[int] = field(default_factory=list)
 
     def run_dummy(self, scheduler_output: SchedulerOutput) -> None:
         self.tried.append([chunk.count for chunk in scheduler_output.scheduled])
         self.peak = HELD + (PROMPT if len(scheduler_output.scheduled) == 1 else DECODE)
+
+    def capture_dummy(self, scheduler_output: SchedulerOutput) -> None:
+        self.captured.append(len(scheduler_output.scheduled))
+        self.driver += GRAPH if self.driver else FIRST_GRAPH
 
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, function in {
             "memory_allocated": lambda device: HELD,
             "max_memory_allocated": lambda device: self.peak,
             "memory_reserved": lambda device: HELD + self.idle,
-            "mem_get_info": lambda device: (100 * GIB - OTHERS - HELD - self.idle, 100 * GIB),
+            "mem_get_info": lambda device: (100 * GIB - OTHERS - HELD - self.idle - self.driver, 100 * GIB),
             "empty_cache": lambda: setattr(self, "idle", 0),
             "reset_peak_memory_stats": lambda device: setattr(self, "peak", HELD),
         }.items():
             monkeypatch.setattr(torch.cuda, name, function)
 
 
-@pytest.mark.parametrize(("graphs", "taken"), [(None, PROMPT), (object(), PROMPT + DECODE)])
+@pytest.mark.parametrize(("graphs", "taken"), [(None, PROMPT), (GRAPHS, PROMPT + DECODE + FIRST_GRAPH + 19 * GRAPH)])
 def test_the_share_of_the_card_less_others_weights_and_steps(
     graphs: object, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,8 +70,28 @@ def test_the_share_of_the_card_less_others_weights_and_steps(
     config = replace(CONFIG, gpu_memory_utilization=0.9, max_num_seqs=3, max_num_batched_tokens=512, max_model_len=100)
     layout = CacheLayout((GroupLayout(16, None),), block_bytes=GIB, num_blocks=1)
     free = find_free_gpu_memory(config, cast(Runner, card), layout, torch.device("cuda"))
-    assert card.tried == [[99], [1, 1, 1]]  # a prompt leaves room for a token; logits of all rows in any case
+    mixed = [[99, 1, 1]] if graphs else []
+    assert card.tried == [[99], [1, 1, 1], *mixed]  # a prompt leaves room for a token; logits of all rows in any case
+    assert card.captured == ([3, 2] if graphs else [])
     assert free == 90 * GIB - OTHERS - (HELD - GIB) - taken
+
+
+def test_dummy_steps_take_the_memory_of_the_longest_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of a GPU allocate by the bounds that the host tells, as in captured steps."""
+    make_checkpoint(tmp_path, "llama")
+    told: list[list[int]] = []
+
+    def paged_attention(
+        query: Tensor, cache: Tensor, table: Tensor, starts: object, contexts: list[int], **how: object
+    ):
+        told.append(contexts)
+        return gpu_path.paged_attention(query, cache, table, starts, contexts, **how)  # type: ignore[arg-type]
+
+    kernels = replace(gpu_path.KERNELS, paged_attention=paged_attention)
+    engine = gpu_path.make_gpu_engine(tmp_path, monkeypatch, kernels, max_model_len=96)
+    found = engine._executor._worker  # type: ignore[attr-defined]
+    found._runner.run_dummy(build_dummy_batch([3, 1], found._layout.groups))
+    assert told and all(contexts == [96, 96] for contexts in told)
 
 
 def test_held_bytes_counts_each_tensor_once() -> None:
@@ -80,7 +111,7 @@ def test_the_log_says_what_was_allocated(tmp_path: Path, caplog: pytest.LogCaptu
     with caplog.at_level("INFO"):
         engine = make_engine(tmp_path, kv_cache_memory=8 << 20)
     found = engine._executor._worker  # type: ignore[attr-defined]
-    cache = found._runner._caches[0].untyped_storage().nbytes()
+    cache = found._runner.caches[0].untyped_storage().nbytes()
     assert found.weight_bytes >= sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
     assert f"Weights: {size_text(found.weight_bytes)}, KV cache: {size_text(cache)}" in caplog.text
 

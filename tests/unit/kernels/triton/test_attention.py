@@ -73,8 +73,7 @@ class Step:
             scale=self.shape[2] ** -0.5,
             window=self.window,
             value_dim=self.shape[3],
-            on_device=lengths(starts, self.contexts[rows]),
-            **self.how,
+            **{"on_device": lengths(starts, self.contexts[rows])} | self.how,
             **more,
         )
 
@@ -144,6 +143,26 @@ def test_a_captured_launch_serves_shorter_contexts(
     step.assert_correct(result)
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("shape", [(4, 2, 32, None, 16), (3, 1, 48, 32, 16)])
+def test_chunks_behind_long_contexts_are_split(shape: Shape, batch_invariant: bool) -> None:
+    how: dict[str, Any] = {"sinks": torch.linspace(-2, 2, shape[0])}
+    step = Step(shape, torch.bfloat16, [5, 1, 70], [900, 1300, 75], how=how)
+    step.how["on_device"] = on_device = lengths(step.starts, step.contexts)
+    step.assert_correct(step.run(ours, batch_invariant=batch_invariant))
+    (launches,) = on_device.plans.values()
+    assert all(launch.items[:, 7].max() > 1 for launch in launches), "both a decode and a chunk are split"
+
+
+def test_layers_share_a_plan_until_the_lengths_change() -> None:
+    step = Step((4, 2, 32, None, 16), torch.float32, [1, 1], [5, 300])
+    step.how["on_device"] = on_device = lengths(step.starts, step.contexts)
+    first = step.run(ours)
+    (plan,) = on_device.plans.values()
+    assert step.run(ours).equal(first) and next(iter(on_device.plans.values())) is plan
+    assert not on_device.without_plans().plans
+
+
 HOWS: list[dict[str, Any]] = [{}, {"window": 150, "how": {"sinks": torch.linspace(-2, 2, 2), "softcap": 9.0}}]
 
 
@@ -205,25 +224,41 @@ def hopper() -> dict[str, list[Resources]]:
     }
     work["invariant"] = lambda: [launch("Llama 8B", count, batch_invariant=True) for count in (1, 8192)]
     launches = [each for call in work.values() for each in record(call)]
-    assert [each.kernel.name for each in launches] == ["attend", "combine", "attend"] * len(work)
+    assert [each.kernel.name for each in launches] == ["make_work_list", "attend", "combine"] * 2 * len(work)
     found = compile_for(launches)
-    return {name: found[3 * n : 3 * n + 3] for n, name in enumerate(work)}
+    return {name: found[6 * n : 6 * n + 6] for n, name in enumerate(work)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_is_compiled_for_hopper(model: str, hopper: dict[str, list[Resources]]) -> None:
-    decode, combine, prefill = hopper[model]
-    assert_fits([combine])
-    assert_fits([decode, prefill], stack_bytes=256 if model == "DeepSeek V3" else 0)  # 64 rows of 512 float32 to add to
+    lists, (decode, prefill), combines = hopper[model][::3], hopper[model][1::3], hopper[model][2::3]
+    assert_fits([*lists, *combines])
+    assert_fits([decode, prefill], stack_bytes=320 if model == "DeepSeek V3" else 0)  # 64 rows of 512 float32 to add to
     assert decode.has_mma and prefill.has_wgmma
     assert all("cp.async.cg.shared.global" in kernel.ptx for kernel in (decode, prefill))
+
+
+CARDS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KB that a program can have, by compute capability
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [capability for capability in CARDS if capability != 90])
+def test_tiles_fit_the_card(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "_shared_bytes", lambda device: CARDS[capability] * 1024)
+    chosen = ["Llama 8B", "Gemma 2 9B", "DeepSeek V3"] if CARDS[capability] < 160 else ["DeepSeek V3"]
+    launches = record(lambda: [launch(model, count) for model in chosen for count in (1, 8192)])
+    launches += record(lambda: launch("DeepSeek V3", 1, batch_invariant=True))
+    attends = [each for each in launches if each.kernel.name == "attend"]
+    assert len(attends) == 2 * len(chosen) + 1
+    for kernel in compile_for(attends, capability):
+        assert kernel.shared_bytes <= CARDS[capability] * 1024, kernel
 
 
 @pytest.mark.slow
 def test_is_compiled_for_ampere_and_without_tensor_cores() -> None:
     launches = record(lambda: [launch("Llama 8B", 1), launch("Gemma 2 9B", 8192, torch.float32)])
-    decode, prefill = compile_for([launches[0], launches[2]], 80)
+    decode, prefill = compile_for([launches[1], launches[4]], 80)
     assert_fits([decode, prefill])
     assert decode.has_mma and not prefill.has_mma
 
@@ -231,17 +266,17 @@ def test_is_compiled_for_ampere_and_without_tensor_cores() -> None:
 @pytest.mark.slow
 def test_the_invariant_kernels_have_one_shape_and_no_contraction(hopper: dict[str, list[Resources]]) -> None:
     assert_fits(hopper["invariant"])
-    assert not any(kernel.launch.options["enable_fp_fusion"] for kernel in hopper["invariant"])
-    decode, _, prefill = (kernel.launch for kernel in hopper["invariant"])
+    computing = [kernel for kernel in hopper["invariant"] if kernel.launch.kernel.name != "make_work_list"]
+    assert not any(kernel.launch.options["enable_fp_fusion"] for kernel in computing)
+    decode, prefill = (kernel.launch for kernel in hopper["invariant"][1::3])
     assert decode.options == prefill.options
-    plan = prefill.constexprs["PLAN"]
-    assert decode.constexprs["PLAN"] == replace(plan, single_query=True, split=True)
+    assert decode.constexprs["PLAN"] == replace(prefill.constexprs["PLAN"], single_query=True)
 
 
 def test_no_step_makes_triton_compile_again() -> None:
     def decode(sequences: int, context: int) -> None:
         launch("Llama 8B", 1, sequences=sequences, context=context)
 
-    few = record(lambda: [decode(n, context) for n, context in ((1, 500), (7, 8192), (16, 1024))])
-    many = record(lambda: [decode(n, context) for n, context in ((133, 500), (256, 8192))])
-    assert len(few) == 2 and len(many) == 1
+    steps = ((1, 500), (7, 8192), (16, 1024), (133, 500), (256, 8192))
+    found = record(lambda: [decode(n, context) for n, context in steps])
+    assert [each.kernel.name for each in found] == ["make_work_list", "attend", "combine"]

@@ -180,3 +180,10 @@ def test_escapes_in_literals_are_read() -> None:
     turn = parse(BUILT_IN["llama3_pythonic"], *text)
     expected = {"city": "a'b\né\\", "tags": ["😀", 'x"y'], "days": -10, "limits": {"low": None}}
     assert json.loads(turn.calls[0].arguments) == expected
+
+
+@pytest.mark.parametrize("name", [name for name, dialect in BUILT_IN.items() if dialect.calls is not None])
+def test_a_required_call_that_is_cut_leaves_no_content(name: str) -> None:
+    text = write_turn(BUILT_IN[name], calls=NOW * 2)
+    for cut in range(len(text)):
+        assert parse(BUILT_IN[name], text[:cut], requires_call=True).content == "", text[:cut]

@@ -1,0 +1,117 @@
+"""Refuses options that do not go together, before anything is started."""
+
+from __future__ import annotations
+
+from serve_llm.common.errors import OptionError
+from serve_llm.common.options.schema import Options
+
+
+def check_combinations(options: Options) -> None:
+    """Raises OptionError, which names the options."""
+    _check_nodes(options)
+    _check_model_impl(options)
+    _check_lora(options)
+    _check_offload(options)
+    if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
+        raise OptionError("--ssl-keyfile and --ssl-certfile are needed together")
+
+
+def _check_model_impl(options: Options) -> None:
+    """Refuse what transformers' own code does not support."""
+    if options.model_impl == "auto":
+        return
+    refused = {
+        "--tensor-parallel-size": options.tensor_parallel_size > 1,
+        "--pipeline-parallel-size": options.pipeline_parallel_size > 1,
+        "--distributed-executor-backend": options.distributed_executor_backend not in (None, "inprocess"),
+        "--enable-expert-parallel": options.enable_expert_parallel,
+        "--nnodes": options.nnodes > 1,
+        "--quantization": options.quantization != "auto",
+        "--allow-unknown-config": bool(options.allow_unknown_config),
+    }
+    wrong = [name for name, is_refused in refused.items() if is_refused]
+    if wrong:
+        raise OptionError(
+            "--model-impl: transformers' own code, which runs as one rank in the engine's process, does not go with "
+            f"{', '.join(wrong)}"
+        )
+
+
+def _check_lora(options: Options) -> None:
+    """Refuse what does not go with adapters."""
+    if not options.enable_lora:
+        if options.lora_modules:
+            raise OptionError("--lora-modules needs --enable-lora")
+        return
+    refused = {
+        "--model-impl transformers": options.model_impl != "auto",
+        "--runner pooling": options.runner == "pooling",
+        "--load-format dummy": options.load_format == "dummy",
+        "--nnodes": options.nnodes > 1,
+        "--distributed-executor-backend ray": options.distributed_executor_backend == "ray",
+    }
+    if wrong := [name for name, is_refused in refused.items() if is_refused]:
+        raise OptionError(f"--enable-lora does not go with {', '.join(wrong)}")
+    if shared := {module.partition("=")[0] for module in options.lora_modules} & set(options.served_model_name):
+        raise OptionError(f"--lora-modules: {min(shared)} is also a --served-model-name")
+
+
+def _check_offload(options: Options) -> None:
+    """Refuse to keep blocks that nothing would find, or where not all ranks are."""
+    if options.kv_offload_dir is not None:
+        if options.kv_offload_memory is None:
+            raise OptionError("--kv-offload-dir needs --kv-offload-memory, through which blocks go to disk and back")
+        if options.nnodes > 1 or options.distributed_executor_backend == "ray":
+            raise OptionError("--kv-offload-dir needs all ranks on one host; omit it with --nnodes and Ray")
+    elif options.kv_offload_dir_size is not None:
+        raise OptionError("--kv-offload-dir-size needs --kv-offload-dir")
+    if options.kv_events is not None and not options.enable_prefix_caching:
+        raise OptionError("--kv-events-config: events are those of the prefix cache; omit --no-prefix-caching")
+    if options.kv_offload_memory is not None and not options.enable_prefix_caching:
+        raise OptionError("--kv-offload-memory needs prefix caching; omit --no-prefix-caching")
+
+
+def _check_nodes(options: Options) -> None:
+    """Refuse options for several hosts that do not fit together."""
+    if options.node_rank >= options.nnodes:
+        raise OptionError(
+            f"--node-rank: {options.node_rank} is none of 0 to {options.nnodes - 1} (--nnodes {options.nnodes})"
+        )
+    if options.nnodes == 1:
+        if options.data_parallel_split is not None:
+            raise OptionError("--data-parallel-split: it divides engines among the hosts of --nnodes, but there is one")
+        return
+    if options.master_addr is None:
+        raise OptionError(f"--nnodes: {options.nnodes} hosts need --master-addr HOST:PORT, the same on all of them")
+    if options.experts_span_engines:
+        raise OptionError(
+            "--enable-expert-parallel: several engines (--data-parallel-size) share experts on one host only; omit it, "
+            "or --nnodes"
+        )
+    if options.node_rank == 0:
+        _check_shares(options)
+
+
+def _check_shares(options: Options) -> None:
+    """Refuse hosts without ranks."""
+    engines, nodes, split = options.data_parallel_size, options.nnodes, options.data_parallel_split
+    if split is not None:
+        if len(split) != nodes:
+            raise OptionError(f"--data-parallel-split: {len(split)} numbers, but --nnodes is {nodes}")
+        if sum(split) != engines:
+            raise OptionError(
+                f"--data-parallel-split: {sum(split)} engines in all, but --data-parallel-size is {engines}"
+            )
+        if 0 in split[1:]:
+            raise OptionError(
+                f"--data-parallel-split: node {split.index(0, 1)} would have no engine; only node 0, which serves "
+                "HTTP, may have none"
+            )
+        return
+    num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
+    if num_ranks < -(-nodes // engines):
+        of_engines = f" of each of {engines} engines" if engines > 1 else ""
+        raise OptionError(
+            f"--nnodes: {nodes} hosts for {num_ranks} rank{'s' if num_ranks > 1 else ''}{of_engines} "
+            "(--tensor-parallel-size times --pipeline-parallel-size), so some would have none"
+        )

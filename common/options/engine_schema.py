@@ -1,0 +1,302 @@
+"""The options of the engine: each one's type, default, help text and parser. All that an engine process receives.
+
+Must stay quick to import, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from serve_llm.common.options.fields import choice_option, option
+from serve_llm.common.options.kv_events import KVEventsConfig, parse_kv_events_config
+from serve_llm.common.options.parsers import (
+    at_least_one,
+    check_address,
+    int_between,
+    parse_block_size,
+    parse_boolean,
+    parse_bytes,
+    parse_count,
+    parse_fraction,
+    parse_kv_cache_dtype,
+    parse_positive_floats,
+    parse_positive_ints,
+    parse_seconds,
+    parse_text,
+    parse_texts,
+    parse_whole_numbers,
+)
+from serve_llm.common.options.speculative import SpeculativeConfig, parse_speculative_config
+
+_positive_count = at_least_one(parse_count)
+_positive_bytes = at_least_one(parse_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options of the engine: the model, its computation, the devices and the hosts."""
+
+    model: str = field(
+        metadata={
+            "parse": parse_text,
+            "help": "checkpoint directory, Hugging Face id, or `demo` for the bundled toy model",
+        }
+    )
+    revision: str | None = option(None, parse_text, "branch, tag or commit of a Hugging Face model (default: main)")
+    download_dir: str | None = option(
+        None,
+        parse_text,
+        "where Hugging Face models are stored (default: Hugging Face's own cache)",
+        metavar="DIRECTORY",
+    )
+    tokenizer: str | None = option(
+        None, parse_text, "directory or Hugging Face id of the tokenizer (default: the model's own)"
+    )
+    load_format: str = choice_option("auto", "auto|dummy", "auto: read safetensors; dummy: random weights, for tests")
+    model_impl: str = choice_option(
+        "auto",
+        "auto|transformers",
+        "auto: this program's own code for the model's family; transformers: any decoder-only model that accepts an "
+        "attention implementation by name, in transformers' own code, which is slower (one rank, no 8-bit weights)",
+    )
+    runner: str = choice_option(
+        "auto",
+        "auto|generate|pooling",
+        "auto: pooling for encoders, classifiers and embedding models, else generate; generate: text, and vectors as "
+        "well where --convert or the checkpoint asks for them; pooling: vectors only, without the LM head",
+    )
+    convert: str = choice_option(
+        "auto",
+        "auto|none|embed|classify",
+        "what the model returns for a prompt besides text; auto: what the checkpoint is made for; embed: an embedding, "
+        "also from a decoder made for text; classify: the logits of --classifier-from-token",
+    )
+    pooling_type: str = choice_option(
+        "auto",
+        "auto|cls|mean|last",
+        "how the hidden states of a prompt become one vector: of the first token, their mean, or of the last token "
+        "(auto: as 1_Pooling/config.json says, last for decoders without it)",
+    )
+    classifier_from_token: tuple[str, ...] = option(
+        (), parse_texts, "tokens whose logits are the classes, such as no yes", metavar="TOKEN", nargs=True
+    )
+    allow_unknown_config: tuple[str, ...] = option(
+        (),
+        parse_texts,
+        "key of config.json that this program does not know, to be ignored with a warning instead of an error; "
+        "rope_scaling.KEY names a key of a nested object; may be repeated",
+        metavar="KEY",
+    )
+    dtype: str = choice_option(
+        "auto",
+        "auto|bfloat16|float16|float32",
+        "data type of weights and activations; auto: the checkpoint's, but bfloat16 instead of float16 on a CPU",
+        {"half": "float16", "float": "float32"},
+    )
+    quantization: str = choice_option(
+        "auto",
+        "auto|int8|int4|int4-g32|int4-g128|fp8",
+        "auto: as the checkpoint is stored; int8, fp8: quantize the layers' weights to 8 bits while loading, with int8 "
+        "the LM head too, and the activations per row while computing (int8 on a CPU, fp8 on a GPU in bfloat16); int4: "
+        "quantize the layers' weights to 4 bits with a scale per 64, 32 or 128 inputs, and the LM head as int8 does",
+    )
+    max_model_len: int | None = option(
+        None, _positive_count, "maximum tokens of prompt and output together (default: the model's)"
+    )
+    max_num_seqs: int = option(256, _positive_count, "maximum sequences in one step")
+    max_num_batched_tokens: int | None = option(
+        None, _positive_count, "maximum tokens in one step (default: 2048 on a CPU, 8192 on a GPU)"
+    )
+    gpu_memory_utilization: float = option(0.9, parse_fraction, "fraction of the GPU's memory for weights and KV cache")
+    enforce_eager: bool = option(
+        False, parse_boolean, "on a GPU: launch every kernel separately, without CUDA graphs of decode steps"
+    )
+    batch_invariant: bool = option(
+        False,
+        parse_boolean,
+        "on a GPU: compute the same tokens whatever else is in the batch, at some cost in speed (always so on a CPU)",
+    )
+    all_reduce: str = choice_option(
+        "nccl",
+        "nccl|symmetric|auto",
+        "how the GPUs of a tensor-parallel group sum their results: nccl, or symmetric: small sums through memory "
+        "that the GPUs of one host map from each other, which has not run on hardware yet; auto tries symmetric at "
+        "start and takes it if its sums are exact and faster",
+    )
+    kv_cache_memory: int | None = option(
+        None,
+        _positive_bytes,
+        "size of each rank's KV cache, such as 8GiB (default: a fixed fraction of the free memory on a CPU, what "
+        "--gpu-memory-utilization leaves on a GPU)",
+        metavar="BYTES",
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        parse_kv_cache_dtype,
+        "data type of the KV cache; auto: the model's; int8: 8 bits and one scale per head and token, which holds "
+        "almost twice as many tokens as bfloat16 (CPU only)",
+        metavar="auto|int8",
+    )
+    block_size: int | None = option(
+        None, parse_block_size, "tokens per KV cache block: 8, 16, 32, 64, 128 or 256 (default: 16)"
+    )
+    enable_prefix_caching: bool = option(
+        True, parse_boolean, "compute a prompt prefix once for all requests that share it", flag="prefix_caching"
+    )
+    kv_offload_memory: int | None = option(
+        None,
+        _positive_bytes,
+        "host memory of each rank for blocks that lose their place in the KV cache, such as 16GiB; they are copied "
+        "back instead of computed again (default: none)",
+        metavar="BYTES",
+    )
+    kv_offload_dir: str | None = option(
+        None,
+        parse_text,
+        "directory on a local disk to which blocks go from --kv-offload-memory, to be read back if that is faster than "
+        "computing them; engines and restarts of this host share it (default: none)",
+        metavar="DIRECTORY",
+    )
+    kv_offload_dir_size: int | None = option(
+        None,
+        _positive_bytes,
+        "most that blocks in --kv-offload-dir take (default: half of what its disk has free at the start)",
+        metavar="BYTES",
+    )
+    kv_events_config: str | None = option(
+        None,
+        parse_kv_events_config,
+        "publish which blocks the prefix cache gets and loses, for routers outside (docs/kv-events.md): "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}; other keys: publisher, replay_endpoint, '
+        "buffer_steps, hwm, max_queue_size, topic (default: none)",
+        metavar="JSON",
+    )
+    jump_forward: bool = option(True, parse_boolean, "append tokens that a grammar demands at once; same output")
+    speculative_config: str | None = option(
+        None,
+        parse_speculative_config,
+        'drafts to verify, so that a step may make several tokens; same output: {"method": "ngram"} takes them from '
+        'earlier text of the request, {"method": "draft_model", "model": MODEL}, or MODEL alone, from a small model '
+        "with the same tokenizer; other keys: num_speculative_tokens, prompt_lookup_max, prompt_lookup_min "
+        "(default: none)",
+        metavar="JSON",
+    )
+    enable_lora: bool = option(False, parse_boolean, "serve LoRA adapters, which requests name as their model")
+    max_loras: int = option(4, int_between(1, 1024), "adapters that each rank holds in memory at a time")
+    max_lora_rank: int = option(16, int_between(1, 512), "highest rank of an adapter")
+    seed: int | None = option(
+        None,
+        int_between(0, 2**64 - 1),
+        "makes dummy weights, and the seeds of requests that set none, the same in every run "
+        "(default: a random seed for each such request)",
+    )
+    device: str = choice_option("auto", "auto|cpu|cuda", "auto: a GPU if there is one, else the CPU")
+    cpu_threads: int | None = option(
+        None,
+        int_between(1, 1024),
+        "compute threads per rank (default: OMP_NUM_THREADS if it is set, else the cores that affinity and cgroup "
+        "allow this process, divided among the ranks of the host)",
+        metavar="THREADS",
+    )
+    tensor_parallel_size: int = option(
+        1, _positive_count, "ranks that split every layer; any number, it need not divide the model's heads", short="tp"
+    )
+    pipeline_parallel_size: int = option(
+        1, _positive_count, "pipeline stages, each of which has some of the layers", short="pp"
+    )
+    tensor_parallel_split: tuple[float, ...] | None = option(
+        None,
+        parse_positive_floats,
+        "shares of the ranks of a tensor-parallel group, such as 3,1 for devices of unequal size (default: even)",
+        metavar="SHARE,SHARE,...",
+    )
+    pipeline_parallel_layers: tuple[int, ...] | None = option(
+        None,
+        parse_positive_ints,
+        "layers of each stage, such as 9,8,7 (default: balanced by cost)",
+        metavar="LAYERS,LAYERS,...",
+    )
+    enable_expert_parallel: bool = option(
+        False,
+        parse_boolean,
+        "each rank holds some of a layer's experts whole, instead of a part of each; the experts are spread over all "
+        "engines of --data-parallel-size, which then step together; numbers need not divide",
+    )
+    distributed_executor_backend: str | None = choice_option(
+        None,
+        "inprocess|mp|ray",
+        "what runs the ranks: the engine's own process (one rank), processes of this host, or Ray "
+        "(default: inprocess for one rank, else mp if this host has enough devices, else ray)",
+    )
+    data_parallel_size: int = option(
+        1,
+        int_between(1, 1024),
+        "engines behind one front end, each with the whole model, its own KV cache and a share of the machine",
+        short="dp",
+    )
+    nnodes: int = option(
+        1,
+        _positive_count,
+        "hosts that share the ranks of all engines without Ray; run the same command with another --node-rank on each",
+    )
+    data_parallel_split: tuple[int, ...] | None = option(
+        None,
+        parse_whole_numbers,
+        "engines of each host of --nnodes, such as 3,1 for hosts of unequal size; 0 for a node 0 that only serves HTTP "
+        "(default: even)",
+        metavar="ENGINES,ENGINES,...",
+    )
+    node_rank: int = option(
+        0,
+        int_between(0, 65535),
+        "number of this host; 0 serves HTTP, the others need only this, --nnodes and --master-addr",
+    )
+    master_addr: str | None = option(
+        None, check_address, "where node 0 listens for the other hosts; the same on all", metavar="HOST:PORT"
+    )
+    host_ip: str | None = option(
+        None,
+        parse_text,
+        "address by which other hosts reach this one (default: that of the interface towards --master-addr; with Ray, "
+        "the node's)",
+        metavar="IP",
+    )
+    cluster_secret: str | None = option(
+        None,
+        parse_text,
+        "secret that admits a host and encrypts the traffic between the engine and the hosts; the same on all hosts; "
+        "set it in the environment rather than on the command line",
+        metavar="TEXT",
+        secret=True,
+    )
+    max_restarts: int = option(
+        10,
+        int_between(0, 1_000_000),
+        "how often within ten minutes an engine that died or hung is replaced while its open requests continue; "
+        "beyond that the server ends",
+    )
+    step_timeout: float | None = option(
+        None,
+        parse_seconds,
+        "seconds without a result of a step after which the engine counts as hung and is replaced (default: 300, or "
+        "20 times the longest step so far, if that is more)",
+        metavar="SECONDS",
+    )
+    log_level: str = choice_option("info", "debug|info|warning|error", "lowest level of messages that are logged")
+    log_format: str = choice_option("text", "text|json", "text: lines for people; json: one JSON object per line")
+
+    @property
+    def experts_span_engines(self) -> bool:
+        """Whether the data-parallel engines share the experts, so that no engine can step without the others."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
+
+    @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """None if no events are published."""
+        config = None if self.kv_events_config is None else KVEventsConfig.parse(self.kv_events_config)
+        return config if config is not None and config.is_enabled else None
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """How drafts are made; None: there are none."""
+        return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)

@@ -1,0 +1,115 @@
+"""Guesses the next ids of many requests by a small model, which has a KV cache of its own.
+
+A guess is drawn with the noise of the id that it stands for, so that requests that sample agree with it often. Prompts
+are computed in chunks, which take as long as a step may; a request has no guesses until its ids have been computed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Items
+
+from serve_llm.engine.config import Config
+from serve_llm.engine.draft_model.draft_sequences import DraftSequence, DraftSequences
+from serve_llm.engine.scheduler.output import SchedulerOutput
+from serve_llm.engine.scheduler.policy import CPU_STEP_SECONDS, TokenBudget
+from serve_llm.engine.scheduler.sequence import Sequence
+from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.engine.worker.worker import Worker
+
+STEP_WEIGHT = 0.1  # how much the latest step counts in `step_seconds`
+MOST_NEW_IDS = 2  # per request, in a step whose time is that of one more guess
+
+
+class DraftModel:
+    """See `BatchDraftSource`. To be used in the engine's thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        worker: Worker,
+        layout: CacheLayout,
+        vocab_size: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """config: the draft model's. vocab_size: the served model's."""
+        self.step_seconds = 0.0
+        self._worker = worker
+        self._vocab_size = vocab_size
+        self._own_vocab_size = config.vocab_size
+        self._max_model_len = config.max_model_len
+        self._max_chunk = config.max_num_batched_tokens
+        self._budget = TokenBudget(config.max_num_batched_tokens, CPU_STEP_SECONDS if config.device == "cpu" else None)
+        self._clock = clock
+        self.sequences = DraftSequences(layout.groups, layout.num_blocks, config.max_num_seqs)
+
+    def propose(self, wanted: Items[tuple[Sequence, int]]) -> list[list[int]]:
+        kept = {target.request.id for target, _ in wanted}
+        drafts: list[tuple[DraftSequence, int] | None] = []
+        chunks: list[tuple[DraftSequence, int]] = []
+        budget = self._budget.next(len(wanted))
+        for target, count in wanted:
+            draft = self._follow(target, kept)
+            num_new = draft.sequence.num_unscheduled if draft is not None else 0
+            num_tokens = min(num_new, budget, self._max_chunk)
+            count = min(count, self._max_model_len - len(target.token_ids)) if num_tokens == num_new else 0
+            if draft is None or not num_tokens or not self._has_blocks(draft, num_tokens, count, kept):
+                drafts.append(None)
+                continue
+            budget -= num_tokens
+            chunks.append((draft, num_tokens))
+            drafts.append((draft, count))
+        while chunks:
+            self._run(chunks)
+            unfinished = [entry for entry in drafts if entry is not None and 0 < len(entry[0].guesses) < entry[1]]
+            chunks = [(draft, 1) for draft, _ in unfinished if draft.sequence.num_unscheduled]
+        return [[] if entry is None else entry[0].guesses for entry in drafts]
+
+    def forget(self, request_id: int) -> None:
+        self.sequences.forget(request_id)
+
+    def _follow(self, target: Sequence, kept: Collection[int]) -> DraftSequence | None:
+        """None if the draft model does not know all ids of the request, or it is too long for the model."""
+        if len(target.token_ids) >= self._max_model_len:
+            self.sequences.forget(target.request.id)
+            return None
+        if self._own_vocab_size < self._vocab_size and max(target.token_ids) >= self._own_vocab_size:
+            return None
+        draft = self.sequences.follow(target)
+        if draft is None and self.sequences.make_room(kept):
+            draft = self.sequences.follow(target)
+        return draft
+
+    def _has_blocks(self, draft: DraftSequence, num_tokens: int, count: int, kept: Collection[int]) -> bool:
+        return self.sequences.reserve(draft, num_tokens + max(0, count - 1), kept)
+
+    def _run(self, chunks: Items[tuple[DraftSequence, int]]) -> None:
+        """Compute so many tokens of each sequence, and append a guess where these were all."""
+        began = self._clock()
+        new_requests = []
+        scheduled = []
+        for draft, count in chunks:
+            sequence = draft.sequence
+            assert sequence.req_index is not None
+            if draft.is_new:
+                new_requests.append(sequence.describe())
+            elif draft.num_stale:
+                self._worker.forget_ids(sequence.req_index, draft.num_stale)
+            draft.is_new = False
+            draft.num_stale = 0
+            scheduled.append(sequence.schedule(count))
+        results = self._worker.start(SchedulerOutput(new_requests, scheduled)).finish()
+        for (draft, count), chunk, result in zip(chunks, scheduled, results, strict=True):
+            sequence = draft.sequence
+            sequence.num_pending_ids -= chunk.sample
+            sequence.num_computed += count
+            if result.token_id is not None and result.token_id < self._vocab_size:
+                sequence.token_ids.append(result.token_id)
+        self._observe(sum(count for _, count in chunks), len(chunks), self._clock() - began)
+
+    def _observe(self, num_tokens: int, num_sequences: int, seconds: float) -> None:
+        self._budget.observe(num_tokens, seconds)
+        if num_tokens <= MOST_NEW_IDS * num_sequences:
+            weight = STEP_WEIGHT if self.step_seconds else 1.0
+            self.step_seconds += weight * (seconds - self.step_seconds)

@@ -1,0 +1,155 @@
+"""How far the draft model has computed which requests: their ids, indices and blocks of its own KV cache. Torch-free.
+
+A draft sequence has the ids of a request and, after them, the guesses of the last steps. When the next ids are known,
+the guesses that they confirm stay computed. Blocks of confirmed ids are kept as prefixes, so that a prompt is computed
+once for all its choices, and again after a preemption only if its blocks were needed by others.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import msgspec
+
+from serve_llm.common.types import Sampling
+from serve_llm.engine.scheduler.block_pool import BlockPool
+from serve_llm.engine.scheduler.prefix_cache import PrefixCache
+from serve_llm.engine.scheduler.sequence import RELEASED, GroupLayout, Sequence
+
+UNLIMITED = 1 << 62  # max_tokens: the request's own limits are the scheduler's business
+
+
+@dataclass(slots=True)
+class DraftSequence:
+    """One request as the draft model knows it."""
+
+    sequence: Sequence  # with the guesses after the ids that are known
+    num_known: int  # ids of the request that were taken over; guesses follow
+    num_indexed: int  # tokens whose blocks the prefix cache has seen
+    num_stale: int = 0  # ids from this one on that the worker must forget; 0: none
+    is_new: bool = True  # the worker does not know it yet
+
+    @property
+    def guesses(self) -> list[int]:
+        return self.sequence.token_ids[self.num_known :]
+
+
+class DraftSequences:
+    """All requests that the draft model follows, the one that was followed longest ago first."""
+
+    def __init__(self, groups: Items[GroupLayout], num_blocks: int, max_num_seqs: int) -> None:
+        self._groups = tuple(groups)
+        self._pool = BlockPool(num_blocks)
+        self._prefix_cache = PrefixCache(self._groups, self._pool, enabled=True)
+        self._drafts: OrderedDict[int, DraftSequence] = OrderedDict()  # by request id
+        self._free_indices = list(range(max_num_seqs - 1, -1, -1))
+
+    def follow(self, target: Sequence) -> DraftSequence | None:
+        """The request with the ids that it has by now. None if all indices are taken by requests followed since."""
+        request_id = target.request.id
+        draft = self._drafts.get(request_id)
+        if draft is None:
+            if not self._free_indices:
+                return None
+            draft = self._drafts[request_id] = self._begin(target)
+        else:
+            self._take_over(draft, target.token_ids)
+        self._drafts.move_to_end(request_id)
+        return draft
+
+    def reserve(self, draft: DraftSequence, num_tokens: int, kept: Collection[int]) -> bool:
+        """Give the request blocks for its next `num_tokens` tokens, if necessary those of other requests, but not of
+        those in `kept` (ids). False if there are too few."""
+        missing = draft.sequence.missing_blocks(num_tokens)
+        while sum(missing) > self._pool.num_free:
+            if not self.make_room(kept):
+                return False
+        draft.sequence.add_blocks([[self._pool.allocate() for _ in range(number)] for number in missing])
+        return True
+
+    def make_room(self, kept: Collection[int]) -> bool:
+        """Forget the request that was followed longest ago and is not in `kept` (ids). False if there is none."""
+        request_id = next((one for one in self._drafts if one not in kept), None)
+        if request_id is None:
+            return False
+        self.forget(request_id)
+        return True
+
+    def forget(self, request_id: int) -> None:
+        """Free what the request holds. Ignores requests that are not followed."""
+        draft = self._drafts.pop(request_id, None)
+        if draft is None:
+            return
+        sequence = draft.sequence
+        sequence.num_computed = draft.num_indexed
+        self._prefix_cache.end(sequence)
+        for block in sequence.drop_blocks():
+            self._pool.release(block)
+        assert sequence.req_index is not None
+        self._free_indices.append(sequence.req_index)
+
+    def _begin(self, target: Sequence) -> DraftSequence:
+        request = msgspec.structs.replace(
+            target.request,
+            output_ids=target.token_ids[target.num_prompt :],
+            sampling=_simplify(target.sampling),
+            adapter=None,  # the guesses are those of a base model
+        )
+        sequence = Sequence(request, self._groups, 0, 0.0)
+        num_cached = self._prefix_cache.find(sequence)
+        tables = self._prefix_cache.tables(sequence, num_cached)
+        for table in tables:
+            for block in table:
+                if block != RELEASED:
+                    self._pool.acquire(block)
+        sequence.add_blocks(tables)
+        sequence.num_computed = num_cached
+        sequence.num_scheduled = num_cached
+        sequence.req_index = self._free_indices.pop()
+        self._prefix_cache.begin(sequence)
+        return DraftSequence(sequence, len(sequence.token_ids), num_cached)
+
+    def _take_over(self, draft: DraftSequence, token_ids: Items[int]) -> None:
+        """Put the ids that came in place of the guesses."""
+        sequence = draft.sequence
+        came = token_ids[draft.num_known :]
+        num_right = 0
+        for guessed, one in zip(draft.guesses, came, strict=False):
+            if guessed != one:
+                break
+            num_right += 1
+        end = draft.num_known + num_right
+        if sequence.num_sent_ids > end:
+            sequence.num_sent_ids = end
+            draft.num_stale = end
+        sequence.token_ids[end:] = came[num_right:]
+        sequence.num_computed = min(sequence.num_computed, end)
+        sequence.num_scheduled = sequence.num_computed
+        draft.num_known = len(token_ids)
+        self._prefix_cache.remember(sequence, draft.num_indexed)
+        draft.num_indexed = sequence.num_computed
+        for block in sequence.leave_blocks_behind_windows():
+            self._pool.release(block)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks and indices are conserved. Slow: for tests."""
+        sequences = [draft.sequence for draft in self._drafts.values()]
+        self._pool.check_integrity([block for sequence in sequences for block in sequence.held_blocks])
+        indices = [*self._free_indices, *(one.req_index for one in sequences if one.req_index is not None)]
+        assert sorted(indices) == list(range(len(indices))), "an index is lost"
+
+
+def _simplify(sampling: Sampling) -> Sampling:
+    """The parameters that decide which id is drawn, with the same noise, without those that need more than logits."""
+    return msgspec.structs.replace(
+        sampling,
+        max_tokens=UNLIMITED,
+        logprobs=None,
+        logprob_token_ids=(),
+        prompt_logprobs=None,
+        grammar="",
+        thinking=None,
+    )

@@ -1,0 +1,119 @@
+"""Which draft model the options name: its settings, which follow from those of the served model. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from serve_llm.common.errors import ModelError, OptionError
+from serve_llm.common.hub import read_config, resolve_draft_checkpoint, resolve_tokenizer
+from serve_llm.common.options.engine_schema import EngineOptions
+from serve_llm.common.tokenizer_files import find_tokenizer
+from serve_llm.engine.config import Config, resolve
+from serve_llm.engine.model.registry import apply_engine_config, read_model
+from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.weight_map import WeightMap
+from serve_llm.engine.weights.headers import find_checkpoint_dtype
+from serve_llm.engine.worker import kv_cache
+
+CACHE_SHARE = 0.1  # largest share of the memory that is free for the draft model's KV cache
+
+
+@dataclass(frozen=True)
+class DraftModelConfig:
+    """A draft model that has not been loaded."""
+
+    config: Config
+    spec: ModelSpec
+    weights: WeightMap
+
+
+def resolve_draft_model(options: EngineOptions, served: Config, directory: Path) -> DraftModelConfig:
+    """The settings of the draft model in `directory`. served: those of the model whose ids it guesses.
+
+    Raises ModelError and OptionError, which name the draft model."""
+    speculation = options.speculation
+    assert speculation is not None, "no speculation"
+    try:
+        return _resolve(options, served, directory)
+    except (ModelError, OptionError) as error:
+        raise type(error)(f"--speculative-config: the draft model {speculation.model}: {error}") from None
+
+
+def _resolve(options: EngineOptions, served: Config, directory: Path) -> DraftModelConfig:
+    raw = read_config(directory)
+    spec, weights = read_model(raw)
+    if spec.is_encoder or not served.generates:
+        raise ModelError(f"{spec.architecture} generates no text")
+    own = replace(
+        options,
+        tensor_parallel_size=1,
+        tensor_parallel_split=None,
+        pipeline_parallel_size=1,
+        pipeline_parallel_layers=None,
+        enable_expert_parallel=False,
+        all_reduce="nccl",
+        enable_lora=False,
+        speculative_config=None,
+        kv_cache_memory=None,
+        max_model_len=None,
+    )
+    config = resolve(
+        own,
+        str(directory),
+        device=served.device,
+        checkpoint_dtype=find_checkpoint_dtype(raw, directory)[0],
+        model_max_len=spec.max_position,
+        vocab_size=spec.vocab_size,
+        stores_int8=spec.int8 is not None,
+        stores_integers=spec.stores_integers,
+        executor_backend="inprocess",
+        data_parallel_rank=served.data_parallel_rank,
+    )
+    # Beyond the threshold of longrope all keys would have to be computed again.
+    longest = min(served.max_model_len, spec.max_position, spec.long_rope_threshold or spec.max_position)
+    config = replace(config, max_model_len=longest, async_scheduling=False)
+    return DraftModelConfig(config, apply_engine_config(spec, config), weights)
+
+
+def count_cache_bytes(draft: DraftModelConfig, free: int) -> int:
+    """Bytes of the draft model's KV cache: at least one request of full length, at most a share of the `free` bytes."""
+    config = draft.config
+    empty = kv_cache.plan_empty_cache(draft.spec.kv_groups, draft.spec.kv_groups, config)
+    request_bytes = empty.block_bytes * empty.blocks_per_request(config.max_model_len, config.max_num_batched_tokens)
+    num_requests = min(kv_cache.CPU_CONCURRENCY, config.max_num_seqs)
+    return max(request_bytes, min(num_requests * request_bytes, int(CACHE_SHARE * free)))
+
+
+def find_draft_directory(options: EngineOptions) -> Path:
+    """The checkpoint of the draft model. Raises ModelError."""
+    speculation = options.speculation
+    assert speculation is not None and speculation.model is not None, "no draft model"
+    return resolve_draft_checkpoint(speculation.model, options.download_dir, weights=options.load_format == "auto")
+
+
+def check_tokenizers(options: EngineOptions, served_directory: Path, draft_directory: Path) -> None:
+    """Raise ModelError unless each id that both models have is the same token. The draft model never sees text, so
+    nothing else of its tokenizer matters."""
+    speculation = options.speculation
+    assert speculation is not None, "no speculation"
+    if options.tokenizer is not None:
+        served_directory = resolve_tokenizer(options.tokenizer, options.download_dir)
+    served = (find_tokenizer(served_directory) / "tokenizer.json").read_text(encoding="utf-8")
+    draft = (find_tokenizer(draft_directory) / "tokenizer.json").read_text(encoding="utf-8")
+    if served == draft:
+        return
+    tokens = {token_id: token for token, token_id in Tokenizer.from_str(served).get_vocab().items()}
+    differing = []
+    for token, token_id in Tokenizer.from_str(draft).get_vocab().items():
+        if tokens.get(token_id, token) != token:
+            differing.append((token_id, token))
+    if differing:
+        token_id, token = min(differing)
+        raise ModelError(
+            f"--speculative-config: the draft model {speculation.model} has another tokenizer: {len(differing):,} ids "
+            f"are other tokens; {token_id} is {tokens[token_id]!r} in the model and {token!r} in the draft model; take "
+            "one of the same family"
+        )

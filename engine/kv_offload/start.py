@@ -1,0 +1,36 @@
+"""Opens the store that --kv-offload-dir asks for."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from serve_llm.common.errors import OptionError
+from serve_llm.engine.config import Config
+from serve_llm.engine.kv_offload.disk_store import DiskBlockStore
+from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory
+
+SHARE_OF_FREE = 0.5  # what blocks may take of the free bytes of the disk without --kv-offload-dir-size
+
+
+def open_store(config: Config, layout: CacheLayout, memory: Sequence[HostMemory]) -> DiskBlockStore | None:
+    """None if no blocks go to disk. memory: the slots of the ranks. Raises OptionError if the directory cannot be
+    used."""
+    if config.kv_offload_dir is None or not memory:
+        return None
+    from serve_llm.engine.kv_offload.identity import find_identity  # imports torch, for which no start need wait
+
+    directory = Path(config.kv_offload_dir).expanduser()
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (directory / "lock").touch(0o600)
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        raise OptionError(f"--kv-offload-dir {directory}: {error.strerror}") from None
+    return DiskBlockStore(
+        directory,
+        lambda: find_identity(config, layout, memory, directory / "digests"),
+        memory,
+        config.kv_offload_dir_size or int(SHARE_OF_FREE * free),
+    )

@@ -1,0 +1,71 @@
+"""Recent outputs, as a source of drafts for later ones. Bounded.
+
+Only requests with the same API key and cache salt see each other's: how fast a text comes would tell what others got.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence as Items
+
+from serve_llm.common.types import Request
+from serve_llm.engine.scheduler.run_index import RunIndex, count_equal
+
+MAX_IDS = 1 << 15  # that one group of requests has; about 0.6 MB with the index
+MAX_GROUPS = 32
+END = -1  # after each text
+
+
+class RecentTexts:
+    """The outputs of one group of requests, the latest last."""
+
+    def __init__(self, min_match: int, max_match: int) -> None:
+        """See `PromptLookup`."""
+        self._min_match = min_match
+        self._max_match = max_match
+        self._ids = array("i")
+        self._index = RunIndex(min_match, MAX_IDS)
+
+    def add(self, token_ids: Items[int]) -> None:
+        """Add a text. The older half is dropped when there are too many ids."""
+        self._ids.extend(token_ids[-MAX_IDS // 2 :])
+        self._ids.append(END)
+        if len(self._ids) > MAX_IDS:
+            self._ids = self._ids[self._ids.index(END, len(self._ids) - 1 - MAX_IDS // 2) + 1 :]
+            self._index = RunIndex(self._min_match, MAX_IDS)
+        self._index.extend(self._ids, len(self._ids))
+
+    def find(self, token_ids: Items[int], count: int, least: int) -> list[int]:
+        """Up to `count` ids that followed the end of `token_ids` in the text where most of its ids occurred, if these
+        are more than `least`."""
+        best: list[int] = []
+        best_length = least
+        for candidate in self._index.find(token_ids):
+            length = count_equal(self._ids, candidate, token_ids, len(token_ids) - 1, self._max_match)
+            if length <= best_length or self._ids[candidate + 1] == END:
+                continue
+            following = self._ids[candidate + 1 : candidate + 1 + count].tolist()
+            best = following[: following.index(END)] if END in following else following
+            best_length = length
+            if length == self._max_match:
+                break
+        return best
+
+
+class RecentTextGroups:
+    """The recent texts of each group of requests; of the groups that were used longest ago none are kept."""
+
+    def __init__(self, min_match: int, max_match: int) -> None:
+        self._lengths = (min_match, max_match)
+        self._groups: OrderedDict[tuple[int, str], RecentTexts] = OrderedDict()
+
+    def find(self, request: Request) -> RecentTexts:
+        """Those that the request may see."""
+        key = (request.tenant, request.cache_salt)
+        if key not in self._groups:
+            self._groups[key] = RecentTexts(*self._lengths)
+            if len(self._groups) > MAX_GROUPS:
+                self._groups.popitem(last=False)
+        self._groups.move_to_end(key)
+        return self._groups[key]

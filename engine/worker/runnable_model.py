@@ -1,0 +1,28 @@
+"""What a runner needs of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from serve_llm.engine.model.inputs import StepInputs
+from serve_llm.engine.model.pooler import Pooler
+
+
+class RunnableModel(Protocol):
+    """The model of a rank: a `Decoder`, which documents these methods, or a `PretrainedDecoder`."""
+
+    capturable: bool  # a step may be captured as a CUDA graph: it reads nothing back from the device
+    pooler: Pooler | None
+
+    def forward(self, inputs: StepInputs, caches: Sequence[Tensor], rows: Tensor | None = None) -> Tensor: ...
+    def receive(self, num_tokens: int) -> Tensor | None: ...
+    def run_layers(
+        self, inputs: StepInputs, caches: Sequence[Tensor], rows: Tensor | None, received: Tensor | None
+    ) -> Tensor: ...
+    def send(self, hidden: Tensor) -> None: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+    def run_without_tokens(self, dtype: torch.dtype) -> None: ...

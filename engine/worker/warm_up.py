@@ -1,0 +1,55 @@
+"""Steps that a GPU runs at start, so that the first requests find compiled kernels and captured steps.
+
+They write to block 0 of a cache that holds nothing yet, and their requests are replaced by real ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+
+from serve_llm.common.types import Sampling
+from serve_llm.engine.config import Config
+from serve_llm.engine.scheduler.output import NewRequestData, ScheduledTokens, SchedulerOutput
+from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.engine.worker.runner import Runner
+
+PROMPT_TOKENS = 4
+NUM_DECODES = 4
+KINDS = (  # each needs other kernels
+    Sampling(max_tokens=8, temperature=0.0, seed=0),
+    Sampling(max_tokens=8, temperature=0.8, top_p=0.9, seed=0),
+    Sampling(max_tokens=8, temperature=0.8, top_k=20, min_p=0.01, seed=0),
+    Sampling(max_tokens=8, temperature=0.0, logprobs=1, frequency_penalty=0.5, repetition_penalty=1.1, seed=0),
+)
+
+logger = logging.getLogger(__name__)
+
+
+def warm_up(runner: Runner, config: Config, groups: Sequence[GroupLayout]) -> None:
+    """Run the steps. All ranks call this. Does nothing for a model that generates no text."""
+    if not config.generates or config.max_model_len < PROMPT_TOKENS + NUM_DECODES:
+        return
+    began = time.perf_counter()
+    for scheduler_output in build_warm_up_steps(groups, config.max_num_seqs):
+        runner.start(scheduler_output).finish()
+    logger.info("Kernels compiled and common steps captured in %.2f s", time.perf_counter() - began)
+
+
+def build_warm_up_steps(groups: Sequence[GroupLayout], max_num_seqs: int) -> Iterator[SchedulerOutput]:
+    """Prompts of every kind, launched one by one and then captured; decode steps of all of them and of one, captured:
+    a size is captured when it occurs for the second time."""
+    kinds = KINDS[:max_num_seqs]
+    num_tokens = PROMPT_TOKENS + NUM_DECODES
+    blocks = tuple([0] * -(-num_tokens // group.block_size) for group in groups)
+    for prompt_logprobs in (1, None, None):
+        new_requests = [
+            NewRequestData(index, [0] * PROMPT_TOKENS, PROMPT_TOKENS, sampling, prompt_logprobs)
+            for index, sampling in enumerate(kinds)
+        ]
+        prompts = [ScheduledTokens(index, 0, PROMPT_TOKENS, blocks, True, []) for index in range(len(kinds))]
+        yield SchedulerOutput(new_requests, prompts)
+    for decode, count in enumerate((len(kinds), len(kinds), 1, 1)):
+        position = PROMPT_TOKENS + decode
+        yield SchedulerOutput([], [ScheduledTokens(index, position, 1, (), True, [0]) for index in range(count)])

@@ -1,0 +1,210 @@
+"""Linear layers with weights of 4 or 8 bits in Triton. The contract stands at `kernels.linear_grouped.pack_grouped`.
+
+A step of decoding has few rows, and so few tiles that they would not keep a GPU busy: the sum over the inputs is then
+split among several programs, and a second kernel adds their parts in order. More rows take larger tiles and no splits.
+With `batch_invariant` tiles and splits follow from the weight alone, so that a row's result depends on that row alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from serve_llm.kernels.linear import Linear
+from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.linear_int8 import Constant
+from serve_llm.kernels.triton.grouped import GroupedTensors, arrange, finish, sum_products
+
+PROGRAMS = 256  # wanted for a step of few rows
+MIN_STEPS = 4  # in a split, so that loads overlap with products
+INVARIANT_ROWS = 64
+ADDED_COLUMNS = 256  # what a program that adds the parts of sums takes
+MOST_ROWS = 1024  # in a call with splits, whose parts take memory
+
+
+def pack_grouped(
+    weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype, *, batch_invariant: bool = False
+) -> Linear:
+    """See `kernels.linear_grouped.pack_grouped`."""
+    if weight.codes.numel() == 0:
+        return Constant(weight.shape[0], bias)
+    return GroupedLinear(arrange(weight), weight.order, bias, batch_invariant)
+
+
+def pack_int8(weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, batch_invariant: bool = False) -> Linear:
+    """See `kernels.linear_int8.pack_int8`, but x is not rounded to 8 bits."""
+    codes = weight.view(torch.uint8) ^ 128  # less the middle of the range it is the number
+    grouped = GroupedWeight(codes, 8, scale, max(weight.shape[1], 1))
+    return pack_grouped(grouped, bias, torch.bfloat16, batch_invariant=batch_invariant)
+
+
+@dataclass(frozen=True)
+class GroupedLinear:
+    weight: GroupedTensors
+    order: Tensor | None  # (inputs,): see `GroupedWeight`
+    bias: Tensor | None
+    batch_invariant: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x if self.order is None else x[:, self.order]
+        x = x if x.stride(1) == 1 else x.contiguous()
+        y = x.new_empty((len(x), self.weight.outputs))
+        tile = Tile.for_rows(INVARIANT_ROWS if self.batch_invariant else len(x))
+        splits = choose_splits(self.weight, tile, 1 if self.batch_invariant else len(x))
+        at_once = max(len(x), 1) if splits == 1 else MOST_ROWS
+        for start in range(0, len(x), at_once):
+            self._multiply(x[start : start + at_once], y[start : start + at_once], tile, splits)
+        return y
+
+    def _multiply(self, x: Tensor, y: Tensor, tile: Tile, splits: int) -> None:
+        rows, outputs = y.shape
+        columns = triton.cdiv(outputs, tile.columns)
+        is_whole = splits == 1
+        sums = y if is_whole else torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device)
+        arguments = self.weight.arguments()
+        _multiply_grouped[(triton.cdiv(rows, tile.rows), columns, splits)](
+            x,
+            sums,
+            self.bias,
+            rows,
+            self.weight.steps,
+            triton.cdiv(self.weight.steps, splits),
+            x.stride(0),
+            **arguments,
+            IS_WHOLE=is_whole,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            num_warps=tile.num_warps,
+            num_stages=3,
+        )
+        if not is_whole:
+            names = ("scales", "divisors", "outputs", "SCALE", "SCALES_LAST")
+            _add_splits[(rows, triton.cdiv(outputs, ADDED_COLUMNS))](
+                sums,
+                y,
+                self.bias,
+                rows,
+                **{name: arguments[name] for name in names},
+                SPLITS=splits,
+                COLUMNS=ADDED_COLUMNS,
+            )
+
+
+@dataclass(frozen=True)
+class Tile:
+    rows: int
+    columns: ClassVar[int] = 64
+
+    @property
+    def num_warps(self) -> int:
+        return 8 if self.rows == 128 else 4
+
+    @classmethod
+    def for_rows(cls, rows: int) -> Tile:
+        return cls(min(128, max(16, triton.next_power_of_2(rows))))
+
+
+def choose_splits(weight: GroupedTensors, tile: Tile, rows: int) -> int:
+    """Programs among which a sum is split: as many as give PROGRAMS, if each has MIN_STEPS steps."""
+    tiles = -(-rows // tile.rows) * -(-weight.outputs // tile.columns)
+    splits = max(1, min(PROGRAMS // max(tiles, 1), weight.steps // MIN_STEPS))
+    steps_of_split = -(-weight.steps // splits)
+    return -(-weight.steps // steps_of_split)  # no split is without a step
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _multiply_grouped(
+    x,
+    y,
+    bias,
+    rows,
+    steps,
+    split_steps,
+    x_row,
+    codes,
+    scales,
+    zeros,
+    minimums,
+    table,
+    divisors,
+    inputs,
+    outputs,
+    offset,
+    groups,
+    group_size,
+    BITS: tl.constexpr,
+    CODING: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALES_LAST: tl.constexpr,
+    UNIT: tl.constexpr,
+    SLAB_SIZE: tl.constexpr,
+    IS_WHOLE: tl.constexpr,  # y is (rows, outputs); otherwise (splits, rows, outputs) float32, of unfinished sums
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One tile of y, or of one split. Consecutive programs share their columns, so that weights are read once."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    split = tl.program_id(2)
+    is_row, is_column = row < rows, column < outputs
+    total = sum_products(
+        tl.zeros((ROWS, COLUMNS), tl.float32),
+        x + row.to(tl.int64) * x_row,
+        is_row,
+        None,
+        column,
+        is_column,
+        split * split_steps,
+        tl.minimum((split + 1) * split_steps, steps),
+        codes,
+        scales,
+        zeros,
+        minimums,
+        table,
+        inputs,
+        outputs,
+        offset,
+        groups,
+        group_size,
+        BITS,
+        CODING,
+        SCALE,
+        SCALES_LAST,
+        UNIT,
+        SLAB_SIZE,
+    )
+    if IS_WHOLE:
+        total = finish(total, column, is_column, scales, divisors, bias, SCALE, SCALES_LAST)
+    target = (split * rows + row).to(tl.int64)[:, None] * outputs + column[None, :]
+    tl.store(y + target, total.to(y.dtype.element_ty), is_row[:, None] & is_column[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_splits(
+    sums,
+    y,
+    bias,
+    rows,
+    scales,
+    divisors,
+    outputs,
+    SCALE: tl.constexpr,
+    SCALES_LAST: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = column < outputs
+    total = tl.zeros((1, COLUMNS), tl.float32)
+    for split in range(SPLITS):
+        source = (split * rows + row).to(tl.int64) * outputs + column
+        total += tl.load(sums + source, is_column, 0.0)[None, :]
+    total = finish(total, column, is_column, scales, divisors, bias, SCALE, SCALES_LAST)
+    target = row.to(tl.int64) * outputs + column
+    tl.store(y + target[None, :], total.to(y.dtype.element_ty), is_column[None, :])

@@ -1,0 +1,322 @@
+"""The front end processes of a server: so many that answer clients, and one more, loaded, that takes the place of one
+that ends.
+
+They accept connections from one listening socket, which stays open in the server process: connections wait in its
+queue while a front end is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from serve_llm.common.errors import ServeError
+from serve_llm.common.options.schema import Options
+from serve_llm.server.adapters.registry import AdapterRegistry
+from serve_llm.server.admission.controller import AdmissionController
+from serve_llm.server.engines.replicas import Replicas
+from serve_llm.server.front_ends.messages import (
+    AbortRequests,
+    Activate,
+    Adapters,
+    AdaptersKnown,
+    Close,
+    CollectCounts,
+    Counts,
+    Drain,
+    EngineState,
+    FromFrontEnd,
+    Loaded,
+    Open,
+    Setup,
+    ToFrontEnd,
+    encode,
+)
+from serve_llm.server.front_ends.process import FrontEndProcess
+from serve_llm.server.front_ends.relay import Relay
+from serve_llm.server.generate.dispatcher import LocalDispatcher
+from serve_llm.server.metrics.meter import FrontEndCounts, ServerCounts
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.25  # between two looks at the state of the engines
+HUNG_POLLS = 80  # consecutive polls without a message, after which a front end counts as hung
+HUNG_LOADING_POLLS = 960
+COLLECT_SECONDS = 1.0  # for the answers of front ends to a scrape
+ADAPTER_SECONDS = 5.0  # for front ends to learn of an adapter
+STOP_SECONDS = 5.0  # for front ends to end when asked, before they are killed
+# Seconds before the next start after processes in a row that did not load.
+FIRST_PAUSE = 0.5
+LONGEST_PAUSE = 30.0
+
+
+class _Server(NamedTuple):
+    """What front ends share."""
+
+    directory: str  # the local checkpoint
+    replicas: Replicas
+    admission: AdmissionController
+    adapters: AdapterRegistry
+    counts: ServerCounts
+    start_time: int  # Unix seconds
+
+
+class FrontEndGroup:
+    """Create it in the event loop: the processes start at once, so that their imports overlap those of the engines.
+    `connect` comes before `start`."""
+
+    def __init__(self, options: Options, listener: socket.socket) -> None:
+        self.processes: list[FrontEndProcess] = []
+        self.counts = FrontEndCounts(0)
+        self._options = options
+        self._listener = listener
+        self._folder = tempfile.mkdtemp(prefix="serve-llm-")  # mode 700: only this user can connect
+        self.server_socket = f"{self._folder}/server"
+        self._server: _Server | None = None
+        self._is_serving = False
+        self._revision = 0  # counts upgrades
+        self._num_started = 0
+        self._num_failed = 0  # processes in a row that did not load
+        self._next_start = 0.0  # time.monotonic() seconds; no process is started before
+        self._num_collections = 0
+        self._adapters_version = 0
+        self._state = b""  # as last sent
+        self._changed = asyncio.Event()  # a process has ended or sent something that is waited for
+        self._keeping: set[asyncio.Task[None]] = set()
+        for _ in range(options.front_ends):
+            self._launch()
+
+    def connect(
+        self,
+        directory: str,
+        replicas: Replicas,
+        admission: AdmissionController,
+        adapters: AdapterRegistry,
+        counts: ServerCounts,
+        start_time: int,
+    ) -> None:
+        """The engines are ready. counts: those of the server, to which the front ends' are added."""
+        self._server = _Server(directory, replicas, admission, adapters, counts, start_time)
+        for process in self.processes:
+            self._set_up(process)
+
+    async def load(self) -> None:
+        """Wait until the front ends are loaded. Raises ServeError if one of them fails."""
+        await self._wait_for(lambda: self._num_failed > 0 or all(one.phase == "spare" for one in self.processes))
+        if self._num_failed:
+            raise ServeError("a front end ended while it was loading; the log says why")
+
+    async def serve(self) -> None:
+        """Accept connections, and replace front ends that end, until cancelled."""
+        self._is_serving = True
+        while True:
+            self._advance()
+            self._send_state()
+            self._kill_hung()
+            await asyncio.sleep(POLL_SECONDS)
+
+    def upgrade(self) -> None:
+        """Replace all front ends, one after the other, by new processes, which run the code that is installed now."""
+        logger.info("Replacing %d front ends one after the other", self._options.front_ends)
+        self._revision += 1
+        self._num_failed = 0
+        self._next_start = 0.0
+        for process in self.processes:
+            if process.phase in ("loading", "spare"):
+                process.kill()
+        self._advance()
+
+    async def stop(self) -> None:
+        """End all front ends, and after STOP_SECONDS kill them. Idempotent."""
+        self._is_serving = False
+        for process in self.processes:
+            if process.phase in ("loading", "spare"):
+                process.kill()
+            else:
+                process.send(Drain(0.0))
+        await self._wait_for(lambda: not self.processes, STOP_SECONDS)
+        for process in self.processes:
+            process.kill()
+        await asyncio.gather(*self._keeping)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def collect_counts(self) -> None:
+        """Add what the front ends have counted until now to the server's counts."""
+        self._num_collections += 1
+        number = self._num_collections
+        asked = self._send_to(CollectCounts(number), "serving", "draining")
+
+        def have_answered() -> bool:
+            return all(one.counted >= number for one in asked if one in self.processes)
+
+        await self._wait_for(have_answered, COLLECT_SECONDS)
+
+    async def share_adapters(self) -> None:
+        """Returns when all front ends know the adapters of now."""
+        assert self._server is not None
+        self._adapters_version += 1
+        version = self._adapters_version
+        message = Adapters(version, self._server.adapters.adapters)
+        asked = self._send_to(message, "loading", "spare", "serving", "draining")
+
+        def all_know() -> bool:
+            return all(one.adapters_version >= version for one in asked if one in self.processes)
+
+        await self._wait_for(all_know, ADAPTER_SECONDS)
+
+    # Processes
+
+    def _launch(self) -> None:
+        self._num_started += 1
+        process = FrontEndProcess(self._num_started, self._revision, self._listener)
+        self.processes.append(process)
+        task = asyncio.create_task(self._keep(process))
+        self._keeping.add(task)
+        task.add_done_callback(self._keeping.discard)
+
+    async def _keep(self, process: FrontEndProcess) -> None:
+        """Serve one process until it has ended."""
+        await process.connect(lambda message: self._receive(process, message))
+        if self._server is not None:
+            self._set_up(process)
+        how = await process.wait()
+        self.processes.remove(process)
+        if process.relay is not None:
+            process.relay.close()
+        if process.phase == "loading" and process.revision == self._revision:
+            self._num_failed += 1
+            self._next_start = time.monotonic() + min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self._num_failed - 1, 16))
+        if self._is_serving and process.phase == "serving":
+            self.counts.num_restarts += 1
+            logger.error("The front end process %d ended by %s; another one takes its place", process.pid, how)
+        elif self._is_serving and process.phase == "loading" and process.revision == self._revision:
+            logger.error("The front end process %d ended by %s while it was loading", process.pid, how)
+        self._changed.set()
+        self._advance()
+
+    def _set_up(self, process: FrontEndProcess) -> None:
+        """Tell a connected process what it needs to load. Does nothing if it has been told."""
+        server = self._server
+        if server is None or process.relay is not None or not process.is_connected:
+            return
+        num_engines = len(server.replicas.engines)
+        process.relay = Relay(LocalDispatcher(server.replicas, server.admission), num_engines, process.send)
+        process.send(
+            Setup(
+                self._options,
+                server.directory,
+                server.replicas.facts,
+                num_engines,
+                process.number,
+                self.server_socket,
+                server.start_time,
+            )
+        )
+        process.send(Adapters(self._adapters_version, server.adapters.adapters))
+        process.send(self._read_state(server))
+
+    def _advance(self) -> None:
+        """Bring the processes nearer to what they shall be: so many that serve, of this revision, and one spare."""
+        if not self._is_serving:
+            return
+        serving = [one for one in self.processes if one.phase == "serving"]
+        outdated = [one for one in serving if one.revision != self._revision]
+        is_draining = any(one.phase == "draining" for one in self.processes)
+        spares = [one for one in self.processes if one.phase == "spare" and one.revision == self._revision]
+        while spares and len(serving) < self._options.front_ends:
+            serving.append(self._activate(spares.pop(0)))
+        if outdated and spares and not is_draining:
+            self._activate(spares.pop(0))
+            outdated[0].phase = "draining"
+            outdated[0].send(Drain(self._options.drain_timeout))
+            serving.remove(outdated[0])
+        self.counts.num_serving = sum(one.phase == "serving" for one in self.processes)
+        reserve = [one for one in self.processes if one.phase in ("loading", "spare")]
+        num_reserve = sum(one.revision == self._revision for one in reserve)
+        num_missing = max(0, self._options.front_ends - len(serving)) + 1 - num_reserve
+        if time.monotonic() >= self._next_start:
+            for _ in range(num_missing):
+                self._launch()
+
+    def _activate(self, process: FrontEndProcess) -> FrontEndProcess:
+        process.phase = "serving"
+        process.send(Activate())
+        return process
+
+    def _kill_hung(self) -> None:
+        for process in self.processes:
+            process.num_silent_polls += 1
+            limit = HUNG_LOADING_POLLS if process.phase == "loading" else HUNG_POLLS
+            if process.num_silent_polls == limit:
+                seconds = limit * POLL_SECONDS
+                logger.error("The front end process %d hangs: no sign of life for %.0f s", process.pid, seconds)
+                process.kill()
+
+    # Messages
+
+    def _receive(self, process: FrontEndProcess, message: FromFrontEnd) -> None:
+        process.num_silent_polls = 0
+        relay = process.relay
+        assert relay is not None, "a front end sends nothing before Setup"
+        if isinstance(message, Open):
+            relay.open(message)
+        elif isinstance(message, AbortRequests):
+            relay.abort(message)
+        elif isinstance(message, Close):
+            relay.close_generation(message)
+        elif isinstance(message, Counts):
+            self._add_counts(message)
+            process.counted = max(process.counted, message.number)
+            self._changed.set()
+        elif isinstance(message, AdaptersKnown):
+            process.adapters_version = message.version
+            self._changed.set()
+        elif isinstance(message, Loaded):
+            process.phase = "spare"
+            self._num_failed = 0
+            self._changed.set()
+            self._advance()
+
+    def _add_counts(self, message: Counts) -> None:
+        assert self._server is not None
+        for engine, counts in zip(self._server.replicas.engines, message.meters, strict=True):
+            engine.meter.add(counts)
+        totals = self._server.counts
+        totals.refused.update(message.refused)
+        totals.ignored_fields.update(message.ignored_fields)
+        totals.statuses.update(message.statuses)
+
+    def _send_to(self, message: ToFrontEnd, *phases: str) -> list[FrontEndProcess]:
+        """Send to the processes in these phases that have been set up. Returns them."""
+        receivers = [one for one in self.processes if one.phase in phases and one.relay is not None]
+        for process in receivers:
+            process.send(message)
+        return receivers
+
+    def _send_state(self) -> None:
+        """Tell the front ends what has changed about the engines."""
+        assert self._server is not None
+        state = self._read_state(self._server)
+        encoded = encode(state)
+        if encoded != self._state:
+            self._state = encoded
+            self._send_to(state, "loading", "spare", "serving", "draining")
+
+    def _read_state(self, server: _Server) -> EngineState:
+        return EngineState(server.admission.obstacle, server.replicas.outage, server.admission.pace)
+
+    async def _wait_for(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
+        """Wait until the condition is true, but not longer than this."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not condition():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            pass

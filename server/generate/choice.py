@@ -1,0 +1,101 @@
+"""One sequence of a generation: an engine request and the sink of its outputs."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from serve_llm.common.types import FinishReason, Output, Request
+from serve_llm.server.generate.delta import Delta
+from serve_llm.server.generate.dispatcher import SubmittedRequest
+from serve_llm.server.generate.output import OutputProcessor
+from serve_llm.server.http.errors import GenerationFailed
+from serve_llm.server.metrics.meter import ChoiceTimes
+
+if TYPE_CHECKING:
+    from serve_llm.server.generate.generation import Generation, Generator  # which creates the choices
+
+logger = logging.getLogger(__name__)
+
+
+class Choice:
+    """See the module. The generation takes what is new with `take`."""
+
+    submitted: SubmittedRequest  # set when the generation is entered
+
+    def __init__(
+        self, generation: Generation, generator: Generator, prompt: int, choice: int, seed: int, arrival: float
+    ) -> None:
+        """prompt, choice: indices. arrival: clock time."""
+        request = generation.request
+        echo = None if request.echoes is None else request.echoes[prompt]
+        self.cached_tokens = 0  # prompt tokens found in the prefix cache
+        self.output = OutputProcessor(
+            prompt * request.params.n + choice,
+            request.prompts[prompt],
+            request.params,
+            generator.detokenizers,
+            request.end_ids,
+            None if echo is None else echo.text,
+            generation.create_parser(),
+            request.reply is None or request.reply.include_reasoning,
+            () if echo is None else echo.added_positions,
+        )
+        self.engine_request = Request(
+            id=generator.dispatcher.next_id(),
+            prompt_ids=request.prompts[prompt],
+            sampling=msgspec.structs.replace(request.samplings[prompt], seed=seed, choice=choice),
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            adapter=request.adapter,
+            tenant=generation.tenant,
+            pooling=request.pooling,
+            second_text_start=None if request.second_text_starts is None else request.second_text_starts[prompt],
+        )
+        self._generation = generation
+        self._is_first = choice == 0  # the prompt's tokens are counted with its first choice
+        self.times = ChoiceTimes(arrival)
+        self._has_changed = False
+
+    def receive(self, output: Output) -> None:
+        """Called for each output of the engine request."""
+        if output.finish_reason is FinishReason.ERROR:
+            self._generation.fail(GenerationFailed(output.error or "the engine failed"))
+            return
+        try:
+            num_tokens = self.output.push(output)
+        except Exception:  # a bug in one request must not stop the client's loop and with it every other stream
+            logger.exception("the output of request %d could not be turned into text", output.id)
+            self._generation.fail(GenerationFailed("the output could not be turned into text"))
+            return
+        if self.times.last_token is None:
+            self._begin(output)
+        meter = self.submitted.meter
+        self.times.last_token = meter.count_tokens(num_tokens, self.times.last_token)
+        if not self._has_changed:
+            self._has_changed = True
+            self._generation.on_change(self)
+        if self.output.finish_reason is not None:
+            self.end(self.output.finish_reason)
+            self._generation.on_finish(self, aborts=output.finish_reason is None)
+
+    def take(self) -> Delta:
+        """What is new since the last call."""
+        self._has_changed = False
+        return self.output.take()
+
+    def end(self, reason: FinishReason) -> None:
+        """Count the choice, which has ended."""
+        max_tokens = self.engine_request.sampling.max_tokens
+        self.submitted.meter.count_finished(reason, self.output.num_tokens, max_tokens, self.times)
+
+    def _begin(self, output: Output) -> None:
+        self.cached_tokens = output.cached_tokens or 0
+        num_prompt_tokens = len(self.engine_request.prompt_ids) if self._is_first else 0
+        meter = self.submitted.meter
+        if self._is_first:
+            meter.count_prompt(num_prompt_tokens, self._generation.request.params.n)
+        self._generation.on_first_output(num_prompt_tokens)
+        meter.count_first_output(self.times, output.queued_seconds)

@@ -1,0 +1,28 @@
+"""Writes parts of a body past the middleware: a token of a stream would cost as much in their coroutines as in all
+else."""
+
+from __future__ import annotations
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+BODY_WRITER = "serve_llm.body_writer"  # key in the ASGI scope: the BodyWriter of the response; absent without a socket
+
+
+class BodyWriter:
+    """For a response whose start and first part were sent by ASGI's `send`, which its last part must be too."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the client reads as fast as is written. If not, `send` waits for it."""
+        return not self._cycle.flow.write_paused
+
+    def write(self, content: bytes) -> None:
+        """Write a part of the body, which may be empty. Does nothing if the client is gone."""
+        cycle = self._cycle
+        if content and not cycle.disconnected:
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(content), content) if cycle.chunked_encoding else content)

@@ -1,0 +1,53 @@
+"""Requests and tokens by API key and by LoRA adapter, for bills and quotas. The number of labels is bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from serve_llm.common.types import Request
+
+MAX_LABELS = 100  # keys, or adapters, beyond these count together
+OTHERS = "others"
+
+
+@dataclass
+class UsageTotals:
+    num_requests: int = 0  # choices that ended, whatever the reason
+    prompt_tokens: int = 0  # those of computed prompts; once, however many choices a prompt has
+    generation_tokens: int = 0  # computed for these choices
+
+
+class UsageCounter:
+    """UsageTotals by label, in the order in which the labels were first seen."""
+
+    def __init__(self) -> None:
+        self._usages = {OTHERS: UsageTotals()}  # so that the metrics are there from the start
+
+    def count(self, label: str, prompt_tokens: int, generation_tokens: int) -> None:
+        """Count one choice. With too many labels already, a new one counts as OTHERS."""
+        if label not in self._usages and len(self._usages) > MAX_LABELS:
+            label = OTHERS
+        usage = self._usages.setdefault(label, UsageTotals())
+        usage.num_requests += 1
+        usage.prompt_tokens += prompt_tokens
+        usage.generation_tokens += generation_tokens
+
+    def items(self) -> Iterator[tuple[str, UsageTotals]]:
+        yield from self._usages.items()
+
+
+class UsageMeter:
+    """What the requests of all engines and front ends used, counted when they end."""
+
+    def __init__(self) -> None:
+        self.by_key = UsageCounter()  # by the index of the API key; "0" without keys
+        self.by_adapter = UsageCounter()  # by name; the base model is not in it
+
+    def count(self, request: Request, num_generated: int | None) -> None:
+        """Count a request that has ended. num_generated: tokens received; None if it has had no output."""
+        was_computed = num_generated is not None and request.sampling.choice == 0
+        prompt_tokens = len(request.prompt_ids) if was_computed else 0
+        self.by_key.count(str(request.tenant), prompt_tokens, num_generated or 0)
+        if request.adapter is not None:
+            self.by_adapter.count(request.adapter.name, prompt_tokens, num_generated or 0)

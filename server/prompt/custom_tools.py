@@ -1,0 +1,91 @@
+"""Custom tools, whose calls carry a text. To the model they are functions with one argument."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from serve_llm.server.structured_output.lark_regex import translate_lark
+
+CUSTOM_INPUT = "input"
+"""The one argument of a function that stands for a custom tool."""
+
+_OPEN = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
+# Characters of a JSON string that are whole, whatever follows them. A high surrogate waits for the low one.
+_WHOLE = re.compile(
+    r"""(?:[^"\\]
+    |\\[^u]
+    |\\u(?![dD][89abAB])[0-9a-fA-F]{4}
+    |\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u])))*""",
+    re.VERBOSE,
+)
+
+
+def describe_input(syntax: str | None = None, definition: str = "") -> dict[str, object]:
+    """The schema of a custom tool's arguments. syntax: lark, regex, or None for any text. Raises LarkError where a
+    grammar cannot be enforced."""
+    text: dict[str, object] = {"type": "string"}
+    if syntax == "regex":
+        text["pattern"] = f"^(?:{definition})$"
+    elif syntax == "lark":
+        text["pattern"] = f"^(?:{translate_lark(definition)})$"
+        text["description"] = f"A text of this Lark grammar:\n{definition}"
+    return wrap_input(text)
+
+
+def wrap_input(text: dict[str, object]) -> dict[str, object]:
+    """text: the schema of the input."""
+    return {
+        "type": "object",
+        "properties": {CUSTOM_INPUT: text},
+        "required": [CUSTOM_INPUT],
+        "additionalProperties": False,
+    }
+
+
+class CustomInputReader:
+    """Reads the text of one call out of its arguments while they are written.
+
+    Arguments that do not begin as those of a custom tool are passed on as they are.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = ""
+        self._is_text = False  # whether the text has begun
+        self._is_closed = False
+
+    def push(self, arguments: str) -> str:
+        """The text that more of the arguments' JSON makes certain."""
+        if self._is_closed:
+            return ""
+        self._buffer += arguments
+        if not self._is_text:
+            opening = _OPEN.match(self._buffer)
+            if opening is None:
+                return ""
+            self._is_text = True
+            self._buffer = self._buffer[opening.end() :]
+        whole = _WHOLE.match(self._buffer)
+        assert whole is not None
+        self._buffer = self._buffer[whole.end() :]
+        self._is_closed = self._buffer.startswith('"')
+        return _decode(whole[0])
+
+    def finish(self) -> str:
+        """The rest, when the call has ended or was cut."""
+        rest = "" if self._is_text else self._buffer
+        self._is_closed = True
+        self._buffer = ""
+        return rest
+
+
+def read_custom_input(arguments: str) -> str:
+    """The text of a whole call."""
+    reader = CustomInputReader()
+    return reader.push(arguments) + reader.finish()
+
+
+def _decode(characters: str) -> str:
+    """The text of a JSON string's characters. Halves of surrogate pairs, which no UTF-8 can hold, become U+FFFD."""
+    text: str = json.loads(f'"{characters}"', strict=False)
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -1,0 +1,25 @@
+"""Starts traces if the optional dependency is there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from serve_llm.common.errors import OptionError
+
+if TYPE_CHECKING:
+    from serve_llm.server.tracing.tracing import Tracing
+
+EXPORT_SECONDS = 2.0  # for the last spans to leave when a process stops
+
+
+def start_tracing(endpoint: str | None) -> Tracing | None:
+    """None without an endpoint. Raises OptionError if OpenTelemetry is not installed."""
+    if endpoint is None:
+        return None
+    try:
+        from serve_llm.server.tracing.tracing import Tracing, create_exporting_processor
+    except ModuleNotFoundError as error:
+        raise OptionError(
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error.name} is missing): pip install 'serve-llm[otel]'"
+        ) from None
+    return Tracing(create_exporting_processor(endpoint))

@@ -1,0 +1,203 @@
+"""Embeddings per second of this server and of sentence-transformers, whose turns take turns on the same checkpoint.
+
+Run: PYTHONPATH=tests python -m bench.embeddings [--peer PYTHON] [--dtype float32 bfloat16] [--shape small base]
+
+PYTHON is an interpreter with sentence-transformers. The checkpoint is a BERT with random weights in the shape of
+bge-small or bge-base. The server is asked over HTTP, by one client that waits for each answer (batch 1) or sends one
+request with all texts (batch 32); the peer encodes in its own process, without HTTP. Both compute vectors of the same
+texts, which are compared first. Prints a table of texts per second, then one JSON line. On a machine that others use
+too, --threads 1 and the texts per second of CPU time of all processes are what can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import random
+import shlex
+import statistics
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+from bench.servers import SERVE_LLM, free_port, stop_on_signals
+from support.pooled import write_modules
+
+SHAPES = {
+    "small": {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 12},
+    "base": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12},
+}
+WORDS = 8000
+LENGTHS = (32, 512)
+BATCHES = (1, 32)
+SECONDS = 1.5  # of each turn, at least
+PEER = Path(__file__).parent / "peers" / "sentence_encoder.py"
+
+Vectors = list[list[float]]
+Encode = Callable[[list[str]], Vectors]
+
+
+def write_model(folder: Path, shape: str) -> None:
+    """A checkpoint in sentence-transformers' form, with a tokenizer whose tokens are words."""
+    config = BertConfig(vocab_size=WORDS + 4, max_position_embeddings=512, **SHAPES[shape])
+    torch.manual_seed(1)
+    BertModel(config).save_pretrained(folder)
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{number}" for number in range(WORDS))]
+    tokenizer = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", None, [("[CLS]", 2), ("[SEP]", 3)])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        model_max_length=512,
+    ).save_pretrained(folder)
+    write_modules(folder, ["Pooling", "Normalize"], "cls_token", int(SHAPES[shape]["hidden_size"]))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 512, "do_lower_case": False}))
+
+
+def write_texts(chooser: random.Random, num_tokens: int, count: int) -> list[str]:
+    return [" ".join(f"w{chooser.randrange(WORDS)}" for _ in range(num_tokens - 2)) for _ in range(count)]
+
+
+class OwnServer:
+    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
+        port = free_port()
+        command = f"{shlex.quote(SERVE_LLM)} {folder} --port {port} --dtype {dtype} --cpu-threads {threads}"
+        self._process = subprocess.Popen(shlex.split(command), stderr=subprocess.DEVNULL)
+        self._url = f"http://127.0.0.1:{port}"
+        while not self._is_ready():
+            assert self._process.poll() is None, "the server ended"
+            time.sleep(0.05)
+
+    def _is_ready(self) -> bool:
+        try:
+            return bool(urllib.request.urlopen(f"{self._url}/ready", timeout=10).status == 200)
+        except OSError:
+            return False
+
+    def encode(self, texts: list[str]) -> Vectors:
+        body = json.dumps({"input": texts}).encode()
+        request = urllib.request.Request(f"{self._url}/v1/embeddings", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            return [entry["embedding"] for entry in json.load(answer)["data"]]
+
+    def read_cpu_seconds(self) -> float:
+        return sum_cpu_seconds(self._process.pid)
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+class PeerProcess:
+    def __init__(self, python: str, folder: Path, dtype: str, threads: int) -> None:
+        command = [python, str(PEER), str(folder), "--dtype", dtype]
+        environ = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ
+        )
+
+    def encode(self, texts: list[str]) -> Vectors:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(texts) + "\n")
+        self._process.stdin.flush()
+        return list(json.loads(self._process.stdout.readline()))
+
+    def read_cpu_seconds(self) -> float:
+        return sum_cpu_seconds(self._process.pid)
+
+    def stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def sum_cpu_seconds(pid: int) -> float:
+    """Of a process and those that it started."""
+    root = psutil.Process(pid)
+    return sum(sum(process.cpu_times()[:2]) for process in (root, *root.children(recursive=True)))
+
+
+def measure(server: OwnServer | PeerProcess, num_tokens: int, batch: int, seed: int) -> tuple[float, float]:
+    """Texts per second, and per second of CPU time."""
+    chooser = random.Random(seed)
+    count = 0
+    used, began = server.read_cpu_seconds(), time.perf_counter()
+    while (passed := time.perf_counter() - began) < SECONDS or not count:
+        server.encode(write_texts(chooser, num_tokens, batch))
+        count += batch
+    return count / passed, count / (server.read_cpu_seconds() - used)
+
+
+def compare_vectors(encoders: list[Encode]) -> float:
+    """The least cosine of two servers' vectors of a text."""
+    texts = [text for length in LENGTHS for text in write_texts(random.Random(0), length, 3)]
+    first, *others = [encode(texts) for encode in encoders]
+    return min(
+        [
+            sum(a * b for a, b in zip(one, two, strict=True)) / (math.hypot(*one) * math.hypot(*two))
+            for other in others
+            for one, two in zip(first, other, strict=True)
+        ],
+        default=1.0,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", help="an interpreter that has sentence-transformers")
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--shape", nargs="+", default=["small"], choices=SHAPES)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    given = parser.parse_args()
+    stop_on_signals()
+    found = []
+    for shape in given.shape:
+        with tempfile.TemporaryDirectory() as work:
+            folder = Path(work) / "model"
+            write_model(folder, shape)
+            for dtype in given.dtype:
+                found += compare(folder, shape, dtype, given)
+    print(json.dumps(found))
+
+
+def compare(folder: Path, shape: str, dtype: str, given: argparse.Namespace) -> list[dict[str, object]]:
+    servers: dict[str, OwnServer | PeerProcess] = {"serve-llm": OwnServer(folder, dtype, given.threads)}
+    if given.peer is not None:
+        servers["sentence-transformers"] = PeerProcess(given.peer, folder, dtype, given.threads)
+    found: list[dict[str, object]] = []
+    try:
+        cosine = compare_vectors([server.encode for server in servers.values()])
+        print(f"{shape}, {dtype}, {given.threads} threads: cosine of the vectors at least {cosine:.6f}", flush=True)
+        for num_tokens, batch in itertools.product(LENGTHS, BATCHES):
+            rates: dict[str, list[tuple[float, float]]] = {name: [] for name in servers}
+            for turn in range(given.turns):
+                for name, server in servers.items():
+                    rates[name].append(measure(server, num_tokens, batch, turn))
+            medians = {name: [statistics.median(row) for row in zip(*one, strict=True)] for name, one in rates.items()}
+            row = "".join(f"   {name} {a:8.1f} /s {b:8.1f} /CPU s" for name, (a, b) in medians.items())
+            print(f"{num_tokens:5} tokens, batch {batch:3}{row}", flush=True)
+            found.append({"shape": shape, "dtype": dtype, "tokens": num_tokens, "batch": batch, **medians})
+    finally:
+        for server in servers.values():
+            server.stop()
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Clients and frameworks of agents, each with the calls that its quickstart shows; those that are not installed are
+skipped. CI installs them with the extra `clients`. The demo model knows no tools, so calls are required."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel, ConfigDict, Field
+
+from support.daemon import Daemon
+from support.tools import write_files
+
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]  # theirs
+QUESTION = "The weather in Oslo, please."
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    city: str = Field(max_length=12)
+    days: int = Field(ge=1, le=7)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    template = write_files(tmp_path_factory.mktemp("tools"))["--chat-template"]
+    with Daemon("demo", "--chat-template", template, "--dialect", "hermes") as daemon:
+        yield daemon.wait_until_serving() + "/v1"
+
+
+@pytest.mark.parametrize("route", ["chat", "responses"])
+def test_openai_agents(url: str, route: str) -> None:
+    agents = pytest.importorskip("agents")
+    agents.set_tracing_disabled(True)
+    client = AsyncOpenAI(base_url=url, api_key="none")
+    kind = agents.OpenAIChatCompletionsModel if route == "chat" else agents.OpenAIResponsesModel
+    asked: list[str] = []
+
+    def get_weather(city: str) -> str:
+        """The weather of a city."""
+        asked.append(city)
+        return "rain"
+
+    agent = agents.Agent(
+        name="forecaster",
+        instructions="Answer briefly.",
+        model=kind("demo", openai_client=client),
+        tools=[agents.function_tool(get_weather)],
+        tool_use_behavior="stop_on_first_tool",
+        model_settings=agents.ModelSettings(tool_choice="required", max_tokens=600, parallel_tool_calls=False),
+    )
+    assert agents.Runner.run_sync(agent, QUESTION).final_output == "rain" and asked
+
+    async def stream() -> list[str]:
+        running = agents.Runner.run_streamed(agent, QUESTION)
+        return [event.type async for event in running.stream_events()]
+
+    assert "run_item_stream_event" in asyncio.run(stream())
+    typed = agents.Agent(name="typed", model=kind("demo", openai_client=client), output_type=Weather)
+    assert isinstance(agents.Runner.run_sync(typed, QUESTION).final_output, Weather)
+
+
+@pytest.mark.parametrize("use_responses_api", [False, True])
+def test_langchain_openai(url: str, use_responses_api: bool) -> None:
+    langchain = pytest.importorskip("langchain_openai")
+    model = langchain.ChatOpenAI(
+        base_url=url, api_key="none", model="demo", max_tokens=400, use_responses_api=use_responses_api
+    )
+    assert model.invoke("Hello").content and list(model.stream("Hello"))
+    forced = model.bind_tools([Weather], tool_choice="required", parallel_tool_calls=False)
+    (call,) = forced.invoke(QUESTION).tool_calls
+    Weather.model_validate(call["args"])
+    whole = None
+    for chunk in forced.stream(QUESTION):
+        whole = chunk if whole is None else whole + chunk
+    assert whole is not None
+    Weather.model_validate(whole.tool_calls[0]["args"])
+    for method in ("json_schema", "function_calling"):
+        assert isinstance(model.with_structured_output(Weather, method=method).invoke(QUESTION), Weather)
+    found = model.with_structured_output(None, method="json_mode", include_raw=True).invoke("JSON, please.")
+    assert found["parsed"] is None or isinstance(found["parsed"], dict)
+
+
+@pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"])
+def test_instructor(url: str, mode: str) -> None:
+    instructor = pytest.importorskip("instructor")
+    client = instructor.from_openai(OpenAI(base_url=url, api_key="none"), mode=instructor.Mode[mode])
+    how: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 400}
+    assert isinstance(client.chat.completions.create(response_model=Weather, **how), Weather)
+    *_, last = client.chat.completions.create_partial(response_model=Weather, **how)
+    Weather.model_validate(last.model_dump())
+
+
+def test_pydantic_ai(url: str) -> None:
+    ai = pytest.importorskip("pydantic_ai")
+    models = pytest.importorskip("pydantic_ai.models.openai")
+    providers = pytest.importorskip("pydantic_ai.providers.openai")
+    provider = providers.OpenAIProvider(base_url=url, api_key="none")
+    for kind in (models.OpenAIChatModel, models.OpenAIResponsesModel):
+        model = kind("demo", provider=provider)
+        assert ai.Agent(model).run_sync(QUESTION, model_settings={"max_tokens": 20}).output
+        for output in (Weather, ai.NativeOutput(Weather)):
+            result = ai.Agent(model, output_type=output).run_sync(QUESTION, model_settings={"max_tokens": 400})
+            assert isinstance(result.output, Weather)
+
+
+@pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
+def test_litellm(url: str, provider: str) -> None:
+    litellm = pytest.importorskip("litellm")
+    how: dict[str, Any] = {
+        "model": f"{provider}/demo",
+        "api_base": url,
+        "api_key": "none",
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": 400,
+    }
+    assert litellm.completion(**how).choices[0].message.content
+    assert list(litellm.completion(stream=True, **how))
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": Weather.model_json_schema()}}
+    forced = {"tools": [tool], "tool_choice": "required"}
+    called = litellm.completion(**forced, **how).choices[0].message.tool_calls
+    Weather.model_validate_json(called[0].function.arguments)
+    events = list(litellm.completion(stream=True, **forced, **how))
+    whole = litellm.stream_chunk_builder(events).choices[0].message.tool_calls
+    Weather.model_validate_json(whole[0].function.arguments)
+    if provider == "openai":  # to others LiteLLM passes a looser schema
+        typed = litellm.completion(response_format=Weather, **how).choices[0].message.content
+        Weather.model_validate_json(typed)

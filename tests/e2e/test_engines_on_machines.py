@@ -1,0 +1,109 @@
+"""Data-parallel engines on several hosts without Ray, on machines in network namespaces: the tokens of one rank, and no
+stream is lost when a machine is. Limits are generous."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from support.daemon import Daemon
+from support.namespaces import Machine, Machines
+from support.nodes import LIMIT, PROMPTS, SMALL, body
+from support.remote_streams import crowd, list_leftovers, start_streams, stream_here, texts_of
+
+PORT = 29600
+
+
+def node_on(machine: Machine, master: Machine, nnodes: int, rank: int, *options: str) -> Daemon:
+    network = ("--nnodes", str(nnodes), "--master-addr", f"{master.address}:{PORT}", "--node-rank", str(rank))
+    return Daemon(*options, *network, environ={"SERVE_LLM_CLUSTER_SECRET": "s3cret"}, machine=machine)
+
+
+class Fleet:
+    """A node on each of the first machines; node 0 serves."""
+
+    def __init__(self, machines: Machines, stack: ExitStack, nnodes: int, *options: str) -> None:
+        self._machines, self._stack, self._nnodes = machines, stack, nnodes
+        self.first = self.add(0, 0, "demo", *SMALL, *options, "--host", "0.0.0.0")
+        self.others = [self.add(rank, rank) for rank in range(1, nnodes)]
+        self.url = self.first.wait_until_serving().replace("0.0.0.0", machines[0].address)
+
+    def add(self, machine: int, rank: int, *options: str) -> Daemon:
+        return self._stack.enter_context(
+            node_on(self._machines[machine], self._machines[0], self._nnodes, rank, *options)
+        )
+
+    def start_streams(self, bodies: list[dict[str, Any]]) -> subprocess.Popen[str]:
+        """Returns once all have begun."""
+        return start_streams(self._machines[0], self.url, bodies)
+
+    def samples(self, name: str) -> dict[str, float]:
+        """Engine -> a sample of /metrics."""
+        script = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1]).read().decode())"
+        lines = self._machines[0].run(sys.executable, "-c", script, self.url + "/metrics").stdout.splitlines()
+        found = [line for line in lines if line.startswith(f"serve_llm_{name}{{")]
+        return {line.split('engine="')[1].split('"')[0]: float(line.rpartition(" ")[2]) for line in found}
+
+    def end(self) -> None:
+        """End in order; nothing is left on any machine."""
+        self.first.signal(signal.SIGTERM)
+        nodes = [self.first, *(node for node in self.others if node.process.poll() is None)]
+        assert [node.wait(LIMIT) for node in nodes] == [0] * len(nodes), [node.log[-3:] for node in nodes]
+        for machine in self._machines:
+            if machine.on:
+                assert list_leftovers(machine) == "[]"
+
+
+def test_a_machine_that_is_lost_takes_its_engine_and_another_brings_it_back() -> None:
+    with Daemon("demo", *SMALL) as alone:
+        undisturbed = stream_here(alone.wait_until_serving(), crowd())
+    with Machines(3) as machines, ExitStack() as stack:
+        fleet = Fleet(machines, stack, 2, "-dp", "2")
+        client = fleet.start_streams(crowd())
+        machines[1].power_off()
+        assert texts_of(client) == undisturbed
+        fleet.first.wait_until_logged(
+            r"engine 1: rank 0 \(node 1, host host1 at 10\.77\.0\.2, pid \d+\) died in a step by loss of its node.*; "
+            "it is replaced"
+        )
+        fleet.others = [fleet.add(2, 1)]
+        fleet.first.wait_until_logged("The engine is ready again after")
+        before = fleet.samples("generation_tokens_total")
+        assert len(before) == 2 and min(before.values()) > 0
+        assert texts_of(fleet.start_streams(crowd())) == undisturbed
+        assert all(count > before[engine] for engine, count in fleet.samples("generation_tokens_total").items())
+        fleet.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nnodes", "options"),
+    [
+        (2, ("-dp", "2", "-tp", "2", "--front-ends", "2")),
+        (2, ("-dp", "2", "-pp", "2")),
+        (2, ("-dp", "3", "-tp", "2", "--data-parallel-split", "1,2")),
+        (2, ("-dp", "4", "-pp", "2")),
+        (3, ("-dp", "2", "-pp", "2")),  # the first engine is on two machines, the second on one
+        (3, ("-dp", "3", "-pp", "2")),
+        (3, ("-dp", "4", "-tp", "2", "--data-parallel-split", "0,2,2")),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_every_shape_survives_the_loss_of_the_last_machine(
+    nnodes: int, options: tuple[str, ...], continuations: list[str]
+) -> None:
+    with Machines(nnodes) as machines, ExitStack() as stack:
+        fleet = Fleet(machines, stack, nnodes, *options)
+        complete = [json.loads(body(prompt=prompt)) for prompt in PROMPTS]
+        assert texts_of(fleet.start_streams(complete)) == continuations
+        undisturbed = texts_of(fleet.start_streams(crowd()))
+        client = fleet.start_streams(crowd())
+        machines[nnodes - 1].power_off()
+        assert texts_of(client) == undisturbed
+        fleet.end()

@@ -1,0 +1,61 @@
+"""Data-parallel engines on a Ray cluster: the tokens of one rank, each engine on one node, and no stream is lost when a
+node is."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from support.daemon import Daemon
+from support.namespaces import Machines
+from support.nodes import LIMIT, SMALL, complete
+from support.ray_machines import RAY, serve_on, short_folder, start_ray, wait_until
+from support.ray_nodes import RayNodes, skip_without_ray
+from support.remote_streams import crowd, list_leftovers, start_streams, texts_of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engines", "split"), [(4, ("-tp", "2")), (2, ("-pp", "2", "-tp", "2"))])
+def test_engines_that_start_together_have_a_node_each(
+    engines: int, split: tuple[str, ...], continuations: list[str]
+) -> None:
+    with short_folder() as folder, RayNodes([4, 4], folder) as nodes:
+        with Daemon("demo", *SMALL, *RAY, "-dp", str(engines), *split, environ=nodes.environ) as daemon:
+            assert complete(daemon.wait_until_serving()) == continuations
+            groups = nodes.ask("groups")
+            assert len(groups) == engines and all(len(set(group)) == 1 for group in groups)
+            assert (
+                sorted(sum(group[0] == node for group in groups) for node in {group[0] for group in groups})
+                == [engines // 2] * 2
+            )
+        wait_until(lambda: nodes.ask("free") == 8, "all devices are free again")
+
+
+@pytest.mark.slow
+def test_a_node_that_is_lost_takes_its_engine_and_another_brings_it_back(tmp_path: Path) -> None:
+    skip_without_ray()
+    log = tmp_path / "log"
+    with short_folder() as folder, Machines(4, private=[str(folder)]) as machines:
+        head, first, lost, spare = machines
+        start_ray(head, folder, 0)
+        start_ray(first, folder, 2, head.address)
+        start_ray(lost, folder, 2, head.address)
+        daemon, url = serve_on(head, folder, log, *SMALL, "-dp", "2", "-tp", "2")
+        undisturbed = texts_of(start_streams(head, url, crowd()))
+        client = start_streams(head, url, crowd())
+        lost.power_off()
+        assert texts_of(client) == undisturbed
+        wait_until(lambda: re.search(r"engine \d: rank [01] .* died in a step by loss of", log.read_text()), "the loss")
+        start_ray(spare, folder, 2, head.address)
+        wait_until(lambda: "The engine is ready again" in log.read_text(), "the engine is back")
+        assert re.search(rf"Ray places rank 0 1 on {spare.address}", log.read_text())
+        assert texts_of(start_streams(head, url, crowd())) == undisturbed
+        head.signal(daemon, signal.SIGTERM)
+        assert daemon.wait(LIMIT) == 0, log.read_text()
+        for machine in (head, first, spare):
+            with contextlib.suppress(ProcessLookupError):
+                assert list_leftovers(machine) == "[]"

@@ -1,0 +1,146 @@
+"""With the guesses of a draft model and without: the same ids and the same bits of their log-probabilities.
+
+The draft model is the served one with noise on its weights, so that many guesses are right and some are not.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from serve_llm.common.types import Request, Sampling
+from serve_llm.engine.draft_model.draft_model import DraftModel
+from serve_llm.engine.loop import EngineCore
+from serve_llm.engine.scheduler.speculation import ModelSpeculator
+from support.engine import generate, generate_together, make_engine, make_engines
+from support.gpu_path import make_gpu_engine
+from support.matrix import mostly_slow
+from support.speculation import ARRIVALS, assert_drafted, assert_equal, draft_freely, make_requests, make_similar
+from support.tiny import FAMILIES, make_checkpoint
+
+OFF: dict[str, object] = {"block_size": 8}
+FEW = ["llama", "mistral"]
+
+
+def case(family: str, directory: Path, **overrides: object) -> tuple[Path, dict[str, object], list[Request]]:
+    """The checkpoint, the options with a draft model, and requests."""
+    requests = make_requests(make_checkpoint(directory / "served", family, **overrides))
+    draft = make_similar(directory / "served", directory / "draft")
+    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4}
+    return directory / "served", OFF | {"speculative_config": config}, requests
+
+
+def find_draft_model(engine: EngineCore) -> DraftModel:
+    assert isinstance(engine._speculator, ModelSpeculator)
+    assert isinstance(engine._speculator._source, DraftModel)
+    return engine._speculator._source
+
+
+def check(engine: EngineCore) -> None:
+    """Some guesses were right, some wrong, and the draft model has given everything back."""
+    assert_drafted(engine)
+    sequences = find_draft_model(engine).sequences
+    sequences.check_integrity()
+    assert not sequences._drafts, "the draft model follows a request that has ended"
+
+
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, FEW))
+def test_every_family(family: str, tmp_path: Path) -> None:
+    directory, on, requests = case(family, tmp_path)
+    expected = generate(make_engine(directory, **OFF), requests, ARRIVALS)
+    engine = draft_freely(make_engine(directory, **on))
+    for _ in range(2):  # the second time with cached prefixes
+        assert_equal(generate(engine, requests, ARRIVALS), expected)
+    check(engine)
+
+
+HOWS: dict[str, dict[str, object]] = {
+    "two ranks": {"tensor": 2},
+    "two stages": {"pipeline": 2},
+    "chunks": {"max_num_batched_tokens": 9},
+    "few at a time": {"max_num_seqs": 2},
+}
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_every_way_to_compute(how: str, tmp_path: Path) -> None:
+    directory, on, requests = case("llama", tmp_path)
+    expected = generate(make_engine(directory, **(OFF | HOWS[how])), requests)
+    engine = draft_freely(make_engine(directory, **(on | HOWS[how])))
+    assert_equal(generate(engine, requests, ARRIVALS), expected)
+    check(engine)
+
+
+def test_engines_that_share_experts(tmp_path: Path) -> None:
+    directory, on, requests = case("mixtral", tmp_path)
+    expected = generate(make_engine(directory, **OFF), requests)
+    engines = [draft_freely(engine) for engine in make_engines(directory, tmp_path, 2, **on)]
+    shares = [requests[::2], requests[1::2]]
+    for engine, share, found in zip(engines, shares, generate_together(engines, shares), strict=True):
+        assert_equal(found, {request.id: expected[request.id] for request in share})
+        check(engine)
+
+
+def test_preemption_and_replay(tmp_path: Path) -> None:
+    directory, on, requests = case("mistral", tmp_path)
+    options = {"max_model_len": 112, "max_num_batched_tokens": 30}
+    roomy = make_engine(directory, **(OFF | options))
+    expected = generate(roomy, requests)
+    memory = (roomy.layout.blocks_per_request(112, 30) + 6) * roomy.layout.block_bytes
+    small = draft_freely(make_engine(directory, **(on | options), kv_cache_memory=memory))
+    assert_equal(generate(small, requests, ARRIVALS), expected)
+    check(small)
+    assert small.scheduler.stats().num_preemptions > 0
+    begun = [
+        msgspec.structs.replace(request, output_ids=expected[request.id].token_ids[:6])
+        for request in requests
+        if len(expected[request.id].token_ids) > 6
+    ]
+    for number, result in generate(small, begun).items():
+        assert result.token_ids == expected[number].token_ids[6:]
+
+
+def test_as_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that is to have drafts waits for its ids; others run ahead."""
+    directory, on, requests = case("llama", tmp_path)
+    expected = generate(make_gpu_engine(directory, monkeypatch, **OFF), requests)
+    engine = draft_freely(make_gpu_engine(directory, monkeypatch, **on))
+    found = generate(engine, requests)
+    assert {number: result.token_ids for number, result in found.items()} == {
+        number: result.token_ids for number, result in expected.items()
+    }
+    check(engine)
+
+
+def test_a_draft_model_with_few_blocks_and_a_short_context(tmp_path: Path) -> None:
+    """It forgets requests that it has no room for, and leaves alone those that are too long for it."""
+    directory, on, requests = case("llama", tmp_path)
+    config = tmp_path / "draft" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 32}))
+    engine = draft_freely(make_engine(directory, **on))
+    model = find_draft_model(engine)
+    assert model._max_model_len == 32
+    spare = [model.sequences._pool.allocate() for _ in range(model.sequences._pool.num_free - 8)]
+    assert_equal(generate(engine, requests, ARRIVALS), generate(make_engine(directory, **OFF), requests))
+    for block in spare:
+        model.sequences._pool.release(block)
+    check(engine)
+
+
+def test_it_saves_steps_of_greedy_and_sampled_texts(tmp_path: Path) -> None:
+    """With the served model itself as the draft model every guess is right, whatever the sampling."""
+    directory = tmp_path / "served"
+    make_checkpoint(directory, "llama")
+    config = {"method": "draft_model", "model": str(directory), "num_speculative_tokens": 4}
+    for temperature in (0.0, 1.0):
+        request = Request(
+            id=1, prompt_ids=[5, 17, 101], sampling=Sampling(max_tokens=61, seed=3, temperature=temperature)
+        )
+        engine = draft_freely(make_engine(directory, speculative_config=config))
+        assert generate(engine, [request])[1].token_ids == generate(make_engine(directory), [request])[1].token_ids
+        stats = engine.step().stats
+        assert stats.num_accepted_tokens == stats.num_draft_tokens
+        assert stats.num_steps < 20

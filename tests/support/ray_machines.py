@@ -1,0 +1,58 @@
+"""Nodes of a Ray cluster on machines in network namespaces, and a daemon there."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from support.daemon import SERVE_LLM
+from support.namespaces import Machine
+from support.ray_nodes import STORE_BYTES, environment
+
+RAY = ("--distributed-executor-backend", "ray")
+LIMIT = 180.0  # seconds; more than anything here takes on a busy machine
+
+
+@contextlib.contextmanager
+def short_folder() -> Iterator[Path]:
+    """For the files of one Ray."""
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+def wait_until(true: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not true():
+        assert time.monotonic() < deadline, f"still not so: {what}"
+        time.sleep(0.05)
+
+
+def start_ray(machine: Machine, folder: Path, num_cpus: int, head: str = "", **environ: str) -> None:
+    """A node of the cluster whose head has this address, or the head itself. Returns when it is part of it."""
+    log = folder.with_suffix(f".{machine.name}")
+    where = ["--address", f"{head}:6379"] if head else ["--head", "--port=6379", "--include-dashboard=false"]
+    own = [f"--node-ip-address={machine.address}", f"--num-cpus={num_cpus}", f"--object-store-memory={STORE_BYTES}"]
+    ray = str(Path(sys.executable).with_name("ray"))
+    with log.open("w") as output:
+        machine.popen(
+            *(ray, "start", *where, *own, "--disable-usage-stats", "--block"),
+            env=environment(folder) | environ,
+            stdout=output,
+            stderr=output,
+        )
+    wait_until(lambda: "Ray runtime started" in log.read_text(), f"Ray started on {machine.name}")
+
+
+def serve_on(host: Machine, folder: Path, log: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
+    """A daemon on this machine, once it serves, and its URL."""
+    where = ("--host", host.address, "--port", "8000")
+    with log.open("w") as output:
+        daemon = host.popen(SERVE_LLM, "demo", *RAY, *options, *where, env=environment(folder), stderr=output)
+    wait_until(lambda: daemon.poll() is not None or "Serving demo" in log.read_text(), "serving")
+    assert daemon.poll() is None, log.read_text()
+    return daemon, f"http://{host.address}:8000"

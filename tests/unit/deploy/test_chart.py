@@ -1,0 +1,198 @@
+"""The Helm chart: what it renders is accepted by the schemas, true to the daemon, and as it stands in the repository.
+
+The renderings under deploy/helm/rendered are checked everywhere. The extra `deploy` brings Helm as a library, which
+renders them anew, and Kubernetes' own schemas.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from serve_llm.common.options.sources import parse_args
+from support.manifests import CRDS, ROOT, crd_schema, documents
+
+Json = dict[str, Any]
+HELM = ROOT / "deploy" / "helm"
+CHART = HELM / "serve-llm"
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+NAMES = sorted(path.stem for path in (HELM / "examples").glob("*.yaml"))
+RENDERED = {name: documents(HELM / "rendered" / f"{name}.yaml") for name in NAMES}
+WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
+
+every_example = pytest.mark.parametrize("name", NAMES)
+needs_crds = pytest.mark.skipif(not CRDS.is_dir(), reason=f"no KubeRay schemas in {CRDS}")
+needs_helm = pytest.mark.skipif(importlib.util.find_spec("helm_python") is None, reason="needs helm-python-sdk")
+
+
+def find(name: str, *kinds: str) -> list[Json]:
+    return [resource for resource in RENDERED[name] if resource["kind"] in kinds]
+
+
+def pod_templates(name: str) -> list[Json]:
+    """Those of the pod that serves HTTP first."""
+    (workload,) = find(name, *WORKLOADS)
+    group = workload["spec"].get("leaderWorkerTemplate")
+    return [group["leaderTemplate"], group["workerTemplate"]] if group else [workload["spec"]["template"]]
+
+
+def container(template: Json) -> Json:
+    (found,) = template["spec"]["containers"]
+    return dict(found)
+
+
+def read_options(name: str) -> list[str]:
+    """The options of serve-llm on the pod that serves HTTP, but those that the number of its node adds."""
+    arguments = list(map(str, container(pod_templates(name)[0])["args"]))
+    return arguments[2:] if arguments[1] == "serve-llm" else arguments
+
+
+def test_there_is_an_example_of_each_kind() -> None:
+    kinds = {resource["kind"] for name in NAMES for resource in RENDERED[name]}
+    assert kinds == {
+        *WORKLOADS,
+        "Service",
+        "PersistentVolumeClaim",
+        "PodDisruptionBudget",
+        "NetworkPolicy",
+        "HorizontalPodAutoscaler",
+        "ScaledObject",
+        "ServiceMonitor",
+    }
+
+
+def test_the_schema_names_every_value_and_no_other() -> None:
+    def compare(values: Json, schema: Json, where: str) -> None:
+        if schema.get("additionalProperties") is False:
+            assert set(values) == set(schema["properties"]) - {"global"}, where
+            for key, value in values.items():
+                if isinstance(value, dict):
+                    compare(value, schema["properties"][key], f"{where}.{key}")
+
+    compare(VALUES, SCHEMA, "values")
+    jsonschema.validate(VALUES, SCHEMA)
+
+
+@every_example
+def test_the_options_are_those_of_the_daemon(name: str) -> None:
+    values = yaml.safe_load((HELM / "examples" / f"{name}.yaml").read_text())
+    jsonschema.validate(VALUES | values, SCHEMA)
+    options = parse_args(read_options(name), {})
+    parallel = VALUES["parallel"] | values.get("parallel", {})
+    assert options.model == values.get("model", VALUES["model"])
+    assert (options.tensor_parallel_size, options.pipeline_parallel_size) == (parallel["tensor"], parallel["pipeline"])
+    gpus = container(pod_templates(name)[0])["resources"]["limits"].get("nvidia.com/gpu")
+    ranks = parallel["tensor"] * parallel["pipeline"] * parallel["data"]
+    assert gpus == (str(ranks // parallel["nodes"]) if options.device == "cuda" else None)
+
+
+@needs_crds
+@every_example
+def test_the_schema_of_a_pod_accepts_it(name: str) -> None:
+    head = crd_schema("rayclusters")["properties"]["spec"]["properties"]["headGroupSpec"]["properties"]
+    for template in pod_templates(name):
+        jsonschema.validate(template, head["template"])
+    for service in find(name, "Service"):
+        jsonschema.validate(service, head["headService"])
+
+
+@every_example
+def test_kubernetes_schemas_accept_it(name: str) -> None:
+    kubernetes = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate")
+    custom = ("LeaderWorkerSet", "ScaledObject", "ServiceMonitor")
+    checked = [resource for resource in RENDERED[name] if resource["kind"] not in custom]
+    for resource in checked:
+        kubernetes.validate(resource, kubernetes.latest_version(), strict=True)
+    assert len(checked) >= 3
+
+
+@every_example
+def test_who_selects_finds(name: str) -> None:
+    templates = pod_templates(name)
+    labels = templates[0]["metadata"]["labels"]
+    ports = {port["name"] for port in container(templates[0])["ports"]}
+    added = {"apps.kubernetes.io/pod-index": "0", "leaderworkerset.sigs.k8s.io/worker-index": "0"}
+    for service in find(name, "Service"):
+        assert service["spec"]["selector"].items() <= (labels | added).items()
+        assert {port.get("targetPort", port["name"]) for port in service["spec"]["ports"]} <= ports
+    for policy in find(name, "NetworkPolicy"):
+        assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+        assert policy["spec"]["ingress"][0]["ports"] == [{"port": "http", "protocol": "TCP"}]
+        assert (len(policy["spec"]["ingress"]) == 2) == ("nodes" in ports)
+    (budget,) = find(name, "PodDisruptionBudget")
+    assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    (workload,) = find(name, *WORKLOADS)
+    for scaler in find(name, "HorizontalPodAutoscaler", "ScaledObject"):
+        target = scaler["spec"]["scaleTargetRef"]
+        assert (target["apiVersion"], target["kind"]) == (workload["apiVersion"], workload["kind"])
+        assert target["name"] == workload["metadata"]["name"] and "replicas" not in workload["spec"]
+        assert "serve_llm_num_requests_waiting" in yaml.safe_dump(scaler)
+    for monitor in find(name, "ServiceMonitor"):
+        service = find(name, "Service")[-1]
+        assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+        assert service["metadata"]["labels"][monitor["spec"]["jobLabel"]] == "serve-llm"
+
+
+@pytest.mark.parametrize("name", ["statefulset", "leaderworkerset"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_node_runs_its_part(name: str, rank: int, tmp_path: Path) -> None:
+    """The pod's own command, with a serve-llm that prints its arguments."""
+    program = tmp_path / "serve-llm"
+    program.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    program.chmod(0o755)
+    found = container(pod_templates(name)[min(rank, len(pod_templates(name)) - 1)])
+    environment = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "HOSTNAME": f"llm-{rank}",
+        "LWS_WORKER_INDEX": str(rank),
+        "LWS_LEADER_ADDRESS": "llm-0.llm.serve-llm",
+    }
+    command = [*found["command"], *map(str, found["args"])]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    options = parse_args(run.stdout.splitlines(), {})
+    assert (options.nnodes, options.node_rank) == (2, rank)
+    assert options.master_addr in ("llm-0.llm-nodes:29500", "llm-0.llm.serve-llm:29500")
+    assert options.tensor_parallel_size == (8 if rank == 0 else 1), "the others need nothing else"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_pod_of_a_stateful_set_is_asked(rank: int, tmp_path: Path) -> None:
+    (tmp_path / "wget").write_text("#!/bin/bash\nexit 7\n")
+    (tmp_path / "wget").chmod(0o755)
+    command = container(pod_templates("statefulset")[0])["readinessProbe"]["exec"]["command"]
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOSTNAME": f"llm-{rank}"}
+    assert subprocess.run(command, env=environment, timeout=60).returncode == (7 if rank == 0 else 0)
+
+
+@needs_helm
+def test_the_renderings_are_fresh() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "render_chart.py"), "--check"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"modle": "x"}, "modle"),
+        ({"parallel": {"tensor": 0}}, "tensor"),
+        ({"parallel": {"tensor": 3, "nodes": 2}}, "3 ranks cannot be spread evenly over 2 nodes"),
+        ({"parallel": {"tensor": 2, "nodes": 2}, "replicas": 2}, "a StatefulSet is one copy"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(values: Json, message: str) -> None:
+    import helm_python
+
+    with helm_python.Chart.load(str(CHART)) as chart, pytest.raises(helm_python.HelmError, match=re.escape(message)):
+        chart.render(values, name="llm", namespace="serve-llm")

@@ -1,0 +1,71 @@
+"""Which draft models are served, and what is said of others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from serve_llm.common.errors import ModelError, OptionError
+from serve_llm.common.hub import read_config
+from serve_llm.common.options.schema import Options
+from serve_llm.common.options.sources import make_options
+from serve_llm.engine.config import Config
+from serve_llm.engine.draft_model.resolve import check_tokenizers, resolve_draft_model
+from support.grammars import demo
+from support.published import LLAMA_1B
+from support.resolved import resolve_all
+
+
+def make_config(**given: object) -> tuple[Options, Config]:
+    options = make_options(str(demo()), **given)
+    return options, resolve_all(options, str(demo()), read_config(demo()))[0]
+
+
+def test_its_settings_are_its_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B | {"max_position_embeddings": 512}))
+    options, served = make_config(speculative_config=str(tmp_path), tensor_parallel_size=2, kv_cache_memory="1MiB")
+    config = resolve_draft_model(options, served, tmp_path).config
+    assert (config.tensor_parallel_size, config.kv_cache_memory, config.speculation) == (1, None, None)
+    assert config.max_model_len == 512 < served.max_model_len
+    assert config.vocab_size == LLAMA_1B["vocab_size"]
+
+
+def test_a_model_that_generates_no_text(tmp_path: Path) -> None:
+    raw = {"architectures": ["BertModel"], "model_type": "bert"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    options, served = make_config(speculative_config="some/draft")
+    with pytest.raises(ModelError, match=r"^--speculative-config: the draft model some/draft: "):
+        resolve_draft_model(options, served, tmp_path)
+
+
+def test_options_that_do_not_fit_it(tmp_path: Path) -> None:
+    quantised = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B | {"quantization_config": quantised}))
+    options, served = make_config(speculative_config="d", quantization="int4")
+    with pytest.raises(OptionError, match=r"^--speculative-config: the draft model d: --quantization: the checkpoint"):
+        resolve_draft_model(options, served, tmp_path)
+
+
+def test_the_tokenizers_must_agree(tmp_path: Path) -> None:
+    options, _ = make_config(speculative_config="some/draft")
+    text = (demo() / "tokenizer.json").read_text(encoding="utf-8")
+    for name, changed in (("same", text), ("longer", text), ("other", text)):
+        (tmp_path / name).mkdir()
+        raw = json.loads(changed)
+        vocabulary = raw["model"]["vocab"]
+        if name == "longer":
+            vocabulary["a token of its own"] = 1 + max(vocabulary.values())
+        if name == "other":
+            first, second = list(vocabulary)[300:302]
+            vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps(raw), encoding="utf-8")
+    check_tokenizers(options, demo(), demo())
+    check_tokenizers(options, demo(), tmp_path / "same")
+    check_tokenizers(options, demo(), tmp_path / "longer")
+    with pytest.raises(ModelError, match=r"some/draft has another tokenizer: 2 ids are other tokens; 30\d is '"):
+        check_tokenizers(options, demo(), tmp_path / "other")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        check_tokenizers(options, demo(), tmp_path / "none")
