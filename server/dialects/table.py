@@ -47,6 +47,10 @@ _LLAMA_JSON = CallFormat(codec=_LLAMA_OBJECT, section_open=("", "<|python_tag|>"
 _PYTHONIC = CallFormat(
     codec=PythonicCodec(), section_open="[", section_close="]", name_end="(", close=")", separator=", ", is_bare=True
 )
+_GIGACHAT = CallFormat(
+    codec=_OBJECT,
+    open=("<|message_sep|>\n\nfunction call<|role_sep|>\n", "function call<|role_sep|>\n"),
+)
 _XLAM = CallFormat(codec=_OBJECT, section_open="[", section_close="]", separator=", ", is_bare=True)
 _LLAMA4 = CallFormat(
     codec=PythonicCodec(),
@@ -321,7 +325,10 @@ BUILT_IN: dict[str, Dialect] = _index(
             ),
             ends=_IM_END,
         ),
-        Dialect(name="gigachat3", calls=CallFormat(codec=_OBJECT, open="<|function_call|>"), ends=("<|message_sep|>",)),
+        Dialect(name="gigachat3", calls=_GIGACHAT),
+        Dialect(
+            name="gigachat3_1", calls=CallFormat(codec=_OBJECT, open="<|function_call|>"), ends=("<|message_sep|>",)
+        ),
         Dialect(name="xlam", calls=_XLAM),
     ]
 )

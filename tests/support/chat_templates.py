@@ -294,6 +294,11 @@ TEMPLATES: dict[str, SmallTemplate] = {
         _each("<|action_start|><|plugin|>\n" + _object(arguments="parameters") + "<|action_end|>", "\n")
     ),
     "gigachat3": SmallTemplate(
+        "{% set c = calls[0] %}<|message_sep|>\n\nfunction call<|role_sep|>\n" + _object(),
+        header="assistant<|role_sep|>\n",
+        end="<|message_sep|>\n\n",
+    ),
+    "gigachat3_1": SmallTemplate(
         _each("<|function_call|>" + _object()), header="assistant<|role_sep|>\n", end="<|message_sep|>\n\n"
     ),
     "xlam": SmallTemplate(_ARRAY, content="{% if not calls %}{{ m.content }}{% endif %}"),

@@ -46,7 +46,7 @@ def test_what_is_read_is_rendered_as_it_was(
     dialect = BUILT_IN[name]
     template = make(name)
     assert dialect.calls is not None
-    if "calls | length > 1" in template.tool_source:
+    if "calls | length > 1" in template.tool_source or "calls[0]" in template.tool_source:  # it takes one call only
         values = values[:1]
     id_form = "functions.first_sentinel:{}" if dialect.calls.id_rule == "kimi" else "call0000{}"
     calls = [
