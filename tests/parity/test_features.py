@@ -18,7 +18,7 @@ from serve_llm.engine.startup import find_served_targets
 from serve_llm.engine.structured_output import state
 from support.adapters import make_adapter
 from support.engine import Result, assert_equal, generate, generate_together, greedy, make_engine, make_engines
-from support.grammars import SCHEMA, VOCAB_SIZE, compile_grammar, constrained, demo
+from support.grammars import CALL, SCHEMA, VOCAB_SIZE, compile_grammar, constrained, demo
 from support.packed_floats import make_packed
 from support.pooled import compute_vectors, make_pooled_checkpoint, pooling_request
 from support.resolved import resolve_all
@@ -36,7 +36,6 @@ HOWS: dict[str, dict[str, object]] = {
     "two ranks": {"tensor": 2},
     "two stages": {"pipeline": 2},
 }
-CALL = r'start: "<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"city\": \"" /[A-Z][a-z]{2,8}/ "\"}}"'
 STYLES: list[dict[str, object]] = [
     {"logprobs": 2},
     {"temperature": 0.0, "logprobs": 0},

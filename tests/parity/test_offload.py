@@ -10,12 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serve_llm.common.types import Adapter, Request
+from serve_llm.common.types import Adapter, Request, Sampling
 from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.scheduler.policy import TokenBudget
 from support.adapters import make_adapter
 from support.engine import Result, assert_equal, generate, greedy, make_engine
 from support.gpu_path import make_gpu_engine
+from support.grammars import CALL, EOS, SCHEMA, VOCAB_SIZE, compile_grammar, demo
 from support.matrix import mostly_slow
 from support.speculation import NGRAM
 from support.tiny import make_checkpoint
@@ -105,6 +106,28 @@ def test_adapters_and_preemption(tmp_path: Path) -> None:
     ]
     for number, result in generate(engine, replayed).items():
         assert result.token_ids == expected[number - 200].token_ids[3:]
+
+
+@pytest.mark.parametrize("weights", [{}, {"quantization": "int4-g32"}], ids=["bfloat16", "int4"])
+def test_grammars_calls_and_choices(weights: dict[str, object]) -> None:
+    """Two choices of every conversation, a third of which must be JSON and a third a call."""
+    grammars = ["", compile_grammar(json=SCHEMA, disable_any_whitespace=True), compile_grammar(grammar=CALL)]
+
+    def make(request: Request, choice: int) -> Request:
+        sampling = Sampling(
+            max_tokens=24,
+            seed=request.id,
+            choice=choice,
+            logprobs=1,
+            grammar=grammars[request.id % 10 % 3],
+            stop_token_ids=(EOS,),
+        )
+        return msgspec.structs.replace(request, id=request.id + 1000 * choice, sampling=sampling)
+
+    turns = [[make(request, choice) for request in turn for choice in range(2)] for turn in make_turns(VOCAB_SIZE)]
+    options = OPTIONS | weights
+    expected = run(make_engine(demo(), **options, enable_prefix_caching=False), turns)
+    check(make_engine(demo(), **options | small_cache(demo(), **weights)), turns, expected)
 
 
 def test_steps_that_run_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ SCHEMA: dict[str, object] = {
     "required": ["name", "count", "tags", "size"],
     "additionalProperties": False,
 }
+CALL = r'start: "<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"city\": \"" /[A-Z][a-z]{2,8}/ "\"}}"'
 
 
 @lru_cache
