@@ -1,11 +1,11 @@
 """Clients and frameworks of agents, each with the calls that its quickstart shows; those that are not installed are
-skipped. CI installs them with the extra `clients`. The demo model knows no tools, so calls are required."""
+skipped. The extra `clients` installs them all. The demo model knows no tools, so calls are required."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from openai import AsyncOpenAI, OpenAI
@@ -25,6 +25,19 @@ class Weather(BaseModel):
 
     city: str = Field(max_length=12)
     days: int = Field(ge=1, le=7)
+
+
+class OpenWeather(Weather):
+    """Weather with properties of any name beside those that are known."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Sky(BaseModel):
+    """The weather without limits of length and number, which Anthropic's client takes out of a schema."""
+
+    sky: Literal["rain", "sun"]
+    city: Literal["Oslo", "Rome"]
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +126,8 @@ def test_pydantic_ai(url: str) -> None:
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
 def test_litellm(url: str, provider: str) -> None:
     litellm = pytest.importorskip("litellm")
+    # To servers other than OpenAI's, LiteLLM sends schemas without `additionalProperties`.
+    weather = Weather if provider == "openai" else OpenWeather
     how: dict[str, Any] = {
         "model": f"{provider}/demo",
         "api_base": url,
@@ -125,10 +140,50 @@ def test_litellm(url: str, provider: str) -> None:
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": Weather.model_json_schema()}}
     forced = {"tools": [tool], "tool_choice": "required"}
     called = litellm.completion(**forced, **how).choices[0].message.tool_calls
-    Weather.model_validate_json(called[0].function.arguments)
+    weather.model_validate_json(called[0].function.arguments)
     events = list(litellm.completion(stream=True, **forced, **how))
     whole = litellm.stream_chunk_builder(events).choices[0].message.tool_calls
-    Weather.model_validate_json(whole[0].function.arguments)
-    if provider == "openai":  # to others LiteLLM passes a looser schema
-        typed = litellm.completion(response_format=Weather, **how).choices[0].message.content
-        Weather.model_validate_json(typed)
+    weather.model_validate_json(whole[0].function.arguments)
+    typed = litellm.completion(response_format=Weather, **how).choices[0].message.content
+    weather.model_validate_json(typed)
+
+
+def test_langchain_anthropic(url: str) -> None:
+    langchain = pytest.importorskip("langchain_anthropic")
+    model = langchain.ChatAnthropic(base_url=url.removesuffix("/v1"), api_key="none", model="demo", max_tokens=400)
+    assert model.invoke("Hello").content and list(model.stream("Hello"))
+    forced = model.bind_tools([Weather], tool_choice="any")
+    Weather.model_validate(forced.invoke(QUESTION).tool_calls[0]["args"])
+    whole = None
+    for chunk in forced.stream(QUESTION):
+        whole = chunk if whole is None else whole + chunk
+    assert whole is not None
+    Weather.model_validate(whole.tool_calls[0]["args"])
+    assert isinstance(model.with_structured_output(Weather, method="function_calling").invoke(QUESTION), Weather)
+    assert isinstance(model.with_structured_output(Sky, method="json_schema").invoke(QUESTION), Sky)
+
+
+def test_llama_index(url: str) -> None:
+    llms = pytest.importorskip("llama_index.core.llms")
+    tools = pytest.importorskip("llama_index.core.tools")
+    like = pytest.importorskip("llama_index.llms.openai_like")
+    model = like.OpenAILike(
+        model="demo",
+        api_base=url,
+        api_key="none",
+        max_tokens=400,
+        is_chat_model=True,
+        is_function_calling_model=True,
+    )
+    talk = [llms.ChatMessage(role="user", content=QUESTION)]
+    assert model.chat(talk).message.content and list(model.stream_chat(talk))
+
+    def get_weather(city: str) -> str:
+        """The weather of a city."""
+        return f"rain in {city}"
+
+    tool = tools.FunctionTool.from_defaults(fn=get_weather)
+    answer = model.chat_with_tools([tool], user_msg=QUESTION, tool_required=True)
+    calls = model.get_tool_calls_from_response(answer)
+    assert calls and all(tool.fn(**call.tool_kwargs) for call in calls)
+    assert isinstance(model.as_structured_llm(Weather).chat(talk).raw, Weather)
