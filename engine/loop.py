@@ -32,6 +32,7 @@ from serve_llm.engine.worker.graph_sizes import ladder
 
 logger = logging.getLogger(__name__)
 
+PAUSE_SECONDS = 10.0  # so long after the last request that is none of a batch, another one may come
 IDLE_SECONDS = 0.25  # after this long without work, check block accounting and the workers
 
 
@@ -90,6 +91,7 @@ class EngineCore:
         self._report_in_flight = report_in_flight
         self._budget = TokenBudget(config.max_num_batched_tokens, CPU_STEP_SECONDS if config.device == "cpu" else None)
         self._num_batches = 1 if config.async_scheduling else executor.depth
+        self._others_until = 0.0  # by the clock: until then, steps of batches are short
         self._in_flight: deque[_StepInFlight] = deque()
         self._num_steps = 0
         self._finished_on_arrival: list[Output] = []
@@ -175,7 +177,7 @@ class EngineCore:
                 self._speculator.paused_indices = self.grammars.costly_indices
                 self.scheduler.prepare_drafts(held)
             now = self._clock()
-            budget = self._budget.next(self.scheduler.num_running, self.scheduler.num_waiting)
+            budget = self._choose_budget(now)
             if self._offload is not None:
                 self._offload.seconds_per_token = self._budget.seconds_per_token
                 self._offload.exchange()
@@ -216,6 +218,14 @@ class EngineCore:
         if self._offload is not None:
             stats.offload_memory, stats.offload_disk = self._offload.read_stats()
         return StepOutputs(outputs, stats)
+
+    def _choose_budget(self, now: float) -> int:
+        """Most tokens of the next step."""
+        scheduler = self.scheduler
+        if not scheduler.has_only_batches:
+            self._others_until = now + PAUSE_SECONDS
+        in_pause = scheduler.has_only_batches and now < self._others_until
+        return self._budget.next(scheduler.num_running, scheduler.num_waiting, in_pause)
 
     def close(self) -> None:
         """Send the events that wait, and end the threads of this object."""

@@ -22,13 +22,14 @@ class AdapterSlots:
         is_slot_awaited = False
         for sequence in waiting:
             if sequence.request.adapter is not None:
-                is_slot_awaited = is_slot_awaited or not self._has_room(sequence.adapter_digest)
+                is_slot_awaited = is_slot_awaited or not self.has_room(sequence)
                 if is_slot_awaited:
                     continue
             yield sequence
 
-    def _has_room(self, digest: str) -> bool:
-        return digest in self._digests or 0 in self._num_users
+    def has_room(self, sequence: Sequence) -> bool:
+        digest = sequence.adapter_digest
+        return not digest or digest in self._digests or 0 in self._num_users
 
     def acquire(self, sequence: Sequence) -> None:
         """Give the sequence the slot of its adapter, if it has one, or else a slot that nobody uses, where the workers

@@ -32,6 +32,10 @@ class WaitingQueue:
     def __len__(self) -> int:
         return sum(map(len, self._lanes.values()))
 
+    def count_before(self, priority: int) -> int:
+        """Sequences that go before all of this priority."""
+        return sum(len(lane) for key, lane in self._lanes.items() if key[0] < priority)
+
     def __iter__(self) -> Iterator[Sequence]:
         """In order of the service at the time the next one is asked for. Sequences may be admitted during iteration."""
         lanes = {key: tuple(lane) for key, lane in self._lanes.items()}
@@ -78,11 +82,13 @@ class TokenBudget:
 
     Tracks the tokens per second of large steps and aims at `target_seconds` per step. While many prompts wait, and
     until none does, the target is up to four times as long: requests that start late in a burst run on after the others
-    have ended, in small batches that take as long as large ones. The budget affects the timing of results alone.
+    have ended, in small batches that take as long as large ones. While batches fill the pauses of other requests, the
+    target is a third: the next of them waits for the end of a step. The budget affects the timing of results alone.
     """
 
     SMALLEST = 64  # tokens; a smaller step is mostly fixed cost
     MANY_WAITING = 4  # prompts; with more the steps grow
+    FEW = 16  # tokens of prompts in the smallest step of batches
 
     def __init__(self, limit: int, target_seconds: float | None) -> None:
         """limit: most tokens in a step, never exceeded. target_seconds: None for always `limit`."""
@@ -96,14 +102,16 @@ class TokenBudget:
         """Of large steps; None before the first one."""
         return None if self._tokens_per_second is None else 1.0 / self._tokens_per_second
 
-    def next(self, num_running: int = 0, num_waiting: int = 0) -> int:
+    def next(self, num_running: int = 0, num_waiting: int = 0, in_pause: bool = False) -> int:
         """num_running: sequences that get one token each whatever the speed, beside SMALLEST tokens of prompts.
-        num_waiting: sequences that are not admitted yet."""
+        num_waiting: sequences that are not admitted yet. in_pause: only batches run, and others will come."""
         if self._target is None:
             return self._limit
         previous = self._stretch if num_waiting else 1.0
         self._stretch = max(previous, min(4.0, num_waiting / self.MANY_WAITING))
         speed = self._tokens_per_second
+        if in_pause and speed is not None:
+            return min(self._limit, max(self.FEW + num_running, int(self._target / 3 * speed)))
         wanted = 512 if speed is None else int(self._stretch * self._target * speed)
         return min(self._limit, max(self.SMALLEST + num_running, wanted))
 

@@ -158,12 +158,10 @@ class PrefixCache:
     def must_wait(self, sequence: Sequence, hit: int) -> bool:
         """Whether waiting saves work: a running sequence will compute the block after the hit, or it is being read from
         the store. Starts to read what the store has, once for each time that the sequence waits for its admission."""
-        if not self._enabled or sequence.wants_prompt_logprobs:
-            return False
-        if self._is_coming(sequence, hit):
+        if self.is_coming(sequence, hit):
             return True
         offload = self._offload
-        if offload is None or offload.store is None:
+        if not self._enabled or sequence.wants_prompt_logprobs or offload is None or offload.store is None:
             return False
         if sequence.stored_keys is None:
             sequence.stored_keys = self._start_reads(offload, sequence, hit)
@@ -188,7 +186,10 @@ class PrefixCache:
                 started.append(key)
         return started
 
-    def _is_coming(self, sequence: Sequence, hit: int) -> bool:
+    def is_coming(self, sequence: Sequence, hit: int) -> bool:
+        """Whether a running sequence will compute the block after the hit."""
+        if not self._enabled or sequence.wants_prompt_logprobs:
+            return False
         size = self._groups[0].block_size
         index = hit // size
         if (index + 1) * size > sequence.num_prompt:

@@ -3,9 +3,11 @@
 Running sequences are scheduled first, then waiting ones are admitted while the token budget, the request indices and
 the blocks last. Decoding sequences get one token in every step, and more if forced ids follow it. At most one prompt
 that needs several steps is computed at a time, on at most half the budget while shorter prompts can use the rest. A
-running sequence that finds no block preempts the one admitted last, which waits again and is recomputed. So does a
-waiting sequence that finds no room beside those of the lowest priority, which batches have. The scheduler is pure: it
-takes sequences and a budget, and returns a SchedulerOutput; results may come back several steps later.
+running sequence that finds no block preempts the one admitted last, which waits again and is recomputed.
+
+Sequences of batches, which have the lowest priority, give way to all others: those that run are paused, but for a
+small share of each step, and those that hold what a waiting one needs are preempted. The scheduler is pure: it takes
+sequences and a budget, and returns a SchedulerOutput; results may come back several steps later.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Sequence as Items
 
 from serve_llm.common.types import LOWEST_PRIORITY, Output, Request, Stats
 from serve_llm.engine.scheduler.adapter_slots import AdapterSlots
+from serve_llm.engine.scheduler.batch_share import BatchShare
 from serve_llm.engine.scheduler.block_pool import BlockPool
 from serve_llm.engine.scheduler.kv_events import KVEventRecorder
 from serve_llm.engine.scheduler.offload import OffloadManager
@@ -23,7 +26,8 @@ from serve_llm.engine.scheduler.planned_step import PlannedStep
 from serve_llm.engine.scheduler.policy import WaitingQueue
 from serve_llm.engine.scheduler.prefix_cache import PrefixCache
 from serve_llm.engine.scheduler.results import add_result
-from serve_llm.engine.scheduler.sequence import GroupLayout, Sequence, most_blocks
+from serve_llm.engine.scheduler.running import RunningSequences
+from serve_llm.engine.scheduler.sequence import GroupLayout, Sequence
 from serve_llm.engine.scheduler.speculation import Speculator
 
 
@@ -64,11 +68,22 @@ class Scheduler:
         self._has_windows = any(group.window is not None for group in groups)
         self._sequences: dict[int, Sequence] = {}  # by request id
         self._waiting = WaitingQueue()
-        self._running: dict[int, Sequence] = {}  # by request index, in order of admission
         self._adapters = AdapterSlots(max_loras)
-        self._free_indices = list(range(max_num_seqs - 1, -1, -1))
         self._num_arrivals = 0
+        self._num_before_batches = 0  # live sequences that batches give way to
+        self._num_active = 0  # running ones that are not paused
+        self._batch_share = BatchShare(max_chunk if whole_prompts else BatchShare.MOST)
         self._stats = Stats()
+        self._running = RunningSequences(
+            self._groups,
+            self._pool,
+            self._prefix_cache,
+            self._adapters,
+            self._waiting,
+            self._stats,
+            max_num_seqs=max_num_seqs,
+            max_chunk=max_chunk,
+        )
 
     # Requests in and out.
 
@@ -79,6 +94,7 @@ class Scheduler:
         if sequence.num_output and (reason := sequence.finish_reason(self._max_model_len)) is not None:
             return Output(id=request.id, token_ids=[], finish_reason=reason)
         self._sequences[request.id] = sequence
+        self._num_before_batches += not sequence.is_of_batch
         self._waiting.add(sequence)
         return None
 
@@ -87,36 +103,43 @@ class Scheduler:
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return
+        self._num_before_batches -= not sequence.is_of_batch
         sequence.is_finished = True
         if self._speculator is not None:
             self._speculator.forget(sequence)
         if sequence.req_index is None:
             self._waiting.remove(sequence)
         elif not sequence.is_in_flight:
-            self._free(sequence)
+            self._running.remove(sequence)
 
     @property
     def has_work(self) -> bool:
         return bool(self._running or len(self._waiting))
 
     @property
+    def has_only_batches(self) -> bool:
+        """Whether no other sequence is live."""
+        return not self._num_before_batches
+
+    @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Waiting sequences, but those of batches, which nobody waits for."""
+        return self._waiting.count_before(LOWEST_PRIORITY)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        """Running sequences that are not paused."""
+        return len(self._running) - len(self._find_paused())
 
     @property
     def request_indices(self) -> Collection[int]:
         """Indices that running sequences own; a view."""
-        return self._running.keys()
+        return self._running.by_index.keys()
 
     @property
     def in_flight(self) -> list[int]:
         """Ids of the requests in steps whose results are still to come."""
-        running = self._running.values()
-        return [sequence.request.id for sequence in running if sequence.num_scheduled > sequence.num_computed]
+        return [sequence.request.id for sequence in self._running if sequence.num_scheduled > sequence.num_computed]
 
     def stats(self) -> Stats:
         """Counters so far and current gauges. The caller fills in num_steps and step_tokens."""
@@ -130,8 +153,11 @@ class Scheduler:
     def prepare_drafts(self, held: Collection[int]) -> None:
         """Guess ids for the sequences that the next step may compute. May take as long as a step."""
         if self._speculator is not None:
-            ready = [sequence for req_index, sequence in self._running.items() if req_index not in held]
-            self._speculator.prepare([(one, one.max_drafts(self._max_model_len)) for one in ready], len(self._running))
+            paused = self._find_paused()
+            self._num_active = len(self._running) - len(paused)
+            held = paused.union(held)
+            ready = [sequence for req_index, sequence in self._running.by_index.items() if req_index not in held]
+            self._speculator.prepare([(one, one.max_drafts(self._max_model_len)) for one in ready], self._num_active)
 
     def schedule(self, budget: int, now: float, num_batches: int = 1, held: Collection[int] = ()) -> SchedulerOutput:
         """Choose at most `budget` tokens to compute next. Empty if every sequence waits or is in flight.
@@ -140,47 +166,58 @@ class Scheduler:
         the sequences, so that the others find work. held: request indices of sequences that are not ready.
         """
         step = PlannedStep(budget, budget)
-        held = self._make_way().union(held)
+        held = self._running.make_way().union(held)
+        paused = self._find_paused()
+        self._num_active = len(self._running) - len(paused)
         if self._speculator is not None:  # so that a step samples about as many ids as one without drafts may
             num_free_rows = self._max_num_seqs - len(self._running) - len(self._waiting)
             step.max_drafts = max(self._speculator.num_tokens, num_free_rows)
-        max_running = -(-len(self._running) // num_batches)
+        max_running = -(-self._num_active // num_batches)
         max_sequences = -(-(len(self._running) + len(self._waiting)) // num_batches)
-        self._schedule_running(step, max_running, held)
-        if not step.is_out_of_blocks and self._waiting:
-            self._admit_waiting(step, max_sequences, now)
-        if step.long_prefill is not None:
-            self._schedule_long_prefill(step, step.long_prefill)
+        self._fill(step, max_running, max_sequences, now, paused.union(held))
+        if self._num_before_batches == 0:
+            self._batch_share.clear()
+        elif self._num_before_batches < len(self._sequences) and not step.is_out_of_blocks:
+            self._batch_share.add(budget - step.budget)
+            active = {req_index for req_index in self._running.by_index if req_index not in paused}
+            if active:
+                step.budget = min(step.budget, self._batch_share.num_tokens)
+            num_left = step.budget
+            max_running = -(-len(self._running) // num_batches)
+            self._fill(step, max_running, max_sequences, now, active.union(held), with_batches=True)
+            self._batch_share.spend(num_left - step.budget)
         copies = self._prefix_cache.take_copies() if step.scheduled else []
         return SchedulerOutput(step.new_requests, step.scheduled, copies=copies)
 
-    def _make_way(self) -> set[int]:
-        """Preempt the last sequence of the lowest priority if one that goes before it finds no index or no blocks.
+    def _find_paused(self) -> set[int]:
+        """Request indices of the running sequences of batches while there are others."""
+        if self.has_only_batches:
+            return set()
+        return {req_index for req_index, sequence in self._running.by_index.items() if sequence.is_of_batch}
 
-        Returns its index instead while it is in flight: it must not be scheduled, so that it can be preempted later.
-        """
-        waiting = next(iter(self._waiting), None)
-        if waiting is None or waiting.request.priority == LOWEST_PRIORITY:
-            return set()
-        victims = [sequence for sequence in self._running.values() if sequence.request.priority == LOWEST_PRIORITY]
-        if not victims:
-            return set()
-        cached = self._prefix_cache.tables(waiting, self._prefix_cache.find(waiting))
-        if self._free_indices and self._has_room(waiting, cached):
-            return set()
-        if victims[-1].is_in_flight:
-            assert victims[-1].req_index is not None
-            return {victims[-1].req_index}
-        self._requeue(victims[-1])
-        self._stats.num_preemptions += 1
-        return set()
+    def _fill(
+        self,
+        step: PlannedStep,
+        max_running: int,
+        max_sequences: int,
+        now: float,
+        held: Collection[int],
+        with_batches: bool = False,
+    ) -> None:
+        """Schedule running sequences, until the step has `max_running`, then admit waiting ones."""
+        self._schedule_running(step, max_running, held)
+        if not step.is_out_of_blocks and self._waiting:
+            self._admit_waiting(step, max_sequences, now, with_batches or not self._num_before_batches)
+        if step.long_prefill is not None:
+            self._schedule_long_prefill(step, step.long_prefill)
+            step.long_prefill = None
 
     def _schedule_running(self, step: PlannedStep, max_sequences: int, held: Collection[int]) -> None:
         """Schedule the running sequences that are ready, in order of admission."""
         num_preemptions = self._stats.num_preemptions
         ready = [
             sequence
-            for req_index, sequence in self._running.items()
+            for req_index, sequence in self._running.by_index.items()
             if req_index not in held and (not sequence.is_in_flight or self._can_run_ahead(sequence))
         ]
         prefill_budget = step.budget - sum(sequence.is_decoding for sequence in ready)
@@ -198,7 +235,7 @@ class Scheduler:
                 continue
             if step.is_out_of_blocks and sequence.is_in_flight:
                 continue  # a sequence that is always in flight could never be preempted
-            if not self._allocate(sequence, count):
+            if not self._running.allocate(sequence, count):
                 step.is_out_of_blocks = True  # later sequences must not take the blocks that this one waits for
                 continue
             step.budget -= count
@@ -223,35 +260,31 @@ class Scheduler:
         if count < sequence.num_unscheduled:
             return []
         most = min(sequence.max_drafts(self._max_model_len), step.max_drafts, budget, self._max_chunk - count)
-        drafts = speculator.choose(sequence, most, len(self._running))
-        if not drafts or sum(sequence.missing_blocks(count + len(drafts))) > self._pool.num_free:
+        drafts = speculator.choose(sequence, most, self._num_active)
+        if not drafts or not self._running.has_blocks(sequence, count + len(drafts)):
             return []
-        self._allocate(sequence, count + len(drafts))
+        self._running.allocate(sequence, count + len(drafts))
         step.max_drafts -= len(drafts)
         return drafts
 
     def _can_run_ahead(self, sequence: Sequence) -> bool:
         """Whether a sequence in flight can be scheduled again before its last result is back."""
-        if not self._async_scheduling or sequence.is_finished or sequence.has_drafts_in_flight:
+        if not self._async_scheduling:
             return False
-        if sequence.num_pending_ids == 0:
-            return True  # more of its prompt
-        if self._speculator is not None and self._speculator.has_drafts(sequence, len(self._running)):
-            return False  # they are verified once the ids before them are known
-        if sequence.sampling.reads_history or sequence.must_switch_rope:
-            return False
-        length = len(sequence.token_ids) + sequence.num_pending_ids
-        return length - sequence.num_prompt < sequence.sampling.max_tokens and length < self._max_model_len
+        has_drafts = self._speculator is not None and self._speculator.has_drafts(sequence, self._num_active)
+        return sequence.can_run_ahead(self._max_model_len, has_drafts)
 
-    def _admit_waiting(self, step: PlannedStep, max_sequences: int, now: float) -> None:
-        """Admit waiting sequences in order, until the step has `max_sequences`.
+    def _admit_waiting(self, step: PlannedStep, max_sequences: int, now: float, with_batches: bool) -> None:
+        """Admit waiting sequences in order, until the step has `max_sequences`, and those of batches only if asked to.
 
         Later sequences may overtake one whose prefix is being computed by another or read from disk, and one with a
         long prompt while another long prompt is being computed.
         """
-        has_long_prefill = any(sequence.is_long_prefill for sequence in self._running.values())
+        has_long_prefill = any(sequence.is_long_prefill for sequence in self._running)
         for sequence in self._adapters.list_admissible(self._waiting):
-            if step.budget <= 0 or step.num_sequences >= max_sequences or not self._free_indices:
+            if step.budget <= 0 or step.num_sequences >= max_sequences or self._running.is_full:
+                break
+            if sequence.is_of_batch and not with_batches:
                 break
             if self._whole_prompts and step.scheduled and len(sequence.token_ids) > step.budget:
                 break
@@ -261,14 +294,14 @@ class Scheduler:
             is_long = can_wait and len(sequence.token_ids) - num_cached > step.max_tokens
             if (is_long and has_long_prefill) or self._prefix_cache.must_wait(sequence, num_cached):
                 continue
-            if not self._admit(sequence, num_cached, now):
+            if not self._running.admit(sequence, num_cached, now):
                 break
             sequence.has_long_prompt = is_long
             has_long_prefill = has_long_prefill or is_long
             step.new_requests.append(sequence.describe())
             max_tokens = self._max_chunk if self._whole_prompts else min(step.budget, self._max_chunk)
             count = min(sequence.num_unscheduled, max_tokens)
-            self._allocate(sequence, count)
+            self._running.allocate(sequence, count)
             step.scheduled.append(sequence.schedule(count))
             step.budget -= count
 
@@ -276,8 +309,9 @@ class Scheduler:
         """Schedule the long prompt with the tokens set aside for it, and the rest of the budget if blocks are free."""
         count = step.long_prefill_count
         extended = min(sequence.num_unscheduled, count + step.budget, self._max_chunk)
-        if sum(sequence.missing_blocks(extended)) <= self._pool.num_free:
-            self._allocate(sequence, extended)
+        if self._running.has_blocks(sequence, extended):
+            self._running.allocate(sequence, extended)
+            step.budget -= extended - count
             count = extended
         step.scheduled.append(sequence.schedule(count))
 
@@ -288,13 +322,13 @@ class Scheduler:
         self._prefix_cache.finish_step()
         outputs = []
         for chunk, result in zip(scheduled.scheduled, results, strict=True):
-            sequence = self._running[chunk.req_index]
+            sequence = self._running.by_index[chunk.req_index]
             num_drafts = len(chunk.draft_ids)
             sequence.num_pending_ids -= num_drafts + chunk.sample
             if sequence.is_finished:
                 sequence.num_scheduled -= chunk.count
                 if not sequence.is_in_flight:
-                    self._free(sequence)
+                    self._running.remove(sequence)
                 continue
             sequence.num_computed += chunk.count
             num_before = len(sequence.token_ids)
@@ -317,84 +351,15 @@ class Scheduler:
             if output.finish_reason is not None:
                 self.abort(sequence.request.id)
             elif sequence.must_switch_rope and not sequence.is_in_flight:
-                self._requeue(sequence)
+                self._running.requeue(sequence)
                 sequence.switch_to_long_rope()
         return outputs
 
-    # Request indices and blocks.
-
-    def _admit(self, sequence: Sequence, num_cached: int, now: float) -> bool:
-        """Give a waiting sequence an index and its cached prefix, if there are blocks for all its tokens so far."""
-        cached = self._prefix_cache.tables(sequence, num_cached)
-        if not self._has_room(sequence, cached):
-            return False
-        self._prefix_cache.acquire(sequence, cached)
-        sequence.add_blocks(cached)
-        is_first_admission = sequence.cached_tokens is None  # a tenant does not pay for recomputation
-        self._waiting.admit(sequence, len(sequence.token_ids) - num_cached if is_first_admission else 0)
-        sequence.req_index = self._free_indices.pop()
-        self._running[sequence.req_index] = sequence
-        self._adapters.acquire(sequence)
-        sequence.num_computed = num_cached
-        sequence.num_scheduled = num_cached
-        if is_first_admission:
-            sequence.cached_tokens = num_cached
-            sequence.queued_seconds = now - sequence.arrived_at
-            self._stats.prefix_cache_queries += sequence.num_prompt
-            self._stats.prefix_cache_hits += num_cached
-        self._prefix_cache.begin(sequence)
-        return True
-
-    def _has_room(self, sequence: Sequence, cached: Items[Items[int]]) -> bool:
-        """Whether there are blocks for all tokens of a waiting sequence. cached: tables of its cached prefix."""
-        num_needed = sum(most_blocks(group, len(sequence.token_ids), self._max_chunk) for group in self._groups)
-        return num_needed - self._prefix_cache.count_shared(cached) <= self._pool.num_free
-
-    def _allocate(self, sequence: Sequence, count: int) -> bool:
-        """Append blocks for the next `count` tokens, preempting later sequences if necessary.
-
-        False if there are none: the sequence itself was preempted, or the victim is still in flight.
-        """
-        if sequence.num_scheduled + count <= sequence.num_allocated:
-            return True
-        missing = sequence.missing_blocks(count)
-        while sum(missing) > self._pool.num_free:
-            victim = next(reversed(self._running.values()))
-            if victim.is_in_flight:
-                return False
-            self._requeue(victim)
-            self._stats.num_preemptions += 1
-            if victim is sequence:
-                return False
-        sequence.add_blocks([[self._pool.allocate() for _ in range(number)] for number in missing])
-        return True
-
-    def _requeue(self, sequence: Sequence) -> None:
-        """Move a running sequence back to the queue, to be recomputed."""
-        self._free(sequence)
-        sequence.forget_progress()
-        self._waiting.add(sequence)
-
-    def _free(self, sequence: Sequence) -> None:
-        """Release the index and all blocks, the last blocks first: the start of a prefix is worth most."""
-        assert sequence.req_index is not None
-        self._prefix_cache.end(sequence)
-        for block in sequence.drop_blocks():
-            self._pool.release(block)
-        del self._running[sequence.req_index]
-        self._free_indices.append(sequence.req_index)
-        sequence.req_index = None
-        self._adapters.release(sequence)
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless blocks, indices and queues are conserved. Slow: for tests and idle engines."""
-        running = list(self._running.values())
-        self._pool.check_integrity([block for sequence in running for block in sequence.held_blocks])
-        assert [one.req_index for one in running] == list(self._running), "a running sequence has another index"
-        every_index = [*self._free_indices, *self._running]
-        assert sorted(every_index) == list(range(len(every_index))), "a request index is lost"
+        self._running.check_integrity()
         assert all(sequence.req_index is None and not any(sequence.block_tables) for sequence in self._waiting)
-        live = {s.request.id for s in [*running, *self._waiting] if not s.is_finished}
+        live = {s.request.id for s in [*self._running, *self._waiting] if not s.is_finished}
         assert live == set(self._sequences), "a sequence is lost"
-        self._prefix_cache.check_integrity(running)
-        self._adapters.check_integrity(running)
+        num_of_batches = sum(sequence.is_of_batch for sequence in self._sequences.values())
+        assert self._num_before_batches == len(live) - num_of_batches, "the count of other sequences is wrong"

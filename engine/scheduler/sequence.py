@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from serve_llm.common import prefix_hash
-from serve_llm.common.types import FinishReason, Request, TokenLogprobs
+from serve_llm.common.types import LOWEST_PRIORITY, FinishReason, Request, TokenLogprobs
 from serve_llm.engine.scheduler.block_pool import BlockKey
 from serve_llm.engine.scheduler.output import NewRequestData, ScheduledTokens
 
@@ -144,6 +144,24 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Whether its prompt has been scheduled, but for one token at most."""
         return self.num_scheduled >= self.num_prompt or self.num_unscheduled == 1
+
+    @property
+    def is_of_batch(self) -> bool:
+        """Whether it has the lowest priority, which batches have."""
+        return self.request.priority == LOWEST_PRIORITY
+
+    def can_run_ahead(self, max_model_len: int, has_drafts: bool) -> bool:
+        """Whether it can be scheduled again while a step in flight computes it. has_drafts: guesses of its next ids."""
+        if self.is_finished or self.has_drafts_in_flight:
+            return False
+        if self.num_pending_ids == 0:
+            return True  # more of its prompt
+        if has_drafts:
+            return False  # they are verified once the ids before them are known
+        if self.sampling.reads_history or self.must_switch_rope:
+            return False
+        length = len(self.token_ids) + self.num_pending_ids
+        return length - self.num_prompt < self.sampling.max_tokens and length < max_model_len
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -97,6 +97,15 @@ def test_steps_grow_where_many_prompts_wait() -> None:
     assert tokens == pytest.approx([600, 600, 600, 900, 1200, 1800, 2048], abs=1)
 
 
+def test_batches_fill_pauses_with_short_steps() -> None:
+    budget = TokenBudget(2048, 0.15)
+    for _ in range(50):
+        budget.observe(600, 600 / 4000)
+    assert budget.next(64, in_pause=True) == pytest.approx(200, abs=1)
+    assert budget.next(500, in_pause=True) == 500 + TokenBudget.FEW
+    assert TokenBudget(8192, None).next(64, in_pause=True) == 8192
+
+
 def test_a_burst_is_worked_off_in_steps_as_large_as_its_first() -> None:
     budget = TokenBudget(8192, 0.15)
     for _ in range(50):

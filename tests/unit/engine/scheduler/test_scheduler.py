@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_llm.common.types import LOWEST_PRIORITY, FinishReason, Output, Request, Sampling
+from serve_llm.common.types import LOWEST_PRIORITY, Adapter, FinishReason, Output, Request, Sampling
 from serve_llm.engine.scheduler.output import RunnerOutput, SchedulerOutput
 from serve_llm.engine.scheduler.scheduler import Scheduler
 from serve_llm.engine.scheduler.sequence import GroupLayout
@@ -36,6 +36,20 @@ def test_random_loads(specs, load: Load) -> None:
     load.run(scheduler, arrivals)
     stats = scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+
+
+def sampling_of(max_tokens: int) -> Sampling:
+    return Sampling(max_tokens=max_tokens, seed=0)
+
+
+def run_step(scheduler: Scheduler, workers: FakeWorkers, budget: int = 64) -> dict[int, int]:
+    """Tokens that a step computed, by request id."""
+    step = scheduler.schedule(budget, 0.0)
+    ids = {one.req_index: one.request.id for one in scheduler._running}
+    counts = {ids[chunk.req_index]: chunk.count for chunk in step.scheduled}
+    scheduler.update_from_output(step, workers.execute(step))
+    scheduler.check_integrity()
+    return counts
 
 
 def run_one(scheduler: Scheduler, request: Request, workers: FakeWorkers | None = None) -> list[Output]:
@@ -137,6 +151,58 @@ def test_the_lowest_priority_makes_way(lack: dict[str, int], ahead: bool) -> Non
         assert [i for output in got[number] for i in output.token_ids] == expected_output(request)[0]
     assert list(got) == [0, 1, 2, 3, 4] and scheduler.stats().num_preemptions >= 2
     assert max(got[n][0].queued_seconds for n in (3, 4)) <= 4 + 2 * ahead  # steps after their arrival
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_batches_pause_but_for_a_share(ahead: bool) -> None:
+    scheduler, workers = make(max_model_len=400, async_scheduling=ahead), FakeWorkers(FULL)
+    lines = [Request(id=n, prompt_ids=[n] * 5, sampling=sampling_of(300), priority=LOWEST_PRIORITY) for n in range(4)]
+    for request in lines:
+        scheduler.add(request, 0.0)
+    run_step(scheduler, workers)
+    scheduler.add(Request(id=9, prompt_ids=[9] * 24, sampling=sampling_of(200)), 0.0)
+    counts = [run_step(scheduler, workers) for _ in range(100)]
+    assert counts[0] == {9: 24, 0: 1, 1: 1, 2: 1}  # one token for every eight of the other's
+    of_batches = sum(count for step in counts[1:] for request_id, count in step.items() if request_id != 9)
+    assert of_batches == 99 // 8 and all(step[9] == 1 for step in counts[1:])
+    scheduler.abort(9)
+    assert run_step(scheduler, workers).keys() == {0, 1, 2, 3}
+
+
+def test_a_line_of_a_batch_starts_beside_others() -> None:
+    scheduler, workers = make(max_model_len=400), FakeWorkers(FULL)
+    scheduler.add(Request(id=9, prompt_ids=[9] * 24, sampling=sampling_of(300)), 0.0)
+    scheduler.add(Request(id=0, prompt_ids=[5] * 10, sampling=sampling_of(5), priority=LOWEST_PRIORITY), 0.0)
+    counts = [run_step(scheduler, workers) for _ in range(100)]
+    assert sum(step.get(0, 0) for step in counts) == 10 + 4 and max(step.get(0, 0) for step in counts) <= 3
+
+
+@pytest.mark.parametrize("blocked", ["by its prefix", "by a long prompt"])
+def test_a_prompt_of_a_batch_holds_nobody_up(blocked: str) -> None:
+    scheduler, workers = make(max_model_len=400, max_chunk=16, max_num_seqs=2), FakeWorkers(FULL)
+    prompt = list(range(100))
+    scheduler.add(Request(id=0, prompt_ids=prompt, sampling=sampling_of(5), priority=LOWEST_PRIORITY), 0.0)
+    run_step(scheduler, workers, 16)
+    other = prompt[:60] if blocked == "by its prefix" else [3] * 60
+    scheduler.add(Request(id=9, prompt_ids=other, sampling=sampling_of(5)), 0.0)
+    steps = 1
+    while run_step(scheduler, workers, 16).get(9, 0) != 1:
+        steps += 1
+        assert steps < 8
+    while scheduler.has_work:
+        run_step(scheduler, workers, 16)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_batch_gives_up_the_slot_of_an_adapter(ahead: bool) -> None:
+    scheduler, workers = make(max_loras=1, async_scheduling=ahead), FakeWorkers(FULL)
+    adapters = [Adapter(f"a{n}", f"/a{n}", f"digest {n}") for n in range(2)]
+    line = Request(id=0, prompt_ids=[1] * 5, sampling=sampling_of(30), priority=LOWEST_PRIORITY, adapter=adapters[0])
+    other = Request(id=1, prompt_ids=[2] * 5, sampling=sampling_of(9), adapter=adapters[1])
+    got = drive(scheduler, workers, {0: [(line, False)], 3: [(other, False)]}, 64, 1 + ahead, ahead)
+    assert got[1][0].queued_seconds <= 2 + 2 * ahead  # steps
+    for request in (line, other):
+        assert [i for output in got[request.id] for i in output.token_ids] == expected_output(request)[0]
 
 
 def test_other_priorities_do_not_make_way() -> None:

@@ -1,0 +1,158 @@
+"""The running sequences: their request indices, their blocks, and which of them is preempted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+
+from serve_llm.common.types import Stats
+from serve_llm.engine.scheduler.adapter_slots import AdapterSlots
+from serve_llm.engine.scheduler.block_pool import BlockPool
+from serve_llm.engine.scheduler.policy import WaitingQueue
+from serve_llm.engine.scheduler.prefix_cache import PrefixCache
+from serve_llm.engine.scheduler.sequence import GroupLayout, Sequence, most_blocks
+
+
+class RunningSequences:
+    """Takes sequences from the queue, and puts those that are preempted back into it."""
+
+    def __init__(
+        self,
+        groups: Items[GroupLayout],
+        pool: BlockPool,
+        prefix_cache: PrefixCache,
+        adapters: AdapterSlots,
+        waiting: WaitingQueue,
+        stats: Stats,
+        *,
+        max_num_seqs: int,
+        max_chunk: int,
+    ) -> None:
+        """max_chunk: most tokens of one sequence in one step. stats: where admissions and preemptions are counted."""
+        self.by_index: dict[int, Sequence] = {}  # by request index, in order of admission
+        self._groups = groups
+        self._pool = pool
+        self._prefix_cache = prefix_cache
+        self._adapters = adapters
+        self._waiting = waiting
+        self._stats = stats
+        self._max_chunk = max_chunk
+        self._free_indices = list(range(max_num_seqs - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self.by_index)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """In order of admission."""
+        return iter(self.by_index.values())
+
+    @property
+    def is_full(self) -> bool:
+        return not self._free_indices
+
+    def has_room(self, sequence: Sequence, num_cached: int) -> bool:
+        """Whether there are blocks for all tokens of a waiting sequence, of which `num_cached` are cached."""
+        return self._can_hold(sequence, self._prefix_cache.tables(sequence, num_cached))
+
+    def _can_hold(self, sequence: Sequence, cached: Items[Items[int]]) -> bool:
+        """cached: tables of its cached prefix."""
+        num_needed = sum(most_blocks(group, len(sequence.token_ids), self._max_chunk) for group in self._groups)
+        return num_needed - self._prefix_cache.count_shared(cached) <= self._pool.num_free
+
+    def has_blocks(self, sequence: Sequence, count: int) -> bool:
+        """Whether there are blocks for the next `count` tokens without preempting any."""
+        return sum(sequence.missing_blocks(count)) <= self._pool.num_free
+
+    def admit(self, sequence: Sequence, num_cached: int, now: float) -> bool:
+        """Give a waiting sequence an index and its cached prefix, if there are blocks for all its tokens so far."""
+        cached = self._prefix_cache.tables(sequence, num_cached)
+        if not self._can_hold(sequence, cached):
+            return False
+        self._prefix_cache.acquire(sequence, cached)
+        sequence.add_blocks(cached)
+        is_first_admission = sequence.cached_tokens is None  # a tenant does not pay for recomputation
+        self._waiting.admit(sequence, len(sequence.token_ids) - num_cached if is_first_admission else 0)
+        sequence.req_index = self._free_indices.pop()
+        self.by_index[sequence.req_index] = sequence
+        self._adapters.acquire(sequence)
+        sequence.num_computed = num_cached
+        sequence.num_scheduled = num_cached
+        if is_first_admission:
+            sequence.cached_tokens = num_cached
+            sequence.queued_seconds = now - sequence.arrived_at
+            self._stats.prefix_cache_queries += sequence.num_prompt
+            self._stats.prefix_cache_hits += num_cached
+        self._prefix_cache.begin(sequence)
+        return True
+
+    def allocate(self, sequence: Sequence, count: int) -> bool:
+        """Append blocks for the next `count` tokens, preempting the last of a batch, or else the last, if necessary.
+
+        False if there are none: the sequence itself was preempted, or the victim is still in flight.
+        """
+        if sequence.num_scheduled + count <= sequence.num_allocated:
+            return True
+        missing = sequence.missing_blocks(count)
+        while sum(missing) > self._pool.num_free:
+            latest_first = list(reversed(self.by_index.values()))
+            victim = next((one for one in latest_first if one.is_of_batch), latest_first[0])
+            if victim.is_in_flight:
+                return False
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.add_blocks([[self._pool.allocate() for _ in range(number)] for number in missing])
+        return True
+
+    def make_way(self) -> set[int]:
+        """Preempt the last sequence of a batch that holds what the first waiting sequence needs.
+
+        Returns its index instead while it is in flight: it must not be scheduled, so that it can be preempted later.
+        """
+        first = next(iter(self._waiting), None)
+        if first is None or first.is_of_batch:
+            return set()
+        victims = [sequence for sequence in self if sequence.is_of_batch]
+        num_cached = self._prefix_cache.find(first)
+        if self._free_indices and self._adapters.has_room(first) and self.has_room(first, num_cached):
+            is_computed_by_another = self._prefix_cache.is_coming(first, num_cached)
+            prefills = [sequence for sequence in victims if not sequence.is_decoding]
+            victims = [sequence for sequence in prefills if is_computed_by_another or sequence.has_long_prompt]
+        if not victims:
+            return set()
+        victim = victims[-1]
+        if victim.is_in_flight:
+            assert victim.req_index is not None
+            return {victim.req_index}
+        self._preempt(victim)
+        return set()
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.requeue(sequence)
+        self._stats.num_preemptions += 1
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Move a running sequence back to the queue, to be recomputed."""
+        self.remove(sequence)
+        sequence.forget_progress()
+        self._waiting.add(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Release the index and all blocks, the last blocks first: the start of a prefix is worth most."""
+        assert sequence.req_index is not None
+        self._prefix_cache.end(sequence)
+        for block in sequence.drop_blocks():
+            self._pool.release(block)
+        del self.by_index[sequence.req_index]
+        self._free_indices.append(sequence.req_index)
+        sequence.req_index = None
+        self._adapters.release(sequence)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks, indices and slots are conserved."""
+        self._pool.check_integrity([block for sequence in self for block in sequence.held_blocks])
+        assert [one.req_index for one in self] == list(self.by_index), "a running sequence has another index"
+        every_index = [*self._free_indices, *self.by_index]
+        assert sorted(every_index) == list(range(len(every_index))), "a request index is lost"
+        self._prefix_cache.check_integrity(list(self))
+        self._adapters.check_integrity(self)
