@@ -228,13 +228,11 @@ def read_config_dtype(raw: Mapping[str, object]) -> str | None:
     return next((str(name).removeprefix("torch.") for name in found if name), None)
 
 
-def check_options(
-    options: EngineOptions, model_max_len: int, num_layers: int, has_experts: bool, has_alibi: bool = False
-) -> None:
+def check_options(options: EngineOptions, model_max_len: int, num_layers: int, has_experts: bool) -> None:
     """Raise OptionError if an option does not fit the model, whatever the device.
 
     model_max_len: most tokens that the model's positions allow. num_layers: the model's layers. has_experts: whether
-    any layer has experts. has_alibi: whether scores have linear biases, which are a part of keys in the cache.
+    any layer has experts.
     """
     if options.max_model_len is not None and options.max_model_len > model_max_len:
         raise OptionError(
@@ -259,8 +257,6 @@ def check_options(
         raise OptionError(
             f"--pipeline-parallel-layers: {sum(layers)} layers in all, but the model has {num_layers} layers"
         )
-    if options.kv_cache_dtype == "int8" and has_alibi:
-        raise OptionError("--kv-cache-dtype: this model's keys hold positions, which int8 would round; take auto")
     if options.enable_expert_parallel and not has_experts:
         raise OptionError("--enable-expert-parallel: this model has no experts; omit it")
     if options.enable_expert_parallel and tensor == 1 and options.data_parallel_size == 1:

@@ -166,7 +166,7 @@ def read_spec(
             spec.architecture,
             " and ".join(weights.other_parts),
         )
-    check_options(options, spec.max_position, len(spec.layers), spec.has_experts, spec.has_alibi)
+    check_options(options, spec.max_position, len(spec.layers), spec.has_experts)
     return spec, weights
 
 

@@ -308,7 +308,7 @@ def build_plan(
         )
     device = _choose_device(options, hardware_options)
     spec, _ = read_model(raw, options.allow_unknown_config)
-    check_options(options, spec.max_position, len(spec.layers), spec.has_experts, spec.has_alibi)
+    check_options(options, spec.max_position, len(spec.layers), spec.has_experts)
     if spec.is_encoder:
         raise ModelError(
             f"{spec.architecture} is an encoder, which has no KV cache to plan: it takes its weights, once per engine"

@@ -16,7 +16,6 @@ from serve_llm.engine.model.rope_spec import LongScaling, RopeSpec
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai"]
 NormPosition = Literal["pre", "post", "output", "sandwich", "parallel", "parallel_two_norms"]
 PoolingType = Literal["cls", "mean", "last"]
-ALIBI_DIMS = 8  # further numbers in each cached row of attention with linear biases: see `engine.model.alibi`
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,12 @@ class AttentionSpec:
     qk_norm: NormSpec | None = None  # norm of every query and key head, before rope; a layer norm has weights per head
     qk_projection_norm_eps: float | None = None  # RMS norms over all query heads together and all key heads together
     sinks: bool = False  # a learned score per head takes part in the softmax and adds no value
-    alibi_slopes: tuple[float, ...] = ()  # one per query head: a score gets slope * (key position - query position)
-    clip_qkv: float | None = None  # queries, keys and values are limited to this magnitude
     causal: bool = True  # False, in encoders: a query attends to the tokens after it as well; no KV is cached
 
     @property
     def cached_head_dim(self) -> int:
         """Size of a cached row."""
-        return self.head_dim + (ALIBI_DIMS if self.alibi_slopes else 0)
+        return self.head_dim
 
     @property
     def rope_dim(self) -> int:
@@ -284,10 +281,6 @@ class ModelSpec:
             return self
         form = GroupedForm(4, group_size, has_zeros=True)
         return replace(self, grouped=GroupedSpec(in_checkpoint=False, default=form), int8_lm_head=self.lm_head)
-
-    @property
-    def has_alibi(self) -> bool:
-        return any(isinstance(layer.attention, AttentionSpec) and layer.attention.alibi_slopes for layer in self.layers)
 
     @property
     def has_experts(self) -> bool:
