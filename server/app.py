@@ -148,7 +148,7 @@ def create_app(
     state = _create_state(dispatcher, model, options, adapters, counts, tracing, storage.responses)
     if front_ends is not None:
         front_ends.connect(str(model.directory), replicas, admission, adapters, counts, state.start_time)
-    app = _create_fastapi(state)
+    app = _create_fastapi(state, options.page)
     exporter = PrometheusExporter(replicas.engines, counts, replicas.usage, model.names[0], options.metrics_prefix)
     num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
     sources = status.StatusSources(replicas, admission, exporter, num_ranks, front_ends)
@@ -194,7 +194,7 @@ def create_front_end_app(
     refused: requests that the dispatcher refused itself, by reason. start_time: of the server, in Unix seconds."""
     counts = _create_counts(refused, StoreUsage(), FrontEndCounts(1))
     state = replace(_create_state(dispatcher, model, options, adapters, counts, tracing, None), start_time=start_time)
-    app = _wrap(_create_fastapi(state), options, counts.statuses)
+    app = _wrap(_create_fastapi(state, options.page), options, counts.statuses)
     return BuiltFrontEndApp(app, state.prompts, counts)
 
 
@@ -253,12 +253,13 @@ def _find_body_budget(limits: Limits, num_front_ends: int) -> int:
     return min(share, limits.all_bodies_bytes)
 
 
-def _create_fastapi(state: AppState) -> FastAPI:
+def _create_fastapi(state: AppState, with_page: bool) -> FastAPI:
     app = FastAPI(title="serve-llm", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
     for routes in (generation, decisions, infill, invocations, messages, responses, pooling, models, tokenize):
         app.include_router(routes.create_router(state))
     app.include_router(status.create_router())
-    app.include_router(web_ui.create_router())
+    if with_page:
+        app.include_router(web_ui.create_router())
     app.add_exception_handler(ServeError, _answer_serve_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(ClientDisconnect, _answer_disconnect)

@@ -73,7 +73,7 @@ async def serve(options: Options) -> int:
     if not options.api_key and not is_loopback(listener):
         logger.warning("Everyone who reaches %s may use the server: set --api-key, or --host 127.0.0.1", url)
     front_ends = FrontEndGroup(options, listener) if options.front_ends > 1 else None
-    startup_app = StartupApp()
+    startup_app = StartupApp(options.page)
     http_server = HttpServer(startup_app, options.limits, options.ssl_keyfile, options.ssl_certfile)
     serving = asyncio.ensure_future(http_server.serve(sockets=[listener if front_ends is None else listener.dup()]))
     try:

@@ -55,6 +55,7 @@ class Options(EngineOptions):
         metavar="KEY",
         secret=True,
     )
+    page: bool = option(True, parse_boolean, "serve the page at / with a chat, the API's routes and the server's state")
     allowed_origins: tuple[str, ...] = option(
         (),
         parse_origins,

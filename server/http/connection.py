@@ -51,15 +51,16 @@ class StartupApp:
     """An ASGI app that forwards to `app` once it is set. Until then /health and the files of the page get 200, and
     everything else 503: a browser that is there early shows that the server is starting."""
 
-    def __init__(self) -> None:
+    def __init__(self, with_page: bool) -> None:
         self.app: AsgiApp | None = None
+        self._with_page = with_page
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if self.app is not None:
             await self.app(scope, receive, send)
         elif scope["type"] == "http" and scope["path"].removesuffix("/") == "/health":
             await _send_ok({"content-type": "application/json"}, b'{"status":"ok"}', send)
-        elif scope["type"] == "http" and scope["path"] in PAGE_FILES:
+        elif scope["type"] == "http" and self._with_page and scope["path"] in PAGE_FILES:
             await _send_ok(build_headers(scope["path"]), PAGE_FILES[scope["path"]].read_bytes(), send)
         elif scope["type"] == "http":
             await send_error(Unavailable("the server is starting"), send)

@@ -98,10 +98,8 @@ TYPED: dict[str, tuple[list[str], object]] = {
     "trust_request_chat_template": (["--trust-request-chat-template"], True),
     "ssl_keyfile": (["--ssl-keyfile", "k.pem", "--ssl-certfile", "c.pem"], "k.pem"),
     "ssl_certfile": (["--ssl-certfile", "c.pem", "--ssl-keyfile", "k.pem"], "c.pem"),
-    "allowed_origins": (
-        ["--allowed-origins", "https://a.example:8443", "--allowed-origins", "*"],
-        ("https://a.example:8443", "*"),
-    ),
+    "page": (["--no-page"], False),
+    "allowed_origins": (["--allowed-origins", "https://a:8443", "--allowed-origins", "*"], ("https://a:8443", "*")),
     "max_restarts": (["--max-restarts", "0"], 0),
     "step_timeout": (["--step-timeout", "2.5"], 2.5),
     "enable_lora": (["--enable-lora"], True),

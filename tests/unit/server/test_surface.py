@@ -132,11 +132,12 @@ def test_a_wrong_base_url_is_answered_with_the_right_path(served: Served, path: 
 
 
 def test_the_page_is_there_before_the_server_is_ready() -> None:
-    startup = StartupApp()
+    startup = StartupApp(with_page=True)
     page = fetch(startup, "GET", "/")
     assert page.status == 200 and "script-src 'self'" in page.headers["content-security-policy"]
     assert fetch(startup, "GET", "/web_ui/main.js").headers["content-type"].startswith("text/javascript")
     assert fetch(startup, "GET", "/health").status == 200 and fetch(startup, "GET", "/status").status == 503
+    assert fetch(StartupApp(with_page=False), "GET", "/").status == 503
 
 
 @pytest.mark.parametrize("given", ["", "a b", "x" * 129, "\u00e9"])

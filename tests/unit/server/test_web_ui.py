@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Callable
 from fnmatch import fnmatch
 from html.parser import HTMLParser
 from pathlib import Path
@@ -46,6 +47,13 @@ def test_the_files(served: Served) -> None:
     assert served.post("/", {}).status == 405
     for path in ("/web_ui/files.py", "/web_ui/../files.py", "/web_ui/vendor/LICENSES.md", "/web_ui/"):
         assert served.get(path).status == 404
+
+
+def test_a_server_without_the_page(serve: Callable[..., Served]) -> None:
+    served = serve(options={"page": False})
+    for path in (*PAGE_FILES, "/docs"):
+        assert served.get(path).status == 404
+    assert served.get("/openapi.json").status == 200
 
 
 def test_the_policy_lets_nothing_in(served: Served) -> None:
