@@ -42,8 +42,7 @@ ENV PATH=/opt/serve-llm/bin:$PATH \
   RAY_USAGE_STATS_ENABLED=0 \
   RAY_worker_niceness=0
 EXPOSE 8000
-HEALTHCHECK --interval=5s --timeout=3s --start-period=30m \
-  CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/ready', timeout=2)"]
+HEALTHCHECK --interval=5s --timeout=5s --start-period=30m CMD ["python", "-m", "serve_llm.cli.container_health"]
 ENTRYPOINT ["serve-llm"]
 CMD ["demo"]
 
