@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from typing import Any
 
+import pytest
 import yaml
 
 from support.manifests import ROOT
 
 DEPLOY = ROOT / "deploy"
 PREFIX = "serve_llm_"
+
+
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+
+
+def list_faults(scrape: str) -> list[str]:
+    """What `promtool check metrics` has against an answer of /metrics, but for a name that is vLLM's."""
+    done = subprocess.run(["promtool", "check", "metrics"], input=scrape, capture_output=True, text=True, timeout=60)
+    return [line for line in done.stderr.splitlines() if "iteration_tokens_total" not in line]
 
 
 def alert_rules() -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,19 @@ import pytest
 import yaml
 
 from support.manifests import ROOT
-from support.monitoring import DEPLOY, alert_rules, dashboards, expressions, metric_names
+from support.monitoring import (
+    DEPLOY,
+    alert_rules,
+    dashboards,
+    expressions,
+    list_faults,
+    metric_names,
+    needs_promtool,
+)
 
 EXPRESSIONS = expressions()
 SUFFIXES = ("_bucket", "_sum", "_count", "_total")
 HERE = Path(__file__).parent
-
-needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 
 
 def literals(path: Path) -> set[str]:
@@ -155,6 +160,11 @@ def test_grafana_finds_the_dashboards() -> None:
 def test_promtool(arguments: list[str]) -> None:
     done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_promtool_finds_no_fault_in_metrics() -> None:
+    assert list_faults((ROOT / "docs" / "metrics-example.txt").read_text()) == []
 
 
 @needs_promtool

@@ -305,3 +305,10 @@ def test_several_tokens_at_once_share_the_time_between_steps() -> None:
     assert meter.inter_token_latency.cumulative_buckets()[-1] == ("+Inf", 3)
     assert meter.inter_token_latency.sum == pytest.approx(0.6)
     assert meter.step_tokens.cumulative_buckets()[-1] == ("+Inf", 1), "a step without tokens does not count"
+
+
+def test_the_example_in_docs_has_all_metrics(served: Served) -> None:
+    example = (Path(__file__).parents[3] / "docs" / "metrics-example.txt").read_text(encoding="utf-8")
+    found = (served.get("/metrics").content.decode(), example)
+    served_types, example_types = (set(re.findall(r"^# TYPE serve_llm_.*", text, re.MULTILINE)) for text in found)
+    assert served_types == example_types
