@@ -109,7 +109,8 @@ def _read_reasoning(spec: _Template, field: _Field) -> ReasoningFormat:
     close = tuple(filter(None, field.read_close()))
     if not close:
         raise DialectError("the reasoning has no `close`")
-    anchor = spec.start_anchor_pattern or ""
+    anchors = [spec.start_anchor] if isinstance(spec.start_anchor, str) else spec.start_anchor or []
+    anchor = " ".join([*anchors, spec.start_anchor_pattern or ""])
     opening = close[0].strip().replace("</", "<", 1)
     is_in_anchor = opening in anchor and field.open_pattern is not None
     forms = [opening] if is_in_anchor else [_get_text(form) for form in field.read_open()]

@@ -138,6 +138,11 @@ NEMOTRON = {
         "content": {"close_pattern": r"<\|im_end\|>\s*"},
     },
 }
+DISTILL = make(
+    "<｜Assistant｜><think>\n",
+    reasoning_content={"open_pattern": r"(?=[\s\S]*?</think>)", "close_pattern": r"</think>\s*"},
+    content={"close_pattern": r"<｜end▁of▁sentence｜>\s*|$"},
+)
 KEYS = make(
     "<a>",
     tool_calls={
@@ -267,6 +272,7 @@ CASES: list[tuple[str, Template, str, str]] = [
         IM_START + "<think>\n",
         "Hm.\n</think>\n<tool_call>\n<function=weather>\n<parameter=city>\nBonn\n</parameter>\n</function>\n</tool_call>\n",
     ),
+    ("distill", DISTILL, "<｜Assistant｜><think>\n", "Hm.\n</think>\n\nIt rains.<｜end▁of▁sentence｜>"),
     ("keys", KEYS, "<a>", 'Now: <tool>{"tool": "weather", "args": {"city": "Bonn"}}</tool>'),
     ("function", FUNCTION, "<a>", '<function=weather>{"city": "Bonn"}</function><function=clock>{}</function><end>'),
 ]
@@ -277,7 +283,7 @@ def test_answers_are_those_of_transformers(template: Template, prompt: str, text
     expected = parse_response(text, copy.deepcopy(template), prefix=prompt, tools=TOOLS)
     dialect = read_response_template(template)
     tools = [Tool(tool["function"]["name"], "", SCHEMA) for tool in TOOLS]
-    header = re.sub(r"<think>.*", "", prompt[prompt.rfind("<|im_start|>") :], flags=re.DOTALL)
+    header = re.sub(r"<think>.*", "", prompt, flags=re.DOTALL)
     turn = parse_turn(dialect, tools, text, in_reasoning=opens_reasoning(dialect, prompt, header))
     reasoning = expected.get("thinking") or expected.get("reasoning_content") or ""
     assert turn.reasoning == reasoning
