@@ -21,19 +21,20 @@ from serve_llm.server.dialects.lark import (
     write_patterns,
     write_regex,
 )
-from serve_llm.server.dialects.schema_types import find_types, resolve
-from serve_llm.server.dialects.string_grammar import Schema, add_definitions, split_schema, write_strings
+from serve_llm.server.dialects.schema_members import (
+    CANNOT,
+    Schema,
+    is_any_object,
+    list_members,
+    read_list,
+    resolve_alone,
+)
+from serve_llm.server.dialects.schema_types import find_types
+from serve_llm.server.dialects.string_grammar import add_definitions, split_schema, write_strings
 from serve_llm.server.structured_output.errors import GrammarError
 
 MAX_DEPTH = 20  # objects and lists of a schema inside each other, where it is written out
-MAX_ITEMS = 100  # that minItems, maxItems and prefixItems of such a list may name
-_CANNOT = "it cannot be enforced in this model's format"
-
-# Keywords of an object's schema that are enforced, or that enforce nothing.
-_SUPPORTED = frozenset(
-    "type properties required additionalProperties $defs definitions nullable title description default examples "
-    "$schema $id $comment strict x-guidance".split()
-)
+_ANNOTATIONS = {"title", "description", "default"}
 _KEY = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
 _NUMBER = r"-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,15})?([eE][-+]?[0-9]{1,2})?"
 
@@ -96,7 +97,7 @@ class ArgumentsWriter:
                 )
             return [self._lark.repeat([self._lark.add_rule(*ways)], "*")]
         items: Symbols = []
-        for name, member, is_required in _list_members(schema, schema):
+        for name, member, is_required in list_members(schema, schema, codec):
             found = split_schema(member, schema)
             ways = []
             if found.strings:
@@ -118,21 +119,23 @@ class ArgumentsWriter:
             return [self._lark.repeat([*member, more], "?")]
         members = [
             (join([write_literal(f"{name}=")], [self._write_python_value(codec, member, schema)]), is_required)
-            for name, member, is_required in _list_members(schema, schema)
+            for name, member, is_required in list_members(schema, schema, codec)
         ]
         return self._write_members(members, ", ")
 
     def _write_python_value(self, codec: PythonicCodec, schema: object, root: Schema) -> Symbol:
-        schema = resolve(schema, root)
+        schema = resolve_alone(schema, root)
         types = set(find_types(schema, root))
         if codec.json_literals or not isinstance(schema, Mapping) or not types & {"boolean", "null"}:
             return self._add_json(schema if isinstance(schema, Mapping) else {}, root)
         kept = [name for name in sorted(types) if name not in ("boolean", "null")]
         rest: Schema | None = None
-        if set(schema) <= {"type", "title", "description", "default"}:
+        if set(schema) <= {"type"} | _ANNOTATIONS:
             rest = {"type": kept}
-        elif "anyOf" in schema and isinstance(schema["anyOf"], list):
-            rest = {"anyOf": [part for part in schema["anyOf"] if set(find_types(part, root)) & set(kept)]}
+        elif set(schema) <= {"anyOf"} | _ANNOTATIONS and _are_plain(schema["anyOf"], ("boolean", "null"), root):
+            parts = schema["anyOf"]
+            assert isinstance(parts, list)
+            rest = {"anyOf": [part for part in parts if set(find_types(part, root)) & set(kept)]}
         if rest is None:
             return self._add_json(schema, root)
         constants = ["True", "False"] if "boolean" in types else []
@@ -178,7 +181,7 @@ class ArgumentsWriter:
 
     def _write_gemma(self, schema: object, root: Schema, quote: str, depth: int) -> Symbols:
         """A value of a codec with quotes of its own."""
-        schema = resolve(schema, root)
+        schema = resolve_alone(schema, root)
         if depth > MAX_DEPTH:
             raise GrammarError(f"it holds more than {MAX_DEPTH} objects and lists inside each other")
         found = split_schema(schema, root)
@@ -194,28 +197,29 @@ class ArgumentsWriter:
             elif types == {"array"}:
                 ways.append(self._write_gemma_list(other, root, quote, depth))
             elif types & {"object", "array"}:
-                branches = other.get("anyOf")
-                if not isinstance(branches, list):
-                    raise GrammarError(_CANNOT)
-                ways += [self._write_gemma(branch, root, quote, depth + 1) for branch in branches]
+                ways += [self._write_gemma(one, root, quote, depth + 1) for one in _split_types(other, root)]
             else:
                 ways.append([self._add_json(other, root)])
         return ways[0] if len(ways) == 1 else [self._lark.add_rule(*ways)]
 
     def _write_gemma_object(self, schema: Schema, root: Schema, quote: str, depth: int) -> Symbols:
-        if depth and not schema.get("properties"):
+        if depth and is_any_object(schema):
             return [self._write_quoted_literal(quote)]
+        found = list_members(schema, root, GemmaCodec(quote=quote))
+        others = schema.get("additionalProperties")
+        if depth and not found and isinstance(others, Mapping):
+            value = self._write_gemma_item(others, root, quote, depth)
+            member = self._lark.add_rule(join([write_regex(f"{_KEY}:")], [value]))
+            more = self._lark.repeat(join([write_literal(",")], [member]), "*")
+            return join([write_literal("{")], [self._lark.repeat([member, more], "?")], [write_literal("}")])
         members = [
             (join([write_literal(f"{name}:")], self._write_gemma(member, root, quote, depth + 1)), is_required)
-            for name, member, is_required in _list_members(schema, root)
+            for name, member, is_required in found
         ]
         return join([write_literal("{")], self._write_members(members, ","), [write_literal("}")])
 
     def _write_gemma_list(self, schema: Schema, root: Schema, quote: str, depth: int) -> Symbols:
-        for keyword in ("uniqueItems", "contains"):
-            if keyword in schema:
-                raise GrammarError(_CANNOT, keyword=keyword)
-        first_schemas, item_schema, least, most = _read_list(schema)
+        first_schemas, item_schema, least, most = read_list(schema)
         items = [[self._write_gemma_item(one, root, quote, depth)] for one in first_schemas]
         more: Symbols = []  # after `items`
         if most is None or most > len(items):
@@ -248,39 +252,20 @@ class ArgumentsWriter:
         return first
 
 
-def _read_list(schema: Schema) -> tuple[list[object], object, int, int | None]:
-    """Of an array: the schemas of its first items and that of the others, the least and the most items. Raises
-    GrammarError."""
-    first = schema.get("prefixItems", [])
-    least = schema.get("minItems", 0)
-    most = schema.get("maxItems")
-    if not isinstance(first, list) or len(first) > MAX_ITEMS:
-        raise GrammarError(
-            f"it must be a list of at most {MAX_ITEMS} schemas in this model's format", keyword="prefixItems"
-        )
-    for keyword, value in (("minItems", least), ("maxItems", most)):
-        if value is not None and (not isinstance(value, int) or not 0 <= value <= MAX_ITEMS):
-            raise GrammarError(f"it must be 0 to {MAX_ITEMS} in this model's format", keyword=keyword)
-    assert isinstance(least, int) and isinstance(most, int | None)
-    others = schema.get("items", True)
-    if others is False:
-        most = min(len(first), len(first) if most is None else most)
-    if most is not None and least > most:
-        raise GrammarError("no list has so many items and so few", keyword="minItems")
-    return first[:most], others, least, most
+def _split_types(schema: Schema, root: Schema) -> list[object]:
+    """The ways that a schema of several types allows. Raises GrammarError."""
+    branches = schema.get("anyOf")
+    if isinstance(branches, list):
+        return list(branches)
+    if "type" not in schema:
+        raise GrammarError(CANNOT, keyword=next((name for name in ("oneOf", "enum") if name in schema), "type"))
+    return [{**schema, "type": name} for name in sorted(set(find_types(schema, root)))]
 
 
-def _list_members(schema: Schema, root: Schema) -> list[tuple[str, object, bool]]:
-    """Key, schema and whether it is required of an object's properties. Raises GrammarError."""
-    schema_object = resolve(schema, root)
-    if not isinstance(schema_object, Mapping) or set(find_types(schema_object, root)) - {"null"} != {"object"}:
-        raise GrammarError("it must be the schema of an object")
-    for keyword in schema_object:
-        if keyword not in _SUPPORTED:
-            raise GrammarError(_CANNOT, keyword=keyword)
-    properties = schema_object.get("properties", {})
-    required = schema_object.get("required", [])
-    if not isinstance(properties, Mapping) or not isinstance(required, list):
-        raise GrammarError("properties must be an object, and required a list")
-    names = [*properties, *(name for name in required if name not in properties)]
-    return [(name, properties.get(name, True), name in required) for name in names]
+def _are_plain(branches: object, types: Sequence[str], root: Schema) -> bool:
+    """Whether branches of these types allow every value of their type."""
+    return isinstance(branches, list) and all(
+        isinstance(part, Mapping) and set(part) <= {"type"} | _ANNOTATIONS
+        for part in branches
+        if set(find_types(part, root)) & set(types)
+    )

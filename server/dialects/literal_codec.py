@@ -12,7 +12,8 @@ import re
 from serve_llm.server.dialects.delimiters import INCOMPLETE, Incomplete, skip_space
 from serve_llm.server.dialects.json_codec import Outcome, ReadResult, escape_json
 
-_BARE_KEY = re.compile(r"[^\W\d][\w.$-]*")
+BARE_KEY = re.compile(r"[^\W\d][\w.$-]*")
+_JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _SCALAR = re.compile(r"[\w.+-]+")
 _CONSTANTS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""}
@@ -104,7 +105,7 @@ class LiteralReader:
             self._is_key_string = True
             self._key = []
             return start + len(quote)
-        found = _BARE_KEY.match(text, start)
+        found = BARE_KEY.match(text, start)
         if found is None:
             return None
         if found.end() == len(text):
@@ -237,6 +238,8 @@ def _write_scalar(text: str) -> str | None:
     """The JSON text of a constant or number; None if it is neither."""
     if constant := _CONSTANTS.get(text.lower()):
         return constant
+    if _JSON_NUMBER.fullmatch(text):
+        return text  # also one that is too large for Python
     try:
         value = ast.literal_eval(text.lstrip("+"))
         return json.dumps(value, allow_nan=False) if type(value) in (int, float) else None

@@ -43,12 +43,17 @@ def resolve(schema: object, root: Mapping[str, object]) -> object:
     for _ in range(MAX_DEPTH):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             return schema
-        found: object = root
-        for part in schema["$ref"].removeprefix("#").strip("/").split("/"):
-            if part:
-                found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-        schema = found
+        schema = follow_reference(schema["$ref"], root)
     return None
+
+
+def follow_reference(reference: str, root: Mapping[str, object]) -> object:
+    """What a local reference points to; None if there is nothing."""
+    found: object = root
+    for part in reference.removeprefix("#").strip("/").split("/"):
+        if part:
+            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
 
 
 def find_types(schema: object, root: Mapping[str, object], depth: int = 0) -> Iterator[str]:

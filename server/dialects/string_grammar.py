@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from serve_llm.server.dialects.lark import ANY_TEXT, Symbol, write_free_text, write_literal, write_regex
-from serve_llm.server.dialects.schema_types import ALL_TYPES, find_types, resolve
+from serve_llm.server.dialects.schema_members import BESIDE, CANNOT, GENERAL, NOT_BESIDE, Schema, resolve_alone
+from serve_llm.server.dialects.schema_types import ALL_TYPES, find_type, find_types
 from serve_llm.server.structured_output.errors import GrammarError
-
-Schema = Mapping[str, object]
+from serve_llm.server.structured_output.json_schema import KEYWORDS
 
 _ALTERNATIVES = ("anyOf", "oneOf")
-_REFUSED = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref")
+_OF_STRINGS = ("minLength", "maxLength", "pattern", "format")
+_MAX_LENGTH = 10_000
 _DEFINITIONS = ("$defs", "definitions")
 _DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[-+]([01][0-9]|2[0-3]):[0-5][0-9])"
@@ -43,11 +44,11 @@ class SplitSchema(NamedTuple):
 
 def split_schema(schema: object, root: Schema) -> SplitSchema:
     """root: the schema that references point into. Raises GrammarError."""
-    schema = resolve(schema, root)
+    schema = resolve_alone(schema, root)
     if schema is True or schema == {}:
         return SplitSchema([{}], [])
     if not isinstance(schema, Mapping):
-        raise GrammarError("it cannot be enforced in this model's format")
+        raise GrammarError(CANNOT, keyword="properties")
     for keyword in _ALTERNATIVES:
         if keyword in schema:
             return _split_alternatives(schema, keyword, root)
@@ -57,14 +58,31 @@ def split_schema(schema: object, root: Schema) -> SplitSchema:
     types = set(find_types(schema, root)) or {"string"}
     if "string" not in types:
         return SplitSchema([], [schema])
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list):
-        texts = [value for value in values if isinstance(value, str)]
-        others = [value for value in values if not isinstance(value, str)]
-        return SplitSchema([{"enum": texts}] if texts else [], [{"enum": others}] if others else [])
+    if "enum" in schema or "const" in schema:
+        return _split_values(schema, types)
     others = [name for name in ALL_TYPES if name in types and name != "string"]
     without_type = {key: value for key, value in schema.items() if key not in ("type", "nullable")}
     return SplitSchema([{**without_type, "type": "string"}], [{**without_type, "type": others}] if others else [])
+
+
+def _split_values(schema: Schema, types: set[str]) -> SplitSchema:
+    values = schema.get("enum", [schema.get("const")])
+    if not isinstance(values, list):
+        raise GrammarError("it must be a list", keyword="enum")
+    if "const" in schema:
+        values = [
+            value for value in values if (find_type(value), value) == (find_type(schema["const"]), schema["const"])
+        ]
+    allowed = types | ({"integer"} if "number" in types else set())
+    values = [value for value in values if find_type(value) in allowed]
+    if not values:
+        raise GrammarError("no value is valid", keyword="enum" if "enum" in schema else "const")
+    texts = [value for value in values if isinstance(value, str)]
+    others = [value for value in values if not isinstance(value, str)]
+    if texts and any(name in schema for name in (*_OF_STRINGS, *GENERAL - {"enum", "const"})):
+        raise GrammarError(NOT_BESIDE, keyword="enum" if "enum" in schema else "const")
+    rest = {name: value for name, value in schema.items() if name not in ("type", "nullable", "const", "enum")}
+    return SplitSchema([{"enum": texts}] if texts else [], [{**rest, "enum": others}] if others else [])
 
 
 def write_strings(found: SplitSchema, excluded: Sequence[str], root: Schema) -> Symbol:
@@ -88,10 +106,8 @@ def add_definitions(schema: Schema, root: Schema) -> Schema:
 
 def _split_alternatives(schema: Schema, keyword: str, root: Schema) -> SplitSchema:
     branches = schema[keyword]
-    if not isinstance(branches, list) or any(
-        name in schema for name in ("type", "enum", "const", "properties", "items")
-    ):
-        raise GrammarError("it cannot be enforced beside others in this model's format", keyword=keyword)
+    if not isinstance(branches, list) or not KEYWORDS.isdisjoint(schema.keys() - {keyword} - BESIDE):
+        raise GrammarError(NOT_BESIDE, keyword=keyword)
     strings: list[Schema] = []
     others: list[Schema] = []
     for branch in branches:
@@ -106,16 +122,22 @@ def _split_alternatives(schema: Schema, keyword: str, root: Schema) -> SplitSche
 
 
 def _write_string(schema: Schema, excluded: Sequence[str]) -> Symbol:
-    for keyword in _REFUSED:
-        if keyword in schema:
-            raise GrammarError("it cannot be enforced for strings in this model's format", keyword=keyword)
     values = schema.get("enum")
     if isinstance(values, list):
         return Symbol(f"({' | '.join(write_literal(str(value)).expression for value in values)})", is_terminal=True)
+    for keyword in schema:
+        if keyword in GENERAL:
+            raise GrammarError("it cannot be enforced for strings in this model's format", keyword=keyword)
     expressions = [write_free_text(excluded).expression]
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    if least or most != "":
-        expressions.append(f"/(?s:.{{{least},{most}}})/")
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    for keyword, value in (("minLength", least), ("maxLength", most)):
+        if value is not None and (not isinstance(value, int) or not 0 <= value <= _MAX_LENGTH):
+            raise GrammarError(f"it must be 0 to {_MAX_LENGTH} in this model's format", keyword=keyword)
+    assert isinstance(least, int) and isinstance(most, int | None)
+    if most is not None and least > most:
+        raise GrammarError("no string is so long and so short", keyword="minLength")
+    if least or most is not None:
+        expressions.append(f"/(?s:.{{{least},{'' if most is None else most}}})/")
     if isinstance(schema.get("pattern"), str):
         expressions.append(_write_pattern(str(schema["pattern"])))
     if "format" in schema:

@@ -43,11 +43,11 @@ _SCHEMA_MAPS = ("$defs", "definitions", "dependentSchemas", "patternProperties",
 _SCHEMA_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _IGNORED_BY_COMPILER = ("disallow", "divisibleBy", "extends")  # keywords from draft 3
 
-_KEYWORDS = {*_SCHEMA, *_SCHEMA_TOO, *_SCHEMA_MAPS, *_SCHEMA_LISTS, *_IGNORED_BY_COMPILER}
-_KEYWORDS |= {"$dynamicRef", "$recursiveRef", "$ref", "const", "contentEncoding", "dependencies", "dependentRequired"}
-_KEYWORDS |= {"enum", "exclusiveMaximum", "exclusiveMinimum", "format", "maxContains", "maxItems", "maxLength"}
-_KEYWORDS |= {"maxProperties", "maximum", "minContains", "minItems", "minLength", "minProperties", "minimum"}
-_KEYWORDS |= {"multipleOf", "pattern", "required", "type", "uniqueItems", "x-guidance"}
+KEYWORDS = {*_SCHEMA, *_SCHEMA_TOO, *_SCHEMA_MAPS, *_SCHEMA_LISTS, *_IGNORED_BY_COMPILER}
+KEYWORDS |= {"$dynamicRef", "$recursiveRef", "$ref", "const", "contentEncoding", "dependencies", "dependentRequired"}
+KEYWORDS |= {"enum", "exclusiveMaximum", "exclusiveMinimum", "format", "maxContains", "maxItems", "maxLength"}
+KEYWORDS |= {"maxProperties", "maximum", "minContains", "minItems", "minLength", "minProperties", "minimum"}
+KEYWORDS |= {"multipleOf", "pattern", "required", "type", "uniqueItems", "x-guidance"}
 
 Find = Callable[[object], str]
 TryPart = Callable[[object], str | None]  # the error of a schema, empty without one; None if no time is left
@@ -172,7 +172,7 @@ def _descend(schema: Schema, message: str, try_part: TryPart) -> _Child:
 def _choose_keyword(schema: object, message: str, try_part: TryPart) -> str | None:
     """The keyword without which a schema is not refused; otherwise the longest one, as a limit on size was exceeded."""
     assert isinstance(schema, dict)
-    keywords: list[str] = [keyword for keyword in schema if keyword in _KEYWORDS]
+    keywords: list[str] = [keyword for keyword in schema if keyword in KEYWORDS]
     for keyword in keywords:
         if try_part({name: value for name, value in schema.items() if name != keyword}) not in (message, None):
             return keyword

@@ -1,0 +1,137 @@
+"""What a schema says of objects and of lists, for formats other than JSON. What those cannot enforce is refused by
+name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from serve_llm.server.dialects.dialect import GemmaCodec, JsonCodec, PythonicCodec, TaggedCodec, get_forms
+from serve_llm.server.dialects.literal_codec import BARE_KEY
+from serve_llm.server.dialects.schema_types import MAX_DEPTH, find_types, follow_reference
+from serve_llm.server.structured_output.errors import GrammarError
+from serve_llm.server.structured_output.json_schema import KEYWORDS
+
+Schema = Mapping[str, object]
+
+BESIDE = {"$defs", "definitions", "x-guidance"}  # keywords that limit no value
+CANNOT = "it cannot be enforced in this model's format"
+NOT_BESIDE = "it cannot be enforced beside others in this model's format"
+MAX_ITEMS = 100  # that minItems, maxItems and prefixItems may name
+
+GENERAL = frozenset(
+    "allOf anyOf oneOf not if then else $ref $dynamicRef $recursiveRef const enum disallow divisibleBy extends".split()
+)
+_OF_OBJECTS = GENERAL | frozenset(
+    "patternProperties propertyNames minProperties maxProperties dependencies dependentRequired dependentSchemas "
+    "unevaluatedProperties".split()
+)
+_OF_LISTS = GENERAL | frozenset("additionalItems contains minContains maxContains unevaluatedItems".split())
+
+
+class Member(NamedTuple):
+    """A property of an object."""
+
+    name: str
+    schema: object
+    is_required: bool
+
+
+class ListForm(NamedTuple):
+    first: list[object]  # schemas of the first items
+    others: object  # schema of the others
+    least: int
+    most: int | None
+
+
+def resolve_alone(schema: object, root: Schema) -> object:
+    """Like `resolve`. Raises GrammarError if there is nothing, or if other keywords stand beside a reference."""
+    for _ in range(MAX_DEPTH):
+        if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
+            return schema
+        if not KEYWORDS.isdisjoint(schema.keys() - {"$ref"} - BESIDE):
+            raise GrammarError(NOT_BESIDE, keyword="$ref")
+        schema = follow_reference(schema["$ref"], root)
+        if schema is None:
+            raise GrammarError("it points to nothing", keyword="$ref")
+    raise GrammarError("it points to too many others", keyword="$ref")
+
+
+def list_members(
+    schema: object, root: Schema, codec: JsonCodec | TaggedCodec | PythonicCodec | GemmaCodec
+) -> list[Member]:
+    """The properties of an object, in their order. root: the schema that references point into. Raises GrammarError."""
+    found = resolve_alone(schema, root)
+    if not isinstance(found, Mapping) or set(find_types(found, root)) - {"null"} != {"object"}:
+        raise GrammarError("it must be that of an object", keyword="type")
+    _refuse(found, _OF_OBJECTS)
+    properties = found.get("properties", {})
+    required = found.get("required", [])
+    if not isinstance(properties, Mapping):
+        raise GrammarError("it must be an object", keyword="properties")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise GrammarError("it must be a list of names", keyword="required")
+    others = found.get("additionalProperties", True)
+    members = []
+    for name in dict.fromkeys([*properties, *required]):
+        member = Member(name, properties.get(name, others), name in required)
+        if member.schema is not False:
+            _check_name(name, codec)
+            members.append(member)
+        elif member.is_required:
+            raise GrammarError(f"no value of {name!r} is valid", keyword="required")
+    return members
+
+
+def is_any_object(schema: Schema) -> bool:
+    """Whether a schema says no more than that a value is an object."""
+    if schema.get("properties") or schema.get("required") or any(keyword in schema for keyword in _OF_OBJECTS):
+        return False
+    return schema.get("additionalProperties", True) in (True, {})
+
+
+def read_list(schema: Schema) -> ListForm:
+    """Raises GrammarError."""
+    _refuse(schema, _OF_LISTS)
+    if schema.get("uniqueItems", False) is not False:
+        raise GrammarError(CANNOT, keyword="uniqueItems")
+    first = schema.get("prefixItems", [])
+    least = schema.get("minItems", 0)
+    most = schema.get("maxItems")
+    others = schema.get("items", True)
+    if not isinstance(first, list) or len(first) > MAX_ITEMS:
+        raise GrammarError(
+            f"it must be a list of at most {MAX_ITEMS} schemas in this model's format", keyword="prefixItems"
+        )
+    if not isinstance(others, Mapping | bool):
+        raise GrammarError("it must be a schema in this model's format", keyword="items")
+    for keyword, value in (("minItems", least), ("maxItems", most)):
+        if value is not None and (not isinstance(value, int) or not 0 <= value <= MAX_ITEMS):
+            raise GrammarError(f"it must be 0 to {MAX_ITEMS} in this model's format", keyword=keyword)
+    assert isinstance(least, int) and isinstance(most, int | None)
+    if others is False:
+        most = min(len(first), len(first) if most is None else most)
+    if most is not None and least > most:
+        raise GrammarError("no list has so many items and so few", keyword="minItems")
+    return ListForm(first[:most], others, least, most)
+
+
+def _refuse(schema: Schema, keywords: Collection[str]) -> None:
+    for keyword in schema:
+        if keyword in keywords:
+            raise GrammarError(CANNOT, keyword=keyword)
+
+
+def _check_name(name: str, codec: JsonCodec | TaggedCodec | PythonicCodec | GemmaCodec) -> None:
+    """Whether the format can write a name so that it is read again."""
+    match codec:
+        case TaggedCodec():
+            ends = [form.strip()[0] for form in [*get_forms(codec.key_end), codec.json_key_end] if form.strip()]
+            is_readable = bool(name) and name == name.strip() and not any(end in name for end in ends)
+        case PythonicCodec() | GemmaCodec():
+            is_readable = re.fullmatch(BARE_KEY, name) is not None
+        case JsonCodec():
+            is_readable = True
+    if not is_readable:
+        raise GrammarError(f"the name {name!r} cannot be written in this model's format", keyword="properties")
