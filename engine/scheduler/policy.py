@@ -83,12 +83,12 @@ class TokenBudget:
     Tracks the tokens per second of large steps and aims at `target_seconds` per step. While many prompts wait, and
     until none does, the target is up to four times as long: requests that start late in a burst run on after the others
     have ended, in small batches that take as long as large ones. While batches fill the pauses of other requests, the
-    target is a third: the next of them waits for the end of a step. The budget affects the timing of results alone.
+    target is a sixth: the next of them waits for the end of a step. The budget affects the timing of results alone.
     """
 
     SMALLEST = 64  # tokens; a smaller step is mostly fixed cost
     MANY_WAITING = 4  # prompts; with more the steps grow
-    FEW = 16  # tokens of prompts in the smallest step of batches
+    FEW = 16  # tokens in the smallest step in such a pause
 
     def __init__(self, limit: int, target_seconds: float | None) -> None:
         """limit: most tokens in a step, never exceeded. target_seconds: None for always `limit`."""
@@ -111,7 +111,7 @@ class TokenBudget:
         self._stretch = max(previous, min(4.0, num_waiting / self.MANY_WAITING))
         speed = self._tokens_per_second
         if in_pause and speed is not None:
-            return min(self._limit, max(self.FEW + num_running, int(self._target / 3 * speed)))
+            return min(self._limit, max(self.FEW, int(self._target / 6 * speed)))
         wanted = 512 if speed is None else int(self._stretch * self._target * speed)
         return min(self._limit, max(self.SMALLEST + num_running, wanted))
 

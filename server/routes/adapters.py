@@ -26,7 +26,7 @@ def create_adapter_router(
         if not state.is_administrator(request):
             raise Forbidden("this route needs an API key that begins with admin:")
 
-    @router.post("/v1/load_lora_adapter", **describe_route(LoadAdapterRequest, ModelCard))
+    @router.post("/v1/load_lora_adapter", **describe_route(LoadAdapterRequest, ModelCard, needs_administrator=True))
     async def load_lora_adapter(request: Request) -> ModelCard:
         """Serve the adapter of a directory under a name, or load it again."""
         check_administrator(request)
@@ -37,7 +37,9 @@ def create_adapter_router(
             await share()
         return build_card(state, body.lora_name)
 
-    @router.post("/v1/unload_lora_adapter", **describe_route(UnloadAdapterRequest, AdapterUnloaded))
+    @router.post(
+        "/v1/unload_lora_adapter", **describe_route(UnloadAdapterRequest, AdapterUnloaded, needs_administrator=True)
+    )
     async def unload_lora_adapter(request: Request) -> AdapterUnloaded:
         """Drop the name of an adapter. Requests that have begun go on."""
         check_administrator(request)

@@ -17,7 +17,7 @@ from serve_llm.server.batches.objects import StoredBatch, StoredFile
 from serve_llm.server.batches.service import BatchService
 from serve_llm.server.http.errors import InvalidRequest, TooLarge, Unsupported
 from serve_llm.server.routes.app_state import AppState
-from serve_llm.server.routes.document import describe_route
+from serve_llm.server.routes.document import describe_page, describe_parameter, describe_problems, describe_route
 from serve_llm.server.routes.page import build_page, read_page
 from serve_llm.server.schema.batches import BatchCreation, BatchReply, DeletedFile, FileReply
 from serve_llm.server.schema.common import ObjectList, parse_body
@@ -27,29 +27,26 @@ MAX_CREATION_BYTES = 2**16
 MAX_FILE_LIMIT = 10_000
 
 _UPLOAD: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["file", "purpose"],
-                    "properties": {
-                        "file": {"type": "string", "format": "binary"},
-                        "purpose": {"type": "string", "enum": ["batch"]},
-                    },
-                }
-            }
-        },
+    "multipart/form-data": {
+        "schema": {
+            "type": "object",
+            "required": ["file", "purpose"],
+            "additionalProperties": False,
+            "properties": {
+                "file": {"type": "string", "format": "binary"},
+                "purpose": {"type": "string", "enum": ["batch"]},
+            },
+        }
     }
 }
+_BYTES: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 
 def create_batch_router(state: AppState, service: BatchService) -> APIRouter:
     router = APIRouter()
     store = service.store
 
-    @router.post("/v1/files", openapi_extra=_UPLOAD, **describe_route(None, FileReply))
+    @router.post("/v1/files", **describe_route(None, FileReply, body=_UPLOAD))
     async def upload_file(request: Request) -> Response:
         """Store the input of a batch."""
         state.dispatcher.check()
@@ -61,7 +58,9 @@ def create_batch_router(state: AppState, service: BatchService) -> APIRouter:
         finally:
             await form.close()
 
-    @router.get("/v1/files", **describe_route(None, ObjectList))
+    purpose = describe_parameter("purpose", type="string")
+
+    @router.get("/v1/files", **describe_route(None, ObjectList, query=(*describe_page(MAX_FILE_LIMIT), purpose)))
     async def list_files(request: Request) -> Response:
         """Uploaded files, and those of results; `purpose` selects one of batch and batch_output."""
         page = read_page(request, MAX_FILE_LIMIT)
@@ -72,7 +71,11 @@ def create_batch_router(state: AppState, service: BatchService) -> APIRouter:
     async def retrieve_file(file_id: str, request: Request) -> Response:
         return _answer(await store.get_file(file_id, state.read_owner(request)))
 
-    @router.get("/v1/files/{file_id}/content")
+    @router.get(
+        "/v1/files/{file_id}/content",
+        response_class=FileResponse,
+        responses={200: {"content": _BYTES}, **describe_problems()},
+    )
     async def retrieve_content(file_id: str, request: Request) -> Response:
         """The bytes of a file."""
         path = await store.find_content(file_id, state.read_owner(request))
@@ -107,7 +110,7 @@ def create_batch_router(state: AppState, service: BatchService) -> APIRouter:
         service.start(owner)
         return _answer(batch)
 
-    @router.get("/v1/batches", **describe_route(None, ObjectList))
+    @router.get("/v1/batches", **describe_route(None, ObjectList, query=describe_page()))
     async def list_batches(request: Request) -> Response:
         found = await store.list_batches(state.read_owner(request), read_page(request))
         return build_page(found.objects, found.has_more)

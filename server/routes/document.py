@@ -13,27 +13,69 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from serve_llm.server.http.anthropic_errors import OVERLOADED
 from serve_llm.server.schema.common import ErrorBody
+from serve_llm.server.schema.messages import MessageErrorBody
 
-_PROBLEMS = {400: "The request is at fault.", 404: "No such model.", 503: "Not ready, or shutting down."}
+Json = dict[str, Any]
+
+_PROBLEMS = {400: "The request is at fault.", 404: "No such model or object.", 503: "Not ready, or shutting down."}
+_FORBIDDEN = {403: "The route needs the API key of an administrator."}
+_TOO_LARGE = {413: "The body, or what is stored already, is too large."}
 
 
 def describe_route(
-    request: type[BaseModel] | None, response: type[BaseModel], event: type[BaseModel] | None = None
-) -> dict[str, Any]:
-    """Keyword arguments for a route's decorator. event: the data of a stream's events, if the route can stream."""
-    success: dict[str, Any] = {"model": response}
+    request: type[BaseModel] | None,
+    response: type[BaseModel],
+    event: type[BaseModel] | None = None,
+    *,
+    body: Json | None = None,
+    query: tuple[Json, ...] = (),
+    is_anthropic: bool = False,
+    needs_administrator: bool = False,
+) -> Json:
+    """Keyword arguments for a route's decorator.
+
+    event: the data of a stream's events, if the route can stream. body: the content of the request's body, if it is not
+    JSON of `request`. query: as `describe_parameter` makes them. is_anthropic: errors have Anthropic's shape."""
+    success: Json = {"model": response}
     if event is not None:
         success["content"] = {"text/event-stream": {"schema": _reference(event)}}
-    problems = {status: {"model": ErrorBody, "description": text} for status, text in _PROBLEMS.items()}
-    description: dict[str, Any] = {"responses": {200: success, **problems}}
+    extra: Json = {"parameters": list(query)} if query else {}
     if request is not None:
-        body = {"required": True, "content": {"application/json": {"schema": _reference(request)}}}
-        description["openapi_extra"] = {"requestBody": body}
-    return description
+        body = {"application/json": {"schema": _reference(request)}}
+    if body is not None:
+        extra["requestBody"] = {"required": True, "content": body}
+    problems = describe_problems(body is not None, is_anthropic, needs_administrator)
+    return {"responses": {200: success, **problems}, "openapi_extra": extra}
 
 
-def build_openapi(app: FastAPI, models: list[type[BaseModel]]) -> dict[str, Any]:
+def describe_problems(
+    has_body: bool = False, is_anthropic: bool = False, needs_administrator: bool = False
+) -> dict[int | str, Json]:
+    """The errors of a route, for its `responses`."""
+    statuses = _PROBLEMS | (_FORBIDDEN if needs_administrator else {}) | (_TOO_LARGE if has_body else {})
+    if is_anthropic:
+        statuses[OVERLOADED] = statuses.pop(503)
+    shape = MessageErrorBody if is_anthropic else ErrorBody
+    return {status: {"model": shape, "description": text} for status, text in statuses.items()}
+
+
+def describe_parameter(name: str, **schema: object) -> Json:
+    """A query parameter, which may be omitted."""
+    return {"in": "query", "name": name, "required": False, "schema": schema}
+
+
+def describe_page(max_limit: int = 100) -> tuple[Json, ...]:
+    """The query parameters that `routes.page.read_page` reads."""
+    return (
+        describe_parameter("limit", type="integer", minimum=1, maximum=max_limit, default=20),
+        describe_parameter("order", type="string", enum=["asc", "desc"], default="desc"),
+        describe_parameter("after", type="string"),
+    )
+
+
+def build_openapi(app: FastAPI, models: list[type[BaseModel]]) -> Json:
     """The app's OpenAPI document, with the schemas of the models that `describe_route` refers to."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
@@ -41,8 +83,18 @@ def build_openapi(app: FastAPI, models: list[type[BaseModel]]) -> dict[str, Any]
             [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
         )
         document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+        _remove_unprocessable(document)
         app.openapi_schema = document
     return app.openapi_schema
+
+
+def _remove_unprocessable(document: Json) -> None:
+    """FastAPI describes a 422 for every route with a parameter. Ours take any text."""
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(name, None)
 
 
 def _reference(model: type[BaseModel]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from starlette.types import Message, Receive
 from serve_llm.server.prompt.text_jobs import RouteName
 from serve_llm.server.routes import generation, pooling
 from serve_llm.server.routes.app_state import AppState
+from serve_llm.server.routes.document import describe_problems
 
 RESPONSES: dict[str, Callable[[AppState, Request], Response]] = {
     "chat": generation.chat,
@@ -27,7 +28,7 @@ def create_router(state: AppState) -> APIRouter:
 
     any_object = {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
 
-    @router.post("/invocations", openapi_extra={"requestBody": any_object})
+    @router.post("/invocations", openapi_extra={"requestBody": any_object}, responses=describe_problems(has_body=True))
     async def invoke(request: Request) -> Response:
         """The response to a body with messages, prompt, input, or query and documents."""
         async with state.reading_body(request) as content:

@@ -28,12 +28,12 @@ def create_router(state: AppState) -> APIRouter:
     router = APIRouter()
     endpoint = TextEndpoint("messages", "msg", _create_builder, _create_encoder)
 
-    @router.post(PATHS[0], **describe_route(MessagesRequest, MessageReply, MessageEvent))
+    @router.post(PATHS[0], **describe_route(MessagesRequest, MessageReply, MessageEvent, is_anthropic=True))
     async def create_message(request: Request) -> Response:
         """Answer a conversation, as Anthropic's Messages API does."""
         return GenerationResponse(state, request, endpoint)
 
-    @router.post(PATHS[1], **describe_route(CountTokensRequest, CountTokensReply))
+    @router.post(PATHS[1], **describe_route(CountTokensRequest, CountTokensReply, is_anthropic=True))
     async def count_tokens(request: Request) -> Response:
         """The number of tokens of the prompt that a conversation becomes."""
         counted = await state.run_prompt_job(request, "count_tokens", TokenCount)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from serve_llm.common.types import ModelInfo
 from serve_llm.server.admission.controller import MESSAGES, AdmissionController
@@ -95,7 +95,7 @@ def create_server_router(state: AppState, sources: StatusSources) -> APIRouter:
         """What the server is doing, for people and for scripts that watch it."""
         return build_status(state, sources)
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus' text form."""
         if sources.front_ends is not None:

@@ -10,7 +10,7 @@ from starlette.responses import Response, StreamingResponse
 from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.routes.app_state import AppState
 from serve_llm.server.routes.background import BackgroundResponses, split_events
-from serve_llm.server.routes.document import describe_route
+from serve_llm.server.routes.document import describe_page, describe_parameter, describe_route
 from serve_llm.server.routes.generation import SSE_HEADERS
 from serve_llm.server.routes.page import build_page, read_count, read_flag, read_page
 from serve_llm.server.schema.common import ObjectList
@@ -20,8 +20,14 @@ from serve_llm.server.storage.responses import ResponseStore, StoredResponse
 PATH = "/v1/responses/{response_id}"
 
 
+_FOLLOW = (
+    describe_parameter("stream", type="boolean", default=False),
+    describe_parameter("starting_after", type="integer", minimum=0, maximum=999_999_999),
+)
+
+
 def add_routes(router: APIRouter, state: AppState, store: ResponseStore, background: BackgroundResponses) -> None:
-    @router.get(PATH, **describe_route(None, ResponseReply, ResponseEvent))
+    @router.get(PATH, **describe_route(None, ResponseReply, ResponseEvent, query=_FOLLOW))
     async def retrieve_response(response_id: str, request: Request) -> Response:
         """A stored response. `stream=true` repeats the events of a background response that was asked for as a stream,
         those after the number `starting_after`."""
@@ -56,7 +62,7 @@ def add_routes(router: APIRouter, state: AppState, store: ResponseStore, backgro
         await background.cancel(response_id)
         return _answer(await store.get(response_id, owner))
 
-    @router.get(PATH + "/input_items", **describe_route(None, ObjectList))
+    @router.get(PATH + "/input_items", **describe_route(None, ObjectList, query=describe_page()))
     async def list_input_items(response_id: str, request: Request) -> Response:
         """The items that the response was asked for with, without those of the responses that it continues."""
         page = read_page(request)

@@ -252,3 +252,14 @@ class MessageEvent(BaseModel):
 
 class CountTokensReply(BaseModel):
     input_tokens: int
+
+
+class MessageError(BaseModel):
+    type: str
+    message: str
+
+
+class MessageErrorBody(BaseModel):
+    type: Literal["error"]
+    error: MessageError
+    request_id: str

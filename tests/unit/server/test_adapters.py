@@ -136,6 +136,12 @@ def test_a_bad_adapter_leaves_everything_as_it_was(server: Served, tmp_path: Pat
     assert [one["root"] for one in server.get("/v1/models", OTHER).json()["data"][1:]] == [good]
 
 
+@pytest.mark.parametrize("path", ["", "\x00", "a\x00b"])
+def test_a_path_that_is_none_is_named(server: Served, path: str) -> None:
+    reply = load(server, "one", path)
+    assert reply.status == 400 and reply.json()["error"]["param"] == "lora_path"  # type: ignore[index]
+
+
 def test_fingerprints_follow_the_adapter(server: Served, tmp_path: Path) -> None:
     load(server, "sql", write_adapter(tmp_path / "a"))
     prints = [ask(server, name)[0].json()["system_fingerprint"] for name in ("demo", "sql", "sql")]

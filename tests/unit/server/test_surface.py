@@ -293,7 +293,7 @@ def test_the_documentation_describes_the_real_bodies(served: Served) -> None:
     assert schemas["CompletionRequest"]["additionalProperties"] is False
     answers = found["paths"]["/v1/chat/completions"]["post"]["responses"]
     assert answers["200"]["content"]["text/event-stream"]["schema"] == {"$ref": "#/components/schemas/ChatEvent"}
-    assert set(answers) == {"200", "400", "404", "503"}
+    assert set(answers) == {"200", "400", "404", "413", "503"}
     referred = set(_references(found))
     assert referred and referred <= {f"#/components/schemas/{name}" for name in schemas}
     assert served.get("/docs").headers["location"] == "./#api"

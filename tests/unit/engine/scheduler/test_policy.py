@@ -101,8 +101,10 @@ def test_batches_fill_pauses_with_short_steps() -> None:
     budget = TokenBudget(2048, 0.15)
     for _ in range(50):
         budget.observe(600, 600 / 4000)
-    assert budget.next(64, in_pause=True) == pytest.approx(200, abs=1)
-    assert budget.next(500, in_pause=True) == 500 + TokenBudget.FEW
+    assert budget.next(200, in_pause=True) == pytest.approx(100, abs=1)
+    slow = TokenBudget(2048, 0.15)
+    slow.observe(64, 10.0)
+    assert slow.next(64, in_pause=True) == TokenBudget.FEW
     assert TokenBudget(8192, None).next(64, in_pause=True) == 8192
 
 
