@@ -63,6 +63,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-compiled": ("gpt2", {"n_embd": 96}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
     "mistral-window-1": ("mistral", {"sliding_window": 1}),
+    "qwen-biases-partial": ("qwen", {"no_bias": False, "rotary_pct": 0.6, "use_dynamic_ntk": False}),
+    "qwen-compiled": ("qwen", {"hidden_size": 96, "kv_channels": 16, "tie_word_embeddings": True}),
     "qwen2-full": ("qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}),
     "qwen2-all-sliding": ("qwen2", {"max_window_layers": 0}),
     "qwen3-mixed-biases": (
@@ -349,7 +351,7 @@ def test_half_precision_files_in_float32(stored: str, tmp_path: Path) -> None:
 def test_old_config_and_shards(family: str, tmp_path: Path) -> None:
     """What transformers 4 wrote, in several files, is the same model."""
     new, old = tmp_path / "new", tmp_path / "old"
-    rope = {} if family in ("gpt2", "opt", "gptj", "phi3") else {"rope": "yarn"}
+    rope = {} if family in ("gpt2", "opt", "gptj", "phi3", "qwen") else {"rope": "yarn"}
     chosen = prompts(make_checkpoint(new, family, **rope))
     make_checkpoint(old, family, old_config=True, max_shard_size="50KB", **rope)
     assert len(list(old.glob("*.safetensors"))) > 2

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from support import qwen  # noqa: F401 -- registers the family
 
 ROPE_SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 2.5},
@@ -67,6 +68,13 @@ _LATENT = {
 SIZES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA_LIKE,
     "mistral": {**_LLAMA_LIKE, "sliding_window": 37},
+    "qwen": {
+        **_without(_LLAMA_LIKE, "num_key_value_heads", "head_dim", "rope_parameters"),
+        "intermediate_size": 194,  # of gate and up together
+        "kv_channels": 10,
+        "max_position_embeddings": 512,
+        "seq_length": 256,
+    },
     "qwen2": {**_LLAMA_LIKE, "use_sliding_window": True, "sliding_window": 21, "max_window_layers": 2},
     "qwen3": {**_LLAMA_LIKE, "tie_word_embeddings": True},
     "granite": {**_LLAMA_LIKE, **_GRANITE},
@@ -209,7 +217,7 @@ def make_checkpoint(
 def config_of(family: str, **overrides: Any) -> dict[str, Any]:
     """config.json as `make_checkpoint` would write it, without a model."""
     config = _config(family, overrides)
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
     return dict(json.loads(config.to_json_string()))
 
 

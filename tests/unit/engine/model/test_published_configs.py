@@ -59,6 +59,14 @@ STARCODER2_15B = """{"architectures": ["Starcoder2ForCausalLM"], "attention_drop
 "num_key_value_heads": 4, "rms_norm_eps": 1e-05, "rope_theta": 100000, "sliding_window": 4096,
 "tie_word_embeddings": false, "torch_dtype": "float32", "transformers_version": "4.37.0.dev0", "use_bias": true,
 "use_cache": true, "vocab_size": 49152}"""
+QWEN_7B = """{"architectures": ["QWenLMHeadModel"], "attn_dropout_prob": 0.0, "auto_map": {"AutoConfig":
+"configuration_qwen.QWenConfig", "AutoModelForCausalLM": "modeling_qwen.QWenLMHeadModel"}, "bf16": false,
+"emb_dropout_prob": 0.0, "fp16": false, "fp32": false, "hidden_size": 4096, "intermediate_size": 22016,
+"initializer_range": 0.02, "kv_channels": 128, "layer_norm_epsilon": 1e-06, "max_position_embeddings": 32768,
+"model_type": "qwen", "no_bias": true, "num_attention_heads": 32, "num_hidden_layers": 32, "onnx_safe": null,
+"rotary_emb_base": 10000, "rotary_pct": 1.0, "scale_attn_weights": true, "seq_length": 8192,
+"tie_word_embeddings": false, "tokenizer_class": "QWenTokenizer", "transformers_version": "4.32.0",
+"use_cache": true, "use_dynamic_ntk": true, "use_flash_attn": "auto", "use_logn_attn": true, "vocab_size": 151936}"""
 QWEN3_06B = """{"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
 "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
 "initializer_range": 0.02, "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28,
@@ -229,6 +237,7 @@ STABLELM_2_1_6B = """{"architectures": ["StableLmForCausalLM"], "bos_token_id": 
         (SMOLLM2, 30, 3, 64, None, 8192, True),
         (MISTRAL_7B, 32, 8, 128, 4096, 32768, False),
         (DISTILL_QWEN, 28, 2, 128, None, 131072, False),
+        (QWEN_7B, 32, 32, 128, None, 8192, False),
         (PHI4_MINI, 32, 8, 128, 262144, 131072, True),
         (STARCODER2_15B, 40, 4, 128, 4096, 16384, False),
         (QWEN3_06B, 28, 8, 128, None, 40960, True),

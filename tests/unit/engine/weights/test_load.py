@@ -30,10 +30,11 @@ from support.tiny import FAMILIES, make_checkpoint
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 Tensors = dict[str, Tensor]
 # of all others: "model."
-BASE_PREFIX = {**dict.fromkeys(("gpt2", "gptj", "falcon"), "transformer."), "gpt_neox": "gpt_neox."}
+BASE_PREFIX = {**dict.fromkeys(("gpt2", "gptj", "falcon", "qwen"), "transformer."), "gpt_neox": "gpt_neox."}
 EXTRAS = {  # of all others: inverse frequencies
     "gpt2": "transformer.h.0.attn.masked_bias",
     "gptj": "transformer.h.0.attn.bias",
+    "qwen": "transformer.h.0.attn.masked_bias",
     "gpt_neox": "gpt_neox.layers.0.attention.masked_bias",
     "opt": None,
 }
@@ -91,7 +92,7 @@ def test_a_tensor_under_two_names_is_unused_once(tmp_path: Path) -> None:
 def test_wrong_shapes_are_named(family: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family)
     whole = load_file(tmp_path / "model.safetensors")
-    dense = ("mlp.down_proj.weight", "mlp.c_fc.weight", "fc1.weight", "fc_in.weight", "4h.weight")
+    dense = ("mlp.down_proj.weight", "mlp.c_fc.weight", "mlp.w1.weight", "fc1.weight", "fc_in.weight", "4h.weight")
     experts = ("experts.0.w1.weight", "experts.0.down_proj.weight", ".output_linear.weight", "experts.down_proj")
     name = next(name for name in whole if name.endswith((*dense, *experts)))
     save_file({**whole, name: whole[name][:-1].contiguous()}, tmp_path / "model.safetensors")
