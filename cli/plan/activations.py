@@ -199,6 +199,8 @@ def _moe_peak(step: LargestStep, moe: MoESpec, hidden_size: int, shard: Shard, r
         sent = top_k * output  # rows for the experts of all engines; as many results come back
         peak = max(expert_outputs + peak, sent + expert_outputs, 3 * sent)
     peak += top_k * rows * ROUTING_BYTES
+    if moe.router.scales_inputs:
+        peak += output
     if moe.shared_expert is None:
         return peak
     shared_size = len(shard.ffn(moe.shared_expert))
@@ -249,6 +251,8 @@ def _attention_peak(
     k_elements = step.tokens * num_kv_heads * head_dim
     qkv_peak, qkv = step.linear(step.tokens, hidden_size, (num_heads + 2 * num_kv_heads) * head_dim)
     rope_peak, query = _norm_and_rope_peak(step, attention, q_elements, k_elements, qkv)
+    if attention.query_temperature is not None and step.on_cpu:  # queries are multiplied in float32
+        rope_peak = max(rope_peak, query + 2 * step.float32_copy(q_elements))
     group_heads = _max_heads_per_kv_head(head_share, attention.num_heads // attention.num_kv_heads)
     # The output, and the queries padded to the same number of heads for every KV head.
     padded_elements = step.tokens * group_heads * num_kv_heads * head_dim
@@ -257,6 +261,9 @@ def _attention_peak(
     inner_peak = output_peak
     if not step.compiled_attention:
         prompt_rows = min(step.tokens - step.singles, QUERY_TILE)
+        if attention.chunked and attention.sliding_window is not None:
+            prompt_rows = min(prompt_rows, attention.sliding_window)
+            step = replace(step, context=min(step.context, attention.sliding_window))
         inner_peak = max(inner_peak, _tile_peak(step, group, 1, prompt_rows, group_heads, num_kv_heads, head_dim))
         if step.singles:
             inner_peak = max(inner_peak, _tile_peak(step, group, step.singles, 1, group_heads, num_kv_heads, head_dim))

@@ -127,12 +127,13 @@ class _OtherWeight:
 
     elements: int
     float32: bool = False  # whatever the model's dtype
+    in_checkpoint: bool = True  # False: made while loading
 
     def loaded_bytes(self, element_bytes: int, in_checkpoint: bool) -> int:
-        return self.elements * (FLOAT32_BYTES if self.float32 else element_bytes)
+        return self.held_bytes(element_bytes, "", False) if self.in_checkpoint else 0
 
     def held_bytes(self, element_bytes: int, device: str, fp8: bool) -> int:
-        return self.loaded_bytes(element_bytes, False)
+        return self.elements * (FLOAT32_BYTES if self.float32 else element_bytes)
 
 
 @dataclass(frozen=True, order=True)
@@ -311,6 +312,8 @@ class _LayerWeights:
         if attention.qk_norm is not None:
             num_heads = 2 if attention.qk_norm.kind == "rms" else len(head_share.heads) + len(head_share.kv_heads)
             yield _norm(attention.qk_norm, num_heads * head_dim)
+            if attention.qk_norm.kind == "rms" and not attention.qk_norm.affine:
+                yield _OtherWeight(num_heads * head_dim, attention.qk_norm.float32_weight, in_checkpoint=False)
         if attention.qk_projection_norm_eps is not None:
             yield _OtherWeight(q_size + kv_size)
         if attention.sinks:

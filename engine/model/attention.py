@@ -38,11 +38,10 @@ class Attention:
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """x: (tokens, hidden_size) -> (tokens, hidden_size). Writes the new tokens' KV to the layer's cache."""
-        step, group, cache, angles = inputs
-        query = self.kernels.rope_and_cache(self.qkv_proj(x), self.num_heads, self.qk_norm, angles, cache, group.slots)
+        step, group = inputs.step, inputs.group
         output = self.paged_attention(
-            query,
-            cache,
+            self._compute_query(x, inputs),
+            inputs.cache,
             group.block_table,
             step.query_starts,
             step.context_lens,
@@ -53,6 +52,19 @@ class Attention:
             on_device=step.lengths,
         )
         return self.output_proj(output.flatten(1))
+
+    def _compute_query(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        """(tokens, num_heads, head_dim). Writes keys and values to the cache."""
+        _, group, cache, angles, _ = inputs
+        return self.kernels.rope_and_cache(self.qkv_proj(x), self.num_heads, self.qk_norm, angles, cache, group.slots)
+
+
+class TemperedAttention(Attention):
+    """Attention whose queries are multiplied by a number that grows with the position (`QueryTemperature`)."""
+
+    def _compute_query(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        assert inputs.query_scale is not None
+        return super()._compute_query(x, inputs).mul_(inputs.query_scale[:, None, None])
 
 
 class EncoderAttention(Attention):
@@ -103,6 +115,8 @@ def build_attention(spec: AttentionSpec, hidden_size: int, builder: ModelBuilder
         qk_norm = HeadNorms(query_weight, key_weight, spec.qk_norm.eps)
     sinks = builder.parameter("sinks", spec.num_heads, part=Part(0, share.heads)) if spec.sinks else None
     kind: type[Attention] = Attention if spec.causal else EncoderAttention
+    if spec.query_temperature is not None:
+        kind = TemperedAttention
     if not share.heads:
         kind = AttentionWithoutHeads
     return kind(
@@ -110,7 +124,7 @@ def build_attention(spec: AttentionSpec, hidden_size: int, builder: ModelBuilder
         paged_attention=_with_equal_groups(builder.kernels.paged_attention, share, spec.num_heads // spec.num_kv_heads),
         num_heads=len(share.heads),
         scale=spec.scale,
-        sliding_window=spec.sliding_window,
+        sliding_window=None if spec.chunked else spec.sliding_window,
         softcap=spec.softcap,
         qkv_proj=qkv_proj,
         output_proj=output_proj,

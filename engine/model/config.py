@@ -167,8 +167,8 @@ class ConfigReader:
             raise self._wrong(key, "true or false", value)
         return value
 
-    def flag_or(self, key: str, word: str) -> bool:
-        """A flag in whose place the file may have a word, which means true. False when it is absent."""
+    def flag_or(self, key: str, word: str | int) -> bool:
+        """A flag in whose place the file may have a word or number, which means true. False when it is absent."""
         value = self._take(key)
         if value == word:
             return True

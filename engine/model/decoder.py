@@ -15,12 +15,12 @@ from torch import Tensor
 from serve_llm.engine.model.build import Forward, ModelBuilder, Part
 from serve_llm.engine.model.dispatch import ExpertDispatch
 from serve_llm.engine.model.embedding import Embed, build_embedding
-from serve_llm.engine.model.inputs import NO_KV, AttentionInputs, StepInputs
+from serve_llm.engine.model.inputs import NO_KV, AttentionInputs, GroupInputs, StepInputs
 from serve_llm.engine.model.layer import DecoderLayer, build_layer
 from serve_llm.engine.model.pooler import Pooler, build_pooler
 from serve_llm.engine.model.rope import ComputeAngles, build_angles
 from serve_llm.engine.model.rope_spec import RopeSpec
-from serve_llm.engine.model.spec import LayerSpec, ModelSpec
+from serve_llm.engine.model.spec import AttentionSpec, LayerSpec, ModelSpec, QueryTemperature
 from serve_llm.engine.parallel.groups import PipelineLink
 from serve_llm.engine.quantization import int8
 from serve_llm.kernels import linear_int8
@@ -42,6 +42,8 @@ class Decoder:
         next_stage: PipelineLink | None,
         ropes: Sequence[ComputeAngles],
         rope_of_layer: Sequence[int],
+        temperatures: Sequence[QueryTemperature],
+        temperature_of_layer: Sequence[int],
         group_of_layer: Sequence[int | None],
         dispatches: Sequence[ExpertDispatch],
         capturable: bool,
@@ -51,8 +53,9 @@ class Decoder:
     ) -> None:
         """embed: on the first stage. lm_head: what computes logits from hidden states, in order; on the last stage, if
         the model generates. pooler: on the last stage, if the model returns vectors. rope_of_layer: index into
-        (None, *ropes). group_of_layer: index into `StepInputs.groups`; None for a layer that caches no KV. capturable:
-        whether CUDA graphs can capture a step. description: see `__repr__`."""
+        (None, *ropes). temperature_of_layer: index into (None, *temperatures). group_of_layer: index into
+        `StepInputs.groups`; None for a layer that caches no KV. capturable: whether CUDA graphs can capture a step.
+        description: see `__repr__`."""
         self._embed = embed
         self._layers = layers
         self._lm_head = lm_head
@@ -61,6 +64,8 @@ class Decoder:
         self._next_stage = next_stage
         self._ropes = ropes
         self._rope_of_layer = rope_of_layer
+        self._temperatures = temperatures
+        self._temperature_of_layer = temperature_of_layer
         self._group_of_layer = group_of_layer
         self._dispatches = dispatches
         self.capturable = capturable
@@ -103,6 +108,8 @@ class Decoder:
         if inputs.lengths is not None:
             inputs = replace(inputs, lengths=inputs.lengths.without_plans())
         angles = [None, *(compute(inputs.positions) for compute in self._ropes)]
+        scales = [None, *(compute_query_scale(one, inputs.positions) for one in self._temperatures)]
+        steps = [_select_chunks(inputs, group) for group in inputs.groups]
         if received is None:
             assert self._embed is not None, "a stage after the first receives hidden states"
             residual = self._embed(inputs)
@@ -111,11 +118,17 @@ class Decoder:
         del received  # free its memory after the first layer
         x = self._layers[0].input_norm(residual)
         selected = [None] * (len(self._layers) - 1) + [rows]
-        for layer, cache, group, rope, selection in zip(
-            self._layers, caches, self._group_of_layer, self._rope_of_layer, selected, strict=True
+        for layer, cache, group, rope, temperature, selection in zip(
+            self._layers,
+            caches,
+            self._group_of_layer,
+            self._rope_of_layer,
+            self._temperature_of_layer,
+            selected,
+            strict=True,
         ):
-            group_inputs = NO_KV if group is None else inputs.groups[group]
-            layer_inputs = AttentionInputs(inputs, group_inputs, cache, angles[rope])
+            step, group_inputs = (inputs, NO_KV) if group is None else (steps[group], inputs.groups[group])
+            layer_inputs = AttentionInputs(step, group_inputs, cache, angles[rope], scales[temperature])
             residual, x = layer.forward(residual, x, layer_inputs, selection)
         return residual
 
@@ -158,6 +171,7 @@ def build_decoder(spec: ModelSpec, builder: ModelBuilder, device: torch.device) 
             pooler = build_pooler(spec, spec.pooler, final_norm, builder)
     group_of_layer = {layer: index for index, group in enumerate(spec.kv_groups) for layer in group.layers}
     ropes, rope_of_layer = _build_ropes([spec.layers[index] for index in shard.layers], device)
+    temperatures, temperature_of_layer = _find_temperatures([spec.layers[index] for index in shard.layers])
     reads_back = any(experts.reads_back for experts in builder.experts)
     builder.describe(
         f"{spec.architecture}, rank {shard.rank} of {shard.layout.size}: layers {shard.layers.start} to "
@@ -172,6 +186,8 @@ def build_decoder(spec: ModelSpec, builder: ModelBuilder, device: torch.device) 
         next_stage=groups.next,
         ropes=ropes,
         rope_of_layer=rope_of_layer,
+        temperatures=temperatures,
+        temperature_of_layer=temperature_of_layer,
         group_of_layer=[group_of_layer.get(layer) for layer in shard.layers],
         dispatches=[experts for experts in builder.experts if isinstance(experts, ExpertDispatch)],
         capturable=builder.kernels.capturable and not reads_back,
@@ -239,3 +255,33 @@ def _build_ropes(layers: Sequence[LayerSpec], device: torch.device) -> tuple[lis
         else:
             rope_of_layer.append(indices.setdefault((rope, layer.attention.rope_dim), len(indices) + 1))
     return [build_angles(rope, rope_dim, device) for rope, rope_dim in indices], rope_of_layer
+
+
+def _find_temperatures(layers: Sequence[LayerSpec]) -> tuple[list[QueryTemperature], list[int]]:
+    """The distinct query temperatures of the layers, and for each layer an index into (None, *temperatures)."""
+    indices: dict[QueryTemperature, int] = {}
+    temperature_of_layer = []
+    for layer in layers:
+        mixer = layer.attention
+        temperature = mixer.query_temperature if isinstance(mixer, AttentionSpec) else None
+        temperature_of_layer.append(0 if temperature is None else indices.setdefault(temperature, len(indices) + 1))
+    return list(indices), temperature_of_layer
+
+
+def compute_query_scale(temperature: QueryTemperature, positions: Tensor) -> Tensor:
+    """(tokens,) float32."""
+    intervals = ((positions.float() + 1.0) / temperature.interval).floor_()
+    return intervals.log1p_().mul_(temperature.scale).add_(1.0)
+
+
+def _select_chunks(inputs: StepInputs, group: GroupInputs) -> StepInputs:
+    """The step as the attention of the group's layers sees it."""
+    if group.chunks is None:
+        return inputs
+    lengths = group.chunks.lengths
+    return replace(
+        inputs,
+        query_starts=group.chunks.query_starts,
+        context_lens=group.chunks.context_lens,
+        lengths=None if lengths is None else lengths.without_plans(),
+    )

@@ -19,11 +19,22 @@ LONG_ROPE_OFFSET = 1 << 40
 
 
 @dataclass(frozen=True)
+class ChunkInputs:
+    """The step's queries as chunked attention sees them: the queries of one chunk of a sequence are a sequence of their
+    own, which begins with the chunk. The tokens and their order are those of the step."""
+
+    query_starts: list[int]
+    context_lens: list[int]
+    lengths: Lengths | None = None  # as in `StepInputs`
+
+
+@dataclass(frozen=True)
 class GroupInputs:
     """Block tables of one KV group (`ModelSpec.kv_groups`, same order)."""
 
     slots: Tensor  # (tokens,) int64: block * block_size + offset of each token
-    block_table: Tensor  # (sequences, max_blocks) int32; 0 for freed and for unused entries
+    block_table: Tensor  # (sequences, max_blocks) int32; 0 for freed and for unused entries; sequences as in `chunks`
+    chunks: ChunkInputs | None = None  # of a chunked group
 
 
 NO_KV = GroupInputs(torch.empty(0, dtype=torch.int64), torch.empty((0, 0), dtype=torch.int32))
@@ -47,3 +58,4 @@ class AttentionInputs(NamedTuple):
     group: GroupInputs  # inputs of the layer's KV group; NO_KV for a layer that caches no KV
     cache: Tensor  # the layer's KV cache, as `kernels.attention.write_cache` expects it; written in place
     angles: Angles | None  # None: a layer without rope
+    query_scale: Tensor | None = None  # (tokens,) float32, for a layer with a query temperature

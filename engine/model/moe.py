@@ -89,8 +89,10 @@ def build_choice(router: RouterSpec, correction_bias: Tensor | None = None) -> C
 
     correction_bias: (experts,) float32, see `RouterSpec`.
     """
-    if router.groups is not None or router.correction_bias or router.scoring == "sigmoid":
+    if router.groups is not None or router.correction_bias:
         return _group_limited_choice(router, correction_bias)
+    if router.scoring == "sigmoid":
+        return _sigmoid_choice(router)
 
     def choose(scores: Tensor) -> tuple[Tensor, Tensor]:
         best, experts = scores.float().softmax(-1).topk(router.top_k)
@@ -102,6 +104,19 @@ def build_choice(router: RouterSpec, correction_bias: Tensor | None = None) -> C
         return best.softmax(-1).mul_(router.scaling_factor), experts
 
     return choose_renormalised if router.renormalise else choose
+
+
+def _sigmoid_choice(router: RouterSpec) -> ChooseExperts:
+    """By the scores before the sigmoid, as high ones are 1 after it."""
+
+    def choose(scores: Tensor) -> tuple[Tensor, Tensor]:
+        best, experts = scores.float().topk(router.top_k)
+        weights = torch.exp(-best).add_(1.0).reciprocal_()
+        if router.renormalise:
+            weights /= sum_in_order(weights).unsqueeze(-1) + SMALLEST
+        return weights.mul_(router.scaling_factor), experts
+
+    return choose
 
 
 def _group_limited_choice(router: RouterSpec, correction_bias: Tensor | None) -> ChooseExperts:

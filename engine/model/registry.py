@@ -28,6 +28,7 @@ from serve_llm.engine.model.families import (
     granite_moe,
     gte,
     llama,
+    llama4,
     mistral,
     mixtral,
     modernbert,
@@ -57,6 +58,7 @@ Read = Callable[[ConfigReader], tuple[ModelSpec, WeightMap]]
 
 FAMILIES: dict[str, Read] = {
     "LlamaForCausalLM": llama.read,
+    "Llama4ForCausalLM": llama4.read,
     "MistralForCausalLM": mistral.read,
     "MixtralForCausalLM": mixtral.read,
     "QWenLMHeadModel": qwen.read,
@@ -84,6 +86,9 @@ FAMILIES: dict[str, Read] = {
     "NemotronForCausalLM": nemotron.read,
     "Gemma3ForConditionalGeneration": multimodal.read_text_part(
         "Gemma3ForConditionalGeneration", {"gemma3_text": gemma.read_gemma3_text}
+    ),
+    "Llama4ForConditionalGeneration": multimodal.read_text_part(
+        "Llama4ForConditionalGeneration", {"llama4_text": llama4.read}
     ),
     "LlavaForConditionalGeneration": multimodal.read_text_part(
         "LlavaForConditionalGeneration",

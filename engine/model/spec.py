@@ -32,6 +32,14 @@ class NormSpec:
 
 
 @dataclass(frozen=True)
+class QueryTemperature:
+    """Multiply the queries at position p by 1 + scale * ln(1 + floor((p + 1) / interval)) (arXiv:2501.19399)."""
+
+    scale: float
+    interval: int  # tokens
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     num_heads: int
     num_kv_heads: int
@@ -39,6 +47,8 @@ class AttentionSpec:
     scale: float  # multiplies the scores before the softmax
     rope: RopeSpec | None = None  # None: this layer has no rotary embedding
     sliding_window: int | None = None  # tokens that a query attends to on each side, itself included; None: all
+    chunked: bool = False  # positions are divided into chunks of `sliding_window`; a query attends to its own chunk
+    query_temperature: QueryTemperature | None = None
     softcap: float | None = None  # scaled scores s become softcap * tanh(s / softcap)
     qkv_bias: bool = False
     output_bias: bool = False
@@ -80,6 +90,7 @@ class MLASpec:
 
     num_kv_heads: ClassVar[int] = 1
     sliding_window: ClassVar[None] = None
+    chunked: ClassVar[bool] = False
     causal: ClassVar[bool] = True
 
     @property
@@ -214,6 +225,7 @@ class KVGroup:
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None
+    chunked: bool = False  # see `AttentionSpec`
     is_latent: bool = False  # one row per token serves as key and value (`MLASpec`); otherwise one row for each
 
 
@@ -295,19 +307,23 @@ class ModelSpec:
         return replace(self, layers=tuple(layers))
 
     def with_max_length(self, max_model_len: int) -> ModelSpec:
-        """Drop sliding windows that no sequence of at most `max_model_len` tokens reaches.
+        """Drop sliding windows, chunks and query temperatures that no sequence of `max_model_len` tokens reaches.
 
         Build the decoder and count KV groups from this same spec.
         """
 
-        def drop_window(attention: AnyAttentionSpec) -> AnyAttentionSpec:
-            window = attention.sliding_window
-            if isinstance(attention, AttentionSpec) and window is not None and window >= max_model_len:
-                return replace(attention, sliding_window=None)
+        def drop_unreached(attention: AnyAttentionSpec) -> AnyAttentionSpec:
+            if not isinstance(attention, AttentionSpec):
+                return attention
+            if attention.sliding_window is not None and attention.sliding_window >= max_model_len:
+                attention = replace(attention, sliding_window=None, chunked=False)
+            temperature = attention.query_temperature
+            if temperature is not None and temperature.interval > max_model_len:
+                attention = replace(attention, query_temperature=None)
             return attention
 
         return replace(
-            self, layers=tuple(replace(layer, attention=drop_window(layer.attention)) for layer in self.layers)
+            self, layers=tuple(replace(layer, attention=drop_unreached(layer.attention)) for layer in self.layers)
         )
 
     @cached_property
@@ -336,6 +352,7 @@ class ModelSpec:
                 num_kv_heads=attention.num_kv_heads,
                 head_dim=attention.cached_head_dim,
                 sliding_window=attention.sliding_window,
+                chunked=attention.chunked,
                 is_latent=isinstance(attention, MLASpec),
             )
             # The number of query heads decides which KV heads a rank holds.

@@ -19,6 +19,7 @@ class GroupLayout:
 
     block_size: int  # tokens per block
     window: int | None  # a query sees only this many positions, its own included; None: all
+    chunked: bool = False  # a query sees only the positions of its own chunk of `window`, which are among those
 
 
 def most_blocks(group: GroupLayout, num_tokens: int, max_chunk: int) -> int:

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from serve_llm.engine.model.inputs import GroupInputs, StepInputs
+from serve_llm.engine.model.inputs import ChunkInputs, GroupInputs, StepInputs
 from serve_llm.engine.scheduler.sequence import GroupLayout
 from serve_llm.engine.transfer import DeviceCopier
 from serve_llm.engine.worker.graph_sizes import MIXED_TOKENS, ladder, mixed_sequences
@@ -77,9 +77,11 @@ class StepGraphs:
         self._mixed_sequences = mixed_sequences(max_num_seqs)
         self.max_tokens = max_num_seqs
         self._is_last = is_last
+        self._groups = tuple(groups)
         self._tables = []
         for group in groups:
-            shape = (max_num_seqs + 1, -(-max_model_len // group.block_size))
+            longest = min(max_model_len, group.window) if group.chunked and group.window else max_model_len
+            shape = (max_num_seqs + 1, -(-longest // group.block_size))
             self._tables.append(torch.zeros(shape, dtype=torch.int32, device=copier.device))
         self._buffers: dict[Size, _Buffers] = {}
         self._graphs: dict[Size, Captured] = {}
@@ -109,6 +111,7 @@ class StepGraphs:
             positions=nothing,
             query_starts=np.zeros(1, np.int64),
             context_lens=nothing,
+            groups=self._groups,
             slots=[nothing] * len(self._tables),
             tables=[np.zeros((0, 0), np.int32)] * len(self._tables),
             all_known=True,
@@ -116,9 +119,10 @@ class StepGraphs:
         while size not in self._graphs:
             self._run(size, step, None, None)
 
-    def takes(self, num_tokens: int, num_sequences: int, num_rows: int) -> bool:
-        """Whether `mixed_logits` computes so many rows of such a step."""
-        return num_tokens <= MIXED_TOKENS[-1] and max(num_sequences, num_rows) <= self.max_tokens
+    def takes(self, step: BatchArrays, num_rows: int) -> bool:
+        """Whether `mixed_logits` computes so many rows of the step. Queries in two chunks would be two sequences."""
+        count = max(len(step.context_lens), num_rows)
+        return len(step.ids) <= MIXED_TOKENS[-1] and count <= self.max_tokens and not step.crosses_chunks
 
     def mixed_logits(self, step: BatchArrays, rows: Sequence[int], received: Tensor | None = None) -> Tensor:
         """Returns (rows, columns): the logits of these tokens; before the last stage (tokens, columns), hidden states.
@@ -132,7 +136,9 @@ class StepGraphs:
     def _run(self, size: Size, step: BatchArrays, rows: Sequence[int] | None, received: Tensor | None) -> Tensor:
         is_new = size not in self._buffers
         if is_new:
-            self._buffers[size] = _Buffers(size, self._tables, self._max_model_len, self._is_last, received)
+            self._buffers[size] = _Buffers(
+                size, self._groups, self._tables, self._max_model_len, self._is_last, received
+            )
         buffers = self._buffers[size]
         buffers.fill(step, rows, received, self._copier)
         if is_new:
@@ -157,7 +163,13 @@ class _Buffers:
     """The inputs of one size."""
 
     def __init__(
-        self, size: Size, tables: Sequence[Tensor], max_model_len: int, is_last: bool, received: Tensor | None
+        self,
+        size: Size,
+        groups: Sequence[GroupLayout],
+        tables: Sequence[Tensor],
+        max_model_len: int,
+        is_last: bool,
+        received: Tensor | None,
     ) -> None:
         """tables: block tables of the largest size, which all sizes share. received: like what this size receives."""
         num_tokens, num_sequences, is_mixed = size
@@ -176,6 +188,10 @@ class _Buffers:
             torch.arange(num_sequences + 1, dtype=torch.int32, device=device),
             torch.empty(num_sequences, dtype=torch.int32, device=device),
         )
+        self._chunks = [
+            self._make_chunks(starts, min(group.window, max_model_len)) if group.chunked and group.window else None
+            for group in groups
+        ]
         ids, req_indices, positions, *slots = self._numbers
         self.req_indices = req_indices
         self.inputs = StepInputs(
@@ -183,9 +199,14 @@ class _Buffers:
             positions=positions,
             query_starts=starts,
             context_lens=[max_model_len] * num_sequences,  # upper bounds
-            groups=tuple(GroupInputs(*pair) for pair in zip(slots, self._tables, strict=True)),
+            groups=tuple(GroupInputs(*parts) for parts in zip(slots, self._tables, self._chunks, strict=True)),
             lengths=self._lengths,
         )
+
+    def _make_chunks(self, starts: list[int], longest: int) -> ChunkInputs:
+        """As no sequence has queries in several chunks, the sequences' queries are those of the step."""
+        lengths = Lengths(self._lengths.query_starts, torch.empty_like(self._lengths.context_lens))
+        return ChunkInputs(starts, [longest] * (len(starts) - 1), lengths)
 
     def fill(
         self, step: BatchArrays, rows: Sequence[int] | None, received: Tensor | None, copier: DeviceCopier
@@ -210,7 +231,13 @@ class _Buffers:
             padded_rows = np.zeros(len(self.rows), np.int64)
             padded_rows[: len(rows)] = rows
             copier.fill(self.rows, padded_rows)
-        for buffer, table in zip(self._tables, step.tables, strict=True):
+        for index, (buffer, table, chunks) in enumerate(zip(self._tables, step.tables, self._chunks, strict=True)):
+            split = step.split_chunks(index)
+            if split is not None and chunks is not None and chunks.lengths is not None:
+                table = split.table
+                context_lens = np.zeros_like(context_lens)
+                context_lens[:num_sequences] = split.context_lens
+                copier.fill(chunks.lengths.context_lens, context_lens)
             copier.fill(buffer[: len(table), : table.shape[1]], table)
 
 

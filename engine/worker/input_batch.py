@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from serve_llm.common.types import Sampling
-from serve_llm.engine.model.inputs import LONG_ROPE_OFFSET, GroupInputs, StepInputs
+from serve_llm.engine.model.inputs import LONG_ROPE_OFFSET, ChunkInputs, GroupInputs, StepInputs
 from serve_llm.engine.scheduler.output import ScheduledTokens, SchedulerOutput
 from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.engine.worker.attention_chunks import ChunkedSequences, count_crossings, split_sequences
 from serve_llm.kernels.attention import Lengths
 
 LAST_SAMPLED = -1  # in place of an id: the id sampled last for this request, see `LastTokenIds`
@@ -50,6 +51,7 @@ class BatchArrays:
     positions: Ints  # (tokens,)
     query_starts: Ints  # (requests + 1,)
     context_lens: Ints  # (requests,)
+    groups: Sequence[GroupLayout]
     slots: Sequence[Ints]  # per group
     tables: Sequence[np.ndarray]  # per group
     all_known: bool  # no id is LAST_SAMPLED
@@ -66,6 +68,25 @@ class BatchArrays:
             tables=[np.repeat(table, counts, axis=0) for table in self.tables],
         )
 
+    def split_chunks(self, group: int) -> ChunkedSequences | None:
+        """The sequences as the attention of a chunked group sees them; None for any other group."""
+        layout = self.groups[group]
+        if not layout.chunked or layout.window is None:
+            return None
+        return split_sequences(
+            self.query_starts, self.context_lens, self.tables[group], layout.window, layout.block_size
+        )
+
+    @property
+    def crosses_chunks(self) -> bool:
+        """Whether a sequence has queries in several chunks of a group."""
+        return any(
+            layout.chunked
+            and layout.window is not None
+            and count_crossings(self.query_starts, self.context_lens, layout.window) > 0
+            for layout in self.groups
+        )
+
     def to_inputs(self, to_device: Callable[[np.ndarray], Tensor], *, device_lengths: bool) -> StepInputs:
         """to_device: copies an array. device_lengths: whether kernels read the lengths on the device."""
         lengths = None
@@ -78,12 +99,24 @@ class BatchArrays:
             positions=to_device(self.positions),
             query_starts=self.query_starts.tolist(),
             context_lens=self.context_lens.tolist(),
-            groups=tuple(
-                GroupInputs(slots=to_device(slots), block_table=to_device(np.ascontiguousarray(table)))
-                for slots, table in zip(self.slots, self.tables, strict=True)
-            ),
+            groups=tuple(self._to_group_inputs(group, to_device, device_lengths) for group in range(len(self.groups))),
             lengths=lengths,
         )
+
+    def _to_group_inputs(
+        self, group: int, to_device: Callable[[np.ndarray], Tensor], device_lengths: bool
+    ) -> GroupInputs:
+        slots = to_device(self.slots[group])
+        split = self.split_chunks(group)
+        if split is None:
+            return GroupInputs(slots, to_device(np.ascontiguousarray(self.tables[group])))
+        lengths = None
+        if device_lengths:
+            lengths = Lengths(
+                to_device(split.query_starts.astype(np.int32)), to_device(split.context_lens.astype(np.int32))
+            )
+        chunks = ChunkInputs(split.query_starts.tolist(), split.context_lens.tolist(), lengths)
+        return GroupInputs(slots, to_device(split.table), chunks)
 
 
 class InputBatch:
@@ -203,6 +236,7 @@ class InputBatch:
             positions=positions + self._first_positions[req_indices],
             query_starts=query_starts,
             context_lens=context_lens,
+            groups=self._groups,
             slots=slots,
             tables=tables,
             all_known=bool(is_known.all()),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from serve_llm.common.errors import CapacityError
+from serve_llm.common.errors import CapacityError, OptionError
 from serve_llm.engine.config import CacheRow, Config
 from serve_llm.engine.model.spec import KVGroup
 from serve_llm.engine.parallel.shm import ShmHandle
@@ -81,7 +81,7 @@ def plan_cache(
     rank_groups: the same groups with the layers and KV heads of this rank. The group that needs most determines the
     bytes of a block; a rank without any KV has blocks of one element.
     max_model_len, max_chunk: tokens of the request whose bytes are minimised, and most of its tokens in one step.
-    Without groups (encoders) there is one block, which nothing uses.
+    Without groups (encoders) there is one block, which nothing uses. Raises OptionError if chunks are not whole blocks.
     """
     if not model_groups:
         return CacheLayout((), row.element_bytes, 1)
@@ -93,15 +93,25 @@ def plan_cache(
         group_layouts = []
         for size, group in zip(sizes, model_groups, strict=True):
             power = (bytes_per_slot // size).bit_length() - 1
-            group_layouts.append(GroupLayout(block_size << power, group.sliding_window))
+            group_layouts.append(GroupLayout(block_size << power, group.sliding_window, group.chunked))
         return CacheLayout(tuple(group_layouts), bytes_per_slot * block_size, 0)
 
-    layouts = [build_layout(candidate) for candidate in candidates]
+    layouts = [layout for layout in map(build_layout, candidates) if all(map(_has_whole_chunks, layout.groups))]
+    if not layouts:
+        chunk = next(group.sliding_window for group in model_groups if group.chunked)
+        raise OptionError(
+            f"--block-size {block_size}: some layers attend within chunks of {chunk} tokens, which must be "
+            f"whole blocks; choose a smaller size, or --max-model-len {chunk}"
+        )
     best = min(layouts, key=lambda layout: layout.block_bytes * layout.blocks_per_request(max_model_len, max_chunk))
     block_bytes = row.element_bytes
     for group_layout, group in zip(best.groups, rank_groups, strict=True):
         block_bytes = max(block_bytes, group_layout.block_size * bytes_per_token(group, row))
     return CacheLayout(best.groups, block_bytes, num_bytes // block_bytes)
+
+
+def _has_whole_chunks(group: GroupLayout) -> bool:
+    return not group.chunked or group.window is None or group.window % group.block_size == 0
 
 
 def plan_empty_cache(model_groups: Sequence[KVGroup], rank_groups: Sequence[KVGroup], config: Config) -> CacheLayout:

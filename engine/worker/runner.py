@@ -236,7 +236,7 @@ class Runner:
                 else logits[self._copier.to_device(np.array(rows))]
             )
         rows = find_sampled_rows(scheduled, arrays.query_starts[1:].tolist())
-        if rows and graphs.takes(num_tokens, num_sequences, len(rows)):
+        if rows and graphs.takes(arrays, len(rows)):
             return graphs.mixed_logits(arrays, rows, self._decoder.receive(num_tokens))
         return None
 

@@ -51,7 +51,7 @@ def assert_same(found: dict[int, Result], expected: dict[int, Result]) -> None:
 OPTIONS = {"block_size": 8, "max_num_seqs": 20, "max_num_batched_tokens": 37}
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "mixtral", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "mixtral", "deepseek_v2", "deepseek_v3", "llama4_text"])
 def test_same_tokens_as_the_plain_engine(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vocab_size = make_checkpoint(tmp_path, family)
     requests, arrivals = load(vocab_size)

@@ -61,6 +61,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-compiled": ("llama", {"head_dim": 16}),  # the other sizes of heads have no compiled attention
     "mistral-compiled": ("mistral", {"head_dim": 24}),
     "gpt2-compiled": ("gpt2", {"n_embd": 96}),
+    "llama4-compiled": ("llama4_text", {"head_dim": 16, "rope": "llama3"}),
+    "llama4-plain-biases-tied": (
+        "llama4_text",
+        {
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "moe_layers": [0, 2],
+            "layer_types": ["full_attention", "chunked_attention", "chunked_attention"],
+        },
+    ),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
     "mistral-window-1": ("mistral", {"sliding_window": 1}),
     "qwen-biases-partial": ("qwen", {"no_bias": False, "rotary_pct": 0.6, "use_dynamic_ntk": False}),
@@ -351,7 +363,7 @@ def test_half_precision_files_in_float32(stored: str, tmp_path: Path) -> None:
 def test_old_config_and_shards(family: str, tmp_path: Path) -> None:
     """What transformers 4 wrote, in several files, is the same model."""
     new, old = tmp_path / "new", tmp_path / "old"
-    rope = {} if family in ("gpt2", "opt", "gptj", "phi3", "qwen") else {"rope": "yarn"}
+    rope = {} if family in ("gpt2", "opt", "gptj", "phi3", "qwen", "llama4_text") else {"rope": "yarn"}
     chosen = prompts(make_checkpoint(new, family, **rope))
     make_checkpoint(old, family, old_config=True, max_shard_size="50KB", **rope)
     assert len(list(old.glob("*.safetensors"))) > 2

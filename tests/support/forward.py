@@ -9,11 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from serve_llm.engine.model.decoder import Decoder
-from serve_llm.engine.model.inputs import GroupInputs, StepInputs
+from serve_llm.engine.model.inputs import ChunkInputs, GroupInputs, StepInputs
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.shard import build_shard
 from serve_llm.engine.model.spec import MLASpec, ModelSpec
@@ -21,6 +22,7 @@ from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.parallel.groups import ProcessGroups
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.weights.load import load_model
+from serve_llm.engine.worker.attention_chunks import split_sequences
 from serve_llm.kernels import cache_int8
 
 CPU = torch.device("cpu")
@@ -111,7 +113,18 @@ class Harness:
             blocks = torch.tensor(table)
             slots.append(blocks[where // self.block_size] * self.block_size + where % self.block_size)
             rows.append(blocks.int())
-        return GroupInputs(torch.cat(slots), torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
+        block_table = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        if not group.chunked or group.sliding_window is None:
+            return GroupInputs(torch.cat(slots), block_table)
+        split = split_sequences(
+            np.concatenate(([0], np.cumsum([len(where) for where in positions.values()]))),
+            np.array([int(where[-1]) + 1 for where in positions.values()]),
+            block_table.numpy(),
+            group.sliding_window,
+            self.block_size,
+        )
+        chunks = ChunkInputs(split.query_starts.tolist(), split.context_lens.tolist())
+        return GroupInputs(torch.cat(slots), torch.from_numpy(split.table), chunks)
 
     def logprobs(self, prompts: Sequence[Sequence[int]], max_chunk: int | None = None) -> list[Tensor]:
         """Logprobs after each id of each prompt, side by side; in random chunks of up to `max_chunk` ids."""

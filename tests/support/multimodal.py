@@ -13,6 +13,7 @@ from support.tiny import config_of
 
 TEXT = {  # architecture -> its model_type, and that of its text part
     "Gemma3ForConditionalGeneration": ("gemma3", "gemma3_text"),
+    "Llama4ForConditionalGeneration": ("llama4", "llama4_text"),
     "LlavaForConditionalGeneration": ("llava", "llama"),
     "Mistral3ForConditionalGeneration": ("mistral3", "mistral"),
 }
@@ -45,7 +46,12 @@ def make_multimodal_checkpoint(directory: Path, architecture: str) -> None:
 def _config(architecture: str) -> PreTrainedConfig:
     model_type, text_type = TEXT[architecture]
     text = {key: value for key, value in config_of(text_type).items() if key != "architectures"}
-    kinds = {"gemma3": "siglip_vision_model", "llava": "clip_vision_model", "mistral3": "pixtral"}
+    kinds = {
+        "gemma3": "siglip_vision_model",
+        "llama4": "llama4_vision_model",
+        "llava": "clip_vision_model",
+        "mistral3": "pixtral",
+    }
     vision = VISION | {"model_type": kinds[model_type]}
     config = AutoConfig.for_model(
         model_type, text_config=text, vision_config=vision, tie_word_embeddings=model_type == "gemma3"

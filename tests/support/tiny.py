@@ -67,6 +67,18 @@ _LATENT = {
 }
 SIZES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA_LIKE,
+    "llama4_text": {
+        **_LLAMA_LIKE,
+        "intermediate_size": 37,
+        "intermediate_size_mlp": 97,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 2,
+        "attention_chunk_size": 32,
+        "floor_scale": 16,
+        "attn_scale": 0.5,
+    },
     "mistral": {**_LLAMA_LIKE, "sliding_window": 37},
     "qwen": {
         **_without(_LLAMA_LIKE, "num_key_value_heads", "head_dim", "rope_parameters"),

@@ -14,7 +14,7 @@ from serve_llm.engine.model.weight_map import WeightMap
 
 Read = Callable[[ConfigReader], tuple[ModelSpec, WeightMap]]
 
-OTHER_PARTS = ("vision_tower", "multi_modal_projector")
+OTHER_PARTS = ("vision_tower", "vision_model", "multi_modal_projector")
 # How names of the text part begin, in files as published and as transformers 5 holds them, and as its family has them.
 PREFIXES = (
     ("language_model.model.", "model."),

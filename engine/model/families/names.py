@@ -55,7 +55,8 @@ def weights(
     sizes = {}
     members = _members(spec)
     if isinstance(mixer, AttentionSpec):
-        if mixer.qk_projection_norm_eps is not None or (mixer.qk_norm is not None and mixer.qk_norm.kind == "rms"):
+        norm = mixer.qk_norm
+        if mixer.qk_projection_norm_eps is not None or (norm is not None and norm.kind == "rms" and norm.affine):
             names = {**names, **QK_NORMS}
         sizes = {"attention.q": mixer.num_heads * mixer.head_dim}
         sizes |= dict.fromkeys(("attention.k", "attention.v"), mixer.num_kv_heads * mixer.head_dim)

@@ -33,7 +33,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     if "sliding_attention" in (config.names("layer_types") or ()):
         raise ModelError("config.json: layer_types: sliding windows of SmolLM3 are not served")
     config.ignore("sliding_window", "max_window_layers")
-    has_rope = _read_rope_layers(config, num_layers)
+    has_rope = read_rope_layers(config, num_layers)
     spec = map_attention(
         plain, lambda index, attention: attention if has_rope[index] else replace(attention, rope=None)
     )
@@ -41,12 +41,12 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     return spec, weights(spec)
 
 
-def _read_rope_layers(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
+def read_rope_layers(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
     """1 for each layer with rope, 0 for each without. no_rope_layers in config.json uses this encoding in spite of its
     name."""
     interval = config.integer("no_rope_layer_interval", 4)
     has_rope = config.integers("no_rope_layers", highest=1)
-    if has_rope is None:
+    if not has_rope:
         return tuple(int((index + 1) % interval != 0) for index in range(num_layers))
     if len(has_rope) < num_layers:
         raise ModelError(f"config.json: no_rope_layers has {len(has_rope)} entries for {num_layers} layers")

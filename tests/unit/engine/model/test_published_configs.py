@@ -10,7 +10,7 @@ from serve_llm.cli.plan.weights import weight_bytes
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.rope_spec import Llama3Scaling, RopeSpec
 from serve_llm.engine.model.shard import build_shard
-from serve_llm.engine.model.spec import MoESpec, RouterSpec
+from serve_llm.engine.model.spec import AttentionSpec, MoESpec, RouterSpec
 from serve_llm.engine.parallel.layout import ParallelLayout
 
 GPT2_MEDIUM = """{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
@@ -59,6 +59,20 @@ STARCODER2_15B = """{"architectures": ["Starcoder2ForCausalLM"], "attention_drop
 "num_key_value_heads": 4, "rms_norm_eps": 1e-05, "rope_theta": 100000, "sliding_window": 4096,
 "tie_word_embeddings": false, "torch_dtype": "float32", "transformers_version": "4.37.0.dev0", "use_bias": true,
 "use_cache": true, "vocab_size": 49152}"""
+LLAMA_4_SCOUT = """{"architectures": ["Llama4ForConditionalGeneration"], "boi_token_index": 200080,
+"eoi_token_index": 200081, "image_token_index": 200092, "model_type": "llama4", "text_config":
+{"_attn_implementation_autoset": true, "attention_bias": false, "attention_chunk_size": 8192,
+"attention_dropout": 0.0, "attn_scale": 0.1, "attn_temperature_tuning": 4, "bos_token_id": 200000,
+"eos_token_id": [200001, 200007, 200008], "floor_scale": 8192, "for_llm_compressor": false, "head_dim": 128,
+"hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02, "interleave_moe_layer_step": 1,
+"intermediate_size": 8192, "intermediate_size_mlp": 16384, "max_position_embeddings": 10485760,
+"model_type": "llama4_text", "no_rope_layers": [], "num_attention_heads": 40, "num_experts_per_tok": 1,
+"num_hidden_layers": 48, "num_key_value_heads": 8, "num_local_experts": 16, "output_router_logits": false,
+"pad_token_id": 200018, "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0,
+"low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0,
+"router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "torch_dtype": "bfloat16", "use_cache": true,
+"use_qk_norm": true, "vocab_size": 202048}, "torch_dtype": "bfloat16", "transformers_version": "4.51.0.dev0",
+"vision_config": {"model_type": "llama4_vision_model"}}"""
 QWEN_7B = """{"architectures": ["QWenLMHeadModel"], "attn_dropout_prob": 0.0, "auto_map": {"AutoConfig":
 "configuration_qwen.QWenConfig", "AutoModelForCausalLM": "modeling_qwen.QWenLMHeadModel"}, "bf16": false,
 "emb_dropout_prob": 0.0, "fp16": false, "fp32": false, "hidden_size": 4096, "intermediate_size": 22016,
@@ -350,3 +364,16 @@ def test_experts(
     ) == (width, shared, shared is not None)
     loaded = weight_bytes(spec, build_shard(spec, ParallelLayout(), 0), 2, "cuda").loaded
     assert loaded / 2e9 == pytest.approx(billions, abs=0.05)
+
+
+def test_llama_4() -> None:
+    spec = read_model(json.loads(LLAMA_4_SCOUT))[0]
+    chunked, whole = spec.kv_groups
+    assert whole.layers == tuple(range(3, 48, 4)) and whole.sliding_window is None
+    assert (chunked.sliding_window, chunked.chunked, len(chunked.layers)) == (8192, True, 36)
+    short = spec.with_max_length(8192)
+    assert len(short.kv_groups) == 1
+    tuned = [layer.attention for layer in spec.layers if layer.attention.rope is None]
+    assert all(isinstance(one, AttentionSpec) and one.query_temperature and not one.qk_norm for one in tuned)
+    loaded = weight_bytes(spec, build_shard(spec, ParallelLayout(), 0), 2, "cuda").loaded
+    assert loaded / 2e9 == pytest.approx(107.8, abs=0.05)  # 108.6 with the vision tower

@@ -252,32 +252,6 @@ def test_refused_of_qwen(architecture: str, change: dict[str, Any], message: str
         read_model({**QWEN2, "architectures": [architecture], **change})
 
 
-QWEN1 = {**LLAMA, "architectures": ["QWenLMHeadModel"], "intermediate_size": 194, "kv_channels": 10}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({}, "seq_length is missing"),
-        ({"seq_length": 64, "kv_channels": 12}, "hidden_size must be num_attention_heads 6 times kv_channels 12"),
-        ({"seq_length": 64, "intermediate_size": 97}, "intermediate_size must be even, but it is 97"),
-        ({"seq_length": 64, "rotary_pct": 0.35}, "even head size, but it is 3 of 10"),
-        ({"seq_length": 64, "scale_attn_weights": False}, "scale_attn_weights False is not supported"),
-        ({"seq_length": 64, "visual": {"layers": 1}}, "unknown keys.*: visual"),  # Qwen-VL
-    ],
-)
-def test_refused_of_qwen_1(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        read_model({**QWEN1, **change})
-
-
-def test_the_context_of_qwen_1_ends_where_its_angles_would_follow_the_prompts_length() -> None:
-    whole = {**QWEN1, "seq_length": 64, "max_position_embeddings": 512}
-    assert spec_of(whole).max_position == 64
-    assert spec_of({**whole, "use_dynamic_ntk": False}).max_position == 64
-    assert spec_of({**whole, "use_dynamic_ntk": False, "use_logn_attn": False}).max_position == 512
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

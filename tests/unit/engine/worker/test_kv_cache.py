@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from serve_llm.common.errors import CapacityError
+from serve_llm.common.errors import CapacityError, OptionError
 from serve_llm.engine.config import CacheRow
 from serve_llm.engine.model.shard import build_shard
 from serve_llm.engine.model.spec import AttentionSpec, KVGroup, LayerSpec, MLPSpec, ModelSpec, NormSpec
@@ -153,3 +153,17 @@ def test_files_that_a_container_has_read_do_not_count_as_taken(
     assert kv_cache.free_memory(tmp_path) == 10_000_000 - 2_900_000
     (there / limit).write_text("max\n")
     assert kv_cache.free_memory(tmp_path) > 1 << 30
+
+
+def test_chunks_are_whole_blocks() -> None:
+    whole = KVGroup(layers=(3,), num_kv_heads=1, head_dim=8, sliding_window=None)
+    chunked = KVGroup(layers=(0, 1, 2), num_kv_heads=1, head_dim=8, sliding_window=48, chunked=True)
+
+    def lay_out(block_size: int) -> list[tuple[int, bool]]:
+        groups = (chunked, whole)
+        layout = kv_cache.plan_cache(groups, groups, CacheRow(2), block_size, 1 << 20, **FULL)
+        return [(group.block_size, group.chunked) for group in layout.groups]
+
+    assert lay_out(16)[0] == (16, True)
+    with pytest.raises(OptionError, match=r"--block-size 32: .* chunks of 48 tokens, .* or --max-model-len 48"):
+        lay_out(32)

@@ -1,0 +1,73 @@
+"""config.json of Llama 4 and Qwen 1: what is read, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from serve_llm.common.errors import ModelError
+from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.model.spec import ModelSpec, MoESpec
+
+LLAMA: dict[str, Any] = {
+    "vocab_size": 331,
+    "hidden_size": 60,
+    "intermediate_size": 97,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+}
+LLAMA4 = {**LLAMA, "architectures": ["Llama4ForCausalLM"], "num_key_value_heads": 3}
+QWEN1 = {**LLAMA, "architectures": ["QWenLMHeadModel"], "intermediate_size": 194, "kv_channels": 10}
+
+
+def spec_of(config: dict[str, Any]) -> ModelSpec:
+    return read_model(config)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts_per_tok": 2}, "num_experts_per_tok other than 1 is not supported, but it is 2"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types must name full_attention or chunked_attention for"),
+        ({"layer_types": ["full_attention"]}, "for each of the 3 layers, but it is full_attention"),
+        ({"attention_chunk_size": None}, "attention_chunk_size is null, but some layers attend within chunks"),
+        ({"attn_temperature_tuning": 3}, "attn_temperature_tuning must be true, false or 4"),
+        ({"moe_layers": [3]}, "moe_layers must be a list of integers from 0 to 2"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type other than default and llama3"),
+    ],
+)
+def test_refused_of_llama_4(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_model({**LLAMA4, **change})
+
+
+def test_layers_of_llama_4() -> None:
+    layers = spec_of({**LLAMA4, "no_rope_layers": [], "num_hidden_layers": 4, "interleave_moe_layer_step": 2}).layers
+    assert [isinstance(layer.ffn, MoESpec) for layer in layers] == [False, True, False, True]
+    assert [layer.attention.rope is None for layer in layers] == [False, False, False, True]
+    plain = {**LLAMA4, "attention_chunk_size": None, "layer_types": ["full_attention"] * 3}
+    assert not any(layer.attention.sliding_window for layer in spec_of(plain).layers)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, "seq_length is missing"),
+        ({"seq_length": 64, "kv_channels": 12}, "hidden_size must be num_attention_heads 6 times kv_channels 12"),
+        ({"seq_length": 64, "intermediate_size": 97}, "intermediate_size must be even, but it is 97"),
+        ({"seq_length": 64, "rotary_pct": 0.35}, "even head size, but it is 3 of 10"),
+        ({"seq_length": 64, "scale_attn_weights": False}, "scale_attn_weights False is not supported"),
+        ({"seq_length": 64, "visual": {"layers": 1}}, "unknown keys.*: visual"),  # Qwen-VL
+    ],
+)
+def test_refused_of_qwen_1(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_model({**QWEN1, **change})
+
+
+def test_the_context_of_qwen_1_ends_where_its_angles_would_follow_the_prompts_length() -> None:
+    whole = {**QWEN1, "seq_length": 64, "max_position_embeddings": 512}
+    assert spec_of(whole).max_position == 64
+    assert spec_of({**whole, "use_dynamic_ntk": False}).max_position == 64
+    assert spec_of({**whole, "use_dynamic_ntk": False, "use_logn_attn": False}).max_position == 512
