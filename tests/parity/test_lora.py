@@ -33,6 +33,8 @@ CASES = [  # family, rank, and the fields of LoraConfig that differ
     ("glm4", 8, {"target_modules": ["q_proj", "o_proj"], "layers_to_transform": [1]}),
     ("qwen2", 16, {"target_modules": r".*\.(q_proj|up_proj)"}),
     ("cohere", 8, {}),
+    ("qwen", 8, {}),
+    ("llama4_text", 8, {}),
 ]
 FAST = (CASES[0], CASES[2], CASES[3], CASES[4])
 PROMPTS = [[5, 17, 101, 44, 9, 230, 61], [7] * 19, [300, 2, 45]]

@@ -30,6 +30,7 @@ HOWS: dict[str, tuple[str, dict[str, object]]] = {  # a family, and options
     "more ranks than KV heads": ("llama", {"tensor": 3}),
     "windows": ("gemma3_text", {}),
     "windows, two stages": ("mistral", {"pipeline": 2}),
+    "chunks": ("llama4_text", {}),
     "latent": ("deepseek_v3", {}),
     "latent, two ranks": ("deepseek_v2", {"tensor": 2}),
     "int8 cache": ("qwen3", {"kv_cache_dtype": "int8"}),

@@ -93,7 +93,7 @@ def test_whole_experts(family: str, tensor: int, pipeline: int, root: Path) -> N
     check(generate(engine, wanted), expected)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["mistral", "gpt2", "deepseek_v3", "llama4_text"])
 def test_small_chunks_and_preemption(family: str, root: Path) -> None:
     directory, wanted, expected = case(family, root)
     options = {"block_size": 8, "max_model_len": 40, "max_num_batched_tokens": 12, "tensor": 2, "pipeline": 2}

@@ -30,6 +30,7 @@ SIZES: dict[str, dict[str, Any]] = {  # whole words of 32 numbers
     | {"num_key_value_heads": 4},
     "gpt_neox": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    "qwen": {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "kv_channels": 16},
     "phi3": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
 SIZES["gemma3_text"] = SIZES[""] | {"num_key_value_heads": 2}
@@ -175,12 +176,13 @@ def pack_checkpoint(plain: Path, packed: Path, packing: Packing, choose: Callabl
     """Write the checkpoint `plain` to `packed` with packed weights, and change `plain` to what these stand for."""
     packed.mkdir()
     tensors = load_file(plain / "model.safetensors")
+    is_gpt2 = json.loads((plain / "config.json").read_text())["model_type"] == "gpt2"
     stored = {}
     for name in sorted(tensors):
         if not choose(name):
             stored[name] = tensors[name]
             continue
-        is_transposed = ".c_" in name  # GPT-2's modules keep (inputs, outputs)
+        is_transposed = is_gpt2 and ".c_" in name  # its modules keep (inputs, outputs)
         weight = tensors[name].float()
         integers = quantise(weight.T if is_transposed else weight, packing)
         whole = integers.dequantise()

@@ -11,7 +11,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 DEFAULTS: dict[str, Any] = {
@@ -125,7 +132,7 @@ class Transformer(nn.Module):
         self.ln_f = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
 
 
-class QWenLMHeadModel(PreTrainedModel):  # type: ignore[misc]
+class QWenLMHeadModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     config_class = QWenConfig
     base_model_prefix = "transformer"
     _tied_weights_keys: ClassVar = {"lm_head.weight": "transformer.wte.weight"}
@@ -138,10 +145,10 @@ class QWenLMHeadModel(PreTrainedModel):  # type: ignore[misc]
         self.post_init()
 
     def forward(
-        self, ids: Tensor, past_key_values: DynamicCache | None = None, **options: object
+        self, input_ids: Tensor, past_key_values: DynamicCache | None = None, **options: object
     ) -> CausalLMOutputWithPast:
         cache = DynamicCache() if past_key_values is None else past_key_values
-        x = self.transformer.wte(ids)
+        x = self.transformer.wte(input_ids)
         for block in self.transformer.h:
             x = block(x, cache)
         assert cache.get_seq_length() <= self.config.seq_length
