@@ -28,6 +28,7 @@ from serve_llm.server.dialects.schema_members import (
     list_members,
     read_list,
     resolve_alone,
+    resolve_object,
 )
 from serve_llm.server.dialects.schema_types import find_types
 from serve_llm.server.dialects.string_grammar import add_definitions, split_schema, write_strings
@@ -53,26 +54,24 @@ class ArgumentsWriter:
 
         Raises GrammarError.
         """
-        if schema is not None and "type" not in schema and "$ref" not in schema:
-            schema = {"type": "object", **schema}
+        schema = None if schema is None else _bind_object(schema)
         match codec:
             case JsonCodec():
-                return [self._add_json(schema or {"type": "object"}, {})]
+                return [self._add_json({**(schema or {}), "type": "object"}, {})]
             case TaggedCodec():
                 return self._write_tagged(codec, schema)
             case PythonicCodec():
                 return self._write_pythonic(codec, schema)
             case GemmaCodec(quote=quote):
-                return (
-                    [self._write_quoted_literal(quote)]
-                    if schema is None
-                    else self._write_gemma(schema, schema, quote, 0)
-                )
+                if schema is None:
+                    return [self._write_quoted_literal(quote)]
+                return self._write_gemma_object(resolve_object(schema, schema), schema, quote, 0)
 
     def write_object(self, codec: JsonCodec, name: str, schema: Schema | None) -> Symbol:
         """A call as one JSON object. Raises GrammarError."""
+        arguments = {**(_bind_object(schema) if schema else {}), "type": "object"}
         properties: dict[str, object] = {codec.id_key: {"type": "string"}} if codec.id_key else {}
-        properties |= {codec.name_key: {"const": name}, codec.arguments_key: {"type": "object", **(schema or {})}}
+        properties |= {codec.name_key: {"const": name}, codec.arguments_key: arguments}
         call = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
         return self._add_json(call, schema or {})
 
@@ -250,6 +249,16 @@ class ArgumentsWriter:
                 (begun if is_required else [self._lark.add_rule(begun, first)]),
             )
         return first
+
+
+def _bind_object(schema: Schema) -> Schema:
+    """The schema of arguments, which are an object even where it allows null. Raises GrammarError."""
+    if "$ref" in schema and "type" not in schema:
+        return schema
+    types = schema.get("type", "object")
+    if "object" not in (types if isinstance(types, list) else [types]):
+        raise GrammarError("it must be that of an object", keyword="type")
+    return {**schema, "type": "object"}
 
 
 def _split_types(schema: Schema, root: Schema) -> list[object]:

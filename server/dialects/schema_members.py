@@ -58,13 +58,19 @@ def resolve_alone(schema: object, root: Schema) -> object:
     raise GrammarError("it points to too many others", keyword="$ref")
 
 
+def resolve_object(schema: object, root: Schema) -> Schema:
+    """An object's schema, without reference. Raises GrammarError."""
+    found = resolve_alone(schema, root)
+    if not isinstance(found, Mapping) or set(find_types(found, root)) - {"null"} != {"object"}:
+        raise GrammarError("it must be that of an object", keyword="type")
+    return found
+
+
 def list_members(
     schema: object, root: Schema, codec: JsonCodec | TaggedCodec | PythonicCodec | GemmaCodec
 ) -> list[Member]:
     """The properties of an object, in their order. root: the schema that references point into. Raises GrammarError."""
-    found = resolve_alone(schema, root)
-    if not isinstance(found, Mapping) or set(find_types(found, root)) - {"null"} != {"object"}:
-        raise GrammarError("it must be that of an object", keyword="type")
+    found = resolve_object(schema, root)
     _refuse(found, _OF_OBJECTS)
     properties = found.get("properties", {})
     required = found.get("required", [])

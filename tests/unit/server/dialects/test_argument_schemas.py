@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import jsonschema
 import pytest
@@ -12,6 +13,7 @@ from serve_llm.server.dialects.table import BUILT_IN
 from serve_llm.server.dialects.tool import Tool, ToolChoice
 from serve_llm.server.structured_output.errors import GrammarError
 from support.dialects import parse
+from support.dialects import write_turn as write_text
 from support.random_schemas import build_schema
 from support.turn_grammars import accepts, get_tokenizer, walk, write_turn
 
@@ -109,6 +111,19 @@ def test_constants_of_python_follow_the_schema() -> None:
         grammar = write("llama3_pythonic", {"properties": {"a": schema}, "required": ["a"]})
         assert all(accepts(tokenizer, grammar, f"[f(a={value})]") for value in valid), schema
         assert not any(accepts(tokenizer, grammar, f"[f(a={value})]") for value in invalid), schema
+
+
+@pytest.mark.parametrize("dialect", ["hermes", "mistral", "llama3", "qwen3_coder", "olmo3", "gemma4"])
+def test_arguments_are_an_object(dialect: str) -> None:
+    definition = {"type": ["object", "null"], "properties": {"a": INTEGER}, "required": ["a"]}
+    for parameters in (definition, {"$ref": "#/$defs/x", "$defs": {"x": definition}}):
+        text = write_text(BUILT_IN[dialect], calls=[("f", {"a": 1})])
+        grammar = write(dialect, parameters)
+        tokenizer = get_tokenizer(BUILT_IN[dialect], True)
+        assert accepts(tokenizer, grammar, text)
+        assert "{" not in text or not accepts(tokenizer, grammar, re.sub(r"\{[^{}]*1\}", "null", text))
+    with pytest.raises(GrammarError, match="object"):
+        write(dialect, {"type": "array"})
 
 
 def test_numbers_of_any_size_are_read() -> None:
