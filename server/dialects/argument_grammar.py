@@ -23,9 +23,11 @@ from serve_llm.server.dialects.lark import (
 )
 from serve_llm.server.dialects.schema_members import (
     CANNOT,
+    Member,
     Schema,
     is_any_object,
     list_members,
+    located,
     read_list,
     resolve_alone,
     resolve_object,
@@ -81,33 +83,40 @@ class ArgumentsWriter:
     # Arguments between delimiters.
 
     def _write_tagged(self, codec: TaggedCodec, schema: Schema | None) -> Symbols:
+        if schema is None:
+            return [self._lark.repeat([self._write_any_element(codec)], "*")]
+        elements: Symbols = []
+        for member in list_members(schema, schema, codec):
+            with located("properties", member.name):
+                element = self._write_element(codec, member, schema)
+            elements.append(element if member.is_required else self._lark.repeat([element], "?"))
+        return elements
+
+    def _write_any_element(self, codec: TaggedCodec) -> Symbol:
+        """An argument of any name and value between its delimiters."""
+        opening = join(self._lark.write_text(get_written_form(codec.key_open)), [write_regex(_KEY)])
+        value_end = self._lark.write_text(get_written_form(codec.value_end))
+        text = join([write_free_text(write_patterns(codec.value_end))], value_end)
+        ways = [join(opening, self._lark.write_text(get_written_form(codec.key_end)), text)]
+        if codec.json_key_end:
+            ways.append(join(opening, self._lark.write_text(codec.json_key_end), [self._add_json({}, {})], value_end))
+        return self._lark.add_rule(*ways)
+
+    def _write_element(self, codec: TaggedCodec, member: Member, root: Schema) -> Symbol:
+        """An argument between its delimiters."""
         key_open = get_written_form(codec.key_open)
         key_end = get_written_form(codec.key_end)
-        excluded = write_patterns(codec.value_end)
         value_end = self._lark.write_text(get_written_form(codec.value_end))
-        if schema is None:
-            key = write_regex(_KEY)
-            text = join([write_free_text(excluded)], value_end)
-            opening = join(self._lark.write_text(key_open), [key])
-            ways = [join(opening, self._lark.write_text(key_end), text)]
-            if codec.json_key_end:
-                ways.append(
-                    join(opening, self._lark.write_text(codec.json_key_end), [self._add_json({}, {})], value_end)
-                )
-            return [self._lark.repeat([self._lark.add_rule(*ways)], "*")]
-        items: Symbols = []
-        for name, member, is_required in list_members(schema, schema, codec):
-            found = split_schema(member, schema)
-            ways = []
-            if found.strings:
-                opening = self._lark.write_text(key_open + name + key_end)
-                ways.append(join(opening, join([write_strings(found, excluded, schema)], value_end)))
-            for other in found.others:
-                opening = self._lark.write_text(key_open + name + (codec.json_key_end or key_end))
-                ways.append(join(opening, [self._add_json(other, schema)], value_end))
-            argument = self._lark.add_rule(*ways)
-            items.append(argument if is_required else self._lark.repeat([argument], "?"))
-        return items
+        found = split_schema(member.schema, root)
+        ways = []
+        if found.strings:
+            opening = self._lark.write_text(key_open + member.name + key_end)
+            text = write_strings(found, write_patterns(codec.value_end), root)
+            ways.append(join(opening, join([text], value_end)))
+        for other in found.others:
+            opening = self._lark.write_text(key_open + member.name + (codec.json_key_end or key_end))
+            ways.append(join(opening, [self._add_json(other, root)], value_end))
+        return self._lark.add_rule(*ways)
 
     # Arguments as literals.
 
@@ -116,10 +125,11 @@ class ArgumentsWriter:
             member = join([write_regex(f"{_KEY}=")], [self._write_python_literal()])
             more = self._lark.repeat(join([write_regex(", ?")], member), "*")
             return [self._lark.repeat([*member, more], "?")]
-        members = [
-            (join([write_literal(f"{name}=")], [self._write_python_value(codec, member, schema)]), is_required)
-            for name, member, is_required in list_members(schema, schema, codec)
-        ]
+        members: list[tuple[Symbols, bool]] = []
+        for name, one, is_required in list_members(schema, schema, codec):
+            with located("properties", name):
+                literal = self._write_python_value(codec, one, schema)
+            members.append((join([write_literal(f"{name}=")], [literal]), is_required))
         return self._write_members(members, ", ")
 
     def _write_python_value(self, codec: PythonicCodec, schema: object, root: Schema) -> Symbol:
@@ -207,22 +217,28 @@ class ArgumentsWriter:
         found = list_members(schema, root, GemmaCodec(quote=quote))
         others = schema.get("additionalProperties")
         if depth and not found and isinstance(others, Mapping):
-            value = self._write_gemma_item(others, root, quote, depth)
-            member = self._lark.add_rule(join([write_regex(f"{_KEY}:")], [value]))
+            with located("additionalProperties"):
+                other = self._write_gemma_item(others, root, quote, depth)
+            member = self._lark.add_rule(join([write_regex(f"{_KEY}:")], [other]))
             more = self._lark.repeat(join([write_literal(",")], [member]), "*")
             return join([write_literal("{")], [self._lark.repeat([member, more], "?")], [write_literal("}")])
-        members = [
-            (join([write_literal(f"{name}:")], self._write_gemma(member, root, quote, depth + 1)), is_required)
-            for name, member, is_required in found
-        ]
+        members: list[tuple[Symbols, bool]] = []
+        for name, one, is_required in found:
+            with located("properties", name):
+                value = self._write_gemma(one, root, quote, depth + 1)
+            members.append((join([write_literal(f"{name}:")], value), is_required))
         return join([write_literal("{")], self._write_members(members, ","), [write_literal("}")])
 
     def _write_gemma_list(self, schema: Schema, root: Schema, quote: str, depth: int) -> Symbols:
         first_schemas, item_schema, least, most = read_list(schema)
-        items = [[self._write_gemma_item(one, root, quote, depth)] for one in first_schemas]
+        items: list[Symbols] = []
+        for index, one in enumerate(first_schemas):
+            with located("prefixItems", str(index)):
+                items.append([self._write_gemma_item(one, root, quote, depth)])
         more: Symbols = []  # after `items`
         if most is None or most > len(items):
-            item = self._write_gemma_item(item_schema, root, quote, depth)
+            with located("items"):
+                item = self._write_gemma_item(item_schema, root, quote, depth)
             items += [[item]] * (max(least, 1) - len(items))
             if most != len(items):
                 suffix = "*" if most is None else f"{{0,{most - len(items)}}}"

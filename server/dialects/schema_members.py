@@ -4,7 +4,8 @@ name."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from serve_llm.server.dialects.dialect import GemmaCodec, JsonCodec, PythonicCodec, TaggedCodec, get_forms
@@ -43,6 +44,19 @@ class ListForm(NamedTuple):
     others: object  # schema of the others
     least: int
     most: int | None
+
+
+@contextmanager
+def located(*path: str) -> Iterator[None]:
+    """Adds to the pointer of an error where in the schema the part stands."""
+    try:
+        yield
+    except GrammarError as error:
+        pointer = "".join("/" + name.replace("~", "~0").replace("/", "~1") for name in path)
+        is_absolute = error.pointer.startswith(("/$defs/", "/definitions/"))
+        raise GrammarError(
+            error.message, error.pointer if is_absolute else pointer + error.pointer, error.keyword
+        ) from None
 
 
 def resolve_alone(schema: object, root: Schema) -> object:

@@ -101,6 +101,14 @@ def test_what_cannot_be_enforced_is_refused_by_name(dialect: str, parameters: Sc
     assert caught.value.keyword == named
 
 
+@pytest.mark.parametrize("dialect", ["qwen3_coder", "olmo3", "gemma4"])
+def test_a_refusal_has_a_pointer(dialect: str) -> None:
+    inner = {"type": "object", "properties": {"b": {"type": "array", "items": {"not": {}}}}}
+    with pytest.raises(GrammarError) as caught:
+        write(dialect, {"properties": {"a": inner}})
+    assert (caught.value.pointer, caught.value.keyword) == ("/properties/a/properties/b/items", "not")
+
+
 def test_constants_of_python_follow_the_schema() -> None:
     tokenizer = get_tokenizer(BUILT_IN["llama3_pythonic"], True)
     for schema, valid, invalid in (
