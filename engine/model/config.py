@@ -90,6 +90,12 @@ class ConfigReader:
         """Values of keys that the file says nothing about."""
         self._values = values | self._values
 
+    def inherit(self, key: str, outer: ConfigReader) -> None:
+        """Read the key as the file around this object has it, unless the object has it too. It need not be read."""
+        self._taken.add(key)
+        if key in outer._values:
+            self._values.setdefault(key, outer._values[key])
+
     def renamed(self, names: Mapping[str, str]) -> ConfigReader:
         """The same file, in which the keys that are values of `names` are read by the names that stand for them."""
         own_names = {name: key for key, name in names.items()}

@@ -15,7 +15,7 @@ from serve_llm.kernels import linear_int8
 from support.engine import generate, greedy, make_engine
 from support.forward import Harness, load
 from support.matrix import mostly_slow
-from support.packed_floats import CONFIGS, make_packed
+from support.packed_floats import CONFIGS, make_packed, pack_module
 from support.reference import reference_logprobs
 
 PAIRS = [(family, form) for family in ("llama", "qwen3_moe", "phi3", "opt", "deepseek_v3") for form in CONFIGS]
@@ -103,3 +103,30 @@ def test_what_does_not_fit_is_named(form: str, suffix: str, tensor: Tensor, mess
     save_file(tensors, path)
     with pytest.raises(ModelError, match=message):
         load(tmp_path / "packed")
+
+
+@pytest.mark.parametrize("form", ["fp8-channel", "nvfp4"])
+def test_quantised_experts_of_llama_4_are_modules(form: str, tmp_path: Path) -> None:
+    """They are stacks in other checkpoints."""
+    vocab_size = make_packed(tmp_path, "llama4_text", form, intermediate_size_mlp=96)
+    paths = [tmp_path / kind / "model.safetensors" for kind in ("plain", "packed")]
+    plain, stored = map(load_file, paths)
+    for name in [name for name in stored if name.endswith("experts.gate_up_proj")]:
+        down = name.replace("gate_up_proj", "down_proj")
+        stacks = stored.pop(name), stored.pop(down)
+        for number, (gate_up, expert_down) in enumerate(zip(*stacks, strict=True)):
+            parts = dict(zip(("gate", "up", "down"), (*gate_up.T.chunk(2), expert_down.T), strict=True))
+            whole = {}
+            for part, weight in parts.items():
+                packed, whole[part] = pack_module(weight.float().contiguous(), form)
+                module = f"{name.removesuffix('gate_up_proj')}{number}.{part}_proj"
+                stored |= {f"{module}.{suffix}": tensor.contiguous() for suffix, tensor in packed.items()}
+            plain[name][number] = torch.cat((whole["gate"], whole["up"])).T
+            plain[down][number] = whole["down"].T
+    save_file(plain, paths[0], metadata={"format": "pt"})
+    save_file(stored, paths[1], metadata={"format": "pt"})
+    prompts = random_prompts(vocab_size)
+    spec, decoder = load(tmp_path / "packed")
+    for prompt, ours in zip(prompts, Harness(spec, decoder, torch.float32).logprobs(prompts), strict=True):
+        assert (ours - reference_logprobs(tmp_path / "plain", prompt)).abs().max() < 5e-4
+    assert "(down): RowParallelLinear(96 -> 64, float32" not in repr(decoder)

@@ -23,6 +23,9 @@ NAMES = {
     **{f"feed_forward.{name}_proj": f"ffn.{name}" for name in ("gate", "up", "down")},  # in layers without experts
     **{f"feed_forward.shared_expert.{name}_proj": f"ffn.shared.{name}" for name in ("gate", "up", "down")},
 }
+EXPERTS = {  # in quantised checkpoints, whose experts are modules
+    f"feed_forward.experts.{{member}}.{name}_proj": f"ffn.experts.{{member}}.{name}" for name in ("gate", "up", "down")
+}
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
@@ -54,7 +57,10 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     sparse = _read_sparse_layers(config, num_layers)
     spec = with_experts(_read_attention(config, dense), router, width, width, where=sparse.__contains__)
     config.ignore(*IN_TRAINING, "for_llm_compressor")
+    is_quantised = config.inner("quantization_config") is not None
     config.done()
+    if is_quantised:
+        return spec, weights(spec, NAMES | EXPERTS)
     named = weights(spec, NAMES)
     return spec, replace(named, rules=(*named.rules, *_stacks(spec, sparse)))
 
@@ -73,11 +79,8 @@ def _read_attention(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
     chunk = config.integer("attention_chunk_size", 8192)
     if config.is_null("attention_chunk_size") and "chunked_attention" in kinds:
         raise ModelError("config.json: attention_chunk_size is null, but some layers attend within chunks")
-    temperature = None
-    tuned = config.flag_or("attn_temperature_tuning", 4)
-    scale, interval = config.number("attn_scale", 0.1), config.integer("floor_scale", 8192)
-    if tuned:
-        temperature = QueryTemperature(scale, interval)
+    tuning = QueryTemperature(config.number("attn_scale", 0.1), config.integer("floor_scale", 8192))
+    temperature = tuning if config.flag_or("attn_temperature_tuning", 4) else None
     # The norm of a rotated vector is that of the vector, so it may come first.
     head_norm = replace(spec.layers[0].norm, affine=False) if config.flag("use_qk_norm", True) else None
 

@@ -35,6 +35,7 @@ def read_text_part(architecture: str, read_by_type: Mapping[str, Read]) -> Read:
 
     def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         text = config.needed("text_config")
+        text.inherit("quantization_config", config)
         read_text = read_by_type[
             text.choice("model_type", {name: name for name in read_by_type}, next(iter(read_by_type)))
         ]

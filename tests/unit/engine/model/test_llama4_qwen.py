@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from serve_llm.common.errors import ModelError
+from serve_llm.engine.model.quantization_spec import FLOAT8
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.spec import ModelSpec, MoESpec
+from support.multimodal import multimodal_config_of
+from support.packed_floats import CONFIGS
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 331,
@@ -71,3 +74,14 @@ def test_the_context_of_qwen_1_ends_where_its_angles_would_follow_the_prompts_le
     assert spec_of(whole).max_position == 64
     assert spec_of({**whole, "use_dynamic_ntk": False}).max_position == 64
     assert spec_of({**whole, "use_dynamic_ntk": False, "use_logn_attn": False}).max_position == 512
+
+
+def test_experts_of_quantised_llama_4_inside_a_model_of_images() -> None:
+    raw = multimodal_config_of("Llama4ForConditionalGeneration")
+    stored = CONFIGS["fp8-channel"] | {"ignore": ["re:.*lm_head", "re:.*self_attn", "re:.*router", "re:vision_model.*"]}
+    spec, weights = read_model(raw | {"quantization_config": stored})
+    sources = weights.expand(len(spec.layers))
+    assert "model.layers.1.feed_forward.experts.4.gate_proj.weight" in sources
+    assert spec.grouped is not None
+    assert spec.grouped.find_form("layers.1.ffn.experts.4.gate") == FLOAT8
+    assert spec.grouped.find_form("layers.1.attention.q") is None
