@@ -70,21 +70,23 @@ class TestDecoders:
                 vector = torch.tanh(functional.linear(vector, weights["linear.weight"], weights["linear.bias"]))
             torch.testing.assert_close(found[number], vector, atol=TOLERANCE, rtol=TOLERANCE)
 
-    def test_tokens_as_classes(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("tensor", [1, 2])
+    def test_tokens_as_classes(self, tensor: int, tmp_path: Path) -> None:
         vocab_size = make_checkpoint(tmp_path, "qwen3")
         make_tokenizer(tmp_path, vocab_size)
         tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
         ids = [tokenizer.token_to_id(token) for token in ("n", "y")]
         chosen = prompts(vocab_size)
-        engine = make_engine(tmp_path, classifier_from_token=("n", "y"), max_num_batched_tokens=24)
+        options = {"classifier_from_token": ("n", "y"), "max_num_batched_tokens": 24}
+        engine = make_engine(tmp_path, tensor=tensor, **options)
         found = compute_vectors(engine, [pooling_request(n, prompt) for n, prompt in enumerate(chosen)])
         check(found, [reference_next_logits(tmp_path, prompt)[ids] for prompt in chosen])
 
-    @pytest.mark.parametrize("architecture", ["Qwen3Model", "BertModel", "ModernBertModel", "GteModel"])
+    @pytest.mark.parametrize("architecture", [name for name in (*DECODERS, *ENCODERS) if name.endswith("Model")])
     def test_bfloat16_is_close(self, architecture: str, tmp_path: Path) -> None:
         vocab_size = make_pooled_checkpoint(tmp_path, architecture, std=0.05)
         chosen = [[2 + token_id % 300 for token_id in ids] for ids in prompts(vocab_size)]
-        pooling = "last" if architecture == "Qwen3Model" else "mean"
+        pooling = "last" if architecture in DECODERS else "mean"
         engine = make_engine(tmp_path, dtype="bfloat16", pooling_type=pooling)
         exact = make_engine(tmp_path, pooling_type=pooling)
         requests = [pooling_request(n, ids) for n, ids in enumerate(chosen)]
