@@ -166,7 +166,8 @@ class Scheduler:
         the sequences, so that the others find work. held: request indices of sequences that are not ready.
         """
         step = PlannedStep(budget, budget)
-        held = self._running.make_way().union(held)
+        if self._has_both:
+            held = self._running.make_way().union(held)
         paused = self._find_paused()
         self._num_active = len(self._running) - len(paused)
         if self._speculator is not None:  # so that a step samples about as many ids as one without drafts may
@@ -177,7 +178,7 @@ class Scheduler:
         self._fill(step, max_running, max_sequences, now, paused.union(held))
         if self._num_before_batches == 0:
             self._batch_share.clear()
-        elif self._num_before_batches < len(self._sequences) and not step.is_out_of_blocks:
+        elif self._has_both and not step.is_out_of_blocks:
             self._batch_share.add(budget - step.budget)
             active = {req_index for req_index in self._running.by_index if req_index not in paused}
             if active:
@@ -189,9 +190,14 @@ class Scheduler:
         copies = self._prefix_cache.take_copies() if step.scheduled else []
         return SchedulerOutput(step.new_requests, step.scheduled, copies=copies)
 
+    @property
+    def _has_both(self) -> bool:
+        """Whether sequences of batches are live, and others."""
+        return 0 < self._num_before_batches < len(self._sequences)
+
     def _find_paused(self) -> set[int]:
         """Request indices of the running sequences of batches while there are others."""
-        if self.has_only_batches:
+        if not self._has_both:
             return set()
         return {req_index for req_index, sequence in self._running.by_index.items() if sequence.is_of_batch}
 
