@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from serve_llm.common.types import Adapter, Request, Sampling
 from serve_llm.engine.loop import EngineCore
@@ -18,6 +19,7 @@ from support.engine import Result, assert_equal, generate, greedy, make_engine
 from support.gpu_path import make_gpu_engine
 from support.grammars import CALL, EOS, SCHEMA, VOCAB_SIZE, compile_grammar, demo
 from support.matrix import mostly_slow
+from support.pooled import compute_vectors, make_pooled_checkpoint, pooling_request
 from support.speculation import NGRAM
 from support.tiny import make_checkpoint
 
@@ -36,6 +38,8 @@ HOWS: dict[str, tuple[str, dict[str, object]]] = {  # a family, and options
     "int8 cache": ("qwen3", {"kv_cache_dtype": "int8"}),
     "int8 cache, windows, two ranks": ("gemma2", {"kv_cache_dtype": "int8", "tensor": 2}),
     "int8 weights": ("llama", {"quantization": "int8"}),
+    "fp8 weights": ("llama", {"quantization": "fp8"}),
+    "whole experts of two ranks": ("mixtral", {"tensor": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}),
     "drafts": ("llama", {"speculative_config": NGRAM}),
 }
 
@@ -66,7 +70,7 @@ def run(engine: EngineCore, turns: Sequence[Sequence[Request]]) -> dict[int, Res
 
 def small_cache(directory: Path, **options: object) -> dict[str, object]:
     """A cache for one request of full length and a little more."""
-    one_rank = {name: value for name, value in options.items() if name not in ("tensor", "pipeline")}
+    one_rank = {name: value for name, value in options.items() if name in ("kv_cache_dtype", "quantization")}
     layout = make_engine(directory, **OPTIONS | one_rank).layout
     num_blocks = layout.blocks_per_request(96, 64) + 2
     return {"kv_cache_memory": num_blocks * layout.block_bytes, "kv_offload_memory": 60 * layout.block_bytes}
@@ -129,6 +133,20 @@ def test_grammars_calls_and_choices(weights: dict[str, object]) -> None:
     options = OPTIONS | weights
     expected = run(make_engine(demo(), **options, enable_prefix_caching=False), turns)
     check(make_engine(demo(), **options | small_cache(demo(), **weights)), turns, expected)
+
+
+def test_vectors(tmp_path: Path) -> None:
+    """Prompts that come again, after others have taken their place."""
+    vocab_size = make_pooled_checkpoint(tmp_path, "Qwen3Model")
+    rng = random.Random(3)
+    requests = [pooling_request(number, [rng.randrange(1, vocab_size) for _ in range(60)]) for number in range(6)]
+    expected = compute_vectors(make_engine(tmp_path, **OPTIONS, enable_prefix_caching=False), requests)
+    engine = make_engine(tmp_path, **OPTIONS | small_cache(tmp_path))
+    for _ in range(2):
+        for number, vector in compute_vectors(engine, requests).items():
+            assert torch.equal(vector, expected[number])
+    stats = engine.step().stats.offload_memory
+    assert stats is not None and stats.num_hits
 
 
 def test_steps_that_run_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
