@@ -34,7 +34,7 @@ class GroupInputs:
 
     slots: Tensor  # (tokens,) int64: block * block_size + offset of each token
     block_table: Tensor  # (sequences, max_blocks) int32; 0 for freed and for unused entries; sequences as in `chunks`
-    chunks: ChunkInputs | None = None  # of a chunked group
+    chunks: ChunkInputs | None = None  # for chunked groups
 
 
 NO_KV = GroupInputs(torch.empty(0, dtype=torch.int64), torch.empty((0, 0), dtype=torch.int32))

@@ -6,6 +6,8 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from support.daemon import SERVE_LLM, Daemon
 
 
@@ -39,6 +41,7 @@ def test_serve_with_a_server_of_its_own() -> None:
     assert "Total generated tokens:                16\n" in table
 
 
+@pytest.mark.slow
 def test_offline(tmp_path: Path) -> None:
     lengths = ("--input-len", "16", "--output-len", "4", "--max-model-len", "64")
     iterations = ("--batch-size", "2", "--num-iters", "2", "--num-iters-warmup", "1")

@@ -60,6 +60,7 @@ class Fleet:
                 assert list_leftovers(machine) == "[]"
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_lost_takes_its_engine_and_another_brings_it_back() -> None:
     with Daemon("demo", *SMALL) as alone:
         undisturbed = stream_here(alone.wait_until_serving(), crowd())

@@ -46,6 +46,7 @@ def cpu_seconds(pids: list[int]) -> float:
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
+@pytest.mark.slow
 def test_streams_on_both_one_idle_and_none(model: str, undisturbed: Streams) -> None:
     with Daemon(model, *SMALL, *TWO) as daemon:
         assert Streams(daemon.wait_until_serving(), mixed(12, LONGEST)).finish() == undisturbed

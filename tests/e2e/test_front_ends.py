@@ -99,6 +99,7 @@ def test_any_front_end_speaks_for_all(fleet: Daemon) -> None:
     assert {call(fleet, "GET", "/load")["server_load"] for _ in range(8)} == {0}
 
 
+@pytest.mark.slow
 def test_what_is_stored_is_there_in_every_front_end(fleet: Daemon) -> None:
     body: dict[str, Any] = {"model": "demo", "input": "hi", "max_output_tokens": 6, "store": True}
     first = call(fleet, "POST", "/v1/responses", body)

@@ -36,6 +36,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [make_adapter(resolve_model("demo"), root / name, seed=len(name), scale=0.1).directory for name in names]
 
 
+@pytest.mark.slow
 def test_offline_on_one_rank_and_on_two(adapters: list[str]) -> None:
     first, second = (LoRARequest(Path(directory).name, directory) for directory in adapters)
     found = []
@@ -81,6 +82,7 @@ def test_streams_with_adapters_survive_their_engine(adapters: list[str], tmp_pat
         assert re.search("the files of the adapter b have changed since it was loaded", json.dumps(message))
 
 
+@pytest.mark.slow
 def test_two_engines_with_drafts_one_of_which_is_killed(adapters: list[str], tmp_path: Path) -> None:
     """Tool calls, grammars, choices and log-probabilities, each of the base model or an adapter."""
     names: list[str | None] = [None, "a", "b"]

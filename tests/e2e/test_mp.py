@@ -163,6 +163,7 @@ def test_ranks_pass_over_the_keys_that_are_allowed(tmp_path: Path) -> None:
         assert len(generate(engine, [greedy(1, [5, 6], 3)])[1].token_ids) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not linear_int8.works(), reason="this processor computes no int8 products")
 def test_an_int8_checkpoint_on_two_stages(tmp_path: Path) -> None:
     """Stages round what one rank rounds, so ids and the bits of logprobs are equal."""

@@ -247,6 +247,7 @@ def two_models(folder: Path) -> tuple[Path, Path]:
     return folder / "first", folder / "second"
 
 
+@pytest.mark.slow
 def test_other_model_files_on_the_follower_are_named(tmp_path: Path) -> None:
     first, second = two_models(tmp_path)
     hosts = Hosts()

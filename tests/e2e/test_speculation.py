@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from support.daemon import Daemon
 from support.streams import Streams, mixed, tool_talks
 from support.tools import write_files
@@ -35,6 +37,7 @@ def test_same_answers_from_two_engines_one_of_which_is_killed(tmp_path: Path) ->
         assert streams.finish() == undisturbed
 
 
+@pytest.mark.slow
 def test_a_draft_model_beside_two_ranks() -> None:
     """The demo model guesses for itself: all guesses are right."""
     body = {"prompt": "def area(width, height):", "max_tokens": 30, "temperature": 0.8, "seed": 3, "ignore_eos": True}
