@@ -21,6 +21,11 @@ class GroupLayout:
     window: int | None  # a query sees only this many positions, its own included; None: all
     chunked: bool = False  # a query sees only the positions of its own chunk of `window`, which are among those
 
+    @property
+    def chunk_size(self) -> int | None:
+        """Positions in a chunk; None if the group is not chunked."""
+        return self.window if self.chunked else None
+
 
 def most_blocks(group: GroupLayout, num_tokens: int, max_chunk: int) -> int:
     """Most blocks of a group that a sequence of `num_tokens` holds at a time, computed `max_chunk` tokens a step."""

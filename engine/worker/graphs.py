@@ -80,7 +80,7 @@ class StepGraphs:
         self._groups = tuple(groups)
         self._tables = []
         for group in groups:
-            longest = min(max_model_len, group.window) if group.chunked and group.window else max_model_len
+            longest = max_model_len if group.chunk_size is None else min(max_model_len, group.chunk_size)
             shape = (max_num_seqs + 1, -(-longest // group.block_size))
             self._tables.append(torch.zeros(shape, dtype=torch.int32, device=copier.device))
         self._buffers: dict[Size, _Buffers] = {}
@@ -189,7 +189,7 @@ class _Buffers:
             torch.empty(num_sequences, dtype=torch.int32, device=device),
         )
         self._chunks = [
-            self._make_chunks(starts, min(group.window, max_model_len)) if group.chunked and group.window else None
+            None if group.chunk_size is None else self._make_chunks(starts, min(group.chunk_size, max_model_len))
             for group in groups
         ]
         ids, req_indices, positions, *slots = self._numbers

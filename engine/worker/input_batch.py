@@ -71,19 +71,18 @@ class BatchArrays:
     def split_chunks(self, group: int) -> ChunkedSequences | None:
         """The sequences as the attention of a chunked group sees them; None for any other group."""
         layout = self.groups[group]
-        if not layout.chunked or layout.window is None:
+        if layout.chunk_size is None:
             return None
         return split_sequences(
-            self.query_starts, self.context_lens, self.tables[group], layout.window, layout.block_size
+            self.query_starts, self.context_lens, self.tables[group], layout.chunk_size, layout.block_size
         )
 
     @property
     def crosses_chunks(self) -> bool:
         """Whether a sequence has queries in several chunks of a group."""
         return any(
-            layout.chunked
-            and layout.window is not None
-            and count_crossings(self.query_starts, self.context_lens, layout.window) > 0
+            layout.chunk_size is not None
+            and count_crossings(self.query_starts, self.context_lens, layout.chunk_size) > 0
             for layout in self.groups
         )
 

@@ -111,7 +111,7 @@ def plan_cache(
 
 
 def _has_whole_chunks(group: GroupLayout) -> bool:
-    return not group.chunked or group.window is None or group.window % group.block_size == 0
+    return group.chunk_size is None or group.chunk_size % group.block_size == 0
 
 
 def plan_empty_cache(model_groups: Sequence[KVGroup], rank_groups: Sequence[KVGroup], config: Config) -> CacheLayout:
