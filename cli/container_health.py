@@ -34,9 +34,9 @@ def main() -> int:
 
 
 def find_url(command_line: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """Where the server says whether it is ready; None if the process is no server that listens.
+    """The URL of the server's readiness route; None if the process does not serve HTTP.
 
-    command_line: of the process, an init program before it or not. Raises OptionError.
+    command_line: of the container's first process; an init program may come first. Raises OptionError.
     """
     names = [os.path.basename(argument) for argument in command_line]
     if "serve-llm" not in names:

@@ -32,7 +32,7 @@ from serve_llm.engine.worker.graph_sizes import ladder
 
 logger = logging.getLogger(__name__)
 
-PAUSE_SECONDS = 10.0  # so long after the last request that is none of a batch, another one may come
+PAUSE_SECONDS = 10.0  # for so long after the last interactive request, another one is expected
 IDLE_SECONDS = 0.25  # after this long without work, check block accounting and the workers
 
 

@@ -1,10 +1,10 @@
-"""What requests of the lowest priority, which batches have, may take of steps that other requests are in."""
+"""The share of a step that requests of batches, which have the lowest priority, may take beside other requests."""
 
 from __future__ import annotations
 
 
 class BatchShare:
-    """One token for every TOKENS_OF_OTHERS tokens of other requests: batches go on, and others hardly feel them.
+    """One token for every TOKENS_OF_OTHERS tokens of other requests: batches make progress and barely slow the others.
 
     Decided by counts of tokens alone, so that results and their order do not depend on time.
     """
@@ -19,7 +19,7 @@ class BatchShare:
 
     @property
     def num_tokens(self) -> int:
-        """That the next step may compute."""
+        """Tokens of batches that the next step may compute."""
         return self._earned // self.TOKENS_OF_OTHERS
 
     def add(self, num_others: int) -> None:
@@ -30,5 +30,5 @@ class BatchShare:
         self._earned = max(0, self._earned - num_tokens * self.TOKENS_OF_OTHERS)
 
     def clear(self) -> None:
-        """No other request is left."""
+        """Forget what was saved up, as no other request is left."""
         self._earned = 0
