@@ -80,6 +80,7 @@ class AdapterCheck(msgspec.Struct, frozen=True):
     directory: str
     targets: dict[str, LoRATarget]  # as `ModelInfo.lora_targets`
     max_rank: int
+    model_directory: str  # as `ModelInfo.directory`
 
 
 class AdapterVerdict(msgspec.Struct, frozen=True):

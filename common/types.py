@@ -31,9 +31,13 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     num_tokens: int  # over all regions; those of the delimiters that open them do not count
     close_ids: tuple[int, ...]  # the delimiter that closes the region, at least one id
-    open_ids: tuple[int, ...] = ()  # the delimiter that opens it; empty: only the prompt opens one
-    end_ids: tuple[tuple[int, ...], ...] = ()  # other delimiters that end it, such as the beginning of a call
+    open_ids: tuple[tuple[int, ...], ...] = ()  # delimiters that open it at the start of the text; empty: none does
+    other_close_ids: tuple[tuple[int, ...], ...] = ()  # delimiters that close it too
     is_open: bool = False  # the prompt has opened the region
+    repeats: bool = False  # whether `open_ids` also open it later, outside calls
+    ends_at_call: bool = False  # whether a call that opens inside it closes it
+    call_open_ids: tuple[tuple[int, ...], ...] = ()  # delimiters that open a call
+    call_close_ids: tuple[tuple[int, ...], ...] = ()
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
@@ -102,11 +106,13 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 class LoRATarget(msgspec.Struct, frozen=True):
-    """A linear layer that an adapter can change."""
+    """A layer that an adapter can change."""
 
     module: str  # its name in the model's checkpoint
     outputs: int
-    inputs: int
+    inputs: int  # the size of the vocabulary for an embedding
+    kind: Literal["linear", "embedding", "head"] = "linear"
+    stored: tuple[str, ...] = ()  # names that the checkpoint may have for the weight of an embedding or head
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -210,6 +216,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     pooling_task: PoolingTask = "none"
     vector_size: int = 0  # numbers of the vector of a pooling request
     num_offload_blocks: int = 0  # that host memory keeps besides
+    directory: str = ""  # the checkpoint
     lora_targets: dict[str, LoRATarget] = {}  # by each name that PEFT may give them; empty: adapters are not served
     tensor_parallel_size: int = 1
     rank_hosts: list[str] = []  # name of each rank's host; ranks are numbered stage by stage

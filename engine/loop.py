@@ -98,7 +98,12 @@ class EngineCore:
         self._to_capture = _find_sizes_to_capture(config)
         self._adapters = AdapterChecker()
         self._checking: PendingRequests[str] = PendingRequests(lambda future: future.result())
-        self.grammars = StructuredOutputManager(MatcherBuilder(config), config.vocab_size, config.jump_forward)
+        self.grammars = StructuredOutputManager(
+            MatcherBuilder(config),
+            config.vocab_size,
+            config.jump_forward,
+            fill_cheap_masks_at_once=config.device == "cpu",
+        )
 
     def check_workers(self) -> None:
         """Raise what a worker has failed with. For use between steps."""

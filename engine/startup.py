@@ -134,6 +134,7 @@ def start_engine(
         generates=config.generates,
         pooling_task=find_pooling_task(spec),
         vector_size=find_vector_size(spec),
+        directory=config.directory,
         lora_targets=lora_targets,
         tensor_parallel_size=config.tensor_parallel_size,
         rank_hosts=list(executor.hosts),

@@ -74,6 +74,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     value_dim: int | None = None,
     on_device: Lengths | None = None,
 ) -> Tensor:
@@ -90,6 +91,8 @@ def paged_attention(
     softcap: the scaled scores s become softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118).
     sinks: (heads,) float32, one more score per head, which takes part in the softmax but has no value (gpt-oss,
     arXiv:2508.10925).
+    alibi_slopes: (heads,) float32; the score of a key d positions before the query is lowered by its head's slope * d,
+    after the cap (ALiBi, arXiv:2108.12409).
     value_dim: None for a cache of two parts, keys and values. Otherwise the cache has one part, (blocks, 1, kv_heads,
     block_size, head_dim), and the values are the first value_dim elements of the keys (multi-head latent attention,
     arXiv:2405.04434).
@@ -99,7 +102,7 @@ def paged_attention(
     Returns (tokens, heads, value_dim or head_dim) in the query's dtype.
     """
     length = max(KEY_TILE, cache.shape[3])
-    params = _ScoreParams(length, scale, softcap, sinks)
+    params = _ScoreParams(length, scale, softcap, sinks, alibi_slopes)
     output = torch.empty_like(query)
     singles: list[_KeySpan] = []
     for sequence, context_len in enumerate(context_lens):
@@ -127,6 +130,7 @@ class _ScoreParams:
     scale: float
     softcap: float | None
     sinks: Tensor | None
+    alibi_slopes: Tensor | None
 
     def compute(self, query: Tensor, keys: Tensor) -> Tensor:
         """query: (matrices, rows, dim), scaled. keys: (matrices, length, dim) -> (matrices, rows, length)."""
@@ -197,10 +201,14 @@ def _attend(spans: list[_KeySpan], query: Tensor, cache: Tensor, block_table: Te
         starts = [(span.first_tile + step) * length for span in spans]
         _gather_tile(spans, starts, cache, table, keys, values)
         scores = params.compute(rows_by_kv_head[active], keys.view(matrices, length, -1)[active])
+        by_row = scores.view(len(spans), kv_heads, padded_rows, length)[:, :, :rows]
+        by_query = by_row.view(-1, kv_heads, num_queries, group, length)
+        if params.alibi_slopes is not None:
+            distances = _measure_distances(spans, starts, length, query.device).float()
+            by_query.add_(distances[:, None, :, None] * params.alibi_slopes.view(kv_heads, 1, group, 1))
         if not all(span.sees_all(start, length) for span, start in zip(spans, starts, strict=True)):
-            by_row = scores.view(len(spans), kv_heads, padded_rows, length)[:, :, :rows]
             hidden = _hidden_keys(spans, starts, length, query.device)
-            by_row.view(-1, kv_heads, num_queries, group, length).masked_fill_(hidden[:, None, :, None], -torch.inf)
+            by_query.masked_fill_(hidden[:, None, :, None], -torch.inf)
         new_max = torch.maximum(row_max[active], scores.amax(-1, keepdim=True))
         correction = torch.exp(row_max[active] - new_max)
         weights = scores.sub_(new_max).exp_()
@@ -219,11 +227,16 @@ def _pad_to_16(size: int) -> int:
 
 def _hidden_keys(spans: list[_KeySpan], starts: list[int], length: int, device: torch.device) -> Tensor:
     """Mask of the tile's keys that each query does not see: (spans, queries, length) bool."""
+    distances = _measure_distances(spans, starts, length, device)
+    window = spans[0].window
+    return distances > 0 if window is None else (distances > 0) | (distances <= -window)
+
+
+def _measure_distances(spans: list[_KeySpan], starts: list[int], length: int, device: torch.device) -> Tensor:
+    """The tile's positions less that of each query: (spans, queries, length) int64."""
     keys = torch.tensor(starts, device=device)[:, None, None] + torch.arange(length, device=device)
     queries = torch.tensor([span.position for span in spans], device=device)[:, None, None]
-    queries = queries + torch.arange(spans[0].num_queries, device=device)[:, None]
-    window = spans[0].window
-    return keys > queries if window is None else (keys > queries) | (keys <= queries - window)
+    return keys - (queries + torch.arange(spans[0].num_queries, device=device)[:, None])
 
 
 def _gather_tile(

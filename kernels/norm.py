@@ -35,3 +35,14 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     x: (rows, width). weight, bias: (width,) or None for 1 and 0. Returns the shape and dtype of x.
     """
     return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def add_layer_norm(
+    hidden: Tensor, delta: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return hidden + delta, rounded to their dtype, and `layer_norm` of the sum. hidden, delta: (rows, width).
+
+    May overwrite delta, so the caller must not use it again.
+    """
+    total = hidden + delta
+    return total, layer_norm(total, weight, bias, eps)

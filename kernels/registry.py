@@ -30,6 +30,7 @@ from serve_llm.kernels import (
     torch_sampling,
 )
 from serve_llm.kernels.cpu import library
+from serve_llm.kernels.cpu.encoder_attention import build_encoder_attention
 from serve_llm.kernels.cpu.linear import Packer
 from serve_llm.kernels.cpu.linear_grouped import GroupedPacker
 from serve_llm.kernels.cpu.rows import RowKernels
@@ -51,6 +52,7 @@ class Kernels:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
+    add_layer_norm: Callable[[Tensor, Tensor, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor]]
     rope_and_cache: Callable[[Tensor, int, rope.HeadNorms | None, rope.Angles | None, Tensor, Tensor], Tensor]
     rope_and_latent: Callable[[Tensor, Tensor, Tensor, float, rope.Angles | None, Tensor, Tensor], Tensor]
     activations: Mapping[str, Callable[[Tensor], Tensor]]  # silu_and_mul, gelu_tanh_and_mul, ...
@@ -70,6 +72,7 @@ PORTABLE = Kernels(
     rms_norm=norm.rms_norm,
     add_rms_norm=norm.add_rms_norm,
     layer_norm=norm.layer_norm,
+    add_layer_norm=norm.add_layer_norm,
     rope_and_cache=rope.rope_and_cache,
     rope_and_latent=rope.rope_and_latent,
     activations={
@@ -123,7 +126,12 @@ def choose(
             continue
         reason = f"heads of {unknown[0]} numbers have no compiled kernel ({known[0]} to {known[-1]} in steps of 8 have)"
         logger.warning("Attention runs on plain torch operations, which is much slower: %s", reason)
-        return replace(compiled, paged_attention=attention.paged_attention, rope_and_cache=rope.rope_and_cache)
+        return replace(
+            compiled,
+            paged_attention=attention.paged_attention,
+            encoder_attention=encoder_attention.encoder_attention,
+            rope_and_cache=rope.rope_and_cache,
+        )
     return compiled
 
 
@@ -136,7 +144,7 @@ def with_triton(batch_invariant: bool) -> Kernels | str:
         from serve_llm.kernels.triton.linear import pack, pack_heads
         from serve_llm.kernels.triton.linear_grouped import pack_grouped, pack_int8
         from serve_llm.kernels.triton.moe import pack_experts
-        from serve_llm.kernels.triton.norm import add_rms_norm, layer_norm, rms_norm
+        from serve_llm.kernels.triton.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
         from serve_llm.kernels.triton.rope import rope_and_cache, rope_and_latent
     except ImportError as error:
         return f"Triton's kernels cannot be imported: {error}"
@@ -146,6 +154,7 @@ def with_triton(batch_invariant: bool) -> Kernels | str:
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         layer_norm=layer_norm,
+        add_layer_norm=add_layer_norm,
         rope_and_cache=rope_and_cache,
         rope_and_latent=rope_and_latent,
         activations={**PORTABLE.activations, **ACTIVATIONS},
@@ -195,8 +204,11 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
     return replace(
         PORTABLE,
         paged_attention=found.paged_attention,
+        encoder_attention=build_encoder_attention(found, rows.rope_and_cache),
         rms_norm=rows.rms_norm,
         add_rms_norm=rows.add_rms_norm,
+        layer_norm=rows.layer_norm,
+        add_layer_norm=rows.add_layer_norm,
         rope_and_cache=rows.rope_and_cache,
         activations={
             **PORTABLE.activations,

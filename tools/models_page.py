@@ -126,6 +126,8 @@ def read_families() -> dict[str, Family]:
         families[architecture].add_checkpoint(architecture, pooled_config_of(architecture))
     for architecture in TEXT:
         families[architecture].add_checkpoint(architecture, multimodal_config_of(architecture))
+    mosaic = config_of("mpt") | {"architectures": ["MPTForCausalLM"]}  # as MosaicML spells it
+    families["MPTForCausalLM"].add_checkpoint("MPTForCausalLM", mosaic)
     for architecture in ("NewModel", "NewForSequenceClassification"):  # transformers has no class of their names
         families[architecture].add_checkpoint(architecture, NEW | {"architectures": [architecture]})
     return families

@@ -318,6 +318,8 @@ class _LayerWeights:
             yield _OtherWeight(q_size + kv_size)
         if attention.sinks:
             yield _OtherWeight(len(head_share.heads), float32=True)
+        if attention.alibi_slopes is not None:
+            yield _OtherWeight(len(head_share.heads), float32=True, in_checkpoint=False)
 
     def _list_mla(self, mla: MLASpec) -> Iterator[_LinearWeight | _OtherWeight]:
         head_range = self.shard.attention(mla).heads
@@ -391,8 +393,7 @@ class _LayerWeights:
 
 def _norm(norm: NormSpec, size: int) -> _OtherWeight:
     """Its weight and bias."""
-    parameters = int(norm.affine) + int(norm.has_bias)
-    return _OtherWeight(parameters * size, norm.float32_weight)
+    return _OtherWeight((norm.affine + norm.has_bias) * size, norm.float32_weight)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -51,6 +51,7 @@ STORAGE_TYPES = {
     20: StorageType("IQ4_NL", 32, 18),
     23: StorageType("IQ4_XS", 256, 136),
     30: StorageType("BF16", 1, 2),
+    39: StorageType("MXFP4", 32, 17),
 }
 OTHER_TYPES = {  # names for the error
     9: "Q8_1",
@@ -69,7 +70,6 @@ OTHER_TYPES = {  # names for the error
     29: "IQ1_M",
     34: "TQ1_0",
     35: "TQ2_0",
-    39: "MXFP4",
     40: "NVFP4",
 }
 

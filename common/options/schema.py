@@ -129,8 +129,8 @@ class Options(EngineOptions):
     unknown_fields: str = choice_option(
         "refuse",
         "refuse|ignore",
-        "what happens to unknown fields of completions and chat completions; ignore: the header x-ignored-fields names "
-        "them, as on the other routes",
+        "what happens to unknown fields of completions, chat completions and the routes of embeddings, scores and "
+        "classes; ignore: the header x-ignored-fields names them, as on the other routes",
     )
     limit: tuple[str, ...] = option(
         (),

@@ -14,6 +14,7 @@ import msgspec
 
 from serve_llm.common.errors import AdapterError
 from serve_llm.common.messages import AdapterCheck, AdapterVerdict
+from serve_llm.engine.lora.base_copies import check_base_copies
 from serve_llm.engine.lora.files import read_adapter
 
 
@@ -21,7 +22,9 @@ def main() -> None:
     check = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=AdapterCheck)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        verdict = AdapterVerdict(read_adapter(Path(check.directory), check.targets, check.max_rank).digest)
+        contents = read_adapter(Path(check.directory), check.targets, check.max_rank)
+        check_base_copies(contents.copies, Path(check.model_directory))
+        verdict = AdapterVerdict(contents.digest)
     except AdapterError as error:
         verdict = AdapterVerdict(error=str(error))
     except (MemoryError, RecursionError) as error:

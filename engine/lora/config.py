@@ -14,13 +14,12 @@ from serve_llm.common.errors import AdapterError
 IGNORED = frozenset(
     (
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config"),
-        *("lora_dropout", "fan_in_fan_out", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
+        *("lora_dropout", "fan_in_fan_out", "megatron_core", "qalora_group_size"),
         *("eva_config", "loftq_config", "corda_config", "lora_ga_config"),  # how the weights began
         *("layers_to_transform", "layers_pattern", "exclude_modules"),  # the tensors say which modules are adapted
     )
 )
 REASONS = {
-    "use_dora": "DoRA is not supported",
     "bias": "adapters with biases are not supported, only bias: none",
     "lora_bias": "adapters with biases are not supported",
     "modules_to_save": "modules that are stored whole are not supported",
@@ -45,6 +44,8 @@ class AdapterConfig:
     alpha_pattern: Mapping[str, float]
     modules: tuple[str, ...]  # ends of names of adapted modules; empty: the tensors say which
     is_all_linear: bool  # all linear layers of attention and feed-forward networks are adapted
+    use_dora: bool  # each module also has a magnitude for each of its outputs
+    ties_weights: bool  # adapters of an embedding apply to the LM head that is tied to it, and the reverse
 
     def find_rank(self, module: str) -> int:
         return self.rank_pattern.get(_find_pattern(self.rank_pattern, module), self.rank)
@@ -55,10 +56,11 @@ class AdapterConfig:
         alpha = self.alpha_pattern.get(_find_pattern(self.alpha_pattern, module), self.alpha)
         return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
-    def adapts(self, module: str) -> bool | None:
-        """Whether the config names the module; None if only the tensors say it."""
+    def adapts(self, module: str, *, is_inner: bool = True) -> bool | None:
+        """Whether the config names the module; None if only the tensors say it. is_inner: it is a linear layer inside
+        the model, not the embedding or the LM head."""
         if self.is_all_linear:
-            return True
+            return is_inner
         if not self.modules:
             return None
         return any(module == name or module.endswith(f".{name}") for name in self.modules)
@@ -87,9 +89,9 @@ def read_adapter_config(raw: object) -> AdapterConfig:
     alphas = {
         name: _read_number(f"alpha_pattern.{name}", value) for name, value in _read_pattern("alpha_pattern", config)
     }
-    use_rslora = config.pop("use_rslora", False)
-    if not isinstance(use_rslora, bool):
-        raise AdapterError(f"{CONFIG}: use_rslora must be true or false, not {use_rslora!r}")
+    use_rslora = _read_flag("use_rslora", config)
+    use_dora = _read_flag("use_dora", config)
+    ties_weights = _read_flag("ensure_weight_tying", config)
     targets = config.pop("target_modules", None)
     is_partial = bool(config.get("layers_to_transform") or config.get("exclude_modules"))
     modules: tuple[str, ...] = ()
@@ -103,7 +105,14 @@ def read_adapter_config(raw: object) -> AdapterConfig:
         if name not in IGNORED and value not in (None, False, [], {}):
             raise AdapterError(f"{CONFIG}: {name}: {REASONS.get(name, 'this key is not known')}")
     is_all_linear = targets == ALL_LINEAR and not is_partial
-    return AdapterConfig(rank, alpha, use_rslora, ranks, alphas, modules, is_all_linear)
+    return AdapterConfig(rank, alpha, use_rslora, ranks, alphas, modules, is_all_linear, use_dora, ties_weights)
+
+
+def _read_flag(key: str, config: dict[str, object]) -> bool:
+    value = config.pop(key, False)
+    if not isinstance(value, bool):
+        raise AdapterError(f"{CONFIG}: {key} must be true or false, not {value!r}")
+    return value
 
 
 def _read_pattern(key: str, config: dict[str, object]) -> list[tuple[str, object]]:

@@ -35,6 +35,7 @@ class Attention:
     output_proj: Forward
     qk_norm: HeadNorms | None = None
     sinks: Tensor | None = None  # (num_heads,) float32
+    alibi_slopes: Tensor | None = None  # (num_heads,) float32
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """x: (tokens, hidden_size) -> (tokens, hidden_size). Writes the new tokens' KV to the layer's cache."""
@@ -49,6 +50,7 @@ class Attention:
             window=self.sliding_window,
             softcap=self.softcap,
             sinks=self.sinks,
+            alibi_slopes=self.alibi_slopes,
             on_device=step.lengths,
         )
         return self.output_proj(output.flatten(1))
@@ -114,6 +116,10 @@ def build_attention(spec: AttentionSpec, hidden_size: int, builder: ModelBuilder
         key_weight = builder.rms_norm_weight("k_norm", spec.qk_norm, spec.head_dim)
         qk_norm = HeadNorms(query_weight, key_weight, spec.qk_norm.eps)
     sinks = builder.parameter("sinks", spec.num_heads, part=Part(0, share.heads)) if spec.sinks else None
+    alibi_slopes = None
+    if spec.alibi_slopes is not None:
+        own_slopes = spec.alibi_slopes[share.heads.start : share.heads.stop]
+        alibi_slopes = torch.tensor(own_slopes, dtype=torch.float32, device=builder.device)
     kind: type[Attention] = Attention if spec.causal else EncoderAttention
     if spec.query_temperature is not None:
         kind = TemperedAttention
@@ -130,6 +136,7 @@ def build_attention(spec: AttentionSpec, hidden_size: int, builder: ModelBuilder
         output_proj=output_proj,
         qk_norm=qk_norm,
         sinks=sinks,
+        alibi_slopes=alibi_slopes,
     )
 
 
@@ -150,11 +157,17 @@ def _build_qkv_projection(spec: AttentionSpec, hidden_size: int, share: HeadShar
         {"q": queries, "k": keys, "v": keys},
         bias=spec.qkv_bias,
     )
+    if spec.qkv_clip is not None:
+        qkv_proj = _with_clip(qkv_proj, spec.qkv_clip)
     if spec.qk_projection_norm_eps is not None:
         return _with_projection_norms(qkv_proj, spec, spec.qk_projection_norm_eps, share, builder)
     if spec.qk_norm is not None and spec.qk_norm.kind == "layer" and share.heads:
         return _with_head_layer_norms(qkv_proj, spec, spec.qk_norm.eps, share, builder)
     return qkv_proj
+
+
+def _with_clip(qkv_proj: Forward, limit: float) -> Forward:
+    return lambda x: qkv_proj(x).clamp_(-limit, limit)
 
 
 def _with_projection_norms(
@@ -256,10 +269,14 @@ def _with_equal_groups(paged_attention: PagedAttention, share: HeadShare, group_
     back = max(counts) - counts[-1]
     num_heads = len(share.heads)
 
-    def padded(query: Tensor, *args: object, sinks: Tensor | None, **kwargs: object) -> Tensor:
+    def pad(of_heads: Tensor | None) -> Tensor | None:
+        return None if of_heads is None else functional.pad(of_heads, (front, back))
+
+    def padded(
+        query: Tensor, *args: object, sinks: Tensor | None, alibi_slopes: Tensor | None, **kwargs: object
+    ) -> Tensor:
         query = functional.pad(query, (0, 0, front, back))
-        if sinks is not None:
-            sinks = functional.pad(sinks, (front, back))
-        return paged_attention(query, *args, sinks=sinks, **kwargs)[:, front : front + num_heads]
+        mixed = paged_attention(query, *args, sinks=pad(sinks), alibi_slopes=pad(alibi_slopes), **kwargs)
+        return mixed[:, front : front + num_heads]
 
     return padded

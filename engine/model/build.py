@@ -171,7 +171,7 @@ class ModelBuilder:
 
         linear = self._pack_linear(outputs, weights, load_scales, merged_bias)
         parts = {name: LoRAPart((size, inputs), range(inputs), shares[name]) for name, size in outputs.items()}
-        return self._with_adapters(linear, parts)
+        return self._with_adapters(linear, merged_bias, parts)
 
     def row_parallel_linear(self, name: str, outputs: int, inputs: int, share: range, *, bias: bool = False) -> Forward:
         """A row-parallel linear layer (Megatron-LM, arXiv:1909.08053): takes the inputs in `share`, (tokens,
@@ -198,16 +198,17 @@ class ModelBuilder:
         def load_scales() -> Tensor:
             return self._load_copy(f"{name}.weight_scale", (outputs, 1))
 
-        linear = self._pack_linear((name,), [weight], load_scales, rank_bias if adds_bias else None)
-        return self._with_adapters(linear, {name: LoRAPart((outputs, inputs), share, range(outputs))})
+        added_bias = rank_bias if adds_bias else None
+        linear = self._pack_linear((name,), [weight], load_scales, added_bias)
+        return self._with_adapters(linear, added_bias, {name: LoRAPart((outputs, inputs), share, range(outputs))})
 
-    def _with_adapters(self, linear: Linear, parts: Mapping[str, LoRAPart]) -> Linear:
+    def _with_adapters(self, linear: Linear, bias: Tensor | None, parts: Mapping[str, LoRAPart]) -> Linear:
         """The layer made of `parts`, with LoRA adapters if the model takes them."""
         if self.lora is None:
             return linear
         named = {f"{self.prefix}{name}.weight": part for name, part in parts.items()}
-        is_selected = self.shard.is_last and self.prefix == f"layers.{self.shard.layers.stop - 1}.ffn."
-        return self.lora.wrap(linear, named, self.reorders, is_selected=is_selected)
+        is_selected = self.shard.is_last and self.prefix.startswith(f"layers.{self.shard.layers.stop - 1}.ffn.")
+        return self.lora.wrap(linear, bias, named, self.reorders, is_selected=is_selected)
 
     def all_reduced(self, forward: Forward) -> Forward:
         """`forward`, with its results summed over the tensor-parallel group."""

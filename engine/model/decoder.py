@@ -17,6 +17,7 @@ from serve_llm.engine.model.dispatch import ExpertDispatch
 from serve_llm.engine.model.embedding import Embed, build_embedding
 from serve_llm.engine.model.inputs import NO_KV, AttentionInputs, GroupInputs, StepInputs
 from serve_llm.engine.model.layer import DecoderLayer, build_layer
+from serve_llm.engine.model.lora import LoRAPart
 from serve_llm.engine.model.pooler import Pooler, build_pooler
 from serve_llm.engine.model.rope import ComputeAngles, build_angles
 from serve_llm.engine.model.rope_spec import RopeSpec
@@ -24,6 +25,7 @@ from serve_llm.engine.model.spec import AttentionSpec, LayerSpec, ModelSpec, Que
 from serve_llm.engine.parallel.groups import PipelineLink
 from serve_llm.engine.quantization import int8
 from serve_llm.kernels import linear_int8
+from serve_llm.kernels.linear import Linear
 from serve_llm.kernels.linear_grouped import GroupedWeight
 
 
@@ -222,10 +224,11 @@ def _build_lm_head(spec: ModelSpec, tied_weight: Tensor | None, builder: ModelBu
         name = "embedding.weight" if spec.tie_word_embeddings else "head.weight"
         weight = builder.table(name, spec.vocab_size, embedding_size, part=vocabulary)
     bias = builder.parameter("head.bias", spec.vocab_size, part=vocabulary) if spec.lm_head_bias else None
-    if spec.int8_lm_head:
-        steps: list[Forward] = [_pack_int8(weight, bias, builder)]
-    else:
-        steps = [builder.kernels.pack(weight, bias)]
+    linear = _pack_int8(weight, bias, builder) if spec.int8_lm_head else builder.kernels.pack(weight, bias)
+    if builder.lora is not None:
+        part = LoRAPart((spec.vocab_size, embedding_size), range(embedding_size), vocabulary.range)
+        linear = builder.lora.wrap_head(linear, bias, part)
+    steps: list[Forward] = [linear]
     if spec.logits_multiplier != 1.0:
         steps.append(lambda logits: logits.mul_(spec.logits_multiplier))
     softcap = spec.logits_softcap
@@ -234,7 +237,7 @@ def _build_lm_head(spec: ModelSpec, tied_weight: Tensor | None, builder: ModelBu
     return steps
 
 
-def _pack_int8(weight: Tensor, bias: Tensor | None, builder: ModelBuilder) -> Forward:
+def _pack_int8(weight: Tensor, bias: Tensor | None, builder: ModelBuilder) -> Linear:
     """A linear layer with weights in int8. Where products of int8 are not exact, its input is not rounded."""
     numbers, scales = int8.quantise(weight)
     if linear_int8.works():

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from serve_llm.engine.model.build import Forward, ModelBuilder
 from serve_llm.engine.model.inputs import StepInputs
+from serve_llm.engine.model.lora import LoRAEmbedding
 from serve_llm.engine.model.spec import LearnedPositions, ModelSpec
 from serve_llm.engine.parallel.groups import ProcessGroup
 
@@ -23,7 +24,9 @@ def build_embedding(spec: ModelSpec, weight: Tensor, builder: ModelBuilder) -> E
     weight: (this rank's rows of the vocabulary, embedding size).
     """
     builder.scoped("embedding").describe("VocabParallelEmbedding")
-    embed = _vocab_parallel_embedding(weight, builder.shard.vocabulary(spec.vocab_size), builder.groups.tensor)
+    ids = builder.shard.vocabulary(spec.vocab_size)
+    adapters = None if builder.lora is None else builder.lora.add_embedding(ids)
+    embed = _vocab_parallel_embedding(weight, ids, builder.groups.tensor, adapters)
     if spec.embedding_multiplier != 1.0:
         multiplier = spec.embedding_multiplier
         if spec.rounds_embedding_multiplier:
@@ -40,21 +43,36 @@ def build_embedding(spec: ModelSpec, weight: Tensor, builder: ModelBuilder) -> E
     return embed
 
 
-def _vocab_parallel_embedding(weight: Tensor, rows: range, group: ProcessGroup) -> Embed:
+def _vocab_parallel_embedding(
+    weight: Tensor, rows: range, group: ProcessGroup, adapters: LoRAEmbedding | None
+) -> Embed:
     """rows: the token ids whose embeddings are in `weight`."""
     if group.size == 1:
-        return lambda inputs: functional.embedding(inputs.ids, weight)
+        return _with_adapters(lambda inputs: functional.embedding(inputs.ids, weight), adapters)
     if not rows:
         weight = weight.new_zeros(1, weight.shape[1])  # a lookup needs a row even if its result is masked
 
     def embed(inputs: StepInputs) -> Tensor:
-        """Look up the ids of this rank, leave zeros for all others, and sum over the ranks."""
+        """Look up the ids of this rank, and leave zeros for all others."""
         ids = inputs.ids
         is_elsewhere = (ids < rows.start) | (ids >= rows.stop)
         hidden = functional.embedding((ids - rows.start).masked_fill_(is_elsewhere, 0), weight)
-        return group.all_reduce(hidden.masked_fill_(is_elsewhere.unsqueeze(1), 0.0))
+        return hidden.masked_fill_(is_elsewhere.unsqueeze(1), 0.0)
 
-    return embed
+    embed_own = _with_adapters(embed, adapters)
+    return lambda inputs: group.all_reduce(embed_own(inputs))
+
+
+def _with_adapters(embed: Embed, adapters: LoRAEmbedding | None) -> Embed:
+    if adapters is None:
+        return embed
+
+    def embed_with_adapters(inputs: StepInputs) -> Tensor:
+        hidden = embed(inputs)
+        adapters.add_to(hidden, inputs.ids)
+        return hidden
+
+    return embed_with_adapters
 
 
 def _with_multiplier(embed: Embed, multiplier: float) -> Embed:

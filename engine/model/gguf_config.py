@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
-from serve_llm.engine.model.quantization_spec import GroupedForm
+from serve_llm.engine.model.quantization_spec import MXFP4, GroupedForm
 from serve_llm.engine.model.spec import AttentionSpec, LayerSpec, ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 
@@ -29,6 +29,7 @@ FORMS = {
     "Q6_K": GroupedForm(8, 16, has_zeros=False, scale_bytes=4),
     "IQ4_NL": GroupedForm(4, 32, has_zeros=False, has_table=True),
     "IQ4_XS": GroupedForm(4, 32, has_zeros=False, scale_bytes=4, has_table=True),
+    "MXFP4": MXFP4,
 }
 # Their query and key rows are stored in the order of rope that rotates adjacent dimensions together.
 INTERLEAVED = ("llama", "granite", "smollm3")

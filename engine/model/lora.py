@@ -3,23 +3,36 @@
 Each rank holds up to --max-loras adapters in slots. A step's tokens are grouped by slot. The model's own linear kernels
 compute the products of a group, so that a row has the same bits in any batch, and rows without an adapter are not
 touched. Row-parallel layers add their products before the all-reduce.
+
+DoRA (arXiv:2402.09353) also multiplies each output, without the bias, by its magnitude / the length of its row of the
+weight with the adapter. That factor is found when the adapter is loaded, and the product's weight contains it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from serve_llm.engine.model.lora_targets import MAX_ROWS
+from serve_llm.engine.model.lora_targets import count_rows
 from serve_llm.kernels.linear import Linear
 
-ADAPTABLE = re.compile(r"layers\.\d+\.(attention|ffn)\.")  # beginnings of the names of linear layers
+ADAPTABLE = re.compile(r"layers\.\d+\.(attention|ffn|ffn\.shared)\.\w+\.weight|head\.weight")  # not those of experts
 Reorder = Callable[[str, Tensor], Tensor]
+ReadRows = Callable[[str, tuple[int, int], range], Tensor]  # parameter, its shape, rows -> these rows, float32
+
+
+@dataclass(frozen=True)
+class BaseWeights:
+    """The base model's weights as the checkpoint has them: dequantised, and not quantised by --quantization."""
+
+    read_rows: ReadRows
+    release: Callable[[], None]  # gives back the memory that reading took
 
 
 class SlotRows(NamedTuple):
@@ -46,12 +59,26 @@ class LoRAPart:
 
 
 @dataclass(frozen=True, eq=False)
+class OutputScale:
+    """What DoRA does to a layer's own outputs."""
+
+    factor: Tensor  # (outputs,) float32
+    offset: Tensor | None  # (outputs,) float32: (1 - factor) * bias, so that the bias stays as it is
+
+    def __call__(self, y: Tensor) -> Tensor:
+        """y: (rows, outputs)."""
+        scaled = y.float() * self.factor
+        return (scaled if self.offset is None else scaled + self.offset).to(y.dtype)
+
+
+@dataclass(frozen=True, eq=False)
 class Expansion:
-    """The second product of an adapter for one part of a linear layer."""
+    """The second product of an adapter for one part of a linear layer, and what comes before it."""
 
     columns: slice  # in the first product's result
     outputs: slice  # in the layer's result
     up: Linear
+    scale: OutputScale | None = None  # scales the layer's own outputs before the product is added
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,16 +90,46 @@ class LowRankProduct:
 
     def add_to(self, y: Tensor, x: Tensor, rows: Tensor | None) -> None:
         """Add to these rows of y (tokens, outputs) what belongs to them in x (tokens, inputs). None: to all."""
-        num_rows = len(x) if rows is None else len(rows)
-        for start in range(0, num_rows, MAX_ROWS):
-            chunk = slice(start, start + MAX_ROWS)
-            hidden = self.down(x[chunk] if rows is None else x[rows[chunk]])
+        for chunk in _split_rows(y, rows):
+            hidden = self.down(x[chunk])
             for expansion in self.expansions:
                 product = expansion.up(hidden[:, expansion.columns].contiguous())
-                if rows is None:
-                    y[chunk, expansion.outputs] += product
-                else:
-                    y[:, expansion.outputs].index_add_(0, rows[chunk], product)
+                outputs = y[:, expansion.outputs]
+                if expansion.scale is not None:
+                    outputs[chunk] = expansion.scale(outputs[chunk])
+                _add_rows(outputs, chunk, product)
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingProduct:
+    """What an adapter adds to an embedding: up @ down[id]. `up` includes the scale."""
+
+    down: Tensor  # (this rank's ids, rank)
+    up: Linear
+    scale: OutputScale | None = None  # scales the embedding itself before the product is added
+
+
+@dataclass(eq=False, repr=False)
+class LoRAEmbedding:
+    """This rank's part of what adapters add to an embedding."""
+
+    ids: range  # this rank's part of the vocabulary
+    step: StepRows
+    products: dict[int, EmbeddingProduct] = field(default_factory=dict)  # by slot
+
+    def add_to(self, y: Tensor, ids: Tensor) -> None:
+        """Add what belongs to the ids, (tokens,), of this rank to y, (tokens, embedding size)."""
+        for slot, rows in self.step.groups:
+            product = self.products.get(slot)
+            if product is None:
+                continue
+            for chunk in _split_rows(y, rows):
+                own = ids[chunk] - self.ids.start
+                is_elsewhere = (own < 0) | (own >= len(self.ids))
+                hidden = functional.embedding(own.masked_fill_(is_elsewhere, 0), product.down)
+                if product.scale is not None:
+                    y[chunk] = product.scale(y[chunk])
+                _add_rows(y, chunk, product.up(hidden.masked_fill_(is_elsewhere.unsqueeze(1), 0.0)))
 
 
 @dataclass(eq=False, repr=False)
@@ -80,6 +137,7 @@ class LoRALinear:
     """A linear layer with the products of the adapters that are loaded."""
 
     base: Linear
+    bias: Tensor | None  # (outputs,) that `base` adds
     parts: Mapping[str, LoRAPart]  # by parameter, such as "layers.3.attention.q.weight"; in the order of the outputs
     reorders: tuple[Reorder, ...]  # bring the rows of a parameter into the order of the layer's outputs
     step: StepRows
@@ -95,24 +153,44 @@ class LoRALinear:
 
 
 class LoRALayers:
-    """All linear layers of a rank that adapters can change, and the rows of the current step."""
+    """All layers of a rank that adapters can change, and the rows of the current step."""
 
     def __init__(self) -> None:
         self.layers: list[LoRALinear] = []
+        self.embedding: LoRAEmbedding | None = None  # None where the rank has no part of it
+        self.base_weights: BaseWeights | None = None  # None until the model is loaded
         self._all = StepRows()
         self._selected = StepRows()  # in the last layer, after the attention
+        self._logits = StepRows()  # rows of the LM head
 
     def wrap(
-        self, base: Linear, parts: Mapping[str, LoRAPart], reorders: tuple[Reorder, ...], *, is_selected: bool
+        self,
+        base: Linear,
+        bias: Tensor | None,
+        parts: Mapping[str, LoRAPart],
+        reorders: tuple[Reorder, ...],
+        *,
+        is_selected: bool,
     ) -> Linear:
         """`base` with adapters, where they can change it and this rank has a part of it.
 
-        is_selected: it computes only the selected rows (see `Decoder.forward`).
+        bias: what `base` adds. is_selected: it computes only the selected rows (see `Decoder.forward`).
         """
         has_share = any(part.inputs and part.outputs for part in parts.values())
-        if not has_share or not all(map(_is_adaptable, parts)):
+        if not has_share or not all(map(ADAPTABLE.fullmatch, parts)):
             return base
-        layer = LoRALinear(base, parts, reorders, self._selected if is_selected else self._all)
+        return self._add(LoRALinear(base, bias, parts, reorders, self._selected if is_selected else self._all))
+
+    def wrap_head(self, base: Linear, bias: Tensor | None, part: LoRAPart) -> Linear:
+        """The LM head with adapters, where this rank has a part of it. bias: what `base` adds."""
+        return self._add(LoRALinear(base, bias, {"head.weight": part}, (), self._logits)) if part.outputs else base
+
+    def add_embedding(self, ids: range) -> LoRAEmbedding | None:
+        """What adapters add to the embedding. ids: those of this rank; None if there are none."""
+        self.embedding = LoRAEmbedding(ids, self._all) if ids else None
+        return self.embedding
+
+    def _add(self, layer: LoRALinear) -> LoRALinear:
         self.layers.append(layer)
         return layer
 
@@ -124,15 +202,35 @@ class LoRALayers:
         self._all.groups = _group(slots, starts, device)
         self._selected.groups = _group(slots, selected_starts, device)
 
+    def begin_logits(self, slots: Sequence[int | None], starts: Sequence[int], device: torch.device) -> None:
+        """Before the LM head. starts: where the rows of each sequence begin among those of the logits, and the end."""
+        self._logits.groups = _group(slots, starts, device)
+
+    def begin_logits_of(self, slot: int | None) -> None:
+        """Before the LM head computes only rows of one sequence."""
+        self._logits.groups = [] if slot is None else [SlotRows(slot, None)]
+
     def end_step(self) -> None:
         """What follows computes only the base model."""
-        self._all.groups = []
-        self._selected.groups = []
+        for step in (self._all, self._selected, self._logits):
+            step.groups = []
 
 
-def _is_adaptable(parameter: str) -> bool:
-    matched = ADAPTABLE.match(parameter)
-    return matched is not None and parameter[matched.end() :].count(".") == 1  # not those of experts
+def _split_rows(y: Tensor, rows: Tensor | None) -> Iterator[slice | Tensor]:
+    """Indices of these rows of y, (tokens, outputs), some at a time. None: of all."""
+    num_rows = len(y) if rows is None else len(rows)
+    size = count_rows(y.shape[1])
+    for start in range(0, num_rows, size):
+        chunk = slice(start, start + size)
+        yield chunk if rows is None else rows[chunk]
+
+
+def _add_rows(y: Tensor, chunk: slice | Tensor, product: Tensor) -> None:
+    """chunk: as from `_split_rows`."""
+    if isinstance(chunk, slice):
+        y[chunk] += product
+    else:
+        y.index_add_(0, chunk, product)
 
 
 def _group(slots: Sequence[int | None], starts: Sequence[int], device: torch.device) -> list[SlotRows]:

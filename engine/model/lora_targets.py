@@ -12,7 +12,10 @@ from serve_llm.engine.model.spec import AnyAttentionSpec, MLASpec, MLPSpec, Mode
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 from serve_llm.engine.parallel.layout import ParallelLayout
 
-MAX_ROWS = 1024  # rows of which the products with an adapter are computed at a time, which bounds their memory
+MAX_ROWS = 1024  # rows whose products with an adapter are computed at a time, which bounds their memory
+MAX_PRODUCT_ELEMENTS = 1 << 24  # numbers in these products: fewer rows at a time where outputs are many
+MAX_READ_ELEMENTS = 1 << 22  # numbers of a base weight that are read at a time while an adapter is loaded
+FLOAT32_BYTES = 4
 
 
 class _LinearLayer(NamedTuple):
@@ -24,16 +27,22 @@ class _LinearLayer(NamedTuple):
 
 
 def _list_linear_layers(spec: ModelSpec, shard: Shard) -> Iterator[_LinearLayer]:
-    """The linear layers of the rank's attention and dense feed-forward networks, except those of experts."""
+    """The linear layers of the rank's attention and dense feed-forward networks, shared experts among them."""
     for index in shard.layers:
         layer = spec.layers[index]
         yield from _list_attention(f"layers.{index}.attention", layer.attention, spec.hidden_size, shard)
         if isinstance(layer.ffn, MLPSpec):
-            size = layer.ffn.intermediate_size
-            columns = len(shard.ffn(layer.ffn))
-            for name in ("gate", "up") if layer.ffn.gated else ("up",):
-                yield _LinearLayer(f"layers.{index}.ffn.{name}", size, spec.hidden_size, columns, spec.hidden_size)
-            yield _LinearLayer(f"layers.{index}.ffn.down", spec.hidden_size, size, spec.hidden_size, columns)
+            yield from _list_mlp(f"layers.{index}.ffn", layer.ffn, spec.hidden_size, shard)
+        elif layer.ffn.shared_expert is not None:
+            yield from _list_mlp(f"layers.{index}.ffn.shared", layer.ffn.shared_expert, spec.hidden_size, shard)
+
+
+def _list_mlp(prefix: str, mlp: MLPSpec, hidden_size: int, shard: Shard) -> Iterator[_LinearLayer]:
+    size = mlp.intermediate_size
+    columns = len(shard.ffn(mlp))
+    for name in ("gate", "up") if mlp.gated else ("up",):
+        yield _LinearLayer(f"{prefix}.{name}", size, hidden_size, columns, hidden_size)
+    yield _LinearLayer(f"{prefix}.down", hidden_size, size, hidden_size, columns)
 
 
 def _list_attention(prefix: str, attention: AnyAttentionSpec, hidden_size: int, shard: Shard) -> Iterator[_LinearLayer]:
@@ -65,6 +74,27 @@ def _list_attention(prefix: str, attention: AnyAttentionSpec, hidden_size: int, 
     )
 
 
+def _list_outer_layers(spec: ModelSpec, shard: Shard) -> Iterator[_LinearLayer]:
+    """The rank's parts of the embedding, whose inputs are the vocabulary, and of the LM head."""
+    size = spec.embedding_size or spec.hidden_size
+    num_own = len(shard.vocabulary(spec.vocab_size))
+    if shard.is_first:
+        yield _LinearLayer("embedding", size, spec.vocab_size, size, num_own)
+    if shard.is_last and spec.lm_head:
+        yield _LinearLayer("head", spec.vocab_size, size, num_own, size)
+
+
+def count_rows(outputs: int) -> int:
+    """How many rows of the products with an adapter are computed at a time."""
+    return min(MAX_ROWS, max(1, MAX_PRODUCT_ELEMENTS // max(outputs, 1)))
+
+
+def _count_product(layer: _LinearLayer, max_rank: int) -> int:
+    """Numbers that are held while a product is computed: some rows of its input and its output."""
+    inputs = max_rank if layer.name == "embedding" else layer.num_own_inputs
+    return count_rows(layer.num_own_outputs) * (layer.num_own_outputs + inputs)
+
+
 def find_lora_targets(spec: ModelSpec, weight_map: WeightMap) -> dict[str, LoRATarget]:
     """The modules that adapters can change, by each name that PEFT may give them."""
     layers = {f"{layer.name}.weight": layer for layer in _list_linear_layers(spec, _whole(spec))}
@@ -75,22 +105,42 @@ def find_lora_targets(spec: ModelSpec, weight_map: WeightMap) -> dict[str, LoRAT
             outputs = sum(layers[parameter].outputs for parameter in rule.parameters)
             target = LoRATarget(module, outputs, layers[rule.parameters[0]].inputs)
             targets.update(dict.fromkeys(weight_map.list_spellings(module), target))
+    for layer in _list_outer_layers(spec, _whole(spec)):
+        is_head = layer.name == "head"
+        names = [weight_map.head, weight_map.embedding] if is_head else [weight_map.embedding, weight_map.head]
+        used = names if spec.tie_word_embeddings else names[:1]
+        spellings = [spelling for name in used for spelling in weight_map.list_spellings(name)]
+        stored = tuple(dict.fromkeys([*spellings, *(name.removeprefix(weight_map.prefix) for name in spellings)]))
+        module = names[0].removesuffix(".weight")
+        target = LoRATarget(module, layer.outputs, layer.inputs, "head" if is_head else "embedding", stored)
+        targets.update(dict.fromkeys(weight_map.list_spellings(module), target))
+        if is_head:
+            targets["lm_head"] = target  # as newer versions of transformers call every head
     return targets
 
 
 def map_parameters(spec: ModelSpec, weight_map: WeightMap) -> dict[str, WeightRule]:
     """Parameter, such as "layers.3.attention.q.weight" -> the rule of its tensor."""
-    rules = weight_map.expand(len(spec.layers)).values()
+    outer = [
+        WeightRule(weight_map.embedding, ("embedding.weight",)),
+        WeightRule(weight_map.head, ("head.weight",)),
+    ]
+    rules = [*weight_map.expand(len(spec.layers)).values(), *outer]
     return {parameter: rule for rule in rules for parameter in rule.parameters}
 
 
 def count_adapter_bytes(spec: ModelSpec, shard: Shard, config: Config) -> int:
-    """Most bytes that adapters take on this rank: slots full of adapters of the highest rank, and a step's products."""
+    """Most bytes that adapters take on this rank: slots full of adapters of the highest rank with DoRA's two numbers
+    per output, a step's products, and a part of a weight that is read while one is loaded."""
     if config.max_loras == 0:
         return 0
-    sizes = [layer.num_own_outputs + layer.num_own_inputs for layer in _list_linear_layers(spec, shard)]
+    layers = [*_list_linear_layers(spec, shard), *_list_outer_layers(spec, shard)]
+    sizes = [layer.num_own_outputs + layer.num_own_inputs for layer in layers]
+    products = [_count_product(layer, config.max_lora_rank) for layer in layers]
     slots = config.max_loras * config.max_lora_rank * sum(sizes)
-    return (slots + MAX_ROWS * max(sizes, default=0)) * config.element_bytes
+    scales = config.max_loras * 2 * sum(layer.num_own_outputs for layer in layers)
+    read = 3 * min(MAX_READ_ELEMENTS, max((layer.outputs * layer.inputs for layer in layers), default=0))
+    return (slots + max(products, default=0)) * config.element_bytes + (scales + read) * FLOAT32_BYTES
 
 
 def _whole(spec: ModelSpec) -> Shard:

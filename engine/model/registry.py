@@ -14,6 +14,7 @@ from serve_llm.engine.model.compressed_tensors_config import Int8Checkpoint
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families import (
     bert,
+    bloom,
     cohere,
     deepseek,
     falcon,
@@ -32,6 +33,7 @@ from serve_llm.engine.model.families import (
     mistral,
     mixtral,
     modernbert,
+    mpt,
     multimodal,
     nemotron,
     nomic_bert,
@@ -52,6 +54,7 @@ from serve_llm.engine.model.gguf_config import GGUFTensors, apply_gguf
 from serve_llm.engine.model.pooling import build_pooler_spec
 from serve_llm.engine.model.quantization_spec import MXFP4, GroupedForm, GroupedSpec, Int8Spec, find_linear_layer
 from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.weight_format import MarkedModules
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 
 Read = Callable[[ConfigReader], tuple[ModelSpec, WeightMap]]
@@ -66,7 +69,10 @@ FAMILIES: dict[str, Read] = {
     "Qwen2MoeForCausalLM": qwen2_moe.read,
     "Qwen3ForCausalLM": qwen3.read,
     "Qwen3MoeForCausalLM": qwen3_moe.read,
+    "BloomForCausalLM": bloom.read,
     "FalconForCausalLM": falcon.read,
+    "MptForCausalLM": mpt.read,
+    "MPTForCausalLM": mpt.read,  # as MosaicML publishes it
     "GraniteForCausalLM": granite.read,
     "GraniteMoeForCausalLM": granite_moe.read,
     "GraniteMoeSharedForCausalLM": granite_moe.read_shared,
@@ -164,7 +170,14 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
     modules = stored
 
     def find_form(rule: WeightRule) -> GroupedForm | None:
-        return None if rule.members else modules.find_form(rule.source.removesuffix(".weight"))
+        is_other_stack = rule.members and rule.transform != "transpose"  # see `weights.load`
+        if is_other_stack:
+            return None
+        module = rule.source.removesuffix(".weight")
+        if isinstance(modules, MarkedModules):  # lists what is not quantised, in any spelling
+            forms = [modules.find_form(name) for name in weights.list_spellings(module)]
+            return None if None in forms else forms[0]
+        return modules.find_form(module)
 
     return replace(spec, grouped=_grouped(find_form, spec, weights)), replace(weights, quantized=stored)
 

@@ -54,6 +54,8 @@ class AttentionSpec:
     output_bias: bool = False
     qk_norm: NormSpec | None = None  # norm of every query and key head, before rope; a layer norm has weights per head
     qk_projection_norm_eps: float | None = None  # RMS norms over all query heads together and all key heads together
+    alibi_slopes: tuple[float, ...] | None = None  # ALiBi, one per head: see `kernels.attention.paged_attention`
+    qkv_clip: float | None = None  # queries, keys and values are limited to -qkv_clip .. qkv_clip
     sinks: bool = False  # a learned score per head takes part in the softmax and adds no value
     causal: bool = True  # False, in encoders: a query attends to the tokens after it as well; no KV is cached
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.linear_grouped import GroupedWeight, build_e2m1_table
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -147,6 +147,12 @@ def _unpack_iq4_xs(blocks: Tensor) -> GroupedWeight:
     return _group(_nibbles(numbers, 16), 4, scales, table=table)
 
 
+def _unpack_mxfp4(blocks: Tensor) -> GroupedWeight:
+    scale, numbers = _split(blocks, 1, 16)
+    exponents = scale.contiguous().view(torch.float8_e8m0fnu)  # ggml halves the scale and doubles the table
+    return _group(_nibbles(numbers, 16), 4, exponents, table=build_e2m1_table(blocks.device))
+
+
 _UNPACK: dict[str, Callable[[Tensor], GroupedWeight]] = {
     "Q4_0": _unpack_q4_0,
     "Q4_1": _unpack_q4_1,
@@ -160,4 +166,5 @@ _UNPACK: dict[str, Callable[[Tensor], GroupedWeight]] = {
     "Q6_K": _unpack_q6_k,
     "IQ4_NL": _unpack_iq4_nl,
     "IQ4_XS": _unpack_iq4_xs,
+    "MXFP4": _unpack_mxfp4,
 }

@@ -29,12 +29,15 @@ if TYPE_CHECKING:  # the engine starts workers before it loads torch
 class StructuredOutputManager:
     """To be used in the engine's thread."""
 
-    def __init__(self, compiler: MatcherBuilder, vocab_size: int, jump_forward: bool) -> None:
-        """vocab_size: number of logits. jump_forward: append forced ids at once instead of sampling them one by one."""
+    def __init__(
+        self, compiler: MatcherBuilder, vocab_size: int, jump_forward: bool, fill_cheap_masks_at_once: bool
+    ) -> None:
+        """vocab_size: number of logits. jump_forward: append forced ids at once instead of sampling them one by one.
+        fill_cheap_masks_at_once: fill masks known to be cheap before the step instead of beside it."""
         self._compiler = compiler
         self._vocab_size = vocab_size
         self._jump_forward = jump_forward
-        self._filler = MaskFiller(vocab_size)
+        self._filler = MaskFiller(vocab_size, fill_cheap_masks_at_once)
         self.compiling = PendingRequests(_find_error)
         self._states: dict[int, ConstraintState] = {}  # by req_index
 

@@ -1,4 +1,8 @@
-"""Masks of allowed ids, filled by threads while a step is computed: only sampling waits for them."""
+"""Masks of allowed ids. Threads fill them while a device computes a step: only sampling waits for them.
+
+Where the processor itself computes the step, masks known to be cheap are filled before it instead. Filling them beside
+it takes as much processor time and interrupts the threads of the step, which costs several times as much.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +27,20 @@ MAX_THREADS = 8
 
 
 class MaskFiller:
-    """Fills the masks of rows in threads of its own: some for costly grammars, others for those that must not wait."""
+    """Fills the masks of rows, in threads of its own: some for costly grammars, others for those that must not wait."""
 
-    def __init__(self, vocab_size: int) -> None:
-        """vocab_size: number of logits."""
+    def __init__(self, vocab_size: int, fill_cheap_at_once: bool) -> None:
+        """vocab_size: number of logits. fill_cheap_at_once: fill masks known to be cheap in the calling thread."""
         self._num_words = -(-vocab_size // 32)
+        self._fill_cheap_at_once = fill_cheap_at_once
         self._num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._executor = ThreadPoolExecutor(self._num_threads, "mask")
         self._costly_executor = ThreadPoolExecutor(max(1, self._num_threads // 2), "costly mask")
 
     def start(self, states: Sequence[ConstraintState], tokenizer: LLTokenizer) -> None:
         """Start to fill the next masks of requests whose state has changed."""
-        cheap: list[ConstraintState] = []
+        in_threads: list[ConstraintState] = []
+        at_once: list[ConstraintState] = []
         for state in states:
             if not state.needs_mask:
                 state.mask = None
@@ -42,11 +48,14 @@ class MaskFiller:
             state.mask = Future()
             if state.is_costly:
                 self._costly_executor.submit(self._fill_all, [state], tokenizer)
+            elif self._fill_cheap_at_once and state.mask_seconds is not None:
+                at_once.append(state)
             else:
-                cheap.append(state)
-        num_jobs = min(self._num_threads, -(-len(cheap) // MIN_ROWS))
+                in_threads.append(state)
+        num_jobs = min(self._num_threads, -(-len(in_threads) // MIN_ROWS))
         for index in range(num_jobs):
-            self._executor.submit(self._fill_all, cheap[index::num_jobs], tokenizer)
+            self._executor.submit(self._fill_all, in_threads[index::num_jobs], tokenizer)
+        self._fill_all(at_once, tokenizer)
 
     def start_drafts(
         self, state: ConstraintState, draft_ids: Sequence[int], tokenizer: LLTokenizer

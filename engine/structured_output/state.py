@@ -45,7 +45,7 @@ class ConstraintState:
         self.forced_ids: deque[int] = deque()
         # The mask of the next id; None: every id is allowed. Until it is filled, nothing else may touch this object.
         self.mask: Future[Mask] | None = None
-        self.mask_seconds = 0.0  # processor time of the last mask
+        self.mask_seconds: float | None = None  # processor time of the last mask; None before the first one
         self._thinking: ThinkingTracker | None = None
         if sampling.thinking is not None:
             self._thinking = ThinkingTracker(sampling.thinking, tokenizer.decode_bytes)
@@ -60,7 +60,7 @@ class ConstraintState:
 
     @property
     def is_costly(self) -> bool:
-        return self.mask_seconds > COSTLY_SECONDS
+        return self.mask_seconds is not None and self.mask_seconds > COSTLY_SECONDS
 
     @property
     def is_held(self) -> bool:

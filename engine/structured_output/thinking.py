@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 
 from serve_llm.common.types import ThinkingBudget
 
 
+class _Region(enum.Enum):
+    START = enum.auto()  # nothing but whitespace was written, or what may become the opening delimiter
+    REASONING = enum.auto()
+    CONTENT = enum.auto()
+    CALL = enum.auto()
+
+
 class ThinkingTracker:
-    """Follows the output ids of one request in and out of its reasoning region.
+    """Follows the output ids of one request in and out of its reasoning region, as the parser of its dialect does.
 
     Delimiters are found in the text of the ids, because a model may write them with other ids than the tokenizer does.
     """
 
     def __init__(self, budget: ThinkingBudget, decode: Callable[[list[int]], bytes]) -> None:
         """decode: the text of ids, special tokens included."""
+
+        def decode_all(delimiters: Sequence[Sequence[int]]) -> list[bytes]:
+            return [text for ids in delimiters if (text := decode(list(ids)))]
+
         self._budget = budget
         self._decode = decode
-        self._open = decode(list(budget.open_ids))
-        self._ends = [decode(list(ids)) for ids in (budget.close_ids, *budget.end_ids)]
-        self._max_delimiter = max(len(delimiter) for delimiter in (self._open, *self._ends))
-        self._is_open = budget.is_open
+        self._opens = decode_all(budget.open_ids)
+        closes = dict.fromkeys(decode_all([budget.close_ids, *budget.other_close_ids]), _Region.CONTENT)
+        calls = dict.fromkeys(decode_all(budget.call_open_ids), _Region.CALL)
+        # By region: the delimiters that end it, and the regions that follow them.
+        self._next_regions: dict[_Region, dict[bytes, _Region]] = {
+            _Region.REASONING: calls | closes if budget.ends_at_call else closes,
+            _Region.CONTENT: {},
+            _Region.CALL: {},
+        }
+        if budget.repeats:
+            self._next_regions[_Region.CONTENT] = calls | dict.fromkeys(self._opens, _Region.REASONING)
+            self._next_regions[_Region.CALL] = dict.fromkeys(decode_all(budget.call_close_ids), _Region.CONTENT)
+        delimiters = [*self._opens, *(one for found in self._next_regions.values() for one in found)]
+        self._max_delimiter = max(map(len, delimiters), default=0)
+        self._region = _Region.REASONING if budget.is_open else _Region.START
         self._num_tokens = 0  # inside the region
         self._text = b""  # the end of the output, as much as a delimiter can reach back
         self._ids: list[int] = []  # the latest ones inside the region
@@ -28,16 +51,19 @@ class ThinkingTracker:
     def push(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
             self._text += self._decode([token_id])
-            if self._is_open:
+            if self._region is _Region.REASONING:
                 self._num_tokens += 1
                 self._ids = [*self._ids, token_id][-len(self._budget.close_ids) :]
-            while self._pass_delimiter():
-                pass
-            self._text = self._text[-self._max_delimiter :]
+            if self._region is _Region.START:
+                self._pass_start()
+            if self._region is not _Region.START:
+                while self._pass_delimiter():
+                    pass
+                self._text = self._text[-self._max_delimiter :]
 
     def find_close_ids(self) -> list[int]:
         """The ids that must come next because the budget is spent: what is missing of the closing delimiter."""
-        if not self._is_open or self._num_tokens < self._budget.num_tokens:
+        if self._region is not _Region.REASONING or self._num_tokens < self._budget.num_tokens:
             return []
         close_ids = list(self._budget.close_ids)
         for count in range(len(close_ids) - 1, 0, -1):
@@ -45,13 +71,32 @@ class ThinkingTracker:
                 return close_ids[count:]
         return close_ids
 
+    def _pass_start(self) -> None:
+        """Enter the region if the text begins with a delimiter that opens it, and the content if it cannot any more."""
+        text = self._text.lstrip()
+        opening = next((one for one in self._opens if text.startswith(one)), None)
+        if opening is not None:
+            self._enter(_Region.REASONING, text[len(opening) :])
+        elif not any(one.startswith(text) for one in self._opens):
+            self._region = _Region.CONTENT
+        else:
+            self._text = text  # whitespace does not pile up
+
     def _pass_delimiter(self) -> bool:
-        """Enter or leave the region at the first delimiter of the text, and drop the text up to there."""
-        delimiters = self._ends if self._is_open else [self._open]
-        ends = [self._text.index(one) + len(one) for one in delimiters if one and one in self._text]
-        if not ends:
+        """Go on to the next region at the first delimiter of the text, and drop the text up to there."""
+        found = [
+            (self._text.index(one) + len(one), region)
+            for one, region in self._next_regions[self._region].items()
+            if one in self._text
+        ]
+        if not found:
             return False
-        self._text = self._text[min(ends) :]
-        self._is_open = not self._is_open
-        self._ids = []
+        end, region = min(found, key=lambda one: one[0])
+        self._enter(region, self._text[end:])
         return True
+
+    def _enter(self, region: _Region, text: bytes) -> None:
+        """text: what follows the delimiter."""
+        self._region = region
+        self._text = text
+        self._ids = []

@@ -10,10 +10,20 @@ from torch import Tensor
 
 from serve_llm.common.errors import AdapterError, EngineError
 from serve_llm.common.types import Adapter
-from serve_llm.engine.lora.files import AdapterContents, AdapterModule, AdapterTensor, read_adapter
+from serve_llm.engine.lora.files import AdapterContents, read_adapter
+from serve_llm.engine.lora.tensors import AdapterTensor
 from serve_llm.engine.model.build import Part
-from serve_llm.engine.model.lora import Expansion, LoRALayers, LoRALinear, LowRankProduct
-from serve_llm.engine.model.lora_targets import find_lora_targets, map_parameters
+from serve_llm.engine.model.lora import (
+    EmbeddingProduct,
+    Expansion,
+    LoRAEmbedding,
+    LoRALayers,
+    LoRALinear,
+    LoRAPart,
+    LowRankProduct,
+    OutputScale,
+)
+from serve_llm.engine.model.lora_targets import MAX_READ_ELEMENTS, find_lora_targets, map_parameters
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.weights.parameters import locate
@@ -63,6 +73,15 @@ class AdapterLoader:
                 layer.products.pop(slot, None)
             else:
                 layer.products[slot] = product
+        if self.layers.embedding is not None:
+            embedded = self._build_embedding(self.layers.embedding, contents)
+            if embedded is None:
+                self.layers.embedding.products.pop(slot, None)
+            else:
+                self.layers.embedding.products[slot] = embedded
+        uses_dora = any(module.magnitude is not None for module in contents.modules.values())
+        if uses_dora and self.layers.base_weights is not None:
+            self.layers.base_weights.release()
         self._digests[slot] = adapter.digest
 
     def _build_product(self, layer: LoRALinear, contents: AdapterContents) -> LowRankProduct | None:
@@ -84,26 +103,93 @@ class AdapterLoader:
                 downs.append(down)
                 columns[module_name] = slice(num_columns, num_columns + len(down))
                 num_columns += len(down)
-            up = self._kernels.pack(self._prepare(self._read_up(layer, name, module)))
-            expansions.append(Expansion(columns[module_name], outputs, up))
+            up = self._read_rows(name, part, module.up) * module.scale
+            scale = None
+            if module.magnitude is not None:
+                magnitude = self._read_rows(name, part, module.magnitude)
+                lengths = self._compute_lengths(name, part, up, _to_tensor(module.down))
+                factor = torch.where(lengths > 0, magnitude / lengths, 0.0)  # a row of zeros stays one
+                up *= factor.unsqueeze(1)
+                scale = self._build_scale(layer, outputs, _reorder(layer, name, factor))
+            packed = self._kernels.pack(self._prepare(_reorder(layer, name, up)))
+            expansions.append(Expansion(columns[module_name], outputs, packed, scale))
         if not expansions:
             return None
         return LowRankProduct(self._kernels.pack(self._prepare(torch.cat(downs))), tuple(expansions))
 
-    def _read_up(self, layer: LoRALinear, name: str, module: AdapterModule) -> Tensor:
-        """This rank's rows of the second product's weight, times the scale, in the order of the layer's outputs."""
-        part = layer.parts[name]
-        whole = _to_tensor(module.up)
-        rule = replace(self._rules[name], transform="none", format=None)  # PEFT stores (outputs, rank) in any case
-        location = locate(name, rule, (part.shape[0], whole.shape[1]), Part(0, part.outputs))
+    def _build_embedding(self, layer: LoRAEmbedding, contents: AdapterContents) -> EmbeddingProduct | None:
+        """None if the adapter does not change the embedding."""
+        module = contents.modules.get(self._rules["embedding.weight"].source.removesuffix(".weight"))
+        if module is None:
+            return None
+        down = _to_tensor(module.down)
+        up = _to_tensor(module.up) * module.scale
+        scale = None
+        if module.magnitude is not None:
+            lengths = self._compute_column_lengths(up, down)
+            factor = torch.where(lengths > 0, _to_tensor(module.magnitude) / lengths, 0.0)
+            up *= factor.unsqueeze(1)
+            scale = OutputScale(factor.to(self._device), None)
+        own = down[:, layer.ids.start : layer.ids.stop].T
+        return EmbeddingProduct(self._prepare(own), self._kernels.pack(self._prepare(up)), scale)
+
+    def _read_rows(self, name: str, part: LoRAPart, tensor: AdapterTensor) -> Tensor:
+        """This rank's rows of a module's tensor with one row per output, as float32."""
+        whole = _to_tensor(tensor)
+        rule = replace(self._rules[name], transform="none", format=None)  # PEFT stores outputs first in any case
+        location = locate(name, rule, (part.shape[0], *whole.shape[1:]), Part(0, part.outputs))
         rows = location.ranges[0]
-        up = location.select(whole[rows.start : rows.stop])
-        for reorder in layer.reorders:
-            up = reorder(name, up.contiguous())
-        return up * module.scale
+        return location.select(whole[rows.start : rows.stop]).contiguous()
+
+    def _compute_lengths(self, name: str, part: LoRAPart, up: Tensor, down: Tensor) -> Tensor:
+        """The L2 norms of this rank's rows of the weight with the adapter, over all inputs: (outputs,) float32.
+
+        up: this rank's rows, scaled. Every rank reads whole rows, so all of them find the same norms.
+        """
+        base_weights = self.layers.base_weights
+        assert base_weights is not None, "adapters are loaded after the model"
+        lengths = []
+        size = max(1, MAX_READ_ELEMENTS // part.shape[1])
+        down = down.to(self._device)
+        for start in range(0, len(part.outputs), size):
+            changed = torch.mm(up[start : start + size].to(self._device), down)
+            changed += base_weights.read_rows(name, part.shape, part.outputs[start : start + size])
+            lengths.append(torch.linalg.vector_norm(changed, dim=1))
+        return torch.cat(lengths).cpu()
+
+    def _compute_column_lengths(self, up: Tensor, down: Tensor) -> Tensor:
+        """The L2 norms of the columns of the embedding with the adapter, over the vocabulary: (size,) float32.
+
+        up: (size, rank), scaled. down: (rank, vocabulary).
+        """
+        base_weights = self.layers.base_weights
+        assert base_weights is not None, "adapters are loaded after the model"
+        shape = down.shape[1], up.shape[0]
+        step = max(1, MAX_READ_ELEMENTS // shape[1])
+        total = torch.zeros(shape[1], device=self._device)
+        up = up.to(self._device)
+        for start in range(0, shape[0], step):
+            rows = range(start, min(start + step, shape[0]))
+            changed = torch.mm(down[:, rows.start : rows.stop].to(self._device).T, up.T)
+            changed += base_weights.read_rows("embedding.weight", shape, rows)
+            total += changed.square_().sum(0)
+        return total.sqrt_().cpu()
+
+    def _build_scale(self, layer: LoRALinear, outputs: slice, factor: Tensor) -> OutputScale:
+        """factor: (outputs,) in the order of the layer's outputs."""
+        factor = factor.to(self._device)
+        offset = None if layer.bias is None else (1.0 - factor) * layer.bias[outputs].float()
+        return OutputScale(factor, offset)
 
     def _prepare(self, weight: Tensor) -> Tensor:
         return weight.to(self._device, self._dtype).contiguous()
+
+
+def _reorder(layer: LoRALinear, name: str, rows: Tensor) -> Tensor:
+    """Rows of a parameter in the order of the layer's outputs."""
+    for reorder in layer.reorders:
+        rows = reorder(name, rows)
+    return rows
 
 
 def _to_tensor(tensor: AdapterTensor) -> Tensor:

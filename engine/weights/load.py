@@ -18,7 +18,7 @@ from torch import Tensor
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.build import GroupedWeightLoader, ModelBuilder, Part, WeightLoader, load_no_groups
 from serve_llm.engine.model.decoder import Decoder, build_decoder
-from serve_llm.engine.model.lora import LoRALayers
+from serve_llm.engine.model.lora import BaseWeights, LoRALayers, ReadRows
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import MLASpec, ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
@@ -94,10 +94,29 @@ def load_model(
         lora,
     )
     decoder = build_decoder(spec, builder, device)
-    if checkpoint is not None:
-        checkpoint.release()
+    release = _do_nothing if checkpoint is None else checkpoint.release
+    release()
+    if lora is not None:
+        lora.base_weights = BaseWeights(_build_row_reader(load, spec), release)
     logger.debug("Model:\n%r", decoder)
     return decoder
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _build_row_reader(load: WeightLoader, spec: ModelSpec) -> ReadRows:
+    def read_rows(name: str, shape: tuple[int, int], rows: range) -> Tensor:
+        if name == "head.weight" and spec.tie_word_embeddings:
+            name = "embedding.weight"
+        part = Part(0, rows)
+        weight = load(name, shape, part)
+        if weight.dtype == torch.int8:
+            return weight * load(f"{name}_scale", (shape[0], 1), part)
+        return weight.float()
+
+    return read_rows
 
 
 def match_tensors(
@@ -166,6 +185,12 @@ def _read_as_quantised(
     result: dict[str, WeightRule] = {}
     for tensor, rule in rules.items():
         module = tensor.removesuffix(".weight")
+        scales = f"{tensor}_scale"
+        if weight_map.quantized is not None and rule.transform == "transpose" and rule.members and scales in stored:
+            form = weight_map.quantized.find_format(tensor)
+            result[tensor] = replace(rule, module=stored.get(tensor, tensor), format=form)
+            result[scales] = WeightRule(scales, ())
+            continue
         form = None if module == tensor or weight_map.quantized is None else weight_map.quantized.find_format(module)
         if form is None or f"{module}.{form.marker}" not in stored:
             result[tensor] = rule

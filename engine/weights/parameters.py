@@ -19,7 +19,7 @@ from serve_llm.engine.quantization import mxfp4
 from serve_llm.engine.quantization.packed_integers import CodeMatrix, build_grouped_weight
 from serve_llm.engine.weights.files import AnyCheckpoint
 from serve_llm.engine.weights.quantised import ModuleReader
-from serve_llm.engine.weights.quantised_modules import read_module
+from serve_llm.engine.weights.quantised_modules import read_module, read_stacked
 from serve_llm.engine.weights.upload import build_upload
 from serve_llm.kernels.linear_grouped import GroupedWeight
 
@@ -83,7 +83,7 @@ class CheckpointLoader:
         location = locate(name, source.rule, shape, part)
         if source.rule.format is not None:
             matrix = self._read_module(source.rule, source.rule.format, location)
-            weight = build_grouped_weight(matrix, location.ranges[1].start)
+            weight = build_grouped_weight(matrix, location.ranges[-1].start)
         elif source.rule.scales:
             weight = self._read_mxfp4(source, location)
         else:
@@ -92,6 +92,10 @@ class CheckpointLoader:
 
     def _read_module(self, rule: WeightRule, stored: WeightFormat, location: Location) -> CodeMatrix:
         """On the model's device."""
+        if rule.members:
+            parent, _, name = rule.module.rpartition(".")
+            reader = ModuleReader(self._checkpoint, parent, self._upload)
+            return read_stacked(reader, name, stored, location.tensor_shape, location.ranges)
         reader = ModuleReader(self._checkpoint, rule.module, self._upload)
         if len(location.tensor_shape) != 2:
             raise ModelError(f"{rule.module} is quantised, but is no linear module")

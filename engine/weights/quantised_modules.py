@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -54,6 +55,31 @@ def _read_fp8(
     scales = reader.read(stored.scale, counts, covered)
     first = (rows.start - covered[0].start * block[0], columns.start - covered[1].start * block[1])
     return fp8_blocks.build_matrix(numbers, scales, block, first)
+
+
+def read_stacked(
+    reader: ModuleReader, name: str, stored: WeightFormat, shape: Sequence[int], ranges: Sequence[range]
+) -> CodeMatrix:
+    """One matrix of a stack of experts as FBGEMM stores it: `name`, (experts, inputs, outputs), of 8-bit floats, and
+    `name`_scale with a number for each output.
+
+    shape: (experts, outputs, inputs). ranges: what to read of each, one expert. Raises as `read_module`.
+    """
+    if not isinstance(stored, ScaledNumbers) or (stored.kind, stored.strategy) != ("fp8", "channel"):
+        raise ModelError(f"{reader.module}.{name}: stacks of experts are read in FBGEMM's 8-bit floats only")
+    experts, outputs, inputs = shape
+    expert, rows, columns = ranges
+    numbers = reader.read(name, (experts, inputs, outputs), (expert, columns, rows), fp8_blocks.DTYPE)
+    codes = numbers[0].view(torch.uint8).T.contiguous()
+    scale_shape = reader.checkpoint.shape(f"{reader.module}.{name}_scale")
+    if scale_shape not in {(experts, 1, outputs), (experts, outputs, 1)}:
+        raise ModelError(
+            f"{reader.module}.{name}_scale has shape {list(scale_shape)}, but config.json asks for one scale for each "
+            f"of {outputs} outputs of {experts} experts"
+        )
+    whole = [expert, *(range(size) for size in scale_shape[1:])]
+    scales = reader.read(f"{name}_scale", scale_shape, whole).float().reshape(-1, 1)[rows.start : rows.stop]
+    return CodeMatrix(codes, 8, scales, _one_group(columns, codes), inputs)
 
 
 def _one_group(columns: range, weight: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
@@ -138,7 +139,7 @@ class Runner:
             self._receive_masks(scheduler_output, masks)
             return NO_RESULTS
         hidden = self._decoder.forward(inputs, self.caches, rows)
-        self._add_known_logprobs(scheduled, starts, hidden, results)
+        self._add_known_logprobs(scheduled, starts, hidden, adapter_slots, results)
         vectors = self._compute_vectors(scheduled, starts, hidden)
         sampled = [index for index, chunk in enumerate(scheduled) if chunk.sample]
         if not sampled:
@@ -147,6 +148,9 @@ class Runner:
         sampled_rows = find_sampled_rows(scheduled, starts[1:])
         if len(sampled_rows) < len(hidden):
             hidden = hidden[self._copier.to_device(np.array(sampled_rows))]
+        if adapter_slots and self._adapters is not None:
+            logits_starts = [0, *accumulate(chunk.num_samples for chunk in scheduled)]
+            self._adapters.layers.begin_logits(adapter_slots, logits_starts, self._copier.device)
         logits = self._decoder.logits(hidden)
         pending = self._sample(scheduled, sampled, logits, self._receive_masks(scheduler_output, masks), results)
         return self._with_vectors(pending, vectors)
@@ -303,10 +307,13 @@ class Runner:
         scheduled: Sequence[ScheduledTokens],
         starts: Sequence[int],
         hidden: Tensor,
+        adapter_slots: Sequence[int | None],
         results: list[RunnerOutput],
     ) -> None:
         """Add the log-probabilities of prompt ids and of forced output ids, which were not sampled."""
-        for chunk, start, end, result in zip(scheduled, starts, starts[1:], results, strict=False):
+        for index, (chunk, start, end, result) in enumerate(zip(scheduled, starts, starts[1:], results, strict=False)):
+            if adapter_slots and self._adapters is not None:
+                self._adapters.layers.begin_logits_of(adapter_slots[index])
             request = self._input_batch[chunk.req_index]
             known_ids = self._input_batch.known_ids(chunk.req_index)
             chunk_end = chunk.start + chunk.count

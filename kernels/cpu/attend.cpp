@@ -225,19 +225,22 @@ struct View {
   View(const Problem& p, const Rows& rows) : p(p), rows(rows), group(p.heads / p.kv_heads) {
     position = p.contexts[rows.sequence] - (p.starts[rows.sequence + 1] - p.starts[rows.sequence]);
   }
-  // Of the tile at `start`, row r (counted in the task) sees keys from(r) .. to(r) - 1.
+  // The position of the query of row r, which is counted in the task, and its head.
+  int query(int r) const { return position + (rows.first + r) / group; }
+  int head(int r) const { return rows.kv_head * group + (rows.first + r) % group; }
+  // Of the tile at `start`, row r sees keys from(r) .. to(r) - 1.
   int to(int r, int start) const {
-    const int end = position + (rows.first + r) / group + 1 - start;
+    const int end = keys_end(p, rows.sequence, (rows.first + r) / group) - start;
     return end < TILE ? end : TILE;
   }
   int from(int r, int start) const {
     if (p.window == 0) return 0;
-    const int first = position + (rows.first + r) / group - p.window + 1 - start;
+    const int first = query(r) - p.window + 1 - start;
     return first > 0 ? first : 0;
   }
   int64_t element(int r) const {  // of the row's query
     const int token = p.starts[rows.sequence] + (rows.first + r) / group;
-    return token * p.query_token + (rows.kv_head * group + (rows.first + r) % group) * p.query_head;
+    return token * p.query_token + head(r) * p.query_head;
   }
 };
 
@@ -408,9 +411,10 @@ void pack_values(const Cell* const* rows, int value_dim, int to, uint32_t* out, 
   }
 }
 
-// Multiplies one row's products by the keys' scales, if any, and caps them if cap > 0: cap * tanh(product / cap).
+// Multiplies one row's products by the keys' scales, if any, caps them if cap > 0: cap * tanh(product / cap), and adds
+// slope * (distance + t) to that of key t. distance: from the row's query to the first key, negative before the query.
 template <int DEGREE>
-void adjust(float* products, int columns, const float* scales, float cap) {
+void adjust(float* products, int columns, const float* scales, float cap, float slope, int distance) {
   const Vec doubled = all(-2.0f * LOG2_E / cap), most = all(cap);
   for (int t = 0; t < columns; t += W) {
     Vec x = load<Vec>(products + t);
@@ -420,6 +424,7 @@ void adjust(float* products, int columns, const float* scales, float cap) {
       const Vec e = power_of_2<DEGREE>(as_floats((Units)x ^ sign) * doubled);  // e^(-2 |product| / cap)
       x = as_floats((Units)((all(1.0f) - e) / (all(1.0f) + e) * most) | sign);
     }
+    if (slope != 0.0f) x = fma(__builtin_convertvector(lanes() + (distance + t), Vec), all(slope), x);
     store(products + t, x);
   }
 }
@@ -514,8 +519,10 @@ void attend_tiles(const Problem& p, const Rows& rows, int first, int last, const
                        s.scores, TILE, ahead);
       bool sees[STRIP];
       for (int i = 0; i < count; i++) {
-        if (SCALED || cap > 0.0f)
-          adjust<Number::DEGREE>(s.scores + i * TILE, columns, SCALED ? s.key_scales : nullptr, cap);
+        const float slope = p.alibi_slopes == nullptr ? 0.0f : p.alibi_slopes[view.head(r + i)] / p.scale;
+        if (SCALED || cap > 0.0f || slope != 0.0f)
+          adjust<Number::DEGREE>(s.scores + i * TILE, columns, SCALED ? s.key_scales : nullptr, cap, slope,
+                                 start - view.query(r + i));
         sees[i] = soften<Number, SCALED>(s.scores + i * TILE, p.scale * LOG2_E, view.from(r + i, start),
                                          view.to(r + i, start), columns, s.value_scales,
                                          s.weights + i * TILE / Number::PACK, s.highest[i], s.total[i]);

@@ -19,14 +19,24 @@ struct Problem {
   const int32_t* starts;    // (sequences + 1)
   const int32_t* contexts;  // (sequences)
   const float* sinks;       // (heads) or null
+  const float* alibi_slopes;  // (heads) or null
   void* output;             // (tokens, heads, value_dim), dense
   int sequences, heads, kv_heads, head_dim, block_shift;
-  int window;  // 0: none
+  int window;  // 0: none; a query sees the keys less than `window` positions before it, or after it
   float scale;
   float softcap;  // 0: none
   bool bf16;      // query and output; false: float32
   bool int8;      // the cache; false: the query's type
+  bool causal;    // no query sees keys after it
 };
+
+// One past the last key that a query of a sequence sees.
+inline int keys_end(const Problem& p, int sequence, int query) {
+  const int context = p.contexts[sequence];
+  const int position = context - (p.starts[sequence + 1] - p.starts[sequence]) + query;
+  if (p.causal) return position + 1;
+  return p.window == 0 || position + p.window > context ? context : position + p.window;
+}
 
 // Rows first .. first + count - 1 of one sequence and KV head; row r is query r / group, head r % group of the group.
 struct Rows {

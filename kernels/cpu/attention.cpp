@@ -72,7 +72,7 @@ std::vector<Rows> cut(const Problem& p) {
       const int first = part * MAX_ROWS;
       const int count = queries * group - first < MAX_ROWS ? queries * group - first : MAX_ROWS;
       const int lowest = p.window == 0 ? 0 : position + first / group - p.window + 1;
-      const int last_tile = (position + (first + count - 1) / group) / TILE;
+      const int last_tile = (keys_end(p, sequence, (first + count - 1) / group) - 1) / TILE;
       for (int head = 0; head < p.kv_heads; head++)
         tasks.push_back({sequence, head, first, count, lowest > 0 ? lowest / TILE : 0, last_tile});
     }

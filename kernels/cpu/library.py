@@ -55,6 +55,7 @@ class Problem(ctypes.Structure):
         ("starts", ctypes.c_void_p),
         ("contexts", ctypes.c_void_p),
         ("sinks", ctypes.c_void_p),
+        ("alibi_slopes", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
         ("sequences", ctypes.c_int),
         ("heads", ctypes.c_int),
@@ -66,6 +67,7 @@ class Problem(ctypes.Structure):
         ("softcap", ctypes.c_float),
         ("bf16", ctypes.c_bool),
         ("int8", ctypes.c_bool),
+        ("causal", ctypes.c_bool),
     )
 
 
@@ -108,8 +110,10 @@ class Library:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         value_dim: int | None = None,
         on_device: Lengths | None = None,
+        causal: bool = True,
     ) -> Tensor:
         block_stride, part_stride, head_stride, token_stride, _ = cache.stride()
         if value_dim is None:
@@ -133,6 +137,7 @@ class Library:
             starts=starts.buffer_info()[0],
             contexts=contexts.buffer_info()[0],
             sinks=None if sinks is None else sinks.data_ptr(),
+            alibi_slopes=None if alibi_slopes is None else alibi_slopes.data_ptr(),
             output=output.data_ptr(),
             sequences=len(contexts),
             heads=query.shape[1],
@@ -144,6 +149,7 @@ class Library:
             softcap=softcap or 0.0,
             bf16=query.dtype == torch.bfloat16,
             int8=cache.dtype == torch.int8,
+            causal=causal,
         )
         self.compiled.serve_llm_attention(ctypes.byref(problem), self.number, torch.get_num_threads())
         return output

@@ -24,26 +24,31 @@ inline int64_t alone(int64_t width) { return width < MOST_ALONE ? MOST_ALONE / w
 
 // ---- norms
 
+// Calls add(i, count, sum) for each vector of a row and returns the sum of all, in a fixed order.
+template <class Add>
+inline float sum_row(int width, Add add) {
+  constexpr int CHAINS = 4;  // independent sums, so that no addition waits for the one before
+  Vec sums[CHAINS] = {};
+  int i = 0;
+  for (; i + CHAINS * W <= width; i += CHAINS * W)
+#pragma GCC unroll 4
+    for (int chain = 0; chain < CHAINS; chain++) add(i + chain * W, W, sums[chain]);
+  by_vectors(i, width, [&](int i, int count) { add(i, count, sums[0]); });
+  return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
 // A weight wider than Cell makes a product that is rounded once.
 template <class Cell, class Weight>
 void rms_norm_row(const Cell* x, const Cell* delta, const Weight* weight, float eps, Cell* total, Cell* normed,
                   int width) {
-  constexpr int CHAINS = 4;  // independent sums, so that no addition waits for the one before
-  Vec sums[CHAINS] = {};
-  auto add = [&](int i, int count, Vec& sum) {
+  const float squares = sum_row(width, [&](int i, int count, Vec& sum) {
     Vec y = load_cells(x + i, count);
     if (delta != nullptr) {
       y = rounded_to<Cell>(y + load_cells(delta + i, count));
       store_cells(total + i, y, count);
     }
     sum = fma(y, y, sum);
-  };
-  int i = 0;
-  for (; i + CHAINS * W <= width; i += CHAINS * W)
-#pragma GCC unroll 4
-    for (int chain = 0; chain < CHAINS; chain++) add(i + chain * W, W, sums[chain]);
-  by_vectors(i, width, [&](int i, int count) { add(i, count, sums[0]); });
-  const float squares = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  });
   const Vec scale = all(1.0f / sqrtf(squares / width + eps));
   if (delta != nullptr) x = total;
   by_vectors(0, width, [&](int i, int count) {
@@ -61,6 +66,46 @@ void rms_norm(const Cell* x, const Cell* delta, const Weight* weight, float eps,
       const int64_t at = row * width;
       rms_norm_row(x + at, delta == nullptr ? delta : delta + at, weight, eps, total == nullptr ? total : total + at,
                    normed + at, width);
+    }
+  });
+}
+
+// weight and bias may be null.
+template <class Cell, class Weight>
+void layer_norm_row(const Cell* x, const Cell* delta, const Weight* weight, const Weight* bias, float eps, Cell* total,
+                    Cell* normed, int width) {
+  const float mean = sum_row(width, [&](int i, int count, Vec& sum) {
+    Vec y = load_cells(x + i, count);
+    if (delta != nullptr) {
+      y = rounded_to<Cell>(y + load_cells(delta + i, count));
+      store_cells(total + i, y, count);
+    }
+    sum = sum + y;
+  }) / width;
+  if (delta != nullptr) x = total;
+  const Vec centre = all(mean);
+  const float squares = sum_row(width, [&](int i, int count, Vec& sum) {
+    Vec y = load_cells(x + i, count) - centre;
+    if (count < W) y = lanes() < count ? y : Vec{};
+    sum = fma(y, y, sum);
+  });
+  const Vec scale = all(1.0f / sqrtf(squares / width + eps));
+  by_vectors(0, width, [&](int i, int count) {
+    Vec y = (load_cells(x + i, count) - centre) * scale;
+    if (weight != nullptr) y = y * load_cells(weight + i, count);
+    if (bias != nullptr) y = y + load_cells(bias + i, count);
+    store_cells(normed + i, y, count);
+  });
+}
+
+template <class Cell, class Weight>
+void layer_norm(const Cell* x, const Cell* delta, const Weight* weight, const Weight* bias, float eps, Cell* total,
+                Cell* normed, int64_t rows, int width, int threads) {
+  parallel(rows, alone(width), threads, [=](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++) {
+      const int64_t at = row * width;
+      layer_norm_row(x + at, delta == nullptr ? delta : delta + at, weight, bias, eps,
+                     total == nullptr ? total : total + at, normed + at, width);
     }
   });
 }
@@ -373,6 +418,15 @@ KERNEL(rms_norm)(int bf16, const void* x, const void* delta, int wide, const voi
                  void* normed, int64_t rows, int width, int threads) {
   BY_TYPE(auto run = [=](auto* weight) {
     rms_norm((const Cell*)x, (const Cell*)delta, weight, eps, (Cell*)total, (Cell*)normed, rows, width, threads);
+  }; wide ? run((const float*)weight) : run((const Cell*)weight))
+}
+
+// As rms_norm. weight and bias, of one type, may be null.
+KERNEL(layer_norm)(int bf16, const void* x, const void* delta, int wide, const void* weight, const void* bias, float eps,
+                   void* total, void* normed, int64_t rows, int width, int threads) {
+  BY_TYPE(auto run = [=](auto* weight) {
+    layer_norm((const Cell*)x, (const Cell*)delta, weight, (decltype(weight))bias, eps, (Cell*)total, (Cell*)normed, rows,
+               width, threads);
   }; wide ? run((const float*)weight) : run((const Cell*)weight))
 }
 

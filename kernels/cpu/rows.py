@@ -26,6 +26,7 @@ class RowKernels:
 
     def __init__(self, library: Library) -> None:
         norm = (c_int, c_void_p, c_void_p, c_int, c_void_p, c_float, c_void_p, c_void_p, c_int64, c_int, c_int)
+        layer_norm = (c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p, *norm[5:])
         gated = (c_int, c_void_p, c_int64, c_void_p, c_int64, c_int, c_int)
         elementwise = (c_int, c_void_p, c_void_p, c_int64, c_int)
         qkv = (c_int, c_void_p, c_int64)
@@ -37,6 +38,7 @@ class RowKernels:
             "quantise_int4", c_int, c_void_p, c_int64, c_int64, c_int, c_int, c_void_p, c_int, *(c_void_p,) * 3, c_int
         )
         self._rms_norm = library.function("rms_norm", *norm)
+        self._layer_norm = library.function("layer_norm", *layer_norm)
         self._silu_and_mul = library.function("silu_and_mul", *gated)
         self._gelu_tanh_and_mul = library.function("gelu_tanh_and_mul", *gated)
         self._gelu = library.function("gelu", *elementwise)
@@ -79,6 +81,42 @@ class RowKernels:
             torch.get_num_threads(),
         )
         return total, normed
+
+    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        x = x.contiguous()
+        normed = torch.empty_like(x)
+        self._normalise_layer(x, None, weight, bias, eps, normed)
+        return normed
+
+    def add_layer_norm(
+        self, hidden: Tensor, delta: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        hidden, total = hidden.contiguous(), delta.contiguous()
+        normed = torch.empty_like(hidden)
+        self._normalise_layer(hidden, total, weight, bias, eps, normed)
+        return total, normed
+
+    def _normalise_layer(
+        self, x: Tensor, total: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, normed: Tensor
+    ) -> None:
+        """total: what is added to x, and takes the sum."""
+        added = None if total is None else total.data_ptr()
+        given = [one for one in (weight, bias) if one is not None]
+        width = x.size(-1)
+        self._layer_norm(
+            x.dtype == BF16,
+            x.data_ptr(),
+            added,
+            bool(given) and given[0].dtype != BF16,
+            None if weight is None else weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            eps,
+            added,
+            normed.data_ptr(),
+            x.numel() // width,
+            width,
+            torch.get_num_threads(),
+        )
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return self._and_mul(self._silu_and_mul, gate_up)

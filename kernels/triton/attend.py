@@ -44,6 +44,7 @@ class SplitPlan:
     block_size: int
     window: int  # 0: no window
     softcap: float  # 0: no cap
+    has_alibi: bool
     query_token_stride: int
     query_head_stride: int
     cache_block_stride: int
@@ -86,6 +87,7 @@ def attend(
     block_table,
     items,
     sinks,
+    alibi_slopes,
     output,
     split_values,
     split_stats,
@@ -95,10 +97,10 @@ def attend(
 ):
     """Attention of one tile of queries over its keys or a split of them. Grid: (items, KV heads * head_tiles).
 
-    query: (tokens, heads, head_dim). cache, block_table, sinks: see `paged_attention`. items: see `work_list`.
-    An item with all keys of its queries is written to output (tokens, heads, value_dim), contiguous. A split is written
-    to split_values (splits, KV heads * head_tiles, rows, main_dim) and split_stats (.., rows, 2), row_max and row_sum;
-    float32.
+    query: (tokens, heads, head_dim). cache, block_table, sinks, alibi_slopes: see `paged_attention`. items: see
+    `work_list`. An item with all keys of its queries is written to output (tokens, heads, value_dim), contiguous. A
+    split is written to split_values (splits, KV heads * head_tiles, rows, main_dim) and split_stats (.., rows, 2),
+    row_max and row_sum; float32.
     """
     item = items + tl.program_id(0) * ITEM_FIELDS
     sequence = tl.load(item)
@@ -119,6 +121,7 @@ def attend(
     positions = tl.where(is_valid, context - count + query_index, -1)
     token = (start + query_index).to(tl.int64)
     main, rest = _load_queries(query + token * PLAN.query_token_stride + head * PLAN.query_head_stride, is_valid, PLAN)
+    slope = _load_slopes(alibi_slopes, head, is_valid, PLAN)
     keys = cache + kv_head * PLAN.cache_head_stride
     blocks = block_table + sequence.to(tl.int64) * table_row
 
@@ -129,17 +132,19 @@ def attend(
         for split_begin in range(begin, end, PLAN.fixed_split):
             stop = tl.minimum(split_begin + PLAN.fixed_split, end)
             part = _accumulate_keys(
-                empty, main, rest, keys, blocks, positions, first_key, split_begin, stop, scale, True, PLAN
+                empty, main, rest, keys, blocks, positions, slope, first_key, split_begin, stop, scale, True, PLAN
             )
             state = _merge_states(state, part)
     else:
         if not (PLAN.single_query or PLAN.window):  # keys that every row sees need no mask
             whole = tl.maximum(tl.minimum((position + 1) // PLAN.key_tile * PLAN.key_tile, end), begin)
             state = _accumulate_keys(
-                state, main, rest, keys, blocks, positions, first_key, begin, whole, scale, False, PLAN
+                state, main, rest, keys, blocks, positions, slope, first_key, begin, whole, scale, False, PLAN
             )
             begin = whole
-        state = _accumulate_keys(state, main, rest, keys, blocks, positions, first_key, begin, end, scale, True, PLAN)
+        state = _accumulate_keys(
+            state, main, rest, keys, blocks, positions, slope, first_key, begin, end, scale, True, PLAN
+        )
     if PLAN.split:
         if splits == 1:
             _store_result(output, token * heads + head, is_valid, state, PLAN)
@@ -209,6 +214,15 @@ def _load_queries(rows, is_valid, PLAN: tl.constexpr):
 
 
 @triton.jit
+def _load_slopes(alibi_slopes, head, is_valid, PLAN: tl.constexpr):
+    """(rows,) float32, for scores in base 2. Zeros without ALiBi."""
+    slope = tl.zeros((PLAN.rows,), tl.float32)
+    if PLAN.has_alibi:
+        slope = tl.load(alibi_slopes + head, mask=is_valid, other=0.0) * LOG2_E
+    return slope
+
+
+@triton.jit
 def _load_keys(rows, is_valid, WIDTH: tl.constexpr, PADDED: tl.constexpr, CHECKED: tl.constexpr):
     """(key_tile, PADDED) keys or values. Invalid rows are 0, since the cache may hold NaN there."""
     dim = tl.arange(0, PADDED)[None, :]
@@ -224,11 +238,24 @@ def _load_keys(rows, is_valid, WIDTH: tl.constexpr, PADDED: tl.constexpr, CHECKE
 
 @triton.jit
 def _accumulate_keys(
-    state, main, rest, keys, blocks, positions, first_key, begin, stop, scale, CHECKED: tl.constexpr, PLAN: tl.constexpr
+    state,
+    main,
+    rest,
+    keys,
+    blocks,
+    positions,
+    slope,
+    first_key,
+    begin,
+    stop,
+    scale,
+    CHECKED: tl.constexpr,
+    PLAN: tl.constexpr,
 ):
     """Return the state after the keys begin .. stop - 1, where begin is a multiple of key_tile.
 
-    positions: of each row's query, -1 for an invalid row. No row sees keys below first_key.
+    positions: of each row's query, -1 for an invalid row. slope: of each row, see `_load_slopes`. No row sees keys
+    below first_key.
     CHECKED: some rows may not see some of the keys, so mask them.
     """
     row_max, row_sum, acc = state
@@ -249,6 +276,8 @@ def _accumulate_keys(
         scores *= scale
         if PLAN.softcap > 0:  # softcap * tanh(score / softcap), by exp2
             scores = PLAN.softcap * LOG2_E * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+        if PLAN.has_alibi:
+            scores += slope[:, None] * (key[None, :] - positions[:, None]).to(tl.float32)
         if CHECKED:
             visible = key[None, :] <= positions[:, None]
             if PLAN.window:

@@ -56,6 +56,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     value_dim: int | None = None,
     on_device: Lengths,
     batch_invariant: bool = False,
@@ -67,7 +68,8 @@ def paged_attention(
     if query.dtype not in DTYPES or cache.dtype != query.dtype:
         raise ValueError(f"no Triton kernel for queries of {query.dtype} over a cache of {cache.dtype}")
     output = query.new_empty((*query.shape[:2], value_dim or query.shape[2]))
-    key = (query.shape[1:], query.stride(), cache.shape[1:], cache.stride(), value_dim, window, softcap)
+    has_alibi = alibi_slopes is not None
+    key = (query.shape[1:], query.stride(), cache.shape[1:], cache.stride(), value_dim, window, softcap, has_alibi)
     launches = on_device.plans.get(key)
     if launches is None:
         launches = []
@@ -76,11 +78,11 @@ def paged_attention(
             if any((length == 1) == single_query for length in query_lens if length):
                 tiles = _choose_tiles(query, cache, value_dim, single_query, batch_invariant)
                 fixed_split = BATCH_INVARIANT_SPLIT if batch_invariant else 0
-                plan = _make_plan(query, cache, value_dim, window, softcap, single_query, tiles, fixed_split)
+                plan = _make_plan(query, cache, value_dim, window, softcap, has_alibi, single_query, tiles, fixed_split)
                 launches.append(_prepare(plan, tiles, query, cache, query_starts, max(context_lens), on_device))
         on_device.plans[key] = launches
     for launch in launches:
-        launch.run(query, cache, block_table, sinks, output, scale)
+        launch.run(query, cache, block_table, sinks, alibi_slopes, output, scale)
     return output
 
 
@@ -97,7 +99,14 @@ class _Launch(NamedTuple):
     split_stats: Tensor
 
     def run(
-        self, query: Tensor, cache: Tensor, block_table: Tensor, sinks: Tensor | None, output: Tensor, scale: float
+        self,
+        query: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        sinks: Tensor | None,
+        alibi_slopes: Tensor | None,
+        output: Tensor,
+        scale: float,
     ) -> None:
         softcap = self.plan.softcap
         attend[self.grid](
@@ -106,6 +115,7 @@ class _Launch(NamedTuple):
             block_table,
             self.items,
             sinks,
+            alibi_slopes,
             output,
             self.split_values,
             self.split_stats,
@@ -185,6 +195,7 @@ def _make_plan(
     value_dim: int | None,
     window: int | None,
     softcap: float | None,
+    has_alibi: bool,
     single_query: bool,
     tiles: Tiles,
     fixed_split: int,
@@ -209,6 +220,7 @@ def _make_plan(
         block_size=cache.shape[3],
         window=window or 0,
         softcap=softcap or 0.0,
+        has_alibi=has_alibi,
         query_token_stride=query.stride(0),
         query_head_stride=query.stride(1),
         cache_block_stride=cache.stride(0),

@@ -42,6 +42,13 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return normed
 
 
+def add_layer_norm(
+    hidden: Tensor, delta: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = hidden + delta
+    return total, layer_norm(total, weight, bias, eps)
+
+
 def dense_rows(x: Tensor) -> Tensor:
     """Return x as (rows, width) with dense rows, copied only if necessary."""
     rows = x.reshape(-1, x.shape[-1])

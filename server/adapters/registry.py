@@ -96,7 +96,7 @@ class AdapterRegistry:
             stamp = read_stamp(directory)
         except OSError:
             stamp = ()  # the check says what is missing
-        check = AdapterCheck(str(directory), self._facts.lora_targets, self._max_rank)
+        check = AdapterCheck(str(directory), self._facts.lora_targets, self._max_rank, self._facts.directory)
         command = [sys.executable, "-P", "-m", "serve_llm.engine.lora.check"]
         try:
             done = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -23,8 +24,8 @@ class InvalidLine(OptionError):
 
 
 class BatchInput:
-    """A file with one request per line; empty lines are skipped. Raises OptionError: InvalidLine, if a line is at
-    fault."""
+    """A file with one request per line; empty lines and a byte order mark are skipped. Raises OptionError: InvalidLine,
+    if a line is at fault."""
 
     def __init__(self, path: Path, max_body_bytes: int, endpoint: str | None = None) -> None:
         """endpoint: the `url` of every request; None: they may differ."""
@@ -55,6 +56,8 @@ class BatchInput:
                     number += 1
                     if len(line) > self._max_bytes:
                         raise InvalidLine(f"it is longer than {self._max_bytes} bytes", self._path, number)
+                    if number == 1:
+                        line = line.removeprefix(codecs.BOM_UTF8)
                     if line.strip():
                         yield number, self._parse(line, number)
         except OSError as error:

@@ -111,7 +111,7 @@ class ArgumentsWriter:
         ways = []
         if found.strings:
             opening = self._lark.write_text(key_open + member.name + key_end)
-            text = write_strings(found, write_patterns(codec.value_end), root)
+            text = write_strings(found, codec.value_end, root)
             ways.append(join(opening, join([text], value_end)))
         for other in found.others:
             opening = self._lark.write_text(key_open + member.name + (codec.json_key_end or key_end))
@@ -196,9 +196,7 @@ class ArgumentsWriter:
         found = split_schema(schema, root)
         ways: list[Symbols] = []
         if found.strings:
-            ways.append(
-                self._write_quoted(quote, write_strings(found._replace(others=[]), write_patterns(quote), root))
-            )
+            ways.append(self._write_quoted(quote, write_strings(found._replace(others=[]), quote, root)))
         for other in found.others:
             types = set(find_types(other, root))
             if types == {"object"}:

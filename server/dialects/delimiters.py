@@ -1,13 +1,13 @@
-"""Finding delimiters in text that is still being written."""
+"""Finding delimiters in text that is still being written, and which of a dialect count where."""
 
 from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from serve_llm.server.dialects.dialect import Delimiter, get_forms
+from serve_llm.server.dialects.dialect import CallFormat, Delimiter, Dialect, get_forms
 
 _SPACE = re.compile(r"\s*")
 
@@ -73,6 +73,46 @@ class DelimiterSet:
             if found is not None:
                 return found
             start = candidate.start() + 1
+
+
+class TurnDelimiters:
+    """The delimiters that count in each state of the parser."""
+
+    def __init__(self, dialect: Dialect, calls: CallFormat | None, spelled_ends: Sequence[str] | None) -> None:
+        """calls: None where calls are not read. spelled_ends: see `DialectParser`."""
+        pure_ends = dialect.list_pure_ends()
+        ends: list[tuple[str, Delimiter]] = []
+        for end in pure_ends:
+            if spelled_ends is None or end in spelled_ends:
+                ends.append(("end", end))
+        closing_ends = [("skip", end) for end in dialect.ends if end not in pure_ends]
+        reasoning = dialect.reasoning
+        first: list[tuple[str, Delimiter]] = []
+        if calls is not None and not calls.is_bare:
+            has_section = any(form.strip() for form in get_forms(calls.section_open))
+            first = [("call", calls.section_open if has_section else calls.open)]
+        outside = [("skip", dialect.start), *closing_ends, *first]
+        if dialect.content is not None:
+            outside.append(("content", dialect.content.open))
+        reasoning_open = [("reasoning", reasoning.open)] if reasoning is not None else []
+        self._start = DelimiterSet(outside)
+        self._start_with_reasoning = DelimiterSet([*outside, *reasoning_open])
+        repeats = reasoning is not None and reasoning.repeats
+        self.outside = DelimiterSet([*outside, *(reasoning_open if repeats else []), *ends])
+        self.message_close = DelimiterSet([("close", dialect.content.close)] if dialect.content is not None else [])
+        reasoning_end: list[tuple[str, Delimiter]] = []
+        if reasoning is not None:
+            reasoning_end = [("close", reasoning.close), *(first if reasoning.ends_at_call else [])]
+        self.reasoning_end = DelimiterSet(reasoning_end)
+        self.call_close = DelimiterSet([("close", calls.close)] if calls is not None else [])
+        self.section_close = DelimiterSet([("close", calls.section_close)] if calls is not None else [])
+        self.separator = DelimiterSet([("separator", calls.separator)] if calls is not None else [])
+        self.call_end = DelimiterSet([])
+        if calls is not None:
+            self.call_end = DelimiterSet([("close", calls.close), ("close", calls.section_close), *first])
+
+    def get_start(self, can_reason: bool) -> DelimiterSet:
+        return self._start_with_reasoning if can_reason else self._start
 
 
 def skip_space(text: str, start: int) -> int:

@@ -166,20 +166,30 @@ class Dialect(_Format, frozen=True, kw_only=True):
     content: ContentFormat | None = None
     calls: CallFormat | None = None
     start: str = ""  # end of the prompt that the turn continues, where it opens a message: `<|start|>assistant`
-    ends: tuple[str, ...] = ()  # tokens that can end a turn and are no content
+    ends: tuple[str, ...] = ()  # tokens that can end a turn and are no content; spelled in a text they are content
     trims_content: bool = False  # whether whitespace at both ends of the turn's content is no content
 
     def list_delimiters(self) -> Iterator[str]:
+        yield from self._list_inner_delimiters()
+        yield from self.ends
+
+    def list_pure_ends(self) -> list[str]:
+        """`ends` that close nothing: they never stand between two parts of a turn."""
+        inner = set(self._list_inner_delimiters())
+        return [end for end in self.ends if end not in inner]
+
+    def find_tokens(self, added_tokens: Iterable[str]) -> frozenset[str]:
+        """Those of a tokenizer's added tokens that this dialect's delimiters name, other than those of
+        `list_pure_ends`."""
+        text = "\0".join(self._list_inner_delimiters())
+        return frozenset(token for token in added_tokens if token and token in text)
+
+    def _list_inner_delimiters(self) -> Iterator[str]:
+        """Without `ends`."""
         for part in (self.reasoning, self.content, self.calls):
             if part is not None:
                 yield from part.list_delimiters()
         yield self.start
-        yield from self.ends
-
-    def find_tokens(self, added_tokens: Iterable[str]) -> frozenset[str]:
-        """Those of a tokenizer's added tokens that this dialect's delimiters name."""
-        text = "\0".join(self.list_delimiters())
-        return frozenset(token for token in added_tokens if token and token in text)
 
 
 def get_forms(delimiter: Delimiter) -> tuple[str, ...]:

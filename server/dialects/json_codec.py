@@ -41,8 +41,8 @@ class JsonScanner:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._is_in_string = False
         self._is_escaped = False
+        self.is_in_string = False
         self.is_done = False
 
     def scan(self, text: str, start: int) -> tuple[int, str]:
@@ -55,14 +55,14 @@ class JsonScanner:
                 self._is_escaped = False
                 position += 1
                 continue
-            found = (_INSIDE_STRING if self._is_in_string else _OUTSIDE_STRING).search(text, position)
+            found = (_INSIDE_STRING if self.is_in_string else _OUTSIDE_STRING).search(text, position)
             if found is None:
                 position = len(text)
                 break
             position = found.end()
             char = found[0]
             if char == '"':
-                self._is_in_string = not self._is_in_string
+                self.is_in_string = not self.is_in_string
             elif char == "\\":
                 self._is_escaped = True
             elif char in "{[":
@@ -72,7 +72,7 @@ class JsonScanner:
             else:
                 parts += (text[copied : found.start()], json.dumps(char)[1:-1])
                 copied = position
-            self.is_done = self._depth <= 0 and not self._is_in_string and not self._is_escaped
+            self.is_done = self._depth <= 0 and not self.is_in_string and not self._is_escaped
         parts.append(text[copied:position])
         return position, "".join(parts)
 

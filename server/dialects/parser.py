@@ -10,16 +10,20 @@ import random
 from collections.abc import Callable, Sequence
 
 from serve_llm.server.dialects.call_ids import CallIdMaker
-from serve_llm.server.dialects.delimiters import INCOMPLETE, DelimiterSet, Found, Incomplete, skip_space
+from serve_llm.server.dialects.delimiters import (
+    INCOMPLETE,
+    DelimiterSet,
+    Found,
+    Incomplete,
+    TurnDelimiters,
+    skip_space,
+)
 from serve_llm.server.dialects.dialect import (
-    CallFormat,
-    Delimiter,
     Dialect,
     GemmaCodec,
     JsonCodec,
     PythonicCodec,
     TaggedCodec,
-    get_forms,
 )
 from serve_llm.server.dialects.head import Head, HeadReader
 from serve_llm.server.dialects.json_codec import ArgumentsReader, JsonReader, ObjectReader, Outcome
@@ -29,6 +33,7 @@ from serve_llm.server.dialects.tagged_codec import TaggedReader
 from serve_llm.server.dialects.tool import Tool
 
 _PART_SEPARATOR = "\n"  # between two parts of the reasoning, or two messages of the content
+_NO_DELIMITERS = DelimiterSet([])
 
 
 class DialectParser:
@@ -42,12 +47,20 @@ class DialectParser:
         in_reasoning: bool = False,
         parse_calls: bool = True,
         requires_call: bool = False,
+        content_has_form: bool = False,
+        spelled_ends: Sequence[str] | None = None,
         generator: random.Random | None = None,
         num_previous_calls: int = 0,
     ) -> None:
         """in_reasoning: the prompt has opened the reasoning already. parse_calls: False leaves calls in the content.
         requires_call: a grammar lets nothing but calls follow the reasoning, so that the beginning of a delimiter, at
         which the turn was cut, is no content.
+
+        content_has_form: a grammar binds the content, so that calls stand instead of content and never inside it, and
+        the content ends only with the turn.
+
+        spelled_ends: those of the dialect's `ends` that the model spells, since they are no tokens; they count at the
+        very end of the turn, and others are content wherever they are spelled. None: all of them.
 
         generator: ids of calls are drawn from it. num_previous_calls: calls of the conversation so far, for ids that
         count them.
@@ -56,9 +69,10 @@ class DialectParser:
         self._tools = {tool.name: tool for tool in tools}
         self._calls = dialect.calls if parse_calls else None
         self._requires_call = requires_call
+        self._content_has_form = content_has_form
         self._heads = HeadReader(self._calls, self._tools) if self._calls is not None else None
         self._ids = CallIdMaker(generator or random.Random(), num_previous_calls)
-        self._delimiters = _Delimiters(dialect, self._calls)
+        self._delimiters = TurnDelimiters(dialect, self._calls, spelled_ends)
 
         self._pieces: list[Piece] = []
         self._buffer = ""  # text that no state has read yet
@@ -119,7 +133,10 @@ class DialectParser:
         """The delimiters that count in the current part."""
         if self.is_reasoning:
             return self._delimiters.reasoning_end
-        return self._delimiters.message_close if self._is_in_message else self._delimiters.outside
+        if self._is_in_message:
+            return self._delimiters.message_close
+        is_formed = self._content_has_form and not self._num_calls
+        return _NO_DELIMITERS if is_formed else self._delimiters.outside
 
     # The states. Each reads from the buffer's beginning what is certain, and returns whether another can go on.
 
@@ -134,7 +151,7 @@ class DialectParser:
         if found is not None and found.label != "call":
             self._cross(found)
             return True
-        if self._calls is not None and self._calls.is_bare:
+        if self._calls is not None and (self._calls.is_bare or found is not None):
             head = self._read_first_head(start)
             if head is INCOMPLETE:
                 return False
@@ -154,6 +171,13 @@ class DialectParser:
             if isinstance(found, int):
                 self._add_text(found)
                 return False
+            if self._must_be_last(found):
+                if skip_space(self._buffer, found.end) < len(self._buffer):
+                    start = found.start + 1
+                    continue
+                if not self._is_final:
+                    self._add_text(found.start)
+                    return False
             if found.label != "call":
                 self._cross(found)
                 return True
@@ -165,6 +189,10 @@ class DialectParser:
                 self._begin_call(head, found.start)
                 return True
             start = found.start + 1
+
+    def _must_be_last(self, found: Found) -> bool:
+        """Whether a delimiter counts only if nothing follows it."""
+        return found.label == "end" or (found.label == "close" and self._is_in_message and self._content_has_form)
 
     def _read_arguments(self) -> bool:
         assert self._arguments is not None
@@ -237,7 +265,7 @@ class DialectParser:
 
     def _cross(self, found: Found) -> None:
         """Go on behind a delimiter that is not one of calls."""
-        if found.label == "skip":
+        if found.label in ("skip", "end"):
             text = self._buffer[: found.start]
             kept = text.rstrip()
             self._emit(kept)
@@ -255,7 +283,7 @@ class DialectParser:
 
     def _begin_reasoning(self) -> None:
         assert self._dialect.reasoning is not None
-        self._can_reason = self._dialect.reasoning.repeats
+        self._can_reason = self._dialect.reasoning.repeats and not self._content_has_form
         self._drops_space = True
         self._has_text = False
         self._needs_separator = self._has_reasoning
@@ -337,37 +365,3 @@ class DialectParser:
     def _add_arguments(self, text: str) -> None:
         if text:
             self._pieces.append(ArgumentsPiece(self._num_calls - 1, text))
-
-
-class _Delimiters:
-    """The delimiters that count in each state."""
-
-    def __init__(self, dialect: Dialect, calls: CallFormat | None) -> None:
-        """calls: None where calls are not read."""
-        reasoning = dialect.reasoning
-        first: list[tuple[str, Delimiter]] = []
-        if calls is not None and not calls.is_bare:
-            has_section = any(form.strip() for form in get_forms(calls.section_open))
-            first = [("call", calls.section_open if has_section else calls.open)]
-        outside = [("skip", dialect.start), *(("skip", end) for end in dialect.ends), *first]
-        if dialect.content is not None:
-            outside.append(("content", dialect.content.open))
-        reasoning_open = [("reasoning", reasoning.open)] if reasoning is not None else []
-        self._start = DelimiterSet(outside)
-        self._start_with_reasoning = DelimiterSet([*outside, *reasoning_open])
-        repeats = reasoning is not None and reasoning.repeats
-        self.outside = self._start_with_reasoning if repeats else self._start
-        self.message_close = DelimiterSet([("close", dialect.content.close)] if dialect.content is not None else [])
-        reasoning_end: list[tuple[str, Delimiter]] = []
-        if reasoning is not None:
-            reasoning_end = [("close", reasoning.close), *(first if reasoning.ends_at_call else [])]
-        self.reasoning_end = DelimiterSet(reasoning_end)
-        self.call_close = DelimiterSet([("close", calls.close)] if calls is not None else [])
-        self.section_close = DelimiterSet([("close", calls.section_close)] if calls is not None else [])
-        self.separator = DelimiterSet([("separator", calls.separator)] if calls is not None else [])
-        self.call_end = DelimiterSet([])
-        if calls is not None:
-            self.call_end = DelimiterSet([("close", calls.close), ("close", calls.section_close), *first])
-
-    def get_start(self, can_reason: bool) -> DelimiterSet:
-        return self._start_with_reasoning if can_reason else self._start

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from serve_llm.server.dialects.lark import ANY_TEXT, Symbol, write_free_text, write_literal, write_regex
+from serve_llm.server.dialects.delimiters import DelimiterSet
+from serve_llm.server.dialects.dialect import Delimiter, get_written_form
+from serve_llm.server.dialects.lark import ANY_TEXT, Symbol, write_free_text, write_literal, write_patterns, write_regex
 from serve_llm.server.dialects.schema_members import BESIDE, CANNOT, GENERAL, NOT_BESIDE, Schema, resolve_alone
 from serve_llm.server.dialects.schema_types import ALL_TYPES, find_type, find_types
 from serve_llm.server.structured_output.errors import GrammarError
 from serve_llm.server.structured_output.json_schema import KEYWORDS
+from serve_llm.server.structured_output.pattern import translate_pattern
 
 _ALTERNATIVES = ("anyOf", "oneOf")
 _OF_STRINGS = ("minLength", "maxLength", "pattern", "format")
@@ -82,15 +85,18 @@ def _split_values(schema: Schema, types: set[str]) -> SplitSchema:
     if texts and any(name in schema for name in (*_OF_STRINGS, *GENERAL - {"enum", "const"})):
         raise GrammarError(NOT_BESIDE, keyword="enum" if "enum" in schema else "const")
     rest = {name: value for name, value in schema.items() if name not in ("type", "nullable", "const", "enum")}
-    return SplitSchema([{"enum": texts}] if texts else [], [{**rest, "enum": others}] if others else [])
+    strings: list[Schema] = []
+    if texts:
+        strings.append({"enum": texts} if "enum" in schema else {"const": texts[0]})
+    return SplitSchema(strings, [{**rest, "enum": others}] if others else [])
 
 
-def write_strings(found: SplitSchema, excluded: Sequence[str], root: Schema) -> Symbol:
-    """A terminal for the strings of a schema as they are. excluded: patterns that cannot stand in them.
+def write_strings(found: SplitSchema, end: Delimiter, root: Schema) -> Symbol:
+    """A terminal for the strings of a schema as they are. end: follows a string, and cannot stand in it.
 
     Raises GrammarError.
     """
-    terminals = [_write_string(schema, excluded).expression for schema in found.strings]
+    terminals = [_write_string(schema, end).expression for schema in found.strings]
     types = {name for schema in found.others for name in find_types(schema, root)}
     read_as = [f"/{_READ_AS[name]}/" for name in sorted(types) if name in _READ_AS]
     expression = f"({' | '.join(terminals)})"
@@ -121,14 +127,18 @@ def _split_alternatives(schema: Schema, keyword: str, root: Schema) -> SplitSche
     return SplitSchema(strings, others)
 
 
-def _write_string(schema: Schema, excluded: Sequence[str]) -> Symbol:
-    values = schema.get("enum")
-    if isinstance(values, list):
+def _write_string(schema: Schema, end: Delimiter) -> Symbol:
+    if "enum" in schema or "const" in schema:
+        keyword = "enum" if "enum" in schema else "const"
+        values = schema.get("enum", [schema.get("const")])
+        assert isinstance(values, list)
+        for value in values:
+            _check_value(str(value), end, keyword)
         return Symbol(f"({' | '.join(write_literal(str(value)).expression for value in values)})", is_terminal=True)
     for keyword in schema:
         if keyword in GENERAL:
             raise GrammarError("it cannot be enforced for strings in this model's format", keyword=keyword)
-    expressions = [write_free_text(excluded).expression]
+    expressions = [write_free_text(write_patterns(end)).expression]
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     for keyword, value in (("minLength", least), ("maxLength", most)):
         if value is not None and (not isinstance(value, int) or not 0 <= value <= _MAX_LENGTH):
@@ -147,8 +157,20 @@ def _write_string(schema: Schema, excluded: Sequence[str]) -> Symbol:
     return Symbol(f"({' & '.join(expressions)})" if len(expressions) > 1 else expressions[0], is_terminal=True)
 
 
+def _check_value(value: str, end: Delimiter, keyword: str) -> None:
+    """Whether the parser reads a string up to its end."""
+    written = value + get_written_form(end)
+    found = DelimiterSet([("end", end)]).find(written, 0, final=True)
+    if isinstance(found, int) or written[: found.start].rstrip() != value.rstrip():
+        raise GrammarError(f"the string {value!r} cannot be written in this model's format", keyword=keyword)
+
+
 def _write_pattern(pattern: str) -> str:
     """Texts in which a pattern is found."""
+    try:
+        pattern = translate_pattern(pattern)
+    except GrammarError as error:
+        raise GrammarError(error.message, keyword="pattern") from None
     is_anchored = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
     inner = pattern[is_anchored[0] : len(pattern) - is_anchored[1]]
     depth = 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import json
 
-from serve_llm.server.dialects.delimiters import INCOMPLETE, DelimiterSet, Incomplete, skip_space
+from serve_llm.server.dialects.delimiters import INCOMPLETE, DelimiterSet, Found, Incomplete, skip_space
 from serve_llm.server.dialects.dialect import Delimiter, TaggedCodec, get_forms
-from serve_llm.server.dialects.json_codec import Outcome, ReadResult, decode_json, escape_json
+from serve_llm.server.dialects.json_codec import JsonScanner, Outcome, ReadResult, decode_json, escape_json
 from serve_llm.server.dialects.schema_types import find_argument_types, find_type
 from serve_llm.server.dialects.tool import Tool
 
@@ -91,6 +91,11 @@ class _Value:
         self._is_raw = types == {"string"}
         self._has_begun = False
         self.position = 0
+        # Of a value that is not raw, whose position stays where it is; the lengths are from there on.
+        self._scanner = JsonScanner()
+        self._num_scanned = 0
+        self._num_passed = 0  # up to the end of the last delimiter inside the value
+        self._first_end: tuple[int, int] | None = None  # the first delimiter, if it stands in a string of JSON
 
     def read(self, text: str, start: int, final: bool, parts: list[str]) -> int | Incomplete:
         """The end of the value and its delimiter. Adds JSON text to parts."""
@@ -102,7 +107,7 @@ class _Value:
                 self.position += len(self._lead)
             self._has_begun = True
             self._add(parts, '"' if self._is_raw else "")
-        found = self._value_end.find(text, self.position, final)
+        found = self._find_end(text, final)
         if isinstance(found, int):
             if self._is_raw:
                 end = self._find_safe_end(text, found)
@@ -115,6 +120,35 @@ class _Value:
         value = text[self.position : end]
         self._add(parts, f'{escape_json(value)}"' if self._is_raw else _write_value(value, self._types))
         return found.end
+
+    def _find_end(self, text: str, final: bool) -> Found | int:
+        """The delimiter that ends the value. In JSON it may stand in strings, unless the JSON never ends."""
+        while True:
+            found = self._value_end.find(text, self.position + self._num_passed, final)
+            if isinstance(found, int):
+                return self._get_first_end() if final and self._first_end is not None else found
+            if self._is_raw:
+                return found
+            self._scanner.scan(text[self.position + self._num_scanned : found.start], 0)
+            self._num_scanned = found.start - self.position
+            value = text[self.position : found.start]
+            if self._first_end is None:
+                if not self._is_cut(value):
+                    return found
+                self._first_end = (found.start - self.position, found.end - self.position)
+            elif self._scanner.is_done:
+                return found if decode_json(value.strip()) is not None else self._get_first_end()
+            self._num_passed = found.end - self.position
+
+    def _get_first_end(self) -> Found:
+        assert self._first_end is not None
+        start, end = self._first_end
+        return Found("end", self.position + start, self.position + end)
+
+    def _is_cut(self, value: str) -> bool:
+        """Whether a value up to the first delimiter ends in a string of JSON."""
+        begins = "[{" if "string" in self._types else '[{"'
+        return value.lstrip()[:1] in begins and self._scanner.is_in_string and _read_literal(value.strip()) is None
 
     def _add(self, parts: list[str], json_text: str) -> None:
         if not self._is_dropped:

@@ -78,13 +78,17 @@ class PieceDetokenizer:
 class WindowDetokenizer:
     """Decodes the last few ids again with each new one; the part by which the text grew is new."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, skipped_ids: frozenset[int]) -> None:
+        """skipped_ids: also without `skip_special_tokens`."""
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self._skipped_ids = skipped_ids
         self._ids: list[int] = []
         self._num_emitted = 0  # leading ids of the window whose text was emitted: context for the rest
 
     def push(self, token_id: int) -> str:
+        if token_id in self._skipped_ids:
+            return ""
         self._ids.append(token_id)
         text = self._decode_rest()
         if text.endswith("\ufffd") and len(self._ids) - self._num_emitted < _WINDOW:
@@ -112,27 +116,35 @@ class DetokenizerFactory:
         named = frozenset() if dialect is None else dialect.find_tokens(tokenizer.added_tokens)
         delimiter_ids = {tokenizer.added_tokens[text] for text in named}
         self._has_delimiters = bool(tokenizer.special_ids & delimiter_ids)
+        ends = () if dialect is None else dialect.list_pure_ends()
+        self._end_ids = frozenset(tokenizer.added_tokens[end] for end in ends if end in tokenizer.added_tokens)
         self._all = TokenPieces(tokenizer, frozenset())
         self._without_special = TokenPieces(tokenizer, tokenizer.special_ids)
-        self._with_delimiters = TokenPieces(tokenizer, tokenizer.special_ids - delimiter_ids)
+        self._with_delimiters = TokenPieces(tokenizer, (tokenizer.special_ids - delimiter_ids) | self._end_ids)
 
     def create(
         self, prompt_ids: Sequence[int], skip_special_tokens: bool, keep_delimiters: bool = False
     ) -> Detokenizer:
         """A detokenizer for the text after `prompt_ids`, in the state that the prompt leaves behind.
 
-        keep_delimiters: special tokens that the dialect names are text all the same.
+        keep_delimiters: special tokens that the dialect names are text all the same, but for those that only end a
+        turn.
         """
         keeps_delimiters = keep_delimiters and self._has_delimiters
+        skips_ends = keep_delimiters and skip_special_tokens
         decoding = self._tokenizer.decoding
         detokenizer: Detokenizer
         if decoding is None:
             # The library skips all special tokens or none.
-            detokenizer = WindowDetokenizer(self._tokenizer, skip_special_tokens and not keeps_delimiters)
+            detokenizer = WindowDetokenizer(
+                self._tokenizer,
+                skip_special_tokens and not keeps_delimiters,
+                self._end_ids if skips_ends else frozenset(),
+            )
         else:
             pieces = self._all
             if skip_special_tokens:
-                pieces = self._with_delimiters if keeps_delimiters else self._without_special
+                pieces = self._with_delimiters if skips_ends else self._without_special
             is_text_start = all(token_id in pieces.skipped_ids for token_id in prompt_ids)
             detokenizer = PieceDetokenizer(pieces, decoding.strip_first_space and is_text_start)
         for token_id in prompt_ids[-_LONGEST_CHARACTER:]:

@@ -78,6 +78,7 @@ class Generation:
         self.tenant = tenant
         self.closed = False
         self._dialect = generator.model.dialect
+        self._spelled_ends = generator.model.spelled_ends
         self._tools = [] if request.reply is None else request.reply.read_tools()
         self.choices = [
             Choice(self, generator, prompt, choice, seed, arrival)
@@ -243,6 +244,8 @@ class Generation:
             in_reasoning=reply.in_reasoning,
             parse_calls=bool(self._tools),
             requires_call=reply.requires_call,
+            content_has_form=reply.content_has_form,
+            spelled_ends=self._spelled_ends,
             num_previous_calls=reply.num_previous_calls,
         )
 

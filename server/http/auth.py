@@ -30,7 +30,8 @@ class ApiKeyMiddleware:
         if scope["type"] == "http" and self._digests:
             scope[TENANT] = self._find_key(scope)
             if scope[TENANT] is None and scope["path"] not in OPEN_PATHS:
-                await send_error(Unauthorized("a valid API key is required: Authorization: Bearer <key>"), send)
+                message = "a valid API key is required: Authorization: Bearer <key>, or x-api-key: <key>"
+                await send_error(Unauthorized(message), send)
                 return
         await self.app(scope, receive, send)
 

@@ -15,6 +15,22 @@ _BILLING_HEADER = "x-anthropic-billing-header:"
 """Begins a block of Claude Code that Anthropic's servers take out of `system`. It differs between sessions, and in some
 versions between requests, so that no prefix would be found in the cache."""
 
+_SERVER_BLOCKS = frozenset(
+    {
+        "server_tool_use",
+        "web_search_tool_result",
+        "web_fetch_tool_result",
+        "code_execution_tool_result",
+        "bash_code_execution_tool_result",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "advisor_tool_result",
+        "mcp_tool_use",
+        "mcp_tool_result",
+    }
+)
+"""What tools that run on Anthropic's servers leave in a conversation."""
+
 
 class BlockMessage(Protocol):
     @property
@@ -24,23 +40,17 @@ class BlockMessage(Protocol):
     def content(self) -> str | list[Block]: ...
 
 
-def translate_messages(system: str | list[Block] | None, messages: Sequence[BlockMessage]) -> list[Message]:
-    """Messages with roles system, user, assistant and tool. Raises InvalidRequest, Unsupported."""
-    translated: list[Message] = []
+def translate_messages(
+    system: str | list[Block] | None, messages: Sequence[BlockMessage]
+) -> tuple[list[Message], list[str]]:
+    """Messages with roles system, user, assistant and tool, and the places of blocks that are skipped. Raises
+    InvalidRequest, Unsupported."""
+    translator = _BlockTranslator()
     if text := _read_system(system):
-        translated.append({"role": "system", "content": text})
-    names: dict[str, str] = {}  # tools called, by the id of the call
+        translator.messages.append({"role": "system", "content": text})
     for index, message in enumerate(messages):
-        param = f"messages[{index}].content"
-        if isinstance(message.content, str):
-            translated.append({"role": message.role, "content": message.content})
-        elif message.role == "assistant":
-            translated.append(_translate_reply(message.content, param, names))
-        elif message.role == "user":
-            translated += _translate_input(message.content, param, names)
-        else:
-            translated.append({"role": "system", "content": _join_text(message.content, param)})
-    return translated
+        translator.add(message, f"messages[{index}].content")
+    return translator.messages, translator.skipped
 
 
 def continues_reply(messages: Sequence[BlockMessage]) -> bool:
@@ -60,84 +70,114 @@ def _read_system(system: str | list[Block] | None) -> str:
     return "\n".join(text for text in _read_texts(system, "system") if not text.startswith(_BILLING_HEADER))
 
 
-def _translate_reply(blocks: list[Block], param: str, names: dict[str, str]) -> Message:
-    """An earlier turn of the assistant."""
-    texts: list[str] = []
-    reasoning: list[str] = []
-    calls: list[Message] = []
-    for number, block in enumerate(blocks):
-        place = f"{param}[{number}]"
-        match block.get("type"):
-            case "text":
-                texts.append(read_string(block, "text", place))
-            case "thinking":
-                reasoning.append(read_string(block, "thinking", place))
-            case "redacted_thinking":
-                pass  # nobody but its author can read it
-            case "tool_use":
-                calls.append(_translate_call(block, place, names))
-            case kind:
-                raise _unsupported(kind, place, "text, thinking and tool_use")
-    message: Message = {"role": "assistant", "content": "\n".join(texts)}
-    if reasoning:
-        message["reasoning"] = "\n".join(reasoning)
-    if calls:
-        message["tool_calls"] = calls
-    return message
+class _BlockTranslator:
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.skipped: list[str] = []
+        self._names: dict[str, str] = {}  # tools called, by the id of the call
+
+    def add(self, message: BlockMessage, param: str) -> None:
+        if isinstance(message.content, str):
+            self.messages.append({"role": message.role, "content": message.content})
+        elif message.role == "assistant":
+            self._add_reply(message.content, param)
+        elif message.role == "user":
+            self._add_input(message.content, param)
+        else:
+            self.messages.append({"role": "system", "content": _join_text(message.content, param)})
+
+    def _add_reply(self, blocks: list[Block], param: str) -> None:
+        """An earlier turn of the assistant."""
+        texts: list[str] = []
+        reasoning: list[str] = []
+        calls: list[Message] = []
+        for number, block in enumerate(blocks):
+            place = f"{param}[{number}]"
+            match block.get("type"):
+                case "text":
+                    texts.append(read_string(block, "text", place))
+                case "thinking":
+                    reasoning.append(read_string(block, "thinking", place))
+                case "redacted_thinking":
+                    pass  # nobody but its author can read it
+                case "tool_use":
+                    calls.append(self._translate_call(block, place))
+                case str(kind) if kind in _SERVER_BLOCKS:
+                    self.skipped.append(place)
+                case kind:
+                    raise _unsupported(kind, place, "text, thinking and tool_use")
+        message: Message = {"role": "assistant", "content": "\n".join(texts)}
+        if reasoning:
+            message["reasoning"] = "\n".join(reasoning)
+        if calls:
+            message["tool_calls"] = calls
+        self.messages.append(message)
+
+    def _translate_call(self, block: Block, param: str) -> Message:
+        call_id = read_string(block, "id", param)
+        name = read_string(block, "name", param)
+        arguments = block.get("input")
+        if not isinstance(arguments, dict):
+            raise InvalidRequest(f"{param}.input must be an object", f"{param}.input")
+        self._names[call_id] = name
+        return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
+
+    def _add_input(self, blocks: list[Block], param: str) -> None:
+        """What the user says and what tools returned, in order; adjacent texts become one message."""
+        texts: list[str] = []
+        has_results = False
+        for number, block in enumerate(blocks):
+            place = f"{param}[{number}]"
+            match block.get("type"):
+                case "text":
+                    texts.append(read_string(block, "text", place))
+                case "tool_result":
+                    if texts:
+                        self.messages.append({"role": "user", "content": "\n".join(texts)})
+                        texts = []
+                    has_results = True
+                    self.messages.append(self._translate_result(block, place))
+                case kind:
+                    raise _unsupported(kind, place, "text and tool_result")
+        if texts or not has_results:
+            self.messages.append({"role": "user", "content": "\n".join(texts)})
+
+    def _translate_result(self, block: Block, param: str) -> Message:
+        call_id = read_string(block, "tool_use_id", param)
+        content = block.get("content")
+        text = "" if content is None else _join_text(content, f"{param}.content", self.skipped)
+        is_error = block.get("is_error")
+        if not isinstance(is_error, bool | None):
+            raise InvalidRequest(f"{param}.is_error must be a boolean", f"{param}.is_error")
+        message: Message = {"role": "tool", "tool_call_id": call_id, "content": _mark_error(text) if is_error else text}
+        if call_id in self._names:
+            message["name"] = self._names[call_id]
+        return message
 
 
-def _translate_call(block: Block, param: str, names: dict[str, str]) -> Message:
-    call_id = read_string(block, "id", param)
-    name = read_string(block, "name", param)
-    arguments = block.get("input")
-    if not isinstance(arguments, dict):
-        raise InvalidRequest(f"{param}.input must be an object", f"{param}.input")
-    names[call_id] = name
-    return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
+def _mark_error(text: str) -> str:
+    """The text of a failed call. Chat templates have no other place that says so."""
+    if text.lower().startswith(("error", "<tool_use_error>")):
+        return text
+    return f"Error: {text}" if text else "Error"
 
 
-def _translate_input(blocks: list[Block], param: str, names: dict[str, str]) -> list[Message]:
-    """What the user says and what tools returned, in order; adjacent texts become one message."""
-    messages: list[Message] = []
-    texts: list[str] = []
-    for number, block in enumerate(blocks):
-        place = f"{param}[{number}]"
-        match block.get("type"):
-            case "text":
-                texts.append(read_string(block, "text", place))
-            case "tool_result":
-                if texts:
-                    messages.append({"role": "user", "content": "\n".join(texts)})
-                    texts = []
-                messages.append(_translate_result(block, place, names))
-            case kind:
-                raise _unsupported(kind, place, "text and tool_result")
-    if texts or not messages:
-        messages.append({"role": "user", "content": "\n".join(texts)})
-    return messages
+def _join_text(content: object, param: str, skipped: list[str] | None = None) -> str:
+    return content if isinstance(content, str) else "\n".join(_read_texts(content, param, skipped))
 
 
-def _translate_result(block: Block, param: str, names: dict[str, str]) -> Message:
-    call_id = read_string(block, "tool_use_id", param)
-    content = block.get("content")
-    text = "" if content is None else _join_text(content, f"{param}.content")
-    message: Message = {"role": "tool", "tool_call_id": call_id, "content": text}
-    if call_id in names:
-        message["name"] = names[call_id]
-    return message
-
-
-def _join_text(content: object, param: str) -> str:
-    return content if isinstance(content, str) else "\n".join(_read_texts(content, param))
-
-
-def _read_texts(blocks: object, param: str) -> list[str]:
+def _read_texts(blocks: object, param: str, skipped: list[str] | None = None) -> list[str]:
+    """skipped: takes the places of references to tools, which Anthropic's servers turn into definitions; None: they
+    are not allowed here."""
     if not isinstance(blocks, list):
         raise InvalidRequest(f"{param} must be a string or a list of blocks", param)
     texts = []
     for number, block in enumerate(blocks):
         place = f"{param}[{number}]"
         kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "tool_reference" and skipped is not None:
+            skipped.append(place)
+            continue
         if kind != "text":
             raise _unsupported(kind, place, "text")
         texts.append(read_string(block, "text", place))

@@ -79,7 +79,7 @@ def prepare_turn(turn: ChatTurn, context: Context) -> tuple[str, TextRequest]:
             end_ids=context.model.turn_end_ids,
             grammar=grammar,
             reply=reply,
-            thinking=None if reply is None else _build_thinking_budget(params, reply, context.model),
+            thinking=None if reply is None else _build_thinking_budget(turn, reply, context.model),
             priority=turn.priority,
             cache_salt=turn.cache_salt,
         )
@@ -160,12 +160,14 @@ def _build_reply_format(turn: ChatTurn, text: str, context: Context) -> ReplyFor
         )
     if dialect is None or not (dialect.reasoning or dialect.content or turn.offers_calls):
         return None
+    requires_call = turn.offers_calls and turn.tool_choice.mode == "required"
     return ReplyFormat(
         tools=json.dumps(msgspec.to_builtins(list(turn.tool_choice.select(turn.tools)))),
         in_reasoning=context.model.opens_reasoning(text),
         include_reasoning=turn.include_reasoning,
         has_named_tool=turn.tool_choice.is_named,
-        requires_call=turn.offers_calls and turn.tool_choice.mode == "required",
+        requires_call=requires_call,
+        content_has_form=turn.params.structured_outputs is not None and not requires_call,
         num_previous_calls=count_calls(turn.messages),
     )
 
@@ -200,8 +202,8 @@ def drop_budget(params: SamplingParams, param: str | None, model: ServedModel) -
     return [param]
 
 
-def _build_thinking_budget(params: SamplingParams, reply: ReplyFormat, model: ServedModel) -> ThinkingBudget | None:
-    budget = params.thinking_token_budget
+def _build_thinking_budget(turn: ChatTurn, reply: ReplyFormat, model: ServedModel) -> ThinkingBudget | None:
+    budget = turn.params.thinking_token_budget
     if budget is None or budget == -1 or model.dialect is None or model.dialect.reasoning is None:
         return None
     reasoning = model.dialect.reasoning
@@ -212,15 +214,24 @@ def _build_thinking_budget(params: SamplingParams, reply: ReplyFormat, model: Se
         forms = [form.strip() for delimiter in delimiters for form in get_forms(delimiter)]
         return [tuple(model.tokenizer.encode(form, add_special_tokens=False)) for form in forms if form]
 
-    close_ids, *end_ids = encode(reasoning.close)
-    if reasoning.ends_at_call and calls is not None:
-        end_ids += encode(calls.section_open, calls.open)[:1]
+    close_ids, *other_close_ids = encode(reasoning.close)
+    call_open_ids: list[tuple[int, ...]] = []
+    call_close_ids: list[tuple[int, ...]] = []
+    if calls is not None:
+        call_open_ids = encode(calls.section_open) or encode(calls.open)
+        call_close_ids = encode(calls.section_close) or encode(calls.close)
+    # Content with a form holds what reads like a delimiter only inside strings.
+    repeats = reasoning.repeats and turn.params.structured_outputs is None
     return ThinkingBudget(
         num_tokens=budget,
         close_ids=close_ids,
-        open_ids=encode(reasoning.open)[0],
-        end_ids=tuple(end_ids),
+        other_close_ids=tuple(other_close_ids),
+        open_ids=tuple(encode(reasoning.open)),
         is_open=reply.in_reasoning,
+        ends_at_call=reasoning.ends_at_call,
+        repeats=repeats,
+        call_open_ids=tuple(call_open_ids),
+        call_close_ids=tuple(call_close_ids),
     )
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from serve_llm.common.options.limits import Limits
 from serve_llm.common.types import ModelInfo
 from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.schema.common import Body, parse_body, parse_lenient_body
 from serve_llm.server.structured_output.compiler import GrammarCompiler
 from serve_llm.server.structured_output.turn_form import GrammarSource, compute_key
 
@@ -29,7 +30,7 @@ class Context(NamedTuple):
     limits: Limits
     trusts_templates: bool = False  # requests may contain chat templates
     is_worker: bool = False  # the job runs in a worker process
-    ignores_unknown_fields: bool = False  # in completions and chat completions
+    ignores_unknown_fields: bool = False  # in the bodies that `parse_openai_body` reads
     grammars: GrammarCompiler | None = None  # only workers compile with it; the server uses its cache
 
     def find_grammar(self, source: GrammarSource) -> str:
@@ -41,3 +42,11 @@ class Context(NamedTuple):
         if found is None:
             raise GrammarNeeded(source)
         return found.unwrap()
+
+
+def parse_openai_body(kind: type[Body], content: bytes, context: Context) -> tuple[Body, list[str]]:
+    """The body of a route where --unknown-fields decides, and the names of the fields that were left out of it. Raises
+    InvalidRequest, TooLarge."""
+    if context.ignores_unknown_fields:
+        return parse_lenient_body(kind, content, context.limits)
+    return parse_body(kind, content, context.limits), []

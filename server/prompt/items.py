@@ -39,6 +39,10 @@ _HOSTED_ITEMS = frozenset(
         "mcp_approval_response",
         "local_shell_call",
         "local_shell_call_output",
+        "shell_call",
+        "shell_call_output",
+        "apply_patch_call",
+        "apply_patch_call_output",
         "tool_search_call",
         "tool_search_output",
         "compaction",
@@ -116,6 +120,7 @@ class _ItemTranslator:
         self.messages: list[Message] = []
         self.skipped: list[str] = []
         self._names: dict[str, str] = {}  # tools called, by the id of the call
+        self._cut_ids: set[str] = set()  # ids of calls that were cut
 
     def add(self, item: Item, param: str) -> None:
         kind = item.get("type", "message")
@@ -124,6 +129,10 @@ class _ItemTranslator:
         match kind:
             case "message":
                 self._add_message(item, param)
+            case "function_call" if item.get("status") == "incomplete":
+                # Arguments that were cut are no JSON, so that no template could show them.
+                self._cut_ids.add(read_string(item, "call_id", param))
+                self.skipped.append(param)
             case "function_call":
                 self._add_call(item, parse_arguments(item.get("arguments"), f"{param}.arguments"), param)
             case "custom_tool_call":
@@ -169,6 +178,9 @@ class _ItemTranslator:
 
     def _add_output(self, item: Item, param: str) -> None:
         call_id = read_string(item, "call_id", param)
+        if call_id in self._cut_ids:
+            self.skipped.append(param)
+            return
         text = read_text_parts(item.get("output"), f"{param}.output")
         message: Message = {"role": "tool", "tool_call_id": call_id, "content": text}
         if call_id in self._names:

@@ -14,7 +14,7 @@ from pydantic_core import from_json
 
 from serve_llm.server.http.errors import ContextTooLong, InvalidRequest, Unsupported
 from serve_llm.server.prompt.chat_turn import ChatTurn, drop_budget, prepare_turn, render_turn
-from serve_llm.server.prompt.context import Context
+from serve_llm.server.prompt.context import Context, parse_openai_body
 from serve_llm.server.prompt.decisions import prepare_questions
 from serve_llm.server.prompt.fill_in_middle import FillInMiddle
 from serve_llm.server.prompt.items import StoredItem, ToolItem, describe_items, translate_items
@@ -25,13 +25,14 @@ from serve_llm.server.prompt.text_jobs import Text, detokenize, find_route, toke
 from serve_llm.server.prompt.validate import Echo, TextRequest, check_text, check_volume, prepare
 from serve_llm.server.sampling_params import SamplingParams
 from serve_llm.server.schema.chat import ChatRequest
-from serve_llm.server.schema.common import Body, SamplingBody, parse_body, parse_lenient_body
+from serve_llm.server.schema.common import SamplingBody, parse_lenient_body
 from serve_llm.server.schema.completions import CompletionRequest
 from serve_llm.server.schema.decisions import DecisionRequest
 from serve_llm.server.schema.infill import InfillRequest
 from serve_llm.server.schema.messages import CountTokensRequest, MessagesRequest
 from serve_llm.server.schema.responses import InputTokensRequest, ResponsesRequest
 from serve_llm.server.schema.tools import list_custom_tools
+from serve_llm.server.schema.unknown_fields import join_ignored
 from serve_llm.server.structured_output.compiler import Grammar
 from serve_llm.server.structured_output.turn_form import decode_source
 
@@ -81,15 +82,8 @@ class StoredContext(msgspec.Struct):
     items: dict[str, bytes]  # items that the body refers to, by id
 
 
-def _parse_openai_body(kind: type[Body], content: bytes, context: Context) -> tuple[Body, list[str]]:
-    """The body of a completion or chat completion, and the names of the fields that were left out of it."""
-    if context.ignores_unknown_fields:
-        return parse_lenient_body(kind, content, context.limits)
-    return parse_body(kind, content, context.limits), []
-
-
 def chat(content: bytes, context: Context) -> Generate:
-    body, ignored = _parse_openai_body(ChatRequest, content, context)
+    body, ignored = parse_openai_body(ChatRequest, content, context)
     context.model.check_name(body.model)
     body.check(context.limits)
     params = body.chat_params(context.model.defaults)
@@ -109,7 +103,7 @@ def messages(content: bytes, context: Context) -> Generate:
     params = body.build_params(context.model.defaults)
     hint = None if params.thinking_token_budget is None else "thinking.budget_tokens"
     ignored += drop_budget(params, hint, context.model)
-    turn, skipped_tools = body.to_turn(params, context.limits)
+    turn, skipped = body.to_turn(params, context.limits)
     _, request = prepare_turn(replace(turn, default_max_tokens=body.max_tokens), context)
     return Generate(
         request=request,
@@ -117,7 +111,7 @@ def messages(content: bytes, context: Context) -> Generate:
         stream=bool(body.stream),
         include_usage=True,
         continuous_usage=True,
-        ignored_fields=ignored + skipped_tools,
+        ignored_fields=join_ignored(ignored, skipped),
     )
 
 
@@ -150,7 +144,7 @@ def _prepare_response(content: bytes, context: Context, stored: StoredContext | 
         model=model,
         stream=bool(body.stream),
         include_usage=True,
-        ignored_fields=ignored + skipped,
+        ignored_fields=join_ignored(ignored, skipped),
         echo=body.describe(params, is_stored),
         tool_items=body.tool_items,
         encrypts_reasoning="reasoning.encrypted_content" in (body.include or ()),
@@ -170,7 +164,7 @@ def stored_input_tokens(content: bytes, context: Context) -> TokenCount:
     body, ignored = parse_lenient_body(InputTokensRequest, stored.body, context.limits)
     context.model.check_name(body.model)
     turn, skipped = body.to_turn(SamplingParams(), context.limits, _resolve(body, stored))
-    return _count_turn(turn, context, ignored + skipped)
+    return _count_turn(turn, context, join_ignored(ignored, skipped))
 
 
 class _ItemHead(msgspec.Struct):
@@ -200,9 +194,7 @@ def _resolve(body: InputTokensRequest, stored: StoredContext) -> list[dict[str, 
         body.input = [_find_item(item, stored.items) for item in body.input]
     if stored.history is None:
         return None
-    history = [from_json(item) for item in stored.history]
-    # Arguments that were cut are no JSON, so that no template could show them.
-    return [item for item in history if not (item["type"] == "function_call" and item.get("status") == "incomplete")]
+    return [from_json(item) for item in stored.history]
 
 
 def _find_item(item: dict[str, object], stored: dict[str, bytes]) -> dict[str, object]:
@@ -213,7 +205,7 @@ def _find_item(item: dict[str, object], stored: dict[str, bytes]) -> dict[str, o
 
 
 def completion(content: bytes, context: Context) -> Generate:
-    body, ignored = _parse_openai_body(CompletionRequest, content, context)
+    body, ignored = parse_openai_body(CompletionRequest, content, context)
     model = context.model
     facts = context.facts
     model.check_name(body.model)
@@ -273,7 +265,7 @@ def decide(content: bytes, context: Context) -> Generate:
     return Generate(
         request=prepare_questions(messages, questions, context),
         model=name,
-        ignored_fields=ignored + skipped,
+        ignored_fields=join_ignored(ignored, skipped),
         echo={"questions": msgspec.to_builtins(questions)},
     )
 
@@ -370,7 +362,7 @@ def _count_prompt(
     body, ignored = parse_lenient_body(kind, content, context.limits)
     context.model.check_name(body.model)
     turn, skipped = body.to_turn(SamplingParams(), context.limits)
-    return _count_turn(turn, context, ignored + skipped)
+    return _count_turn(turn, context, join_ignored(ignored, skipped))
 
 
 def _count_turn(turn: ChatTurn, context: Context, ignored: list[str]) -> TokenCount:

@@ -51,6 +51,12 @@ class ServedModel:
         added = self.tokenizer.added_tokens
         return tuple(dict.fromkeys((*self.eos_ids, *(added[end] for end in ends if end in added))))
 
+    @property
+    def spelled_ends(self) -> tuple[str, ...]:
+        """What the dialect names as the end of a turn, without the tokens."""
+        ends = () if self.dialect is None else self.dialect.ends
+        return tuple(end for end in ends if end not in self.tokenizer.added_tokens)
+
     def describe_dialect(self) -> str:
         """One line for the log, with the verdict of the self-check."""
         return describe_dialect(self.dialect, self.dialect_source, self.template)

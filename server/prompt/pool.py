@@ -173,7 +173,11 @@ class PromptPool:
         try:
             found = msgspec.msgpack.decode(await self._send_to_worker(Job("grammar", content), deadline), type=Grammar)
         except InvalidRequest as error:  # the worker was killed
-            found = self.grammars.get(key) or _build_refusal(name_param(source), error.message)
+            if error.param is None:
+                refusal = _build_refusal(name_param(source), error.message)
+            else:  # it was compiling, perhaps a part with a parameter of its own
+                refusal = Grammar(error=error.message, param=error.param)
+            found = self.grammars.get(key) or refusal
         self.grammars.put(key, found)
 
     async def _send_to_worker(self, job: Job, deadline: float | None) -> bytes:

@@ -9,11 +9,10 @@ import msgspec
 from serve_llm.common.options.limits import Limits
 from serve_llm.server.http.errors import InvalidRequest, Unsupported
 from serve_llm.server.prompt.chat_turn import render_turn
-from serve_llm.server.prompt.context import Context
+from serve_llm.server.prompt.context import Context, parse_openai_body
 from serve_llm.server.prompt.reranker_prompt import encode_reranker_prompt
 from serve_llm.server.prompt.tokenizer import Side
 from serve_llm.server.prompt.validate import TextRequest, check_text, check_volume, prepare_pooling
-from serve_llm.server.schema.common import parse_body
 from serve_llm.server.schema.pooling import (
     ClassificationRequest,
     EmbeddingRequest,
@@ -42,74 +41,93 @@ class Pool(msgspec.Struct, kw_only=True):
     pairs: list[tuple[int, int]] = []  # indices of the prompts whose embeddings are compared; empty: of a cross-encoder
     documents: list[str] | None = None  # to be repeated in the reply
     top_n: int = 0  # 0: all
+    request_id: str = ""  # for the response's id
+    ignored_fields: list[str] = []  # parts of the body that had no effect
 
 
 def embed(content: bytes, context: Context) -> Pool:
-    body = parse_body(EmbeddingRequest, content, context.limits)
+    body, ignored = parse_openai_body(EmbeddingRequest, content, context)
     _check_task(context, "embed")
     if body.messages is None:
-        return _pool_inputs(body, context)
+        return _pool_inputs(body, context, ignored)
     body.check(context.limits)
     name = context.model.check_name(body.model)
     _check_dimensions(body.dimensions, context)
     texts = _Texts(body, context, "messages", adds_special_tokens=bool(body.add_special_tokens))
     encoded = texts.encode_all([render_turn(body.to_turn(context.limits), context)])
-    return _build_vectors(body, _prepare(encoded, body, context, "messages"), name)
+    return _build_vectors(body, _prepare(encoded, body, context, "messages"), name, ignored)
 
 
 def pool(content: bytes, context: Context) -> Pool:
-    body = parse_body(PoolingRequest, content, context.limits)
+    body, ignored = parse_openai_body(PoolingRequest, content, context)
     if context.facts.pooling_task == "none":
         raise Unsupported(SERVED["none"])
-    return _pool_inputs(body, context)
+    return _pool_inputs(body, context, ignored)
 
 
 def classify(content: bytes, context: Context) -> Pool:
-    body = parse_body(ClassificationRequest, content, context.limits)
+    body, ignored = parse_openai_body(ClassificationRequest, content, context)
     _check_task(context, "classify")
     body.check(context.limits)
     name = context.model.check_name(body.model)
     inputs = body.inputs(context.limits)
     request = _prepare(_Texts(body, context, "input").encode_all(inputs), body, context, "input")
-    return Pool(request=request, model=name, activate=body.use_activation is not False)
+    return Pool(
+        request=request,
+        model=name,
+        activate=body.use_activation is not False,
+        request_id=body.request_id or "",
+        ignored_fields=ignored,
+    )
 
 
 def score(content: bytes, context: Context) -> Pool:
-    body = parse_body(ScoreRequest, content, context.limits)
+    body, ignored = parse_openai_body(ScoreRequest, content, context)
     body.check(context.limits)
     name = context.model.check_name(body.model)
     _check_scores(context)
     first, second, param = body.pairs(context.limits)
     texts = _Texts(body, context, param)
+    pairs: list[tuple[int, int]] = []
     if context.facts.pooling_task == "embed":
         positions = {text: index for index, text in enumerate(dict.fromkeys((*first, *second)))}
-        request = _prepare(texts.encode_all(list(positions)), body, context, param)
+        encoded = texts.encode_all(list(positions))
         pairs = [(positions[one], positions[other]) for one, other in zip(first, second, strict=True)]
-        return Pool(request=request, model=name, pairs=pairs)
-    encoded = [texts.encode_pair(one, other, body.instruction) for one, other in zip(first, second, strict=True)]
-    return Pool(request=_prepare(encoded, body, context, param), model=name, activate=body.use_activation is not False)
+    else:
+        encoded = [texts.encode_pair(one, other, body.instruction) for one, other in zip(first, second, strict=True)]
+    return Pool(
+        request=_prepare(encoded, body, context, param),
+        model=name,
+        pairs=pairs,
+        activate=body.use_activation is not False,
+        request_id=body.request_id or "",
+        ignored_fields=ignored,
+    )
 
 
 def rerank(content: bytes, context: Context) -> Pool:
-    body = parse_body(RerankRequest, content, context.limits)
+    body, ignored = parse_openai_body(RerankRequest, content, context)
     body.check(context.limits)
     name = context.model.check_name(body.model)
     _check_scores(context)
     documents = body.texts(context.limits)
     texts = _Texts(body, context, "documents")
+    query = texts.cut(body.query, body.max_tokens_per_query)
     cut = [texts.cut(document, body.max_tokens_per_doc) for document in documents]
     pairs: list[tuple[int, int]] = []
     if context.facts.pooling_task == "embed":
-        encoded = texts.encode_all([body.query, *cut])
+        encoded = texts.encode_all([query, *cut])
         pairs = [(0, index) for index in range(1, len(encoded))]
     else:
-        encoded = [texts.encode_pair(body.query, document, body.instruction) for document in cut]
+        encoded = [texts.encode_pair(query, document, body.instruction) for document in cut]
     return Pool(
         request=_prepare(encoded, body, context, "documents"),
         model=name,
         pairs=pairs,
         documents=None if body.return_documents is False else documents,
         top_n=body.top_n or 0,
+        request_id=body.request_id or "",
+        ignored_fields=ignored,
     )
 
 
@@ -198,20 +216,24 @@ def _check_scores(context: Context) -> None:
         )
 
 
-def _pool_inputs(body: EmbeddingRequest | PoolingRequest, context: Context) -> Pool:
+def _pool_inputs(body: EmbeddingRequest | PoolingRequest, context: Context, ignored: list[str]) -> Pool:
     body.check(context.limits)
     name = context.model.check_name(body.model)
     _check_dimensions(body.dimensions, context)
     encoded = _Texts(body, context, "input").encode_all(body.inputs(context.limits))
-    return _build_vectors(body, _prepare(encoded, body, context, "input"), name)
+    return _build_vectors(body, _prepare(encoded, body, context, "input"), name, ignored)
 
 
-def _build_vectors(body: EmbeddingRequest | PoolingRequest, request: TextRequest, name: str) -> Pool:
+def _build_vectors(
+    body: EmbeddingRequest | PoolingRequest, request: TextRequest, name: str, ignored: list[str]
+) -> Pool:
     return Pool(
         request=request,
         model=name,
         base64=body.encoding_format == "base64",
         dimensions=body.dimensions,
+        request_id=body.request_id or "",
+        ignored_fields=ignored,
     )
 
 

@@ -26,6 +26,7 @@ class ReplyFormat(msgspec.Struct, frozen=True, kw_only=True):
     include_reasoning: bool
     has_named_tool: bool  # whether the request names the function to call
     requires_call: bool  # whether a grammar lets nothing but calls follow the reasoning
+    content_has_form: bool  # whether a grammar binds the content
     num_previous_calls: int  # calls of the conversation so far
 
     def read_tools(self) -> list[Tool]:

@@ -109,10 +109,11 @@ class PoolingResponse(Response):
         """Raises RequestError."""
         state = self._state
         parsed = await state.run_prompt_job(self._request, self._job, Pool, caller.deadline)
-        meta = state.build_meta(self._id_prefix, parsed.model)
+        meta = state.build_meta(self._id_prefix, parsed.model, parsed.request_id)
         parsed.request.adapter = state.model.find_adapter(parsed.model)
         generation = state.open(parsed.request, caller)
-        headers: Headers = []
+        ignored = state.describe_ignored(self._request, parsed.ignored_fields)
+        headers: Headers = [(name.encode(), value.encode()) for name, value in ignored.items()]
         if trace is not None:
             headers.append(trace.follow(generation, self._job, meta))
         with generation:  # admits and submits it

@@ -9,12 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from serve_llm.server.batches.lines import ENDPOINTS
 from serve_llm.server.http.errors import InvalidRequest
-from serve_llm.server.schema.common import RequestBody
+from serve_llm.server.schema.common import RequestBody, check_metadata
 
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _MAX_WINDOW_SECONDS = 30 * 86400
-_MAX_METADATA = 16
-_MAX_METADATA_CHARACTERS = 512
 
 
 class BatchCreation(RequestBody):
@@ -31,11 +29,7 @@ class BatchCreation(RequestBody):
         seconds = 0 if found is None else int(found[1]) * _UNIT_SECONDS[found[2]]
         if not 0 < seconds <= _MAX_WINDOW_SECONDS:
             raise InvalidRequest("completion_window must be like 24h, at most 30d", "completion_window")
-        metadata = self.metadata or {}
-        if len(metadata) > _MAX_METADATA:
-            raise InvalidRequest(f"metadata may have {_MAX_METADATA} entries, not {len(metadata)}", "metadata")
-        if any(len(text) > _MAX_METADATA_CHARACTERS for pair in metadata.items() for text in pair):
-            raise InvalidRequest(f"metadata: texts may have {_MAX_METADATA_CHARACTERS} characters", "metadata")
+        check_metadata(self.metadata or {})
         return seconds
 
 

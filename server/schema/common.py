@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import from_json
 
 from serve_llm.common.options.limits import Limits
-from serve_llm.server.http.errors import InvalidRequest, TooLarge
+from serve_llm.server.http.errors import InvalidRequest, TooLarge, Unsupported
 from serve_llm.server.sampling_params import (
     LOGIT_BIAS,
     MAX_LOGPROB_TOKEN_IDS,
@@ -26,11 +26,15 @@ from serve_llm.server.sampling_params import (
     SamplingParams,
 )
 from serve_llm.server.schema.structured_output import ResponseFormat, StructuredOutputsField
+from serve_llm.server.schema.unknown_fields import find_nested_unknown
 from serve_llm.server.structured_output.params import StructuredOutputs
 
 Body = TypeVar("Body", bound=BaseModel)
 
 MAX_ENTRIES = 2**16
+_MAX_METADATA = 16
+_MAX_METADATA_KEY = 64  # characters, as in OpenAI's API
+_MAX_METADATA_VALUE = 512
 
 
 def _limit_entries(value: object) -> object:
@@ -52,7 +56,20 @@ Strings = Annotated[list[str], Field(fail_fast=True)]
 TokenKey = Annotated[int, BeforeValidator(_token_key, json_schema_input_type=str)]
 Biases = Annotated[dict[TokenKey, float], BeforeValidator(_limit_entries)]
 
+RequestId = Annotated[str, Field(max_length=128, pattern=r"^[!-~]+$", description="Part of the response's id.")]
+
 Ignored = Annotated[object | None, Field(description="Accepted, because real clients send it; has no effect.")]
+
+
+def check_metadata(metadata: dict[str, str]) -> None:
+    """Texts that are stored and returned as they are. Raises InvalidRequest."""
+    if len(metadata) > _MAX_METADATA:
+        raise InvalidRequest(f"metadata may have {_MAX_METADATA} entries, not {len(metadata)}", "metadata")
+    for key, value in metadata.items():
+        if len(key) > _MAX_METADATA_KEY or len(value) > _MAX_METADATA_VALUE:
+            raise InvalidRequest(
+                f"metadata: keys may have {_MAX_METADATA_KEY} characters, and values {_MAX_METADATA_VALUE}", "metadata"
+            )
 
 
 def ranged(name: str, description: str | None = None) -> Any:
@@ -104,6 +121,7 @@ class SamplingBody(RequestBody):
 
     model: str | None = Field(default=None, description="A served model's name; the served model when absent.")
     n: int | None = ranged("n", "Choices per prompt.")
+    best_of: int | None = Field(default=None, description="Refused at other values than 1 and n.")
     temperature: float | None = ranged("temperature", "0 takes the most likely token.")
     top_p: float | None = ranged("top_p")
     top_k: int | None = ranged("top_k", "0 and -1: off.")
@@ -148,9 +166,7 @@ class SamplingBody(RequestBody):
         default=None, description="Tokens of logprobs as token_id:<id> instead of their text."
     )
     return_metrics: bool | None = Field(default=None, description="Times of the request in the response, as metrics.")
-    request_id: str | None = Field(
-        default=None, max_length=128, pattern=r"^[!-~]+$", description="Part of the response's id."
-    )
+    request_id: RequestId | None = None
     return_token_ids: bool | None = Field(default=None, description="token_ids in each choice, and prompt_token_ids.")
     priority: int | None = Field(default=None, description="Smaller values run first; between -2**31 and 2**31 - 1.")
     cache_salt: str | None = Field(default=None, description="Prefixes are shared between equal salts only.")
@@ -171,6 +187,8 @@ class SamplingBody(RequestBody):
             raise InvalidRequest("priority must fit into 32 bits", "priority")
         if self.cache_salt is not None and not 0 < len(self.cache_salt) <= 256:
             raise InvalidRequest("cache_salt must be 1 to 256 characters long", "cache_salt")
+        if self.best_of not in (None, 1, self.n):
+            raise Unsupported("best_of is not supported; use n and choose among the choices", "best_of")
         if (self.n or 1) > limits.n:
             raise InvalidRequest(f"n must be at most {limits.n}, not {self.n}", "n")
         if len(self.logit_bias or ()) > limits.logit_bias:
@@ -294,10 +312,11 @@ def _build_unknown_field_error(kind: type[Body], name: str) -> InvalidRequest:
 
 
 def parse_lenient_body(kind: type[Body], content: bytes, limits: Limits) -> tuple[Body, list[str]]:
-    """Like `parse_body`, but leaves out unknown fields and returns their names."""
+    """Like `parse_body`, but leaves out unknown fields and returns their names, as `name` or `tools[0].name`."""
     values = read_fields(content, limits)
     known = {name: value for name, value in values.items() if name in kind.model_fields}
-    return validate_body(kind, known), _find_unknown_fields(kind, values)
+    body = validate_body(kind, known)
+    return body, _find_unknown_fields(kind, values) + find_nested_unknown(body, known)
 
 
 def read_fields(content: bytes, limits: Limits) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from serve_llm.common.options.limits import Limits
-from serve_llm.server.http.errors import InvalidRequest, Unsupported
+from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.schema.common import Ids, PromptLogprobs, ResponseMetrics, SamplingBody, Strings, Usage, ranged
 from serve_llm.server.schema.peer_fields import PeerFields
 
@@ -37,7 +37,6 @@ class CompletionRequest(SamplingBody, PeerFields):
     logprobs: int | None = ranged(
         "logprobs", "Log-probabilities of the chosen token and of this many most likely tokens."
     )
-    best_of: int | None = Field(default=None, description="Refused at other values than 1 and n.")
     suffix: str | None = Field(
         default=None, description="Text after the one to be written, for models trained to fill in the middle."
     )
@@ -45,8 +44,6 @@ class CompletionRequest(SamplingBody, PeerFields):
     def check(self, limits: Limits) -> None:
         self.check_peer_fields()
         super().check(limits)
-        if self.best_of not in (None, 1, self.n):
-            raise Unsupported("best_of is not supported; use n and choose among the choices", "best_of")
         for name in ("echo", "truncate_prompt_tokens"):
             if self.suffix and getattr(self, name):
                 raise InvalidRequest(f"suffix and {name} exclude each other", "suffix")

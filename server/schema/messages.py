@@ -42,6 +42,7 @@ class ClientTool(TranslatedBody):
     description: str | None = None
     input_schema: dict[str, object] | None = None
     strict: bool | None = None
+    cache_control: Ignored = None
 
 
 class ClientToolChoice(TranslatedBody):
@@ -79,13 +80,14 @@ class CountTokensRequest(TranslatedBody):
     output_format: OutputFormat | None = Field(default=None, description="Earlier name of output_config.format.")
 
     def to_turn(self, params: SamplingParams, limits: Limits) -> tuple[ChatTurn, list[str]]:
-        """The turn, and the places of tools that are skipped. Raises InvalidRequest, Unsupported."""
+        """The turn, and the places of tools and blocks that are skipped. Raises InvalidRequest, Unsupported."""
         if len(self.messages) > limits.messages:
             raise InvalidRequest(f"{len(self.messages)} messages are more than {limits.messages}", "messages")
-        tools, skipped = self._read_tools(limits)
+        tools, skipped_tools = self._read_tools(limits)
         is_continued = continues_reply(self.messages)
+        messages, skipped_blocks = translate_messages(self.system, self.messages)
         turn = ChatTurn(
-            messages=translate_messages(self.system, self.messages),
+            messages=messages,
             params=params,
             tools=tools,
             tool_choice=self._read_tool_choice(tools),
@@ -96,7 +98,7 @@ class CountTokensRequest(TranslatedBody):
             add_generation_prompt=not is_continued,
             continue_final_message=is_continued,
         )
-        return turn, skipped
+        return turn, skipped_tools + skipped_blocks
 
     @property
     def _effort(self) -> str | None:

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from serve_llm.common.options.limits import Limits
 from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.prompt.chat_turn import ChatTurn
 from serve_llm.server.sampling_params import SamplingParams
 from serve_llm.server.schema.chat import Messages, TemplateBody
-from serve_llm.server.schema.common import Ignored, RequestBody, Strings, ranged
+from serve_llm.server.schema.common import Ignored, RequestBody, RequestId, Strings, TranslatedBody, ranged
 from serve_llm.server.schema.completions import Prompt
+from serve_llm.server.schema.peer_fields import check_neutral, neutral
 
 Dimensions = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
@@ -44,10 +45,13 @@ class PoolingBody(RequestBody):
     )
     add_special_tokens: bool | None = Field(default=None, description="True when absent. Does not concern ids.")
     priority: int | None = Field(default=None, description="Smaller values run first; between -2**31 and 2**31 - 1.")
+    request_id: RequestId | None = None
     user: Ignored = None
 
     def check(self, limits: Limits) -> None:
-        """Check what types cannot express. Raises InvalidRequest."""
+        """Check what types cannot express. Raises InvalidRequest, Unsupported."""
+        for name in self.model_fields_set:
+            check_neutral(name, getattr(self, name), type(self).model_fields[name])
         if self.truncate_prompt_tokens is not None and not 1 <= self.truncate_prompt_tokens < 2**31:
             if self.truncate_prompt_tokens != -1:
                 raise InvalidRequest(
@@ -73,6 +77,8 @@ class VectorFormat(PoolingBody):
     dimensions: Dimensions | None = Field(
         default=None, description="Cut embeddings to this many numbers, if the model was trained for it."
     )
+    embed_dtype: object | None = neutral("float32")
+    endianness: object | None = neutral("native", "little")
 
 
 class EmbeddingRequest(VectorFormat, TemplateBody):
@@ -152,17 +158,31 @@ class ScoreRequest(PoolingBody):
         return first, second, second_name
 
 
-class RerankDocument(RequestBody):
+class RerankDocument(TranslatedBody):
     text: str
+
+
+def _read_document(document: object) -> str:
+    text = document.get("text") if isinstance(document, dict) else document
+    if not isinstance(text, str):
+        raise ValueError("a document must be a text, or an object with a text as `text`")
+    return text
+
+
+Document = Annotated[str, BeforeValidator(_read_document, json_schema_input_type=str | RerankDocument)]
 
 
 class RerankRequest(PoolingBody):
     """A query and documents, as Cohere and Jina name the fields."""
 
     query: str
-    documents: Annotated[list[str | RerankDocument], Field(fail_fast=True)]
+    documents: Annotated[list[Document], Field(fail_fast=True)] = Field(
+        description="Texts, or objects of which only `text` is read."
+    )
     top_n: int | None = Field(default=None, ge=0, description="Return only the best ones; 0 and absent: all.")
     return_documents: bool | None = Field(default=None, description="Repeat the documents' texts; true when absent.")
+    rank_fields: object | None = neutral(["text"], hint="only the field text of a document is read")
+    max_tokens_per_query: int | None = Field(default=None, ge=1, description="Cut the query to this many tokens.")
     max_tokens_per_doc: int | None = Field(default=None, ge=1, description="Cut each document to this many tokens.")
     instruction: str | None = Field(
         default=None, description="What makes a document relevant, for models that read it."
@@ -173,7 +193,7 @@ class RerankRequest(PoolingBody):
         if not self.documents:
             raise InvalidRequest("documents must not be empty", "documents")
         check_count(self.documents, limits, "documents")
-        return [document if isinstance(document, str) else document.text for document in self.documents]
+        return self.documents
 
 
 def check_count(values: Sequence[object], limits: Limits, name: str) -> None:

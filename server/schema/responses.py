@@ -15,7 +15,7 @@ from serve_llm.server.http.errors import InvalidRequest, ResponseNotFound, Unsup
 from serve_llm.server.prompt.chat_turn import ChatTurn
 from serve_llm.server.prompt.items import ToolItem, translate_items
 from serve_llm.server.sampling_params import RANGES, SamplingParams
-from serve_llm.server.schema.common import Ignored, Strings, TranslatedBody, ranged
+from serve_llm.server.schema.common import Ignored, Strings, TranslatedBody, check_metadata, ranged
 from serve_llm.server.schema.response_tools import (
     FlatTool,
     FlatToolChoice,
@@ -33,7 +33,15 @@ Items = Annotated[list[Json], Field(fail_fast=True)]
 class TextFormat(TranslatedBody):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
+    description: str | None = None
+    strict: bool | None = Field(default=None, description="Returned; a schema is enforced in any case.")
     json_schema: dict[str, object] | None = Field(default=None, alias="schema")
+
+    def describe(self) -> Json:
+        """The format as the reply repeats it."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {**self.model_dump(by_alias=True), "strict": bool(self.strict)}
 
 
 class TextConfig(TranslatedBody):
@@ -105,7 +113,7 @@ class ResponsesRequest(InputTokensRequest):
         default=None,
         description="reasoning.encrypted_content, message.output_text.logprobs; others have no effect.",
     )
-    metadata: dict[str, object] | None = Field(default=None, description="Returned as it is.")
+    metadata: dict[str, str] | None = Field(default=None, description="Up to 16 texts, returned as they are.")
     background: bool | None = Field(
         default=None, description="Answer at once, go on without the client. Needs a store."
     )
@@ -120,6 +128,7 @@ class ResponsesRequest(InputTokensRequest):
 
     def check(self, has_store: bool) -> None:
         """Raises InvalidRequest, Unsupported."""
+        check_metadata(self.metadata or {})
         if self.background and not has_store:
             raise Unsupported("background: true is not supported: this server stores no responses", "background")
         if self.background and self.store is False:
@@ -149,7 +158,7 @@ class ResponsesRequest(InputTokensRequest):
         """What the reply repeats of the request."""
         text_format: dict[str, object] = {"type": "text"}
         if self.text is not None and self.text.format is not None:
-            text_format = self.text.format.model_dump(by_alias=True, exclude_none=True)
+            text_format = self.text.format.describe()
         choice = self.tool_choice or "auto"
         return {
             "previous_response_id": self.previous_response_id,

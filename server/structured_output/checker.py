@@ -13,14 +13,12 @@ from llguidance.gbnf_to_lark import any_to_lark
 from serve_llm.common.grammar import build_matcher, matcher_error
 from serve_llm.server.structured_output import json_schema
 from serve_llm.server.structured_output.errors import GrammarError
+from serve_llm.server.structured_output.lark_parts import prepare_lark
 from serve_llm.server.structured_output.params import StructuredOutputs
 from serve_llm.server.structured_output.special_tokens import split_special_tokens
 
 PROBE_STEPS = 16  # tokens for which a new grammar is tried, because llguidance compiles much of it only when needed
 MAX_CPU_SECONDS = 0.5  # for compiling a grammar and trying it
-
-# A limit on tokens cannot be kept when tokens are taken back, and temperatures are the sampler's.
-_REFUSED_ATTRIBUTES = re.compile(r"\[[^\]\n\"/]*\b(max_tokens|temperature)\s*=")
 
 
 class GrammarChecker:
@@ -70,11 +68,9 @@ class GrammarChecker:
             lark = any_to_lark(grammar)
         except Exception as error:  # it raises this very class for an unknown rule
             raise GrammarError(f"neither Lark with a rule `start:` nor GBNF: {error}") from None
-        if refused := _REFUSED_ATTRIBUTES.search(lark):
-            raise GrammarError(f"the attribute {refused[1]} is not supported")
         if re.search(r'"lenient"', lark):
             raise GrammarError("the option lenient is not supported")
-        return self.check(LLMatcher.grammar_from_lark(lark))
+        return self.check(LLMatcher.grammar_from_lark(prepare_lark(lark)))
 
     # Parts of structural tags.
 

@@ -128,6 +128,9 @@ class GrammarCompiler:
             if isinstance(source, TurnForm):
                 for part in source.list_parts():  # each under the name of its own parameter
                     self.compile(part)
+            elif source.whitespace_pattern is not None:
+                param = source.name_param("whitespace_pattern")
+                self.compile(StructuredOutputs(regex=source.whitespace_pattern, param=param))
             found = self._compile_in_host(key, source)
             self.cache.put(key, found)
         return found.unwrap()

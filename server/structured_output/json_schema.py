@@ -5,15 +5,27 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
+from urllib.parse import unquote
 
 from llguidance import LLMatcher
 
 from serve_llm.server.structured_output.errors import GrammarError
+from serve_llm.server.structured_output.pattern import translate_pattern
 
 # One space, or one line break and an indentation: a model cannot write whitespace for ever.
 WHITESPACE = r"(\x20|\r?\n[\x20\x09]{0,40})"
+
+# Without \u: it would write a named property in a second way, which llguidance takes for an additional one.
+_ESCAPES = 'nrbtf\\"'
+
+# llguidance computes with bounds as floats of 64 bits, and writes integers of 64 bits.
+_MAX_FLOAT_INTEGER = 2**53
+_MAX_INTEGER = 2**63 - 1
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+
+_OWN_WHITESPACE = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator")  # in x-guidance
 
 MAX_DEPTH = 100  # schemas inside each other
 LOCATE_SECONDS = 0.3  # for finding the place of an error
@@ -73,6 +85,24 @@ def write_grammar(schema: object, *, whitespace: str | None, closed: bool) -> st
     whitespace: a regex for the whitespace between tokens; None for none. closed: objects whose schema has `properties`
     and no `additionalProperties` have no others. Raises GrammarError.
     """
+    prepared = prepare_schema(schema, closed=closed)
+    own = prepared.get("x-guidance")
+    for name in _OWN_WHITESPACE:
+        if whitespace != WHITESPACE and isinstance(own, dict) and name in own:
+            raise GrammarError(f"{name} excludes disable_any_whitespace and whitespace_pattern", keyword="x-guidance")
+    options: dict[str, object] = {"whitespace_flexible": False}
+    if whitespace is not None:
+        options = {"whitespace_flexible": True, "whitespace_pattern": whitespace}
+    try:
+        text = json.dumps(prepared, ensure_ascii=False, allow_nan=False)
+        text.encode()
+        return LLMatcher.grammar_from_json_schema(text, defaults=options, overrides={"lenient": False})  # type: ignore[arg-type]
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(str(error)) from None
+
+
+def prepare_schema(schema: object, *, closed: bool) -> Schema:
+    """A schema as llguidance enforces it exactly. `closed` as for `write_grammar`. Raises GrammarError."""
     if schema is True:
         schema = {}
     if schema is False:
@@ -83,18 +113,42 @@ def write_grammar(schema: object, *, whitespace: str | None, closed: bool) -> st
     for child in _walk(schema):
         if isinstance(child.schema, dict):
             _check_keywords(child.schema, child.pointer)
-    if closed:
-        schema = _close(schema)
-    assert isinstance(schema, dict)
-    options: dict[str, object] = {"whitespace_flexible": False}
-    if whitespace is not None:
-        options = {"whitespace_flexible": True, "whitespace_pattern": whitespace}
-    try:
-        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-        text.encode()
-        return LLMatcher.grammar_from_json_schema(text, defaults=options, overrides={"lenient": False})  # type: ignore[arg-type]
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(str(error)) from None
+    schema = _translate_patterns(_close(schema) if closed else schema)
+    if not any(_names_keys_and_allows_others(child.schema) for child in _walk(schema)):
+        return schema
+    options = schema.get("x-guidance", {})
+    if not isinstance(options, dict):
+        raise GrammarError("it must be an object", keyword="x-guidance")
+    if "u" in str(options.get("json_allowed_escapes", "")):
+        raise GrammarError("json_allowed_escapes must not hold u beside open objects", keyword="x-guidance")
+    return {**schema, "x-guidance": {"json_allowed_escapes": _ESCAPES, **options}}
+
+
+def _translate_patterns(schema: Schema) -> Schema:
+    """A copy with regular expressions as llguidance reads them."""
+    copy: Schema = json.loads(json.dumps(schema))
+    for child in _walk(copy):
+        if not isinstance(child.schema, dict):
+            continue
+        for keyword in ("pattern", "patternProperties"):
+            found = child.schema.get(keyword)
+            try:
+                if isinstance(found, str):
+                    child.schema[keyword] = translate_pattern(found)
+                elif isinstance(found, dict):
+                    translated = {translate_pattern(name): value for name, value in found.items()}
+                    if len(translated) < len(found):
+                        raise GrammarError("two of its expressions are the same")
+                    child.schema[keyword] = translated
+            except GrammarError as error:
+                raise GrammarError(error.message, child.pointer, keyword) from None
+    return copy
+
+
+def _names_keys_and_allows_others(schema: object) -> bool:
+    if not isinstance(schema, dict) or schema.get("additionalProperties") is False:
+        return False
+    return "properties" in schema or "patternProperties" in schema
 
 
 def _check_keywords(schema: Schema, pointer: str) -> None:
@@ -105,6 +159,34 @@ def _check_keywords(schema: Schema, pointer: str) -> None:
     divisor = schema.get("multipleOf")
     if isinstance(divisor, int | float) and divisor <= 0:
         raise GrammarError("must be greater than 0", pointer, "multipleOf")
+    for keyword in ("const", "enum"):
+        _check_integers(schema.get(keyword), pointer, keyword)
+    for keyword in _BOUNDS:
+        _check_bound(schema, pointer, keyword)
+
+
+def _check_integers(value: object, pointer: str, keyword: str) -> None:
+    """Refuse integers that llguidance would round."""
+    if type(value) is int and (abs(value) > _MAX_INTEGER or int(float(value)) != value):
+        raise GrammarError(f"the integer {str(value)[:40]} cannot be enforced without rounding", pointer, keyword)
+    for _, member in _list_members(value):
+        _check_integers(member, pointer, keyword)
+
+
+def _check_bound(schema: Schema, pointer: str, keyword: str) -> None:
+    """Refuse bounds that llguidance would round. No integer that it writes is above 2**63 - 1."""
+    bound = schema.get(keyword)
+    if type(bound) not in (int, float):
+        return
+    assert isinstance(bound, int | float)
+    is_inclusive = keyword in ("minimum", "maximum")
+    if abs(bound) < _MAX_FLOAT_INTEGER + is_inclusive:
+        return
+    types = schema.get("type")
+    is_integer = "number" not in types if isinstance(types, list) else types == "integer"
+    if is_integer and keyword == "maximum" and bound >= _MAX_INTEGER:
+        return
+    raise GrammarError(f"bounds beyond 2**53 ({_MAX_FLOAT_INTEGER}) would be rounded", pointer, keyword)
 
 
 def locate_error(schema: object, message: str, find_error: Find) -> GrammarError:
@@ -161,7 +243,7 @@ def _descend(schema: Schema, message: str, try_part: TryPart) -> _Child:
     seen = {""}
     while True:
         children = [child for child in _children(place) if child.pointer not in seen]
-        children += [child for child in _target(schema, place) if child.pointer not in seen]
+        children += [child for child in _target(_Child("", schema), place) if child.pointer not in seen]
         deeper = next((child for child in children if try_part(child.schema) == message), None)
         if deeper is None:
             return place
@@ -200,12 +282,63 @@ def check_depth(schema: Schema) -> None:
 
 
 def _walk(schema: Schema) -> Iterator[_Child]:
-    """A schema and all its subschemas, in the order of the text."""
-    stack = [_Child("", schema)]
+    """A schema and all its subschemas, in the order of the text. What a $ref points to is one, wherever it stands."""
+    root = _Child("", schema)
+    resources = {resource.pointer: resource for resource in _list_resources(root)}
+    by_name: dict[str, list[_Child]] = {}  # by the end of the URI
+    for resource in resources.values():
+        by_name.setdefault(_get_uri_name(resource.schema), []).append(resource)
+    seen: set[str] = set()
+    stack = [root]
     while stack:
         child = stack.pop()
+        if child.pointer in seen:
+            continue
+        seen.add(child.pointer)
         yield child
+        if isinstance(child.schema, dict) and isinstance(reference := child.schema.get("$ref"), str):
+            name = reference.partition("#")[0].rpartition("/")[2]
+            around = [resources[pointer] for pointer in _list_prefixes(child.pointer) if pointer in resources]
+            bases = [*around, *by_name.get(name, ())] if name else around
+            stack += [target for base in bases for target in _target(base, child)]
         stack += reversed(list(_children(child)))
+
+
+def _list_resources(root: _Child) -> Iterator[_Child]:
+    """What the pointer of a $ref may begin at: the whole and every part with a URI of its own, wherever it stands."""
+    yield root
+    stack = [root]
+    while stack:
+        parent = stack.pop()
+        if parent is not root and isinstance(parent.schema, dict):
+            if any(isinstance(parent.schema.get(name), str) for name in ("$id", "id")):
+                yield parent
+        for name, value in _list_members(parent.schema):
+            stack.append(_Child(f"{parent.pointer}/{_escape(name)}", value))
+
+
+def _get_uri_name(schema: object) -> str:
+    assert isinstance(schema, dict)
+    uri = next((schema[name] for name in ("$id", "id") if isinstance(schema.get(name), str)), "")
+    assert isinstance(uri, str)
+    return uri.partition("#")[0].rpartition("/")[2]
+
+
+def _list_prefixes(pointer: str) -> Iterator[str]:
+    """A JSON pointer and those to what is around."""
+    yield pointer
+    while pointer:
+        pointer = pointer.rpartition("/")[0]
+        yield pointer
+
+
+def _list_members(value: object) -> Iterable[tuple[str, object]]:
+    """By the names that a JSON pointer has for them."""
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, list):
+        return [(str(index), member) for index, member in enumerate(value)]
+    return ()
 
 
 def _children(parent: _Child) -> Iterator[_Child]:
@@ -223,18 +356,25 @@ def _children(parent: _Child) -> Iterator[_Child]:
             yield _Child(pointer, value)
 
 
-def _target(root: object, place: _Child) -> Iterator[_Child]:
-    """What a local $ref points to."""
+def _target(resource: _Child, place: _Child) -> Iterator[_Child]:
+    """What the pointer of a $ref leads to from a resource, if anything."""
     reference = place.schema.get("$ref") if isinstance(place.schema, dict) else None
-    if not isinstance(reference, str) or not reference.startswith("#/"):
+    if not isinstance(reference, str):
         return
-    found = root
-    for part in reference[2:].split("/"):
+    fragment = unquote(reference.partition("#")[2])
+    if not fragment.startswith("/"):
+        return
+    pointer, found = resource
+    for part in fragment[1:].split("/"):
         name = part.replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, dict) or name not in found:
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+        elif isinstance(found, list) and name.isdecimal() and len(name) < 9 and int(name) < len(found):
+            found = found[int(name)]
+        else:
             return
-        found = found[name]
-    yield _Child(reference[1:], found)
+        pointer += f"/{_escape(name)}"
+    yield _Child(pointer, found)
 
 
 def _escape(name: str) -> str:

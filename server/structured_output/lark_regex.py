@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from serve_llm.server.structured_output.lark_common import COMMON_TERMINALS
+
 MAX_CHARACTERS = 2**16  # a longer regular expression is refused
 MAX_DEPTH = 8  # how often a rule may be inside itself
 MAX_EXPANSIONS = 800  # how often rules are written out, at all depths together
@@ -28,24 +30,6 @@ _TOKEN = re.compile(
     |(?P<mark>->|\.\.|[][:|()?!*+~{},.%\n])""",
     re.VERBOSE,
 )
-_COMMON = {
-    "CNAME": "[a-zA-Z_][a-zA-Z0-9_]*",
-    "CR": r"\r",
-    "DIGIT": "[0-9]",
-    "ESCAPED_STRING": r'"(?:[^"\\\n]|\\.)*"',
-    "HEXDIGIT": "[0-9a-fA-F]",
-    "INT": "[0-9]+",
-    "LCASE_LETTER": "[a-z]",
-    "LETTER": "[a-zA-Z]",
-    "LF": r"\n",
-    "NEWLINE": r"(?:\r?\n)+",
-    "SIGNED_INT": "[-+]?[0-9]+",
-    "UCASE_LETTER": "[A-Z]",
-    "WORD": "[a-zA-Z]+",
-    "WS": r"[ \t\f\r\n]+",
-    "WS_INLINE": r"[ \t]+",
-}
-"""Terminals of Lark's library `common`."""
 _CONTROLS = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "\f": r"\f", "\v": r"\v"}
 _FLAGS = frozenset("is")
 
@@ -165,9 +149,9 @@ class _LarkRules:
         if "->" in texts:
             names = {texts[-1]: texts[4]}
         for name, source in names.items():
-            if source not in _COMMON:
+            if source not in COMMON_TERMINALS:
                 raise LarkError(f"common.{source[:100]} is not known")
-            self._bodies[name] = [[f"(?:{_COMMON[source]})"]]
+            self._bodies[name] = [[f"(?:{COMMON_TERMINALS[source]})"]]
 
 
 def _list_names(body: Alternatives) -> Iterator[str]:

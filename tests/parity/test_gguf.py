@@ -19,11 +19,12 @@ from support.matrix import mostly_slow
 from support.reference import reference_logprobs
 
 STORAGES = (
-    "F16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS".split()  # each with one family, or more
+    "F16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4".split()  # each with one family, or more
 )
 PAIRS = [
     *zip(FAMILIES, (*STORAGES[1:], *STORAGES), strict=False),
     ("qwen3", "F16"),
+    ("qwen3_moe", "MXFP4"),  # as files named MXFP4_MOE
 ]
 FAST_FAMILIES = ("llama", "mixtral", "qwen2", "qwen2_moe", "gemma3_text", "phi3", "olmo2")
 
@@ -86,8 +87,9 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
     assert fingerprint(directory).weights != weights_hash
 
 
-def test_experts_on_several_ranks(tmp_path: Path) -> None:
-    prompts = random_prompts(make_gguf(tmp_path, "qwen3_moe", "Q4_K"))
+@pytest.mark.parametrize("storage", mostly_slow(["Q4_K", "MXFP4"], ["Q4_K"]))
+def test_experts_on_several_ranks(storage: str, tmp_path: Path) -> None:
+    prompts = random_prompts(make_gguf(tmp_path, "qwen3_moe", storage))
     whole_experts = {"tensor": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}
     compare_engines(tmp_path, prompts, {"tensor": 3}, whole_experts)
 

@@ -12,7 +12,8 @@ import torch
 
 from serve_llm.common.types import Adapter, FinishReason, Request
 from serve_llm.engine.loop import EngineCore
-from support.adapters import describe, generate_with_peft, make_adapter, merge
+from support import packed, packed_floats
+from support.adapters import check_as_peft, describe, make_adapter, merge
 from support.engine import Result, generate, greedy, make_engine
 from support.matrix import mostly_slow
 from support.pooled import compute_vectors, pooling_request
@@ -35,8 +36,23 @@ CASES = [  # family, rank, and the fields of LoraConfig that differ
     ("cohere", 8, {}),
     ("qwen", 8, {}),
     ("llama4_text", 8, {}),
+    ("llama", 4, {"use_dora": True, "use_rslora": True}),
+    ("gpt2", 8, {"use_dora": True}),
+    ("qwen2", 16, {"use_dora": True}),
+    ("phi3", 128, {"use_dora": True}),
+    ("gpt_neox", 64, {"use_dora": True, "target_modules": ["query_key_value", "dense"]}),
+    ("gptj", 8, {"use_dora": True}),
+    ("deepseek_v3", 32, {"use_dora": True}),
+    ("qwen3_moe", 4, {"use_dora": True}),
+    ("gemma2", 4, {"use_dora": True, "rank_pattern": {"q_proj": 7}}),
+    ("falcon", 8, {"use_dora": True}),
+    ("bloom", 8, {}),
+    ("mpt", 8, {"use_dora": True}),
+    ("qwen2_moe", 8, {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}),
+    ("granitemoeshared", 8, {"target_modules": ["input_linear", "output_linear"], "use_dora": True}),
+    ("llama4_text", 8, {"target_modules": ["v_proj", "gate_proj", "up_proj", "down_proj"]}),
 ]
-FAST = (CASES[0], CASES[2], CASES[3], CASES[4])
+FAST = (CASES[0], CASES[2], CASES[3], CASES[4], CASES[14], CASES[15], CASES[18], CASES[26])
 PROMPTS = [[5, 17, 101, 44, 9, 230, 61], [7] * 19, [300, 2, 45]]
 OPTIONS = {"enable_lora": True, "max_lora_rank": 128, "block_size": 8}
 NUM_TOKENS = 6
@@ -49,10 +65,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @lru_cache(maxsize=1)
 def llama(root: Path) -> tuple[Path, list[Adapter | None]]:
-    """A checkpoint, and no adapter or one of three, of different ranks."""
+    """A checkpoint, and no adapter or one of four, of different ranks, the last one with DoRA."""
     checkpoint = root / "llama"
     make_checkpoint(checkpoint, "llama", head_dim=16)
     adapters = [make_adapter(checkpoint, root / f"llama{rank}", seed=rank, r=rank) for rank in (2, 4, 9)]
+    adapters.append(make_adapter(checkpoint, root / "llama-dora", seed=3, r=3, use_dora=True))
     return checkpoint, [None, *adapters]
 
 
@@ -85,10 +102,7 @@ def test_as_peft(family: str, rank: int, config: dict[str, object], tmp_path: Pa
         )
     requests = ask_all(adapters)
     results = generate(make_engine(checkpoint, **OPTIONS), requests)
-    for request in requests:
-        directory = None if request.adapter is None else Path(request.adapter.directory)
-        expected = generate_with_peft(checkpoint, directory, request.prompt_ids, NUM_TOKENS)
-        assert results[request.id].token_ids == expected
+    check_as_peft(checkpoint, requests, results)
 
 
 @pytest.mark.parametrize("how", [{}, {"tensor": 2}, {"pipeline": 2}], ids=str)
@@ -125,24 +139,38 @@ def test_same_bits_alone_and_in_a_crowd(root: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "tensor", "pipeline"),
+    ("family", "tensor", "pipeline", "use_dora"),
     mostly_slow(
         [
-            ("llama", 2, 1),
-            ("gpt2", 1, 2),
-            ("llama", 3, 2),
-            ("gpt_neox", 2, 1),
-            ("falcon", 4, 1),
-            ("deepseek_v3", 3, 1),
-            ("phi3", 8, 1),
+            ("llama", 2, 1, False),
+            ("gpt2", 1, 2, False),
+            ("llama", 3, 2, False),
+            ("gpt_neox", 2, 1, False),
+            ("falcon", 4, 1, False),
+            ("bloom", 3, 1, False),
+            ("deepseek_v3", 3, 1, False),
+            ("phi3", 8, 1, False),
+            ("gpt2", 2, 2, True),
+            ("llama", 3, 1, True),
+            ("phi3", 3, 2, True),
+            ("gpt_neox", 2, 1, True),
+            ("deepseek_v3", 3, 1, True),
+            ("qwen2_moe", 2, 2, False),
         ],
-        [("llama", 2, 1), ("gpt2", 1, 2)],
+        [
+            ("llama", 2, 1, False),
+            ("gpt2", 1, 2, False),
+            ("gpt2", 2, 2, True),
+            ("llama", 3, 1, True),
+            ("qwen2_moe", 2, 2, False),
+        ],
     ),
 )
-def test_several_ranks(family: str, tensor: int, pipeline: int, tmp_path: Path) -> None:
+def test_several_ranks(family: str, tensor: int, pipeline: int, use_dora: bool, tmp_path: Path) -> None:
     checkpoint = tmp_path / "base"
     make_checkpoint(checkpoint, family)
-    requests = ask_all([None, make_adapter(checkpoint, tmp_path / "adapter", family, r=5)])
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", family, r=5, use_dora=use_dora)
+    requests = ask_all([None, adapter])
     one = generate(make_engine(checkpoint, **OPTIONS), requests)
     several = generate(make_engine(checkpoint, tensor=tensor, pipeline=pipeline, **OPTIONS), requests)
     assert {number: result.token_ids for number, result in several.items()} == {
@@ -161,6 +189,42 @@ def test_quantised_bases(root: Path, quantization: str) -> None:
     check_equal(with_zeros, plain)
     changed = generate(engine, ask_all([adapters[2]], logprobs=1))
     assert all(changed[number].token_ids != plain[number].token_ids for number in plain)
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "int8-static", "nf4-nested", "gptq"])
+def test_dora_of_quantised_checkpoints(form: str, tmp_path: Path) -> None:
+    """The lengths of rows are those of the numbers for which the checkpoint's codes stand."""
+    if form == "gptq":
+        packed.make_packed(tmp_path, "llama", packed.Packing("gptq", has_order=True))
+    else:
+        packed_floats.make_packed(tmp_path, "llama", form)
+    adapter = make_adapter(tmp_path / "plain", tmp_path / "adapter", use_dora=True)
+    requests = ask_all([None, adapter])
+    check_as_peft(tmp_path / "plain", requests, generate(make_engine(tmp_path / "packed", **OPTIONS), requests))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_dora_as_merged(family: str, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "base"
+    make_checkpoint(checkpoint, family)
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", family, use_dora=True)
+    merge(checkpoint, tmp_path / "adapter", tmp_path / "merged")
+    found = generate(make_engine(checkpoint, **OPTIONS), ask_all([adapter]))
+    merged = generate(make_engine(tmp_path / "merged", block_size=8), ask_all([None]))
+    assert [one.token_ids for one in found.values()] == [one.token_ids for one in merged.values()]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4-g32"])
+def test_dora_that_changes_nothing(quantization: str, root: Path, tmp_path: Path) -> None:
+    """Without products, each row has the length that it had."""
+    checkpoint, _ = llama(root)
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", use_dora=True, scale=0.0, magnitude=0.0)
+    options = {"quantization": quantization, **OPTIONS}
+    found = generate(make_engine(checkpoint, **options), ask_all([None, adapter], logprobs=1))
+    for number in range(0, len(found), 2):
+        assert found[number].token_ids == found[number + 1].token_ids
+        for plain, scaled in zip(found[number].logprobs, found[number + 1].logprobs, strict=True):
+            assert plain.logprob == pytest.approx(scaled.logprob, abs=1e-3)
 
 
 def test_prefixes_are_shared_within_an_adapter_only(root: Path, tmp_path: Path) -> None:

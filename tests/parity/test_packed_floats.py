@@ -130,3 +130,47 @@ def test_quantised_experts_of_llama_4_are_modules(form: str, tmp_path: Path) -> 
     for prompt, ours in zip(prompts, Harness(spec, decoder, torch.float32).logprobs(prompts), strict=True):
         assert (ours - reference_logprobs(tmp_path / "plain", prompt)).abs().max() < 5e-4
     assert "(down): RowParallelLinear(96 -> 64, float32" not in repr(decoder)
+
+
+def make_fbgemm_llama_4(directory: Path) -> int:
+    """Experts are stacks of 8-bit floats (experts, inputs, outputs), with scales as transformers declares them."""
+    vocab_size = make_packed(directory, "llama4_text", "fbgemm", intermediate_size_mlp=96)
+    paths = [directory / kind / "model.safetensors" for kind in ("plain", "packed")]
+    plain, stored = map(load_file, paths)
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        scales = stored[name].abs().amax(1, keepdim=True) / 448
+        stored[name] = (stored[name] / scales).to(torch.float8_e4m3fn)
+        plain[name] = stored[name].float() * scales
+        stored[f"{name}_scale"] = scales.mT.contiguous() if "down" in name else scales
+    save_file(plain, paths[0], metadata={"format": "pt"})
+    save_file(stored, paths[1], metadata={"format": "pt"})
+    return vocab_size
+
+
+def test_fbgemm_stacks_of_llama_4(tmp_path: Path) -> None:
+    prompts = random_prompts(make_fbgemm_llama_4(tmp_path))
+    spec, decoder = load(tmp_path / "packed")
+    for prompt, ours in zip(prompts, Harness(spec, decoder, torch.float32).logprobs(prompts), strict=True):
+        assert (ours - reference_logprobs(tmp_path / "plain", prompt)).abs().max() < 5e-4
+    assert spec.grouped is not None
+    form = spec.grouped.find_form("layers.1.ffn.experts.0.down")
+    assert form is not None and form.is_float8
+    requests = [greedy(number, prompt, 6) for number, prompt in enumerate(prompts)]
+    expected = generate(make_engine(tmp_path / "plain", dtype="float32"), requests)
+    whole_experts = {"tensor": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}
+    for grid in ({}, {"tensor": 3}, {"pipeline": 2}, whole_experts):
+        found = generate(make_engine(tmp_path / "packed", dtype="float32", **grid), requests)
+        assert [found[number].token_ids for number in found] == [expected[number].token_ids for number in expected]
+
+
+def test_scales_of_fbgemm_stacks_must_fit(tmp_path: Path) -> None:
+    make_fbgemm_llama_4(tmp_path)
+    path = tmp_path / "packed" / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.feed_forward.experts.down_proj"
+    save_file({**tensors, f"{name}_scale": torch.ones(5, 1, 7)}, path)
+    with pytest.raises(ModelError, match=r"down_proj_scale has shape \[5, 1, 7\], but .* each of 64 outputs"):
+        load(tmp_path / "packed")
+    save_file({**tensors, name: tensors[name].float()}, path)
+    with pytest.raises(ModelError, match=r"down_proj is stored as torch\.float32, but .*float8_e4m3fn"):
+        load(tmp_path / "packed")

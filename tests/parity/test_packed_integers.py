@@ -58,7 +58,7 @@ def test_every_packing(name: str, tmp_path: Path) -> None:
 
 PAIRS = [
     (family, packing)
-    for family in ("qwen3_moe", "opt", "phi3", "gpt_neox", "glm", "deepseek_v3", "gemma3_text", "qwen")
+    for family in ("qwen3_moe", "opt", "phi3", "gpt_neox", "glm", "deepseek_v3", "gemma3_text", "qwen", "bloom", "mpt")
     for packing in ("awq", "gptq-order", "w4a16-asymmetric")
 ]
 FAST_PAIRS = [("qwen3_moe", "gptq-order"), ("phi3", "awq"), ("deepseek_v3", "w4a16-asymmetric"), ("gpt_neox", "awq")]

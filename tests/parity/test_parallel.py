@@ -134,6 +134,8 @@ def test_small_chunks_and_preemption(family: str, root: Path) -> None:
         ("falcon", {"tensor": 3}, {"new_decoder_architecture": False}),  # all ranks have the one key and value head
         ("falcon", {"tensor": 4, "split": (2, 3, 1, 4)}, {"num_ln_in_parallel_attn": 1, "bias": True}),
         ("falcon", {"tensor": 5}, {"hidden_size": 56, "num_attention_heads": 28, "num_kv_heads": 4}),  # cut groups
+        ("bloom", {"tensor": 3, "split": (3, 1, 1)}, {"hidden_size": 70, "n_head": 7}),
+        ("mpt", {"tensor": 7, "pipeline": 2}, {}),  # a rank without any head
         ("gptj", {"tensor": 2, "pipeline": 2}, {"tie_word_embeddings": True}),
         ("llama", {"tensor": 7}, {"vocab_size": 337, "intermediate_size": 5}),  # ranks without feed-forward columns
         ("mixtral", {"tensor": 4}, {"intermediate_size": 3}),

@@ -30,6 +30,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     value_dim: int | None = None,
     on_device: Lengths | None = None,
 ) -> Tensor:
@@ -54,6 +55,8 @@ def paged_attention(
             scores = torch.einsum("hd,hsd->hs", query[token].double(), keys) * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
+            if alibi_slopes is not None:
+                scores += alibi_slopes.double()[:, None] * (torch.tensor(seen) - position)
             if sinks is not None:
                 scores = torch.cat([scores, sinks.double()[:, None]], -1)
             weights = torch.softmax(scores, -1)[:, : len(slots)]

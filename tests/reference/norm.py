@@ -28,3 +28,10 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     if bias is not None:
         result = result + bias.double()
     return result.to(x.dtype)
+
+
+def add_layer_norm(
+    hidden: Tensor, delta: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = hidden + delta
+    return total, layer_norm(total, weight, bias, eps)

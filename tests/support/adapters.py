@@ -9,8 +9,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from serve_llm.common.types import Adapter
+from serve_llm.common.types import Adapter, Request
 from serve_llm.engine.lora.files import compute_digest
+from support.engine import Result
 
 PLAIN = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
 MODULES = {
@@ -18,24 +19,36 @@ MODULES = {
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
     "falcon": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+    "bloom": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+    "mpt": ["Wqkv", "out_proj", "up_proj", "down_proj"],
     "qwen": ["c_attn", "c_proj", "w1", "w2"],
     "llama4_text": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "qwen2_moe": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "qwen3_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
 }  # to adapt; in other families all linear layers
 
 
 def make_adapter(
-    checkpoint: Path, directory: Path, family: str = "", seed: int = 0, scale: float = 0.2, **config: Any
+    checkpoint: Path,
+    directory: Path,
+    family: str = "",
+    seed: int = 0,
+    scale: float = 0.2,
+    magnitude: float = 1.0,
+    **config: Any,
 ) -> Adapter:
-    """Write an adapter of the checkpoint to `directory`. scale: of its weights. config: fields of LoraConfig."""
+    """Write an adapter of the checkpoint to `directory`. scale: of its weights. magnitude: the width of the random
+    factors of DoRA's lengths. config: fields of LoraConfig."""
     base = AutoModelForCausalLM.from_pretrained(checkpoint, **PLAIN)
     fields: dict[str, Any] = {"target_modules": MODULES.get(family, "all-linear"), "task_type": "CAUSAL_LM"}
     model = get_peft_model(base, LoraConfig(**(fields | {"r": 4, "lora_alpha": 8} | config)))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
+            if "magnitude" in name:  # it begins as the length of each row
+                parameter.mul_(1 + (torch.rand(parameter.shape, generator=generator) - 0.5) * magnitude)
+            elif "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     model.save_pretrained(directory)
     return describe(directory)
@@ -56,6 +69,15 @@ def generate_with_peft(checkpoint: Path, adapter: Path | None, prompt: list[int]
     for _ in range(num_tokens):
         ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     return ids[len(prompt) :]
+
+
+def check_as_peft(checkpoint: Path, requests: list[Request], results: dict[int, Result]) -> None:
+    """Whether greedy results have the ids that transformers and PEFT compute."""
+    for request in requests:
+        directory = None if request.adapter is None else Path(request.adapter.directory)
+        num_tokens = request.sampling.max_tokens
+        expected = generate_with_peft(checkpoint, directory, request.prompt_ids, num_tokens)
+        assert results[request.id].token_ids == expected, f"request {request.id}"
 
 
 def merge(checkpoint: Path, adapter: Path, directory: Path) -> None:

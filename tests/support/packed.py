@@ -31,6 +31,8 @@ SIZES: dict[str, dict[str, Any]] = {  # whole words of 32 numbers
     "gpt_neox": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     "qwen": {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "kv_channels": 16},
+    "bloom": {"hidden_size": 64, "n_head": 4},
+    "mpt": {"d_model": 64, "n_heads": 4},
     "phi3": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
 SIZES["gemma3_text"] = SIZES[""] | {"num_key_value_heads": 2}

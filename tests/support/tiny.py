@@ -149,6 +149,15 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
     "gpt_oss": {**_EXPERTS, "sliding_window": 21, "num_local_experts": 5, "intermediate_size": 37},
+    "bloom": {"vocab_size": 331, "hidden_size": 60, "n_layer": 3, "n_head": 6},
+    "mpt": {
+        "vocab_size": 331,
+        "d_model": 60,
+        "n_layers": 3,
+        "n_heads": 6,
+        "max_seq_len": 256,
+        "attn_config": {"clip_qkv": 2.5, "softmax_scale": 0.2},
+    },
     "opt": {
         "vocab_size": 331,
         "hidden_size": 57,

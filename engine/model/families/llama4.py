@@ -23,7 +23,7 @@ NAMES = {
     **{f"feed_forward.{name}_proj": f"ffn.{name}" for name in ("gate", "up", "down")},  # in layers without experts
     **{f"feed_forward.shared_expert.{name}_proj": f"ffn.shared.{name}" for name in ("gate", "up", "down")},
 }
-EXPERTS = {  # in quantised checkpoints, whose experts are modules
+EXPERTS = {  # in quantised checkpoints other than FBGEMM's: modules
     f"feed_forward.experts.{{member}}.{name}_proj": f"ffn.experts.{{member}}.{name}" for name in ("gate", "up", "down")
 }
 
@@ -57,9 +57,9 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     sparse = _read_sparse_layers(config, num_layers)
     spec = with_experts(_read_attention(config, dense), router, width, width, where=sparse.__contains__)
     config.ignore(*IN_TRAINING, "for_llm_compressor")
-    is_quantised = config.inner("quantization_config") is not None
+    quantized = config.inner("quantization_config")
     config.done()
-    if is_quantised:
+    if quantized is not None and quantized.text("quant_method") != "fbgemm_fp8":
         return spec, weights(spec, NAMES | EXPERTS)
     named = weights(spec, NAMES)
     return spec, replace(named, rules=(*named.rules, *_stacks(spec, sparse)))

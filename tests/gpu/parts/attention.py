@@ -30,6 +30,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    has_alibi: bool = False
     value_dim: int | None = None
     dtype: torch.dtype = torch.bfloat16
 
@@ -57,6 +58,7 @@ CASES = [
     Case("Qwen 0.5B, mixed", QWEN, MIXED),
     Case("Gemma 2, window and softcap, mixed", GEMMA, MIXED, window=1024, softcap=50.0),
     Case("gpt-oss, window and sinks, mixed", OSS, MIXED, window=128, has_sinks=True),
+    Case("BLOOM 7B, ALiBi, mixed", (32, 32, 128), MIXED, has_alibi=True),
     Case("odd heads, mixed", (6, 3, 14), MIXED[:4]),
     Case("latent rows of 576, decode", LATENT, several(16, 2000), value_dim=512),
     Case("latent rows of 576, mixed", LATENT, MIXED[:4], value_dim=512),
@@ -65,6 +67,7 @@ TINY = ((1, 1), (7, 9), (1, 40))
 TINY_CASES = [
     Case("tiny", (4, 2, 16), TINY),
     Case("tiny, window and softcap", (4, 2, 16), TINY, window=8, softcap=50.0),
+    Case("tiny, ALiBi", (4, 2, 16), TINY, has_alibi=True),
     Case("tiny, latent", (4, 1, 24), TINY, value_dim=16),
 ]
 
@@ -80,6 +83,7 @@ class Step:
     cache: Tensor = field(init=False)
     table: Tensor = field(init=False)
     sinks: Tensor | None = field(init=False)
+    alibi_slopes: Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
         heads, kv_heads, size = self.case.heads
@@ -100,6 +104,8 @@ class Step:
             slots = self.slots(row, context)
             self.cache[slots // BLOCK_SIZE, :, :, slots % BLOCK_SIZE] = draw(context, parts, kv_heads, size)
         self.sinks = draw(heads).float() if self.case.has_sinks else None
+        exponents = torch.linspace(8, 0.25, heads, device=self.device)
+        self.alibi_slopes = 2.0**-exponents if self.case.has_alibi else None
 
     def slots(self, row: int, context: int) -> Tensor:
         positions = torch.arange(context, device=self.device)
@@ -113,6 +119,7 @@ class Step:
             "window": case.window,
             "softcap": case.softcap,
             "sinks": self.sinks,
+            "alibi_slopes": self.alibi_slopes,
             "value_dim": case.value_dim,
         }
 
@@ -142,6 +149,8 @@ class Step:
                 scores = self.case.softcap * (scores / self.case.softcap).tanh()
             at = torch.arange(context - (end - first), context, device=self.device)[:, None]
             key = torch.arange(context, device=self.device)
+            if self.alibi_slopes is not None:
+                scores = scores + self.alibi_slopes[:, None, None] * (key - at)
             seen = (key <= at) & (key > at - (self.case.window or context + 1))
             scores = scores.masked_fill(~seen, -torch.inf)
             if self.sinks is not None:

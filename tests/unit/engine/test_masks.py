@@ -53,6 +53,30 @@ def test_only_sampling_waits_for_masks(engine: EngineCore, monkeypatch: pytest.M
     assert events == ["forward", "masks"] * 5
 
 
+def test_cheap_masks_are_filled_before_the_step_on_cpus(engine: EngineCore) -> None:
+    assert engine.grammars._filler._fill_cheap_at_once
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_cheap_masks_are_filled_at_once_or_in_threads(
+    device: str, engine: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cost of a first mask is not known, so it is filled in a thread anywhere."""
+    monkeypatch.setattr(engine.grammars._filler, "_fill_cheap_at_once", device == "cpu")
+    in_engine: list[bool] = []
+    fill = MaskFiller._fill
+
+    def watched_fill(self: MaskFiller, state: ConstraintState, tokenizer: object) -> object:
+        in_engine.append(threading.current_thread() is threading.main_thread())
+        return fill(self, state, tokenizer)
+
+    monkeypatch.setattr(MaskFiller, "_fill", watched_fill)
+    monkeypatch.setattr(ConstraintState, "is_costly", False)
+    generate(engine, [constrained(1, compile_grammar(regex="[a-z]{20}"), max_tokens=5)])
+    assert not in_engine[0]
+    assert set(in_engine[1:]) == {device == "cpu"}
+
+
 def test_steps_of_other_requests_stay_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a step of the unconstrained requests runs while a constrained one waits for its id."""
     engine = make_gpu_engine(demo(), monkeypatch, **OPTIONS)

@@ -110,20 +110,44 @@ def test_forbidden_ids_of_the_end_are_an_error(engine: EngineCore) -> None:
     assert "bad_words" in (outputs[-1].error or "")
 
 
-def test_other_ends_and_later_regions() -> None:
-    chosen = budget(3, open_ids=tuple(OPEN), end_ids=(tuple(CALL),), is_open=False)
+def follow(chosen: ThinkingBudget, text: str) -> list[int]:
+    """The ids that must follow a text."""
+    tracker = ThinkingTracker(chosen, lambda ids: text_of(ids).encode())
+    tracker.push(ids_of(text))
+    return tracker.find_close_ids()
 
-    def follow(text: str) -> list[int]:
-        tracker = ThinkingTracker(chosen, lambda ids: text_of(ids).encode())
-        tracker.push(ids_of(text))
-        return tracker.find_close_ids()
 
-    assert follow("a b c d e f") == []
-    assert follow("<think>") == []
-    assert follow("x<think>a b c d e f") == CLOSE
-    assert follow("x<think>a b c d</think> e f g h") == []
-    assert follow("x<think>a b c d<call> e f g h") == []
-    assert follow("x<think>a b c d</think> e<think>") == CLOSE
+def test_reasoning_opens_at_the_start_of_the_text_alone() -> None:
+    second = tuple(ids_of("Thoughts:"))
+    chosen = budget(3, open_ids=(tuple(OPEN), second), call_open_ids=(tuple(CALL),), ends_at_call=True, is_open=False)
+    assert follow(chosen, "a b c d e f") == []
+    assert follow(chosen, " <think>") == []
+    assert follow(chosen, "\n <think>a b c d e f") == CLOSE
+    assert follow(chosen, "Thoughts: a b c d e f") == CLOSE
+    assert follow(chosen, "<think>a b c d</think> e f g h") == []
+    assert follow(chosen, "<think>a b c d<call> e f g h") == []
+    assert follow(chosen, "<think>a b c d</think> the tag <think> opens it, e f g") == []
+    assert follow(chosen, "the tag <think> opens it, e f g") == []
+
+
+def test_reasoning_that_repeats_opens_outside_calls() -> None:
+    chosen = budget(
+        3,
+        open_ids=(tuple(OPEN),),
+        is_open=False,
+        repeats=True,
+        call_open_ids=(tuple(CALL),),
+        call_close_ids=(tuple(ids_of("</call>")),),
+    )
+    assert follow(chosen, "x<think>a b c d e f") == CLOSE
+    assert follow(chosen, "<think>a b c d</think> e<think>") == CLOSE
+    assert follow(chosen, "x<call>a <think> b c d e f") == []
+    assert follow(chosen, "x<call>a <think> b</call> c d e f") == []
+    assert follow(chosen, "x<call>a</call><think>b c d e f") == CLOSE
+    assert follow(chosen, "<think>a b c d<call> e f g h") == CLOSE, "calls do not end it"
+
+
+def test_a_part_of_the_closing_delimiter_is_not_written_again() -> None:
     tracker = ThinkingTracker(budget(2), lambda ids: text_of(ids).encode())
     tracker.push([*ids_of("a b c"), CLOSE[0]])
     assert tracker.find_close_ids() == CLOSE[1:]
@@ -131,7 +155,7 @@ def test_other_ends_and_later_regions() -> None:
 
 @given(st.lists(st.sampled_from([*OPEN, *CLOSE, *ids_of("ab <call>")]), max_size=30), st.integers(0, 30))
 def test_pushing_in_parts_is_pushing_at_once(ids: list[int], cut: int) -> None:
-    chosen = budget(4, open_ids=tuple(OPEN), end_ids=(tuple(CALL),))
+    chosen = budget(4, open_ids=(tuple(OPEN),), repeats=True, ends_at_call=True, call_open_ids=(tuple(CALL),))
     whole = ThinkingTracker(chosen, lambda ids: text_of(ids).encode())
     parts = ThinkingTracker(chosen, lambda ids: text_of(ids).encode())
     whole.push(ids)

@@ -64,16 +64,19 @@ HOWS: dict[str, dict[str, Any]] = {  # the scores of these tests have a spread o
     "softcap": {"softcap": 5.0},
     "sinks": {"sinks": True},
     "int8": {"int8": True},
-    "all": {"softcap": 7.0, "sinks": True, "int8": True},
+    "ALiBi": {"alibi_slopes": True},
+    "all": {"softcap": 7.0, "sinks": True, "alibi_slopes": True, "int8": True},
 }
 FEW_SHAPES: list[Shape] = [(6, 3, 24, 16), (14, 2, 64, 16), (10, 2, 40, 32)]
 
 
 def arguments(how: str, shape: Shape) -> dict[str, Any]:
-    """HOWS with a sink for each head: some far above all scores, some far below."""
+    """HOWS with a sink for each head, some far above all scores and some far below, and with ALiBi's slopes."""
     found = dict(HOWS[how])
     if "sinks" in found:
         found["sinks"] = torch.linspace(-30, 30, shape[0])
+    if "alibi_slopes" in found:
+        found["alibi_slopes"] = torch.logspace(-8, 0, shape[0], base=2.0)
     return found
 
 
@@ -81,7 +84,7 @@ def arguments(how: str, shape: Shape) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("shape", FEW_SHAPES)
-def test_softcap_sinks_and_int8_caches_equal_the_definition(
+def test_changed_scores_and_int8_caches_equal_the_definition(
     shape: Shape, how: str, dtype: torch.dtype, window: int | None
 ) -> None:
     sequences = [make_sequence(length, shape, dtype, length) for length in (3, 262)]
@@ -96,7 +99,7 @@ def test_softcap_sinks_and_int8_caches_equal_the_definition(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("name", VERSIONS)
-def test_with_softcap_sinks_and_int8_bits_do_not_depend_on_batch_or_chunks(
+def test_with_changed_scores_and_int8_bits_do_not_depend_on_batch_or_chunks(
     name: str, how: str, dtype: torch.dtype
 ) -> None:
     shape, rng, kernels = (10, 2, 40, 32), random.Random(3), VERSIONS[name]
@@ -228,7 +231,9 @@ def test_rows_with_strides(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(*outputs, atol=2e-2 if dtype == torch.bfloat16 else 2e-5, rtol=2**-7)
 
 
-@pytest.mark.parametrize("how", [{}, {"int8": True}, {"softcap": 5.0}, {"sinks": torch.ones(6)}])
+@pytest.mark.parametrize(
+    "how", [{}, {"int8": True}, {"softcap": 5.0}, {"sinks": torch.ones(6)}, {"alibi_slopes": torch.ones(6)}]
+)
 @pytest.mark.parametrize("name", VERSIONS)
 def test_not_a_number_among_the_seen_shows(name: str, how: dict[str, Any]) -> None:
     """A model that computes NaN must be found out, not smoothed over."""

@@ -89,6 +89,34 @@ class TestNorm:
 
         assert_rows_alone(both, torch.cat((hidden, delta), -1))
 
+    @pytest.mark.parametrize("affine", ["none", "weight", "both", "float32"])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("width", WIDTHS)
+    def test_layer_norm(self, kernels: RowKernels, width: int, dtype: torch.dtype, affine: str) -> None:
+        kind = torch.float32 if affine == "float32" else dtype
+        weight = None if affine == "none" else random(width, dtype=kind, seed=1)
+        bias = random(width, dtype=kind, seed=2) if affine in ("both", "float32") else None
+        x = random(ROWS, width, dtype=dtype) * 3 + 5
+        ours = kernels.layer_norm(x, weight, bias, 1e-5)
+        exact = norm.layer_norm(
+            x.double(),
+            None if weight is None else weight.double(),
+            None if bias is None else bias.double(),
+            1e-5,
+        )
+        close = {"rtol": 2**-8, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 2e-5}
+        torch.testing.assert_close(ours.double(), exact, **close)
+        assert_rows_alone(lambda rows: kernels.layer_norm(rows, weight, bias, 1e-5), x)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("width", WIDTHS)
+    def test_add_layer_norm(self, kernels: RowKernels, width: int, dtype: torch.dtype) -> None:
+        weight, bias = random(width, dtype=dtype, seed=1), random(width, dtype=dtype, seed=3)
+        hidden, delta = random(ROWS, width, dtype=dtype) * 3, random(ROWS, width, dtype=dtype, seed=2)
+        total, normed = kernels.add_layer_norm(hidden, delta.clone(), weight, bias, 1e-6)
+        assert same_bits(total, hidden + delta)
+        assert same_bits(normed, kernels.layer_norm(total, weight, bias, 1e-6))
+
     @pytest.mark.parametrize("width", WIDTHS)
     def test_a_weight_in_float32_is_rounded_once(self, kernels: RowKernels, width: int) -> None:
         weight, x = random(width, seed=1) + 1, random(ROWS, width, dtype=torch.bfloat16) * 3

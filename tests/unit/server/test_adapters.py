@@ -136,6 +136,28 @@ def test_a_bad_adapter_leaves_everything_as_it_was(server: Served, tmp_path: Pat
     assert [one["root"] for one in server.get("/v1/models", OTHER).json()["data"][1:]] == [good]
 
 
+def test_copies_of_the_base_are_compared(serve: Callable[..., Served], tmp_path: Path) -> None:
+    """An adapter of the LM head has the base model's weight beside it."""
+    checkpoint = tmp_path / "base"
+    checkpoint.mkdir()
+    weight = torch.randn(12, 8)
+    save_file({"lm_head.weight": weight}, checkpoint / "model.safetensors")
+    head = LoRATarget("lm_head", 12, 8, "head", ("lm_head.weight",))
+    server = serve(options=OPTIONS, model_facts=facts(lora_targets={"lm_head": head}, directory=str(checkpoint)))
+    directory = tmp_path / "adapter"
+    write_adapter(directory)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["lm_head"]}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    prefix = "base_model.model.lm_head"
+    tensors = {f"{prefix}.lora_A.weight": torch.ones(2, 8), f"{prefix}.lora_B.weight": torch.ones(12, 2)}
+    save_file(tensors | {f"{prefix}.base_layer.weight": weight}, directory / "adapter_model.safetensors")
+    assert load(server, "same", str(directory)).status == 200
+    save_file(tensors | {f"{prefix}.base_layer.weight": weight + 1}, directory / "adapter_model.safetensors")
+    reply = load(server, "other", str(directory))
+    assert reply.status == 400
+    assert f"{prefix}.base_layer.weight is not the base model's" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["", "\x00", "a\x00b"])
 def test_a_path_that_is_none_is_named(server: Served, path: str) -> None:
     reply = load(server, "one", path)

@@ -267,7 +267,7 @@ BAD: list[tuple[dict[str, object], str, str | None]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
     ({"logprobs": 1}, "logprobs", None),
     ({"max_completion_tokens": -1}, "max_completion_tokens", None),
-    ({"best_of": 1}, "best_of", None),
+    ({"best_of": 2}, "best_of", "unsupported"),
     ({"prompt": "x"}, "prompt", None),
 ]  # fmt: skip
 

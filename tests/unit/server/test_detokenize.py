@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
+from serve_llm.server.dialects.dialect import Dialect, ReasoningFormat
 from serve_llm.server.generate.detokenize import DetokenizerFactory, WindowDetokenizer
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.tokenizer import Tokenizer
@@ -61,6 +62,26 @@ def test_byte_level_round_trip(model: ServedModel, text: str) -> None:
 def test_any_ids_decode_as_the_library_decodes_them(model: ServedModel, ids: list[int], skip: bool) -> None:
     """Including broken characters, special tokens and ids outside the vocabulary."""
     assert stream(model.tokenizer, [PROMPT], ids, skip) == model.tokenizer.decode(ids, skip)
+
+
+def test_tokens_that_end_a_turn_are_no_text_for_a_parser(model: ServedModel) -> None:
+    dialect = Dialect(name="ends", reasoning=ReasoningFormat(open="<|assistant|>", close="<b>"), ends=("<|end|>",))
+    factory = DetokenizerFactory(model.tokenizer, dialect)
+    ids = model.tokenizer.encode("a<|end|>b<|assistant|><|user|>c", add_special_tokens=False)
+    for keeps, skips, expected in (
+        (True, True, "ab<|assistant|>c"),
+        (False, True, "abc"),
+        (True, False, "a<|end|>b<|assistant|><|user|>c"),
+    ):
+        detokenizer = factory.create([PROMPT], skips, keeps)
+        assert "".join([detokenizer.push(token_id) for token_id in ids]) + detokenizer.flush() == expected
+
+
+def test_a_window_leaves_out_tokens_that_end_a_turn() -> None:
+    tokenizer = wordpiece()
+    factory = DetokenizerFactory(tokenizer, Dialect(name="ends", ends=("[SEP]",)))
+    detokenizer = factory.create([3], True, keep_delimiters=True)
+    assert "".join([detokenizer.push(token_id) for token_id in (2, 1, 3)]) + detokenizer.flush() == " unable"
 
 
 @given(text=st.text("abcdefgh \u00e9\u65e5\U0001f600", max_size=30), strip=st.booleans())

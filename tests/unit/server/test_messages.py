@@ -314,6 +314,7 @@ def test_other_errors_have_anthropics_shape(serve_text: ServeText) -> None:
     assert ask(keyed, headers={"x-api-key": "secret"}).status == 200
     assert ask(keyed, headers={"authorization": "Bearer secret", "x-api-key": "other"}).status == 200
     assert ask(keyed, headers={"x-api-key": "other"}).status == 401
+    assert "x-api-key: <key>" in refused.json()["error"]["message"]  # type: ignore[index]
 
 
 def post_stream(served: Served) -> Call:

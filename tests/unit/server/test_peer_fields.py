@@ -28,7 +28,10 @@ def test_fields_of_other_servers_are_served_where_they_mean_nothing(served: Serv
     assert (sampling.seed, sampling.max_tokens, sampling.repetition_penalty) == (7, 3, 1)
     assert served.complete(n_predict=2, max_tokens=2, repeat_penalty=1.5).status == 200
     assert served.engine.submitted[-1].sampling.repetition_penalty == 1.5
-    assert served.complete(best_of=2, n=2).status == 200
+    for post in (served.complete, served.chat):
+        assert post(best_of=2, n=2).status == post(best_of=1).status == post(best_of=1, n=2).status == 200
+        error = post(best_of=3, n=2).json()["error"]
+        assert error["param"] == "best_of" and error["code"] == "unsupported"
 
 
 def test_a_null_field_is_absent_whatever_its_name(served: Served) -> None:

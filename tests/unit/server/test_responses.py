@@ -217,20 +217,20 @@ def test_incomplete(serve_text: ServeText) -> None:
 
 def test_the_reply_repeats_the_request(serve_text: ServeText) -> None:
     format = {"type": "json_schema", "name": "empty", "schema": {"type": "object", "additionalProperties": False}}
-    served = serve_text("{}")
     body = read_body(
         ask(
-            served,
+            served := serve_text("{}"),
             tools=TOOLS,
             tool_choice={"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "clock"}]},
-            text={"format": format, "verbosity": "low"},
+            text={"format": {**format, "strict": True}, "verbosity": "low"},
             reasoning={"effort": "low"},
             metadata={"a": "b"},
             store=True,
             temperature=0.5,
         )
     )
-    assert body["tools"] == TOOLS and body["text"] == {"format": format} and body["metadata"] == {"a": "b"}
+    assert body["tools"] == TOOLS and body["metadata"] == {"a": "b"}
+    assert body["text"] == {"format": {**format, "strict": True, "description": None}}
     assert body["reasoning"]["effort"] == "low" and body["store"] is False and body["temperature"] == 0.5
     assert served.engine.submitted[-1].sampling.grammar
 

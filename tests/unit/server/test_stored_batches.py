@@ -300,6 +300,7 @@ BAD: list[tuple[str, object, int, str]] = [
     (BATCHES, GOOD | {"completion_window": "31d"}, 400, "completion_window"),
     (BATCHES, GOOD | {"metadata": {"a": 1}}, 400, "metadata.a"),
     (BATCHES, GOOD | {"metadata": {"a": "x" * 513}}, 400, "metadata"),
+    (BATCHES, GOOD | {"metadata": {"x" * 65: "a"}}, 400, "metadata"),
     (BATCHES, GOOD | {"metadata": {str(number): "x" for number in range(17)}}, 400, "metadata"),
     (BATCHES, GOOD | {"output_expires_after": {}}, 400, "output_expires_after"),
     (BATCHES, {}, 400, "input_file_id"),

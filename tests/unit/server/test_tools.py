@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from serve_llm.server.dialects.table import BUILT_IN
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.schema.chat import ChatCompletion, ChatEvent
 from support.asgi import Reply
@@ -143,6 +144,24 @@ def test_a_required_call_that_is_cut_leaves_no_content(serve_text: Callable[...,
     assert choice["finish_reason"] == "length" and OSLO.startswith(
         served.chat(max_tokens=3).json()["choices"][0]["message"]["content"]
     )
+
+
+def test_a_spelled_end_of_the_turn_is_content(serve_text: Callable[..., Served], model: ServedModel) -> None:
+    spelled = with_tools(model, BUILT_IN["mistral"])
+    html = "HTML: <s>old</s> new."
+    assert read_body(serve_text(html, served_model=spelled).chat())["message"]["content"] == html
+    assert read_body(serve_text(html + "</s>", served_model=spelled).chat())["message"]["content"] == html
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "mistral"])
+def test_content_with_a_form_holds_what_reads_like_a_call(
+    serve_text: Callable[..., Served], model: ServedModel, name: str
+) -> None:
+    content = json.dumps({"t": "[THINK]x <tool_call><function=clock></function></tool_call> [TOOL_CALLS]clock[ARGS]{}"})
+    served = serve_text(content, served_model=with_tools(model, BUILT_IN[name]))
+    choice = read_body(served.chat(tools=TOOLS, response_format={"type": "json_object"}))
+    assert (choice["message"]["content"], choice["finish_reason"]) == (content, "stop")
+    assert not choice["message"].get("tool_calls") and not choice["message"].get("reasoning")
 
 
 @pytest.mark.parametrize("stream", [False, True])

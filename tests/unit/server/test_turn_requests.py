@@ -140,7 +140,13 @@ def test_the_budget_of_the_reasoning(context: Context, model: ServedModel) -> No
     def encode(text: str) -> tuple[int, ...]:
         return tuple(model.tokenizer.encode(text, add_special_tokens=False))
 
-    budget = ThinkingBudget(num_tokens=5, close_ids=encode("</think>"), open_ids=encode("<think>"))
+    budget = ThinkingBudget(
+        num_tokens=5,
+        close_ids=encode("</think>"),
+        open_ids=(encode("<think>"),),
+        call_open_ids=(encode("<tool_call>"),),
+        call_close_ids=(encode("</tool_call>"),),
+    )
     assert prepare(context, thinking_token_budget=5).thinking == budget
     opened = prepare(context, thinking_token_budget=0, chat_template_kwargs={"opens": True}).thinking
     assert opened is not None and opened.is_open and opened.num_tokens == 0

@@ -63,6 +63,8 @@ VARIANTS = {
     "gpt_neox": {},
     "gptj": {},
     "falcon": {},
+    "bloom": {},
+    "mpt": {},
     "falcon-one-norm": {"num_ln_in_parallel_attn": 1, "bias": True},
     "gpt2": {},
     "gpt2-untied": {"tie_word_embeddings": False},

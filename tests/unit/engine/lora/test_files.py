@@ -84,7 +84,8 @@ def test_ways_to_name_the_modules(tmp_path: Path, targets: object) -> None:
         ({"r": None}, "r must be a positive integer"),
         ({"lora_alpha": "8"}, "lora_alpha must be a number, not '8'"),
         ({"lora_alpha": float("nan")}, "lora_alpha must be a number"),
-        ({"use_dora": True}, "use_dora: DoRA is not supported"),
+        ({"use_dora": True}, "lacks base_model.model.model.layers.0.mlp.down_proj.lora_magnitude_vector, which"),
+        ({"use_dora": 1}, "use_dora must be true or false, not 1"),
         ({"bias": "all"}, "bias: adapters with biases are not supported"),
         ({"lora_bias": True}, "lora_bias: "),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save: "),
@@ -127,7 +128,10 @@ Q_DOWN = f"{PREFIX}self_attn.q_proj.lora_A.weight"
         (add(Q_DOWN, torch.ones(4, 8, dtype=torch.int8)), "is stored as I8"),
         (add("base_model.model.lm_head.lora_A.weight", torch.ones(4, 8)), "lm_head.lora_A.weight is not supported"),
         (add(f"{PREFIX}mlp.experts.3.up_proj.lora_A.weight", torch.ones(4, 8)), "experts and routers take no adapters"),
-        (add(f"{PREFIX}self_attn.q_proj.lora_magnitude_vector", torch.ones(12)), "DoRA is not served"),
+        (
+            add(f"{PREFIX}self_attn.q_proj.lora_magnitude_vector", torch.ones(12)),
+            "belongs to DoRA, but adapter_config.json",
+        ),
         (add("q_proj.lora_A.weight", torch.ones(4, 8)), "q_proj.lora_A.weight is not supported"),
         (lambda tensors: {}, "has no tensors"),
         (lambda tensors: dict(list(tensors.items())[:2]), "mlp.down_proj.lora_A.weight, which adapter_config.json's"),
@@ -135,6 +139,28 @@ Q_DOWN = f"{PREFIX}self_attn.q_proj.lora_A.weight"
 )
 def test_bad_tensors(tmp_path: Path, change: Callable[[Tensors], Tensors], error: str) -> None:
     assert error in read_error(write(tmp_path, CONFIG, change(build_tensors())))
+
+
+@pytest.mark.parametrize(
+    ("magnitude", "error"),
+    [
+        (torch.ones(8), "self_attn.q_proj.lora_magnitude_vector has shape [8], but must have [12]"),
+        (torch.ones(12, 1), "lora_magnitude_vector has shape [12, 1]"),
+        (torch.full((12,), torch.nan), "lora_magnitude_vector contains numbers that are not finite"),
+        (None, "lacks base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector, which"),
+    ],
+)
+def test_bad_magnitudes(magnitude: torch.Tensor | None, error: str, tmp_path: Path) -> None:
+    tensors = build_tensors() | {f"{PREFIX}mlp.down_proj.lora_magnitude_vector": torch.ones(8)}
+    changed = add(f"{PREFIX}self_attn.q_proj.lora_magnitude_vector", magnitude)(tensors)
+    assert error in read_error(write(tmp_path, CONFIG | {"use_dora": True}, changed))
+
+
+def test_magnitudes(tmp_path: Path) -> None:
+    magnitudes = {f"{PREFIX}{module}.lora_magnitude_vector": torch.ones(shape[0]) for module, shape in SHAPES.items()}
+    directory = write(tmp_path, CONFIG | {"use_dora": True}, build_tensors() | magnitudes)
+    contents = read_adapter(directory, TARGETS, 4)
+    assert [module.magnitude and module.magnitude.shape for module in contents.modules.values()] == [(8,), (12,)]
 
 
 def test_bad_files(tmp_path: Path) -> None:

@@ -53,6 +53,18 @@ def test_layers_of_llama_4() -> None:
     assert not any(layer.attention.sliding_window for layer in spec_of(plain).layers)
 
 
+@pytest.mark.parametrize("prefix", ["", "language_model.", "model.language_model."])
+def test_fbgemm_leaves_out_what_it_lists_in_any_spelling(prefix: str) -> None:
+    module = "layers.1.self_attn" if prefix.startswith("model.") else "model.layers.1.self_attn"
+    stored = {"quant_method": "fbgemm_fp8", "modules_to_not_convert": [prefix + module, "router"]}
+    config = multimodal_config_of("Llama4ForConditionalGeneration") | {"quantization_config": stored}
+    grouped = spec_of(config).grouped
+    assert grouped is not None
+    found = [grouped.find_form(f"layers.{layer}.{name}") for layer, name in ((0, "attention.q"), (1, "attention.q"))]
+    assert found == [FLOAT8, None]
+    assert grouped.find_form("layers.1.ffn.experts.2.down") == FLOAT8
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

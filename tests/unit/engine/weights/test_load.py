@@ -30,13 +30,18 @@ from support.tiny import FAMILIES, make_checkpoint
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 Tensors = dict[str, Tensor]
 # of all others: "model."
-BASE_PREFIX = {**dict.fromkeys(("gpt2", "gptj", "falcon", "qwen"), "transformer."), "gpt_neox": "gpt_neox."}
+BASE_PREFIX = {
+    **dict.fromkeys(("gpt2", "gptj", "falcon", "qwen", "bloom", "mpt"), "transformer."),
+    "gpt_neox": "gpt_neox.",
+}
 EXTRAS = {  # of all others: inverse frequencies
     "gpt2": "transformer.h.0.attn.masked_bias",
     "gptj": "transformer.h.0.attn.bias",
     "qwen": "transformer.h.0.attn.masked_bias",
     "gpt_neox": "gpt_neox.layers.0.attention.masked_bias",
     "opt": None,
+    "bloom": None,
+    "mpt": None,
 }
 
 
@@ -92,7 +97,15 @@ def test_a_tensor_under_two_names_is_unused_once(tmp_path: Path) -> None:
 def test_wrong_shapes_are_named(family: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family)
     whole = load_file(tmp_path / "model.safetensors")
-    dense = ("mlp.down_proj.weight", "mlp.c_fc.weight", "mlp.w1.weight", "fc1.weight", "fc_in.weight", "4h.weight")
+    dense = (
+        "mlp.down_proj.weight",
+        "mlp.c_fc.weight",
+        "mlp.w1.weight",
+        "fc1.weight",
+        "fc_in.weight",
+        "4h.weight",
+        "ffn.up_proj.weight",
+    )
     experts = ("experts.0.w1.weight", "experts.0.down_proj.weight", ".output_linear.weight", "experts.down_proj")
     name = next(name for name in whole if name.endswith((*dense, *experts)))
     save_file({**whole, name: whole[name][:-1].contiguous()}, tmp_path / "model.safetensors")
@@ -142,7 +155,9 @@ def test_names_without_prefix_and_useless_tensors(family: str, tmp_path: Path) -
         rewrite(tmp_path, lambda tensors: {**tensors, extra: torch.zeros(3)})
         assert torch.equal(logprobs(tmp_path), expected)
     rewrite(tmp_path, lambda tensors: {name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
-    assert any(name.startswith(("layers.", "h.", "decoder.")) for name in load_file(tmp_path / "model.safetensors"))
+    assert any(
+        name.startswith(("layers.", "h.", "decoder.", "blocks.")) for name in load_file(tmp_path / "model.safetensors")
+    )
     assert torch.equal(logprobs(tmp_path), expected)
 
 

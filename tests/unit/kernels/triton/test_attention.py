@@ -104,6 +104,8 @@ def random_step(seed: int, single: bool) -> Step:
     how: dict[str, Any] = {"softcap": 5.0} if rng.random() < 0.4 else {}
     if rng.random() < 0.4:
         how["sinks"] = torch.linspace(-8, 8, heads)  # far below all scores and far above
+    if value_dim is None and rng.random() < 0.4:
+        how["alibi_slopes"] = torch.logspace(-6, 0, heads, base=2.0)
     shape = (heads, kv_heads if value_dim is None else 1, head_dim, value_dim, block_size)
     return Step(shape, rng.choice(DTYPES), counts, contexts, window, how, seed)
 
@@ -164,6 +166,7 @@ def test_layers_share_a_plan_until_the_lengths_change() -> None:
 
 
 HOWS: list[dict[str, Any]] = [{}, {"window": 150, "how": {"sinks": torch.linspace(-2, 2, 2), "softcap": 9.0}}]
+HOWS.append({"how": {"alibi_slopes": torch.tensor([0.5, 0.125])}})
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -198,6 +201,7 @@ MODELS: dict[str, tuple[Shape, dict[str, Any]]] = {
     "Llama 8B": ((32, 8, 128, None, 16), {}),
     "Gemma 2 9B": ((16, 8, 256, None, 16), {"window": 4096, "softcap": 50.0}),
     "gpt-oss": ((64, 8, 64, None, 16), {"window": 128, "sinks": torch.empty(64, device="meta")}),
+    "BLOOM 7B": ((32, 32, 128, None, 16), {"alibi_slopes": torch.empty(32, device="meta")}),
     "DeepSeek V3": ((128, 1, 576, 512, 16), {}),
 }
 

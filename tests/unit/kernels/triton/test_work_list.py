@@ -29,7 +29,7 @@ def make_items(
     cache = torch.empty((1, 2, KV_HEADS, 16, HEAD_DIM), dtype=torch.bfloat16)
     tiles = attention._choose_tiles(query, cache, None, single_query, batch_invariant)
     fixed_split = attention.BATCH_INVARIANT_SPLIT if batch_invariant else 0
-    plan = attention._make_plan(query, cache, None, window, None, single_query, tiles, fixed_split)
+    plan = attention._make_plan(query, cache, None, window, None, False, single_query, tiles, fixed_split)
     on_device = Lengths(torch.tensor(starts, dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32))
     launch = attention._prepare(plan, tiles, query, cache, starts, max(contexts), on_device)
     target = attention.PROGRAMS_PER_MULTIPROCESSOR * attention.NUM_MULTIPROCESSORS // KV_HEADS

@@ -79,6 +79,15 @@ def test_the_requests_that_are_not_done(tmp_path: Path) -> None:
     assert msgspec.json.decode(left[0].body) == REQUEST["body"]
 
 
+def test_a_byte_order_mark_is_skipped_at_the_start_only(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(json.dumps(REQUEST) + "\n", encoding="utf-8-sig")
+    assert BatchInput(path, BODY_BYTES).read_ids() == {"a"}
+    path.write_bytes(path.read_bytes() + path.read_bytes())
+    with pytest.raises(OptionError, match="line 2"):
+        BatchInput(path, BODY_BYTES).read_ids()
+
+
 def test_a_missing_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="--input-file"):
         BatchInput(tmp_path / "none", BODY_BYTES).read_ids()

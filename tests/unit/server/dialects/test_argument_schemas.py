@@ -109,6 +109,55 @@ def test_a_refusal_has_a_pointer(dialect: str) -> None:
     assert (caught.value.pointer, caught.value.keyword) == ("/properties/a/properties/b/items", "not")
 
 
+ENDS = [
+    ("qwen3_coder", "</parameter>"),
+    ("glm4_5", "</arg_value>"),
+    ("minimax_m2", "</parameter>"),
+    ("deepseek_v3_2", "</｜DSML｜parameter>"),
+    ("gemma4", '<|"|>'),
+    ("function_gemma", "<escape>"),
+]
+
+
+@pytest.mark.parametrize(("dialect", "end"), ENDS)
+@pytest.mark.parametrize("template", ["{}", "b {} c", "{}\n"])
+def test_a_value_that_cannot_be_written_is_refused(dialect: str, end: str, template: str) -> None:
+    value = template.format(end)
+    schemas: list[tuple[Schema, str]] = [
+        ({"enum": ["a", value]}, "enum"),
+        ({"enum": [1, value]}, "enum"),
+        ({"const": value}, "const"),
+        ({"anyOf": [INTEGER, {"const": value}]}, "const"),
+    ]
+    for schema, keyword in schemas:
+        with pytest.raises(GrammarError, match=re.escape(repr(value))) as caught:
+            write(dialect, {"properties": {"a": schema}})
+        assert (caught.value.pointer, caught.value.keyword) == ("/properties/a", keyword)
+
+
+@pytest.mark.parametrize(("dialect", "end"), ENDS)
+def test_values_that_begin_like_their_end_are_written(dialect: str, end: str) -> None:
+    values = ["", " ", "\n", "a\n", " \n b", end[:-1], end[1:], end[: len(end) // 2] * 2]
+    tokenizer = get_tokenizer(BUILT_IN[dialect], True)
+    grammar = write(dialect, {"properties": {"a": {"enum": values}}, "required": ["a"]})
+    for value in values:
+        text = write_text(BUILT_IN[dialect], calls=[("f", {"a": value})])
+        assert accepts(tokenizer, grammar, text), text
+        tools = [Tool("f", "", {"properties": {"a": {"type": "string"}}})]
+        assert parse(BUILT_IN[dialect], text, tools=tools).decode_calls() == [("f", {"a": value})]
+
+
+@pytest.mark.parametrize(("dialect", "end"), ENDS[:4])
+def test_lists_and_objects_may_hold_the_end_of_values(dialect: str, end: str) -> None:
+    schema: Schema = {"properties": {"a": {"type": "array", "items": STRING}}, "required": ["a"]}
+    arguments: Schema = {"a": [end, f'x"{end}']}
+    text = write_text(BUILT_IN[dialect], calls=[("f", arguments)])
+    tokenizer = get_tokenizer(BUILT_IN[dialect], has_tokens=False)
+    tool = Tool("f", "", schema)
+    assert accepts(tokenizer, write_turn(tokenizer, BUILT_IN[dialect], [tool], REQUIRED), text)
+    assert parse(BUILT_IN[dialect], text, tools=[tool]).decode_calls() == [("f", arguments)]
+
+
 def test_constants_of_python_follow_the_schema() -> None:
     tokenizer = get_tokenizer(BUILT_IN["llama3_pythonic"], True)
     for schema, valid, invalid in (

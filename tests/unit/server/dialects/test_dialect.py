@@ -49,7 +49,7 @@ def test_an_error_names_the_key(text: str, named: str) -> None:
 
 def test_added_tokens_that_the_delimiters_name_are_found() -> None:
     tokens = ["<tool_call>", "</tool_call>", "<think>", "<|im_end|>", "<|image|>", ""]
-    assert read_dialect(HERMES).find_tokens(tokens) == {"<tool_call>", "</tool_call>", "<think>", "<|im_end|>"}
+    assert read_dialect(HERMES).find_tokens(tokens) == {"<tool_call>", "</tool_call>", "<think>"}
     assert Dialect(name="plain").find_tokens(tokens) == frozenset()
 
 

@@ -113,6 +113,34 @@ def test_text_that_fits_nothing_is_content(dialect: Dialect, text: str) -> None:
 
 
 @settings(max_examples=200)
+@given(dialects, st.data())
+def test_what_ends_a_turn_is_content_where_it_is_spelled(dialect: Dialect, data: st.DataObject) -> None:
+    ends = dialect.list_pure_ends()
+    inner = {form for form in dialect.list_delimiters() if form} - set(ends)
+    text = "".join(data.draw(st.lists(st.sampled_from([*ends, "<", "<s>", " ", "\n"]) | words, max_size=6)))
+    assume(not any(form in text for form in inner))
+    cuts = data.draw(st.lists(st.integers(0, 1000), max_size=6))
+    assert parse(dialect, *split(text, cuts), spelled_ends=()) == Turn(content=text)
+    followed = text + "."
+    assert parse(dialect, *split(followed, cuts)) == Turn(content=followed)
+    for end in ends:
+        assert parse(dialect, *split(followed + end, cuts)) == Turn(content=followed)
+
+
+@settings(max_examples=200)
+@given(calling_dialects, st.data())
+def test_content_with_a_form_holds_what_reads_like_delimiters(dialect: Dialect, data: st.DataObject) -> None:
+    fragments = data.draw(st.lists(st.sampled_from(list_fragments(dialect)) | words, max_size=6))
+    content = json.dumps({"t": "".join(fragments)}, ensure_ascii=False)
+    reasoning = data.draw(st.sampled_from(["", "So."])) if dialect.reasoning is not None else ""
+    cuts = data.draw(st.lists(st.integers(0, 1000), max_size=6))
+    text = write_turn(dialect, reasoning=reasoning, content=content)
+    assert parse(dialect, *split(text, cuts), content_has_form=True) == Turn(reasoning, content)
+    called = parse(dialect, *split(write_turn(dialect, reasoning=reasoning, calls=CALLS), cuts), content_has_form=True)
+    assert (called.reasoning, called.content, called.decode_calls()) == (reasoning, "", CALLS)
+
+
+@settings(max_examples=200)
 @given(calling_dialects, st.data())
 def test_what_a_call_of_nothing_looks_like_is_content(dialect: Dialect, data: st.DataObject) -> None:
     """Delimiters of calls without a call are content too, byte for byte."""

@@ -100,6 +100,32 @@ def test_values_between_delimiters_have_the_types_of_the_schema(key: str, writte
         assert parse(CODER, *texts).decode_calls() == [("get_weather", {key: value})]
 
 
+JSON_VALUES: list[tuple[str, str, object]] = [  # parameter, text, value
+    ("tags", '["a</parameter>b"]', ["a</parameter>b"]),
+    ("tags", '["\\"</parameter>", "</parameter>"]', ['"</parameter>', "</parameter>"]),
+    ("limits", ' {"</parameter>": [1]} ', {"</parameter>": [1]}),
+    ("tags", "['it\"s']", ['it"s']),
+    ("tags", '["cut', '["cut'),
+    ("limits", '{"cut]}', '{"cut]}'),
+]
+
+
+@pytest.mark.parametrize(("key", "written", "value"), JSON_VALUES)
+def test_a_string_in_a_value_of_json_may_hold_the_end_of_values(key: str, written: str, value: object) -> None:
+    members = f"<parameter={key}>{written}</parameter><parameter=city>A</parameter>"
+    text = f"<tool_call><function=get_weather>{members}</function></tool_call>"
+    for texts in ([text], list(text)):
+        assert parse(CODER, *texts).decode_calls() == [("get_weather", {key: value, "city": "A"})]
+
+
+def test_json_may_hold_the_end_of_values_where_a_delimiter_says_that_it_is_json() -> None:
+    dialect = BUILT_IN["deepseek_v3_2"]
+    text = write_turn(dialect, calls=[("get_weather", {"days": 3})])
+    text = text.replace(">3<", '>"</｜DSML｜parameter>"<')
+    for texts in ([text], list(text)):
+        assert parse(dialect, *texts).decode_calls() == [("get_weather", {"days": "</｜DSML｜parameter>"})]
+
+
 def test_a_malformed_call_keeps_its_text_and_has_no_end() -> None:
     text = '<tool_call>\n{"name": "now", "arguments": {"a": 1,, }}\n</tool_call>\n' + write_turn(HERMES, calls=NOW)
     turn = parse(HERMES, text)

@@ -1,0 +1,33 @@
+"""Regular expressions of JSON schemas, which are ECMAScript's, for llguidance, which reads Rust's."""
+
+from __future__ import annotations
+
+import re
+
+from serve_llm.server.structured_output.errors import GrammarError
+
+_PART = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
+_DOT = r"[^\n\r\u2028\u2029]"
+_DOT_ALL_FLAG = re.compile(r"\(\?[a-z]*s")
+
+
+def translate_pattern(pattern: str) -> str:
+    """The same expression, where the two dialects read one text differently. A translated pattern stays as it is.
+
+    In classes, Rust's [, &&, ~~ and -- are operators. Its dot matches more line ends. Raises GrammarError.
+    """
+    dot = "." if _DOT_ALL_FLAG.search(pattern) else _DOT
+    pieces: list[str] = []
+    is_in_class = False
+    for part in _PART.findall(pattern):
+        if not is_in_class:
+            if part in ("[]", "[^]"):
+                raise GrammarError(f"the class {part} is not supported")
+            is_in_class = part in ("[", "[^")
+            pieces.append(dot if part == "." else part)
+            continue
+        if part == "-" and pieces[-1] == "-":
+            raise GrammarError(r"two hyphens in a row in a class are not supported: write \- for a hyphen")
+        is_in_class = not part.endswith("]") or part.startswith("\\")
+        pieces.append(f"\\{part}" if part[0] in "[&~" else part)
+    return "".join(pieces)
