@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from serve_llm.common.cache_directory import cache_directory
 from serve_llm.common.errors import ModelError
@@ -76,11 +77,16 @@ def _convert(directory: Path, target: Path) -> None:
             os.mkdir(work)  # for TemporaryDirectory to remove
 
 
-def main(source: str, target: str) -> None:
-    """Run in the child process."""
+def load_transformers_tokenizer(directory: Path) -> Any:
+    """transformers' object for a tokenizer; the first call imports transformers, which takes seconds."""
     from transformers import AutoTokenizer
 
-    AutoTokenizer.from_pretrained(source, use_fast=True, trust_remote_code=False).save_pretrained(target)
+    return AutoTokenizer.from_pretrained(directory, use_fast=True, trust_remote_code=False)
+
+
+def main(source: str, target: str) -> None:
+    """Run in the child process."""
+    load_transformers_tokenizer(Path(source)).save_pretrained(target)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ import msgspec
 from tqdm import tqdm
 
 from serve_llm.common.errors import OptionError
-from serve_llm.common.hub import resolve_model
+from serve_llm.common.hub import resolve_model, resolve_tokenizer
 from serve_llm.common.options.schema import Options
 from serve_llm.common.options.sources import make_options
-from serve_llm.common.types import TokenLogprobs
+from serve_llm.common.tokenizer_files import load_transformers_tokenizer
 from serve_llm.server.adapters.registry import AdapterRegistry, LoRARequest
 from serve_llm.server.engines.supervisor import Supervisor
 from serve_llm.server.generate.delta import Delta
@@ -33,17 +33,17 @@ from serve_llm.server.prompt.context import Context
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import build_grammar_compiler
 from serve_llm.server.prompt.pooling_jobs import Pool
-from serve_llm.server.prompt.tokenizer import Tokenizer
 from serve_llm.server.prompt.validate import TextRequest, check_text, prepare
 from serve_llm.server.response.outputs import (
     ClassificationOutput,
-    CompletionOutput,
     EmbeddingOutput,
     Logprob,
     PoolingRequestOutput,
     RequestOutput,
     ScoringOutput,
     VectorOutput,
+    build_completion,
+    build_token_logprobs,
 )
 from serve_llm.server.response.vectors import compute_probabilities, compute_scores, cut_vector
 from serve_llm.server.sampling_params import SamplingParams
@@ -90,7 +90,7 @@ class LLM:
         self._replicas = self._supervisor.replicas
         self._generator = Generator(LocalDispatcher(self._replicas), self._model, resolved.seed)
         # The caller's own process may render and compile whatever the caller gives.
-        context = Context(self._model, self._replicas.facts, resolved.limits, is_worker=True)
+        context = Context(self._model, self._replicas.facts, resolved.limits, trusts_templates=True, is_worker=True)
         self._context = context._replace(grammars=build_grammar_compiler(context))
         self._num_requests = 0
 
@@ -123,6 +123,7 @@ class LLM:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
         tool_choice: str | Mapping[str, object] | None = None,
@@ -130,8 +131,11 @@ class LLM:
         reasoning_effort: str | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or a list of them, with messages and tools as in OpenAI's API. lora_request and what
-        it raises: as in `generate`."""
+        """Answer one conversation, or a list of them, with messages and tools as in OpenAI's API.
+
+        chat_template: Jinja source, used instead of the model's own template.
+        lora_request and what it raises: as in `generate`.
+        """
         is_list = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if is_list else [messages]
         prepared = []
@@ -146,6 +150,7 @@ class LLM:
                 "reasoning_effort": reasoning_effort,
                 "add_generation_prompt": add_generation_prompt and not continue_final_message,
                 "continue_final_message": continue_final_message,
+                "chat_template": chat_template,
                 "chat_template_kwargs": None if chat_template_kwargs is None else dict(chat_template_kwargs),
             }
             turn = validate_body(ChatRequest, fields).to_turn(params, self._context.limits)
@@ -210,6 +215,13 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters that `generate` uses by default."""
         return SamplingParams(**self._model.defaults)  # type: ignore[arg-type]
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer as transformers' PreTrainedTokenizerBase, to count tokens or to render a prompt."""
+        directory = self._model.directory
+        if self._options.tokenizer is not None:
+            directory = resolve_tokenizer(self._options.tokenizer, self._options.download_dir)
+        return load_transformers_tokenizer(directory)
 
     def close(self) -> None:
         """Stop the engine. Idempotent."""
@@ -276,13 +288,13 @@ class LLM:
         if params.prompt_logprobs is not None:
             prompt_logprobs = [None]
             for token_id, entry in zip(ids[1:], deltas[0].prompt_logprobs or [], strict=True):
-                prompt_logprobs.append(_build_logprobs(token_id, entry, params.prompt_logprobs, tokenizer))
+                prompt_logprobs.append(build_token_logprobs(token_id, entry, params.prompt_logprobs, tokenizer))
         return RequestOutput(
             request_id=str(self._num_requests - 1),
             prompt=prompt,
             prompt_token_ids=ids,
             prompt_logprobs=prompt_logprobs,
-            outputs=[_build_completion(delta, generation.request, tokenizer) for delta in deltas],
+            outputs=[build_completion(delta, generation.request, tokenizer) for delta in deltas],
             num_cached_tokens=generation.counts().cached,
         )
 
@@ -364,31 +376,3 @@ def _parse_prompt(prompt: Prompt) -> str | list[int]:
             raise InvalidRequest("a prompt must hold 'prompt' or 'prompt_token_ids'", "prompts")
         return _parse_prompt(content)
     return prompt if isinstance(prompt, str) else [int(token_id) for token_id in prompt]
-
-
-def _build_completion(delta: Delta, request: TextRequest, tokenizer: Tokenizer) -> CompletionOutput:
-    logprobs: list[dict[int, Logprob]] | None = None
-    cumulative: float | None = None
-    if request.params.logprobs is not None:
-        entries = [(entry.token_id, entry.logprobs) for entry in delta.entries if entry.logprobs is not None]
-        logprobs = [_build_logprobs(token_id, entry, request.params.logprobs, tokenizer) for token_id, entry in entries]
-        cumulative = sum(entry.logprob for _, entry in entries)
-    return CompletionOutput(
-        index=delta.index,
-        text=delta.text,
-        token_ids=delta.token_ids,
-        finish_reason=delta.name_finish_reason(request.reply),
-        stop_reason=delta.stop_reason,
-        logprobs=logprobs,
-        cumulative_logprob=cumulative,
-        reasoning=delta.reasoning,
-        tool_calls=delta.collect_calls(),
-    )
-
-
-def _build_logprobs(token_id: int, entry: TokenLogprobs, count: int, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """The token itself, the `count` most likely ones and those asked for, whose rank is not known, by id."""
-    logprobs = {token_id: Logprob(entry.logprob, entry.rank, tokenizer.token_text(token_id))}
-    for rank, (other, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1):
-        logprobs.setdefault(other, Logprob(logprob, rank if rank <= count else None, tokenizer.token_text(other)))
-    return logprobs

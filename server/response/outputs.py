@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from serve_llm.server.generate.delta import ToolCall
+from serve_llm.common.types import TokenLogprobs
+from serve_llm.server.generate.delta import Delta, ToolCall
+from serve_llm.server.prompt.tokenizer import Tokenizer
+from serve_llm.server.prompt.validate import TextRequest
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,33 @@ class PoolingRequestOutput(Generic[VectorOutput]):
     prompt_token_ids: list[int]  # those of both texts if two embeddings were compared
     outputs: VectorOutput
     finished: bool = True
+
+
+def build_completion(delta: Delta, request: TextRequest, tokenizer: Tokenizer) -> CompletionOutput:
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative: float | None = None
+    if request.params.logprobs is not None:
+        entries = [(entry.token_id, entry.logprobs) for entry in delta.entries if entry.logprobs is not None]
+        logprobs = [
+            build_token_logprobs(token_id, entry, request.params.logprobs, tokenizer) for token_id, entry in entries
+        ]
+        cumulative = sum(entry.logprob for _, entry in entries)
+    return CompletionOutput(
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        finish_reason=delta.name_finish_reason(request.reply),
+        stop_reason=delta.stop_reason,
+        logprobs=logprobs,
+        cumulative_logprob=cumulative,
+        reasoning=delta.reasoning,
+        tool_calls=delta.collect_calls(),
+    )
+
+
+def build_token_logprobs(token_id: int, entry: TokenLogprobs, count: int, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """The token itself, the `count` most likely ones and those asked for, whose rank is not known, by id."""
+    logprobs = {token_id: Logprob(entry.logprob, entry.rank, tokenizer.token_text(token_id))}
+    for rank, (other, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1):
+        logprobs.setdefault(other, Logprob(logprob, rank if rank <= count else None, tokenizer.token_text(other)))
+    return logprobs

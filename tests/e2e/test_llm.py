@@ -66,6 +66,25 @@ def test_chat_and_defaults(llm: LLM) -> None:
     assert llm.generate("x", use_tqdm=False)[0].outputs[0].finish_reason in ("length", "stop")
 
 
+def test_a_template_for_one_call(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "import os"}]
+    params = SamplingParams(max_tokens=1)
+    (given,) = llm.chat(messages, params, use_tqdm=False, chat_template="{{ messages[0].content }}")
+    assert given.prompt_token_ids == llm.get_tokenizer().encode("import os", add_special_tokens=False)
+    with pytest.raises(InvalidRequest, match="the chat template is not valid Jinja"):
+        llm.chat(messages, params, use_tqdm=False, chat_template="{% broken")
+
+
+def test_the_tokenizer_counts_and_renders_as_the_engine_does(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    (output,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert tokenizer(PROMPTS[0])["input_ids"] == output.prompt_token_ids
+    messages = [{"role": "user", "content": "import os"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    (answer,) = llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False)
+    assert ids == answer.prompt_token_ids
+
+
 def test_stop_strings_end_the_text(llm: LLM) -> None:
     whole = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)[0].outputs[0].text
     stop = whole[5:9]
