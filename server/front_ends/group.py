@@ -232,7 +232,7 @@ class FrontEndGroup:
         while spares and len(serving) < self._options.front_ends:
             serving.append(self._activate(spares.pop(0)))
         if outdated and spares and not is_draining:
-            self._activate(spares.pop(0))
+            serving.append(self._activate(spares.pop(0)))
             outdated[0].phase = "draining"
             outdated[0].send(Drain(self._options.drain_timeout))
             serving.remove(outdated[0])

@@ -87,7 +87,9 @@ def test_an_upgrade_replaces_all_front_ends_and_loses_nothing(fleet: Daemon) -> 
         clients.wait_for(10)
     assert not clients.load.wrong and not clients.load.lost
     assert psutil.wait_procs(processes, timeout=60)[1] == []
-    assert read_status(fleet)["restarts"] == 0
+    wait_for_front_ends(fleet, 2)
+    status = read_status(fleet)
+    assert status["restarts"] == 0 and len(status["front_ends"]) == 3
 
 
 def test_any_front_end_speaks_for_all(fleet: Daemon) -> None:
