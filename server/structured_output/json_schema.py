@@ -12,7 +12,7 @@ from urllib.parse import unquote
 from llguidance import LLMatcher
 
 from serve_llm.server.structured_output.errors import GrammarError
-from serve_llm.server.structured_output.pattern import translate_pattern
+from serve_llm.server.structured_output.schema_rewrites import rewrite_keywords
 
 # One space, or one line break and an indentation: a model cannot write whitespace for ever.
 WHITESPACE = r"(\x20|\r?\n[\x20\x09]{0,40})"
@@ -51,12 +51,12 @@ _CONTEXT = ("$schema", "$id", "id", "$defs", "definitions")
 
 _SCHEMA = ("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames")
 _SCHEMA_TOO = ("then", "unevaluatedItems", "unevaluatedProperties")
-_SCHEMA_MAPS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+_SCHEMA_MAPS = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
 _SCHEMA_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _IGNORED_BY_COMPILER = ("disallow", "divisibleBy", "extends")  # keywords from draft 3
 
 KEYWORDS = {*_SCHEMA, *_SCHEMA_TOO, *_SCHEMA_MAPS, *_SCHEMA_LISTS, *_IGNORED_BY_COMPILER}
-KEYWORDS |= {"$dynamicRef", "$recursiveRef", "$ref", "const", "contentEncoding", "dependencies", "dependentRequired"}
+KEYWORDS |= {"$dynamicRef", "$recursiveRef", "$ref", "const", "contentEncoding", "dependentRequired"}
 KEYWORDS |= {"enum", "exclusiveMaximum", "exclusiveMinimum", "format", "maxContains", "maxItems", "maxLength"}
 KEYWORDS |= {"maxProperties", "maximum", "minContains", "minItems", "minLength", "minProperties", "minimum"}
 KEYWORDS |= {"multipleOf", "pattern", "required", "type", "uniqueItems", "x-guidance"}
@@ -113,7 +113,7 @@ def prepare_schema(schema: object, *, closed: bool) -> Schema:
     for child in _walk(schema):
         if isinstance(child.schema, dict):
             _check_keywords(child.schema, child.pointer)
-    schema = _translate_patterns(_close(schema) if closed else schema)
+    schema = _rewrite(_close(schema) if closed else schema)
     if not any(_names_keys_and_allows_others(child.schema) for child in _walk(schema)):
         return schema
     options = schema.get("x-guidance", {})
@@ -124,24 +124,15 @@ def prepare_schema(schema: object, *, closed: bool) -> Schema:
     return {**schema, "x-guidance": {"json_allowed_escapes": _ESCAPES, **options}}
 
 
-def _translate_patterns(schema: Schema) -> Schema:
-    """A copy with regular expressions as llguidance reads them."""
+def _rewrite(schema: Schema) -> Schema:
+    """A copy in keywords that llguidance has."""
     copy: Schema = json.loads(json.dumps(schema))
     for child in _walk(copy):
-        if not isinstance(child.schema, dict):
-            continue
-        for keyword in ("pattern", "patternProperties"):
-            found = child.schema.get(keyword)
+        if isinstance(child.schema, dict):
             try:
-                if isinstance(found, str):
-                    child.schema[keyword] = translate_pattern(found)
-                elif isinstance(found, dict):
-                    translated = {translate_pattern(name): value for name, value in found.items()}
-                    if len(translated) < len(found):
-                        raise GrammarError("two of its expressions are the same")
-                    child.schema[keyword] = translated
+                rewrite_keywords(child.schema)
             except GrammarError as error:
-                raise GrammarError(error.message, child.pointer, keyword) from None
+                raise GrammarError(error.message, child.pointer, error.keyword) from None
     return copy
 
 

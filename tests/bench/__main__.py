@@ -24,6 +24,7 @@ BENCHES = {
     "parallel": "bench.parallel --rounds 2 --tokens 32",
     "accuracy": "bench.accuracy --files 2",
     "structured": "bench.structured",
+    "first_token": "bench.first_token --turns 20",
     "speculation": "bench.speculation --tokens 100 --turns 3",
 }
 

@@ -156,15 +156,14 @@ def test_a_keyword_is_enforced(schema: object, valid: Values, invalid: Values) -
 
 
 UNENFORCEABLE: dict[str, object] = {
-    "not": {"not": {"type": "string"}},
+    "not": {"not": {"pattern": "^x"}},
     "if": {"if": {"type": "string"}, "then": {"minLength": 1}, "else": {"type": "null"}},
     "uniqueItems": {"type": "array", "uniqueItems": True},
     "contains": {"type": "array", "contains": {"const": 1}},
     "minContains": {"type": "array", "contains": {"const": 1}, "minContains": 2},
     "propertyNames": {"type": "object", "propertyNames": {"maxLength": 3}},
-    "dependentRequired": {"type": "object", "dependentRequired": {"a": ["b"]}},
-    "dependentSchemas": {"type": "object", "dependentSchemas": {"a": {"required": ["b"]}}},
-    "dependencies": {"type": "object", "dependencies": {"a": ["b"]}},
+    "dependencies": {"type": "object", "dependencies": {"a": ["b"], "b": False}},
+    "dependentRequired": {"type": "object", "dependentRequired": {"a": "b", "c": [1]}},
     "unevaluatedProperties": {"type": "object", "unevaluatedProperties": False},
     "unevaluatedItems": {"type": "array", "unevaluatedItems": False},
     "oneOf": {"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 2}]},

@@ -1,0 +1,153 @@
+"""Write JSON schemas in other keywords of the same meaning, where llguidance lacks one or reads it differently."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from serve_llm.server.structured_output.errors import GrammarError
+from serve_llm.server.structured_output.pattern import translate_pattern
+
+Schema = dict[str, object]
+
+# The formats that the drafts of JSON Schema define, 3 to 2020-12. Any other name is an annotation there. llguidance
+# refuses those that it does not enforce.
+_FORMATS = frozenset(
+    "color date date-time duration email host-name hostname idn-email idn-hostname ip-address ipv4 ipv6 iri "
+    "iri-reference json-pointer phone regex relative-json-pointer style time uri uri-reference uri-template "
+    "utc-millisec uuid".split()
+)
+_RENAMED_FORMATS = {"host-name": "hostname", "ip-address": "ipv4"}  # of draft 3
+_INT32 = 2**31
+
+_TYPES = ("null", "boolean", "object", "array", "number", "string")
+_ANNOTATIONS = frozenset(("$comment", "default", "deprecated", "description", "examples", "title"))
+
+
+def rewrite_keywords(schema: Schema) -> None:
+    """Rewrite one subschema in place. Raises GrammarError with the keyword and without the place."""
+    _rewrite_patterns(schema)
+    _rewrite_format(schema)
+    _rewrite_dependencies(schema)
+    _rewrite_not(schema)
+    _rewrite_one_of(schema)
+
+
+def negate(schema: object) -> Schema | None:
+    """What is valid where `schema` is not; None if it is not known how to write that."""
+    if not isinstance(schema, dict):
+        return None
+    parts = []
+    for keyword, value in schema.items():
+        if keyword in _ANNOTATIONS:
+            continue
+        part = _negate_keyword(keyword, value)
+        if part is None:
+            return None
+        parts.append(part)
+    return _join("anyOf", parts)
+
+
+def _negate_keyword(keyword: str, value: object) -> Schema | None:
+    if keyword == "not":
+        return value if isinstance(value, dict) else None
+    if keyword == "type":
+        named = set(value if isinstance(value, list) else [value])
+        if "integer" in named and "number" not in named:
+            return None
+        others = [name for name in _TYPES if name not in named]
+        return {"type": others} if others else None
+    if keyword == "required" and isinstance(value, list) and _are_names(value):
+        missing = _join("anyOf", [{"properties": {name: False}} for name in value])
+        return _join("allOf", [{"type": "object"}, missing])
+    if keyword in ("anyOf", "allOf") and isinstance(value, list):
+        parts = [negate(part) for part in value]
+        return _join("allOf" if keyword == "anyOf" else "anyOf", parts)
+    return None
+
+
+def _join(keyword: str, parts: Sequence[Schema | None]) -> Schema | None:
+    """None if there is no part, or if one is None."""
+    known = [part for part in parts if part is not None]
+    if not known or len(known) < len(parts):
+        return None
+    return known[0] if len(known) == 1 else {keyword: known}
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
+
+
+def _add(schema: Schema, part: Schema) -> None:
+    """Make a part valid too. A malformed allOf stays as it is, to be refused."""
+    others = schema.setdefault("allOf", [])
+    if isinstance(others, list):
+        others.append(part)
+
+
+def _rewrite_patterns(schema: Schema) -> None:
+    for keyword in ("pattern", "patternProperties"):
+        found = schema.get(keyword)
+        try:
+            if isinstance(found, str):
+                schema[keyword] = translate_pattern(found)
+            elif isinstance(found, dict):
+                translated = {translate_pattern(name): value for name, value in found.items()}
+                if len(translated) < len(found):
+                    raise GrammarError("two of its expressions are the same")
+                schema[keyword] = translated
+        except GrammarError as error:
+            raise GrammarError(error.message, keyword=keyword) from None
+
+
+def _rewrite_format(schema: Schema) -> None:
+    """int32 is OpenAPI's. Its int64, float and double hold for every number that is written."""
+    name = schema.get("format")
+    if not isinstance(name, str):
+        return
+    if name in _RENAMED_FORMATS:
+        schema["format"] = _RENAMED_FORMATS[name]
+    elif name not in _FORMATS:
+        del schema["format"]
+    if name == "int32":
+        _add(schema, {"minimum": -_INT32, "maximum": _INT32 - 1})
+
+
+def _rewrite_dependencies(schema: Schema) -> None:
+    """What must hold if an object has a property: it has others, or a schema holds."""
+    for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
+        found = schema.get(keyword)
+        if not isinstance(found, dict):
+            continue
+        wanted = {name: [value] if isinstance(value, str) else value for name, value in found.items()}
+        if not all(isinstance(value, dict) or value == [] or _are_names(value) for value in wanted.values()):
+            continue
+        del schema[keyword]
+        for name, value in wanted.items():
+            if value:
+                holds = value if isinstance(value, dict) else {"required": value}
+                _add(schema, {"anyOf": [{"properties": {name: False}}, holds]})
+
+
+def _rewrite_not(schema: Schema) -> None:
+    negated = negate(schema.get("not"))
+    if negated is not None:
+        del schema["not"]
+        _add(schema, negated)
+
+
+def _rewrite_one_of(schema: Schema) -> None:
+    """Properties of which exactly one may be there. llguidance finds out itself which types and constants differ."""
+    found = schema.get("oneOf")
+    if not isinstance(found, list) or len(found) < 2:
+        return
+    if not all(isinstance(way, dict) and set(way) - _ANNOTATIONS == {"required"} for way in found):
+        return
+    negated = [negate(way) for way in found]
+    if None in negated:
+        return
+    ways = []
+    for index, way in enumerate(found):
+        others = [other for number, other in enumerate(negated) if number != index]
+        ways.append({"allOf": [{"required": way["required"]}, *others]})
+    del schema["oneOf"]
+    _add(schema, {"anyOf": ways})

@@ -1,0 +1,84 @@
+"""Keywords that are written in others before they reach llguidance: what is valid stays so, as jsonschema judges."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import jsonschema
+import pytest
+
+from serve_llm.server.structured_output.schema_rewrites import negate
+from support.grammars import accepts, compile_grammar
+
+OBJECTS = [
+    dict(zip(names, values, strict=True))
+    for count in range(4)
+    for names in itertools.combinations("abc", count)
+    for values in itertools.product((1, "x"), repeat=count)
+]
+VALUES = [*OBJECTS, None, True, 5, "text", [1]]
+
+SCHEMAS: dict[str, object] = {
+    "not type": {"not": {"type": "null"}},
+    "not types": {"not": {"type": ["object", "number"]}},
+    "not required": {"type": "object", "not": {"required": ["b"]}},
+    "not required, several": {"type": "object", "not": {"required": ["a", "b"]}},
+    "not required, of any type": {"not": {"required": ["b"]}},
+    "not not": {"not": {"not": {"type": "object", "properties": {"a": {"type": "integer"}}}}},
+    "not anyOf": {"type": "object", "not": {"anyOf": [{"required": ["a"]}, {"required": ["c"]}]}},
+    "not allOf": {"not": {"allOf": [{"type": "object"}, {"required": ["c"]}]}},
+    "not, two keywords": {"not": {"type": "object", "required": ["c"], "title": "with c"}},
+    "dependentRequired": {"type": "object", "dependentRequired": {"a": ["b"], "c": ["a"]}},
+    "dependentRequired of any type": {"dependentRequired": {"a": ["b", "c"]}},
+    "dependentRequired, closed": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
+        "dependentRequired": {"a": ["b"]},
+        "additionalProperties": False,
+    },
+    "dependentSchemas": {"type": "object", "dependentSchemas": {"a": {"properties": {"b": {"type": "integer"}}}}},
+    "oneOf required": {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}, {"required": ["c"]}]},
+    "oneOf required, several": {"oneOf": [{"required": ["a", "b"]}, {"required": ["c"]}]},
+    "a format of nobody": {"type": "string", "format": "password"},
+}
+OLD_SCHEMAS: dict[str, object] = {
+    "dependencies": {"type": "object", "dependencies": {"a": ["b"], "b": {"properties": {"c": {"type": "integer"}}}}},
+    "dependencies, one name": {"type": "object", "dependencies": {"a": "b"}},
+}
+
+
+def write_in_all_orders(value: object) -> list[str]:
+    """A grammar wants the properties that a schema names in its order."""
+    if not isinstance(value, dict):
+        return [json.dumps(value)]
+    return [json.dumps(dict(order)) for order in itertools.permutations(value.items())]
+
+
+@pytest.mark.parametrize("name", [*SCHEMAS, *OLD_SCHEMAS])
+def test_a_rewritten_schema_means_the_same(name: str) -> None:
+    schema = SCHEMAS.get(name, OLD_SCHEMAS.get(name))
+    draft = jsonschema.Draft202012Validator if name in SCHEMAS else jsonschema.Draft3Validator
+    validator = draft(schema)
+    grammar = compile_grammar(json=schema)
+    for value in VALUES:
+        accepted = [text for text in write_in_all_orders(value) if accepts(grammar, text)]
+        assert bool(accepted) == validator.is_valid(value), value
+
+
+def test_int32_is_a_range_and_the_old_names_of_formats_are_known() -> None:
+    grammar = compile_grammar(json={"type": ["integer", "null"], "format": "int32"})
+    accepted = [value for value in (-(2**31) - 1, -(2**31), 0, 2**31 - 1, 2**31) if accepts(grammar, str(value))]
+    assert accepted == [-(2**31), 0, 2**31 - 1] and accepts(grammar, "null")
+    grammar = compile_grammar(json={"type": "string", "format": "ip-address"})
+    assert accepts(grammar, '"10.0.0.1"') and not accepts(grammar, '"10.0.0"')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [True, False, {}, {"title": "x"}, {"type": "integer"}, {"const": 1}, {"required": []}, {"required": True},
+     {"type": ["null", "boolean", "object", "array", "number", "string"]}, {"not": True},
+     {"anyOf": [{"type": "null"}, {"pattern": "x"}]}, {"type": "null", "minLength": 1}],
+)  # fmt: skip
+def test_what_cannot_be_negated_is_left(schema: object) -> None:
+    assert negate(schema) is None
