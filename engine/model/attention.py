@@ -244,7 +244,7 @@ def _rotary_order(head_dim: int, rope: RopeSpec) -> Callable[[str, Tensor], Tens
     def reorder(name: str, tensor: Tensor) -> Tensor:
         layer = name.split(".")[3]  # layers.0.attention.q.weight
         if layer in ("q", "k"):
-            return tensor.view(-1, head_dim, *tensor.shape[1:])[:, order].view(tensor.shape)
+            return tensor.view(-1, head_dim, *tensor.shape[1:])[:, order].reshape(tensor.shape)
         if layer in ("q_norm", "k_norm"):
             return tensor.view(-1, head_dim)[:, order].view(tensor.shape)
         return tensor

@@ -1,4 +1,5 @@
-"""Reading `quantization_config` of AWQ and GPTQ checkpoints, as AutoAWQ, AutoGPTQ and GPTQModel write it. Torch-free.
+"""Reading `quantization_config` of AWQ and GPTQ checkpoints, as AutoAWQ, AutoGPTQ, GPTQModel, transformers and AutoRound
+write it. Torch-free.
 
 Which modules are quantised shows in the checkpoint's tensors, so keys that only say how a checkpoint was made are
 ignored.
@@ -12,29 +13,35 @@ from typing import Literal
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
-from serve_llm.engine.model.weight_format import DynamicModules, PackedIntegers, UnlistedModules
+from serve_llm.engine.model.weight_format import DynamicModules, PackedIntegers
 
 CALIBRATION = (  # how scales were found, and which kernels the writer's machine used
     "act_group_aware backend batch_size block_name_to_quantize cache_block_outputs cache_examples_on_gpu "
     "damp_auto_increment damp_percent dataset disable_exllama do_fuse exllama_config fuse_max_seq_len hyb_act "
-    "is_marlin_format max_input_length meta model_file_base_name model_name_or_path model_seqlen "
+    "is_marlin_format lm_head max_input_length meta model_file_base_name model_name_or_path model_seqlen "
     "module_name_preceding_first_block modules_in_block_to_quantize modules_to_fuse mse offload_to_disk "
-    "offload_to_disk_path static_groups tokenizer true_sequential use_cuda_fp16 use_exllama"
+    "offload_to_disk_path static_groups tokenizer true_sequential use_cuda_fp16 use_exllama "
+    # AutoRound's; activations are not rounded
+    "act_bits act_data_type act_dynamic act_group_size act_sym amp autoround_version enable_minmax_tuning "
+    "enable_norm_bias_tuning enable_quanted_input gradient_accumulate_steps iters low_gpu_mem_usage lr minmax_lr "
+    "nsamples provider quant_block_list scale_dtype seqlen static_attention_dtype static_attention_granularity "
+    "static_kv_dtype static_kv_granularity supported_types to_quant_block_names"
 ).split()
 
 
-def read_awq(config: ConfigReader) -> UnlistedModules:
+def read_awq(config: ConfigReader) -> DynamicModules:
     """Raises ModelError for other versions than "gemm", whose layouts differ."""
-    for key in ("version", "format"):
+    for key in ("version", "format", "checkpoint_format"):
         config.choice(key, {"gemm": "gemm", "GEMM": "gemm"}, "gemm")
-    config.only("zero_point", None, True)
+    config.only("desc_act", None, False)
+    config.ignore("sym")  # transformers writes it with any zero_point
     bits = _read_either(config, "bits", "w_bit")
     if bits != 4:
         raise ModelError(f"config.json: quantization_config: AWQ with {bits} bits is not supported (supported: 4)")
     group_size = _read_group_size(config, _read_either(config, "group_size", "q_group_size"))
+    has_zeros = config.flag("zero_point", True)  # without them each is stored as 8
     unconverted = config.names("modules_to_not_convert") or ()
-    config.ignore(*CALIBRATION)
-    return UnlistedModules(PackedIntegers("awq", bits, group_size, is_symmetric=False), unconverted)
+    return _read_whole(config, PackedIntegers("awq", bits, group_size, is_symmetric=not has_zeros), unconverted)
 
 
 def read_gptq(config: ConfigReader) -> DynamicModules:
@@ -45,11 +52,18 @@ def read_gptq(config: ConfigReader) -> DynamicModules:
     bits = _read_bits(config, None)
     group_size = _read_group_size(config, config.integer("group_size", -1, lowest=-1))
     is_symmetric = config.flag("sym", True)
-    config.only("pack_dtype", None, "int32")
     has_order = config.flag("desc_act", False) and group_size is not None
-    config.ignore("lm_head", *CALIBRATION)
-    whole = PackedIntegers(layout, bits, group_size, is_symmetric, has_order)
-    return DynamicModules(whole, _read_rules(config, whole))
+    return _read_whole(config, PackedIntegers(layout, bits, group_size, is_symmetric, has_order))
+
+
+def _read_whole(config: ConfigReader, whole: PackedIntegers, unconverted: tuple[str, ...] = ()) -> DynamicModules:
+    """Read what AWQ and GPTQ have in common. whole: the format of modules without a rule of their own."""
+    config.only("method", None, config.text("quant_method"))  # GPTQModel writes both
+    config.only("pack_dtype", None, "int32")
+    config.only("data_type", None, "int")
+    config.empty("activation", "regex_config", "rotation", "rotation_configs", "super_bits", "super_group_size")
+    config.ignore(*CALIBRATION)
+    return DynamicModules(whole, _read_rules(config, whole), unconverted)
 
 
 def _read_rules(config: ConfigReader, whole: PackedIntegers) -> tuple[tuple[str, PackedIntegers | None], ...]:
@@ -81,6 +95,8 @@ def _read_rules(config: ConfigReader, whole: PackedIntegers) -> tuple[tuple[str,
                 is_symmetric=changes.flag("sym", whole.is_symmetric),
                 has_order=changes.flag("desc_act", whole.has_order) and group_size != -1,
             )
+            if own.layout == "awq" and own.bits != whole.bits:
+                raise ModelError(f"config.json: quantization_config: dynamic: {key}: AWQ with {own.bits} bits")
             rules.append((pattern, own))
             changes.ignore(*CALIBRATION)
             changes.done()

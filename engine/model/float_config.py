@@ -6,23 +6,25 @@ from typing import Literal
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
-from serve_llm.engine.model.weight_format import BitsAndBytes4, MarkedModules, ScaledNumbers, UnlistedModules
+from serve_llm.engine.model.weight_format import BitsAndBytes4, MarkedModules, ScaledNumbers
 
 
 def read_fp8(config: ConfigReader) -> MarkedModules:
     """With `weight_block_size` as transformers (`FineGrainedFP8Config`) and DeepSeek-V3 write it, a scale per block;
-    without, as AutoFP8 does, one scale per tensor.
+    without, one scale per tensor, which AutoFP8 and transformers name differently.
 
     Activations are not rounded, so their scheme does not matter.
     """
     config.only("fmt", None, "e4m3")
+    config.only("expert_dtype", None, "fp8")
+    config.empty("modules_to_convert")
     # How scales were rounded does not matter.
     config.ignore("scale_fmt", "dequantize", "kv_cache_scheme")
     unconverted = _read_unconverted(config)
     config.choice("activation_scheme", {"dynamic": "dynamic", "static": "static"}, "dynamic")
     size = config.integers("weight_block_size", lowest=1, highest=2**31 - 1)
     if size is None:
-        return MarkedModules(ScaledNumbers("fp8", "tensor"), unconverted)
+        return MarkedModules(ScaledNumbers("fp8", "tensor", other_scale="weight_scale_inv"), unconverted)
     if len(size) != 2:
         raise ModelError(
             f"config.json: quantization_config: weight_block_size must be two whole numbers, but it is {list(size)}"
@@ -42,12 +44,13 @@ def _read_unconverted(config: ConfigReader) -> tuple[str, ...]:
     return tuple(name for key in keys for name in config.names(key) or ())
 
 
-def read_bitsandbytes(config: ConfigReader) -> UnlistedModules:
-    """Which modules are quantised shows in the checkpoint's tensors."""
+def read_bitsandbytes(config: ConfigReader) -> MarkedModules:
+    """Raises ModelError unless it is one of 4 and 8 bits."""
     is_int8, is_4_bits = config.flag("load_in_8bit", False), config.flag("load_in_4bit", False)
     # `_load_in_*` repeat the keys without the line; the rest says how the writer's machine computed.
     config.ignore("_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "llm_int8_enable_fp32_cpu_offload")
-    config.ignore("llm_int8_has_fp16_weight", "llm_int8_skip_modules", "llm_int8_threshold")
+    config.ignore("llm_int8_has_fp16_weight", "llm_int8_threshold")
+    unconverted = config.names("llm_int8_skip_modules") or ()
     config.only("bnb_4bit_quant_storage", None, "uint8")
     types: dict[str, Literal["nf4", "fp4"]] = {"nf4": "nf4", "fp4": "fp4"}
     quant_type = config.choice("bnb_4bit_quant_type", types, "fp4")
@@ -55,5 +58,5 @@ def read_bitsandbytes(config: ConfigReader) -> UnlistedModules:
     if is_int8 == is_4_bits:
         raise ModelError("config.json: quantization_config: one of load_in_4bit and load_in_8bit must be true")
     if is_int8:
-        return UnlistedModules(ScaledNumbers("int8", "channel", scale="SCB", divisor=127.0), ())
-    return UnlistedModules(BitsAndBytes4(quant_type, is_nested), ())
+        return MarkedModules(ScaledNumbers("int8", "channel", scale="SCB", divisor=127.0), unconverted)
+    return MarkedModules(BitsAndBytes4(quant_type, is_nested), unconverted)

@@ -58,10 +58,18 @@ class ScaledNumbers:
     strategy: Literal["tensor", "channel", "block"]
     block: tuple[int, int] = (0, 0)  # outputs and inputs that share a scale, with strategy "block"
     scale: str = "weight_scale"
+    other_scale: str = ""  # what some writers call it
     divisor: float = 1.0  # scales are divided by it
 
     weight = "weight"
-    optional = ("input_scale", "input_zero_point", "weight_shape", "weight_format", "activation_scale_ub")
+    optional = (
+        "input_scale",
+        "input_zero_point",
+        "activation_scale",
+        "activation_scale_ub",
+        "weight_shape",
+        "weight_format",
+    )
 
     @property
     def marker(self) -> str:
@@ -160,19 +168,8 @@ def _matches(target: str, module: str) -> bool:
 
 
 @dataclass(frozen=True)
-class UnlistedModules(QuantizedModules):
-    """All modules that are not listed, as AutoAWQ and bitsandbytes choose them."""
-
-    format: WeightFormat
-    unconverted: tuple[str, ...]  # parts of module names
-
-    def find_format(self, module: str) -> WeightFormat | None:
-        return None if any(part in module for part in self.unconverted) else self.format
-
-
-@dataclass(frozen=True)
 class MarkedModules(QuantizedModules):
-    """All modules whose `WeightFormat.marker` is in the checkpoint, as fp8 checkpoints choose them."""
+    """All modules whose `WeightFormat.marker` is in the checkpoint, as those of fp8 and bitsandbytes choose them."""
 
     format: WeightFormat
     unconverted: tuple[str, ...]  # dotted parts of module names, or `re:` and a regular expression
@@ -191,7 +188,11 @@ class DynamicModules(QuantizedModules):
 
     format: WeightFormat
     rules: tuple[tuple[str, WeightFormat | None], ...] = ()  # regular expression for the start of a name, its format
+    unconverted: tuple[str, ...] = ()  # parts of names of modules without the tensors of the format
 
     def find_format(self, module: str) -> WeightFormat | None:
         matching = (format for pattern, format in self.rules if re.match(pattern, module))
         return next(matching, self.format)
+
+    def find_form(self, module: str) -> GroupedForm | None:
+        return None if any(part in module for part in self.unconverted) else super().find_form(module)

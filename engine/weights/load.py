@@ -21,6 +21,7 @@ from serve_llm.engine.model.decoder import Decoder, build_decoder
 from serve_llm.engine.model.lora import BaseWeights, LoRALayers, ReadRows
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import MLASpec, ModelSpec
+from serve_llm.engine.model.weight_format import QuantizedModules, ScaledNumbers, WeightFormat
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 from serve_llm.engine.parallel.groups import ProcessGroups
 from serve_llm.engine.quantization import fp8, int8
@@ -191,8 +192,10 @@ def _read_as_quantised(
             result[tensor] = replace(rule, module=stored.get(tensor, tensor), format=form)
             result[scales] = WeightRule(scales, ())
             continue
-        form = None if module == tensor or weight_map.quantized is None else weight_map.quantized.find_format(module)
-        if form is None or f"{module}.{form.marker}" not in stored:
+        form = None
+        if module != tensor and weight_map.quantized is not None:
+            form = _find_format(weight_map.quantized, module, stored)
+        if form is None:
             result[tensor] = rule
             continue
         if rule.members:
@@ -207,6 +210,14 @@ def _read_as_quantised(
             unread.append(bias)
         result |= {name: WeightRule(name, ()) for name in unread}
     return result
+
+
+def _find_format(quantized: QuantizedModules, module: str, stored: Mapping[str, str]) -> WeightFormat | None:
+    """None: the module is not quantised, or the checkpoint lacks the tensor that tells."""
+    form = quantized.find_format(module)
+    if isinstance(form, ScaledNumbers) and form.other_scale and f"{module}.{form.other_scale}" in stored:
+        return replace(form, scale=form.other_scale)
+    return None if form is None or f"{module}.{form.marker}" not in stored else form
 
 
 def _with_pooler_folders(

@@ -33,6 +33,7 @@ PACKINGS = {
     "w4a16-asymmetric": Packing("compressed"),
     "w4a16-order": Packing("compressed", has_order=True, is_symmetric=True),
     "w8a16-channel": Packing("compressed", bits=8, group_size=0, is_symmetric=True),
+    "w8a16-channel-asymmetric": Packing("compressed", bits=8, group_size=0),
     "w8a16": Packing("compressed", bits=8),
 }
 LENGTHS = (1, 17, 60)
@@ -59,9 +60,10 @@ def test_every_packing(name: str, tmp_path: Path) -> None:
 PAIRS = [
     (family, packing)
     for family in ("qwen3_moe", "opt", "phi3", "gpt_neox", "glm", "deepseek_v3", "gemma3_text", "qwen", "bloom", "mpt")
-    for packing in ("awq", "gptq-order", "w4a16-asymmetric")
+    for packing in ("awq", "gptq-order", "w4a16-asymmetric", "w8a16-channel-asymmetric")
 ]
 FAST_PAIRS = [("qwen3_moe", "gptq-order"), ("phi3", "awq"), ("deepseek_v3", "w4a16-asymmetric"), ("gpt_neox", "awq")]
+FAST_PAIRS += [("glm", "w8a16-channel-asymmetric")]
 
 
 @pytest.mark.parametrize(("family", "packing"), mostly_slow(PAIRS, FAST_PAIRS))

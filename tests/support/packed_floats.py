@@ -46,6 +46,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fp8-block": _compressed("float-quantized", FLOAT8 | {"strategy": "block", "block_structure": [24, 40]}, None),
     "fp8-native": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 40]},
     "autofp8": {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+    "fp8-ministral": {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    | {"dequantize": False, "modules_to_not_convert": ["lm_head"]},
     "fbgemm": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
     "int8-static": _compressed("int-quantized", INT8 | {"strategy": "channel"}, INT8 | STATIC),
     "int8-weights": _compressed("int-quantized", INT8 | STATIC, None),
@@ -64,11 +66,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def pack_module(weight: Tensor, form: str) -> Packed:
     outputs, inputs = weight.shape
-    if form in ("fp8-tensor", "autofp8"):
+    if form in ("fp8-tensor", "autofp8", "fp8-ministral"):
         scale = weight.abs().max().reshape(1 if form == "fp8-tensor" else ()) / 448
         numbers = (weight / scale).to(torch.float8_e4m3fn)
-        static = {"input_scale": torch.tensor([0.1])}
-        return {"weight": numbers, "weight_scale": scale, **static}, numbers.float() * scale
+        if form == "fp8-ministral":
+            stored = {"weight_scale_inv": scale, "activation_scale": torch.tensor(0.1)}
+        else:
+            stored = {"weight_scale": scale, "input_scale": torch.tensor([0.1])}
+        return {"weight": numbers, **stored}, numbers.float() * scale
     if form in ("fp8-channel", "fbgemm"):
         scale = weight.abs().amax(1, keepdim=True) / 448
         numbers = (weight / scale).to(torch.float8_e4m3fn)

@@ -17,6 +17,11 @@ from support.packed import Packing, quantization_config
 AWQ = quantization_config(Packing("awq", group_size=128))
 GPTQ = quantization_config(Packing("gptq", group_size=128, is_symmetric=True))
 W4A16 = quantization_config(Packing("compressed", group_size=128, is_symmetric=True))
+GPTQMODEL = {"desc_act": False, "lm_head": False, "pack_dtype": "int32", "meta": {"quantizer": ["gptqmodel:7.7.0"]}}
+TRANSFORMERS = {"act_group_aware": True, "backend": "auto", "batch_size": 1, "cache_block_outputs": True}
+TRANSFORMERS |= {"damp_percent": 0.1, "desc_act": False, "sym": True, "true_sequential": True}
+AUTOROUND = {"autoround_version": "0.16.1", "data_type": "int", "enable_quanted_input": True, "iters": 200}
+AUTOROUND |= {"provider": "auto-round", "static_kv_granularity": "tensor", "supported_types": ["Linear"]}
 UP = "model.layers.0.mlp.up_proj"
 
 
@@ -35,6 +40,12 @@ def read(stored: dict[str, Any]) -> QuantizedModules:
             PackedIntegers("awq", 4, 64, False),
         ),
         (AWQ | {"group_size": -1}, PackedIntegers("awq", 4, None, False)),
+        (AWQ | GPTQMODEL | {"method": "awq", "checkpoint_format": "gemm"}, PackedIntegers("awq", 4, 128, False)),
+        (AWQ | {"zero_point": False}, PackedIntegers("awq", 4, 128, True)),
+        (AWQ | TRANSFORMERS | {"format": "gemm"}, PackedIntegers("awq", 4, 128, False)),
+        (GPTQ | GPTQMODEL | {"method": "gptq"}, PackedIntegers("gptq", 4, 128, True)),
+        (GPTQ | TRANSFORMERS | {"format": "gptq", "pad_token_id": 3}, PackedIntegers("gptq", 4, 128, True)),
+        (GPTQ | AUTOROUND, PackedIntegers("gptq", 4, 128, True)),
         (GPTQ, PackedIntegers("gptq", 4, 128, True)),
         (GPTQ | {"checkpoint_format": "gptq_v2", "bits": 3, "sym": False}, PackedIntegers("gptq_v2", 3, 128, False)),
         (W4A16, PackedIntegers("compressed", 4, 128, True)),
@@ -46,10 +57,17 @@ def test_served(stored: dict[str, Any], expected: PackedIntegers) -> None:
 
 def test_modules_that_are_left_out() -> None:
     modules = read(AWQ | {"modules_to_not_convert": ["visual", "mlp.gate"]})
-    assert modules.find_format("model.layers.3.mlp.gate") is None
+    assert modules.find_form("model.layers.3.mlp.gate") is None
+    assert modules.find_form(UP) is not None
     modules = read(W4A16 | {"ignore": ["lm_head", "re:.*layers\\.1\\."]})
     assert modules.find_format("lm_head") is modules.find_format("model.layers.1.mlp.up_proj") is None
     assert modules.find_format(UP) is not None
+
+
+def test_modules_that_awq_leaves_out_by_rules() -> None:
+    modules = read(AWQ | {"dynamic": {"-:.*down": {}, "+:.*up": {"group_size": 32}}})
+    assert modules.find_format("model.layers.1.mlp.down_proj") is None
+    assert modules.find_format(UP) == PackedIntegers("awq", 4, 32, False)
 
 
 def test_dynamic_rules() -> None:
@@ -82,7 +100,9 @@ def change_weights(**changes: object) -> dict[str, Any]:
     ("stored", "message"),
     [
         (AWQ | {"version": "gemv"}, "version 'gemv' is not supported (supported: gemm"),
-        (AWQ | {"zero_point": False}, "zero_point False"),
+        (AWQ | {"desc_act": True}, "desc_act True"),
+        (AWQ | {"dynamic": {"+:a": {"bits": 8}}}, "dynamic: +:a: AWQ with 8 bits"),
+        (AWQ | {"method": "gptq"}, "method 'gptq'"),
         (AWQ | {"bits": 8}, "AWQ with 8 bits"),
         (AWQ | {"group_size": 0}, "group_size must be above 0"),
         (AWQ | {"bits": None}, "bits is missing"),
@@ -90,6 +110,8 @@ def change_weights(**changes: object) -> dict[str, Any]:
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         (GPTQ | {"bits": 5}, "bits 5"),
         (GPTQ | {"pack_dtype": "int16"}, "pack_dtype 'int16'"),
+        (GPTQ | {"rotation": "hadamard"}, "rotation is not supported"),
+        (GPTQ | {"data_type": "mx_fp"}, "data_type 'mx_fp'"),
         (GPTQ | {"dynamic": {"+:(": {}}}, "dynamic: '+:(' is not a valid pattern"),
         (GPTQ | {"dynamic": {"+:a": {"bits": 7}}}, "bits 7"),
         (GPTQ | {"dynamic": {"+:a": {"new": 7}}}, "dynamic: +:a: unknown keys"),

@@ -19,7 +19,6 @@ from serve_llm.engine.model.weight_format import (
     MarkedModules,
     ScaledNumbers,
     TargetedModules,
-    UnlistedModules,
     WeightFormat,
 )
 from support import published
@@ -82,17 +81,25 @@ def test_int8_weights_alone(change: Callable[[dict[str, Any]], None]) -> None:
 @pytest.mark.parametrize(
     ("stored", "expected"),
     [
-        ({"quant_method": "fp8", "activation_scheme": "static"}, ScaledNumbers("fp8", "tensor")),
+        (
+            {"quant_method": "fp8", "activation_scheme": "static", "expert_dtype": "fp8", "modules_to_convert": None},
+            ScaledNumbers("fp8", "tensor", other_scale="weight_scale_inv"),
+        ),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, ScaledNumbers("fp8", "channel")),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, BitsAndBytes4("fp4", is_nested=False)),
     ],
 )
 def test_floats_and_bitsandbytes(stored: dict[str, object], expected: WeightFormat) -> None:
     found = read(stored)
-    assert (
-        isinstance(found, UnlistedModules | MarkedModules)
-        and found.find_format("model.layers.0.mlp.up_proj") == expected
-    )
+    assert isinstance(found, MarkedModules) and found.find_format("model.layers.0.mlp.up_proj") == expected
+
+
+def test_modules_that_bitsandbytes_skips() -> None:
+    stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    found = read(stored | {"llm_int8_skip_modules": ["lm_head", "model.layers.1.mlp"]})
+    assert isinstance(found, MarkedModules)
+    names = ["model.layers.1.mlp.up_proj", "model.layers.10.mlp.up_proj", "lm_head"]
+    assert [found.find_form(name) is None for name in names] == [True, False, True]
 
 
 def test_bitsandbytes_names_one_width() -> None:
@@ -134,6 +141,8 @@ def test_modules_that_are_not_in_8_bit_floats() -> None:
     [
         ({"activation_scheme": "other"}, "activation_scheme 'other' is not supported (supported: dynamic, static)"),
         ({"fmt": "e5m2"}, "fmt 'e5m2'"),
+        ({"expert_dtype": "fp4"}, "expert_dtype 'fp4'"),
+        ({"modules_to_convert": ["embed"]}, "modules_to_convert is not supported"),
         ({"weight_block_size": [128]}, "weight_block_size must be two"),
         ({"weight_block_size": [128, 0]}, "weight_block_size must be a list of integers from 1"),
         ({"weight_block_size": [128, True]}, "weight_block_size must be a list of integers from 1"),
