@@ -25,6 +25,8 @@ _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # configuration and all
 _WEIGHT_FILES = ("*.safetensors",)
 BIN_SINGLE = "pytorch_model.bin"  # pickled, and read by `serve-llm convert` only
 BIN_INDEX = "pytorch_model.bin.index.json"
+# What may be in the place of quantization_config in config.json, and the quant_method that it stands for.
+_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 # Copies of the same weights in the publisher's own format: subfolders, and Mistral's consolidated files.
 _COPIES = ("*/*", "consolidated*.safetensors")
 
@@ -111,11 +113,11 @@ def _download_modules(model: str, revision: str | None, download_dir: str | None
 
 
 def resolve_config(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """The checkpoint directory with the model's config.json; downloads no other file, except a GGUF file. Raises
+    """The checkpoint directory with what `read_config` reads; downloads no other file, except a GGUF file. Raises
     ModelError like `resolve_model`."""
     if model == "demo" or ":" in model or Path(model).suffix == ".gguf" or _local(model) is not None:
         return resolve_model(model, revision, download_dir, weights=False)
-    return _download(model, revision, download_dir, ("config.json",))
+    return _download(model, revision, download_dir, ("config.json", *_QUANTIZATION_FILES))
 
 
 def resolve_tokenizer(tokenizer: str, download_dir: str | None = None) -> Path:
@@ -151,8 +153,13 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def read_config(directory: Path | str) -> dict[str, object]:
-    """The checkpoint's config.json. Raises ModelError."""
-    return read_json(Path(directory) / "config.json")
+    """The checkpoint's config.json, with the quantization_config that some writers put into a file of its own. Raises
+    ModelError."""
+    config = read_json(Path(directory) / "config.json")
+    for name, method in _QUANTIZATION_FILES.items():
+        if not config.get("quantization_config") and (path := Path(directory) / name).is_file():
+            config["quantization_config"] = {"quant_method": method, **read_json(path)}
+    return config
 
 
 def _local(name: str) -> Path | None:

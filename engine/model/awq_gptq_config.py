@@ -1,5 +1,5 @@
-"""Reading `quantization_config` of AWQ and GPTQ checkpoints, as AutoAWQ, AutoGPTQ, GPTQModel, transformers and AutoRound
-write it. Torch-free.
+"""Reading `quantization_config` of AWQ and GPTQ checkpoints, as AutoAWQ, AutoGPTQ, GPTQModel, transformers and
+AutoRound write it. Torch-free.
 
 Which modules are quantised shows in the checkpoint's tensors, so keys that only say how a checkpoint was made are
 ignored.

@@ -52,15 +52,13 @@ def read_compressed_tensors(config: ConfigReader) -> Int8Checkpoint | TargetedMo
     groups = config.needed("config_groups")
     found = [_read_group(groups.needed(name), default_format) for name in groups.keys]
     groups.done()
-    if None not in found:
-        return TargetedModules(tuple(group for group in found if group is not None), ignore)
-    if len(found) > 1:
-        raise ModelError("config.json: quantization_config: config_groups must be one group if it has int8 activations")
-    return Int8Checkpoint(ignore)
+    if len(found) == 1 and found[0][1]:
+        return Int8Checkpoint(ignore)
+    return TargetedModules(tuple(group for group, _ in found), ignore)
 
 
-def _read_group(config: ConfigReader, default_format: str | None) -> FormatGroup | None:
-    """None: int8 weights and activations of all linear modules, see `Int8Checkpoint`."""
+def _read_group(config: ConfigReader, default_format: str | None) -> tuple[FormatGroup, bool]:
+    """The group, and whether it is of int8 weights and activations of all linear modules, see `Int8Checkpoint`."""
     stored = config.text("format") or default_format
     config.empty("output_activations")
     weights = config.needed("weights")
@@ -77,9 +75,8 @@ def _read_group(config: ConfigReader, default_format: str | None) -> FormatGroup
     if activations is not None:
         is_dynamic = _ignore_activations("input_activations", activations)
     config.done()
-    if numbers == ScaledNumbers("int8", "channel") and is_dynamic and targets == ("Linear",):
-        return None
-    return FormatGroup(targets, numbers)
+    is_int8 = numbers == ScaledNumbers("int8", "channel") and is_dynamic and targets == ("Linear",)
+    return FormatGroup(targets, numbers), is_int8
 
 
 def _ignore_activations(where: str, config: ConfigReader) -> bool:

@@ -1,12 +1,14 @@
-"""Reading `quantization_config` of checkpoints of 8-bit floats (fp8, FBGEMM) and of bitsandbytes. Torch-free."""
+"""Reading `quantization_config` of checkpoints of 8-bit floats (fp8, FBGEMM), of bitsandbytes and of NVIDIA's Model
+Optimizer. Torch-free."""
 
 from __future__ import annotations
 
+import fnmatch
 from typing import Literal
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
-from serve_llm.engine.model.weight_format import BitsAndBytes4, MarkedModules, ScaledNumbers
+from serve_llm.engine.model.weight_format import BitsAndBytes4, MarkedModules, NvFp4, ScaledNumbers
 
 
 def read_fp8(config: ConfigReader) -> MarkedModules:
@@ -42,6 +44,22 @@ def _read_unconverted(config: ConfigReader) -> tuple[str, ...]:
     """Which modules are quantised shows in the checkpoint's tensors; before it is there, these lists tell."""
     keys = ("modules_to_not_convert", "ignored_layers")
     return tuple(name for key in keys for name in config.names(key) or ())
+
+
+def read_modelopt(config: ConfigReader) -> MarkedModules:
+    """As Model Optimizer writes it in config.json or, in an object of its own, in hf_quant_config.json."""
+    config.ignore("producer", "config_groups")  # quant_algo says what the groups do
+    stored = config.inner("quantization") or config
+    formats: dict[str, ScaledNumbers | NvFp4] = {"FP8": ScaledNumbers("fp8", "tensor"), "NVFP4": NvFp4("modelopt")}
+    algorithm = stored.choice("quant_algo", {name: name for name in formats}, "")
+    stored.only("group_size", None, 16)
+    stored.empty("has_zero_point", "pre_quant_scale", "quantized_layers")
+    stored.ignore("kv_cache_quant_algo", "kv_cache_scheme")  # the KV cache is not rounded as they say
+    unconverted = [name for key in ("exclude_modules", "ignore") for name in stored.names(key) or ()]
+    patterns = (f"re:{fnmatch.translate(name)}" if "*" in name else name for name in unconverted)
+    if stored is not config:
+        stored.done()
+    return MarkedModules(formats[algorithm], tuple(patterns))
 
 
 def read_bitsandbytes(config: ConfigReader) -> MarkedModules:

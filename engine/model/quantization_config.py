@@ -8,14 +8,14 @@ from __future__ import annotations
 from serve_llm.engine.model.awq_gptq_config import read_awq, read_gptq
 from serve_llm.engine.model.compressed_tensors_config import Int8Checkpoint, read_compressed_tensors
 from serve_llm.engine.model.config import ConfigReader
-from serve_llm.engine.model.float_config import read_bitsandbytes, read_fbgemm, read_fp8
+from serve_llm.engine.model.float_config import read_bitsandbytes, read_fbgemm, read_fp8, read_modelopt
 from serve_llm.engine.model.gguf_config import GGUFTensors, read_gguf_config
 from serve_llm.engine.model.weight_format import QuantizedModules
 
 
 def read_quantization_config(config: ConfigReader) -> Int8Checkpoint | GGUFTensors | QuantizedModules:
     """Raises ModelError for anything that is not supported, and OptionError as `ConfigReader.done` does."""
-    names = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq")
+    names = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "modelopt")
     method = config.choice("quant_method", {name: name for name in names}, "")
     result: Int8Checkpoint | GGUFTensors | QuantizedModules
     if method == "awq":
@@ -28,6 +28,8 @@ def read_quantization_config(config: ConfigReader) -> Int8Checkpoint | GGUFTenso
         result = read_compressed_tensors(config)
     elif method == "fbgemm_fp8":
         result = read_fbgemm(config)
+    elif method == "modelopt":
+        result = read_modelopt(config)
     elif method == "bitsandbytes":
         result = read_bitsandbytes(config)
     else:

@@ -89,11 +89,27 @@ class ScaledNumbers:
 
 @dataclass(frozen=True)
 class NvFp4:
-    """4-bit floats (e2m1), two in a byte, with an e4m3 scale per 16 inputs, divided by one of the whole tensor."""
+    """4-bit floats (e2m1), two in a byte, with an e4m3 scale per 16 inputs, and one of the whole tensor.
 
-    weight = marker = "weight_packed"
-    required = ("weight_scale", "weight_global_scale")
-    optional = ("input_global_scale",)
+    compressed: the format "nvfp4-pack-quantized" of compressed-tensors, whose scale of the tensor divides. modelopt:
+    that of NVIDIA's Model Optimizer, whose scale multiplies.
+    """
+
+    layout: Literal["compressed", "modelopt"] = "compressed"
+
+    @property
+    def weight(self) -> str:
+        return "weight_packed" if self.layout == "compressed" else "weight"
+
+    @property
+    def marker(self) -> str:
+        return "weight_global_scale" if self.layout == "compressed" else "weight_scale_2"
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return ("weight_scale", self.marker)
+
+    optional = ("input_global_scale", "input_scale")
 
     @property
     def form(self) -> GroupedForm:

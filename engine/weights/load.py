@@ -201,7 +201,7 @@ def _read_as_quantised(
         if rule.members:
             raise ModelError(f"{tensor}: quantised weights of several experts in one tensor are not supported")
         weight = f"{module}.{form.weight}"
-        result[weight] = replace(rule, module=stored[weight].removesuffix(f".{form.weight}"), format=form)
+        result[weight] = replace(rule, module=stored.get(weight, weight).removesuffix(f".{form.weight}"), format=form)
         unread = [f"{module}.{suffix}" for suffix in form.required]
         unread += [f"{module}.{suffix}" for suffix in form.optional if f"{module}.{suffix}" in stored]
         # AutoGPTQ and AutoAWQ write biases of zeros for modules that have none.

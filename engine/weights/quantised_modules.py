@@ -29,7 +29,7 @@ def read_module(
     if isinstance(stored, PackedIntegers):
         return read_integers(reader, stored, shape, rows, columns)
     if isinstance(stored, NvFp4):
-        return _read_nvfp4(reader, shape, rows, columns)
+        return _read_nvfp4(reader, stored, shape, rows, columns)
     if isinstance(stored, BitsAndBytes4):
         return _read_bits_and_bytes(reader, stored, shape, rows, columns)
     if stored.kind == "fp8":
@@ -101,21 +101,20 @@ def _read_row_scales(reader: ModuleReader, stored: ScaledNumbers, outputs: int, 
     return scales.expand(len(rows), 1) if count == 1 else scales[rows.start : rows.stop]
 
 
-def _read_nvfp4(reader: ModuleReader, shape: tuple[int, int], rows: range, columns: range) -> CodeMatrix:
+def _read_nvfp4(reader: ModuleReader, stored: NvFp4, shape: tuple[int, int], rows: range, columns: range) -> CodeMatrix:
     outputs, inputs = shape
     if inputs % NVFP4_GROUP:
         raise ModelError(f"{reader.module}: rows of {inputs} inputs are not whole groups of {NVFP4_GROUP}")
     size, groups = NVFP4_GROUP, range(columns.start // NVFP4_GROUP, -(-columns.stop // NVFP4_GROUP))
     whole = range(groups.start * size // 2, groups.stop * size // 2)
-    packed = reader.read("weight_packed", (outputs, inputs // 2), (rows, whole), torch.uint8)
+    packed = reader.read(stored.weight, (outputs, inputs // 2), (rows, whole), torch.uint8)
     skipped = columns.start - groups.start * size
     scales = reader.read("weight_scale", (outputs, inputs // size), (rows, groups), torch.float8_e4m3fn)
-    whole_scale = reader.read("weight_global_scale", reader.checkpoint.shape(f"{reader.module}.weight_global_scale"))
+    whole_scale = reader.read(stored.marker, reader.checkpoint.shape(f"{reader.module}.{stored.marker}")).float()
     if whole_scale.numel() != 1:
-        raise ModelError(
-            f"{reader.module}.weight_global_scale has shape {list(whole_scale.shape)}, but must be one number"
-        )
-    divisors = whole_scale.float().flatten().expand(len(rows)).contiguous()
+        raise ModelError(f"{reader.module}.{stored.marker} has shape {list(whole_scale.shape)}, but must be one number")
+    divisor = whole_scale if stored.layout == "compressed" else 1 / whole_scale
+    divisors = divisor.flatten().expand(len(rows)).contiguous()
     group_of = (torch.arange(len(columns), device=packed.device) + skipped) // size
     codes = mxfp4.unpack(packed)[:, skipped : skipped + len(columns)].contiguous()
     table = build_e2m1_table(packed.device)

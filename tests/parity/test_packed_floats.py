@@ -49,7 +49,7 @@ def test_several_ranks(form: str, tmp_path: Path) -> None:
         assert [results[n].token_ids for n in results] == [expected[n].token_ids for n in expected]
 
 
-@pytest.mark.parametrize("form", ["int8-static", "nvfp4", "nf4-nested", "bitsandbytes-int8"])
+@pytest.mark.parametrize("form", ["int8-static", "nvfp4", "modelopt-nvfp4", "nf4-nested", "bitsandbytes-int8"])
 def test_integers_stay_packed(form: str, tmp_path: Path) -> None:
     make_packed(tmp_path, "llama", form)
     assert "(down): RowParallelLinear(96 -> 64, int" in repr(load(tmp_path / "packed")[1])
@@ -83,6 +83,8 @@ NOT_JSON = torch.tensor(list(b"{"), dtype=torch.uint8)
 @pytest.mark.parametrize(
     ("form", "suffix", "tensor", "message"),
     [
+        ("fp8-channel", "weight", None, r"the checkpoint lacks model\.layers\.1\.self_attn\.q_proj\.weight"),
+        ("modelopt-nvfp4", "weight_scale_2", torch.ones(2), r"weight_scale_2 has shape \[2\], but must be one number"),
         ("fp8-tensor", "weight_scale", torch.ones(2), r"weight_scale has shape \[2\], but .* one scale for the tensor"),
         (
             "fp8-channel",
@@ -95,11 +97,16 @@ NOT_JSON = torch.tensor(list(b"{"), dtype=torch.uint8)
         ("nf4", "weight.quant_state.bitsandbytes__nf4", NOT_JSON, r"__nf4 does not describe a quantised weight"),
     ],
 )
-def test_what_does_not_fit_is_named(form: str, suffix: str, tensor: Tensor, message: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_named(
+    form: str, suffix: str, tensor: Tensor | None, message: str, tmp_path: Path
+) -> None:
     make_packed(tmp_path, "llama", form)
     path = tmp_path / "packed" / "model.safetensors"
     tensors = load_file(path)
-    tensors[f"model.layers.1.self_attn.q_proj.{suffix}"] = tensor
+    name = f"model.layers.1.self_attn.q_proj.{suffix}"
+    del tensors[name]
+    if tensor is not None:
+        tensors[name] = tensor
     save_file(tensors, path)
     with pytest.raises(ModelError, match=message):
         load(tmp_path / "packed")

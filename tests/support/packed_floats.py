@@ -56,6 +56,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16},
         {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"},
     ),
+    "modelopt-fp8": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+    "modelopt-nvfp4": {"quant_method": "modelopt", "producer": {"name": "modelopt"}}
+    | {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}},
     "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     | {"bnb_4bit_compute_dtype": "bfloat16", "_load_in_4bit": True},
     "nf4-nested": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -66,7 +69,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def pack_module(weight: Tensor, form: str) -> Packed:
     outputs, inputs = weight.shape
-    if form in ("fp8-tensor", "autofp8", "fp8-ministral"):
+    if form in ("fp8-tensor", "autofp8", "fp8-ministral", "modelopt-fp8"):
         scale = weight.abs().max().reshape(1 if form == "fp8-tensor" else ()) / 448
         numbers = (weight / scale).to(torch.float8_e4m3fn)
         if form == "fp8-ministral":
@@ -91,13 +94,16 @@ def pack_module(weight: Tensor, form: str) -> Packed:
             stored = {"weight": integers, "SCB": scale.flatten() * 127, "weight_format": torch.tensor(0).byte()}
             return stored, integers.float() * scale
         return {"weight": integers, "weight_scale": scale.reshape(-1, 1)}, integers.float() * scale
-    if form == "nvfp4":
+    if form in ("nvfp4", "modelopt-nvfp4"):
         whole_scale = torch.tensor([448 * 6 / float(weight.abs().max())])
         groups = weight.view(outputs, -1, 16)
         scale = (groups.abs().amax(-1) / 6 * whole_scale).to(torch.float8_e4m3fn)
         factors = (scale.float() / whole_scale).unsqueeze(-1)
         codes = ((groups / factors).unsqueeze(-1) - E2M1).abs().argmin(-1)
         packed = (codes[..., ::2] | codes[..., 1::2] << 4).flatten(1).byte()
+        if form == "modelopt-nvfp4":
+            stored = {"weight": packed, "weight_scale_2": 1 / whole_scale.reshape(()), "input_scale": torch.tensor(0.1)}
+            return stored | {"weight_scale": scale}, (E2M1[codes] * factors).flatten(1)
         tensors = {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": whole_scale}
         return tensors | {"input_global_scale": torch.ones(1)}, (E2M1[codes] * factors).flatten(1)
     return _pack_nf4(weight, is_nested=form == "nf4-nested")

@@ -69,6 +69,20 @@ def test_paths_that_do_not_exist_are_not_looked_up(tmp_path: Path, on_the_hub: C
         resolve_model(str(file))
 
 
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "modelopt")],
+)
+def test_quantization_in_a_file_of_its_own(name: str, method: str, tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path, "config.json")
+    (directory / name).write_text('{"bits": 4}')
+    assert read_config(directory) == {"quantization_config": {"quant_method": method, "bits": 4}}
+    (directory / name).write_text('{"quant_method": "fp8"}')
+    assert read_config(directory) == {"quantization_config": {"quant_method": "fp8"}}
+    (directory / "config.json").write_text('{"quantization_config": {"bits": 8}}')
+    assert read_config(directory) == {"quantization_config": {"bits": 8}}
+
+
 def test_download(tmp_path: Path, on_the_hub: Callable[[Download], None]) -> None:
     asked: list[tuple[object, dict[str, object]]] = []
 
@@ -204,7 +218,7 @@ def test_of_a_config_nothing_else_is_downloaded(tmp_path: Path, on_the_hub: Call
 
     on_the_hub(download)
     assert read_config(resolve_config("org/model")) == {"architectures": ["X"]}
-    assert patterns == [["config.json"]]
+    assert patterns == [["config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json"]]
     assert resolve_config(str(tmp_path)) == tmp_path
     assert resolve_config("demo") == resolve_model("demo")
 

@@ -17,6 +17,8 @@ from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.weight_format import (
     BitsAndBytes4,
     MarkedModules,
+    NvFp4,
+    PackedIntegers,
     ScaledNumbers,
     TargetedModules,
     WeightFormat,
@@ -87,6 +89,14 @@ def test_int8_weights_alone(change: Callable[[dict[str, Any]], None]) -> None:
         ),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, ScaledNumbers("fp8", "channel")),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, BitsAndBytes4("fp4", is_nested=False)),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8", "config_groups": {"group_0": {"targets": ["Linear"]}}},
+            ScaledNumbers("fp8", "tensor"),
+        ),
+        (
+            {"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}},
+            NvFp4("modelopt"),
+        ),
     ],
 )
 def test_floats_and_bitsandbytes(stored: dict[str, object], expected: WeightFormat) -> None:
@@ -100,6 +110,43 @@ def test_modules_that_bitsandbytes_skips() -> None:
     assert isinstance(found, MarkedModules)
     names = ["model.layers.1.mlp.up_proj", "model.layers.10.mlp.up_proj", "lm_head"]
     assert [found.find_form(name) is None for name in names] == [True, False, True]
+
+
+def test_modules_that_model_optimizer_leaves_out() -> None:
+    stored = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "model.layers.1.*", "*.mlp.gate"]}
+    found = read({"quant_method": "modelopt", "quantization": stored, "producer": {"name": "modelopt"}})
+    assert isinstance(found, MarkedModules)
+    names = ["1.mlp.up_proj", "10.mlp.up_proj", "2.mlp.gate", "2.mlp.gate_proj"]
+    assert [found.find_form(f"model.layers.{name}") is None for name in names] == [True, False, True, False]
+    assert found.find_form("lm_head") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported (supported: FP8, NVFP4)"),
+        ({"group_size": 32}, "group_size 32"),
+        ({"pre_quant_scale": True}, "pre_quant_scale is not supported"),
+        ({"new": 1}, "unknown keys, which may mean another computation: new"),
+    ],
+)
+def test_other_formats_of_model_optimizer(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(message)):
+        read({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"} | change})
+
+
+def test_int8_activations_of_some_groups() -> None:
+    """Where other groups have other formats, activations stay as they are."""
+    config = quantization_config()
+    config["config_groups"]["group_1"] = {
+        "targets": ["re:.*mlp.*"],
+        "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True},
+        "format": "pack-quantized",
+    }
+    found = read(config)
+    assert isinstance(found, TargetedModules)
+    assert found.find_format("model.layers.0.self_attn.q_proj") == ScaledNumbers("int8", "channel")
+    assert found.find_format("model.layers.0.mlp.up_proj") == PackedIntegers("compressed", 4, 32, True)
 
 
 def test_bitsandbytes_names_one_width() -> None:
@@ -171,7 +218,6 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     ),
     (lambda c: c.update(transform_config={"config_groups": {"R1": {}}}), "transform_config"),
     (lambda c: c.update(config_groups={}), "config_groups is missing"),
-    (lambda c: c["config_groups"].update(b=c["config_groups"]["group_0"]), "config_groups must be one group"),
     (lambda c: c["config_groups"].update(b={}), "config_groups: b is missing"),
     (lambda c: c.update(ignore="lm_head"), "ignore must be a list"),
     (lambda c: c.update(ignore=["re:("]), r"ignore: 're:\(' is not a valid pattern"),
