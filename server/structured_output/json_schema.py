@@ -150,10 +150,20 @@ def _check_keywords(schema: Schema, pointer: str) -> None:
     divisor = schema.get("multipleOf")
     if isinstance(divisor, int | float) and divisor <= 0:
         raise GrammarError("must be greater than 0", pointer, "multipleOf")
+    _check_min_properties(schema, pointer)
     for keyword in ("const", "enum"):
         _check_integers(schema.get(keyword), pointer, keyword)
     for keyword in _BOUNDS:
         _check_bound(schema, pointer, keyword)
+
+
+def _check_min_properties(schema: Schema, pointer: str) -> None:
+    """Refuse a number that a text could reach by writing one key twice."""
+    least, required = schema.get("minProperties"), schema.get("required", [])
+    if isinstance(least, int | float) and isinstance(required, list) and least > len(set(map(str, required))) + 1:
+        raise GrammarError(
+            "more than one key that `required` does not name cannot be enforced", pointer, "minProperties"
+        )
 
 
 def _check_integers(value: object, pointer: str, keyword: str) -> None:

@@ -8,13 +8,21 @@ from serve_llm.server.structured_output.errors import GrammarError
 
 _PART = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
 _DOT = r"[^\n\r\u2028\u2029]"
+# ECMAScript's whitespace has U+FEFF and lacks U+0085, in contrast to Rust's.
+_SPACE = r"\t-\r\x20\u00A0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF"
+_NO_SPACE = (
+    r"\x00-\x08\x0E-\x1F!-\u009F\u00A1-\u167F\u1681-\u1FFF\u200B-\u2027\u202A-\u202E"
+    r"\u2030-\u205E\u2060-\u2FFF\u3001-\uFEFE\uFF00-\U0010FFFF"
+)
+_SPACES = {r"\s": _SPACE, r"\S": _NO_SPACE}
 _DOT_ALL_FLAG = re.compile(r"\(\?[a-z]*s")
 
 
 def translate_pattern(pattern: str) -> str:
     """The same expression, where the two dialects read one text differently. A translated pattern stays as it is.
 
-    In classes, Rust's [, &&, ~~ and -- are operators. Its dot matches more line ends. Raises GrammarError.
+    In classes, Rust's [, &&, ~~ and -- are operators. Its dot matches more line ends, and its whitespace differs.
+    Raises GrammarError.
     """
     dot = "." if _DOT_ALL_FLAG.search(pattern) else _DOT
     pieces: list[str] = []
@@ -24,10 +32,10 @@ def translate_pattern(pattern: str) -> str:
             if part in ("[]", "[^]"):
                 raise GrammarError(f"the class {part} is not supported")
             is_in_class = part in ("[", "[^")
-            pieces.append(dot if part == "." else part)
+            pieces.append(f"[{_SPACES[part]}]" if part in _SPACES else dot if part == "." else part)
             continue
         if part == "-" and pieces[-1] == "-":
             raise GrammarError(r"two hyphens in a row in a class are not supported: write \- for a hyphen")
         is_in_class = not part.endswith("]") or part.startswith("\\")
-        pieces.append(f"\\{part}" if part[0] in "[&~" else part)
+        pieces.append(f"\\{part}" if part[0] in "[&~" else _SPACES.get(part, part))
     return "".join(pieces)

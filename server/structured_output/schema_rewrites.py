@@ -30,6 +30,7 @@ def rewrite_keywords(schema: Schema) -> None:
     _rewrite_dependencies(schema)
     _rewrite_not(schema)
     _rewrite_one_of(schema)
+    _join_patterns(schema)
 
 
 def negate(schema: object) -> Schema | None:
@@ -151,3 +152,11 @@ def _rewrite_one_of(schema: Schema) -> None:
         ways.append({"allOf": [{"required": way["required"]}, *others]})
     del schema["oneOf"]
     _add(schema, {"anyOf": ways})
+
+
+def _join_patterns(schema: Schema) -> None:
+    """Put keywords side by side. llguidance reads those before and after anyOf, enum and so on by themselves."""
+    if "patternProperties" in schema and "additionalProperties" in schema:
+        names = ("properties", "patternProperties", "additionalProperties")
+        joined = {name: schema.pop(name) for name in names if name in schema}
+        schema.update(joined | {name: schema.pop(name) for name in list(schema)})

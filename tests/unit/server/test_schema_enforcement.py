@@ -45,6 +45,9 @@ ENFORCED: list[tuple[object, list[str], list[str]]] = [
     ({"type": "object", "additionalProperties": {"type": "boolean"}}, ['{"k":true}', "{}"], ['{"k":1}']),
     ({"type": "object", "patternProperties": {"^n": {"type": "integer"}}, "additionalProperties": False},
      ['{"n1":2}'], ['{"n1":"2"}', '{"m":2}']),
+    ({"additionalProperties": False, "anyOf": [{"type": "object"}], "patternProperties": {"^n": {"type": "integer"}}},
+     ['{"n1":2}'], ['{"n1":"2"}', '{"m":2}']),
+    ({"type": "object", "required": ["a"], "minProperties": 2}, ['{"a":1,"b":2}'], ['{"a":1}', '{"a":1,"a":2}']),
     ({"type": "object", "minProperties": 1, "maxProperties": 2}, ['{"a":1}'], ["{}", '{"a":1,"b":2,"c":3}']),
     ({"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2}, ["[1]", "[1,2]"],
      ["[]", "[1,2,3]", '["1"]']),
@@ -73,6 +76,20 @@ def test_a_schema_is_enforced(schema: object, valid: list[str], invalid: list[st
         assert accepts(grammar, text), text
     for text in invalid:
         assert not accepts(grammar, text), text
+
+
+def test_whitespace_of_patterns_is_that_of_ecmascript() -> None:
+    """Python's and Rust's differ from it, and from each other."""
+    for pattern in (r"^\s$", r"^[\sx]$", r"^[^\S]$"):
+        grammar = compile_grammar(json={"type": "string", "pattern": pattern})
+        found = [char for char in "\ufeff\u0085\u2028\u00a0\u3000 a\u200b" if accepts(grammar, f'"{char}"')]
+        assert found == ["\ufeff", "\u2028", "\u00a0", "\u3000", " "], pattern
+        assert accepts(grammar, r'"\t"')
+    for pattern in (r"^\S$", r"^[\S]$", r"^[^\s]$"):
+        grammar = compile_grammar(json={"type": "string", "pattern": pattern})
+        found = [char for char in "\ufeff\u0085\u2028 a\u200b\U0001f600!" if accepts(grammar, f'"{char}"')]
+        assert found == ["\u0085", "a", "\u200b", "\U0001f600", "!"], pattern
+        assert not accepts(grammar, r'"\t"')
 
 
 def test_whitespace() -> None:

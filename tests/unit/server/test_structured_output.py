@@ -71,6 +71,7 @@ REFUSED: list[tuple[object, str, str]] = [  # schema, where, what
     ({"properties": {"a/b": {"type": "string", "format": "color"}}}, "#/properties/a~1b: format:", "color"),
     ({"properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}, "#/properties/a: pattern:", "look-around"),
     ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum:", "greater than"),
+    ({"properties": {"a": {"type": "object", "minProperties": 2}}}, "#/properties/a: minProperties:", "more than one"),
     ({"$ref": "https://example.com/schema"}, "$ref:", "fetch"),
     ({"properties": {"a": {"$ref": "#/nowhere"}}}, "#/properties/a: $ref:", "/nowhere"),
     ({"$defs": {"x": {"type": "strin"}}, "properties": {"a": {"$ref": "#/$defs/x"}}}, "#/$defs/x: type:", "strin"),
