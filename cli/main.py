@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from serve_llm.common.errors import ServeError
+from serve_llm.common.errors import OptionError, ServeError
 from serve_llm.common.logs import write_final_error
+from serve_llm.common.options.peer_variables import log_unread
 from serve_llm.common.options.sources import parse_args
 
 
 def main() -> int:
     try:
-        command = COMMANDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
+        argv = sys.argv[1:]
+        if argv in (["help"], ["version"]):
+            argv = [f"--{argv[0]}"]
+        command = COMMANDS.get(argv[0]) if argv else None
         if command is not None:
-            return run_command(command, sys.argv[2:])
-        return serve(sys.argv[1:])
+            return run_command(command, argv[1:])
+        return serve(argv)
     except ServeError as error:
         with contextlib.suppress(OSError):  # stderr may be a full disk or a closed pipe
             write_final_error(error)
@@ -38,13 +43,29 @@ def run_command(command: Callable[[Sequence[str]], int], argv: Sequence[str]) ->
 
 
 def serve(argv: Sequence[str]) -> int:
+    check_first_word(argv)
     options = parse_args(argv, os.environ)
+    log_unread(os.environ)
     if options.node_rank:
         # Other nodes serve no HTTP, so they run the follower program instead of the server.
         replace_process("serve_llm.engine.distributed.multihost.follower", argv)
     from serve_llm.server import daemon  # imported late, so that --help and a mistyped option answer at once
 
     return daemon.run(options)
+
+
+def check_first_word(argv: Sequence[str]) -> None:
+    """Raises OptionError if the model seems to be a command: another engine's, or one of ours, mistyped."""
+    word = argv[0] if argv else ""
+    if os.path.exists(word):
+        return
+    from serve_llm.common.options.peer_flags import PEER_COMMANDS  # large tables, needed here only
+
+    if word in PEER_COMMANDS:
+        raise OptionError(PEER_COMMANDS[word])
+    close = difflib.get_close_matches(word, COMMANDS, 1, 0.75)
+    if close and len(argv) > 1 and not argv[1].startswith("-"):  # two arguments are no model
+        raise OptionError(f"unknown command {word!r}; did you mean {close[0]}?")
 
 
 def plan(argv: Sequence[str]) -> int:

@@ -74,7 +74,9 @@ def resolve_bin_model(model: str, revision: str | None = None, download_dir: str
 def _find_gguf(model: str, revision: str | None, download_dir: str | None) -> Path | None:
     """The GGUF file that the name stands for, None if it stands for another kind of checkpoint."""
     path = Path(model).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
+    if path.suffix == ".gguf" and not path.is_dir() and ":" not in model:
+        if not path.is_file():
+            raise ModelError(f"there is no file {path}: check the path; organisation/name:FILE.gguf is one on the Hub")
         return path
     if path.is_dir():
         found = sorted(path.glob("*.gguf"))

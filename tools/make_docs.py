@@ -100,7 +100,7 @@ PAGES: dict[Path, dict[tuple[str, str], Callable[[], str]]] = {
     },
     PEERS_PAGE: {
         (f"<!-- {kind}: begin (make docs) -->", f"<!-- {kind}: end -->"): functools.partial(peers_table, kind)
-        for kind in ("vLLM", "SGLang", "llama.cpp", "commands", "fields", "metrics")
+        for kind in ("vLLM", "SGLang", "llama.cpp", "commands", "variables", "fields", "metrics")
     },
 }
 

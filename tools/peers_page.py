@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic.fields import FieldInfo
 
 from serve_llm.common.options.llama_cpp_flags import LLAMA_CPP_SAME
 from serve_llm.common.options.peer_flag import PeerFlag
 from serve_llm.common.options.peer_flags import PEER_COMMANDS, PEER_FLAGS
+from serve_llm.common.options.peer_variables import LLAMA_CPP, OLLAMA, VLLM
 from serve_llm.common.options.sglang_flags import SGLANG_SAME
 from serve_llm.common.options.vllm_flags import VLLM_SAME
 from serve_llm.server.schema.peer_fields import OTHER_NAMES, PeerFields
@@ -33,26 +36,13 @@ METRICS = {
     "cache_config_info": ("cache_config_info", "max_total_num_tokens", ""),
 }
 
-# Ollama is set by environment variables.
-OLLAMA = {
-    "OLLAMA_HOST": "`--host`, `--port`",
-    "OLLAMA_MODELS": "`--download-dir`",
-    "OLLAMA_CONTEXT_LENGTH": "`--max-model-len`; the default is the model's own maximum",
-    "OLLAMA_NUM_PARALLEL": "`--max-num-seqs`; the default is 256",
-    "OLLAMA_MAX_QUEUE": "`--max-queue`",
-    "OLLAMA_KEEP_ALIVE": "not needed: the model stays loaded",
-    "OLLAMA_MAX_LOADED_MODELS": "not needed: a server has one model; start one for each",
-    "OLLAMA_FLASH_ATTENTION": "not needed",
-    "OLLAMA_KV_CACHE_TYPE": "`--kv-cache-dtype int8`",
-    "OLLAMA_ORIGINS": "`--allowed-origins`",
-    "OLLAMA_DEBUG": "`--log-level debug`",
-}
-
 
 def table(kind: str) -> str:
-    """kind: an engine, or commands, fields or metrics."""
+    """kind: an engine, or commands, variables, fields or metrics."""
     if kind == "commands":
         return commands_table()
+    if kind == "variables":
+        return "\n".join(["| Variable | Here |", "|---|---|", *_list_variables(VLLM | LLAMA_CPP)])
     if kind == "fields":
         return fields_table()
     if kind == "metrics":
@@ -81,8 +71,11 @@ def commands_table() -> str:
     rows = ["| Ollama | Here |", "|---|---|", "| `serve` | `serve-llm MODEL`, or `serve-llm serve MODEL` |"]
     for command, answer in PEER_COMMANDS.items():
         rows.append(f"| `{command}` | {answer} |")
-    rows += [f"| `{variable}` | {answer} |" for variable, answer in OLLAMA.items()]
-    return "\n".join(rows)
+    return "\n".join(rows + _list_variables(OLLAMA))
+
+
+def _list_variables(answers: Mapping[str, str]) -> list[str]:
+    return [f"| `{variable}` | {answer} |" for variable, answer in answers.items()]
 
 
 def fields_table() -> str:

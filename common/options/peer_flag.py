@@ -8,7 +8,7 @@ from typing import NamedTuple
 class PeerFlag(NamedTuple):
     """An option of another engine, under all its names."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # those of a refused option may be patterns, such as --yarn-*
     answer: str  # one line: what corresponds to it here
     ours: str = ""  # the same in our words, such as "--no-prefix-caching"; MODEL is the positional argument
     takes_value: bool = False  # accepted with a value, which is ours as well

@@ -6,8 +6,10 @@ an error that says what to do. docs/from-other-engines.md shows the same tables.
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Collection, Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from serve_llm.common.errors import OptionError
@@ -42,11 +44,16 @@ class FoundFlag(NamedTuple):
 
 
 def find_peer_flag(name: str) -> FoundFlag | None:
-    """name: as on the command line, with dashes."""
+    """name: as on the command line, with dashes; `--compilation-config.mode` is a key of --compilation-config."""
+    name = name.partition(".")[0]
     for engine, flags in PEER_FLAGS.items():
         for flag in flags:
             if name in flag.names:
                 return FoundFlag(engine, flag)
+    for flags in PEER_FLAGS.values():
+        for flag in flags:
+            if any("*" in pattern and fnmatchcase(name, pattern) for pattern in flag.names):
+                return FoundFlag("another engine", flag)  # several have flags of this kind
     return None
 
 
@@ -59,7 +66,9 @@ def translate_arguments(argv: Sequence[str], known: Collection[str]) -> list[str
     rest = iter(argv)
     for argument in rest:
         name, equals, value = argument.partition("=")
-        found = find_peer_flag(name) if argument.startswith("-") and name not in known else None
+        found = find_peer_flag(name) if argument.startswith("-") and name.partition(".")[0] not in known else None
+        if found is not None and name not in found.flag.names and difflib.get_close_matches(name, known, 1, 0.9):
+            found = None  # one of ours, mistyped, which a pattern happens to match
         if found is None:
             translated.append(argument)
             continue

@@ -167,6 +167,9 @@ def read_command_line(parser: argparse.ArgumentParser, options: Fields, argv: Se
         flag = unknown[0].partition("=")[0]
         if not flag.startswith("-"):
             raise OptionError(f"unexpected argument {flag!r}: {_explain_argument(flags.get('model'))}")
+        whole = flag.partition(".")[0]
+        if whole in parser._option_string_actions:  # vLLM reads the keys of a JSON object so
+            raise OptionError(f"unknown option {flag}; give {whole} as one JSON object")
         raise OptionError(f"unknown option {flag}{_suggest(flag, '--', options, parser.prog)}")
     if flags.pop("version", False):
         from importlib.metadata import version  # slower than all other imports here

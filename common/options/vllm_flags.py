@@ -8,6 +8,12 @@ _CONFIG = "edit config.json in a copy of the checkpoint"
 _DIALECT = "the format is found by the chat template; --dialect names another one (docs/dialects.md)"
 _NO_COMPILATION = "nothing is compiled at start; --enforce-eager switches CUDA graphs off"
 _PROXY = "put a reverse proxy in front of the server"
+_KERNELS = "omit it; the kernels are chosen by device and instruction set"
+_TEXT_ONLY = "omit it; images and audio are not read, only the text part of such models"
+_OFFLOAD = "weights are not offloaded; `serve-llm plan MODEL` says what would fit"
+_DRAFTS = "--speculative-config says how drafts are made and how long they are"
+_EXPERTS = "--enable-expert-parallel needs nothing else; omit it"
+_FULL_ATTENTION = "omit it; the cache is laid out as the model's layers need it"
 
 VLLM: tuple[PeerFlag, ...] = (
     # the model
@@ -27,6 +33,26 @@ VLLM: tuple[PeerFlag, ...] = (
     refused("--task", "--runner generate|pooling and --convert embed|classify say what the model returns"),
     refused("--pooler-config --override-pooler-config", "--pooling-type says how a prompt becomes one vector"),
     refused("--max-parallel-loading-workers", "omit it; ranks read their own parts of the files at the same time"),
+    same("-q", "--quantization"),
+    always("--no-trust-remote-code", "always so; no code of a checkpoint is ever executed", may_be_off=True),
+    refused(
+        "--quantization-config --allow-deprecated-quantization", "--quantization; a checkpoint's own needs no option"
+    ),
+    refused(
+        "--override-attention-dtype --override-neuron-config --additional-config", "--dtype is for all computation"
+    ),
+    refused("--skip-tokenizer-init", "prompts may be token ids (`prompt: [1, 2, 3]`); the tokenizer is always loaded"),
+    refused("--enable-prompt-embeds", "prompts are text or token ids"),
+    refused(
+        "--logits-processors --logits-processor-pattern", "logit_bias, bad_words and allowed_token_ids of a request"
+    ),
+    refused("--io-processor-plugin", "there are no plugins"),
+    refused(
+        "--safetensors-load-strategy --ignore-patterns --pt-load-map-location",
+        "omit it; --load-format reads safetensors",
+    ),
+    always("--use-tqdm-on-load", "a bar is shown on a terminal"),
+    refused("--no-use-tqdm-on-load", "the bar is on a terminal only; omit it"),
     refused("--model-loader-extra-config", "omit it; safetensors are read by every rank, its own part only"),
     # memory and scheduling
     switch("--enable-prefix-caching", "--prefix-caching"),
@@ -41,7 +67,15 @@ VLLM: tuple[PeerFlag, ...] = (
         "--kv-offload-memory SIZE is the host memory of each rank, with a unit; --kv-offload-dir adds a directory",
     ),
     neutral("--swap-space", "0|0.0", "omit it; a preempted request is computed again instead of swapped"),
-    neutral("--cpu-offload-gb", "0|0.0", "weights are not offloaded; `serve-llm plan MODEL` says what would fit"),
+    neutral("--cpu-offload-gb", "0|0.0", _OFFLOAD),
+    refused("--cpu-offload-params --offload-*", _OFFLOAD),
+    refused("--disable-sliding-window --*disable-hybrid-kv-cache-manager --mamba-* --gdn-*", _FULL_ATTENTION),
+    refused("--kv-cache-dtype-skip-layers", "--kv-cache-dtype is for all layers"),
+    refused(
+        "--external-parameters --watermark --kv-sharing-fast-prefill --num-lookahead-slots --scheduler-*",
+        "omit it; steps are planned without settings",
+    ),
+    neutral("--stream-interval", "1", "omit it; every step's tokens are sent at once"),
     neutral("--scheduling-policy", "fcfs|priority", "omit it; the field `priority` of a request is always honoured"),
     refused("--num-gpu-blocks-override", "--kv-cache-memory sets the size of the KV cache"),
     refused("--calculate-kv-scales", "omit it; --kv-cache-dtype int8 computes its scales while serving"),
@@ -50,39 +84,75 @@ VLLM: tuple[PeerFlag, ...] = (
         "--max-num-batched-tokens limits the prompt tokens in a step; omit the others",
     ),
     refused("--prefix-caching-hash-algo", "omit it; blocks are found by a hash that cannot be forged"),
-    refused("--preemption-mode --num-scheduler-steps --use-v2-block-manager", "omit it, as in current vLLM"),
+    refused(
+        "--preemption-mode --num-scheduler-steps --use-v2-block-manager --multi-step-* --disable-async-output-proc",
+        "omit it, as in current vLLM",
+    ),
     refused("--kv-transfer-config", "prefill and decode run in the same engine; omit it"),
+    refused("--ec-transfer-config --weight-transfer-config", "engines exchange nothing with other programs; omit it"),
     refused("--enable-sleep-mode", "stop the server instead; it starts in seconds"),
     # computation
-    same("--speculative-model", "--speculative-config"),
-    refused("--compilation-config -O --cuda-graph-sizes --max-seq-len-to-capture", _NO_COMPILATION),
-    refused("--attention-backend", "omit it; the kernels are chosen by device and instruction set"),
+    same("--speculative-model --spec-model -sc", "--speculative-config"),
+    refused("--num-speculative-tokens --spec-* --ngram-* --speculative-*", _DRAFTS),
+    refused(
+        "--compilation-config -cc -O* --optimization-level --*cuda*graph-* --max-seq-len-to-capture", _NO_COMPILATION
+    ),
+    refused("--performance-mode", "omit it; there is one mode"),
+    refused("--attention-backend --attention-config -ac --disable-cascade-attn --kernel-config", _KERNELS),
+    refused("--moe-backend --linear-backend --ir-op-priority --*enable-flashinfer-autotune", _KERNELS),
     switch("--disable-custom-all-reduce", "--all-reduce nccl"),
-    refused("--limit-mm-per-prompt", "omit it; images and audio are not read, only the text part of such models"),
+    always("--language-model-only --skip-mm-profiling", "always so; only the text part of such models is served"),
+    refused("--limit-mm-per-prompt --mm-* --*-mm-* --media-io-kwargs --interleave-mm-strings", _TEXT_ONLY),
+    refused("--allowed-local-media-path --allowed-media-domains --video-* --enable-multimodal-*", _TEXT_ONLY),
     neutral("--logprobs-mode", "raw_logprobs", "omit it; log-probabilities are those before temperature"),
     refused("--max-logprobs", "top_logprobs is at most 20, as in OpenAI's API; --limit logprobs=N is per request"),
     neutral("--guided-decoding-backend", "auto|guidance", "omit it; llguidance enforces schemas and grammars"),
+    refused("--guided-decoding-*", "omit it; llguidance enforces schemas and grammars"),
     refused("--structured-outputs-config", "omit it; llguidance enforces schemas and grammars"),
     refused("--max-cpu-loras", "--max-loras is the number in memory; others are read from their files again"),
+    refused(
+        "--lora-dtype --lora-extra-vocab-size --lora-target-modules --long-lora-* --qlora-* --enable-lora-bias "
+        "--enable-tower-connector-lora --specialize-active-lora",
+        "omit it; an adapter's files say what it needs",
+    ),
+    refused("--*prompt-adapter*", "adapters are LoRA: --enable-lora --lora-modules NAME=DIRECTORY"),
     refused("--fully-sharded-loras", "omit it; each rank holds its part of an adapter"),
     # parallelism
     refused("--data-parallel-size-local -dpl", "--data-parallel-split on node 0 gives the engines of each of --nnodes"),
-    refused("--data-parallel-address --data-parallel-rpc-port", "--master-addr takes both, as HOST:PORT"),
-    refused("--data-parallel-start-rank --data-parallel-rank", "omit it; node 0 tells each --node-rank its engines"),
-    refused("--data-parallel-backend", "--distributed-executor-backend ray; without it engines are on --nnodes hosts"),
+    switch("-ep", "--enable-expert-parallel"),
+    refused("-r", "--node-rank; what ends an answer, as llama.cpp's -r, is the field `stop` of a request"),
     refused(
-        "--data-parallel-hybrid-lb --data-parallel-external-lb",
+        "-dcp -pcp --*-context-parallel-size --cp-* --dcp-*",
+        "--tensor-parallel-size spreads heads; contexts are not split",
+    ),
+    refused("--data-parallel-address -dpa --data-parallel-rpc-port -dpp", "--master-addr takes both, as HOST:PORT"),
+    refused(
+        "--data-parallel-start-rank -dpr --data-parallel-rank -dpn",
+        "omit it; node 0 tells each --node-rank its engines",
+    ),
+    refused(
+        "--data-parallel-backend -dpb", "--distributed-executor-backend ray; without it engines are on --nnodes hosts"
+    ),
+    refused(
+        "--data-parallel-hybrid-lb -dph --data-parallel-external-lb -dpe --data-parallel-supervisor-port --dp-*",
         "omit it; node 0 serves HTTP for the engines of all hosts",
     ),
     refused("--headless", "--node-rank N with --nnodes and --master-addr makes a host that serves no HTTP"),
     refused("--master-port", "--master-addr takes both, as HOST:PORT"),
-    refused("--enable-eplb --eplb-config --all2all-backend", "--enable-expert-parallel needs nothing else; omit it"),
+    refused("--enable-eplb --eplb-* --all2all-backend --enable-dbo --dbo-*", _EXPERTS),
+    refused("--expert-placement-strategy --num-redundant-experts --enable-ep-* --enable-elastic-ep", _EXPERTS),
+    refused("--disable-nccl-for-dp-synchronization", "omit it; engines do not wait for each other"),
+    refused("--*fault-tolerance*", "omit it; an engine that dies is replaced, and its requests continue"),
+    refused(
+        "--ray-workers-use-nsight --profiler-config --enable-layerwise-nvtx-tracing", "omit it; attach the profiler"
+    ),
     refused("--worker-cls --worker-extension-cls --scheduler-cls", "classes cannot be replaced by an option"),
     # HTTP
     same("--api-server-count -asc", "--front-ends"),
+    refused("--renderer-num-workers --tokenizer-pool-*", "--front-ends N divides the work on text among processes"),
     refused("--disable-frontend-multiprocessing", "engines always run in processes of their own; omit it"),
     always("--enable-auto-tool-choice", "always on; tools work when a request has them", may_be_off=True),
-    refused("--tool-call-parser --reasoning-parser --tool-parser-plugin", _DIALECT),
+    refused("--tool-call-parser --tool-parser-plugin --reasoning-parser --reasoning-parser-plugin", _DIALECT),
     always("--enable-reasoning", "always on; reasoning is recognised by the model's format", may_be_off=True),
     neutral("--response-role", "assistant", "omit it; the role of answers is assistant"),
     neutral("--chat-template-content-format", "auto", "omit it; templates that read parts get parts"),
@@ -93,16 +163,42 @@ VLLM: tuple[PeerFlag, ...] = (
     always("--enable-tokenizer-info-endpoint", "always on; GET /tokenizer_info answers", may_be_off=True),
     refused("--enable-force-include-usage", "a client asks by stream_options.include_usage"),
     refused("--return-tokens-as-token-ids", "the field `return_tokens_as_token_ids` of a request"),
+    refused("--exclude-tools-when-tool-choice-none", "leave `tools` out of requests that must not call them"),
+    refused("--reasoning-config", "thinking_token_budget is a field of each request"),
+    refused("--tool-server", "tools run in the client; answers contain the calls"),
+    refused("--tokens-only --grpc --cohere-*", "omit it; docs/api.md lists the routes, POST /tokenize is one"),
+    refused(
+        "--enable-per-request-metrics",
+        "GET /metrics has the times of all requests, --otlp-traces-endpoint those of each",
+    ),
+    refused(
+        "--fingerprint-mode --fingerprint-value",
+        "omit it; system_fingerprint changes with the code, the model and its dtype",
+    ),
+    refused("--h11-*", "--limit sets sizes and numbers"),
+    always("--enable-offline-docs", "always so; the page at / lists the routes"),
+    refused("--enable-flash-late-interaction", "omit it; docs/embeddings.md says how scores are made"),
+    refused("--shutdown-timeout", "--drain-timeout is the time for open requests"),
+    refused("--fail-on-environ-validation", "always so; an unknown SERVE_LLM_ variable is an error"),
     refused("--root-path --uds --middleware --allow-credentials --allowed-methods --allowed-headers", _PROXY),
+    refused("--ssl-ciphers --ssl-keyfile-password", "TLS with other settings: " + _PROXY),
     refused("--ssl-ca-certs --ssl-cert-reqs --enable-ssl-refresh", "client certificates: " + _PROXY),
     refused("--disable-fastapi-docs", "GET /openapi.json needs a key like every route, with --api-key"),
     # logs
     always("--disable-log-requests --no-enable-log-requests", "always so; prompts are never logged", may_be_off=True),
     refused("--enable-log-requests", "--log-level debug logs a line per request, without the prompt"),
+    refused("--enable-log-outputs --enable-log-deltas --no-enable-log-deltas", "answers are never logged; omit it"),
+    refused("--log-error-stack", "an error of the program is logged with its stack; omit it"),
+    refused("--aggregate-engine-logging", "always so; one line is for all engines"),
+    refused("--enable-logging-iteration-details", "--log-level debug"),
+    refused("--kv-cache-metrics* --enable-mfu-metrics", "omit it; docs/metrics.md lists all metrics"),
     refused("--disable-log-stats", "--log-level warning hides the statistics, /metrics keeps them"),
     refused("--max-log-len", "omit it; prompts are never logged"),
     refused("--uvicorn-log-level", "--log-level is for all messages"),
-    refused("--disable-uvicorn-access-log", "omit it; served requests are logged at --log-level debug only"),
+    refused(
+        "--disable-uvicorn-access-log --disable-access-log-for-endpoints",
+        "omit it; served requests are logged at --log-level debug only",
+    ),
     refused("--log-config-file", "--log-level and --log-format"),
     refused("--collect-detailed-traces", "omit it; --otlp-traces-endpoint sends all spans that there are"),
     refused("--show-hidden-metrics-for-version", "omit it; docs/metrics.md lists all metrics"),

@@ -4,8 +4,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 import serve_llm
 from serve_llm.cli import main as program
+from serve_llm.common.errors import OptionError
 
 
 def test_python_m_serve_llm() -> None:
@@ -25,3 +28,29 @@ def test_a_closed_pipe_ends_a_command_quietly() -> None:
 
 def test_serve_is_the_server() -> None:
     assert program.COMMANDS["serve"] is program.serve
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("list", "Ollama's `list` has no counterpart"),
+        ("pull llama3", "`serve-llm MODEL` downloads what is missing"),
+        ("complete bash", "unknown command 'complete'; did you mean completion?"),
+        ("runbatch demo -i a -o b", "unknown command 'runbatch'; did you mean run-batch?"),
+    ],
+)
+def test_a_first_word_that_is_no_model(argv: str, words: str) -> None:
+    with pytest.raises(OptionError) as raised:
+        program.check_first_word(argv.split())
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize("argv", ["demo", "plans", "gpt2 --port 1", "org/model", "tests bench", ""])
+def test_a_model_is_no_mistyped_command(argv: str) -> None:
+    program.check_first_word(argv.split())
+
+
+@pytest.mark.parametrize(("word", "words"), [("help", "usage: serve-llm MODEL"), ("version", "serve-llm ")])
+def test_words_for_options(word: str, words: str) -> None:
+    done = subprocess.run([sys.executable, "-P", "-m", "serve_llm", word], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith(words)

@@ -122,6 +122,12 @@ def test_gguf_files_of_a_repository(tmp_path: Path, on_the_hub: Callable[[Downlo
     assert asked[0] == ("org/tiny", ["*q4_k_m.gguf", "*Q4_K_M.gguf", *parts])
 
 
+def test_a_gguf_file_that_is_not_there_is_not_looked_up(on_the_hub: Callable[[Download], None]) -> None:
+    on_the_hub(lambda name, **arguments: pytest.fail("asked the Hub"))
+    with pytest.raises(ModelError, match=r"there is no file models/x\.gguf: check the path"):
+        resolve_model("models/x.gguf")
+
+
 def test_gguf_parts_of_a_repository(tmp_path: Path, on_the_hub: Callable[[Download], None]) -> None:
     names = [f"Q8_0/tiny-Q8_0-0000{number}-of-00002.gguf" for number in (1, 2)]
     (tmp_path / "snapshot" / "Q8_0").mkdir(parents=True)

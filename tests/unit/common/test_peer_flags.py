@@ -9,7 +9,8 @@ from types import ModuleType
 import pytest
 
 from serve_llm.common.errors import OptionError
-from serve_llm.common.options.peer_flags import PEER_COMMANDS, PEER_FLAGS, translate_arguments
+from serve_llm.common.options.peer_flags import PEER_COMMANDS, PEER_FLAGS, find_peer_flag, translate_arguments
+from serve_llm.common.options.peer_variables import PEER_VARIABLES, log_unread
 from serve_llm.common.options.schema import Options
 from serve_llm.common.options.sources import make_options, make_parser, parse_args
 from support.scripts import load_script
@@ -18,7 +19,13 @@ ROOT = Path(__file__).parents[3]
 KNOWN = frozenset(make_parser()._option_string_actions)
 FLAGS = [(engine, flag) for engine, flags in PEER_FLAGS.items() for flag in flags]
 NEEDS = {"--ssl-keyfile": ["--ssl-certfile", "c.pem"], "--ssl-certfile": ["--ssl-keyfile", "k.pem"]}
-VALUES = {"--block-size": "32", "--max-queue": "7", "--gpu-memory-utilization": "0.5", "--master-addr": "h:1"}
+VALUES = {
+    "--block-size": "32",
+    "--quantization": "int8",
+    "--max-queue": "7",
+    "--gpu-memory-utilization": "0.5",
+    "--master-addr": "h:1",
+}
 
 
 @pytest.mark.parametrize(
@@ -104,9 +111,37 @@ def test_files_variables_and_keywords(tmp_path: Path) -> None:
         make_options("demo", trust_remote_code="perhaps")
 
 
+NAMES = (Path(__file__).parent / "peer_flag_names.txt").read_text().splitlines()[1:]
+
+
+def test_every_option_of_vllm_and_llama_cpp_is_known_or_answered() -> None:
+    assert len(NAMES) > 600
+    assert [name for name in NAMES if name not in KNOWN and find_peer_flag(name) is None] == []
+
+
+def test_a_pattern_does_not_hide_a_typing_error() -> None:
+    for argv, words in (
+        ("demo --speculative-conig x", "unknown option --speculative-conig; did you mean --speculative-config?"),
+        ("demo --cp-threads 1", "unknown option --cp-threads; did you mean --cpu-threads?"),
+        ("demo --hicache-ratio 2", "--hicache-ratio is an option of another engine: --kv-offload-memory is"),
+        ("demo --compilation-config.mode 3", "--compilation-config.mode is an option of vLLM: nothing is compiled"),
+        ("demo --speculative-config.method ngram", "give --speculative-config as one JSON object"),
+    ):
+        with pytest.raises(OptionError) as raised:
+            parse_args(argv.split(), {})
+        assert words in str(raised.value)
+
+
 def test_commands_of_ollama_name_ours() -> None:
     for command, answer in PEER_COMMANDS.items():
         assert command in answer and ("serve-llm" in answer or "counterpart" in answer)
+
+
+def test_variables_of_other_engines_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    log_unread({"VLLM_API_KEY": "secret", "OLLAMA_HOST": "", "VLLM_PORT": "tcp://10.0.0.1:80", "HF_TOKEN": "x"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "VLLM_API_KEY is set but not read; here: `--api-key`, or the variable `SERVE_LLM_API_KEY`"
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +151,7 @@ def peers_page() -> ModuleType:
 
 def test_the_page_has_every_row(peers_page: ModuleType) -> None:
     page = (ROOT / "docs" / "from-other-engines.md").read_text(encoding="utf-8")
-    for kind in ("vLLM", "SGLang", "llama.cpp", "commands", "fields", "metrics"):
+    for kind in ("vLLM", "SGLang", "llama.cpp", "commands", "variables", "fields", "metrics"):
         assert f"<!-- {kind}: begin (make docs) -->\n{peers_page.table(kind)}\n<!-- {kind}: end -->" in page, (
             "make docs"
         )
@@ -130,5 +165,5 @@ def test_the_page_names_what_exists(peers_page: ModuleType) -> None:
     metrics = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     for name in peers_page.METRICS:
         assert f"| `{name}` |" in metrics
-    for answer in peers_page.OLLAMA.values():
+    for answer in PEER_VARIABLES.values():
         assert set(re.findall(r"--[a-z-]+", answer)) <= KNOWN
