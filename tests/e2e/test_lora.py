@@ -19,7 +19,7 @@ from serve_llm.server.http.errors import InvalidRequest
 from support.adapters import make_adapter
 from support.daemon import Daemon
 from support.speculation import NGRAM
-from support.streams import Streams, mixed, tool_talks
+from support.streams import Streams, chats, mixed
 from support.tools import write_files
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's
@@ -86,7 +86,7 @@ def test_streams_with_adapters_survive_their_engine(adapters: list[str], tmp_pat
 def test_two_engines_with_drafts_one_of_which_is_killed(adapters: list[str], tmp_path: Path) -> None:
     """Tool calls, grammars, choices and log-probabilities, each of the base model or an adapter."""
     names: list[str | None] = [None, "a", "b"]
-    talks = [body | {"model": names[number % 3], "logprobs": True} for number, body in enumerate(tool_talks(3))]
+    talks = [body | {"model": names[number % 3], "logprobs": True} for number, body in enumerate(chats(4))]
     bodies = [*with_models(names), *talks]
     files = [word for pair in write_files(tmp_path).items() for word in pair]
     modules = ("--lora-modules", f"a={adapters[0]}", f"b={adapters[1]}")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from support.daemon import Daemon
-from support.streams import Streams, mixed, tool_talks
+from support.streams import Streams, chats, mixed
 from support.tools import write_files
 
 SMALL = ("demo", "--kv-cache-memory", "64MiB", "--max-restarts", "100")
@@ -20,7 +20,7 @@ REPEATED: dict[str, Any] = {"prompt": "import os\n" * 8, "max_tokens": 40, "temp
 
 def test_same_answers_from_two_engines_one_of_which_is_killed(tmp_path: Path) -> None:
     files = [word for pair in write_files(tmp_path).items() for word in pair]
-    bodies = [*mixed(12), *tool_talks(3), REPEATED | {"stop": ["os\nimport os\nimport os\nimp"], "stream": True}]
+    bodies = [*mixed(12), *chats(4), REPEATED | {"stop": ["os\nimport os\nimport os\nimp"], "stream": True}]
     with Daemon(*SMALL, *files) as daemon:
         alone = Streams(daemon.wait_until_serving(), [REPEATED]).finish()
         undisturbed = Streams(daemon.url, bodies).finish()

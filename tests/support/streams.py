@@ -74,21 +74,27 @@ def mixed(count: int = 32, longest: int = 600) -> list[dict[str, Any]]:
     return bodies
 
 
-def tool_talks(count: int = 6) -> list[dict[str, Any]]:
-    """Bodies of chat completions that have to call a tool."""
-    return [
-        {
+def chats(count: int = 12) -> list[dict[str, Any]]:
+    """Bodies of chat completions with required calls, calls that may be made, a schema, and a budget of reasoning."""
+    bodies: list[dict[str, Any]] = []
+    for number in range(count):
+        body: dict[str, Any] = {
             "messages": [{"role": "user", "content": f"{number} The weather in Oslo, please."}],
-            "tools": TOOLS,
-            "tool_choice": "required",
-            "parallel_tool_calls": number % 2 == 0,
             "max_tokens": 30 + 5 * number,
             "stream": number % 3 != 0,
             "temperature": 1.0,
             "seed": number,
         }
-        for number in range(count)
-    ]
+        if number % 4 == 2:
+            body["response_format"] = {"type": "json_schema", "json_schema": {"name": "record", "schema": RECORD}}
+        else:
+            body["tools"] = TOOLS
+            body["tool_choice"] = "auto" if number % 4 == 1 else "required"
+            body["parallel_tool_calls"] = number % 8 == 0
+        if number % 4 == 3:
+            body |= {"chat_template_kwargs": {"opens": True}, "thinking_token_budget": 10, "logprobs": True}
+        bodies.append(body)
+    return bodies
 
 
 class Streams:

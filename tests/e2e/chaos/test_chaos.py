@@ -1,6 +1,6 @@
-"""Rounds of 38 streams, of mixed completions and required calls, in each of which something dies or hangs at a random
-moment: every stream is complete and equal to the undisturbed run, no process is left over, and nothing grows. The seed
-makes a failure repeatable.
+"""Rounds of 44 streams, of mixed completions and chats with calls, schemas and reasoning, in each of which something
+dies or hangs at a random moment: every stream is complete and equal to the undisturbed run, no process is left over,
+and nothing grows. The seed makes a failure repeatable.
 
 With `pytest -s` it prints the figures of docs/reliability.md.
 """
@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from support.daemon import Daemon
-from support.streams import Streams, mixed, tool_talks
+from support.streams import Streams, chats, mixed
 from support.tools import write_files
 
 OPTIONS = ("demo", "--kv-cache-memory", "64MiB", "--max-restarts", "1000000")
@@ -123,7 +123,7 @@ KINDS = ("death", "during recovery", "two in a row", "hang")
 
 def run(chaos: Chaos, rounds: int) -> None:
     url = chaos.daemon.wait_until_serving()
-    bodies = [*mixed(), *tool_talks()]
+    bodies = [*mixed(), *chats()]
     undisturbed = Streams(url, bodies).finish()
     num_events = undisturbed.num_events
     seen: set[int] = set()
