@@ -118,12 +118,19 @@ def _read_numbers(weights: ConfigReader, stored: str | None) -> WeightFormat:
 
 
 def _read_int8(weights: ConfigReader) -> WeightFormat:
-    weights.only("num_bits", 8)
+    """Integers of 4 bits are stored one in each byte too."""
     weights.only("type", "int")
-    weights.only("symmetric", True)
-    weights.empty("actorder", "block_structure", "group_size")
-    strategy = weights.choice("strategy", {"channel": "channel", "tensor": "tensor"}, "")
-    return ScaledNumbers("int8", "channel" if strategy == "channel" else "tensor")
+    weights.empty("block_structure")
+    weights.only("actorder", None, "weight", "static")  # whose groups are of neighbouring inputs
+    bits = weights.integer("num_bits")
+    if bits not in (4, 8):
+        raise ModelError(f"config.json: quantization_config: num_bits {bits} is not supported (supported: 4, 8)")
+    has_zeros = not weights.flag("symmetric", True)
+    strategy = weights.choice("strategy", {name: name for name in ("channel", "tensor", "group")}, "")
+    if strategy != "group":
+        weights.empty("group_size")
+        return ScaledNumbers("int8", "channel" if strategy == "channel" else "tensor", bits=bits, has_zeros=has_zeros)
+    return ScaledNumbers("int8", "block", (1, weights.integer("group_size")), bits=bits, has_zeros=has_zeros)
 
 
 def _read_fp8(weights: ConfigReader) -> WeightFormat:
@@ -162,7 +169,10 @@ def _read_packed(weights: ConfigReader) -> WeightFormat:
     has_order = weights.choice("actorder", orders, "none") in ("group", "dynamic")
     weights.empty("block_structure")
     is_symmetric = weights.flag("symmetric", True)
-    return PackedIntegers("compressed", bits, group_size if strategy == "group" else None, is_symmetric, has_order)
+    if strategy == "tensor" and not is_symmetric:
+        raise ModelError("config.json: quantization_config: strategy 'tensor' is supported for symmetric weights only")
+    size = group_size if strategy == "group" else None
+    return PackedIntegers("compressed", bits, size, is_symmetric, has_order, is_of_tensor=strategy == "tensor")
 
 
 def _check_patterns(key: str, entries: tuple[str, ...]) -> None:

@@ -22,6 +22,7 @@ class PackedIntegers:
     group_size: int | None  # None: one group of all inputs
     is_symmetric: bool  # all zero points are 2 ** (bits - 1)
     has_order: bool = False  # groups are not of neighbouring inputs
+    is_of_tensor: bool = False  # all inputs of all outputs share a scale
 
     @property
     def marker(self) -> str:
@@ -52,7 +53,10 @@ class PackedIntegers:
 
 @dataclass(frozen=True)
 class ScaledNumbers:
-    """8-bit floats (e4m3) or int8, one in each byte, with scales for a tensor, for each output or for each block."""
+    """8-bit floats (e4m3) or int8, one in each byte, with scales for a tensor, for each output or for each block.
+
+    Blocks of int8 are of one output.
+    """
 
     kind: Literal["fp8", "int8"]
     strategy: Literal["tensor", "channel", "block"]
@@ -60,6 +64,8 @@ class ScaledNumbers:
     scale: str = "weight_scale"
     other_scale: str = ""  # what some writers call it
     divisor: float = 1.0  # scales are divided by it
+    bits: int = 8  # of int8, which may hold integers of 4 bits
+    has_zeros: bool = False  # integers have zero points, stored like the scales
 
     weight = "weight"
     optional = (
@@ -77,13 +83,13 @@ class ScaledNumbers:
 
     @property
     def required(self) -> tuple[str, ...]:
-        return (self.scale,)
+        return (self.scale, "weight_zero_point") if self.has_zeros else (self.scale,)
 
     @property
     def form(self) -> GroupedForm:
-        if self.kind == "int8":
-            return GroupedForm(8, None, has_zeros=False)
         size = self.block[1] if self.strategy == "block" else None
+        if self.kind == "int8":
+            return GroupedForm(self.bits, size, self.has_zeros)
         return GroupedForm(8, size, has_zeros=False, scale_bytes=4, is_float8=True)
 
 

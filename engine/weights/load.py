@@ -132,6 +132,8 @@ def match_tensors(
 
     def add_prefix(name: str) -> str:
         """Checkpoints of the bare base model lack the prefix."""
+        for stored_word, word in weight_map.other_words:
+            name = name.replace(stored_word, word)
         for stored_prefix, prefix in weight_map.prefixes:
             if name.startswith(stored_prefix):
                 return prefix + name.removeprefix(stored_prefix)

@@ -155,7 +155,10 @@ def _read_compressed(
     words, skipped = find_words(columns, bits)
     packed = reader.read("weight_packed", (outputs, count_words(inputs, bits)), (rows, words), torch.int32)
     codes = unpack(packed, bits)[:, skipped : skipped + len(columns)]
-    scales = reader.read("weight_scale", (outputs, num_groups), (rows, groups))
+    if stored.is_of_tensor:
+        scales = reader.read("weight_scale", (1,)).expand(len(rows), 1)
+    else:
+        scales = reader.read("weight_scale", (outputs, num_groups), (rows, groups))
     if stored.is_symmetric:
         return codes.contiguous(), scales, torch.full_like(scales, 2 ** (bits - 1))
     words, skipped = find_words(rows, bits)

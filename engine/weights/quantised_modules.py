@@ -34,10 +34,31 @@ def read_module(
         return _read_bits_and_bytes(reader, stored, shape, rows, columns)
     if stored.kind == "fp8":
         return _read_fp8(reader, stored, shape, rows, columns)
-    codes = reader.read("weight", shape, (rows, columns), torch.int8)
-    scales = _read_row_scales(reader, stored, shape[0], rows)
-    unsigned = codes.view(torch.uint8) ^ 128  # less 128 it is the number
-    return CodeMatrix(unsigned, 8, scales, _one_group(columns, codes), shape[1], zeros=torch.full_like(scales, 128))
+    return _read_int8(reader, stored, shape, rows, columns)
+
+
+def _read_int8(
+    reader: ModuleReader, stored: ScaledNumbers, shape: tuple[int, int], rows: range, columns: range
+) -> CodeMatrix:
+    integers = reader.read("weight", shape, (rows, columns), torch.int8)
+    middle = 2 ** (stored.bits - 1)
+    if stored.bits < 8 and integers.numel() and not -middle <= integers.min() <= integers.max() < middle:
+        raise ModelError(f"{reader.module}.weight has numbers beyond the {stored.bits} bits that config.json names")
+    size = stored.block[1] if stored.strategy == "block" else shape[1]
+    groups = range(columns.start // size, -(-columns.stop // size)) if stored.strategy == "block" else range(1)
+
+    def read_groups(suffix: str, dtype: torch.dtype | None) -> Tensor:
+        if stored.strategy == "block":
+            return reader.read(suffix, (shape[0], -(-shape[1] // size)), (rows, groups), dtype).float()
+        return _read_row_numbers(reader, stored, suffix, shape[0], rows, dtype)
+
+    scales = read_groups(stored.scale, None) / stored.divisor
+    zeros = torch.full_like(scales, middle)
+    if stored.has_zeros:
+        zeros += read_groups("weight_zero_point", torch.int8)
+    codes = (integers.view(torch.uint8) + middle) & (2**stored.bits - 1)  # less `middle` it is the number
+    group_of = torch.arange(columns.start, columns.stop, device=codes.device) // size - groups.start
+    return CodeMatrix(codes, stored.bits, scales, group_of, size, zeros=zeros)
 
 
 def _read_fp8(
@@ -45,7 +66,7 @@ def _read_fp8(
 ) -> CodeMatrix:
     numbers = reader.read("weight", shape, (rows, columns), fp8_blocks.DTYPE)
     if stored.strategy != "block":
-        scales = _read_row_scales(reader, stored, shape[0], rows)
+        scales = _read_row_numbers(reader, stored, stored.scale, shape[0], rows)
         return CodeMatrix(numbers.view(torch.uint8), 8, scales, _one_group(columns, numbers), shape[1])
     block = stored.block
     counts = [-(-size // step) for size, step in zip(shape, block, strict=True)]
@@ -87,18 +108,26 @@ def _one_group(columns: range, weight: Tensor) -> Tensor:
     return torch.zeros(len(columns), dtype=torch.long, device=weight.device)
 
 
-def _read_row_scales(reader: ModuleReader, stored: ScaledNumbers, outputs: int, rows: range) -> Tensor:
-    """(rows, 1) float32."""
-    name = f"{reader.module}.{stored.scale}"
+def _read_row_numbers(
+    reader: ModuleReader,
+    stored: ScaledNumbers,
+    suffix: str,
+    outputs: int,
+    rows: range,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Scales or zero points, (rows, 1) float32. dtype: None for any that is floating point."""
+    name = f"{reader.module}.{suffix}"
     shape = reader.checkpoint.shape(name)
     count = 1 if stored.strategy == "tensor" else outputs
     if shape not in {(count,), (count, 1)} and not (count == 1 and shape == ()):
+        number = "scale" if suffix == stored.scale else "zero point"
         raise ModelError(
-            f"{name} has shape {list(shape)}, but config.json: quantization_config asks for one scale for "
+            f"{name} has shape {list(shape)}, but config.json: quantization_config asks for one {number} for "
             f"{'the tensor' if count == 1 else f'each of {outputs} outputs'}"
         )
-    scales = reader.read(stored.scale, shape).float().reshape(-1, 1) / stored.divisor
-    return scales.expand(len(rows), 1) if count == 1 else scales[rows.start : rows.stop]
+    numbers = reader.read(suffix, shape, dtype=dtype).float().reshape(-1, 1)
+    return numbers.expand(len(rows), 1) if count == 1 else numbers[rows.start : rows.stop]
 
 
 def _read_nvfp4(reader: ModuleReader, stored: NvFp4, shape: tuple[int, int], rows: range, columns: range) -> CodeMatrix:

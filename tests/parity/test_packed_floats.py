@@ -39,7 +39,7 @@ def test_every_format(family: str, form: str, tmp_path: Path) -> None:
         assert (ours - reference_logprobs(tmp_path / "plain", prompt)).abs().max() < 5e-4
 
 
-@pytest.mark.parametrize("form", ["fp8-block", "int8-static", "nvfp4", "nf4-nested"])
+@pytest.mark.parametrize("form", ["fp8-block", "int8-static", "int4-in-bytes", "nvfp4", "nf4-nested"])
 def test_several_ranks(form: str, tmp_path: Path) -> None:
     prompts = random_prompts(make_packed(tmp_path, "llama", form))
     wanted = [greedy(number, prompt, 6) for number, prompt in enumerate(prompts)]
@@ -49,7 +49,10 @@ def test_several_ranks(form: str, tmp_path: Path) -> None:
         assert [results[n].token_ids for n in results] == [expected[n].token_ids for n in expected]
 
 
-@pytest.mark.parametrize("form", ["int8-static", "nvfp4", "modelopt-nvfp4", "nf4-nested", "bitsandbytes-int8"])
+@pytest.mark.parametrize(
+    "form",
+    ["int8-static", "int8-asymmetric", "int4-in-bytes", "nvfp4", "modelopt-nvfp4", "nf4-nested", "bitsandbytes-int8"],
+)
 def test_integers_stay_packed(form: str, tmp_path: Path) -> None:
     make_packed(tmp_path, "llama", form)
     assert "(down): RowParallelLinear(96 -> 64, int" in repr(load(tmp_path / "packed")[1])
@@ -84,6 +87,9 @@ NOT_JSON = torch.tensor(list(b"{"), dtype=torch.uint8)
     ("form", "suffix", "tensor", "message"),
     [
         ("fp8-channel", "weight", None, r"the checkpoint lacks model\.layers\.1\.self_attn\.q_proj\.weight"),
+        ("int4-in-bytes", "weight", torch.full((64, 64), 8, dtype=torch.int8), r"weight has numbers beyond the 4 bits"),
+        ("int4-in-bytes", "weight_zero_point", torch.ones(64, 4), r"weight_zero_point is stored as torch\.float32"),
+        ("int8-asymmetric", "weight_zero_point", torch.ones(1), r"asks for one zero point for each of 64 outputs"),
         ("modelopt-nvfp4", "weight_scale_2", torch.ones(2), r"weight_scale_2 has shape \[2\], but must be one number"),
         ("fp8-tensor", "weight_scale", torch.ones(2), r"weight_scale has shape \[2\], but .* one scale for the tensor"),
         (

@@ -126,6 +126,31 @@ def test_modules_that_differ(tmp_path: Path) -> None:
     check(tmp_path, vocab_size)
 
 
+def test_one_scale_of_a_tensor(tmp_path: Path) -> None:
+    vocab_size = make_packed(tmp_path, "llama", PACKINGS["w8a16-channel"])
+    paths = [tmp_path / kind / "model.safetensors" for kind in ("packed", "plain")]
+    packed, plain = map(load_file, paths)
+    for name in [name for name in packed if name.endswith("weight_scale")]:
+        scale = packed[name].float().mean()
+        plain[name.removesuffix("_scale")] *= scale / packed[name].float()
+        packed[name] = scale.reshape(1)
+    for path, tensors in zip(paths, (packed, plain), strict=True):
+        save_file(tensors, path, metadata={"format": "pt"})
+    path = tmp_path / "packed" / "config.json"
+    path.write_text(path.read_text().replace('"strategy": "channel"', '"strategy": "tensor"'))
+    check(tmp_path, vocab_size)
+
+
+def test_names_of_mixtral_as_llm_compressor_writes_them(tmp_path: Path) -> None:
+    vocab_size = make_packed(tmp_path, "mixtral", PACKINGS["w4a16"])
+    path = tmp_path / "packed" / "model.safetensors"
+    tensors = load_file(path)
+    for short, long in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+        tensors = {name.replace(f".{short}.", f".{long}."): tensor for name, tensor in tensors.items()}
+    save_file(tensors, path)
+    check(tmp_path, vocab_size)
+
+
 @pytest.mark.parametrize(
     ("packing", "suffix", "change", "message"),
     [

@@ -51,6 +51,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fbgemm": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
     "int8-static": _compressed("int-quantized", INT8 | {"strategy": "channel"}, INT8 | STATIC),
     "int8-weights": _compressed("int-quantized", INT8 | STATIC, None),
+    "int8-asymmetric": _compressed("int-quantized", INT8 | {"symmetric": False, "strategy": "channel"}, None),
+    "int4-in-bytes": _compressed(
+        "int-quantized",
+        INT8 | {"num_bits": 4, "symmetric": False, "strategy": "group", "group_size": 16},
+        FLOAT8 | {"strategy": "token", "dynamic": True},
+    ),
     "nvfp4": _compressed(
         "nvfp4-pack-quantized",
         {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16},
@@ -87,6 +93,14 @@ def pack_module(weight: Tensor, form: str) -> Packed:
         numbers = (weight / whole).clamp(-448, 448).to(torch.float8_e4m3fn)
         name = "weight_scale" if form == "fp8-block" else "weight_scale_inv"
         return {"weight": numbers, name: scale}, numbers.float() * whole
+    if form in ("int4-in-bytes", "int8-asymmetric"):
+        size, lowest, highest = (16, -8, 7) if form == "int4-in-bytes" else (inputs, -128, 127)
+        groups = weight.view(outputs, -1, size)
+        scale = (groups.amax(-1) - groups.amin(-1)) / (highest - lowest)
+        zeros = (lowest - groups.amin(-1) / scale).round().clamp(lowest, highest).to(torch.int8)
+        integers = (groups / scale.unsqueeze(-1) + zeros.unsqueeze(-1)).round().clamp(lowest, highest)
+        stored = {"weight": integers.flatten(1).to(torch.int8), "weight_scale": scale, "weight_zero_point": zeros}
+        return stored, ((integers - zeros.unsqueeze(-1)) * scale.unsqueeze(-1)).flatten(1)
     if form.startswith(("int8", "bits")):
         scale = (weight.abs().amax() if form == "int8-weights" else weight.abs().amax(1, keepdim=True)) / 127
         integers = (weight / scale).round().to(torch.int8)

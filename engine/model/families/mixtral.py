@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.decoder import read_decoder
 from serve_llm.engine.model.families.experts import IN_TRAINING, read_router, with_experts
@@ -17,6 +19,9 @@ NAMES = {
     "block_sparse_moe.experts.{member}.w3": "ffn.experts.{member}.up",
     "block_sparse_moe.experts.{member}.w2": "ffn.experts.{member}.down",
 }
+
+# llm-compressor names experts' projections as other families do.
+OTHER_WORDS = ((".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2."))
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
@@ -34,4 +39,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     spec = with_experts(dense, read_router(config, config.integer("num_local_experts", 8, highest=10_000), 2))
     config.ignore(*IN_TRAINING)
     config.done()
-    return spec, weights(spec, NAMES)
+    return spec, replace(weights(spec, NAMES), other_words=OTHER_WORDS)

@@ -117,6 +117,7 @@ def change_weights(**changes: object) -> dict[str, Any]:
         (GPTQ | {"dynamic": {"+:a": {"new": 7}}}, "dynamic: +:a: unknown keys"),
         (change_weights(num_bits=3), "num_bits 3"),
         (change_weights(strategy="block"), "strategy 'block'"),
+        (change_weights(strategy="tensor", symmetric=False), "strategy 'tensor' is supported for symmetric weights"),
         (change_weights(group_size=None), "group_size is missing"),
         (change_weights(actorder="random"), "actorder 'random'"),
         (change_weights(type="float"), "type 'float'"),

@@ -149,6 +149,17 @@ def test_int8_activations_of_some_groups() -> None:
     assert found.find_format("model.layers.0.mlp.up_proj") == PackedIntegers("compressed", 4, 32, True)
 
 
+def test_integers_that_fill_bytes() -> None:
+    """Of 4 bits in groups, as llm-compressor's W4AFP8 has them."""
+    config = quantization_config()
+    group("weights", num_bits=4, strategy="group", group_size=32, symmetric=False)(config)
+    found = read(config)
+    assert isinstance(found, TargetedModules)
+    stored = found.find_format("model.layers.0.mlp.up_proj")
+    assert stored == ScaledNumbers("int8", "block", (1, 32), bits=4, has_zeros=True)
+    assert stored.form == GroupedForm(4, 32, has_zeros=True)
+
+
 def test_bitsandbytes_names_one_width() -> None:
     with pytest.raises(ModelError, match="one of load_in_4bit and load_in_8bit must be true"):
         read({"quant_method": "bitsandbytes"})
@@ -223,11 +234,11 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda c: c.update(ignore=["re:("]), r"ignore: 're:\(' is not a valid pattern"),
     (lambda c: c["config_groups"]["group_0"].update(targets=["Linear", "Embedding"]), "targets"),
     (lambda c: c["config_groups"]["group_0"].update(output_activations={"num_bits": 8}), "output_activations"),
-    (group("weights", num_bits=4), r"weights: num_bits 4 is not supported \(supported: 8\)"),
+    (group("weights", num_bits=3), r"num_bits 3 is not supported \(supported: 4, 8\)"),
     (group("weights", type="float"), "weights: type 'float'"),
-    (group("weights", strategy="group"), "weights: strategy 'group'"),
-    (group("weights", symmetric=False), "weights: symmetric False"),
-    (group("weights", actorder="group"), "weights: actorder is not supported"),
+    (group("weights", strategy="group"), "weights: group_size is missing"),
+    (group("weights", strategy="block"), "weights: strategy 'block'"),
+    (group("weights", actorder="group"), "weights: actorder 'group'"),
     (group("input_activations", dynamic=3), "input_activations: dynamic must be true, false or 'local'"),
     (group("input_activations", strategy="row"), "input_activations: strategy 'row'"),
     (group("input_activations", num_bits=3), "input_activations: num_bits 3"),
