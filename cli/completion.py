@@ -80,6 +80,10 @@ def _make_top_parser() -> argparse.ArgumentParser:
     return create_parser()
 
 
+def _make_env_parser() -> argparse.ArgumentParser:
+    return argparse.ArgumentParser("serve-llm collect-env")  # the command itself imports torch
+
+
 def _make_completion_parser() -> argparse.ArgumentParser:
     return argparse.ArgumentParser("serve-llm completion")
 
@@ -93,6 +97,7 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "top": _make_top_parser,
     "plan": _make_plan_parser,
     "check": _make_check_parser,
+    "collect-env": _make_env_parser,
     "run-batch": _make_batch_parser,
     "convert": _make_convert_parser,
     "completion": _make_completion_parser,

@@ -96,6 +96,10 @@ def check(argv: Sequence[str]) -> int:
     replace_process("serve_llm.cli.check", argv)
 
 
+def collect_env(argv: Sequence[str]) -> int:
+    replace_process("serve_llm.cli.collect_env", argv)
+
+
 def run_batch(argv: Sequence[str]) -> int:
     from serve_llm.cli import run_batch as command
 
@@ -124,6 +128,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "bench": bench,
     "chat": chat,
     "check": check,
+    "collect-env": collect_env,
     "completion": complete,
     "convert": convert,
     "plan": plan,

@@ -54,7 +54,7 @@ LLAMA_CPP: tuple[PeerFlag, ...] = (
     switch("--no-cache-prompt", "--no-prefix-caching"),
     refused("--slot-save-path", "--kv-offload-dir keeps blocks of the KV cache on a disk"),
     refused("--rpc", "--nnodes with --master-addr uses several hosts"),
-    refused("--list-devices", "`serve-llm check` reports on the GPUs of a host"),
+    refused("--list-devices", "`serve-llm collect-env` lists them"),
     refused("--override-kv --check-tensors", "omit it; a file is checked as it is read, and used as it is"),
     refused("--lora --lora-scaled --lora-init-without-apply", "--enable-lora --lora-modules NAME=DIRECTORY"),
     refused("--control-vector*", "there are no control vectors"),

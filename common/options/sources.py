@@ -83,9 +83,10 @@ DESCRIPTION = (
     "Serve a language model behind the OpenAI API. Other commands, each with --help: `serve-llm chat [URL|MODEL]` "
     "talks to a model; `bench serve|latency|throughput|start` measures; `top [URL]` shows what a server is doing; "
     "`plan MODEL` says whether a model fits, and how to spread it over GPUs and machines; `check [MODEL]` finds out "
-    "whether this host, or several together, can serve; `run-batch MODEL -i IN -o OUT` answers a file of requests; "
-    "`convert MODEL -o DIR` writes pytorch_model*.bin as safetensors; `completion bash|zsh|fish` prints a script that "
-    "completes options. docs/from-other-engines.md translates the options of vLLM, SGLang, llama.cpp and Ollama."
+    "whether this host, or several together, can serve; `collect-env` prints what a bug report needs; `run-batch "
+    "MODEL -i IN -o OUT` answers a file of requests; `convert MODEL -o DIR` writes pytorch_model*.bin as "
+    "safetensors; `completion bash|zsh|fish` prints a script that completes options. docs/from-other-engines.md "
+    "translates the options of vLLM, SGLang, llama.cpp and Ollama."
 )
 
 

@@ -16,7 +16,7 @@ _FORMATS = frozenset(
     "iri-reference json-pointer phone regex relative-json-pointer style time uri uri-reference uri-template "
     "utc-millisec uuid".split()
 )
-_RENAMED_FORMATS = {"host-name": "hostname", "ip-address": "ipv4"}  # of draft 3
+_RENAMED_FORMATS = {"host-name": "hostname", "ip-address": "ipv4"}  # as draft 3 spelt them
 _INT32 = 2**31
 
 _TYPES = ("null", "boolean", "object", "array", "number", "string")
