@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 
+from serve_llm.server.structured_output.errors import GrammarError
 from serve_llm.server.structured_output.lark_regex import translate_lark
+from serve_llm.server.structured_output.pattern import closes_unopened_group
 
 CUSTOM_INPUT = "input"
 """The one argument of a function that stands for a custom tool."""
@@ -22,10 +24,12 @@ _WHOLE = re.compile(
 
 
 def describe_input(syntax: str | None = None, definition: str = "") -> dict[str, object]:
-    """The schema of a custom tool's arguments. syntax: lark, regex, or None for any text. Raises LarkError where a
-    grammar cannot be enforced."""
+    """The schema of a custom tool's arguments. syntax: lark, regex, or None for any text. Raises LarkError,
+    GrammarError."""
     text: dict[str, object] = {"type": "string"}
     if syntax == "regex":
+        if closes_unopened_group(definition):
+            raise GrammarError("regex closes a group that it does not open")
         text["pattern"] = f"^(?:{definition})$"
     elif syntax == "lark":
         text["pattern"] = f"^(?:{translate_lark(definition)})$"

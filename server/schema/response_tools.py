@@ -14,7 +14,7 @@ from serve_llm.server.prompt.custom_tools import describe_input, wrap_input
 from serve_llm.server.prompt.items import ToolItem, join_name
 from serve_llm.server.schema.common import TranslatedBody
 from serve_llm.server.schema.tools import build_tool, check_num_tools
-from serve_llm.server.structured_output.lark_regex import LarkError
+from serve_llm.server.structured_output.errors import GrammarError, LarkError, UnsupportedLark
 
 _HOSTED_TOOLS = frozenset(
     {
@@ -160,7 +160,7 @@ def _list_entries(definitions: Sequence[FlatTool]) -> Iterator[_Entry]:
 
 
 def _describe_input(format: CustomFormat | None, param: str) -> tuple[dict[str, object], bool]:
-    """A custom tool's parameters as those of a function, and whether they enforce its format."""
+    """A custom tool's parameters as those of a function, and whether they enforce its format. Raises InvalidRequest."""
     if format is None or format.type == "text":
         return describe_input(), True
     if format.definition is None or format.syntax is None:
@@ -168,7 +168,9 @@ def _describe_input(format: CustomFormat | None, param: str) -> tuple[dict[str, 
         raise InvalidRequest(f"{param}.format.{name} is required", f"{param}.format.{name}")
     try:
         return describe_input(format.syntax, format.definition), True
-    except LarkError:
+    except (GrammarError, LarkError) as error:
+        if not isinstance(error, UnsupportedLark):
+            raise InvalidRequest(f"{param}.format: {error}", f"{param}.format") from None
         description = f"A text of this Lark grammar:\n{format.definition}"
         return wrap_input({"type": "string", "description": description}), False
 

@@ -13,7 +13,7 @@ from serve_llm.server.dialects.tool import Tool, ToolChoice
 from serve_llm.server.http.errors import InvalidRequest, Unsupported
 from serve_llm.server.prompt.custom_tools import describe_input
 from serve_llm.server.prompt.items import ToolItem
-from serve_llm.server.structured_output.lark_regex import LarkError
+from serve_llm.server.structured_output.errors import GrammarError, LarkError
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
@@ -148,7 +148,7 @@ def _describe_format(format: CustomInputFormat | None, param: str) -> dict[str, 
         raise InvalidRequest(f"{param}.grammar is required with type grammar", f"{param}.grammar")
     try:
         return describe_input(format.grammar.syntax, format.grammar.definition)
-    except LarkError as error:
+    except (GrammarError, LarkError) as error:
         raise InvalidRequest(f"{param}.grammar: {error}", f"{param}.grammar") from None
 
 

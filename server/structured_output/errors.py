@@ -1,4 +1,4 @@
-"""The error of grammars and of the schemas and tags that they are written from."""
+"""The errors of grammars and of the schemas and tags that they are written from."""
 
 from __future__ import annotations
 
@@ -11,3 +11,11 @@ class GrammarError(Exception):
         self.message = message
         self.pointer = pointer
         self.keyword = keyword
+
+
+class LarkError(ValueError):
+    """The grammar cannot be translated."""
+
+
+class UnsupportedLark(LarkError):
+    """It is well-formed as far as it was read."""

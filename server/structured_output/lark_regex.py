@@ -10,44 +10,28 @@ from __future__ import annotations
 
 import ast
 import itertools
-import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from serve_llm.server.structured_output.errors import LarkError, UnsupportedLark
 from serve_llm.server.structured_output.lark_common import COMMON_TERMINALS
+from serve_llm.server.structured_output.lark_tokens import END, LarkToken, read_tokens, split_definitions
+from serve_llm.server.structured_output.pattern import closes_unopened_group
 
 MAX_CHARACTERS = 2**16  # a longer regular expression is refused
 MAX_DEPTH = 8  # how often a rule may be inside itself
 MAX_EXPANSIONS = 800  # how often rules are written out, at all depths together
 _TOO_LONG = f"it takes more than {MAX_CHARACTERS} characters as a regular expression"
 
-_TOKEN = re.compile(
-    r"""(?P<space>[ \t\r]+|//[^\n]*|\#[^\n]*)
-    |(?P<string>"(?:\\.|[^"\\\n])*"i?)
-    |(?P<regex>/(?:\\.|[^/\\\n])+/[a-z]*)
-    |(?P<name>[A-Za-z_]\w*)
-    |(?P<number>\d+)
-    |(?P<mark>->|\.\.|[][:|()?!*+~{},.%\n])""",
-    re.VERBOSE,
-)
 _CONTROLS = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "\f": r"\f", "\v": r"\v"}
 _FLAGS = frozenset("is")
+_UNSUPPORTED_FLAGS = frozenset("lmux")
+_UNSUPPORTED_DIRECTIVES = frozenset({"declare", "extend", "ignore", "import", "override"})
+_UNSUPPORTED_MARKS = frozenset("%{")  # they begin an inner grammar, and the arguments of a template
 
 
-class LarkError(ValueError):
-    """The grammar is not one that can be translated."""
-
-
-class _TooLong(LarkError):
+class _TooLong(UnsupportedLark):
     pass
-
-
-class _Token(NamedTuple):
-    kind: str
-    text: str
-
-
-_END = _Token("end", "")
 
 
 class _Name(NamedTuple):
@@ -74,9 +58,13 @@ Alternatives = list[list[Item]]
 def translate_lark(grammar: str) -> str:
     """A regular expression of the texts of `start`, without anchors. Raises LarkError."""
     try:
-        return _translate(_LarkRules(grammar))
+        rules = _LarkRules(grammar)
+        expression = _translate(rules)
     except RecursionError:
-        raise LarkError("it nests too deep") from None
+        raise UnsupportedLark("it nests too deep") from None
+    if rules.unsupported is not None:
+        raise rules.unsupported
+    return expression
 
 
 def _translate(rules: _LarkRules) -> str:
@@ -98,16 +86,20 @@ class _LarkRules:
     """The definitions of a grammar, read when they are asked for."""
 
     def __init__(self, grammar: str) -> None:
-        self._definitions: dict[str, list[_Token]] = {}
+        self._definitions: dict[str, list[LarkToken]] = {}
         self._bodies: dict[str, Alternatives] = {}
         self._reached: dict[str, set[str]] = {}  # names in a rule, and in those in it
-        for line in _split_definitions(_read_tokens(grammar)):
+        self.unsupported: UnsupportedLark | None = None  # because of a directive
+        self._is_whole = True  # whether no name may be defined elsewhere
+        for line in split_definitions(read_tokens(grammar)):
             self._define(line)
 
     def read(self, name: str) -> Alternatives:
         """Raises LarkError."""
         if name not in self._bodies:
             if name not in self._definitions:
+                if self.unsupported is not None and not self._is_whole:
+                    raise self.unsupported
                 raise LarkError(f"{name} is not defined")
             body = _BodyReader(name, self._definitions[name]).read_whole()
             self._bodies[name] = _write_as_repetition(name, body)
@@ -125,26 +117,33 @@ class _LarkRules:
             self._reached[name] = reached
         return name in self._reached[name]
 
-    def _define(self, line: list[_Token]) -> None:
+    def _define(self, line: list[LarkToken]) -> None:
         texts = [token.text for token in line]
         if texts[0] == "%":
-            self._import(texts)
+            self._read_directive(texts)
             return
         while line and line[0].text in ("?", "!"):
             line = line[1:]
         head = [token.text for token in line[:4]]
         if len(line) > 2 and head[1] == "." and line[2].kind == "number":  # a priority changes no text
             line = [line[0], *line[3:]]
+        if line[0].kind == "name" and head[1:2] in (["{"], ["["]):
+            raise UnsupportedLark(f"{''.join(texts)[:100]!r} cannot be enforced")
         if len(line) < 2 or line[0].kind != "name" or line[1].text != ":":
             raise LarkError(f"{''.join(texts)[:100]!r} is no definition")
         if line[0].text in self._definitions:
             raise LarkError(f"{line[0].text} is defined twice")
         self._definitions[line[0].text] = line[2:]
 
-    def _import(self, texts: list[str]) -> None:
-        """`%import common.A`, `%import common.A -> B` or `%import common (A, B)`."""
+    def _read_directive(self, texts: list[str]) -> None:
+        """`%import common.A`, `%import common.A -> B` or `%import common (A, B)`. Others are kept in `unsupported`, so
+        that an error in a rule comes before them."""
         if texts[1:3] != ["import", "common"]:
-            raise LarkError(f"{''.join(texts)[:100]} cannot be enforced")
+            if texts[1:2] == [] or texts[1] not in _UNSUPPORTED_DIRECTIVES:
+                raise LarkError(f"{' '.join(texts)[:100]} is no directive")
+            self.unsupported = UnsupportedLark(f"{''.join(texts)[:100]} cannot be enforced")
+            self._is_whole &= texts[1] == "ignore"
+            return
         names = {name: name for name in texts[3:] if name not in (".", "(", ")", ",")}
         if "->" in texts:
             names = {texts[-1]: texts[4]}
@@ -235,22 +234,22 @@ class _Expander:
 class _BodyReader:
     """Reads the body of one definition."""
 
-    def __init__(self, name: str, tokens: list[_Token]) -> None:
+    def __init__(self, name: str, tokens: list[LarkToken]) -> None:
         self._name = name
         self._tokens = tokens
         self._position = 0
 
     def read_whole(self) -> Alternatives:
         body = self._read_alternatives()
-        if self._next is not _END:
+        if self._next is not END:
             raise LarkError(f"{self._next.text!r} in {self._name} cannot be read")
         return body
 
     @property
-    def _next(self) -> _Token:
-        return self._tokens[self._position] if self._position < len(self._tokens) else _END
+    def _next(self) -> LarkToken:
+        return self._tokens[self._position] if self._position < len(self._tokens) else END
 
-    def _take(self) -> _Token:
+    def _take(self) -> LarkToken:
         token = self._next
         self._position += 1
         return token
@@ -264,10 +263,12 @@ class _BodyReader:
 
     def _read_row(self) -> list[Item]:
         items = []
-        while self._next is not _END and self._next.text not in ("|", ")", "]", "->"):
+        while self._next is not END and self._next.text not in ("|", ")", "]", "->"):
             items.append(self._read_quantified())
-        if self._next.text == "->":  # an alias
-            self._position += 2
+        if self._next.text == "->":
+            self._take()
+            if self._take().kind != "name":
+                raise LarkError(f"-> in {self._name} needs a name")
         return items
 
     def _read_quantified(self) -> Item:
@@ -304,7 +305,9 @@ class _BodyReader:
                 return _read_regex(token.text)
             case "string":
                 return self._read_string(token.text)
-        raise LarkError(f"{token.text!r} in {self._name} cannot be enforced")
+        if token.text in _UNSUPPORTED_MARKS:
+            raise UnsupportedLark(f"{token.text!r} in {self._name} cannot be enforced")
+        raise LarkError(f"{token.text!r} in {self._name} cannot be read")
 
     def _read_until(self, end: str) -> Alternatives:
         body = self._read_alternatives()
@@ -323,42 +326,15 @@ class _BodyReader:
         return f"[{_escape(first)}-{_escape(last)}]"
 
 
-def _read_tokens(grammar: str) -> list[_Token]:
-    tokens = []
-    position = 0
-    while position < len(grammar):
-        found = _TOKEN.match(grammar, position)
-        if found is None or found.lastgroup is None:
-            raise LarkError(f"{grammar[position : position + 20]!r} is not Lark")
-        if found.lastgroup != "space":
-            tokens.append(_Token(found.lastgroup, found[0]))
-        position = found.end()
-    return tokens
-
-
-def _split_definitions(tokens: list[_Token]) -> list[list[_Token]]:
-    """A definition ends with its line, unless a parenthesis is open or the next line begins with `|`."""
-    lines: list[list[_Token]] = [[]]
-    depth = 0
-    for token in tokens:
-        depth += (token.text in ("(", "[")) - (token.text in (")", "]"))
-        if token.text == "\n":
-            if depth == 0:
-                lines.append([])
-        elif token.text == "|" and not lines[-1]:
-            while len(lines) > 1 and not lines[-1]:
-                lines.pop()
-            lines[-1].append(token)
-        else:
-            lines[-1].append(token)
-    return [line for line in lines if line]
-
-
 def _read_regex(text: str) -> str:
     pattern, _, flags = text[1:].rpartition("/")
     pattern = pattern.replace(r"\/", "/")
-    if set(flags) - _FLAGS:
-        raise LarkError(f"flags of {text[:100]} cannot be enforced")
+    if unknown := set(flags) - _FLAGS:
+        if unknown <= _UNSUPPORTED_FLAGS:
+            raise UnsupportedLark(f"flags of {text[:100]} cannot be enforced")
+        raise LarkError(f"flags of {text[:100]} are not Lark's")
+    if closes_unopened_group(pattern):
+        raise LarkError(f"{text[:100]} closes a group that it does not open")
     return f"(?{flags}:{pattern})"
 
 

@@ -7,6 +7,7 @@ import re
 from serve_llm.server.structured_output.errors import GrammarError
 
 _PART = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
+_UNIT = re.compile(r"\\.|\[\^?(?:\\.|[^]\\])*\]|.", re.DOTALL)  # with a whole class as one
 _DOT = r"[^\n\r\u2028\u2029]"
 # ECMAScript's whitespace has U+FEFF and lacks U+0085, in contrast to Rust's.
 _SPACE = r"\t-\r\x20\u00A0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF"
@@ -39,3 +40,13 @@ def translate_pattern(pattern: str) -> str:
         is_in_class = not part.endswith("]") or part.startswith("\\")
         pieces.append(f"\\{part}" if part[0] in "[&~" else _SPACES.get(part, part))
     return "".join(pieces)
+
+
+def closes_unopened_group(pattern: str) -> bool:
+    """Whether the expression would change what stands around it."""
+    depth = 0
+    for unit in _UNIT.findall(pattern):
+        depth += (unit == "(") - (unit == ")")
+        if depth < 0:
+            return True
+    return False

@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from serve_llm.server.structured_output.lark_regex import LarkError, translate_lark
+from serve_llm.server.structured_output.errors import LarkError, UnsupportedLark
+from serve_llm.server.structured_output.lark_regex import translate_lark
 
 PATCH = r"""
 start: begin_patch hunk+ end_patch
@@ -52,6 +53,8 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ('start: INT _sep WORD\n!_sep: ":"?\n%import common (INT, WORD)', ["1:a", "12ab"], [":a", "1:"]),
     ("start: NUMBER\n%import common.NUMBER", ["1", "1.", ".5", "1.5e-3", "2E7"], ["", ".", "e5", "1e", "-1"]),
     ("start: FLOAT\n%import common.FLOAT", ["1.", ".5", "1e5"], ["1", "."]),
+    ("start: C\n%import common.C_COMMENT -> C", ["/**/", "/* a * b\n/ **/"], ["/*/", "/**/ */", "/* a"]),
+    ("start: SH_COMMENT\n%import common.SH_COMMENT", ["#", "# a"], ["", "#\n"]),
     ("start: SIGNED_NUMBER\n%import common.SIGNED_NUMBER", ["-1", "+.5", "7"], ["--1", "- 1"]),
     ("start: SIGNED_FLOAT DECIMAL\n%import common (SIGNED_FLOAT, DECIMAL)", ["-1.5.5", "1e5.5"], ["-1.", "1"]),
     ("start: x\n%import common.HEXDIGIT -> H\nx: H+", ["0aF"], ["", "g"]),
@@ -81,20 +84,34 @@ def test_texts(grammar: str, valid: list[str], invalid: list[str]) -> None:
         ("start: /a/\nstart: /b/", "twice"),
         ("start: /a/\n%ignore WS", "cannot be enforced"),
         ("start: %json {}", "cannot be enforced"),
-        ("start: /a/x", "flags"),
+        ("start: /a/x", "cannot be enforced"),
+        ("start: /a/z", "are not Lark's"),
         ("start: /a/ ~", "number"),
         ('start: "ab".."z"', "range"),
         ("start: (/a/", "lacks"),
         ("start: /a/)", "cannot be read"),
         ("start: é", "not Lark"),
         ("%import common.XML", "not known"),
-        ("start{x}: x", "no definition"),
+        ("start{x}: x", "cannot be enforced"),
+        ("start", "no definition"),
+        ("%foo a", "no directive"),
+        ("start: /a/l", "cannot be enforced"),
+        ('start: "a" ->', "needs a name"),
+        ("start: /a)|(b/", "does not open"),
+        ("start: a\n%import .other.b", "cannot be enforced"),
         ("start: " + "(" * 5000 + "/a/" + ")" * 5000, "too deep"),
         ("start: a0\n" + "\n".join(f"a{n}: a{n + 1} a{n + 1}" for n in range(60)) + '\na60: "x"', "more than"),
         ("start: " + "a " * 20_000 + "\na: " + '"xyz" ' * 1000, "more than"),
     ],
-    ids=range(18),
+    ids=range(25),
 )
 def test_what_cannot_be_translated(grammar: str, problem: str) -> None:
-    with pytest.raises(LarkError, match=problem):
+    with pytest.raises(LarkError, match=problem) as raised:
         translate_lark(grammar)
+    is_well_formed = problem in ("cannot be enforced", "too deep", "more than")
+    assert isinstance(raised.value, UnsupportedLark) == is_well_formed
+
+
+def test_what_is_malformed_is_said_before_what_is_not_supported() -> None:
+    with pytest.raises(LarkError, match="a is not defined"):
+        translate_lark('start: a\n%ignore " "')

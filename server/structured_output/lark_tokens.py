@@ -1,0 +1,57 @@
+"""The tokens of a Lark grammar and the definitions that they make."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from serve_llm.server.structured_output.errors import LarkError
+
+_TOKEN = re.compile(
+    r"""(?P<space>[ \t\r]+|//[^\n]*|\#[^\n]*)
+    |(?P<string>"(?:\\.|[^"\\\n])*"i?)
+    |(?P<regex>/(?:\\.|[^/\\\n])+/[a-z]*)
+    |(?P<name>[A-Za-z_]\w*)
+    |(?P<number>\d+)
+    |(?P<mark>->|\.\.|[][:|()?!*+~{},.%\n])""",
+    re.VERBOSE,
+)
+
+
+class LarkToken(NamedTuple):
+    kind: str
+    text: str
+
+
+END = LarkToken("end", "")
+
+
+def read_tokens(grammar: str) -> list[LarkToken]:
+    tokens = []
+    position = 0
+    while position < len(grammar):
+        found = _TOKEN.match(grammar, position)
+        if found is None or found.lastgroup is None:
+            raise LarkError(f"{grammar[position : position + 20]!r} is not Lark")
+        if found.lastgroup != "space":
+            tokens.append(LarkToken(found.lastgroup, found[0]))
+        position = found.end()
+    return tokens
+
+
+def split_definitions(tokens: list[LarkToken]) -> list[list[LarkToken]]:
+    """A definition ends with its line, unless a parenthesis is open or the next line begins with `|`."""
+    lines: list[list[LarkToken]] = [[]]
+    depth = 0
+    for token in tokens:
+        depth += (token.text in ("(", "[")) - (token.text in (")", "]"))
+        if token.text == "\n":
+            if depth == 0:
+                lines.append([])
+        elif token.text == "|" and not lines[-1]:
+            while len(lines) > 1 and not lines[-1]:
+                lines.pop()
+            lines[-1].append(token)
+        else:
+            lines[-1].append(token)
+    return [line for line in lines if line]
