@@ -70,6 +70,14 @@ class StoredItem(msgspec.Struct):
     content: bytes
 
 
+def read_kind(item: Item) -> str | None:
+    """The type, which messages and references to stored items may lack. None if it is not a text."""
+    kind = item.get("type")
+    if kind is None:
+        return "item_reference" if "id" in item and not item.keys() & {"role", "content"} else "message"
+    return kind if isinstance(kind, str) else None
+
+
 def translate_items(
     instructions: str | None, items: str | Sequence[Item], history: Sequence[Item] = ()
 ) -> tuple[list[Message], list[str]]:
@@ -98,7 +106,7 @@ def describe_items(items: str | Sequence[Item], response_id: str) -> list[Stored
         items = [{"role": "user", "content": items}]
     described = []
     for index, item in enumerate(items):
-        full = {"type": "message", "status": "completed", **item}
+        full = {"status": "completed", **item, "type": read_kind(item)}
         if not isinstance(full.get("id"), str):
             full["id"] = f"{_ID_PREFIXES.get(str(full['type']), 'item')}_{response_id}_in{index}"
         if full["type"] == "message" and isinstance(full["content"], str):
@@ -123,10 +131,9 @@ class _ItemTranslator:
         self._cut_ids: set[str] = set()  # ids of calls that were cut
 
     def add(self, item: Item, param: str) -> None:
-        kind = item.get("type", "message")
-        if not isinstance(kind, str):
-            raise InvalidRequest(f"{param}.type must be a string", f"{param}.type")
-        match kind:
+        match read_kind(item):
+            case None:
+                raise InvalidRequest(f"{param}.type must be a string", f"{param}.type")
             case "message":
                 self._add_message(item, param)
             case "function_call" if item.get("status") == "incomplete":
@@ -140,7 +147,10 @@ class _ItemTranslator:
             case "function_call_output" | "custom_tool_call_output":
                 self._add_output(item, param)
             case "reasoning":
-                if text := _read_reasoning(item, param):
+                text = _read_reasoning(item, param)
+                if text is None:
+                    self.skipped.append(f"{param}.encrypted_content")
+                elif text:
                     self._extend_reply("reasoning", text)
             case "item_reference":
                 raise InvalidRequest(f"{param}: the item is not stored here; send the item itself", param)
@@ -198,7 +208,8 @@ class _ItemTranslator:
         return self.messages[-1]
 
 
-def _read_reasoning(item: Item, param: str) -> str:
+def _read_reasoning(item: Item, param: str) -> str | None:
+    """None if another server encrypted it, as in a conversation that began there."""
     content = item.get("content")
     if content:
         if not isinstance(content, list):
@@ -210,9 +221,7 @@ def _read_reasoning(item: Item, param: str) -> str:
     try:
         return base64.b64decode(encrypted, validate=True).decode()
     except (binascii.Error, ValueError):
-        raise InvalidRequest(
-            f"{param}.encrypted_content was not written by this server", f"{param}.encrypted_content"
-        ) from None
+        return None
 
 
 def read_text_parts(content: object, param: str) -> str:

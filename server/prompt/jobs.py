@@ -17,7 +17,7 @@ from serve_llm.server.prompt.chat_turn import ChatTurn, drop_budget, prepare_tur
 from serve_llm.server.prompt.context import Context, parse_openai_body
 from serve_llm.server.prompt.decisions import prepare_questions
 from serve_llm.server.prompt.fill_in_middle import FillInMiddle
-from serve_llm.server.prompt.items import StoredItem, ToolItem, describe_items, translate_items
+from serve_llm.server.prompt.items import StoredItem, ToolItem, describe_items, read_kind, translate_items
 from serve_llm.server.prompt.messages import read_text
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pooling_jobs import classify, embed, pool, rerank, score
@@ -184,7 +184,8 @@ def response_references(content: bytes, context: Context) -> References:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return References()
     heads = [] if isinstance(fields.input, str) else fields.input
-    item_ids = [head.id for head in heads if head.type == "item_reference" and isinstance(head.id, str)]
+    # A reference may lack its type. What else lacks it stays as it is.
+    item_ids = [head.id for head in heads if head.type in (None, "item_reference") and isinstance(head.id, str)]
     return References(fields.previous_response_id, item_ids[: context.limits.messages])
 
 
@@ -198,7 +199,7 @@ def _resolve(body: InputTokensRequest, stored: StoredContext) -> list[dict[str, 
 
 
 def _find_item(item: dict[str, object], stored: dict[str, bytes]) -> dict[str, object]:
-    if item.get("type") != "item_reference":
+    if read_kind(item) != "item_reference":
         return item
     content = stored.get(str(item.get("id")))
     return item if content is None else from_json(content)

@@ -212,6 +212,7 @@ class ResponsesEncoder:
     def __init__(self, builder: ResponsesBuilder) -> None:
         self._builder = builder
         self._num_events = 0
+        self._has_started = False
         self._status = "completed"
 
     def encode(self, deltas: list[Delta], counts: TokenCounts | None) -> bytes:
@@ -245,11 +246,18 @@ class ResponsesEncoder:
         response = self._builder.describe("cancelled", counts)
         return self._write([*events, {"type": "response.cancelled", "response": response}])
 
+    def encode_queued(self) -> bytes:
+        """The first events of a background response."""
+        response = self._builder.describe("queued")
+        return self._write([{"type": f"response.{name}", "response": response} for name in ("created", "queued")])
+
     def _start(self) -> list[Json]:
-        if self._num_events:
+        if self._has_started:
             return []
+        self._has_started = True
         response = self._builder.describe("in_progress")
-        return [{"type": f"response.{name}", "response": response} for name in ("created", "in_progress")]
+        names = ("in_progress",) if self._num_events else ("created", "in_progress")
+        return [{"type": f"response.{name}", "response": response} for name in names]
 
     def _write(self, events: list[Json]) -> bytes:
         lines = []
@@ -274,7 +282,7 @@ def _describe_text(text: str, logprobs: list[Json]) -> Json:
 def describe_usage(counts: TokenCounts) -> Json:
     return {
         "input_tokens": counts.prompt,
-        "input_tokens_details": {"cached_tokens": counts.cached},
+        "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
         "output_tokens": counts.completion,
         "output_tokens_details": {"reasoning_tokens": counts.reasoning or 0},
         "total_tokens": counts.prompt + counts.completion,

@@ -78,6 +78,7 @@ class BackgroundResponse:
         """Returns the last events."""
         generation = self._generation
         has_begun = False
+        self._append(self._encoder.encode_queued())
         try:
             while deltas := await generation.next():
                 self._append(self._encoder.encode(deltas, None))

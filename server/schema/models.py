@@ -17,6 +17,7 @@ class ModelCard(BaseModel):
     max_model_len: int = Field(description="Tokens of prompt and generated text together.")
     type: Literal["model"] = "model"
     display_name: str
+    lifecycle: Literal["active"] = "active"
     created_at: str = Field(description="The time of `created` in RFC 3339, as Anthropic's clients read it.")
 
 

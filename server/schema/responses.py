@@ -46,12 +46,12 @@ class TextFormat(TranslatedBody):
 
 class TextConfig(TranslatedBody):
     format: TextFormat | None = None
-    verbosity: Ignored = None
+    verbosity: str | None = Field(default=None, description="Returned; has no effect.")
 
 
 class ReasoningConfig(TranslatedBody):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Ignored = None
+    summary: str | None = Field(default=None, description="Returned; reasoning is not summed up.")
 
 
 class InputTokensRequest(TranslatedBody):
@@ -120,15 +120,20 @@ class ResponsesRequest(InputTokensRequest):
     top_logprobs: int | None = ranged("logprobs", f"Above 0, requires {INCLUDED_LOGPROBS!r} in include.")
     max_tool_calls: int | None = Field(default=None, description="Returned as it is: it limits hosted tools.")
     store: bool | None = Field(default=None, description="Default true with --responses-store, false without it.")
+    conversation: object | None = Field(default=None, description="Refused: this server keeps no conversations.")
+    prompt: object | None = Field(default=None, description="Refused: this server keeps no prompts.")
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: Ignored = None
-    user: Ignored = None
+    user: str | None = Field(default=None, description="Returned as it is.")
     stream_options: Ignored = None
 
     def check(self, has_store: bool) -> None:
         """Raises InvalidRequest, Unsupported."""
         check_metadata(self.metadata or {})
+        for name in ("conversation", "prompt"):
+            if getattr(self, name) is not None:
+                raise Unsupported(f"{name} is not supported: send its content as input", name)
         if self.background and not has_store:
             raise Unsupported("background: true is not supported: this server stores no responses", "background")
         if self.background and self.store is False:
@@ -165,22 +170,24 @@ class ResponsesRequest(InputTokensRequest):
             "store": is_stored,
             "background": bool(self.background),
             "instructions": self.instructions,
-            "tools": [tool.model_dump(exclude_unset=True) for tool in self.tools or []],
+            "tools": [_describe_tool(tool) for tool in self.tools or []],
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_unset=True),
             "truncation": self.truncation or "disabled",
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "text": {"format": text_format},
+            "text": {"format": text_format, "verbosity": (self.text or TextConfig()).verbosity},
             "top_logprobs": self.top_logprobs or 0,
             "top_p": params.top_p,
             "temperature": params.temperature,
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
-            "reasoning": {"effort": None if self.reasoning is None else self.reasoning.effort, "summary": None},
+            "reasoning": (self.reasoning or ReasoningConfig()).model_dump(),
             "max_output_tokens": self.max_output_tokens,
             "max_tool_calls": self.max_tool_calls,
             "metadata": self.metadata or {},
             "safety_identifier": self.safety_identifier,
             "prompt_cache_key": self.prompt_cache_key,
+            "user": self.user,
+            **dict.fromkeys(("conversation", "moderation", "prompt", "prompt_cache_retention")),
         }
 
     def _read_format(self) -> StructuredOutputs | None:
@@ -191,6 +198,14 @@ class ResponsesRequest(InputTokensRequest):
         if self.text.format.json_schema is None:
             raise InvalidRequest("text.format.schema is required with type json_schema", "text.format.schema")
         return StructuredOutputs(json=self.text.format.json_schema, param="text.format.schema")
+
+
+def _describe_tool(tool: FlatTool) -> Json:
+    """As it was sent; a function has all its fields."""
+    fields = tool.model_dump(exclude_unset=True)
+    if tool.type == "function":
+        return {"description": None, "parameters": None, "strict": None, **fields}
+    return fields
 
 
 class ResponseReply(BaseModel):

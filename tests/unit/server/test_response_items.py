@@ -49,3 +49,21 @@ def test_items_of_hosted_tools_are_skipped_and_named(served: Served, kind: str) 
     reply = ask(served, {"type": kind, "call_id": "1"}, {"type": f"{kind}_output", "call_id": "1"}, GO_ON)
     assert reply.status == 200, reply.content
     assert reply.headers["x-ignored-fields"] == "input[1], input[2]"
+
+
+@pytest.mark.parametrize("encrypted", ["gAAAAABo_x-1==", "gAAAAABoAA==", "?"])
+def test_reasoning_that_another_server_encrypted_is_skipped(served: Served, encrypted: str) -> None:
+    """Clients send it back when they change the server in a conversation."""
+    assert ask(served, GO_ON).status == 200
+    expected = read_prompt(served)
+    reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": encrypted}
+    reply = ask(served, reasoning, GO_ON)
+    assert reply.status == 200, reply.content
+    assert reply.headers["x-ignored-fields"] == "input[1].encrypted_content"
+    assert read_prompt(served) == expected
+
+
+def test_a_message_of_type_null(served: Served) -> None:
+    assert ask(served, {**GO_ON, "type": None, "id": "msg_1"}).status == 200
+    prompt = read_prompt(served)
+    assert ask(served, GO_ON).status == 200 and read_prompt(served) == prompt

@@ -38,39 +38,14 @@ PATCH = {"type": "custom", "name": "patch", "description": "Change files.", "for
 TOOLS = [WEATHER, {"type": "function", "name": "clock"}, PATCH]
 OSLO = write_call("get_weather", city="Oslo", days=2)
 THOUGHT = "<think>\nHm, a < b.\n</think>\n\n"
-REQUIRED = {
-    "id",
-    "object",
-    "created_at",
-    "completed_at",
-    "status",
-    "incomplete_details",
-    "model",
-    "previous_response_id",
-    "instructions",
-    "output",
-    "error",
-    "tools",
-    "tool_choice",
-    "truncation",
-    "parallel_tool_calls",
-    "text",
-    "top_p",
-    "temperature",
-    "presence_penalty",
-    "frequency_penalty",
-    "top_logprobs",
-    "reasoning",
-    "usage",
-    "max_output_tokens",
-    "max_tool_calls",
-    "store",
-    "background",
-    "service_tier",
-    "metadata",
-    "safety_identifier",
-    "prompt_cache_key",
-}
+REQUIRED = set(
+    """id object created_at completed_at status incomplete_details model previous_response_id instructions output error
+    tools tool_choice truncation parallel_tool_calls text top_p temperature presence_penalty frequency_penalty
+    top_logprobs reasoning usage max_output_tokens max_tool_calls store background service_tier metadata
+    safety_identifier prompt_cache_key prompt_cache_retention conversation moderation prompt user""".split()
+)
+FUNCTION: Json = {"description": None, "parameters": None, "strict": None}  # as the reply repeats one
+REPEATED = [{**FUNCTION, **WEATHER}, {**FUNCTION, **TOOLS[1]}, PATCH]
 
 
 @pytest.fixture
@@ -223,15 +198,19 @@ def test_the_reply_repeats_the_request(serve_text: ServeText) -> None:
             tools=TOOLS,
             tool_choice={"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "clock"}]},
             text={"format": {**format, "strict": True}, "verbosity": "low"},
-            reasoning={"effort": "low"},
+            reasoning={"effort": "low", "summary": "auto"},
             metadata={"a": "b"},
             store=True,
             temperature=0.5,
         )
     )
-    assert body["tools"] == TOOLS and body["metadata"] == {"a": "b"}
-    assert body["text"] == {"format": {**format, "strict": True, "description": None}}
-    assert body["reasoning"]["effort"] == "low" and body["store"] is False and body["temperature"] == 0.5
+    assert body["tools"] == REPEATED and body["metadata"] == {"a": "b"}
+    assert body["text"] == {"format": {**format, "strict": True, "description": None}, "verbosity": "low"}
+    assert (
+        body["reasoning"] == {"effort": "low", "summary": "auto"}
+        and body["store"] is False
+        and body["temperature"] == 0.5
+    )
     assert served.engine.submitted[-1].sampling.grammar
 
 
@@ -266,7 +245,7 @@ def test_tools_of_a_namespace(serve_text: ServeText) -> None:
         ("custom_tool_call", "mcp__calc", "run"),
         ("function_call", None, "clock"),
     ]
-    assert body["tools"] == [*TOOLS, CALCULATOR]
+    assert body["tools"] == [*REPEATED, CALCULATOR]
     assert "Arithmetic.\\n\\nAdds." in prompt_text(served)
     events = read_events(ask(serve_text(written), tools=[*TOOLS, CALCULATOR], stream=True))
     assert strip(fold(events)) == strip(body)
@@ -353,7 +332,9 @@ BAD: list[tuple[Json, int, str]] = [
     ({"input": [{"type": "function_call", "call_id": "1", "name": "a", "arguments": "{"}]}, 400, "arguments"),
     ({"input": [{"type": "function_call", "call_id": "1", "name": "a", "arguments": "[]"}]}, 400, "arguments"),
     ({"input": [{"type": "function_call_output", "call_id": "1"}]}, 400, "input[0].output"),
-    ({"input": [{"type": "reasoning", "encrypted_content": "?"}]}, 400, "encrypted_content"),
+    ({"input": [{"id": "msg_1"}]}, 400, "input[0]: the item is not stored here"),
+    ({"conversation": "conv_1"}, 400, "conversation is not supported"),
+    ({"prompt": {"id": "pmpt_1"}}, 400, "prompt is not supported"),
     ({"previous_response_id": "resp_1"}, 404, "stores no responses"),
     ({"background": True}, 400, "background"),
     ({"top_logprobs": 3}, 400, "top_logprobs"),
