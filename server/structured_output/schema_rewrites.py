@@ -20,6 +20,7 @@ _RENAMED_FORMATS = {"host-name": "hostname", "ip-address": "ipv4"}  # as draft 3
 _INT32 = 2**31
 
 _TYPES = ("null", "boolean", "object", "array", "number", "string")
+_MAX_WAYS = 50  # of oneOf: each is written with the opposite of all others
 _ANNOTATIONS = frozenset(("$comment", "default", "deprecated", "description", "examples", "title"))
 
 
@@ -139,7 +140,7 @@ def _rewrite_not(schema: Schema) -> None:
 def _rewrite_one_of(schema: Schema) -> None:
     """Properties of which exactly one may be there. llguidance finds out itself which types and constants differ."""
     found = schema.get("oneOf")
-    if not isinstance(found, list) or len(found) < 2:
+    if not isinstance(found, list) or not 1 < len(found) <= _MAX_WAYS:
         return
     if not all(isinstance(way, dict) and set(way) - _ANNOTATIONS == {"required"} for way in found):
         return

@@ -53,7 +53,10 @@ def alternatives(depth: int, keyword: str) -> Schema:
 def schemas() -> Iterator[Case]:
     """Not enforceable, contradictory, malformed."""
     wrong: list[object] = [
-        {"not": {"type": "object"}},
+        {"not": {"pattern": "^x"}},
+        {"not": {"type": ["null", "boolean", "object", "array", "number", "string"]}},
+        {"dependencies": {"a": 3}},
+        {"oneOf": [{"required": ["a"]}, {"required": []}]},
         {"type": "array", "items": {"if": {"type": "string"}, "then": {"minLength": 1}}},
         {"type": "array", "uniqueItems": True, "items": {"type": "array", "uniqueItems": True}},
         {"$ref": "file:///etc/passwd"},
@@ -72,7 +75,8 @@ def schemas() -> Iterator[Case]:
         {"type": "string", "pattern": "(?<=a)b(?!c)"},
         {"type": "string", "pattern": r"(a)\1"},
         {"type": "string", "pattern": "["},
-        {"type": "string", "format": "\x00"},
+        {"type": "string", "format": 7},
+        {"type": "string", "format": "regex"},
         {"type": "number", "multipleOf": -1},
         {"type": "number", "multipleOf": 1e-300, "minimum": 1e300},
         {"type": "string", "minLength": -5},
@@ -107,6 +111,10 @@ def schema_bombs() -> Iterator[Case]:
     doubling["d60"] = {"allOf": [{"type": "string"}, {"not": {}}]}
     yield constrained("references that double", json={"$defs": doubling, "$ref": "#/$defs/d0"})
     yield constrained("number", json={"type": "number", "minimum": 1e-300, "maximum": 1e300, "multipleOf": 1e-200})
+    names = {f"p{i}": [f"q{i}"] for i in range(40)}
+    yield constrained("properties that need others", json={"type": "object", "dependentRequired": names})
+    ways = [{"required": [f"p{i}"]} for i in range(2000)]
+    yield constrained("one of 2,000 properties", json={"type": "object", "oneOf": ways})
     items = {"type": "array", "minItems": 10**9, "items": {"type": "null"}}
     yield constrained("items", json=items)._replace(statuses=MAYBE)
 
