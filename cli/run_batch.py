@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import uvloop
+from tqdm import tqdm
 
 from serve_llm.common.errors import OptionError
 from serve_llm.common.logs import configure
@@ -68,7 +69,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         logger.info("%d requests, %d of them answered before", len(ids), len(done))
         if done == ids:
             return 0
-        return uvloop.run(_run(options, requests.read(done), output, len(ids) - len(done)))
+        return uvloop.run(_run(options, requests.read(done), output, len(ids) - len(done), len(done)))
 
 
 def read_arguments(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Options, Path, Path]:
@@ -98,10 +99,12 @@ def create_parser() -> argparse.ArgumentParser:
     return parser
 
 
-async def _run(options: Options, requests: Iterator[BatchRequest], output: BatchOutput, num_requests: int) -> int:
+async def _run(
+    options: Options, requests: Iterator[BatchRequest], output: BatchOutput, num_requests: int, num_before: int
+) -> int:
     """Start the engines and answer all requests, until a signal."""
     signals = StopSignals()
-    running = asyncio.create_task(_answer_all(options, requests, output, num_requests))
+    running = asyncio.create_task(_answer_all(options, requests, output, num_requests, num_before))
     await asyncio.wait([running, signals.first], return_when=asyncio.FIRST_COMPLETED)
     if running.done():
         running.result()
@@ -113,10 +116,10 @@ async def _run(options: Options, requests: Iterator[BatchRequest], output: Batch
 
 
 async def _answer_all(
-    options: Options, requests: Iterator[BatchRequest], output: BatchOutput, num_requests: int
+    options: Options, requests: Iterator[BatchRequest], output: BatchOutput, num_requests: int, num_before: int
 ) -> None:
     assembly = await assemble(options)
-    progress = BatchProgress(output, num_requests)
+    progress = BatchProgress(output, num_requests, num_before)
     concurrency = 2 * options.max_num_seqs * options.data_parallel_size  # what waits in the engine keeps it busy
     try:
         answering = asyncio.create_task(
@@ -124,6 +127,7 @@ async def _answer_all(
         )
         await _wait_unless_given_up(assembly, answering)
     finally:
+        progress.close()
         await assembly.stop()
     logger.info("%d requests answered, %d with an error", progress.num_written, progress.num_errors)
 
@@ -143,18 +147,30 @@ async def _wait_unless_given_up(assembly: Assembly, answering: asyncio.Task[None
 
 
 class BatchProgress:
-    """Writes results, counts them and logs each tenth part."""
+    """Writes results and counts them. Shows a bar on a terminal, elsewhere logs each tenth part."""
 
-    def __init__(self, output: BatchOutput, num_requests: int) -> None:
+    def __init__(self, output: BatchOutput, num_requests: int, num_before: int = 0) -> None:
+        """num_requests: those to answer. num_before: those that earlier runs have answered."""
         self.num_written = 0
         self.num_errors = 0
         self._output = output
         self._num_requests = num_requests
         self._step = max(1, num_requests // 10)
+        self._bar = tqdm(
+            desc="Answered requests",
+            total=num_before + num_requests,
+            initial=num_before,
+            disable=None,  # unless stderr is a terminal
+            dynamic_ncols=True,
+        )
 
     def write(self, line: bytes, status: int) -> None:
         self._output.append(line)
         self.num_written += 1
         self.num_errors += status >= 400
-        if self.num_written % self._step == 0:
+        self._bar.update()
+        if self._bar.disable and self.num_written % self._step == 0:
             logger.info("%d of %d requests answered", self.num_written, self._num_requests)
+
+    def close(self) -> None:
+        self._bar.close()

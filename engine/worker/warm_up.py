@@ -9,6 +9,8 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 
+from tqdm import tqdm
+
 from serve_llm.common.types import Sampling
 from serve_llm.engine.config import Config
 from serve_llm.engine.scheduler.output import NewRequestData, ScheduledTokens, SchedulerOutput
@@ -32,7 +34,8 @@ def warm_up(runner: Runner, config: Config, groups: Sequence[GroupLayout]) -> No
     if not config.generates or config.max_model_len < PROMPT_TOKENS + NUM_DECODES:
         return
     began = time.perf_counter()
-    for scheduler_output in build_warm_up_steps(groups, config.max_num_seqs):
+    steps = list(build_warm_up_steps(groups, config.max_num_seqs))
+    for scheduler_output in tqdm(steps, desc="Capturing steps", disable=None, leave=False):  # on a terminal only
         runner.start(scheduler_output).finish()
     logger.info("Kernels compiled and common steps captured in %.2f s", time.perf_counter() - began)
 

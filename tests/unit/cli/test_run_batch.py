@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import logging
+import sys
 from pathlib import Path
 
 import pytest
 
-from serve_llm.cli.run_batch import ABSENT_OPTIONS, main, read_arguments
+from serve_llm.cli.run_batch import ABSENT_OPTIONS, BatchProgress, main, read_arguments
 from serve_llm.common.errors import OptionError
 from serve_llm.common.options.schema import OPTION_FIELDS
+from serve_llm.server.batches.files import BatchOutput
 from serve_llm.server.batches.lines import build_result
 from serve_llm.server.batches.local_call import LocalResponse
 
@@ -63,3 +68,28 @@ def test_nothing_loads_when_every_request_has_a_result(tmp_path: Path) -> None:
 def test_an_output_of_other_requests_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="'d'"):
         main(["/no/such/model", *write_files(tmp_path, "abc", "ad")], {})
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
+    is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown = Terminal() if is_terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+    caplog.set_level(logging.INFO, "serve_llm")
+    with contextlib.closing(BatchOutput(tmp_path / "out")) as output:
+        progress = BatchProgress(output, 20, num_before=5)
+        for number in range(20):
+            progress.write(build_result(f"id-{number}", LocalResponse(200, {}, b"{}")), 200 if number else 500)
+        progress.close()
+    assert (progress.num_written, progress.num_errors) == (20, 1)
+    lines = [record.getMessage() for record in caplog.records]
+    if is_terminal:
+        assert "25/25" in shown.getvalue() and lines == []
+    else:
+        assert shown.getvalue() == "" and lines[0] == "2 of 20 requests answered" and len(lines) == 10

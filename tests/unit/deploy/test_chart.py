@@ -91,6 +91,7 @@ def test_the_options_are_those_of_the_daemon(name: str) -> None:
     parallel = VALUES["parallel"] | values.get("parallel", {})
     assert options.model == values.get("model", VALUES["model"])
     assert (options.tensor_parallel_size, options.pipeline_parallel_size) == (parallel["tensor"], parallel["pipeline"])
+    assert options.front_ends == values.get("frontEnds", 1)
     gpus = container(pod_templates(name)[0])["resources"]["limits"].get("nvidia.com/gpu")
     ranks = parallel["tensor"] * parallel["pipeline"] * parallel["data"]
     assert gpus == (str(ranks // parallel["nodes"]) if options.device == "cuda" else None)

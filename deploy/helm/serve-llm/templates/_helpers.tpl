@@ -35,6 +35,9 @@ leaderworkerset.sigs.k8s.io/worker-index: "0"
 - --pipeline-parallel-size={{ .Values.parallel.pipeline }}
 - --data-parallel-size={{ .Values.parallel.data }}
 - --drain-timeout={{ .Values.drainSeconds }}
+{{- if gt (int .Values.frontEnds) 1 }}
+- --front-ends={{ .Values.frontEnds }}
+{{- end }}
 {{- with .Values.quantization }}
 - --quantization={{ . }}
 {{- end }}
