@@ -5,14 +5,22 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
-from urllib.parse import unquote
+from collections.abc import Callable
 
 from llguidance import LLMatcher
 
+from serve_llm.server.structured_output.disjoint import DisjointSchemas
 from serve_llm.server.structured_output.errors import GrammarError
 from serve_llm.server.structured_output.schema_rewrites import rewrite_keywords
+from serve_llm.server.structured_output.schema_walk import (
+    SUBSCHEMA_KEYWORDS,
+    Schema,
+    Subschema,
+    find_targets,
+    list_members,
+    list_subschemas,
+    walk,
+)
 
 # One space, or one line break and an indentation: a model cannot write whitespace for ever.
 WHITESPACE = r"(\x20|\r?\n[\x20\x09]{0,40})"
@@ -49,13 +57,9 @@ _PROCESSING = re.compile(r"; while processing [^#]*#?(.*)$")  # the $ref that le
 # A part of a schema keeps its meaning beside these.
 _CONTEXT = ("$schema", "$id", "id", "$defs", "definitions")
 
-_SCHEMA = ("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames")
-_SCHEMA_TOO = ("then", "unevaluatedItems", "unevaluatedProperties")
-_SCHEMA_MAPS = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
-_SCHEMA_LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _IGNORED_BY_COMPILER = ("disallow", "divisibleBy", "extends")  # keywords from draft 3
 
-KEYWORDS = {*_SCHEMA, *_SCHEMA_TOO, *_SCHEMA_MAPS, *_SCHEMA_LISTS, *_IGNORED_BY_COMPILER}
+KEYWORDS = {*SUBSCHEMA_KEYWORDS, *_IGNORED_BY_COMPILER}
 KEYWORDS |= {"$dynamicRef", "$recursiveRef", "$ref", "const", "contentEncoding", "dependentRequired"}
 KEYWORDS |= {"enum", "exclusiveMaximum", "exclusiveMinimum", "format", "maxContains", "maxItems", "maxLength"}
 KEYWORDS |= {"maxProperties", "maximum", "minContains", "minItems", "minLength", "minProperties", "minimum"}
@@ -63,12 +67,6 @@ KEYWORDS |= {"multipleOf", "pattern", "required", "type", "uniqueItems", "x-guid
 
 Find = Callable[[object], str]
 TryPart = Callable[[object], str | None]  # the error of a schema, empty without one; None if no time is left
-Schema = dict[str, object]
-
-
-class _Child(NamedTuple):
-    pointer: str
-    schema: object
 
 
 def parse_schema(text: str) -> object:
@@ -110,11 +108,11 @@ def prepare_schema(schema: object, *, closed: bool) -> Schema:
     if not isinstance(schema, dict):
         raise GrammarError("it must be an object or a boolean")
     check_depth(schema)
-    for child in _walk(schema):
+    for child in walk(schema):
         if isinstance(child.schema, dict):
             _check_keywords(child.schema, child.pointer)
     schema = _rewrite(_close(schema) if closed else schema)
-    if not any(_names_keys_and_allows_others(child.schema) for child in _walk(schema)):
+    if not any(_names_keys_and_allows_others(child.schema) for child in walk(schema)):
         return schema
     options = schema.get("x-guidance", {})
     if not isinstance(options, dict):
@@ -127,10 +125,13 @@ def prepare_schema(schema: object, *, closed: bool) -> Schema:
 def _rewrite(schema: Schema) -> Schema:
     """A copy in keywords that llguidance has."""
     copy: Schema = json.loads(json.dumps(schema))
-    for child in _walk(copy):
+    disjoint = DisjointSchemas(schema)
+    references = [child.schema.get("$ref") for child in walk(schema) if isinstance(child.schema, dict)]
+    pointed = {name for reference in references for name in str(reference).split("/")}
+    for child in walk(copy):
         if isinstance(child.schema, dict):
             try:
-                rewrite_keywords(child.schema)
+                rewrite_keywords(child.schema, disjoint, pointed)
             except GrammarError as error:
                 raise GrammarError(error.message, child.pointer, error.keyword) from None
     return copy
@@ -170,7 +171,7 @@ def _check_integers(value: object, pointer: str, keyword: str) -> None:
     """Refuse integers that llguidance would round."""
     if type(value) is int and (abs(value) > _MAX_INTEGER or int(float(value)) != value):
         raise GrammarError(f"the integer {str(value)[:40]} cannot be enforced without rounding", pointer, keyword)
-    for _, member in _list_members(value):
+    for _, member in list_members(value):
         _check_integers(member, pointer, keyword)
 
 
@@ -208,7 +209,7 @@ def locate_error(schema: object, message: str, find_error: Find) -> GrammarError
         return found
 
     keywords = _find_keywords(message)
-    users = [(child, name) for child in _walk(schema) for name in keywords if _has(child, name)]
+    users = [(child, name) for child in walk(schema) for name in keywords if _has(child, name)]
     users.sort(key=lambda user: not user[0].pointer.startswith(hint))  # those at the hint first
     for child, name in users:
         if len(users) == 1 or try_part(child.schema) == message:
@@ -234,17 +235,17 @@ def _find_keywords(message: str) -> list[str]:
     return []
 
 
-def _has(child: _Child, keyword: str) -> bool:
+def _has(child: Subschema, keyword: str) -> bool:
     return isinstance(child.schema, dict) and keyword in child.schema
 
 
-def _descend(schema: Schema, message: str, try_part: TryPart) -> _Child:
+def _descend(schema: Schema, message: str, try_part: TryPart) -> Subschema:
     """The deepest subschema that is refused alone."""
-    place = _Child("", schema)
+    place = Subschema("", schema)
     seen = {""}
     while True:
-        children = [child for child in _children(place) if child.pointer not in seen]
-        children += [child for child in _target(_Child("", schema), place) if child.pointer not in seen]
+        children = [child for child in list_subschemas(place) if child.pointer not in seen]
+        children += [child for child in find_targets(Subschema("", schema), place) if child.pointer not in seen]
         deeper = next((child for child in children if try_part(child.schema) == message), None)
         if deeper is None:
             return place
@@ -282,110 +283,10 @@ def check_depth(schema: Schema) -> None:
     raise GrammarError(f"it holds more than {MAX_DEPTH} objects and lists inside each other")
 
 
-def _walk(schema: Schema) -> Iterator[_Child]:
-    """A schema and all its subschemas, in the order of the text. What a $ref points to is one, wherever it stands."""
-    root = _Child("", schema)
-    resources = {resource.pointer: resource for resource in _list_resources(root)}
-    by_name: dict[str, list[_Child]] = {}  # by the end of the URI
-    for resource in resources.values():
-        by_name.setdefault(_get_uri_name(resource.schema), []).append(resource)
-    seen: set[str] = set()
-    stack = [root]
-    while stack:
-        child = stack.pop()
-        if child.pointer in seen:
-            continue
-        seen.add(child.pointer)
-        yield child
-        if isinstance(child.schema, dict) and isinstance(reference := child.schema.get("$ref"), str):
-            name = reference.partition("#")[0].rpartition("/")[2]
-            around = [resources[pointer] for pointer in _list_prefixes(child.pointer) if pointer in resources]
-            bases = [*around, *by_name.get(name, ())] if name else around
-            stack += [target for base in bases for target in _target(base, child)]
-        stack += reversed(list(_children(child)))
-
-
-def _list_resources(root: _Child) -> Iterator[_Child]:
-    """What the pointer of a $ref may begin at: the whole and every part with a URI of its own, wherever it stands."""
-    yield root
-    stack = [root]
-    while stack:
-        parent = stack.pop()
-        if parent is not root and isinstance(parent.schema, dict):
-            if any(isinstance(parent.schema.get(name), str) for name in ("$id", "id")):
-                yield parent
-        for name, value in _list_members(parent.schema):
-            stack.append(_Child(f"{parent.pointer}/{_escape(name)}", value))
-
-
-def _get_uri_name(schema: object) -> str:
-    assert isinstance(schema, dict)
-    uri = next((schema[name] for name in ("$id", "id") if isinstance(schema.get(name), str)), "")
-    assert isinstance(uri, str)
-    return uri.partition("#")[0].rpartition("/")[2]
-
-
-def _list_prefixes(pointer: str) -> Iterator[str]:
-    """A JSON pointer and those to what is around."""
-    yield pointer
-    while pointer:
-        pointer = pointer.rpartition("/")[0]
-        yield pointer
-
-
-def _list_members(value: object) -> Iterable[tuple[str, object]]:
-    """By the names that a JSON pointer has for them."""
-    if isinstance(value, dict):
-        return value.items()
-    if isinstance(value, list):
-        return [(str(index), member) for index, member in enumerate(value)]
-    return ()
-
-
-def _children(parent: _Child) -> Iterator[_Child]:
-    if not isinstance(parent.schema, dict):
-        return
-    for keyword, value in parent.schema.items():
-        pointer = f"{parent.pointer}/{_escape(keyword)}"
-        if keyword in _SCHEMA_MAPS and isinstance(value, dict):
-            for name, child in value.items():
-                yield _Child(f"{pointer}/{_escape(name)}", child)
-        elif keyword in _SCHEMA_LISTS and isinstance(value, list):
-            for index, child in enumerate(value):
-                yield _Child(f"{pointer}/{index}", child)
-        elif keyword in _SCHEMA or keyword in _SCHEMA_TOO:
-            yield _Child(pointer, value)
-
-
-def _target(resource: _Child, place: _Child) -> Iterator[_Child]:
-    """What the pointer of a $ref leads to from a resource, if anything."""
-    reference = place.schema.get("$ref") if isinstance(place.schema, dict) else None
-    if not isinstance(reference, str):
-        return
-    fragment = unquote(reference.partition("#")[2])
-    if not fragment.startswith("/"):
-        return
-    pointer, found = resource
-    for part in fragment[1:].split("/"):
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict) and name in found:
-            found = found[name]
-        elif isinstance(found, list) and name.isdecimal() and len(name) < 9 and int(name) < len(found):
-            found = found[int(name)]
-        else:
-            return
-        pointer += f"/{_escape(name)}"
-    yield _Child(pointer, found)
-
-
-def _escape(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
-
-
 def _close(schema: Schema) -> Schema:
     """A copy in which objects have no properties but those that are named."""
     copy: Schema = json.loads(json.dumps(schema))
-    for child in _walk(copy):
+    for child in walk(copy):
         if isinstance(child.schema, dict) and ("properties" in child.schema or "patternProperties" in child.schema):
             child.schema.setdefault("additionalProperties", False)
     return copy

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Sequence, Set
+from itertools import combinations
 
+from serve_llm.server.structured_output.disjoint import DisjointSchemas
 from serve_llm.server.structured_output.errors import GrammarError
 from serve_llm.server.structured_output.pattern import translate_pattern
-
-Schema = dict[str, object]
+from serve_llm.server.structured_output.schema_walk import Schema
 
 # The formats that the drafts of JSON Schema define, 3 to 2020-12. Any other name is an annotation there. llguidance
 # refuses those that it does not enforce.
@@ -19,18 +21,29 @@ _FORMATS = frozenset(
 _RENAMED_FORMATS = {"host-name": "hostname", "ip-address": "ipv4"}  # as draft 3 spelt them
 _INT32 = 2**31
 
+_MAX_NAMED = 16  # properties of which one must be there
 _TYPES = ("null", "boolean", "object", "array", "number", "string")
 _MAX_WAYS = 50  # of oneOf: each is written with the opposite of all others
 _ANNOTATIONS = frozenset(("$comment", "default", "deprecated", "description", "examples", "title"))
 
 
-def rewrite_keywords(schema: Schema) -> None:
-    """Rewrite one subschema in place. Raises GrammarError with the keyword and without the place."""
+def rewrite_keywords(schema: Schema, disjoint: DisjointSchemas, pointed: Set[str]) -> None:
+    """Rewrite one subschema in place. Raises GrammarError with the keyword and without the place.
+
+    pointed: names in the schema's references. A keyword among them stays, because a reference may lead through it.
+    """
     _rewrite_patterns(schema)
     _rewrite_format(schema)
-    _rewrite_dependencies(schema)
-    _rewrite_not(schema)
-    _rewrite_one_of(schema)
+    for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
+        if keyword not in pointed:
+            _rewrite_dependencies(schema, keyword)
+    if "not" not in pointed:
+        _rewrite_not(schema)
+    if "oneOf" not in pointed:
+        _rewrite_one_of(schema, disjoint)
+    if "propertyNames" not in pointed:
+        _rewrite_property_names(schema)
+    _rewrite_min_properties(schema)
     _join_patterns(schema)
 
 
@@ -114,20 +127,19 @@ def _rewrite_format(schema: Schema) -> None:
         _add(schema, {"minimum": -_INT32, "maximum": _INT32 - 1})
 
 
-def _rewrite_dependencies(schema: Schema) -> None:
+def _rewrite_dependencies(schema: Schema, keyword: str) -> None:
     """What must hold if an object has a property: it has others, or a schema holds."""
-    for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
-        found = schema.get(keyword)
-        if not isinstance(found, dict):
-            continue
-        wanted = {name: [value] if isinstance(value, str) else value for name, value in found.items()}
-        if not all(isinstance(value, dict) or value == [] or _are_names(value) for value in wanted.values()):
-            continue
-        del schema[keyword]
-        for name, value in wanted.items():
-            if value:
-                holds = value if isinstance(value, dict) else {"required": value}
-                _add(schema, {"anyOf": [{"properties": {name: False}}, holds]})
+    found = schema.get(keyword)
+    if not isinstance(found, dict):
+        return
+    wanted = {name: [value] if isinstance(value, str) else value for name, value in found.items()}
+    if not all(isinstance(value, dict) or value == [] or _are_names(value) for value in wanted.values()):
+        return
+    del schema[keyword]
+    for name, value in wanted.items():
+        if value:
+            holds = value if isinstance(value, dict) else {"required": value}
+            _add(schema, {"anyOf": [{"properties": {name: False}}, holds]})
 
 
 def _rewrite_not(schema: Schema) -> None:
@@ -137,10 +149,14 @@ def _rewrite_not(schema: Schema) -> None:
         _add(schema, negated)
 
 
-def _rewrite_one_of(schema: Schema) -> None:
-    """Properties of which exactly one may be there. llguidance finds out itself which types and constants differ."""
+def _rewrite_one_of(schema: Schema, disjoint: DisjointSchemas) -> None:
+    """Ways that exclude each other, and properties of which exactly one may be there."""
     found = schema.get("oneOf")
     if not isinstance(found, list) or not 1 < len(found) <= _MAX_WAYS:
+        return
+    if all(disjoint.check(one, other) for one, other in combinations(found, 2)):
+        del schema["oneOf"]
+        _add(schema, {"anyOf": found})
         return
     if not all(isinstance(way, dict) and set(way) - _ANNOTATIONS == {"required"} for way in found):
         return
@@ -153,6 +169,42 @@ def _rewrite_one_of(schema: Schema) -> None:
         ways.append({"allOf": [{"required": way["required"]}, *others]})
     del schema["oneOf"]
     _add(schema, {"anyOf": ways})
+
+
+def _rewrite_property_names(schema: Schema) -> None:
+    """Names that match a pattern or are listed."""
+    found = schema.get("propertyNames")
+    if found is True:
+        found = {}
+    if not isinstance(found, dict) or found.get("type", "string") != "string":
+        return
+    keywords = set(found) - _ANNOTATIONS - {"type"}
+    pattern, names = found.get("pattern"), found.get("enum")
+    if keywords == {"enum"} and isinstance(names, list):
+        texts = [re.escape(name) for name in names if isinstance(name, str)]
+        pattern = f"^(?:{'|'.join(texts)})$" if texts else None
+    elif keywords not in ({"pattern"}, set()):
+        return
+    if isinstance(pattern, str):
+        _add(schema, {"patternProperties": {pattern: True}, "additionalProperties": False})
+    elif keywords:
+        return
+    del schema["propertyNames"]
+
+
+def _rewrite_min_properties(schema: Schema) -> None:
+    """At least one property, which may be a named one or another."""
+    named, required = schema.get("properties"), schema.get("required", [])
+    if schema.get("minProperties") != 1 or not isinstance(named, dict) or not isinstance(required, list):
+        return
+    if required:
+        del schema["minProperties"]
+        return
+    is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
+    ways = [{"required": [name]} for name, value in named.items() if value is not False]
+    if ways and not is_closed and len(named) <= _MAX_NAMED:
+        del schema["minProperties"]
+        _add(schema, {"anyOf": [*ways, {"properties": dict.fromkeys(named, False), "minProperties": 1}]})
 
 
 def _join_patterns(schema: Schema) -> None:

@@ -40,6 +40,16 @@ SCHEMAS: dict[str, object] = {
     "dependentSchemas": {"type": "object", "dependentSchemas": {"a": {"properties": {"b": {"type": "integer"}}}}},
     "oneOf required": {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}, {"required": ["c"]}]},
     "oneOf required, several": {"oneOf": [{"required": ["a", "b"]}, {"required": ["c"]}]},
+    "propertyNames, a pattern": {"type": "object", "propertyNames": {"pattern": "^[ab]$"}},
+    "propertyNames, beside properties": {
+        "properties": {"a": {"type": "integer"}},
+        "additionalProperties": {"type": "string"},
+        "propertyNames": {"enum": ["a", "c", 5]},
+    },
+    "propertyNames, any": {"type": "object", "propertyNames": {"type": "string"}},
+    "minProperties 1, open": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "minProperties": 1},
+    "minProperties 1, a property that must not be": {"properties": {"a": False, "b": {}}, "minProperties": 1},
+    "minProperties 1, required": {"properties": {"a": {}, "b": {}}, "required": ["b"], "minProperties": 1},
     "a format of nobody": {"type": "string", "format": "password"},
 }
 OLD_SCHEMAS: dict[str, object] = {
