@@ -16,6 +16,8 @@ _NO_SPACE = (
     r"\u2030-\u205E\u2060-\u2FFF\u3001-\uFEFE\uFF00-\U0010FFFF"
 )
 _SPACES = {r"\s": _SPACE, r"\S": _NO_SPACE}
+# ^(?![a-c]*$): not only such characters. pydantic writes it for Decimal.
+_NOT_ONLY = re.compile(r"\^\(\?!\^?\[([^]\\^[&~][^]\\[&~]*)\]\*\$\)([^|]*)", re.DOTALL)
 _DOT_ALL_FLAG = re.compile(r"\(\?[a-z]*s")
 
 
@@ -40,6 +42,12 @@ def translate_pattern(pattern: str) -> str:
         is_in_class = not part.endswith("]") or part.startswith("\\")
         pieces.append(f"\\{part}" if part[0] in "[&~" else _SPACES.get(part, part))
     return "".join(pieces)
+
+
+def split_lookahead(pattern: str) -> tuple[str, str] | None:
+    """The expression without its lookahead, and another one that must match too; None without such a lookahead."""
+    found = _NOT_ONLY.fullmatch(pattern)
+    return None if found is None else (f"^{found[2]}", f"[^{found[1]}]")
 
 
 def closes_unopened_group(pattern: str) -> bool:

@@ -8,7 +8,7 @@ from itertools import combinations
 
 from serve_llm.server.structured_output.disjoint import DisjointSchemas
 from serve_llm.server.structured_output.errors import GrammarError
-from serve_llm.server.structured_output.pattern import translate_pattern
+from serve_llm.server.structured_output.pattern import split_lookahead, translate_pattern
 from serve_llm.server.structured_output.schema_walk import Schema
 
 # The formats that the drafts of JSON Schema define, 3 to 2020-12. Any other name is an annotation there. llguidance
@@ -104,6 +104,9 @@ def _rewrite_patterns(schema: Schema) -> None:
         found = schema.get(keyword)
         try:
             if isinstance(found, str):
+                if parts := split_lookahead(found):
+                    found, other = parts
+                    _add(schema, {"pattern": other})
                 schema[keyword] = translate_pattern(found)
             elif isinstance(found, dict):
                 translated = {translate_pattern(name): value for name, value in found.items()}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 
 import jsonschema
 import pytest
 
+from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.structured_output.schema_rewrites import negate
 from support.grammars import accepts, compile_grammar
 
@@ -92,3 +94,18 @@ def test_int32_is_a_range_and_the_old_names_of_formats_are_known() -> None:
 )  # fmt: skip
 def test_what_cannot_be_negated_is_left(schema: object) -> None:
     assert negate(schema) is None
+
+
+@pytest.mark.parametrize("pattern", [r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", "^(?![ab]*$)[a-c]{1,3}$"])
+def test_a_lookahead_that_excludes_only_some_characters_holds(pattern: str) -> None:
+    grammar = compile_grammar(json={"type": "string", "pattern": pattern})
+    texts = ["".join(chars) for size in range(4) for chars in itertools.product("+.01abc", repeat=size)]
+    assert [text for text in texts if accepts(grammar, f'"{text}"')] == [
+        text for text in texts if re.search(pattern, text)
+    ]
+
+
+@pytest.mark.parametrize("pattern", ["^(?![a]*$)a|b", "^(?!a)b", "^(?=[a]*$)a", "(?![a]*$)a"])
+def test_other_lookaheads_are_refused(pattern: str) -> None:
+    with pytest.raises(InvalidRequest, match="look-around"):
+        compile_grammar(json={"type": "string", "pattern": pattern})
