@@ -19,7 +19,8 @@ LONG_FACTORS = "rope_factors_long.weight"
 SHORT_FACTORS = "rope_factors_short.weight"
 DEFAULT_ROPE_BASE = 10000.0
 LARGEST_HEAD = 1 << 16
-NAMESPACES = ("general.", "tokenizer.", "quantize.", "split.")  # metadata beside the architecture's
+# Metadata beside the architecture's; the last is a publisher's.
+NAMESPACES = ("general.", "tokenizer.", "quantize.", "split.", "mradermacher.")
 EMPTY_WHEN_ZERO = ("expert_count", "expert_used_count", "attention.sliding_window")
 
 

@@ -88,10 +88,22 @@ def read_integers(
         codes, scales, zeros = _read_compressed(reader, stored, shape, num_groups, parts)
     else:
         codes, scales, zeros = _read_gptq(reader, stored, shape, num_groups, parts)
+    _check_zeros(reader, stored, zeros)
     return CodeMatrix(codes, stored.bits, scales.float(), (groups - first).to(codes.device), size, zeros=zeros.float())
 
 
 Parts = tuple[range, range, range]  # rows, columns and groups to read
+
+
+def _check_zeros(reader: ModuleReader, stored: PackedIntegers, zeros: Tensor) -> None:
+    """Raise ModelError if there are zero points in a format without."""
+    middle = 2 ** (stored.bits - 1)
+    if stored.is_symmetric and (differing := zeros[zeros != middle]).numel():
+        key = "zero_point: false" if stored.layout == "awq" else f"sym: true and checkpoint_format {stored.layout}"
+        raise ModelError(
+            f"{reader.module}.qzeros has zero point {int(differing[0])}, but config.json: quantization_config: {key} "
+            f"means {middle}"
+        )
 
 
 def _read_groups(

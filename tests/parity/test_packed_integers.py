@@ -22,6 +22,7 @@ from support.reference import reference_logprobs
 PACKINGS = {
     "awq": Packing("awq"),
     "awq-32": Packing("awq", group_size=32),
+    "awq-symmetric": Packing("awq", is_symmetric=True),
     "gptq": Packing("gptq"),
     "gptq-symmetric": Packing("gptq", is_symmetric=True, group_size=32),
     "gptq-order": Packing("gptq", has_order=True),
@@ -169,6 +170,18 @@ def test_names_of_mixtral_as_llm_compressor_writes_them(tmp_path: Path) -> None:
             r"q_proj\.scales is stored as torch\.int32, but .* a floating point type",
         ),
         ("gptq", "g_idx", lambda t: t + 1, r"q_proj\.g_idx names group 4, but .* group_size 16 gives groups 0 to 3"),
+        (
+            "awq-symmetric",
+            "qzeros",
+            lambda t: t + 1,
+            r"q_proj\.qzeros has zero point 9, but .* zero_point: false means 8",
+        ),
+        (
+            "gptq-8",
+            "qzeros",
+            lambda t: t - 1,
+            r"q_proj\.qzeros has zero point 127, but .* sym: true and .* gptq_v2 means",
+        ),
         ("w4a16", "weight_shape", lambda t: t + 8, r"q_proj\.weight_shape says \[72, 72\], but .* \[64, 64\]"),
         ("w4a16", "weight_packed", lambda t: t[:, 1:], r"q_proj\.weight_packed has shape \[64, 7\]"),
     ],

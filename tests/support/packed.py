@@ -136,7 +136,8 @@ def pack_module(weight: Integers, packing: Packing) -> dict[str, Tensor]:
 def quantization_config(packing: Packing) -> dict[str, Any]:
     size = packing.group_size or -1
     if packing.layout == "awq":
-        return {"quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm", "zero_point": True}
+        stored = {"quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm"}
+        return stored | {"zero_point": not packing.is_symmetric}
     if packing.layout == "compressed":
         weights = {"num_bits": packing.bits, "type": "int", "symmetric": packing.is_symmetric, "dynamic": False}
         weights |= {"strategy": "group", "group_size": size} if size > 0 else {"strategy": "channel"}
