@@ -89,7 +89,8 @@ class ScaledNumbers:
     def form(self) -> GroupedForm:
         size = self.block[1] if self.strategy == "block" else None
         if self.kind == "int8":
-            return GroupedForm(self.bits, size, self.has_zeros)
+            scale_bytes = 2 if self.divisor == 1 else 4  # quotients fill 32 bits
+            return GroupedForm(self.bits, size, self.has_zeros, scale_bytes=scale_bytes)
         return GroupedForm(8, size, has_zeros=False, scale_bytes=4, is_float8=True)
 
 

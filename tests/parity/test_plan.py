@@ -25,7 +25,7 @@ from serve_llm.engine.scheduler.sequence import GroupLayout
 from serve_llm.engine.worker.worker import Worker
 from serve_llm.kernels import linear_int8
 from serve_llm.kernels.cpu import library
-from support import resident
+from support import packed_floats, resident
 from support.matrix import mostly_slow
 from support.quantised import quantise_checkpoint
 from support.resolved import resolve_all
@@ -142,6 +142,13 @@ def test_a_last_stage_of_one_layer(family: str, dtype: str, tmp_path: Path) -> N
     head_dim = {"head_dim": 16} if family in ("llama", "qwen3", "mixtral") else {}
     make_checkpoint(tmp_path, family, **sizes, **heads, **head_dim)
     compare(tmp_path, ParallelLayout(1, 2), dtype=dtype, max_num_seqs=32, max_num_batched_tokens=600)
+
+
+@pytest.mark.parametrize("form", ["fp8-ministral", "fbgemm", "modelopt-nvfp4", "bitsandbytes-int8"])
+def test_packed_floats(form: str, tmp_path: Path) -> None:
+    packed_floats.make_packed(tmp_path, "llama", form)
+    for grid in (ONE, ParallelLayout(3, 1), ParallelLayout(1, 2)):
+        compare(tmp_path / "packed", grid, dtype="bfloat16", max_num_seqs=32)
 
 
 @pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32"], ["bfloat16"]))
