@@ -117,7 +117,10 @@ def find_server(target: str, arguments: Sequence[str], api_key: str | None) -> I
             yield server.url
         return
     if arguments:
-        raise OptionError(f"unknown option {arguments[0]}, or one of a server, which is running at {target}")
+        raise OptionError(
+            f"unknown option {arguments[0]}; if it is one of a server: the one at {target} is running already, "
+            "give a MODEL to start another"
+        )
     yield target
 
 

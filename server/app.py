@@ -102,14 +102,29 @@ _BODIES: list[type[BaseModel]] = [
     PoolingRequest,
 ]
 
-# Beginnings of paths that an option adds.
+# Beginnings of paths that an option adds, or that another engine has.
 _ROUTE_HINTS = {
+    "/api/": "Ollama's own routes are not served; /v1/chat/completions, /v1/completions and /v1/models are",
     "/v1/responses/": "it may need the option --responses-store",
     "/v1/files": "it may need the option --batches-dir",
     "/v1/batches": "it may need the option --batches-dir",
     "/v1/messages/batches": "use /v1/files and /v1/batches, with the url /v1/messages in each line",
     "/v1/load_lora_adapter": "it may need the option --enable-lora",
     "/v1/unload_lora_adapter": "it may need the option --enable-lora",
+}
+# Paths of other engines, and common misspellings -> ours of the same purpose.
+_OTHER_PATHS = {
+    "/completion": "/v1/completions",
+    "/embedding": "/v1/embeddings",
+    "/generate": "/v1/completions",
+    "/get_model_info": "/v1/models",
+    "/props": "/status",
+    "/server_info": "/status",
+    "/slots": "/status",
+    "/v1/chat/completion": "/v1/chat/completions",
+    "/v1/completion": "/v1/completions",
+    "/v1/embedding": "/v1/embeddings",
+    "/v1/response": "/v1/responses",
 }
 _BATCH_CONCURRENCY = 64  # requests per engine
 
@@ -317,7 +332,7 @@ def _suggest_route(request: Request) -> str:
         scope = {**request.scope, "path": candidate}
         if candidate != path and any(route.matches(scope)[0] is not Match.NONE for route in request.app.routes):
             return f"; did you mean {candidate}?"
-    return ""
+    return f"; did you mean {_OTHER_PATHS[path]}?" if path in _OTHER_PATHS else ""
 
 
 async def _answer_disconnect(request: Request, error: Exception) -> Response:

@@ -35,7 +35,7 @@ DESCRIPTION = (
     "Load a server with requests and measure its answers. Give the URL of a running server of any make, or a model, "
     "for which a server is started; other options are then that server's. Names are those of `vllm bench serve`."
 )
-PATHS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+PATHS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions", "vllm": "/v1/completions"}
 
 
 def positive_int(text: str) -> int:
@@ -63,7 +63,7 @@ def create_parser() -> argparse.ArgumentParser:
     add("--base-url", metavar="URL", help="the same as URL")
     add("--model", metavar="NAME", help="name of the model at a URL; the first one if not given")
     add("--api-key", metavar="KEY", help="key of the server; SERVE_LLM_API_KEY if not given")
-    add("--backend", choices=sorted(PATHS), default="openai", help="openai: completions, openai-chat: chat completions")
+    add("--backend", choices=sorted(PATHS), default="openai", help="openai, vllm: completions; openai-chat: chat")
     add("--endpoint", metavar="PATH", help="path of the route, if it is not the backend's")
     add("--dataset-name", choices=("random", "sharegpt", "prefix-repetition"), default="random", help="kind of prompts")
     add("--dataset-path", metavar="FILE", help="JSON or JSONL of sharegpt")

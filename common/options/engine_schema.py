@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from serve_llm.common.options.fields import choice_option, option
 from serve_llm.common.options.kv_events import KVEventsConfig, parse_kv_events_config
 from serve_llm.common.options.parsers import (
+    QUANTIZATIONS,
     at_least_one,
     check_address,
     int_between,
@@ -21,6 +22,7 @@ from serve_llm.common.options.parsers import (
     parse_kv_cache_dtype,
     parse_positive_floats,
     parse_positive_ints,
+    parse_quantization,
     parse_seconds,
     parse_text,
     parse_texts,
@@ -93,12 +95,13 @@ class EngineOptions:
         "data type of weights and activations; auto: the checkpoint's, but bfloat16 instead of float16 on a CPU",
         {"half": "float16", "float": "float32"},
     )
-    quantization: str = choice_option(
+    quantization: str = option(
         "auto",
-        "auto|int8|int4|int4-g32|int4-g128|fp8",
+        parse_quantization,
         "auto: as the checkpoint is stored; int8, fp8: quantize the layers' weights to 8 bits while loading, with int8 "
         "the LM head too, and the activations per row while computing (int8 on a CPU, fp8 on a GPU in bfloat16); int4: "
         "quantize the layers' weights to 4 bits with a scale per 64, 32 or 128 inputs, and the LM head as int8 does",
+        metavar="|".join(QUANTIZATIONS),
     )
     max_model_len: int | None = option(
         None, _positive_count, "maximum tokens of prompt and output together (default: the model's)"

@@ -125,6 +125,28 @@ def parse_kv_cache_dtype(value: object) -> str:
     return str(one_of("auto", "int8")(value))
 
 
+QUANTIZATIONS = ("auto", "int8", "int4", "int4-g32", "int4-g128", "fp8")
+_STORED_FORMATS = (
+    "awq",
+    "gptq",
+    "bitsandbytes",
+    "compressed-tensors",
+    "mxfp4",
+    "modelopt",
+    "nvfp4",
+    "gguf",
+    "auto-round",
+)
+
+
+def parse_quantization(value: object) -> str:
+    """What is done while loading. vLLM's option also names what the checkpoint is stored as."""
+    word = str(value).lower()
+    if word.startswith(_STORED_FORMATS):
+        raise ValueError(f"a checkpoint that is stored as {word} needs no option; expected {', '.join(QUANTIZATIONS)}")
+    return str(one_of(*QUANTIZATIONS)(value))
+
+
 def parse_fraction(value: object) -> float:
     """A number above 0 and at most 1."""
     try:

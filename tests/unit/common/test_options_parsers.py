@@ -1,4 +1,4 @@
-"""Counts and sizes with units."""
+"""Counts and sizes with units, and words."""
 
 from decimal import Decimal
 
@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_llm.common.options.parsers import parse_bytes, parse_count, parse_positive_floats, parse_positive_ints
+from serve_llm.common.options.parsers import (
+    parse_bytes,
+    parse_count,
+    parse_positive_floats,
+    parse_positive_ints,
+    parse_quantization,
+)
 
 
 @pytest.mark.parametrize(
@@ -69,3 +75,9 @@ def test_decimals_are_exact(whole: int, thousandths: int) -> None:
     text = f"{whole}.{thousandths:03}"
     assert parse_count(f"{text}k") == whole * 1000 + thousandths
     assert parse_bytes(f"{text}GiB") == int(Decimal(text) * 2**30)
+
+
+def test_a_quantization_that_a_checkpoint_has_needs_no_option() -> None:
+    with pytest.raises(ValueError, match="a checkpoint that is stored as awq_marlin needs no option; expected auto, "):
+        parse_quantization("awq_marlin")
+    assert parse_quantization("INT8") == "int8"

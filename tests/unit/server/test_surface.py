@@ -122,6 +122,9 @@ def test_without_keys_everything_is_open(served: Served) -> None:
         ("/chat/completions", "/v1/chat/completions"),
         ("/v1/v1/messages", "/v1/messages"),
         ("/v1/health", "/health"),
+        ("/completion", "/v1/completions"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/props", "/status"),
         ("/v1/nowhere", None),
         ("/v1", None),
     ],
@@ -129,6 +132,14 @@ def test_without_keys_everything_is_open(served: Served) -> None:
 def test_a_wrong_base_url_is_answered_with_the_right_path(served: Served, path: str, meant: str | None) -> None:
     message = str(served.post(path, {}).json()["error"]["message"])
     assert message.endswith(f"; did you mean {meant}?" if meant else f"POST {path}")
+
+
+@pytest.mark.parametrize("path", ["/api/generate", "/api/chat", "/api/tags"])
+def test_routes_of_ollama_are_answered_with_ours(served: Served, path: str) -> None:
+    reply = served.post(path, {})
+    assert (
+        reply.status == 404 and "; Ollama's own routes are not served, but /v1/chat" in reply.json()["error"]["message"]
+    )
 
 
 def test_the_page_is_there_before_the_server_is_ready() -> None:
