@@ -64,7 +64,7 @@ class ScaledNumbers:
     scale: str = "weight_scale"
     other_scale: str = ""  # what some writers call it
     divisor: float = 1.0  # scales are divided by it
-    bits: int = 8  # of int8, which may hold integers of 4 bits
+    bits: int = 8  # in int8, which may hold integers of 4 bits
     has_zeros: bool = False  # integers have zero points, stored like the scales
 
     weight = "weight"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable
@@ -152,8 +153,10 @@ def _check_keywords(schema: Schema, pointer: str) -> None:
     if isinstance(divisor, int | float) and divisor <= 0:
         raise GrammarError("must be greater than 0", pointer, "multipleOf")
     _check_min_properties(schema, pointer)
+    if divisor == math.inf:
+        raise GrammarError("the number is beyond the range of 64-bit floats", pointer, "multipleOf")
     for keyword in ("const", "enum"):
-        _check_integers(schema.get(keyword), pointer, keyword)
+        _check_numbers(schema.get(keyword), pointer, keyword)
     for keyword in _BOUNDS:
         _check_bound(schema, pointer, keyword)
 
@@ -167,12 +170,14 @@ def _check_min_properties(schema: Schema, pointer: str) -> None:
         )
 
 
-def _check_integers(value: object, pointer: str, keyword: str) -> None:
-    """Refuse integers that llguidance would round."""
+def _check_numbers(value: object, pointer: str, keyword: str) -> None:
+    """Refuse integers that llguidance would round, and numbers that no float holds."""
+    if isinstance(value, float) and math.isinf(value):
+        raise GrammarError("the number is beyond the range of 64-bit floats", pointer, keyword)
     if type(value) is int and (abs(value) > _MAX_INTEGER or int(float(value)) != value):
         raise GrammarError(f"the integer {str(value)[:40]} cannot be enforced without rounding", pointer, keyword)
     for _, member in list_members(value):
-        _check_integers(member, pointer, keyword)
+        _check_numbers(member, pointer, keyword)
 
 
 def _check_bound(schema: Schema, pointer: str, keyword: str) -> None:

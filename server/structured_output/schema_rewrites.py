@@ -23,7 +23,7 @@ _INT32 = 2**31
 
 _MAX_NAMED = 16  # properties of which one must be there
 _TYPES = ("null", "boolean", "object", "array", "number", "string")
-_MAX_WAYS = 50  # of oneOf: each is written with the opposite of all others
+_MAX_WAYS = 50  # that oneOf may have: each is written with the opposite of all others
 _ANNOTATIONS = frozenset(("$comment", "default", "deprecated", "description", "examples", "title"))
 
 
@@ -66,8 +66,8 @@ def _negate_keyword(keyword: str, value: object) -> Schema | None:
     if keyword == "not":
         return value if isinstance(value, dict) else None
     if keyword == "type":
-        named = set(value if isinstance(value, list) else [value])
-        if "integer" in named and "number" not in named:
+        named = value if isinstance(value, list) else [value]
+        if any(name not in (*_TYPES, "integer") for name in named) or ("integer" in named and "number" not in named):
             return None
         others = [name for name in _TYPES if name not in named]
         return {"type": others} if others else None
