@@ -48,6 +48,7 @@ class GGUFArchitecture:
     )  # keys of config.json with the same value in all files
     flags: Mapping[str, str] = field(default_factory=dict)  # key of config.json -> tensor of a layer that it stands for
     has_partial_rotary: bool = False  # rope may rotate a part of each head
+    truncates_yarn: bool = True  # yarn scaling rounds the dimensions between which it blends
     scales_by_width: int | None = None  # number of layers of the model that scales scores by hidden size / heads
 
 
@@ -103,6 +104,18 @@ ARCHITECTURES = {
         "Cohere2ForCausalLM",
         {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"} | WINDOW,
         {"sliding_window_pattern": 4},
+    ),
+    "gpt-oss": GGUFArchitecture(
+        "GptOssForCausalLM",
+        RMS_NORM
+        | WINDOW
+        | {
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        flags={"attention_bias": "attn_q.bias"},
+        truncates_yarn=False,
     ),
     "nemotron": GGUFArchitecture(
         "NemotronForCausalLM",

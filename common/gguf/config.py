@@ -138,6 +138,7 @@ class _Translation:
             scaling = {"rope_type": kind, "factor": factor}
             if kind == "yarn":
                 scaling["original_max_position_embeddings"] = original
+                scaling |= {} if self._known.truncates_yarn else {"truncate": False}
         elif kind == "none":
             return
         else:

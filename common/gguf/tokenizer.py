@@ -37,6 +37,7 @@ DIGIT_WORDS = ("smollm", "starcoder", "refact", "command-r")  # the same after e
 # A word that is a token is not merged, and a text begins with BOS unless the file says otherwise.
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
 END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
+END_OF_CALL = ("<|return|>", "<|call|>", "<|endoftext|>")  # of gpt-oss, whose messages in a turn end with <|end|>
 TEMPLATE = "tokenizer.chat_template"
 NAMED = {
     "bos_token": "tokenizer.ggml.bos_token_id",
@@ -158,11 +159,12 @@ def build_tokenizer_config(vocabulary: Vocabulary) -> dict[str, object]:
 
 def find_eos_ids(vocabulary: Vocabulary) -> list[int]:
     """The ids that end a text or a turn: those that the file names, and control tokens that are known to."""
+    ends = END_OF_CALL if set(END_OF_CALL) <= set(vocabulary.tokens) else END_OF_TURN
     named = [vocabulary.token_id(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     known = [
         index
         for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
-        if kind == TokenType.CONTROL and token in END_OF_TURN
+        if kind == TokenType.CONTROL and token in ends
     ]
     return list(dict.fromkeys([token_id for token_id in named if token_id is not None] + known))
 

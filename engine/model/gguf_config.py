@@ -43,6 +43,7 @@ NAMES = {  # parameters of a layer -> name after "blk.N."
     "attention.v": "attn_v",
     "attention.q attention.k attention.v": "attn_qkv",
     "attention.output": "attn_output",
+    "attention.sinks": "attn_sinks",
     "attention.q_norm": "attn_q_norm",
     "attention.k_norm": "attn_k_norm",
     "attention.q_norm.{member}": "attn_q_norm",
@@ -60,6 +61,7 @@ NAMES = {  # parameters of a layer -> name after "blk.N."
     "ffn.shared.up": "ffn_up_shexp",
     "ffn.shared.down": "ffn_down_shexp",
 }
+GPT_OSS_NORMS = {"ffn_norm": "post_attention_norm"}
 OUTPUT_NORMS = {"attention_norm": "post_attention_norm", "ffn_norm": "post_ffw_norm"}  # with norm position "output"
 OUTSIDE = {"final_norm": "output_norm", "head": "output"}
 ROPE_FACTORS = r"rope_freqs\.weight|rope_factors_(long|short)\.weight"  # read with the metadata
@@ -95,9 +97,10 @@ def apply_gguf(stored: GGUFTensors, spec: ModelSpec, weights: WeightMap) -> tupl
     if stored.architecture in INTERLEAVED:
         spec = replace(spec, layers=tuple(_interleave(layer) for layer in spec.layers))
     is_output = spec.layers[0].norm_position == "output"
-    names = NAMES | OUTPUT_NORMS if is_output else NAMES
+    names = NAMES | (OUTPUT_NORMS if is_output else {})
+    names |= GPT_OSS_NORMS if stored.architecture == "gpt-oss" else {}
     renamed = WeightMap(
-        rules=tuple(_rename(rule, names, spec.architecture) for rule in weights.rules),
+        rules=tuple(_rename(part, names, spec.architecture) for rule in weights.rules for part in _split_stack(rule)),
         embedding="token_embd.weight",
         head="output.weight",
         prefix="",
@@ -114,10 +117,21 @@ def _interleave(layer: LayerSpec) -> LayerSpec:
     return replace(layer, attention=replace(attention, rope=replace(attention.rope, interleaved=True)))
 
 
+def _split_stack(rule: WeightRule) -> list[WeightRule]:
+    """A rule for each projection of experts whose rows are in one stack in other checkpoints."""
+    if not rule.members or rule.scales:
+        return [rule]
+    return [replace(rule, parameters=(parameter,), sizes=()) for parameter in rule.parameters]
+
+
 def _rename(rule: WeightRule, names: Mapping[str, str], architecture: str) -> WeightRule:
     """The rule for the tensor in a GGUF file: norms have their whole weight, matrices (outputs, inputs), and stacks
     hold the tensors of all experts."""
-    parameters, kinds = zip(*(parameter.rsplit(".", 1) for parameter in rule.parameters), strict=True)
+    ends = [
+        parameter if parameter.endswith((".weight", ".bias")) else f"{parameter}.weight"
+        for parameter in rule.parameters
+    ]
+    parameters, kinds = zip(*(end.rsplit(".", 1) for end in ends), strict=True)
     if parameters[0].startswith(IN_LAYER):
         key = " ".join(parameter.removeprefix(IN_LAYER) for parameter in parameters)
         name = None if key not in names else f"blk.{{layer}}.{names[key]}"

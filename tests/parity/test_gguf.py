@@ -25,8 +25,9 @@ PAIRS = [
     *zip(FAMILIES, (*STORAGES[1:], *STORAGES), strict=False),
     ("qwen3", "F16"),
     ("qwen3_moe", "MXFP4"),  # as files named MXFP4_MOE
+    ("gpt_oss", "MXFP4"),
 ]
-FAST_FAMILIES = ("llama", "mixtral", "qwen2", "qwen2_moe", "gemma3_text", "phi3", "olmo2")
+FAST_FAMILIES = ("llama", "mixtral", "qwen2", "qwen2_moe", "gemma3_text", "phi3", "olmo2", "gpt_oss")
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +93,13 @@ def test_experts_on_several_ranks(storage: str, tmp_path: Path) -> None:
     prompts = random_prompts(make_gguf(tmp_path, "qwen3_moe", storage))
     whole_experts = {"tensor": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}
     compare_engines(tmp_path, prompts, {"tensor": 3}, whole_experts)
+
+
+def test_gpt_oss_on_several_ranks(tmp_path: Path) -> None:
+    """Other checkpoints of it have gate and up in one stack."""
+    prompts = random_prompts(make_gguf(tmp_path, "gpt_oss", "MXFP4"))
+    whole_experts = {"tensor": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}
+    compare_engines(tmp_path, prompts, {"tensor": 3}, {"pipeline": 2}, whole_experts)
 
 
 def test_types_that_differ_and_a_packed_head(tmp_path: Path) -> None:

@@ -32,6 +32,13 @@ SIZES: dict[str, Any] = {  # rows of whole blocks
     "num_hidden_layers": 2,
 }
 PLAIN_HEADS = {key: value for key, value in SIZES.items() if key != "head_dim"}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "truncate": False,
+}
 EXPERTS = {"moe_intermediate_size": 256}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' model_type -> architecture in GGUF, sizes
     "llama": ("llama", SIZES),
@@ -44,6 +51,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' model_type 
     ),
     "qwen3": ("qwen3", SIZES),
     "qwen3_moe": ("qwen3moe", {**SIZES, **EXPERTS, "mlp_only_layers": []}),
+    "gpt_oss": ("gpt-oss", {**SIZES, "intermediate_size": 256, "sliding_window": 21, "rope_parameters": YARN}),
     "gemma2": ("gemma2", {**SIZES, "query_pre_attn_scalar": 64}),
     "gemma3_text": ("gemma3", {**SIZES, "query_pre_attn_scalar": 64}),
     "phi3": ("phi3", {**PLAIN_HEADS, "intermediate_size": 512}),
@@ -57,6 +65,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' model_type 
     "cohere": ("command-r", {**PLAIN_HEADS, "use_qk_norm": True, "logit_scale": 0.7}),
     "cohere2": ("cohere2", {**PLAIN_HEADS, "num_hidden_layers": 4, "sliding_window_pattern": 4, "logit_scale": 0.7}),
 }
+GPT_OSS_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias)?")
+INTERLEAVED = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2), "down_proj": slice(None)}
 PERMUTED = ("llama", "granite", "smollm3")
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight")
 
@@ -183,6 +193,7 @@ def merge_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Each projection of all of a layer's experts as one tensor."""
     merged: dict[str, list[torch.Tensor]] = {}
     result: dict[str, torch.Tensor] = {}
+    tensors = split_gate_up(tensors)
     for name in sorted(tensors, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]):
         if match := EXPERT.fullmatch(name):
             merged.setdefault(f"{match[1]}.{match[3]}.weight", []).append(tensors[name])
@@ -191,7 +202,27 @@ def merge_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return result | {name: torch.stack(parts) for name, parts in merged.items()}
 
 
+def split_gate_up(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The experts of gpt-oss with gate and up apart, and stacks as (experts, outputs, inputs)."""
+    result = {f"{name}.weight" if name.endswith(".sinks") else name: tensor for name, tensor in tensors.items()}
+    for name in [name for name in tensors if ".experts.gate_up_proj" in name or ".experts.down_proj" in name]:
+        if not (match := GPT_OSS_EXPERTS.fullmatch(name)):
+            continue
+        rows = result.pop(name) if match[3] else result.pop(name).mT
+        kind = "bias" if match[3] else "weight"
+        parts = (
+            {"down_proj": rows} if match[2] == "down_proj" else {"gate_proj": rows[:, ::2], "up_proj": rows[:, 1::2]}
+        )
+        result |= {f"{match[1]}.{part}.{kind}": values.contiguous() for part, values in parts.items()}
+    return result
+
+
 def store_plain(plain: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None:
+    module, _, part = name.removesuffix(".weight").rpartition(".")
+    stack = f"{module}.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}"
+    if part in INTERLEAVED and stack in plain:
+        plain[stack][..., INTERLEAVED[part]] = values.mT
+        return
     if name in plain:
         plain[name] = values
         return
@@ -249,7 +280,7 @@ def add_metadata(writer: GGUFWriter, config: dict[str, Any], architecture: str) 
     for key, add in adders.items():
         if config.get(key) is not None:
             add(config[key])
-    if architecture in ("gemma2", "gemma3", "phi3", "cohere2") and config.get("sliding_window"):
+    if architecture in ("gemma2", "gemma3", "phi3", "cohere2", "gpt-oss") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     if "sliding_attention" in rope:
         writer.add_float32(f"{architecture}.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])

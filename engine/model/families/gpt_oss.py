@@ -52,7 +52,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
 def _is_mxfp4(config: ConfigReader) -> bool:
     """Whether the experts' weights are stored as MXFP4."""
     stored = config.inner("quantization_config")
-    if stored is None:
+    if stored is None or stored.text("quant_method") == "gguf":
         return False
     stored.choice("quant_method", {"mxfp4": "mxfp4"}, "")
     stored.ignore("modules_to_not_convert")  # all but the experts

@@ -308,6 +308,12 @@ def test_names_of_special_tokens() -> None:
     assert find_eos_ids(file) == [2, 3]  # the last one is no control token
 
 
+def test_a_turn_of_gpt_oss_goes_on_after_a_message() -> None:
+    tokens = ["<|return|>", "<|end|>", "<|call|>", "<|endoftext|>"]
+    assert find_eos_ids(vocabulary(tokens, model="gpt2", token_type=[3] * 4, eos_token_id=0)) == [0, 2, 3]
+    assert find_eos_ids(vocabulary(tokens[1:], model="gpt2", token_type=[3] * 3)) == [0, 2]
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
