@@ -1,6 +1,6 @@
 """Offline batch inference with Ray Data: read a file of prompts, write a file with their completions.
 
-    pip install 'serve-llm[examples]'
+    pip install '.[examples]'   # in the repository
     cd examples  # not the repository root: Ray workers import from the current folder, and would find serve_llm/ there
     python offline_batch_ray_data.py demo --device cpu --prompts prompts.jsonl --output answers
 

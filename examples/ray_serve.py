@@ -1,6 +1,6 @@
 """Run serve-llm behind Ray Serve, which restarts replicas, distributes them over the cluster and routes requests.
 
-    pip install 'serve-llm[examples]'
+    pip install '.[examples]'   # in the repository
     cd examples  # not the repository root: Ray workers import from the current folder, and would find serve_llm/ there
     serve run ray_serve:build_app model=demo device=cpu
 
