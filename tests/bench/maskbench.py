@@ -5,8 +5,9 @@
 DIR: the folder maskbench/data of github.com/guidance-ai/jsonschemabench, which is not part of this repository. Each
 schema is compiled as for a request, in a worker with its limits, for the demo model. Each instance is written with
 json.dumps and followed token by token. The schemas that llguidance compiles alone, under its own limits, are counted
-for comparison. Prints a table, the keywords of the refusals, every case that must not occur, and one JSON line. Exits
-with 1 if an invalid instance is accepted, a schema takes longer than HANG_SECONDS, or a refusal names no keyword.
+for comparison, and those of them that are refused here are listed with the reason. Prints a table, the keywords of the
+refusals, every case that must not occur, and one JSON line. Exits with 1 if an invalid instance is accepted, a schema
+takes longer than HANG_SECONDS, or a refusal names no keyword.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Tally:
     compile_seconds: list[float] = field(default_factory=list)
     mask_seconds: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    refusals: dict[str, str] = field(default_factory=dict)  # messages by the file of the schema
+    stricter: list[str] = field(default_factory=list)  # refusals of what llguidance alone accepts
 
 
 def compiles_alone(tokenizer: LLTokenizer, schema: object) -> bool:
@@ -83,6 +86,7 @@ async def compile_schema(name: str, schema: object, pool: PromptPool, tally: Tal
         reply = await pool.run("completion", body, Generate)
         grammar = reply.request.samplings[0].grammar
     except InvalidRequest as error:
+        tally.refusals[name] = error.message
         if found := KEYWORD.match(error.message):
             tally.keywords[found[1]] += 1
         elif LIMIT.match(error.message):
@@ -102,9 +106,13 @@ async def compile_schema(name: str, schema: object, pool: PromptPool, tally: Tal
 
 async def run_case(name: str, case: dict[str, Any], pool: PromptPool, tokenizer: LLTokenizer, tally: Tally) -> None:
     tally.counts["schemas"] += 1
-    tally.counts["accepted by llguidance alone"] += compiles_alone(tokenizer, case["schema"])
+    is_known = compiles_alone(tokenizer, case["schema"])
+    tally.counts["accepted by llguidance alone"] += is_known
     grammar = await compile_schema(name, case["schema"], pool, tally)
     if not grammar:
+        if is_known:
+            tally.counts["refused, llguidance accepts"] += 1
+            tally.stricter.append(f"{name}: llguidance accepts it: {tally.refusals[name]}")
         return
     for index, test in enumerate(case.get("tests", ())):
         verdict = follow(tokenizer, grammar, json.dumps(test["data"], ensure_ascii=False), tally.mask_seconds)
@@ -137,7 +145,7 @@ def print_tally(tally: Tally) -> None:
         p99 = 1000 * statistics.quantiles(seconds, n=100)[98]
         print(f"{name:24}{p50:9.3f} ms (p50){p99:9.3f} ms (p99){1000 * max(seconds):9.1f} ms (most)")
     print("refused:", ", ".join(f"{keyword} {count}" for keyword, count in tally.keywords.most_common()))
-    for problem in tally.problems:
+    for problem in [*tally.stricter, *tally.problems]:
         print(problem)
     print(json.dumps({"counts": tally.counts, "refused": tally.keywords}))
 
