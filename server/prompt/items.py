@@ -100,20 +100,29 @@ def translate_items(
 
 
 def describe_items(items: str | Sequence[Item], response_id: str) -> list[StoredItem]:
-    """The items of a request as they are stored: each with an id, messages with parts. Call it after
+    """The items of a request as they are stored: each with an id and all fields, messages with parts. Call it after
     `translate_items`, which checks them. response_id: without prefix; new ids contain it."""
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     described = []
     for index, item in enumerate(items):
         full = {"status": "completed", **item, "type": read_kind(item)}
+        if full["type"] == "reasoning":
+            full.setdefault("summary", [])
         if not isinstance(full.get("id"), str):
             full["id"] = f"{_ID_PREFIXES.get(str(full['type']), 'item')}_{response_id}_in{index}"
-        if full["type"] == "message" and isinstance(full["content"], str):
-            kind = "output_text" if full.get("role") == "assistant" else "input_text"
-            full["content"] = [{"type": kind, "text": full["content"]}]
+        if full["type"] == "message":
+            content = full["content"]
+            if isinstance(content, str):
+                kind = "output_text" if full.get("role") == "assistant" else "input_text"
+                content = [{"type": kind, "text": content}]
+            full["content"] = [_complete_part(part) for part in content]  # type: ignore[attr-defined]
         described.append(StoredItem(str(full["id"]), msgspec.json.encode(full)))
     return described
+
+
+def _complete_part(part: Item) -> Item:
+    return {"annotations": [], "logprobs": [], **part} if part["type"] == "output_text" else part
 
 
 def encrypt_reasoning(text: str) -> str:

@@ -158,10 +158,13 @@ def items() -> Iterator[Case]:
         {"type": "function_call_output", "call_id": "a", "output": value} for value in (3, {}, [3], [{"type": []}])
     ]
     wrong += [{"type": "reasoning", "content": 3}, {"type": "reasoning", "content": [3]}]
-    wrong += [{"type": "reasoning", "encrypted_content": text} for text in ("?", "/w==", "x" * MANY)]
     wrong += [{"type": "custom_tool_call", "call_id": "a", "name": "f", "input": {"a": 1}}]
     for number, item in enumerate(wrong):
         yield respond(f"item {number}", input=[{"role": "user", "content": "x"}, item])
+    for number, text in enumerate(("?", "/w==", "x" * MANY)):
+        reasoning = {"type": "reasoning", "encrypted_content": text}
+        case = respond(f"encrypted {number}", input=[{"role": "user", "content": "x"}, reasoning])
+        yield case._replace(statuses=frozenset({200}))
     yield respond("items", input=[call] * MANY)
     parts = [{"type": "input_text", "text": "x"}] * (4 * MANY)
     yield respond("parts", input=[{"role": "user", "content": parts}])

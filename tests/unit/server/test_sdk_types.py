@@ -11,6 +11,7 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from openai.types.responses.input_token_count_response import InputTokenCountResponse
+from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import TypeAdapter
 
 from serve_llm.server.prompt.model import ServedModel
@@ -78,6 +79,24 @@ def test_responses(served: Served, form: Json) -> None:
     check(Response, queued)
     check(Response, served.get(f"/v1/responses/{queued.json()['id']}"))
     check(InputTokenCountResponse, served.post("/v1/responses/input_tokens", RESPONSE))
+
+
+def test_input_items(served: Served) -> None:
+    items: list[Json] = [
+        {"role": "user", "content": "One"},
+        {"role": "assistant", "content": "Two"},
+        {"role": "developer", "content": [{"type": "input_text", "text": "Three"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "Four"}]},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Five"}]},
+        {"type": "function_call", "call_id": "1", "name": "clock", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "Six"},
+        {"type": "custom_tool_call", "call_id": "2", "name": "patch", "input": "Seven"},
+        {"type": "custom_tool_call_output", "call_id": "2", "output": "Eight"},
+    ]
+    created: Any = served.post("/v1/responses", RESPONSE | {"input": items}).json()
+    listed = served.get(f"/v1/responses/{created['id']}/input_items")
+    check(ResponseItemList, listed)
+    assert len(listed.json()["data"]) == len(items)  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

@@ -319,6 +319,12 @@ def test_bad_requests(serve_batches: Serve, path: str, body: object, status: int
     assert reply.json()["error"]["param"] in (param, None) and reply.json()["error"]["message"]  # type: ignore[index]
 
 
+def test_output_files_do_not_expire(serve_batches: Serve) -> None:
+    body = GOOD | {"output_expires_after": {"anchor": "created_at", "seconds": 3600}}
+    error: Any = serve_batches().post(BATCHES, body).json()["error"]
+    assert error["code"] == "unsupported" and error["param"] == "output_expires_after"
+
+
 def test_a_form_is_needed(serve_batches: Serve) -> None:
     served = serve_batches()
     for headers in ({}, {"content-type": "application/json"}, {"content-type": "multipart/form-data"}):
