@@ -231,7 +231,8 @@ def find_draft_model(options: EngineOptions, config: Config) -> DraftModelConfig
             "--distributed-executor-backend mp, or method ngram"
         )
     directory = find_draft_directory(options)
-    check_tokenizers(options, Path(config.directory), directory)
+    if not config.speculation.reads_hidden_states:  # a head has the served model's
+        check_tokenizers(options, Path(config.directory), directory)
     return resolve_draft_model(options, config, directory)
 
 

@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from serve_llm.cli.plan.weights import weight_bytes
 from serve_llm.common.hub import resolve_config
 from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.engine.config import Config
 from serve_llm.engine.draft_model.resolve import count_cache_bytes, resolve_draft_model
+from serve_llm.engine.model.eagle_spec import NUM_STATES, EagleSpec
 from serve_llm.engine.model.shard import Shard
+from serve_llm.engine.model.spec import AttentionSpec, ModelSpec
 from serve_llm.engine.parallel.layout import ParallelLayout
 
 
-def count_draft_bytes(options: EngineOptions, config: Config, memory: int) -> int:
+def count_draft_bytes(options: EngineOptions, config: Config, raw: Mapping[str, object], memory: int) -> int:
     """Bytes of the draft model that the options name, its KV cache included; 0 without one.
 
-    config: the served model's. memory: bytes of the device. Raises ModelError and OptionError.
+    config, raw: the served model's settings and config.json. memory: bytes of the device. Raises ModelError and
+    OptionError.
     """
     if config.speculation is None or config.speculation.model is None:
         return 0
-    draft = resolve_draft_model(options, config, resolve_config(config.speculation.model, None, options.download_dir))
+    directory = resolve_config(config.speculation.model, None, options.download_dir)
+    draft = resolve_draft_model(options, config, directory, raw)
     shard = Shard(ParallelLayout(), 0, range(len(draft.spec.layers)))
     weights = weight_bytes(draft.spec, shard, draft.config.element_bytes, config.device).held
+    if draft.eagle is not None:
+        weights += _count_other_bytes(draft.spec, draft.eagle, draft.config.element_bytes)
     return weights + count_cache_bytes(draft, max(0, memory - weights))
+
+
+def _count_other_bytes(spec: ModelSpec, eagle: EagleSpec, element_bytes: int) -> int:
+    """Bytes of an EAGLE-3 head that a decoder of one layer does not have, less those that it has and a head has not."""
+    width = spec.hidden_size
+    attention = spec.layers[0].attention
+    assert isinstance(attention, AttentionSpec)
+    num_heads = attention.num_heads + 2 * attention.num_kv_heads
+    embeddings = num_heads * attention.head_dim * width  # their part of what queries, keys and values are made from
+    fused = NUM_STATES * eagle.target_hidden_size * width
+    unused = (spec.vocab_size - eagle.draft_vocab_size) * width
+    return (embeddings + fused + width - unused) * element_bytes

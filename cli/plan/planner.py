@@ -328,7 +328,7 @@ def build_plan(
     )
     spec = apply_engine_config(spec, config)
     hardware = _resolve_hardware(hardware_options, device, config.quantization == "fp8" and config.rounds_to_fp8)
-    planner = _Planner(spec, config, hardware, count_draft_bytes(options, config, hardware.memory))
+    planner = _Planner(spec, config, hardware, count_draft_bytes(options, config, raw, hardware.memory))
     suggested, last, reason = planner.suggest()
     chosen = _plan_requested(planner, options, states_layout) or suggested or last
     nodes_needed = None if suggested else _find_nodes_needed(planner)

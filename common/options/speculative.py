@@ -12,10 +12,12 @@ MAX_MATCH = 64
 
 PROMPT_LOOKUP = "ngram"
 DRAFT_MODEL = "draft_model"
+EAGLE3 = "eagle3"
 # The keys that each method has.
 KEYS = {
     PROMPT_LOOKUP: ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
     DRAFT_MODEL: ("num_speculative_tokens", "model", "draft_tensor_parallel_size"),
+    EAGLE3: ("num_speculative_tokens", "model", "draft_tensor_parallel_size"),
 }
 
 
@@ -23,11 +25,18 @@ KEYS = {
 class SpeculativeConfig:
     """How drafts are made, and how long they may be."""
 
-    method: str  # "ngram": what followed an earlier occurrence of the text's latest ids; "draft_model": a small model
+    # "ngram": what followed an earlier occurrence of the text's latest ids; "draft_model": a small model; "eagle3": an
+    # EAGLE-3 head, which reads hidden states of the served model
+    method: str
     num_speculative_tokens: int = 8  # most drafts of a sequence in a step
     prompt_lookup_max: int = 8  # ids of an occurrence that is as good as any longer one
     prompt_lookup_min: int = 3  # ids of the shortest occurrence that counts
-    model: str | None = None  # the draft model: a directory or a Hugging Face id
+    model: str | None = None  # the draft model or head: a directory or a Hugging Face id
+
+    @property
+    def reads_hidden_states(self) -> bool:
+        """Whether drafts are made from hidden states of the served model."""
+        return self.method == EAGLE3
 
     @classmethod
     def parse(cls, text: str) -> SpeculativeConfig:
@@ -43,7 +52,8 @@ def parse_speculative_config(value: object) -> str:
     method = given.get("method") or (DRAFT_MODEL if given.get("model") is not None else None)
     if method not in KEYS:
         raise ValueError(
-            f"method {method!r} is not supported; there are 'ngram', prompt lookup, and 'draft_model', a small model"
+            f"method {method!r} is not supported; there are 'ngram', prompt lookup, 'draft_model', a small model, and "
+            "'eagle3', an EAGLE-3 head"
         )
     unknown = [str(key) for key in given if key not in ("method", *KEYS[method])]
     if unknown:
@@ -51,7 +61,7 @@ def parse_speculative_config(value: object) -> str:
     given = {key: number for key, number in given.items() if number is not None}
     count = _read_count(given, "num_speculative_tokens", MAX_DRAFT_TOKENS)
     count = count or SpeculativeConfig.num_speculative_tokens
-    config = _read_draft_model(given, count) if method == DRAFT_MODEL else _read_prompt_lookup(given, count)
+    config = _read_prompt_lookup(given, count) if method == PROMPT_LOOKUP else _read_draft_model(given, method, count)
     return json.dumps({key: chosen for key, chosen in asdict(config).items() if chosen is not None})
 
 
@@ -75,13 +85,14 @@ def _read_prompt_lookup(given: Mapping[str, object], count: int) -> SpeculativeC
     )
 
 
-def _read_draft_model(given: Mapping[str, object], count: int) -> SpeculativeConfig:
+def _read_draft_model(given: Mapping[str, object], method: str, count: int) -> SpeculativeConfig:
+    what = "draft model" if method == DRAFT_MODEL else "head"
     model = given.get("model")
     if not isinstance(model, str) or not model:
-        raise ValueError("method draft_model needs 'model', the directory or Hugging Face id of the draft model")
+        raise ValueError(f"method {method} needs 'model', the directory or Hugging Face id of the {what}")
     if given.get("draft_tensor_parallel_size", 1) != 1:
-        raise ValueError("draft_tensor_parallel_size must be 1: the draft model is computed by one rank of its own")
-    return SpeculativeConfig(method=DRAFT_MODEL, num_speculative_tokens=count, model=model)
+        raise ValueError(f"draft_tensor_parallel_size must be 1: the {what} is computed by one rank of its own")
+    return SpeculativeConfig(method=method, num_speculative_tokens=count, model=model)
 
 
 def _read_count(given: Mapping[str, object], name: str, highest: int) -> int | None:

@@ -16,7 +16,7 @@ from serve_llm.engine.parallel.groups import AllToAll, ProcessGroups, SingleRank
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.scheduler.output import MaskSource, SchedulerOutput
 from serve_llm.engine.worker.kv_cache import CacheLayout
-from serve_llm.engine.worker.runner import PendingStep
+from serve_llm.engine.worker.pending_step import PendingStep
 from serve_llm.engine.worker.worker import Worker
 
 

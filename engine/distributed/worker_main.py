@@ -34,7 +34,7 @@ from serve_llm.engine.parallel.shm import ChannelClosed
 from serve_llm.engine.parallel.shm_ring import Ring
 
 if TYPE_CHECKING:
-    from serve_llm.engine.worker.runner import PendingStep
+    from serve_llm.engine.worker.pending_step import PendingStep
     from serve_llm.engine.worker.worker import Worker
 
 POLL_SECONDS = 20e-6  # between two looks at whether a step has been computed or another one has come

@@ -25,6 +25,8 @@ MOST_NEW_IDS = 2  # per request, in a step whose time is that of one more guess
 class DraftModel:
     """See `BatchDraftSource`. To be used in the engine's thread."""
 
+    keeps_guesses = True  # see `DraftSequences`
+
     def __init__(
         self,
         config: Config,
@@ -42,7 +44,7 @@ class DraftModel:
         self._max_chunk = config.max_num_batched_tokens
         self._budget = TokenBudget(config.max_num_batched_tokens, CPU_STEP_SECONDS if config.device == "cpu" else None)
         self._clock = clock
-        self.sequences = DraftSequences(layout.groups, layout.num_blocks, config.max_num_seqs)
+        self.sequences = DraftSequences(layout.groups, layout.num_blocks, config.max_num_seqs, self.keeps_guesses)
 
     def propose(self, wanted: Items[tuple[Sequence, int]]) -> list[list[int]]:
         kept = {target.request.id for target, _ in wanted}
@@ -66,6 +68,9 @@ class DraftModel:
             chunks = [(draft, 1) for draft, _ in unfinished if draft.sequence.num_unscheduled]
         return [[] if entry is None else entry[0].guesses for entry in drafts]
 
+    def take_hidden_states(self, sequence: Sequence, start: int, states: bytes) -> None:
+        """A model that reads ids has no use for them."""
+
     def forget(self, request_id: int) -> None:
         self.sequences.forget(request_id)
 
@@ -76,10 +81,15 @@ class DraftModel:
             return None
         if self._own_vocab_size < self._vocab_size and max(target.token_ids) >= self._own_vocab_size:
             return None
-        draft = self.sequences.follow(target)
+        first_id = self._find_first_id(target)
+        draft = self.sequences.follow(target, first_id)
         if draft is None and self.sequences.make_room(kept):
-            draft = self.sequences.follow(target)
+            draft = self.sequences.follow(target, first_id)
         return draft
+
+    def _find_first_id(self, target: Sequence) -> int:
+        """See `DraftSequences.follow`."""
+        return 0
 
     def _has_blocks(self, draft: DraftSequence, num_tokens: int, count: int, kept: Collection[int]) -> bool:
         return self.sequences.reserve(draft, num_tokens + max(0, count - 1), kept)

@@ -27,6 +27,7 @@ class DraftSequence:
     """One request as the draft model knows it."""
 
     sequence: Sequence  # with the guesses after the ids that are known
+    first_id: int  # the request's ids before this one are left out
     num_known: int  # ids of the request that were taken over; guesses follow
     num_indexed: int  # tokens whose blocks the prefix cache has seen
     num_stale: int = 0  # ids from this one on that the worker must forget; 0: none
@@ -40,23 +41,31 @@ class DraftSequence:
 class DraftSequences:
     """All requests that the draft model follows, the one that was followed longest ago first."""
 
-    def __init__(self, groups: Items[GroupLayout], num_blocks: int, max_num_seqs: int) -> None:
+    def __init__(
+        self, groups: Items[GroupLayout], num_blocks: int, max_num_seqs: int, keeps_guesses: bool = True
+    ) -> None:
+        """keeps_guesses: what is computed of guesses holds when they are confirmed."""
+        self._keeps_guesses = keeps_guesses
         self._groups = tuple(groups)
         self._pool = BlockPool(num_blocks)
         self._prefix_cache = PrefixCache(self._groups, self._pool, enabled=True)
         self._drafts: OrderedDict[int, DraftSequence] = OrderedDict()  # by request id
         self._free_indices = list(range(max_num_seqs - 1, -1, -1))
 
-    def follow(self, target: Sequence) -> DraftSequence | None:
-        """The request with the ids that it has by now. None if all indices are taken by requests followed since."""
+    def follow(self, target: Sequence, first_id: int = 0) -> DraftSequence | None:
+        """The request with the ids that it has by now. None if all indices are taken by requests followed since.
+
+        first_id: 0 for all ids. Otherwise what it computes of an id depends on the one before it, and of the ids before
+        this one, only those whose blocks it finds can be computed.
+        """
         request_id = target.request.id
         draft = self._drafts.get(request_id)
         if draft is None:
             if not self._free_indices:
                 return None
-            draft = self._drafts[request_id] = self._begin(target)
+            draft = self._drafts[request_id] = self._begin(target, first_id)
         else:
-            self._take_over(draft, target.token_ids)
+            self._take_over(draft, target.token_ids[draft.first_id :])
         self._drafts.move_to_end(request_id)
         return draft
 
@@ -91,15 +100,14 @@ class DraftSequences:
         assert sequence.req_index is not None
         self._free_indices.append(sequence.req_index)
 
-    def _begin(self, target: Sequence) -> DraftSequence:
-        request = msgspec.structs.replace(
-            target.request,
-            output_ids=target.token_ids[target.num_prompt :],
-            sampling=_simplify(target.sampling),
-            adapter=None,  # the guesses are those of a base model
-        )
-        sequence = Sequence(request, self._groups, 0, 0.0)
+    def _begin(self, target: Sequence, first_id: int) -> DraftSequence:
+        sequence = self._build(target, min(first_id, 1))
         num_cached = self._prefix_cache.find(sequence)
+        if num_cached + 1 < first_id:
+            sequence = self._build(target, first_id)
+            num_cached = 0
+        else:
+            first_id = min(first_id, 1)
         tables = self._prefix_cache.tables(sequence, num_cached)
         for table in tables:
             for block in table:
@@ -110,7 +118,26 @@ class DraftSequences:
         sequence.num_scheduled = num_cached
         sequence.req_index = self._free_indices.pop()
         self._prefix_cache.begin(sequence)
-        return DraftSequence(sequence, len(sequence.token_ids), num_cached)
+        return DraftSequence(sequence, first_id, len(sequence.token_ids), num_cached)
+
+    def _build(self, target: Sequence, first_id: int) -> Sequence:
+        """The request from this id on. Its blocks are shared where all ids before it are the same."""
+        request = target.request
+        salt = request.cache_salt
+        if first_id == 1:
+            salt = f"{salt} {target.adapter_digest} {target.token_ids[0]}"
+        elif first_id > 1:
+            salt = f"{salt} request {request.id}"
+        num_prompt = target.num_prompt
+        request = msgspec.structs.replace(
+            request,
+            prompt_ids=target.token_ids[first_id:num_prompt],
+            output_ids=target.token_ids[max(first_id, num_prompt) :],
+            sampling=_simplify(target.sampling),
+            adapter=None,  # the guesses are those of a base model
+            cache_salt=salt,
+        )
+        return Sequence(request, self._groups, 0, 0.0)
 
     def _take_over(self, draft: DraftSequence, token_ids: Items[int]) -> None:
         """Put the ids that came in place of the guesses."""
@@ -118,7 +145,7 @@ class DraftSequences:
         came = token_ids[draft.num_known :]
         num_right = 0
         for guessed, one in zip(draft.guesses, came, strict=False):
-            if guessed != one:
+            if guessed != one or not self._keeps_guesses:
                 break
             num_right += 1
         end = draft.num_known + num_right

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
-from serve_llm.common.errors import CapacityError
+from serve_llm.common.errors import CapacityError, ModelError
 from serve_llm.engine.config import Config
 from serve_llm.engine.draft_model.draft_model import DraftModel
+from serve_llm.engine.draft_model.eagle_draft_model import EagleDraftModel
+from serve_llm.engine.draft_model.eagle_load import load_head
 from serve_llm.engine.draft_model.resolve import DraftModelConfig, count_cache_bytes
+from serve_llm.engine.model.eagle_head import EagleHead
 from serve_llm.engine.model.shard import build_rank_shard
 from serve_llm.engine.parallel.groups import ProcessGroups
 from serve_llm.engine.worker import kv_cache
 from serve_llm.engine.worker.worker import Worker
+from serve_llm.kernels.registry import Kernels
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +31,19 @@ def load_draft_model(draft: DraftModelConfig, served: Config) -> DraftModel:
     """
     config = replace(draft.config, kv_cache_memory=count_cache_bytes(draft, _find_free_memory(served)))
     groups = ProcessGroups(local_ranks=config.data_parallel_size)
+    heads: list[EagleHead] = []
+
+    def load_this_head(kernels: Kernels) -> EagleHead:
+        heads.append(load_head(draft, Path(served.directory), kernels))
+        return heads[0]
+
     try:
-        worker = Worker(config, draft.spec, draft.weights, build_rank_shard(draft.spec, config, 0), groups)
+        load_decoder = None if draft.eagle is None else load_this_head
+        shard = build_rank_shard(draft.spec, config, 0)
+        worker = Worker(config, draft.spec, draft.weights, shard, groups, load_decoder)
         layout = worker.allocate(worker.num_blocks)
-    except CapacityError as error:
-        raise CapacityError(f"--speculative-config: the draft model in {config.directory}: {error}") from None
+    except (CapacityError, ModelError) as error:
+        raise type(error)(f"--speculative-config: the draft model in {config.directory}: {error}") from None
     tokens = kv_cache.cache_tokens(layout, config.max_model_len, config.max_num_batched_tokens)
     logger.info(
         "Draft model %s (%s): %s of weights, %s of KV cache for %s tokens",
@@ -40,6 +53,8 @@ def load_draft_model(draft: DraftModelConfig, served: Config) -> DraftModel:
         kv_cache.size_text(layout.num_bytes),
         f"{tokens:,}",
     )
+    if heads:
+        return EagleDraftModel(config, worker, layout, served.vocab_size, heads[0])
     return DraftModel(config, worker, layout, served.vocab_size)
 
 

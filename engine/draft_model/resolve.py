@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from serve_llm.common.hub import read_config, resolve_draft_checkpoint, resolve_
 from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.common.tokenizer_files import find_tokenizer
 from serve_llm.engine.config import Config, resolve
+from serve_llm.engine.model.eagle_spec import EagleSpec, read_eagle
 from serve_llm.engine.model.registry import apply_engine_config, read_model
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
@@ -27,26 +29,68 @@ class DraftModelConfig:
 
     config: Config
     spec: ModelSpec
-    weights: WeightMap
+    weights: WeightMap | None  # None for a head
+    eagle: EagleSpec | None = None  # set for an EAGLE-3 head
+    target: tuple[ModelSpec, WeightMap] | None = None  # the model that a head is for
 
 
-def resolve_draft_model(options: EngineOptions, served: Config, directory: Path) -> DraftModelConfig:
-    """The settings of the draft model in `directory`. served: those of the model whose ids it guesses.
+def resolve_draft_model(
+    options: EngineOptions, served: Config, directory: Path, served_raw: Mapping[str, object] | None = None
+) -> DraftModelConfig:
+    """The settings of the draft model in `directory`. served: those of the model whose ids it guesses. served_raw: its
+    config.json, if that is not in its directory.
 
     Raises ModelError and OptionError, which name the draft model."""
     speculation = options.speculation
     assert speculation is not None, "no speculation"
     try:
-        return _resolve(options, served, directory)
+        return _resolve(options, served, directory, served_raw)
     except (ModelError, OptionError) as error:
         raise type(error)(f"--speculative-config: the draft model {speculation.model}: {error}") from None
 
 
-def _resolve(options: EngineOptions, served: Config, directory: Path) -> DraftModelConfig:
+def _resolve(
+    options: EngineOptions, served: Config, directory: Path, served_raw: Mapping[str, object] | None
+) -> DraftModelConfig:
     raw = read_config(directory)
+    if served.speculation is not None and served.speculation.reads_hidden_states:
+        served_raw = served_raw or read_config(Path(served.directory))
+        return _resolve_head(options, served, directory, raw, served_raw)
     spec, weights = read_model(raw)
     if spec.is_encoder or not served.generates:
         raise ModelError(f"{spec.architecture} generates no text")
+    config = _resolve_config(options, served, directory, raw, spec)
+    # Beyond the threshold of longrope all keys would have to be computed again.
+    longest = min(served.max_model_len, spec.max_position, spec.long_rope_threshold or spec.max_position)
+    config = replace(config, max_model_len=longest)
+    return DraftModelConfig(config, apply_engine_config(spec, config), weights)
+
+
+def _resolve_head(
+    options: EngineOptions,
+    served: Config,
+    directory: Path,
+    raw: dict[str, object],
+    served_raw: Mapping[str, object],
+) -> DraftModelConfig:
+    if options.model_impl == "transformers":
+        raise OptionError("transformers' own code does not give out hidden states; omit --model-impl")
+    if served.pipeline_parallel_size > 1:
+        raise OptionError("it reads hidden states of several stages; omit --pipeline-parallel-size")
+    if served.device == "cuda" and not served.enforce_eager:
+        raise OptionError("captured CUDA graphs do not give out hidden states; add --enforce-eager")
+    target = read_model(served_raw, options.allow_unknown_config)
+    spec, eagle = read_eagle(raw, target[0])
+    options = replace(options, dtype=served.dtype, quantization="auto", allow_unknown_config=())
+    config = _resolve_config(options, served, directory, raw, spec)
+    # Rope goes on beyond the length that heads are trained for, which is often short.
+    config = replace(config, max_model_len=served.max_model_len, enforce_eager=True)
+    return DraftModelConfig(config, apply_engine_config(spec, config), None, eagle, target)
+
+
+def _resolve_config(
+    options: EngineOptions, served: Config, directory: Path, raw: dict[str, object], spec: ModelSpec
+) -> Config:
     own = replace(
         options,
         tensor_parallel_size=1,
@@ -72,10 +116,7 @@ def _resolve(options: EngineOptions, served: Config, directory: Path) -> DraftMo
         executor_backend="inprocess",
         data_parallel_rank=served.data_parallel_rank,
     )
-    # Beyond the threshold of longrope all keys would have to be computed again.
-    longest = min(served.max_model_len, spec.max_position, spec.long_rope_threshold or spec.max_position)
-    config = replace(config, max_model_len=longest, async_scheduling=False)
-    return DraftModelConfig(config, apply_engine_config(spec, config), weights)
+    return replace(config, async_scheduling=False)
 
 
 def count_cache_bytes(draft: DraftModelConfig, free: int) -> int:

@@ -96,6 +96,7 @@ class PretrainedDecoder:
 
     capturable = False  # transformers' code may read back from the device
     pooler: Pooler | None = None
+    collected_layers: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -109,6 +110,7 @@ class PretrainedDecoder:
         attention, in order. dtype: the model's and its cache's."""
         body.set_attn_implementation(NAME)
         self._body = body
+        self.collected: list[Tensor] = []
         self._head = head
         self.kv_groups = kv_groups(list(attention_shapes.values()))
         self.attention_shapes = attention_shapes

@@ -94,7 +94,10 @@ class AttentionWithoutHeads(Attention):
         return self.output_proj(self.qkv_proj(x))
 
 
-def build_attention(spec: AttentionSpec, hidden_size: int, builder: ModelBuilder) -> Attention:
+def build_attention(
+    spec: AttentionSpec, hidden_size: int, builder: ModelBuilder, input_size: int | None = None
+) -> Attention:
+    """input_size: what the projections to queries, keys and values read, if that is not hidden_size."""
     if spec.rope is not None and (spec.rope.rotary_dim is not None or spec.rope.interleaved):
         builder = builder.with_row_order(_rotary_order(spec.head_dim, spec.rope))
     share = builder.shard.attention(spec)
@@ -102,7 +105,7 @@ def build_attention(spec: AttentionSpec, hidden_size: int, builder: ModelBuilder
         f"Attention({len(share.heads)} of {spec.num_heads} heads, "
         f"{len(share.kv_heads)} of {spec.num_kv_heads} KV heads, head_dim {spec.head_dim})"
     )
-    qkv_proj = _build_qkv_projection(spec, hidden_size, share, builder)
+    qkv_proj = _build_qkv_projection(spec, input_size or hidden_size, share, builder)
     output_proj = builder.row_parallel_linear(
         "output",
         hidden_size,
@@ -145,15 +148,15 @@ def elements(heads: range, head_dim: int) -> range:
     return range(heads.start * head_dim, heads.stop * head_dim)
 
 
-def _build_qkv_projection(spec: AttentionSpec, hidden_size: int, share: HeadShare, builder: ModelBuilder) -> Forward:
-    """(tokens, hidden_size) -> (tokens, query heads, key heads, value heads, flattened)."""
+def _build_qkv_projection(spec: AttentionSpec, input_size: int, share: HeadShare, builder: ModelBuilder) -> Forward:
+    """(tokens, input_size) -> (tokens, query heads, key heads, value heads, flattened)."""
     query_size = spec.num_heads * spec.head_dim
     kv_size = spec.num_kv_heads * spec.head_dim
     queries = elements(share.heads, spec.head_dim)
     keys = elements(share.kv_heads, spec.head_dim)
     qkv_proj = builder.column_parallel_linear(
         {"q": query_size, "k": kv_size, "v": kv_size},
-        hidden_size,
+        input_size,
         {"q": queries, "k": keys, "v": keys},
         bias=spec.qkv_bias,
     )

@@ -74,6 +74,8 @@ class Decoder:
         self._hidden_size = hidden_size
         self._device = device
         self._description = description
+        self.collected_layers: tuple[int, ...] = ()  # see `collected`; for models with one stage
+        self.collected: list[Tensor] = []  # what these layers read in the last step, each (tokens, hidden_size)
         for layer, following in pairwise(layers):
             layer.next_norm = following.input_norm
 
@@ -120,7 +122,9 @@ class Decoder:
         del received  # free its memory after the first layer
         x = self._layers[0].input_norm(residual)
         selected = [None] * (len(self._layers) - 1) + [rows]
-        for layer, cache, group, rope, temperature, selection in zip(
+        self.collected = []
+        for index, layer, cache, group, rope, temperature, selection in zip(
+            range(len(self._layers)),
             self._layers,
             caches,
             self._group_of_layer,
@@ -131,6 +135,7 @@ class Decoder:
         ):
             step, group_inputs = (inputs, NO_KV) if group is None else (steps[group], inputs.groups[group])
             layer_inputs = AttentionInputs(step, group_inputs, cache, angles[rope], scales[temperature])
+            self.collected += [residual.clone()] * self.collected_layers.count(index)
             residual, x = layer.forward(residual, x, layer_inputs, selection)
         return residual
 

@@ -93,6 +93,8 @@ class RunnerOutput(msgspec.Struct, array_like=True, gc=False):
     forced_ids: tuple[int, ...] = ()  # what the grammar demands after token_id; the structured output manager adds them
     ends_text: bool = False  # the text is complete with these ids: its grammar allows nothing more
     error: str | None = None  # set instead of a token that could not be sampled; ends the request
+    # Of each token: the hidden states that the draft source reads, in the model's dtype. None if it reads none.
+    hidden_states: bytes | None = None
 
     def cut(self, num_accepted: int) -> None:
         """Make the accepted id after the first `num_accepted` the sampled one: the text ends with it."""

@@ -345,6 +345,8 @@ class Scheduler:
                 self._stats.num_draft_tokens += num_drafts
                 self._stats.num_accepted_tokens += len(result.accepted_ids)
             if self._speculator is not None:
+                if result.hidden_states is not None:
+                    self._speculator.take_hidden_states(sequence, chunk.start, result.hidden_states)
                 self._speculator.update(sequence)
             self._prefix_cache.remember(sequence, chunk.start)
             if self._has_windows:

@@ -40,6 +40,10 @@ class BatchDraftSource(Protocol):
     def propose(self, wanted: Items[tuple[Sequence, int]]) -> list[list[int]]:
         """For each sequence, up to so many ids that may come next."""
 
+    def take_hidden_states(self, sequence: Sequence, start: int, states: bytes) -> None:
+        """What the served model computed of the tokens from position `start` on; see `RunnerOutput`. Those behind
+        `sequence.num_computed` are of rejected drafts."""
+
     def forget(self, request_id: int) -> None:
         """The request has ended."""
 
@@ -130,6 +134,10 @@ class Speculator(ABC):
     @abstractmethod
     def update(self, sequence: Sequence) -> None:
         """Take in the ids that the sequence has by now."""
+
+    def take_hidden_states(self, sequence: Sequence, start: int, states: bytes) -> None:
+        """See `BatchDraftSource`. Only called for sources that read them."""
+        raise NotImplementedError
 
     @abstractmethod
     def prepare(self, ready: Items[tuple[Sequence, int]], num_running: int) -> None:
@@ -242,6 +250,9 @@ class ModelSpeculator(Speculator):
         for drafter, (sequence, _), proposed in zip(drafters, wanted, self._source.propose(wanted), strict=True):
             if proposed:
                 drafter.set_guess(proposed, len(sequence.token_ids))
+
+    def take_hidden_states(self, sequence: Sequence, start: int, states: bytes) -> None:
+        self._source.take_hidden_states(sequence, start, states)
 
     def has_drafts(self, sequence: Sequence, num_running: int) -> bool:
         drafter = self._find_drafter(sequence)

@@ -17,6 +17,8 @@ class RunnableModel(Protocol):
 
     capturable: bool  # a step may be captured as a CUDA graph: it reads nothing back from the device
     pooler: Pooler | None
+    collected_layers: tuple[int, ...]
+    collected: list[Tensor]
 
     def forward(self, inputs: StepInputs, caches: Sequence[Tensor], rows: Tensor | None = None) -> Tensor: ...
     def receive(self, num_tokens: int) -> Tensor | None: ...

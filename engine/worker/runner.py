@@ -6,10 +6,9 @@ reach the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -34,23 +33,13 @@ from serve_llm.engine.worker import oom
 from serve_llm.engine.worker.graphs import CudaCapture, StepGraphs
 from serve_llm.engine.worker.input_batch import BatchArrays, InputBatch, LastTokenIds
 from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.engine.worker.pending_step import NO_RESULTS, PendingStep, add_hidden_states, add_vectors
 from serve_llm.engine.worker.runnable_model import RunnableModel
 from serve_llm.engine.worker.sampled_tokens import add_sampled_tokens, find_sampled_rows
 from serve_llm.kernels.registry import choose_device_sampling
 
 MAX_SPLIT_TOKENS = 32  # tokens of a sequence in a decode step; more are cheaper as a prompt
 NOT_FINITE = "the model's logits are not finite"
-NOT_FINITE_VECTOR = "the vector that the model computed is not finite"
-
-
-class PendingStep(NamedTuple):
-    """A step that has started."""
-
-    is_ready: Callable[[], bool]  # whether `finish` would return at once
-    finish: Callable[[], list[RunnerOutput]]  # one per ScheduledTokens, in order; empty on ranks that do not sample
-
-
-NO_RESULTS = PendingStep(lambda: True, list)
 
 
 class Runner:
@@ -83,7 +72,7 @@ class Runner:
         self._last_token_ids = LastTokenIds(config.max_num_seqs, device)
         self._sampler = _build_sampler(vocabulary, self._copier, device.type == "cuda" or config.async_scheduling)
         self.graphs: StepGraphs | None = None
-        if decoder.capturable and not config.enforce_eager:
+        if decoder.capturable and not config.enforce_eager and not decoder.collected_layers:
             self.graphs = StepGraphs(
                 self._compute_logits,
                 CudaCapture(device),
@@ -141,10 +130,11 @@ class Runner:
         hidden = self._decoder.forward(inputs, self.caches, rows)
         self._add_known_logprobs(scheduled, starts, hidden, adapter_slots, results)
         vectors = self._compute_vectors(scheduled, starts, hidden)
+        collected = self._decoder.collected if self._shard.is_output else ()
         sampled = [index for index, chunk in enumerate(scheduled) if chunk.sample]
         if not sampled:
             pending = PendingStep(lambda: True, lambda: results) if self._shard.is_output else NO_RESULTS
-            return self._with_vectors(pending, vectors)
+            return add_hidden_states(add_vectors(pending, vectors), collected, inputs.query_starts)
         sampled_rows = find_sampled_rows(scheduled, starts[1:])
         if len(sampled_rows) < len(hidden):
             hidden = hidden[self._copier.to_device(np.array(sampled_rows))]
@@ -153,7 +143,7 @@ class Runner:
             self._adapters.layers.begin_logits(adapter_slots, logits_starts, self._copier.device)
         logits = self._decoder.logits(hidden)
         pending = self._sample(scheduled, sampled, logits, self._receive_masks(scheduler_output, masks), results)
-        return self._with_vectors(pending, vectors)
+        return add_hidden_states(add_vectors(pending, vectors), collected, inputs.query_starts)
 
     def _load_adapters(self, scheduler_output: SchedulerOutput) -> list[int | None]:
         """Load the adapters of new requests into their slots. Returns the slot of each scheduled sequence; empty if the
@@ -285,22 +275,6 @@ class Runner:
         assert self._decoder.pooler is not None
         vectors = self._decoder.pooler.compute([hidden[starts[index] : starts[index + 1]] for index in pooled])
         return dict(zip(pooled, vectors, strict=True))
-
-    def _with_vectors(self, pending: PendingStep, vectors: Mapping[int, Tensor]) -> PendingStep:
-        """`pending`, with vectors in its results."""
-        if not vectors:
-            return pending
-
-        def finish() -> list[RunnerOutput]:
-            results = pending.finish()
-            for index, vector in vectors.items():
-                if bool(vector.isfinite().all()):
-                    results[index].vector = vector.cpu().numpy().tobytes()
-                else:
-                    results[index].error = NOT_FINITE_VECTOR
-            return results
-
-        return PendingStep(pending.is_ready, finish)
 
     def _add_known_logprobs(
         self,

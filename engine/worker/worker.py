@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tqdm import tqdm
 
 from serve_llm.common.errors import CapacityError
 from serve_llm.engine.config import Config
+from serve_llm.engine.model.eagle_spec import find_hidden_state_layers
 from serve_llm.engine.model.lora import LoRALayers
 from serve_llm.engine.model.lora_targets import count_adapter_bytes
 from serve_llm.engine.model.shard import Shard
@@ -29,12 +31,15 @@ from serve_llm.engine.worker.cpu_threads import choose_threads, usable_cores
 from serve_llm.engine.worker.host_blocks import HostBlocks
 from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory
 from serve_llm.engine.worker.memory import allocate_cache, count_held_bytes, find_free_gpu_memory
+from serve_llm.engine.worker.pending_step import PendingStep
 from serve_llm.engine.worker.runnable_model import RunnableModel
-from serve_llm.engine.worker.runner import PendingStep, Runner
+from serve_llm.engine.worker.runner import Runner
 from serve_llm.engine.worker.warm_up import warm_up
-from serve_llm.kernels.registry import choose_sampling
+from serve_llm.kernels.registry import Kernels, choose_sampling
 
 logger = logging.getLogger(__name__)
+
+LoadDecoder = Callable[[Kernels], RunnableModel]
 
 
 class Worker:
@@ -48,7 +53,9 @@ class Worker:
         weights: WeightMap | None,  # None for a PretrainedSpec
         shard: Shard,
         process_groups: ProcessGroups,
+        load_decoder: LoadDecoder | None = None,
     ) -> None:
+        """load_decoder: loads a model that `load_model` does not build."""
         omp_threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
         self.threads = choose_threads(config.cpu_threads, omp_threads, usable_cores(), process_groups.local_ranks)
         torch.set_num_threads(self.threads.count)
@@ -64,6 +71,8 @@ class Worker:
             started = time.perf_counter()
             if isinstance(spec, PretrainedSpec):
                 self._load_pretrained(spec)
+            elif load_decoder is not None:
+                self._load_other(spec, load_decoder)
             else:
                 assert weights is not None, "a ModelSpec needs a weight map"
                 self._load(spec, weights)
@@ -142,6 +151,8 @@ class Worker:
                 lora=lora,
                 progress=advance,
             )
+        if config.speculation is not None and config.speculation.reads_hidden_states:
+            self._decoder.collected_layers = find_hidden_state_layers(len(spec.layers))
         if lora is not None:
             self._adapters = AdapterLoader(
                 spec,
@@ -152,6 +163,12 @@ class Worker:
                 dtype=self._dtype,
                 device=self._device,
             )
+
+    def _load_other(self, spec: ModelSpec, load_decoder: LoadDecoder) -> None:
+        self._model_kv_groups = spec.kv_groups
+        self._kv_groups = self._shard.kv_groups(spec)
+        kernels = choose_kernels(spec, self._dtype, self._device, self._config.batch_invariant)
+        self._decoder = load_decoder(kernels)
 
     def _load_pretrained(self, spec: PretrainedSpec) -> None:
         from serve_llm.engine.hf_backend.load import load_pretrained  # takes seconds to import

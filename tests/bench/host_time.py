@@ -41,7 +41,8 @@ from serve_llm.engine.scheduler.sequence import GroupLayout
 from serve_llm.engine.worker import runner
 from serve_llm.engine.worker.graphs import Captured
 from serve_llm.engine.worker.kv_cache import CacheLayout
-from serve_llm.engine.worker.runner import PendingStep, Runner
+from serve_llm.engine.worker.pending_step import PendingStep
+from serve_llm.engine.worker.runner import Runner
 from serve_llm.kernels.sampling import LogitAdjustments
 from support.config import CONFIG
 

@@ -41,6 +41,13 @@ def test_a_draft_model() -> None:
         assert options.speculation == SpeculativeConfig(method="draft_model", model="org/draft")
 
 
+def test_a_head() -> None:
+    config = make_options("demo", speculative_config={"method": "eagle3", "model": "org/head"}).speculation
+    assert config == SpeculativeConfig(method="eagle3", model="org/head") and config.reads_hidden_states
+    with pytest.raises(OptionError, match="method eagle3 needs 'model', the directory or Hugging Face id of the head"):
+        make_options("demo", speculative_config="eagle3")
+
+
 def test_a_method_alone() -> None:
     assert make_options("demo", speculative_config="ngram").speculation == SpeculativeConfig(method="ngram")
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from serve_llm.common.types import Request, ThinkingBudget, TokenLogprobs
+from serve_llm.engine.scheduler import speculation
 from serve_llm.engine.scheduler.output import RunnerOutput
 from serve_llm.engine.structured_output import state
+from support.eagle import Served, build_head, write_head
 from support.engine import Result, assert_equal, generate, make_engine
 from support.gpu_path import make_gpu_engine
 from support.grammars import EOS, SCHEMA, compile_grammar, constrained, demo, ids_of
-from support.speculation import NGRAM, assert_drafted, draft_from
+from support.speculation import NGRAM, assert_drafted, draft_freely, draft_from
 
 OPTIONS: dict[str, object] = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory": "64MiB"}
 ON: dict[str, object] = OPTIONS | {"speculative_config": NGRAM}
@@ -112,3 +116,13 @@ def test_a_result_is_cut_with_its_logprobs() -> None:
     result.cut(1)
     assert (result.accepted_ids, result.token_id) == ([6], 7)
     assert (result.known_logprobs, result.logprobs) == (entries[:1], entries[1])
+
+
+def test_drafts_of_a_head(expected: dict[int, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)  # guesses of a random head are wrong
+    head = write_head(build_head(Served(demo()), 200), tmp_path / "head")
+    config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    engine = draft_freely(make_engine(demo(), **OPTIONS, speculative_config=config))
+    found = generate(engine, make_requests(), [number // 3 for number in range(20)])
+    assert_equal(found, expected)
+    assert engine.scheduler.stats().num_draft_tokens > 100

@@ -270,6 +270,19 @@ def test_a_draft_model_takes_room_beside_the_first_rank(tmp_path: Path) -> None:
     assert abs(lost - taken[0]) < 2 << 20
 
 
+def test_a_head_takes_room_beside_the_first_rank(tmp_path: Path) -> None:
+    """The published EAGLE-3 head for Llama 3.1 8B has 424,689,664 numbers, and reads the model's embedding."""
+    head = published.LLAMA_8B | {"num_hidden_layers": 1, "draft_vocab_size": 32000, "max_position_embeddings": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(head))
+    config = {"method": "eagle3", "model": str(tmp_path)}
+    given: dict[str, object] = {"enforce_eager": True, "max_model_len": 8192}
+    found = plan(published.LLAMA_8B, {"gpu": "h100"}, **given, speculative_config=config).chosen
+    cache = 16 * 8192 * 2 * 8 * 128 * 2  # requests, tokens, keys and values, heads, numbers, bytes
+    assert abs(found.ranks[0].draft_model - cache - 2 * (424_689_664 + 128_256 * 4096)) < 1 << 20
+    with pytest.raises(OptionError, match="captured CUDA graphs do not give out hidden states; add --enforce-eager"):
+        plan(published.LLAMA_8B, {"gpu": "h100"}, speculative_config=config)
+
+
 def test_fp8_is_for_gpus_that_multiply_it() -> None:
     assert plan(published.LLAMA_8B, {"gpu": "l4"}, quantization="fp8").suggested is not None
     with pytest.raises(OptionError, match="--quantization: a a100-40g does not multiply 8-bit floats"):

@@ -15,7 +15,7 @@ from serve_llm.engine.distributed import messages, worker_main
 from serve_llm.engine.distributed.step_channels import SocketSource, SocketSteps
 from serve_llm.engine.parallel.shm import ChannelClosed
 from serve_llm.engine.scheduler.output import RunnerOutput, ScheduledTokens, SchedulerOutput
-from serve_llm.engine.worker.runner import PendingStep
+from serve_llm.engine.worker.pending_step import PendingStep
 
 LIMIT = 60.0
 

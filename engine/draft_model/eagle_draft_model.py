@@ -1,0 +1,150 @@
+"""Guesses the next ids of many requests by an EAGLE-3 head, which reads hidden states of the served model.
+
+The states come with the results of its steps, and wait here until the head computes their tokens: with the next guess,
+or when many have come, such as those of a prompt. Ids that the head guessed are computed again when they are confirmed,
+from the served model's states in place of its own.
+
+A prompt whose first tokens the served model found in its prefix cache has no states of these. The head finds them in
+its own cache, or begins behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from serve_llm.engine.config import Config
+from serve_llm.engine.draft_model.draft_model import DraftModel
+from serve_llm.engine.draft_model.draft_sequences import DraftSequence
+from serve_llm.engine.model.eagle_head import EagleHead
+from serve_llm.engine.model.eagle_spec import NUM_STATES
+from serve_llm.engine.scheduler.sequence import Sequence
+from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.engine.worker.worker import Worker
+
+MOST_WAITING = 64  # states of a request; more are computed at once
+
+
+@dataclass(slots=True)
+class WaitingStates:
+    """States of neighbouring tokens of a request that the head has not computed."""
+
+    start: int  # position of the first
+    rows: Tensor  # (tokens, hidden_size)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.rows)
+
+    def drop(self, end: int) -> None:
+        """Drop those before position `end`."""
+        count = min(max(0, end - self.start), len(self.rows))
+        self.start += count
+        self.rows = self.rows[count:].clone()
+
+
+class EagleDraftModel(DraftModel):
+    """See `BatchDraftSource`. To be used in the engine's thread."""
+
+    keeps_guesses = False
+
+    def __init__(
+        self,
+        config: Config,
+        worker: Worker,
+        layout: CacheLayout,
+        vocab_size: int,
+        head: EagleHead,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """head: what the worker computes. All else as in `DraftModel`."""
+        super().__init__(config, worker, layout, vocab_size, **({} if clock is None else {"clock": clock}))
+        self._head = head
+        self._device = torch.device(config.device)
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
+        self._waiting: dict[int, WaitingStates] = {}  # by request id
+        self._outputs: dict[int, Tensor] = {}  # by request id: the head's state behind its last guess, (1, hidden_size)
+
+    @torch.inference_mode()
+    def take_hidden_states(self, sequence: Sequence, start: int, states: bytes) -> None:
+        if sequence.sampling.max_tokens < 2 or sequence.request.pooling:
+            return  # never has drafts
+        request_id = sequence.request.id
+        width = NUM_STATES * self._head.eagle.target_hidden_size
+        rows = torch.frombuffer(bytearray(states), dtype=self._dtype).view(-1, width)
+        rows = rows[: max(0, sequence.num_computed - start)]
+        waiting = self._waiting.get(request_id)
+        if waiting is None or start > waiting.end:
+            self.sequences.forget(request_id)
+            waiting = WaitingStates(start, rows.new_empty(0, self._head.spec.hidden_size).to(self._device))
+            self._waiting[request_id] = waiting
+        rows = rows[waiting.end - start :]  # after a preemption, some come again
+        if not len(rows):
+            return
+        waiting.rows = torch.cat((waiting.rows, self._head.fuse(rows.to(self._device))))
+        if len(waiting.rows) >= MOST_WAITING:
+            self._catch_up(sequence, waiting)
+
+    def forget(self, request_id: int) -> None:
+        super().forget(request_id)
+        self._waiting.pop(request_id, None)
+        self._outputs.pop(request_id, None)
+
+    def _catch_up(self, target: Sequence, waiting: WaitingStates) -> None:
+        """Compute what states wait for, but for the newest id: that is for a guess. Forget them if there is no room."""
+        kept = {target.request.id}
+        draft = self._find_draft(target, kept)
+        while draft is not None:
+            count = min(waiting.end - self._find_next(draft), draft.sequence.num_unscheduled - 1, self._max_chunk)
+            if count <= 0:
+                return
+            if not self._has_blocks(draft, count, 0, kept):
+                break
+            self._run([(draft, count)])
+        self.sequences.forget(target.request.id)
+        waiting.drop(waiting.end)
+
+    def _follow(self, target: Sequence, kept: Collection[int]) -> DraftSequence | None:
+        """None, too, if states of some ids have not come."""
+        waiting = self._waiting.get(target.request.id)
+        if waiting is None or waiting.end < len(target.token_ids) - 1:
+            return None
+        return self._find_draft(target, kept)
+
+    def _find_draft(self, target: Sequence, kept: Collection[int]) -> DraftSequence | None:
+        return super()._follow(target, kept)
+
+    def _find_first_id(self, target: Sequence) -> int:
+        return self._waiting[target.request.id].start + 1
+
+    @staticmethod
+    def _find_next(draft: DraftSequence) -> int:
+        """The position of the state that the next token to compute reads: that of the id before it."""
+        return draft.sequence.num_computed + draft.first_id - 1
+
+    @torch.inference_mode()
+    def _run(self, chunks: Items[tuple[DraftSequence, int]]) -> None:
+        self._head.states = torch.cat([self._find_states(draft, count) for draft, count in chunks])
+        sampled = [draft for draft, count in chunks if count == draft.sequence.num_unscheduled]
+        super()._run(chunks)
+        self._head.states = None
+        outputs = self._head.outputs
+        assert outputs is not None
+        for index, draft in enumerate(sampled):
+            self._outputs[draft.sequence.request.id] = outputs[index : index + 1].clone()
+        for draft, _ in chunks:
+            next_known = min(draft.sequence.num_computed, draft.num_known) + draft.first_id - 1
+            self._waiting[draft.sequence.request.id].drop(next_known)
+
+    def _find_states(self, draft: DraftSequence, count: int) -> Tensor:
+        """(count, hidden_size): what the next tokens of the sequence read."""
+        request_id = draft.sequence.request.id
+        if draft.sequence.num_computed >= draft.num_known:
+            return self._outputs[request_id]
+        waiting = self._waiting[request_id]
+        first = self._find_next(draft) - waiting.start
+        return waiting.rows[first : first + count]

@@ -1,0 +1,271 @@
+"""With the guesses of an EAGLE-3 head and without: the same ids and the same bits of their log-probabilities. And the
+head's guesses are those of a plain implementation.
+
+The head was trained on what the tiny model says, so that many guesses are right and some are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from serve_llm.common.types import Request, Sampling
+from serve_llm.engine.draft_model.eagle_draft_model import EagleDraftModel
+from serve_llm.engine.loop import EngineCore
+from serve_llm.engine.scheduler import speculation
+from serve_llm.engine.scheduler.speculation import ModelSpeculator
+from support.eagle import Served, build_head, train, write_head
+from support.engine import generate, generate_together, make_engine, make_engines
+from support.gpu_path import make_gpu_engine
+from support.speculation import ARRIVALS, assert_drafted, assert_equal, draft_freely, make_requests
+from support.tiny import make_checkpoint
+
+OFF: dict[str, object] = {"block_size": 8}
+FAMILIES = ["llama", "mistral", "mixtral", "gemma3_text", "deepseek_v3"]
+
+
+class Case:
+    """A checkpoint, a head for it, and requests."""
+
+    def __init__(self, root: Path, family: str) -> None:
+        self.directory = root / family
+        self.requests = make_requests(make_checkpoint(self.directory, family))
+        self.expected = generate(make_engine(self.directory, **OFF), self.requests)
+        served = Served(self.directory)
+        head = build_head(served, 200, std=0.1)
+        texts = [[*one.prompt_ids, *self.expected[one.id].token_ids] for one in self.requests]
+        train(head, served, [text for text in texts if len(text) > 2])
+        self.on = OFF | use(write_head(head, root / f"{family}-head"))
+
+
+def use(head: Path) -> dict[str, object]:
+    return {"speculative_config": {"method": "eagle3", "model": str(head), "num_speculative_tokens": 4}}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def llama(root: Path) -> Case:
+    return Case(root, "llama")
+
+
+def find_draft_model(engine: EngineCore) -> EagleDraftModel:
+    assert isinstance(engine._speculator, ModelSpeculator)
+    assert isinstance(engine._speculator._source, EagleDraftModel)
+    return engine._speculator._source
+
+
+def check(engine: EngineCore) -> None:
+    """Some guesses were right, some wrong, and the head has given everything back."""
+    assert_drafted(engine)
+    model = find_draft_model(engine)
+    model.sequences.check_integrity()
+    assert not model.sequences._drafts and not model._waiting and not model._outputs, "a request that has ended"
+
+
+def record_guesses(engine: EngineCore) -> list[tuple[list[int], list[int]]]:
+    """All guesses from now on, each with the ids that it follows."""
+    model = find_draft_model(engine)
+    propose = model.propose
+    found: list[tuple[list[int], list[int]]] = []
+
+    def recorded(wanted: Sequence[tuple[object, int]]) -> list[list[int]]:
+        guesses = propose(wanted)
+        found.extend((list(one.token_ids), list(own)) for (one, _), own in zip(wanted, guesses, strict=True))
+        return guesses
+
+    model.propose = recorded
+    return found
+
+
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+@pytest.mark.parametrize("how", [{}, {"max_num_batched_tokens": 9}, {"tensor": 2}], ids=["", "chunks", "two ranks"])
+def test_its_guesses_are_those_of_a_plain_implementation(
+    how: dict[str, object], norm_before_residual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)  # guesses of a random head are wrong
+    make_checkpoint(tmp_path / "served", "llama", num_hidden_layers=7)
+    served = Served(tmp_path / "served")
+    head = build_head(served, 97, norm_before_residual=norm_before_residual)
+    engine = draft_freely(
+        make_engine(tmp_path / "served", **OFF, **how, dtype="float32", **use(write_head(head, tmp_path / "head")))
+    )
+    found = record_guesses(engine)
+    prompts = [[5, 17, 101], list(range(3, 300, 3)), [7]]
+    for number, prompt in enumerate(prompts):
+        sampling = Sampling(max_tokens=40, seed=0, temperature=0.0)
+        generate(engine, [Request(id=number, prompt_ids=prompt, sampling=sampling)])
+    compared = 0
+    for ids, guesses in found:
+        if guesses:
+            assert guesses == head.guess(ids, served.states(ids[:-1]), len(guesses))
+            compared += len(guesses)
+    assert compared > 300
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_output(family: str, root: Path, llama: Case) -> None:
+    case = llama if family == "llama" else Case(root, family)
+    engine = draft_freely(make_engine(case.directory, **case.on))
+    for _ in range(2):  # the second time with cached prefixes
+        assert_equal(generate(engine, case.requests, ARRIVALS), case.expected)
+    check(engine)
+
+
+HOWS: dict[str, dict[str, object]] = {
+    "two ranks": {"tensor": 2},
+    "chunks": {"max_num_batched_tokens": 9},
+    "few at a time": {"max_num_seqs": 2},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "int8 cache": {"kv_cache_dtype": "int8"},
+    "int8 weights": {"quantization": "int8"},
+    "bfloat16": {"dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_every_way_to_compute(how: str, llama: Case) -> None:
+    expected = generate(make_engine(llama.directory, **(OFF | HOWS[how])), llama.requests)
+    engine = draft_freely(make_engine(llama.directory, **(llama.on | HOWS[how])))
+    assert_equal(generate(engine, llama.requests, ARRIVALS), expected)
+    check(engine)
+
+
+def test_engines_that_share_experts(tmp_path: Path) -> None:
+    case = Case(tmp_path, "mixtral")
+    engines = [draft_freely(engine) for engine in make_engines(case.directory, tmp_path, 2, **case.on)]
+    shares = [case.requests[::2], case.requests[1::2]]
+    for engine, share, found in zip(engines, shares, generate_together(engines, shares), strict=True):
+        assert_equal(found, {request.id: case.expected[request.id] for request in share})
+        check(engine)
+
+
+def test_preemption_and_replay(llama: Case) -> None:
+    options = {"max_model_len": 112, "max_num_batched_tokens": 30}
+    roomy = make_engine(llama.directory, **(OFF | options))
+    expected = generate(roomy, llama.requests)
+    memory = (roomy.layout.blocks_per_request(112, 30) + 6) * roomy.layout.block_bytes
+    small = draft_freely(make_engine(llama.directory, **(llama.on | options), kv_cache_memory=memory))
+    assert_equal(generate(small, llama.requests, ARRIVALS), expected)
+    check(small)
+    assert small.scheduler.stats().num_preemptions > 0
+    begun = [
+        msgspec.structs.replace(request, output_ids=expected[request.id].token_ids[:6])
+        for request in llama.requests
+        if len(expected[request.id].token_ids) > 6
+    ]
+    for number, result in generate(small, begun).items():
+        assert result.token_ids == expected[number].token_ids[6:]
+
+
+def test_as_on_a_gpu(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that is to have drafts waits for its ids; others run ahead. No step is captured."""
+    expected = generate(make_gpu_engine(llama.directory, monkeypatch, **OFF, enforce_eager=True), llama.requests)
+    engine = draft_freely(make_gpu_engine(llama.directory, monkeypatch, **llama.on, enforce_eager=True))
+    found = generate(engine, llama.requests)
+    assert {number: result.token_ids for number, result in found.items()} == {
+        number: result.token_ids for number, result in expected.items()
+    }
+    check(engine)
+
+
+def test_it_saves_steps(llama: Case) -> None:
+    request = next(one for one in llama.requests if one.sampling == Sampling(max_tokens=20, seed=5, temperature=0.0))
+    engine = draft_freely(make_engine(llama.directory, **llama.on))
+    assert generate(engine, [request])[request.id].token_ids == llama.expected[request.id].token_ids
+    assert engine.step().stats.num_steps < 15
+
+
+def test_a_prompt_whose_start_is_cached(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head finds what it has computed of the same prompt. Where it has nothing, it begins behind what is cached."""
+    monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)  # as many guesses each time
+    prompt = list(range(3, 300, 3))
+    requests = [
+        Request(id=number, prompt_ids=prompt, sampling=Sampling(max_tokens=12, seed=1, temperature=0.0))
+        for number in range(3)
+    ]
+    engine = draft_freely(make_engine(llama.directory, **llama.on))
+    model = find_draft_model(engine)
+    found = record_guesses(engine)
+    first_ids = []
+    take_over = model.sequences._begin
+
+    def begin(target: object, first_id: int) -> object:
+        draft = take_over(target, first_id)
+        first_ids.append(draft.first_id)
+        return draft
+
+    model.sequences._begin = begin
+    guesses = []
+    for request in requests:
+        if request.id == 2:  # other requests have taken the head's blocks
+            pool = model.sequences._pool
+            taken = [pool.allocate() for _ in range(pool.num_free)]
+            for block in taken:
+                pool.release(block)
+        result = generate(engine, [request])[request.id]
+        assert result.token_ids == generate(make_engine(llama.directory, **OFF), [request])[request.id].token_ids
+        guesses.append([(tuple(ids), tuple(own)) for ids, own in found])
+        found.clear()
+    assert first_ids == [1, 1, 97]
+    assert guesses[0] == guesses[1]
+    assert any(own for _, own in guesses[2])
+
+
+def test_few_blocks(llama: Case) -> None:
+    """The head forgets requests that it has no room for."""
+    engine = draft_freely(make_engine(llama.directory, **llama.on))
+    model = find_draft_model(engine)
+    spare = [model.sequences._pool.allocate() for _ in range(model.sequences._pool.num_free - 8)]
+    assert_equal(generate(engine, llama.requests, ARRIVALS), llama.expected)
+    for block in spare:
+        model.sequences._pool.release(block)
+    check(engine)
+
+
+def test_its_own_embedding(llama: Case, tmp_path: Path) -> None:
+    served = Served(llama.directory)
+    head = build_head(served, 331)
+    write_head(head, tmp_path / "without")
+    head.tensors["embed_tokens.weight"] = served.embedding
+    write_head(head, tmp_path / "with")
+    texts = []
+    for name in ("without", "with"):
+        engine = draft_freely(make_engine(llama.directory, **OFF, **use(tmp_path / name)))
+        found = record_guesses(engine)
+        generate(engine, llama.requests[:1])
+        texts.append(found)
+    assert texts[0] == texts[1] and any(own for _, own in texts[0])
+
+
+def test_no_file_of_weights(llama: Case) -> None:
+    engine = make_engine(llama.directory, **llama.on, load_format="dummy")
+    result = generate(engine, llama.requests[:1])
+    assert result[0].token_ids
+
+
+def test_hidden_states_take_the_models_dtype(llama: Case) -> None:
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        engine = make_engine(llama.directory, **llama.on, dtype=dtype)
+        model = find_draft_model(engine)
+        seen = []
+        take = model.take_hidden_states
+
+        def record(sequence: object, start: int, states: bytes, take: object = take, seen: list[int] = seen) -> None:
+            seen.append(len(states))
+            take(sequence, start, states)
+
+        model.take_hidden_states = record
+        generate(
+            engine,
+            [Request(id=1, prompt_ids=[1, 2, 3, 4, 5], sampling=Sampling(max_tokens=2, seed=0, temperature=0.0))],
+        )
+        assert seen[0] == 5 * 3 * 60 * size
+        assert model._dtype == getattr(torch, dtype)
