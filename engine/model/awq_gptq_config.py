@@ -28,6 +28,10 @@ CALIBRATION = (  # how scales were found, and which kernels the writer's machine
     "static_kv_dtype static_kv_granularity supported_types to_quant_block_names"
 ).split()
 
+Rule = tuple[str, PackedIntegers | None]  # see `DynamicModules`
+UNQUANTISED = 16  # bits
+REGEX_CHARACTERS = frozenset("*+?^$()[]{}|\\")  # a name with one of these is a pattern, see AutoRound
+
 
 def read_awq(config: ConfigReader) -> DynamicModules:
     """Raises ModelError for other versions than "gemm", whose layouts differ."""
@@ -56,6 +60,35 @@ def read_gptq(config: ConfigReader) -> DynamicModules:
     return _read_whole(config, PackedIntegers(layout, bits, group_size, is_symmetric, has_order))
 
 
+def read_autoround(config: ConfigReader) -> DynamicModules:
+    """The layouts of GPTQ and AWQ. `extra_config` has settings for modules, by name or regular expression; with 16 bits
+    they are not quantised."""
+    layouts: dict[str, Literal["awq", "gptq"]] = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
+    layout = config.choice("packing_format", layouts, "")
+    bits, size = _read_bits(config, None), _read_group_size(config, config.integer("group_size", None, lowest=-1))
+    if layout == "awq" and bits != 4:
+        raise ModelError(f"config.json: quantization_config: AWQ with {bits} bits is not supported (supported: 4)")
+    whole = PackedIntegers(layout, bits, size, config.flag("sym", True))
+    return replace(_read_whole(config, whole), rules=_read_extra(config.inner("extra_config"), whole))
+
+
+def _read_extra(extra: ConfigReader | None, whole: PackedIntegers) -> tuple[Rule, ...]:
+    """Names count before patterns, which may match anywhere in a name."""
+    if extra is None:
+        return ()
+    named: list[Rule] = []
+    matched: list[Rule] = []
+    for name in extra.keys:
+        _check_pattern("extra_config", name, name)
+        own = _read_own_format(f"extra_config: {name}", extra.needed(name), whole)
+        if REGEX_CHARACTERS & set(name):
+            matched.append((f".*({name})", own))
+        else:
+            named.append((f"{re.escape(name)}$", own))
+    extra.done()
+    return (*named, *matched)
+
+
 def _read_whole(config: ConfigReader, whole: PackedIntegers, unconverted: tuple[str, ...] = ()) -> DynamicModules:
     """Read what AWQ and GPTQ have in common. whole: the format of modules without a rule of their own."""
     config.only("method", None, config.text("quant_method"))  # GPTQModel writes both
@@ -66,42 +99,51 @@ def _read_whole(config: ConfigReader, whole: PackedIntegers, unconverted: tuple[
     return DynamicModules(whole, _read_rules(config, whole), unconverted)
 
 
-def _read_rules(config: ConfigReader, whole: PackedIntegers) -> tuple[tuple[str, PackedIntegers | None], ...]:
+def _read_rules(config: ConfigReader, whole: PackedIntegers) -> tuple[Rule, ...]:
     dynamic = config.inner("dynamic")
     if dynamic is None:
         return ()
-    rules: list[tuple[str, PackedIntegers | None]] = []
+    rules: list[Rule] = []
     for key in dynamic.keys:
         pattern = key.removeprefix("+:").removeprefix("-:")
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ModelError(
-                f"config.json: quantization_config: dynamic: {key!r} is not a valid pattern: {error}"
-            ) from None
+        _check_pattern("dynamic", key, pattern)
         changes = dynamic.inner(key)
         if key.startswith("-:"):
             rules.append((pattern, None))
             if changes is not None:
                 changes.ignore(*changes.keys)
-        elif changes is None:
-            rules.append((pattern, whole))
         else:
-            group_size = changes.integer("group_size", whole.group_size or -1, lowest=-1)
-            own = replace(
-                whole,
-                bits=_read_bits(changes, whole.bits),
-                group_size=_read_group_size(changes, group_size),
-                is_symmetric=changes.flag("sym", whole.is_symmetric),
-                has_order=changes.flag("desc_act", whole.has_order) and group_size != -1,
-            )
-            if own.layout == "awq" and own.bits != whole.bits:
-                raise ModelError(f"config.json: quantization_config: dynamic: {key}: AWQ with {own.bits} bits")
-            rules.append((pattern, own))
-            changes.ignore(*CALIBRATION)
-            changes.done()
+            rules.append((pattern, whole if changes is None else _read_own_format(f"dynamic: {key}", changes, whole)))
     dynamic.done()
     return tuple(rules)
+
+
+def _read_own_format(where: str, changes: ConfigReader, whole: PackedIntegers) -> PackedIntegers | None:
+    """The format of modules with settings of their own; None with 16 bits."""
+    group_size = changes.integer("group_size", whole.group_size or -1, lowest=-1)
+    bits = changes.integer("bits", whole.bits)
+    own = replace(
+        whole,
+        bits=whole.bits if bits == UNQUANTISED else _read_bits(changes, whole.bits),
+        group_size=_read_group_size(changes, group_size),
+        is_symmetric=changes.flag("sym", whole.is_symmetric),
+        has_order=changes.flag("desc_act", whole.has_order) and group_size != -1,
+    )
+    if own.layout == "awq" and own.bits != whole.bits:
+        raise ModelError(f"config.json: quantization_config: {where}: AWQ with {own.bits} bits")
+    changes.only("data_type", None, "int", *(("fp",) if bits == UNQUANTISED else ()))
+    changes.ignore(*CALIBRATION)
+    changes.done()
+    return None if bits == UNQUANTISED else own
+
+
+def _check_pattern(where: str, key: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ModelError(
+            f"config.json: quantization_config: {where}: {key!r} is not a valid pattern: {error}"
+        ) from None
 
 
 def _read_either(config: ConfigReader, key: str, older: str) -> int:

@@ -5,7 +5,7 @@ It is a closed world: every key is used, listed as ignored, or refused by name.
 
 from __future__ import annotations
 
-from serve_llm.engine.model.awq_gptq_config import read_awq, read_gptq
+from serve_llm.engine.model.awq_gptq_config import read_autoround, read_awq, read_gptq
 from serve_llm.engine.model.compressed_tensors_config import Int8Checkpoint, read_compressed_tensors
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.float_config import read_bitsandbytes, read_fbgemm, read_fp8, read_modelopt
@@ -15,13 +15,15 @@ from serve_llm.engine.model.weight_format import QuantizedModules
 
 def read_quantization_config(config: ConfigReader) -> Int8Checkpoint | GGUFTensors | QuantizedModules:
     """Raises ModelError for anything that is not supported, and OptionError as `ConfigReader.done` does."""
-    names = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "modelopt")
+    names = ("auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "modelopt")
     method = config.choice("quant_method", {name: name for name in names}, "")
     result: Int8Checkpoint | GGUFTensors | QuantizedModules
     if method == "awq":
         result = read_awq(config)
     elif method == "gptq":
         result = read_gptq(config)
+    elif method == "auto-round":
+        result = read_autoround(config)
     elif method == "gguf":
         result = read_gguf_config(config)
     elif method == "compressed-tensors":

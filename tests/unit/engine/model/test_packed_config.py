@@ -22,6 +22,8 @@ TRANSFORMERS = {"act_group_aware": True, "backend": "auto", "batch_size": 1, "ca
 TRANSFORMERS |= {"damp_percent": 0.1, "desc_act": False, "sym": True, "true_sequential": True}
 AUTOROUND = {"autoround_version": "0.16.1", "data_type": "int", "enable_quanted_input": True, "iters": 200}
 AUTOROUND |= {"provider": "auto-round", "static_kv_granularity": "tensor", "supported_types": ["Linear"]}
+INTEL = AUTOROUND | {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "sym": True}
+INTEL |= {"group_size": 128, "block_name_to_quantize": "model.layers"}
 UP = "model.layers.0.mlp.up_proj"
 
 
@@ -46,6 +48,8 @@ def read(stored: dict[str, Any]) -> QuantizedModules:
         (GPTQ | GPTQMODEL | {"method": "gptq"}, PackedIntegers("gptq", 4, 128, True)),
         (GPTQ | TRANSFORMERS | {"format": "gptq", "pad_token_id": 3}, PackedIntegers("gptq", 4, 128, True)),
         (GPTQ | AUTOROUND, PackedIntegers("gptq", 4, 128, True)),
+        (INTEL, PackedIntegers("gptq", 4, 128, True)),
+        (INTEL | {"packing_format": "auto_round:auto_awq", "sym": False}, PackedIntegers("awq", 4, 128, False)),
         (GPTQ, PackedIntegers("gptq", 4, 128, True)),
         (GPTQ | {"checkpoint_format": "gptq_v2", "bits": 3, "sym": False}, PackedIntegers("gptq_v2", 3, 128, False)),
         (W4A16, PackedIntegers("compressed", 4, 128, True)),
@@ -68,6 +72,15 @@ def test_modules_that_awq_leaves_out_by_rules() -> None:
     modules = read(AWQ | {"dynamic": {"-:.*down": {}, "+:.*up": {"group_size": 32}}})
     assert modules.find_format("model.layers.1.mlp.down_proj") is None
     assert modules.find_format(UP) == PackedIntegers("awq", 4, 32, False)
+
+
+def test_settings_of_autoround_for_modules() -> None:
+    """A name counts before patterns, which may match anywhere in a name."""
+    own = {"mlp\\.": {"bits": 8, "group_size": 32, "data_type": "int"}, UP: {"bits": 16, "data_type": "fp"}}
+    modules = read(INTEL | {"extra_config": own})
+    assert modules.find_format(UP) is None
+    assert modules.find_format("model.layers.0.mlp.down_proj") == PackedIntegers("gptq", 8, 32, True)
+    assert modules.find_format("model.layers.0.self_attn.q_proj") == PackedIntegers("gptq", 4, 128, True)
 
 
 def test_dynamic_rules() -> None:
@@ -103,6 +116,10 @@ def change_weights(**changes: object) -> dict[str, Any]:
         (AWQ | {"desc_act": True}, "desc_act True"),
         (AWQ | {"dynamic": {"+:a": {"bits": 8}}}, "dynamic: +:a: AWQ with 8 bits"),
         (AWQ | {"method": "gptq"}, "method 'gptq'"),
+        (INTEL | {"packing_format": "auto_round:llm_compressor"}, "packing_format 'auto_round:llm_compressor'"),
+        (INTEL | {"packing_format": "auto_round:auto_awq", "bits": 8}, "AWQ with 8 bits"),
+        (INTEL | {"extra_config": {"(": {"bits": 8}}}, "extra_config: '(' is not a valid pattern"),
+        (INTEL | {"extra_config": {"a": {"new": 8}}}, "extra_config: a: unknown keys"),
         (AWQ | {"bits": 8}, "AWQ with 8 bits"),
         (AWQ | {"group_size": 0}, "group_size must be above 0"),
         (AWQ | {"bits": None}, "bits is missing"),
