@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from serve_llm.server.http.errors import InvalidRequest, Unsupported
+from serve_llm.server.prompt.documents import DOCUMENT_KINDS, asks_for_citations, read_document
 from serve_llm.server.prompt.messages import read_string
 from serve_llm.server.prompt.template import Message
 
@@ -137,8 +138,10 @@ class _BlockTranslator:
                         texts = []
                     has_results = True
                     self.messages.append(self._translate_result(block, place))
+                case str(kind) if kind in DOCUMENT_KINDS:
+                    texts.append(_read_document(block, place, self.skipped))
                 case kind:
-                    raise _unsupported(kind, place, "text and tool_result")
+                    raise _unsupported(kind, place, "text, document, search_result and tool_result")
         if texts or not has_results:
             self.messages.append({"role": "user", "content": "\n".join(texts)})
 
@@ -167,8 +170,8 @@ def _join_text(content: object, param: str, skipped: list[str] | None = None) ->
 
 
 def _read_texts(blocks: object, param: str, skipped: list[str] | None = None) -> list[str]:
-    """skipped: takes the places of references to tools, which Anthropic's servers turn into definitions; None: they
-    are not allowed here."""
+    """skipped: takes the places of references to tools, which Anthropic's servers turn into definitions, and of
+    citations of documents; None: they are not allowed here."""
     if not isinstance(blocks, list):
         raise InvalidRequest(f"{param} must be a string or a list of blocks", param)
     texts = []
@@ -178,10 +181,20 @@ def _read_texts(blocks: object, param: str, skipped: list[str] | None = None) ->
         if kind == "tool_reference" and skipped is not None:
             skipped.append(place)
             continue
+        if isinstance(kind, str) and kind in DOCUMENT_KINDS and skipped is not None:
+            texts.append(_read_document(block, place, skipped))
+            continue
         if kind != "text":
             raise _unsupported(kind, place, "text")
         texts.append(read_string(block, "text", place))
     return texts
+
+
+def _read_document(block: Block, param: str, skipped: list[str]) -> str:
+    """skipped: takes the place of citations, which the model does not give."""
+    if asks_for_citations(block):
+        skipped.append(f"{param}.citations")
+    return read_document(block, param, _join_text)
 
 
 def _unsupported(kind: object, param: str, supported: str) -> Unsupported:
