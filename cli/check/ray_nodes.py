@@ -21,7 +21,7 @@ class CheckRayCluster:
         try:
             ray = _import("ray")
         except ImportError:
-            raise OptionError("--ray: Ray is not installed; pip install 'serve-llm[ray]'") from None
+            raise OptionError("--ray: Ray is not installed; pip install '.[ray]' in the repository") from None
         try:
             ray.init(address="auto", logging_level="ERROR", log_to_driver=False)
         except Exception as error:  # ConnectionError, and RuntimeError for another version of Ray or Python

@@ -37,7 +37,7 @@ DIGIT_WORDS = ("smollm", "starcoder", "refact", "command-r")  # the same after e
 # A word that is a token is not merged, and a text begins with BOS unless the file says otherwise.
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
 END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
-END_OF_CALL = ("<|return|>", "<|call|>", "<|endoftext|>")  # of gpt-oss, whose messages in a turn end with <|end|>
+END_OF_CALL = ("<|return|>", "<|call|>", "<|endoftext|>")  # gpt-oss ends messages within a turn with <|end|>
 TEMPLATE = "tokenizer.chat_template"
 NAMED = {
     "bos_token": "tokenizer.ggml.bos_token_id",

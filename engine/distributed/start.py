@@ -61,8 +61,8 @@ def _start_on_ray(
     """Find the cluster and start workers on it; see `actors.start_on_ray`."""
     if find_spec("ray") is None:
         raise OptionError(
-            "Ray is not installed: install serve-llm[ray], or use mp with as many ranks as this host has devices for "
-            "(--tensor-parallel-size, --pipeline-parallel-size)"
+            "Ray is not installed: pip install '.[ray]' in the repository, or use mp with as many ranks as this host "
+            "has devices for (--tensor-parallel-size, --pipeline-parallel-size)"
         )
     is_requested = options.distributed_executor_backend == "ray"
     address = server_cluster.address if server_cluster is not None else os.environ.get("RAY_ADDRESS")

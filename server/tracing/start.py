@@ -20,6 +20,7 @@ def start_tracing(endpoint: str | None) -> Tracing | None:
         from serve_llm.server.tracing.tracing import Tracing, create_exporting_processor
     except ModuleNotFoundError as error:
         raise OptionError(
-            f"--otlp-traces-endpoint needs OpenTelemetry ({error.name} is missing): pip install 'serve-llm[otel]'"
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error.name} is missing): "
+            "pip install '.[otel]' in the repository"
         ) from None
     return Tracing(create_exporting_processor(endpoint))

@@ -1,4 +1,4 @@
-"""examples/ on a local Ray of their own, on CPUs: what `pip install 'serve-llm[examples]'` makes possible."""
+"""examples/ on a local Ray of their own, on CPUs: what `pip install '.[examples]'` makes possible."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ STORE_BYTES = 80_000_000
 
 def skip_without_ray() -> None:
     if find_spec("ray") is None:
-        pytest.skip("ray is not installed (pip install serve-llm[ray])")
+        pytest.skip("ray is not installed (pip install '.[ray]')")
 
 
 def environment(folder: Path) -> dict[str, str]:

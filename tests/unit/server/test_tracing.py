@@ -244,9 +244,7 @@ def test_a_server_without_opentelemetry_says_what_to_install(monkeypatch: pytest
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     options = make_options("/nonexistent", otlp_traces_endpoint="http://localhost:4318/v1/traces")
-    with pytest.raises(
-        OptionError, match=r"--otlp-traces-endpoint needs .*opentelemetry.*pip install 'serve-llm\[otel\]'"
-    ):
+    with pytest.raises(OptionError, match=r"--otlp-traces-endpoint needs .*opentelemetry.*pip install '\.\[otel\]'"):
         asyncio.run(assemble(options))
 
 

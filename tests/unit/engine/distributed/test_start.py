@@ -25,7 +25,7 @@ def test_without_ray_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         start.start_workers(options)
     assert str(raised.value) == (
         "--distributed-executor-backend: ray, because 4 ranks need more than the 0 GPUs of this host: Ray is not "
-        "installed: install serve-llm[ray], or use mp with as many ranks as this host has devices for "
+        "installed: pip install '.[ray]' in the repository, or use mp with as many ranks as this host has devices for "
         "(--tensor-parallel-size, --pipeline-parallel-size)"
     )
 
