@@ -264,11 +264,6 @@ def check_options(options: EngineOptions, model_max_len: int, num_layers: int, h
             "--enable-expert-parallel: one rank has all experts anyway; give a --tensor-parallel-size or "
             "--data-parallel-size above 1, or omit it"
         )
-    if options.experts_span_engines and stages > 1:
-        raise OptionError(
-            "--enable-expert-parallel: several engines (--data-parallel-size) share experts only if each has one "
-            "stage; omit --pipeline-parallel-size"
-        )
 
 
 def _engines_by_rank(options: EngineOptions, engine: int) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
-"""Sets up the expert-parallel groups of the engines on one host: the ranks with the same tp_rank in all data-parallel
-engines are one group. On CPUs they use shared memory, on GPUs NCCL.
+"""Sets up the expert-parallel groups of the engines on one host: the ranks with the same number in all data-parallel
+engines, which are in the same pipeline stage, are one group. On CPUs they use shared memory, on GPUs NCCL.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RING_BYTES = 1 << 20  # size of a rank's ring in its group
 class _EngineOffer(msgspec.Struct, frozen=True):
     """What one engine has created for the groups."""
 
-    rings: list[ShmHandle]  # rings of its own ranks, by tp_rank; empty on GPUs
+    rings: list[ShmHandle]  # rings of its own ranks, by rank; empty on GPUs
     store_port: int  # port of the key-value store; 0 unless this is engine 0 on GPUs
 
 
@@ -32,9 +32,9 @@ class ExpertParallelGroups:
         self._store = store
         self._offers = offers
 
-    def setup(self, tp_rank: int) -> ExpertGroupSetup:
+    def setup(self, rank: int) -> ExpertGroupSetup:
         """How this engine's rank joins its group."""
-        rings = [offer.rings[tp_rank] for offer in self._offers if offer.rings]
+        rings = [offer.rings[rank] for offer in self._offers if offer.rings]
         return ExpertGroupSetup(rings, self._offers[0].store_port)
 
 
@@ -44,8 +44,9 @@ def set_up_expert_groups(config: Config, sync: DPStepSync) -> ExpertParallelGrou
     rings: list[Ring] = []
     store: object = None
     port = 0
+    ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     if config.device == "cpu":
-        rings = [Ring.create(sync.engines - 1, RING_BYTES) for _ in range(config.tensor_parallel_size)]
+        rings = [Ring.create(sync.engines - 1, RING_BYTES) for _ in range(ranks)]
     elif sync.engine == 0:
         from serve_llm.engine.parallel.torch_group import create_store
 

@@ -72,7 +72,7 @@ class RankRings(msgspec.Struct, frozen=True):
 
 
 class ExpertGroupSetup(msgspec.Struct, frozen=True):
-    """How a rank reaches its expert-parallel group: the ranks with its tp_rank in all data-parallel engines."""
+    """How a rank reaches its expert-parallel group: the ranks with its number in all data-parallel engines."""
 
     rings: list[ShmHandle]  # rings of all members, engine by engine; empty on GPUs
     store_port: int  # port on this host of the key-value store for the rendezvous; used on GPUs

@@ -87,7 +87,7 @@ def connect_workers(
                 steps=setup.steps(rank),
                 rings=setup.rings(rank),
                 rendezvous=setup.rendezvous,
-                expert_group=expert_setup(parallel.tp_rank(rank)) if expert_setup is not None else None,
+                expert_group=expert_setup(rank) if expert_setup is not None else None,
                 log_format=read_format(),
             )
             worker_group.send(rank, init)

@@ -50,7 +50,7 @@ def build_process_groups(parallel: ParallelLayout, rank: int, init: InitWorker, 
     there are none. Raises EngineError."""
     builder = _GroupBuilder(parallel, rank, init, address or LOOPBACK)
     builder.check_gpus()
-    experts = build_expert_group(init.expert_group, init.config, parallel.tp_rank(rank))
+    experts = build_expert_group(init.expert_group, init.config, rank)
     return ProcessGroups(
         builder.tensor_parallel_group(),
         builder.link(rank - parallel.tp_size, init.rings.previous),
@@ -61,8 +61,8 @@ def build_process_groups(parallel: ParallelLayout, rank: int, init: InitWorker, 
     )
 
 
-def build_expert_group(setup: ExpertGroupSetup | None, config: Config, tp_rank: int) -> AllToAll:
-    """Join the expert-parallel group: the ranks with this tp_rank in all data-parallel engines. Waits for them. Raises
+def build_expert_group(setup: ExpertGroupSetup | None, config: Config, rank: int) -> AllToAll:
+    """Join the expert-parallel group: the ranks with this number in all data-parallel engines. Waits for them. Raises
     EngineError."""
     if setup is None:
         return SingleRankGroup()
@@ -71,7 +71,7 @@ def build_expert_group(setup: ExpertGroupSetup | None, config: Config, tp_rank: 
     from serve_llm.engine.parallel.torch_group import TorchGroup, connect_store
 
     store = connect_store(LOOPBACK, setup.store_port, PEER_SECONDS)
-    name = f"expert-parallel group of tensor-parallel rank {tp_rank}"
+    name = f"expert-parallel group of rank {rank}"
     return TorchGroup(store, name, config.data_parallel_rank, config.data_parallel_size, LOOPBACK, PEER_SECONDS, "nccl")
 
 

@@ -72,7 +72,9 @@ class Runner:
         self._last_token_ids = LastTokenIds(config.max_num_seqs, device)
         self._sampler = _build_sampler(vocabulary, self._copier, device.type == "cuda" or config.async_scheduling)
         self.graphs: StepGraphs | None = None
-        if decoder.capturable and not config.enforce_eager and not decoder.collected_layers:
+        # With engines that share experts, no stage captures: the stages, some of them without experts, would disagree.
+        can_capture = decoder.capturable and not decoder.collected_layers and config.expert_engines == 1
+        if can_capture and not config.enforce_eager:
             self.graphs = StepGraphs(
                 self._compute_logits,
                 CudaCapture(device),

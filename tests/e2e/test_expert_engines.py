@@ -114,10 +114,11 @@ def test_ranks_of_one_engine(model: str) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_of_each_engine(model: str) -> None:
-    """Tensor-parallel ranks are processes, one of which dies."""
+@pytest.mark.parametrize("split", ["-tp", "-pp"])
+def test_ranks_of_each_engine(split: str, model: str) -> None:
+    """Ranks are processes, one of which dies."""
     bodies = mixed(6, LONGEST)
-    with Daemon(model, *SMALL, *TWO, "-tp", "2") as daemon:
+    with Daemon(model, *SMALL, *TWO, split, "2") as daemon:
         expected = Streams(daemon.wait_until_serving(), bodies).finish()
         streams = Streams(daemon.url, bodies)
         streams.wait_for(10)
@@ -132,7 +133,6 @@ def test_ranks_of_each_engine(model: str) -> None:
     ("arguments", "message"),
     [
         (("demo", *TWO), "--enable-expert-parallel: this model has no experts; omit it"),
-        (("MODEL", *TWO, "-pp", "2"), "--enable-expert-parallel: several engines (--data-parallel-size) share experts"),
         (
             ("MODEL", *TWO, "--distributed-executor-backend", "ray"),
             "--enable-expert-parallel: several engines (--data-parallel-size) share experts on one host only",

@@ -14,6 +14,7 @@ from support.engine import Result, generate, generate_together, greedy, make_eng
 from support.tiny import WITH_EXPERTS, make_checkpoint
 
 ENGINE_GRIDS = [(2, 1), (3, 1), (2, 2)]  # engines x tensor-parallel ranks of each; a layer has 5 experts
+STAGE_GRIDS = [(2, 1, 2), (3, 1, 2), (2, 2, 2)]  # engines x tensor-parallel ranks x pipeline stages of each
 PROMPTS = [[7 * number + place for place in range(1 + 9 * number)] for number in range(5)]
 
 
@@ -55,9 +56,22 @@ def test_as_one_engine(family: str, engines: int, tensor: int, root: Path, tmp_p
         same(found, expected)
 
 
-def test_one_engine_works_and_the_others_hold_experts(root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("engines", "tensor", "pipeline"), STAGE_GRIDS)
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_each_engine_in_stages(
+    family: str, engines: int, tensor: int, pipeline: int, root: Path, tmp_path: Path
+) -> None:
+    expected = alone(root / family, family, tensor)
+    made = make_engines(root / family, tmp_path, engines, tensor, pipeline, block_size=8)
+    shares = [requests(range(index, 5, engines)) for index in range(engines)]
+    for found in generate_together(made, shares):
+        same(found, expected)
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_one_engine_works_and_the_others_hold_experts(pipeline: int, root: Path, tmp_path: Path) -> None:
     expected = alone(root / "qwen3_moe", "qwen3_moe", 1)
-    made = make_engines(root / "qwen3_moe", tmp_path, 3, block_size=8, max_num_batched_tokens=8)
+    made = make_engines(root / "qwen3_moe", tmp_path, 3, 1, pipeline, block_size=8, max_num_batched_tokens=8)
     for found in generate_together(made, [[], requests(range(5)), []]):
         same(found, expected)
 

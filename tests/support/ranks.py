@@ -113,7 +113,7 @@ class Ranks:
         columns: Sequence[Meeting] = (),
         engine: int = 0,
     ) -> None:
-        """columns: one for each place, where ranks of several engines share out experts. engine: which one this is."""
+        """columns: one for each rank, where the same ranks of several engines share out experts. engine: which one this is."""
         self.grid, self.columns, self.engine = grid, columns, engine
         part = {"engine": engine, "engines": columns[0].size} if columns else {}
         self.shards = [build_shard(spec, grid, rank, split, layers, **part) for rank in range(grid.size)]
@@ -128,7 +128,7 @@ class Ranks:
             previous=self._links[stage - 1][place] if stage > 0 else None,
             next=self._links[stage][place] if stage < self.grid.pp_size - 1 else None,
             local_ranks=self.grid.size,
-            experts=MemoryGroup(self.columns[place], self.engine) if self.columns else SingleRankGroup(),
+            experts=MemoryGroup(self.columns[rank], self.engine) if self.columns else SingleRankGroup(),
         )
 
     def abort(self) -> None:

@@ -148,7 +148,9 @@ def test_engines_that_share_out_experts() -> None:
     assert found.suggested.ranks[0].weights / 1e9 == pytest.approx(93.4 - 90.2 * 3 / 4, abs=0.1)
     alone = plan(published.MIXTRAL_8X7B, {"gpu": "h100", "nodes": 2}, max_model_len="8k", data_parallel_size=4)
     assert alone.suggested is not None and alone.suggested.layout.tp_size == 2
-    assert plan(published.MIXTRAL_8X7B, {"gpu": "l4", "nodes": 2}, data_parallel_size=2, **shared).suggested is None
+    stages = plan(published.MIXTRAL_8X7B, {"gpu": "l4", "nodes": 2}, data_parallel_size=2, **shared).suggested
+    assert stages is not None and stages.layout == ParallelLayout(1, 4)
+    assert plan(published.MIXTRAL_8X7B, {"gpu": "l4", "nodes": 2}, data_parallel_size=8, **shared).suggested is None
     with pytest.raises(OptionError, match="needs 16 GPUs, but there are 8"):
         plan(
             published.MIXTRAL_8X7B,
