@@ -21,6 +21,7 @@ from serve_llm.engine.scheduler.speculation import ModelSpeculator
 from support.eagle import Served, build_head, train, write_head
 from support.engine import generate, generate_together, make_engine, make_engines
 from support.gpu_path import make_gpu_engine
+from support.matrix import mostly_slow
 from support.speculation import ARRIVALS, assert_drafted, assert_equal, draft_freely, make_requests
 from support.tiny import make_checkpoint
 
@@ -91,26 +92,26 @@ def test_its_guesses_are_those_of_a_plain_implementation(
     how: dict[str, object], norm_before_residual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(speculation, "LEAST_RATE", 0.0)  # guesses of a random head are wrong
-    make_checkpoint(tmp_path / "served", "llama", num_hidden_layers=7)
+    make_checkpoint(tmp_path / "served", "llama", num_hidden_layers=5)
     served = Served(tmp_path / "served")
     head = build_head(served, 97, norm_before_residual=norm_before_residual)
     engine = draft_freely(
         make_engine(tmp_path / "served", **OFF, **how, dtype="float32", **use(write_head(head, tmp_path / "head")))
     )
     found = record_guesses(engine)
-    prompts = [[5, 17, 101], list(range(3, 300, 3)), [7]]
+    prompts = [[5, 17, 101], list(range(3, 300, 4)), [7]]
     for number, prompt in enumerate(prompts):
-        sampling = Sampling(max_tokens=40, seed=0, temperature=0.0)
+        sampling = Sampling(max_tokens=24, seed=0, temperature=0.0)
         generate(engine, [Request(id=number, prompt_ids=prompt, sampling=sampling)])
     compared = 0
     for ids, guesses in found:
         if guesses:
             assert guesses == head.guess(ids, served.states(ids[:-1]), len(guesses))
             compared += len(guesses)
-    assert compared > 300
+    assert compared > 150
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, ["llama"]))
 def test_same_output(family: str, root: Path, llama: Case) -> None:
     case = llama if family == "llama" else Case(root, family)
     engine = draft_freely(make_engine(case.directory, **case.on))
@@ -138,6 +139,7 @@ def test_every_way_to_compute(how: str, llama: Case) -> None:
     check(engine)
 
 
+@pytest.mark.slow
 def test_engines_that_share_experts(tmp_path: Path) -> None:
     case = Case(tmp_path, "mixtral")
     engines = [draft_freely(engine) for engine in make_engines(case.directory, tmp_path, 2, **case.on)]
