@@ -285,6 +285,16 @@ def test_a_head_takes_room_beside_the_first_rank(tmp_path: Path) -> None:
         plan(published.LLAMA_8B, {"gpu": "h100"}, speculative_config=config)
 
 
+def test_no_stages_for_a_head(tmp_path: Path) -> None:
+    head = published.LLAMA_8B | {"num_hidden_layers": 1, "draft_vocab_size": 32000}
+    (tmp_path / "config.json").write_text(json.dumps(head))
+    plain = plan(published.LLAMA_8B, {"gpu": "l4"}, enforce_eager=True).suggested
+    assert plain is not None and plain.layout.pp_size == 2
+    config = {"method": "eagle3", "model": str(tmp_path)}
+    found = plan(published.LLAMA_8B, {"gpu": "l4"}, enforce_eager=True, speculative_config=config)
+    assert found.suggested is None and found.chosen.layout.pp_size == 1
+
+
 def test_fp8_is_for_gpus_that_multiply_it() -> None:
     assert plan(published.LLAMA_8B, {"gpu": "l4"}, quantization="fp8").suggested is not None
     with pytest.raises(OptionError, match="--quantization: a a100-40g does not multiply 8-bit floats"):
