@@ -17,6 +17,7 @@ from support.engine import generate, greedy, make_engine
 from support.forward import Harness, load
 from support.matrix import mostly_slow
 from support.packed import Packing, make_packed
+from support.quantised import is_linear
 from support.reference import reference_logprobs
 
 PACKINGS = {
@@ -123,6 +124,20 @@ def test_modules_that_differ(tmp_path: Path) -> None:
     config = json.loads(path.read_text())
     rules = {r"+:model\.layers\.(1\.mlp\.down|0\..*\.v_)": {"bits": 8}, r"-:model\.layers\.2\.": {}}
     config["quantization_config"]["dynamic"] = rules
+    path.write_text(json.dumps(config))
+    check(tmp_path, vocab_size)
+
+
+def test_settings_of_autoround_for_modules(tmp_path: Path) -> None:
+    """Its layout is that of GPTQ; one module is not quantised."""
+    left_out = "model.layers.1.mlp.up_proj"
+    vocab_size = make_packed(
+        tmp_path, "llama", PACKINGS["gptq"], choose=lambda name: is_linear(name) and left_out not in name
+    )
+    path = tmp_path / "packed" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4}
+    config["quantization_config"] |= {"group_size": 16, "sym": False, "extra_config": {left_out: {"bits": 16}}}
     path.write_text(json.dumps(config))
     check(tmp_path, vocab_size)
 
