@@ -54,7 +54,9 @@ def make_draft_model(options: EngineOptions, config: Config) -> DraftModel | Non
     return startup.build_draft_model(draft, config)
 
 
-def make_engines(directory: Path, meeting: Path, engines: int, tensor: int = 1, pipeline: int = 1, **options: object) -> list[EngineCore]:
+def make_engines(
+    directory: Path, meeting: Path, engines: int, tensor: int = 1, pipeline: int = 1, **options: object
+) -> list[EngineCore]:
     """Several engines that share out experts. meeting: a directory for their sockets. All else as `make_engine`."""
     given = {
         "data_parallel_size": engines,
@@ -69,7 +71,9 @@ def make_engines(directory: Path, meeting: Path, engines: int, tensor: int = 1, 
 
     def make(index: int) -> EngineCore:
         config, spec, weights = resolve_all(chosen, str(directory), raw, engine=index)
-        ranks = Ranks(spec, ParallelLayout(tensor, pipeline), config.tensor_parallel_split, columns=columns, engine=index)
+        ranks = Ranks(
+            spec, ParallelLayout(tensor, pipeline), config.tensor_parallel_split, columns=columns, engine=index
+        )
         executor = ThreadExecutor(config, spec, weights, ranks)
         synced = SyncedExecutor(executor, DPStepSync(meeting, index, engines))
         return EngineCore(config, synced, draft_model=make_draft_model(chosen, config))
