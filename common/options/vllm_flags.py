@@ -130,8 +130,10 @@ VLLM: tuple[PeerFlag, ...] = (
         "--data-parallel-start-rank -dpr --data-parallel-rank -dpn",
         "omit it; node 0 tells each --node-rank its engines",
     ),
-    refused(
-        "--data-parallel-backend -dpb", "--distributed-executor-backend ray; without it engines are on --nnodes hosts"
+    neutral(
+        "--data-parallel-backend -dpb",
+        "mp",
+        "--distributed-executor-backend ray; without it engines are on --nnodes hosts",
     ),
     refused(
         "--data-parallel-hybrid-lb -dph --data-parallel-external-lb -dpe --data-parallel-supervisor-port --dp-*",
@@ -141,7 +143,7 @@ VLLM: tuple[PeerFlag, ...] = (
     refused("--master-port", "--master-addr takes both, as HOST:PORT"),
     refused("--enable-eplb --eplb-* --all2all-backend --enable-dbo --dbo-*", _EXPERTS),
     refused("--expert-placement-strategy --num-redundant-experts --enable-ep-* --enable-elastic-ep", _EXPERTS),
-    refused("--disable-nccl-for-dp-synchronization", "omit it; engines do not wait for each other"),
+    refused("--disable-nccl-for-dp-synchronization", "omit it; engines agree on their steps without NCCL"),
     refused("--*fault-tolerance*", "omit it; an engine that dies is replaced, and its requests continue"),
     refused(
         "--ray-workers-use-nsight --profiler-config --enable-layerwise-nvtx-tracing", "omit it; attach the profiler"
