@@ -113,7 +113,8 @@ class Ranks:
         columns: Sequence[Meeting] = (),
         engine: int = 0,
     ) -> None:
-        """columns: one for each rank, where the same ranks of several engines share out experts. engine: which one this is."""
+        """columns: one for each rank, shared with the same rank of the engines that share out experts. engine: which
+        one this is."""
         self.grid, self.columns, self.engine = grid, columns, engine
         part = {"engine": engine, "engines": columns[0].size} if columns else {}
         self.shards = [build_shard(spec, grid, rank, split, layers, **part) for rank in range(grid.size)]
