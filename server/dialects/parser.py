@@ -223,9 +223,9 @@ class DialectParser:
 
     def _read_call_close(self) -> bool:
         start = skip_space(self._buffer, 0)
-        found = self._delimiters.call_close.match(self._buffer, start, self._is_final)
+        found = self._delimiters.call_close.match(self._buffer, start, final=False)
         if found is INCOMPLETE:
-            return False
+            return self._drop_cut_close()
         if found is not None:
             self._buffer = self._buffer[found.end :]
         self._read_state = self._read_between
@@ -237,9 +237,9 @@ class DialectParser:
         start = skip_space(self._buffer, 0)
         if start == len(self._buffer):
             return False
-        found = self._delimiters.section_close.match(self._buffer, start, self._is_final)
+        found = self._delimiters.section_close.match(self._buffer, start, final=False)
         if found is INCOMPLETE:
-            return False
+            return self._drop_cut_close()
         if found is not None:
             self._buffer = self._buffer[found.end :]
         else:
@@ -256,6 +256,12 @@ class DialectParser:
         self._drops_space = self._dialect.trims_content
         self._read_state = self._read_text
         return True
+
+    def _drop_cut_close(self) -> bool:
+        """At the beginning of a delimiter that closes a call. If the turn ends in it, it is no content."""
+        if self._is_final:
+            self._buffer = ""
+        return False
 
     # Steps from one state to another.
 

@@ -61,6 +61,8 @@ class TaggedReader:
                     return ReadResult(following, "".join(parts), Outcome.BROKEN)
                 position = match.end
                 if match.label == "close":
+                    if final and self._between.match(text, following, final=False) is INCOMPLETE:
+                        position = len(text)  # the turn was cut in a longer form of the delimiter
                     parts.append("}" if self._keys else "{}")
                     return ReadResult(position, "".join(parts), Outcome.DONE)
                 self._is_in_key = True

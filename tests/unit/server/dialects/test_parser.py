@@ -191,3 +191,14 @@ def test_arguments_leave_as_they_are_written(dialect: Dialect) -> None:
             latest = max(latest, behind - (len(turn.calls[0].arguments) - turn.calls[0].arguments.find(city[:8])))
     assert latest <= 1, "the parser holds back more of a string than it has to"
     assert turn.calls[0].arguments.find(city) >= 0
+
+
+@pytest.mark.parametrize("dialect", CALLING, ids=lambda dialect: dialect.name)
+def test_a_closing_delimiter_that_is_cut_is_no_content(dialect: Dialect) -> None:
+    text = write_turn(dialect, calls=CALLS[:1])
+    has_ended = False
+    for end in range(len(text)):
+        cut = parse(dialect, text[:end])
+        assert parse(dialect, *text[:end]) == cut
+        has_ended |= any(call.has_ended for call in cut.calls)
+        assert not has_ended or not cut.content, text[:end]
