@@ -72,6 +72,8 @@ class PlayedModel:
     """A model that computes nothing, whose steps can be captured."""
 
     capturable = True
+    collected_layers: tuple[int, ...] = ()
+    collected: Sequence[Tensor] = ()
     pooler = None
 
     def __init__(self, max_num_seqs: int) -> None:
