@@ -20,6 +20,7 @@ from serve_llm.engine.model.registry import read_model
 from support.adapters import check_as_peft, make_adapter
 from support.engine import generate, greedy, make_engine
 from support.matrix import mostly_slow
+from support.processors import NEEDS_INT8
 from support.tiny import make_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's
@@ -114,7 +115,14 @@ def test_same_bits_alone_and_in_a_crowd(root: Path, dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "quantization"),
-    [(2, 1, "auto"), (3, 1, "auto"), (1, 2, "auto"), (2, 2, "auto"), (1, 2, "int8"), (1, 2, "int4-g32")],
+    [
+        (2, 1, "auto"),
+        (3, 1, "auto"),
+        (1, 2, "auto"),
+        (2, 2, "auto"),
+        pytest.param(1, 2, "int8", marks=NEEDS_INT8),
+        (1, 2, "int4-g32"),
+    ],
 )
 def test_several_ranks(tensor: int, pipeline: int, quantization: str, root: Path) -> None:
     """With --quantization each tensor-parallel rank has scales of its own, so only a pipeline computes the same."""
