@@ -7,17 +7,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve_llm.server.http.anthropic_errors import translate_body, translate_status
 from serve_llm.server.http.request_id import REQUEST_ID
 
-PATH = "/v1/messages"
+VERSION_HEADER = b"anthropic-version"  # Anthropic's clients send it with every request
 
 
 class AnthropicErrorMiddleware:
-    """ASGI middleware: below PATH, bodies of errors get Anthropic's shape, and responses a header `request-id`."""
+    """ASGI middleware: bodies of errors get Anthropic's shape, and responses a header `request-id`, below /v1/messages,
+    and below /v1/models for Anthropic's clients."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not (scope["path"] + "/").startswith(PATH + "/"):
+        if scope["type"] != "http" or not _is_for_anthropic(scope):
             await self.app(scope, receive, send)
             return
         request_id: str = scope[REQUEST_ID]
@@ -40,3 +41,10 @@ class AnthropicErrorMiddleware:
             await send(message)
 
         await self.app(scope, receive, send_translated)
+
+
+def _is_for_anthropic(scope: Scope) -> bool:
+    path: str = scope["path"] + "/"
+    if path.startswith("/v1/models/"):
+        return any(name == VERSION_HEADER for name, _ in scope["headers"])
+    return path.startswith("/v1/messages/")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from support.hostile import CLIENT_ERROR, Case, chat, completion
 
 Schema = dict[str, object]
+OK = frozenset({200})
 MAYBE = CLIENT_ERROR | {200}  # cheap enough to be served, if the limits allow it
 
 
@@ -20,7 +21,7 @@ def grammar_cases() -> list[Case]:
 
 
 def tool_cases() -> list[Case]:
-    return [case for family in (tools, tool_choices, histories) for case in family()]
+    return [case for family in (tools, tool_choices, histories, odd_but_valid) for case in family()]
 
 
 def constrained(name: str, **fields: object) -> Case:
@@ -209,6 +210,10 @@ def tools() -> Iterator[Case]:
         [{"type": "web_search"}],
         [function("")],
         [function("f", parameters=3)],
+        [function("f", parameters=True)],
+        [function("get weather")],
+        [function("wetter_für")],
+        [function('f"')],
         [function("f", parameters={"type": "array"})],
         [function("f\x00")],
         [function("../../etc/passwd")],
@@ -237,19 +242,22 @@ def tool_choices() -> Iterator[Case]:
             {"type": "allowed_tools"},
             {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}},
             {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": [function("f")]}},
+            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [function("g")]}},
         )
     ):
         yield chat(f"tool_choice {number}", tools=[function("f")], tool_choice=choice)
     yield chat("tool_choice without tools", tool_choice="required")
+    yield chat("tool_choice with an empty list of tools", tools=[], tool_choice="required")
+
+
+def call(arguments: object, **fields: object) -> dict[str, object]:
+    """A message of the assistant with one call of the tool f."""
+    entry = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}} | fields
+    return {"role": "assistant", "content": None, "tool_calls": [entry]}
 
 
 def histories() -> Iterator[Case]:
     user = {"role": "user", "content": "x"}
-
-    def call(arguments: object, **fields: object) -> dict[str, object]:
-        entry = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}} | fields
-        return {"role": "assistant", "content": None, "tool_calls": [entry]}
-
     wrong: list[object] = [
         call("{"),
         call("[1]"),
@@ -264,3 +272,40 @@ def histories() -> Iterator[Case]:
         yield chat(f"history {number}", messages=[user, message, user], tools=[function("f")])
     parts = [call(json.dumps({"x": "y" * 1000}))] * 2000
     yield chat("a history of calls", messages=[user, *parts])
+
+
+def odd_but_valid() -> Iterator[Case]:
+    """What clients send, although no API documents it."""
+    user = {"role": "user", "content": "x"}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "r"}
+    without_id = {"role": "tool", "content": "r"}
+    empty = {"role": "assistant", "content": None}
+    talks: list[list[Schema]] = [
+        [user, call({"a": 1}), result],
+        [user, call(None), result],
+        [user, call(""), result],
+        [user, call("{}"), without_id],
+        [user, call("{}"), {**result, "tool_call_id": "other"}],
+        [user, call("{}"), {**result, "content": None}],
+        [user, call("{}", id=None), result],
+        [user, call("{}", function={"name": "unlisted", "arguments": "{}"}), result],
+        [user, empty, user],
+        [user, {**empty, "content": "x", "tool_calls": []}, user],
+        [user, {**empty, "refusal": "no"}, user],
+        [result],
+    ]
+    for number, messages in enumerate(talks):
+        yield chat(f"odd history {number}", messages=messages, tools=[function("f")])._replace(statuses=OK)
+    parameters = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    for number, tool in enumerate(
+        (
+            function("f", parameters=None),
+            function("f", parameters={}),
+            function("f", parameters=parameters),
+            function("f", description=None, strict=None),
+            function("x" * 128),
+            {**function("f"), "cache_control": {"type": "ephemeral"}},
+        )
+    ):
+        case = chat(f"odd tool {number}", tools=[tool], tool_choice="required", parallel_tool_calls=False)
+        yield case._replace(statuses=OK)

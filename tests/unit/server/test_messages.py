@@ -317,6 +317,13 @@ def test_other_errors_have_anthropics_shape(serve_text: ServeText) -> None:
     assert "x-api-key: <key>" in refused.json()["error"]["message"]  # type: ignore[index]
 
 
+def test_models_answer_anthropics_clients_in_their_shape(serve_text: ServeText) -> None:
+    served = serve_text("Hello.")
+    error = served.get("/v1/models/other", headers={"anthropic-version": "2023-06-01"})
+    assert error.status == 404 and error.json()["error"]["type"] == "not_found_error"  # type: ignore[index]
+    assert served.get("/v1/models/other").json()["error"]["code"] == "model_not_found"  # type: ignore[index]
+
+
 def post_stream(served: Served) -> Call:
     body = {"max_tokens": 300, "messages": [{"role": "user", "content": "Hello"}], "stream": True}
     return Call(served.app, "POST", "/v1/messages", body)
