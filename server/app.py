@@ -130,13 +130,12 @@ _BATCH_CONCURRENCY = 64  # requests per engine
 
 
 class BuiltApp(NamedTuple):
-    """The app with the parts that its owner ends: `admission` drains it, then `batches` is stopped, `prompts` and
-    `storage` are closed."""
+    """The app with the parts that its owner ends: `admission` drains it, then `batches` is stopped and `prompts` is
+    closed."""
 
     app: ASGIApp
     admission: AdmissionController
     prompts: PromptPool
-    storage: Storage
     batches: BatchService | None  # None: batches are not stored
 
 
@@ -144,15 +143,15 @@ def create_app(
     replicas: Replicas,
     model: ServedModel,
     options: Options,
+    storage: Storage,
     adapters: AdapterRegistry | None = None,
     tracing: Tracing | None = None,
     front_ends: FrontEndGroup | None = None,
 ) -> BuiltApp:
-    """The app that serves one model on engines that are ready. adapters: None: there are none yet. tracing: None: there
-    are no traces. front_ends: processes that answer clients instead of this one and forward some requests to it. Raises
-    OptionError if the storage cannot be opened."""
+    """The app that serves one model on engines that are ready. storage: the caller closes it. adapters: None: there are
+    none yet. tracing: None: there are no traces. front_ends: processes that answer clients instead of this one and
+    forward some requests to it."""
     adapters = adapters or AdapterRegistry(replicas.facts, options.max_lora_rank, model.names)
-    storage = Storage.open(options)
     admission = AdmissionController(replicas, options.max_queue)
     counts = _create_counts(
         admission.refused,
@@ -184,7 +183,7 @@ def create_app(
             counts.batches,
         )
         app.include_router(create_batch_router(state, batch_service))
-    return BuiltApp(_wrap(app, options, counts.statuses), admission, state.prompts, storage, batch_service)
+    return BuiltApp(_wrap(app, options, counts.statuses), admission, state.prompts, batch_service)
 
 
 class BuiltFrontEndApp(NamedTuple):

@@ -75,26 +75,28 @@ async def assemble(options: Options, front_ends: FrontEndGroup | None = None) ->
     if draft_model is not None:  # engines find it in the cache
         await _in_thread(lambda: resolve_draft_checkpoint(draft_model, options.download_dir, weights=with_weights))
     supervisor = Supervisor(options, str(directory))
-    try:
+    async with contextlib.AsyncExitStack() as on_failure:
+        on_failure.push_async_callback(supervisor.stop)
         from serve_llm.server.adapters.registry import AdapterRegistry
         from serve_llm.server.app import create_app  # imported while the engine starts
         from serve_llm.server.prompt.model import ServedModel
+        from serve_llm.server.storage.storage import Storage
 
+        storage = Storage.open(options)  # before the engine is awaited: a folder that cannot be written fails early
+        on_failure.callback(storage.close)
         model = await _in_thread(lambda: ServedModel.load(directory, options))
         logger.info(await _in_thread(model.describe_dialect))
         await supervisor.start()
         adapters = AdapterRegistry(supervisor.replicas.facts, options.max_lora_rank, model.names)
         await adapters.load_all(options.lora_modules)
-        app, admission, prompts, storage, batches = create_app(
-            supervisor.replicas, model, options, adapters, tracing, front_ends
+        app, admission, prompts, batches = create_app(
+            supervisor.replicas, model, options, storage, adapters, tracing, front_ends
         )
         prompts.start_first_worker()
         if batches is not None:
             await batches.resume()
-        return Assembly(app, admission, supervisor, prompts, storage, batches, tracing)
-    except BaseException:
-        await supervisor.stop()
-        raise
+        on_failure.pop_all()
+    return Assembly(app, admission, supervisor, prompts, storage, batches, tracing)
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

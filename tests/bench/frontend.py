@@ -30,6 +30,7 @@ from serve_llm.server.engines.replicas import Replicas
 from serve_llm.server.http.connection import HttpServer
 from serve_llm.server.metrics.meter import Clock, Meter
 from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.storage.storage import Storage
 
 IDLE_SECONDS = 2.0
 TEXT = "def main():\n    stack = Stack()\n    for number in range(10):\n        stack.push(number)\n"
@@ -96,7 +97,7 @@ async def serve(listener: socket.socket, num_streams: int, num_tokens: int, rate
     options = make_options("demo")
     model = ServedModel.load(resolve_model("demo"), options)
     engine = PacedEngine(model.tokenizer.encode(TEXT, add_special_tokens=False))
-    app, admission, *_ = create_app(Replicas([engine]), model, options)
+    app, admission, *_ = create_app(Replicas([engine]), model, options, Storage(None, None))
     server = HttpServer(app, options.limits, None, None)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     await asyncio.sleep(0.5)

@@ -18,6 +18,7 @@ from serve_llm.server.engines.replicas import Replicas
 from serve_llm.server.engines.restarts import RestartRecord
 from serve_llm.server.http.connection import HttpServer
 from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.storage.storage import Storage
 from support.fakes import ScriptedEngine, facts
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -42,11 +43,10 @@ class PageServer:
         shape = facts(tensor_parallel_size=2, rank_hosts=HOSTS)
         self.engine = ScriptedEngine(self._write, automatic=False, model_facts=shape)
         self.replicas = Replicas([self.engine])
-        app, _, prompts, storage, _ = create_app(self.replicas, self.model, self.options)
+        app, _, prompts, _ = create_app(self.replicas, self.model, self.options, Storage(None, None))
         self.http_server = HttpServer(app, self.options.limits, None, None)
         await self.http_server.serve(sockets=[self.listener])
         prompts.close()
-        storage.close()
 
     def _write(self, request: object) -> list[int]:
         return self.model.tokenizer.encode(self.answer, add_special_tokens=False)

@@ -44,9 +44,9 @@ def serve(model: ServedModel) -> Iterator[Callable[..., Served]]:
         scripted = [
             ScriptedEngine(script or (lambda request: ids), meter=Meter(clock), **engine) for _ in range(num_engines)
         ]
-        app, admission, pool, storage, batches = create_app(
-            Replicas(scripted), served_model, make_options("demo", **(options or {}))
-        )
+        chosen = make_options("demo", **(options or {}))
+        storage = Storage.open(chosen)
+        app, admission, pool, batches = create_app(Replicas(scripted), served_model, chosen, storage)
         pools.append(pool)
         storages.append(storage)
         if served_model is not model:  # whose dialect a worker process would not know

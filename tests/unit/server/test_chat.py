@@ -15,6 +15,7 @@ from serve_llm.server.engines.replicas import Replicas
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.schema.chat import ChatCompletion, ChatEvent, ChatRequest
 from serve_llm.server.schema.completions import CompletionRequest
+from serve_llm.server.storage.storage import Storage
 from support.asgi import Reply, fetch
 from support.fakes import ScriptedEngine, facts, logprobs_of
 from support.serving import TEXT, Served
@@ -108,7 +109,7 @@ def test_every_role_and_extra_message_fields_reach_the_template(model: ServedMod
     )
     engine = ScriptedEngine(lambda request: [40])
     custom = ServedModel.load(model.directory, make_options("demo", chat_template=source))
-    app, *_ = create_app(Replicas([engine]), custom, make_options("demo"))
+    app, *_ = create_app(Replicas([engine]), custom, make_options("demo"), Storage(None, None))
     messages = [
         {"role": "system", "content": "s"},
         {"role": "developer", "content": "d", "name": "Ann"},
@@ -322,7 +323,7 @@ def test_openais_whole_schema_is_known(served: Served) -> None:
 
 def test_a_model_without_a_template_says_so(model: ServedModel) -> None:
     engine = ScriptedEngine(lambda request: [40])
-    app, *_ = create_app(Replicas([engine]), replace(model, template=None), make_options("x"))
+    app, *_ = create_app(Replicas([engine]), replace(model, template=None), make_options("x"), Storage(None, None))
     reply = fetch(app, "POST", "/v1/chat/completions", {"messages": HI})
     assert reply.status == 400 and "--chat-template" in reply.json()["error"]["message"]
 

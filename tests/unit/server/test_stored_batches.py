@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from serve_llm.common.errors import OptionError
+from serve_llm.common.options.sources import make_options
 from serve_llm.common.types import LOWEST_PRIORITY
+from serve_llm.server.assemble import assemble
+from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.schema.batches import BatchReply, FileReply
 from support.asgi import Call, Reply
 from support.serving import Served
@@ -337,3 +340,12 @@ def test_without_a_directory_the_option_is_named(served: Served) -> None:
     for path in (FILES, BATCHES):
         reply = served.post(path, {})
         assert reply.status == 404 and "--batches-dir" in reply.json()["error"]["message"]  # type: ignore[index]
+
+
+def test_a_folder_that_cannot_be_written_fails_the_start_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(ServedModel, "load", lambda *arguments: pytest.fail("the model is loaded"))
+    with pytest.raises(OptionError, match=r"--batches-dir .*Not a directory"):
+        asyncio.run(assemble(make_options("demo", batches_dir=str(tmp_path / "file" / "inner"))))

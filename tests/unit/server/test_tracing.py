@@ -20,6 +20,7 @@ from serve_llm.server.assemble import assemble
 from serve_llm.server.engines.replicas import Replicas
 from serve_llm.server.metrics.meter import Clock, Meter
 from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.storage.storage import Storage
 from serve_llm.server.tracing.tracing import Tracing
 from support.asgi import Call
 from support.fakes import ScriptedEngine, facts
@@ -64,9 +65,12 @@ def serve_traced(model: ServedModel) -> Iterator[Open]:
         scripted = ScriptedEngine(lambda request: ids, meter=Meter(Clock()), **engine)  # type: ignore[arg-type]
         exporter = InMemorySpanExporter()
         tracing = Tracing(SimpleSpanProcessor(exporter))
-        built = create_app(Replicas([scripted]), model, make_options("demo", **(options or {})), tracing=tracing)
+        storage = Storage(None, None)
+        built = create_app(
+            Replicas([scripted]), model, make_options("demo", **(options or {})), storage, tracing=tracing
+        )
         pools.append(built.prompts)
-        traced = Traced(built.app, built.admission, [scripted], model, built.storage, built.batches)
+        traced = Traced(built.app, built.admission, [scripted], model, storage, built.batches)
         traced.exporter = exporter
         return traced
 
