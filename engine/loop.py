@@ -254,7 +254,7 @@ def _find_sizes_to_capture(config: Config) -> deque[int]:
 def _build_speculator(config: SpeculativeConfig | None, draft_model: BatchDraftSource | None) -> Speculator | None:
     if config is None:
         return None
-    if config.model is not None:
+    if config.has_draft_model:
         assert draft_model is not None, "the draft model was not loaded"
         return ModelSpeculator(config.num_speculative_tokens, draft_model)
     lengths = (config.prompt_lookup_min, config.prompt_lookup_max)

@@ -223,14 +223,14 @@ def resolve_config(
 
 def find_draft_model(options: EngineOptions, config: Config) -> DraftModelConfig | None:
     """The draft model that the options name. Raises OptionError and ModelError if it cannot guess for this model."""
-    if config.speculation is None or config.speculation.model is None:
+    if config.speculation is None or not config.speculation.has_draft_model:
         return None
     if config.executor_backend == "ray" and config.device == "cuda":
         raise OptionError(
             "--speculative-config: the draft model runs in the engine's process, to which Ray assigns no GPU; use "
             "--distributed-executor-backend mp, or method ngram"
         )
-    directory = find_draft_directory(options)
+    directory = Path(config.directory) if config.speculation.model is None else find_draft_directory(options)
     if not config.speculation.reads_hidden_states:  # a head has the served model's
         check_tokenizers(options, Path(config.directory), directory)
     return resolve_draft_model(options, config, directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from serve_llm.cli.plan.weights import weight_bytes
 from serve_llm.common.hub import resolve_config
@@ -10,6 +11,7 @@ from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.engine.config import Config
 from serve_llm.engine.draft_model.resolve import count_cache_bytes, resolve_draft_model
 from serve_llm.engine.model.eagle_spec import NUM_STATES, EagleSpec
+from serve_llm.engine.model.mtp_spec import MTPSpec
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import AttentionSpec, ModelSpec
 from serve_llm.engine.parallel.layout import ParallelLayout
@@ -21,15 +23,27 @@ def count_draft_bytes(options: EngineOptions, config: Config, raw: Mapping[str, 
     config, raw: the served model's settings and config.json. memory: bytes of the device. Raises ModelError and
     OptionError.
     """
-    if config.speculation is None or config.speculation.model is None:
+    if config.speculation is None or not config.speculation.has_draft_model:
         return 0
-    directory = resolve_config(config.speculation.model, None, options.download_dir)
+    model = config.speculation.model
+    directory = Path(config.directory) if model is None else resolve_config(model, None, options.download_dir)
     draft = resolve_draft_model(options, config, directory, raw)
+    if draft.mtp is not None:
+        weights = _count_mtp_bytes(draft.mtp, draft.config.element_bytes, config.device)
+        return weights + count_cache_bytes(draft, max(0, memory - weights))
     shard = Shard(ParallelLayout(), 0, range(len(draft.spec.layers)))
     weights = weight_bytes(draft.spec, shard, draft.config.element_bytes, config.device).held
     if draft.eagle is not None:
         weights += _count_other_bytes(draft.spec, draft.eagle, draft.config.element_bytes)
     return weights + count_cache_bytes(draft, max(0, memory - weights))
+
+
+def _count_mtp_bytes(mtp: MTPSpec, element_bytes: int, device: str) -> int:
+    """Bytes of the layer, the embedding, the LM head and the final norm, and of what a decoder layer does not have."""
+    shard = Shard(ParallelLayout(), 0, range(mtp.layer, mtp.layer + 1))
+    width = mtp.model.hidden_size
+    norms_and_projection = 3 * width + 2 * width * width
+    return weight_bytes(mtp.model, shard, element_bytes, device).held + norms_and_projection * element_bytes
 
 
 def _count_other_bytes(spec: ModelSpec, eagle: EagleSpec, element_bytes: int) -> int:

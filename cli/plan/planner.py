@@ -244,7 +244,7 @@ class _Planner:
         if self.config.enable_expert_parallel and layout.tp_size * self.config.data_parallel_size == 1:
             return False  # no ranks to divide experts among
         speculation = self.config.speculation
-        if layout.pp_size > 1 and speculation is not None and speculation.reads_hidden_states:
+        if layout.pp_size > 1 and speculation is not None and speculation.reads_inner_states:
             return False  # they lie on several stages
         stages = layout.pp_size * self.config.data_parallel_size
         per_node = self.hardware.ranks_per_node // layout.tp_size

@@ -180,8 +180,9 @@ class EngineOptions:
         parse_speculative_config,
         'drafts to verify, so that a step may make several tokens; same output: {"method": "ngram"} takes them from '
         'earlier text of the request, {"method": "draft_model", "model": MODEL}, or MODEL alone, from a small model '
-        'with the same tokenizer, {"method": "eagle3", "model": HEAD} from an EAGLE-3 head; other keys: '
-        "num_speculative_tokens, prompt_lookup_max, prompt_lookup_min (default: none)",
+        'with the same tokenizer, {"method": "eagle3", "model": HEAD} from an EAGLE-3 head, {"method": "mtp"} '
+        "from the checkpoint's MTP layer; other keys: num_speculative_tokens, prompt_lookup_max, prompt_lookup_min "
+        "(default: none)",
         metavar="JSON",
     )
     enable_lora: bool = option(False, parse_boolean, "serve LoRA adapters, which requests name as their model")

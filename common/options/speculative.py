@@ -8,16 +8,20 @@ from dataclasses import asdict, dataclass
 
 MAX_DRAFT_TOKENS = 16
 MAX_MATCH = 64
+MTP_TOKENS = 1  # what an MTP layer is trained for
 
 
 PROMPT_LOOKUP = "ngram"
 DRAFT_MODEL = "draft_model"
 EAGLE3 = "eagle3"
+MTP = "mtp"
+OTHER_NAMES = {"deepseek_mtp": MTP, "glm4_moe_mtp": MTP}  # vLLM's older ones
 # The keys that each method has.
 KEYS = {
     PROMPT_LOOKUP: ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
     DRAFT_MODEL: ("num_speculative_tokens", "model", "draft_tensor_parallel_size"),
     EAGLE3: ("num_speculative_tokens", "model", "draft_tensor_parallel_size"),
+    MTP: ("num_speculative_tokens", "draft_tensor_parallel_size"),
 }
 
 
@@ -26,7 +30,7 @@ class SpeculativeConfig:
     """How drafts are made, and how long they may be."""
 
     # "ngram": what followed an earlier occurrence of the text's latest ids; "draft_model": a small model; "eagle3": an
-    # EAGLE-3 head, which reads hidden states of the served model
+    # EAGLE-3 head, which reads hidden states of the served model; "mtp": the served checkpoint's MTP layer, likewise
     method: str
     num_speculative_tokens: int = 8  # most drafts of a sequence in a step
     prompt_lookup_max: int = 8  # ids of an occurrence that is as good as any longer one
@@ -34,9 +38,24 @@ class SpeculativeConfig:
     model: str | None = None  # the draft model or head: a directory or a Hugging Face id
 
     @property
-    def reads_hidden_states(self) -> bool:
-        """Whether drafts are made from hidden states of the served model."""
+    def has_draft_model(self) -> bool:
+        """Whether a draft model, head or MTP layer is computed beside the served model."""
+        return self.method != PROMPT_LOOKUP
+
+    @property
+    def reads_inner_states(self) -> bool:
+        """Whether drafts are made from hidden states between layers of the served model."""
         return self.method == EAGLE3
+
+    @property
+    def reads_last_states(self) -> bool:
+        """Whether drafts are made from what the served model's last layer returns."""
+        return self.method == MTP
+
+    @property
+    def reads_hidden_states(self) -> bool:
+        """Whether drafts are made from any hidden states of the served model."""
+        return self.reads_inner_states or self.reads_last_states
 
     @classmethod
     def parse(cls, text: str) -> SpeculativeConfig:
@@ -50,17 +69,18 @@ def parse_speculative_config(value: object) -> str:
     if not isinstance(given, Mapping):
         raise ValueError('expected a JSON object, such as {"method": "ngram", "num_speculative_tokens": 4}')
     method = given.get("method") or (DRAFT_MODEL if given.get("model") is not None else None)
+    method = OTHER_NAMES.get(str(method), method)
     if method not in KEYS:
         raise ValueError(
-            f"method {method!r} is not supported; there are 'ngram', prompt lookup, 'draft_model', a small model, and "
-            "'eagle3', an EAGLE-3 head"
+            f"method {method!r} is not supported; there are 'ngram', prompt lookup, 'draft_model', a small model, "
+            "'eagle3', an EAGLE-3 head, and 'mtp', the checkpoint's own MTP layer"
         )
     unknown = [str(key) for key in given if key not in ("method", *KEYS[method])]
     if unknown:
         raise ValueError(f"{unknown[0]!r} is not supported; the keys of {method} are {', '.join(KEYS[method])}")
     given = {key: number for key, number in given.items() if number is not None}
     count = _read_count(given, "num_speculative_tokens", MAX_DRAFT_TOKENS)
-    count = count or SpeculativeConfig.num_speculative_tokens
+    count = count or (MTP_TOKENS if method == MTP else SpeculativeConfig.num_speculative_tokens)
     config = _read_prompt_lookup(given, count) if method == PROMPT_LOOKUP else _read_draft_model(given, method, count)
     return json.dumps({key: chosen for key, chosen in asdict(config).items() if chosen is not None})
 
@@ -68,7 +88,7 @@ def parse_speculative_config(value: object) -> str:
 def _read_text(text: str) -> object:
     if text.startswith(("{", "[")):
         return json.loads(text)
-    return {"method": text} if text in KEYS else {"model": text}
+    return {"method": text} if text in (*KEYS, *OTHER_NAMES) else {"model": text}
 
 
 def _read_prompt_lookup(given: Mapping[str, object], count: int) -> SpeculativeConfig:
@@ -86,13 +106,13 @@ def _read_prompt_lookup(given: Mapping[str, object], count: int) -> SpeculativeC
 
 
 def _read_draft_model(given: Mapping[str, object], method: str, count: int) -> SpeculativeConfig:
-    what = "draft model" if method == DRAFT_MODEL else "head"
+    what = {DRAFT_MODEL: "draft model", EAGLE3: "head", MTP: "MTP layer"}[method]
     model = given.get("model")
-    if not isinstance(model, str) or not model:
+    if method != MTP and (not isinstance(model, str) or not model):
         raise ValueError(f"method {method} needs 'model', the directory or Hugging Face id of the {what}")
     if given.get("draft_tensor_parallel_size", 1) != 1:
         raise ValueError(f"draft_tensor_parallel_size must be 1: the {what} is computed by one rank of its own")
-    return SpeculativeConfig(method=method, num_speculative_tokens=count, model=model)
+    return SpeculativeConfig(method=method, num_speculative_tokens=count, model=None if model is None else str(model))
 
 
 def _read_count(given: Mapping[str, object], name: str, highest: int) -> int | None:

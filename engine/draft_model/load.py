@@ -10,11 +10,12 @@ import torch
 
 from serve_llm.common.errors import CapacityError, ModelError
 from serve_llm.engine.config import Config
+from serve_llm.engine.draft_model.draft_head import DraftHead
 from serve_llm.engine.draft_model.draft_model import DraftModel
-from serve_llm.engine.draft_model.eagle_draft_model import EagleDraftModel
 from serve_llm.engine.draft_model.eagle_load import load_head
+from serve_llm.engine.draft_model.head_draft_model import HeadDraftModel
+from serve_llm.engine.draft_model.mtp_load import load_mtp_head
 from serve_llm.engine.draft_model.resolve import DraftModelConfig, count_cache_bytes
-from serve_llm.engine.model.eagle_head import EagleHead
 from serve_llm.engine.model.shard import build_rank_shard
 from serve_llm.engine.parallel.groups import ProcessGroups
 from serve_llm.engine.worker import kv_cache
@@ -31,14 +32,17 @@ def load_draft_model(draft: DraftModelConfig, served: Config) -> DraftModel:
     """
     config = replace(draft.config, kv_cache_memory=count_cache_bytes(draft, _find_free_memory(served)))
     groups = ProcessGroups(local_ranks=config.data_parallel_size)
-    heads: list[EagleHead] = []
+    heads: list[DraftHead] = []
 
-    def load_this_head(kernels: Kernels) -> EagleHead:
-        heads.append(load_head(draft, Path(served.directory), kernels))
+    def load_this_head(kernels: Kernels) -> DraftHead:
+        if draft.mtp is not None:
+            heads.append(load_mtp_head(draft, kernels))
+        else:
+            heads.append(load_head(draft, Path(served.directory), kernels))
         return heads[0]
 
     try:
-        load_decoder = None if draft.eagle is None else load_this_head
+        load_decoder = None if draft.eagle is None and draft.mtp is None else load_this_head
         shard = build_rank_shard(draft.spec, config, 0)
         worker = Worker(config, draft.spec, draft.weights, shard, groups, load_decoder)
         layout = worker.allocate(worker.num_blocks)
@@ -46,7 +50,8 @@ def load_draft_model(draft: DraftModelConfig, served: Config) -> DraftModel:
         raise type(error)(f"--speculative-config: the draft model in {config.directory}: {error}") from None
     tokens = kv_cache.cache_tokens(layout, config.max_model_len, config.max_num_batched_tokens)
     logger.info(
-        "Draft model %s (%s): %s of weights, %s of KV cache for %s tokens",
+        "%s %s (%s): %s of weights, %s of KV cache for %s tokens",
+        "Draft model" if draft.mtp is None else "MTP layer of",
         config.directory,
         draft.spec.architecture,
         kv_cache.size_text(worker.weight_bytes),
@@ -54,7 +59,7 @@ def load_draft_model(draft: DraftModelConfig, served: Config) -> DraftModel:
         f"{tokens:,}",
     )
     if heads:
-        return EagleDraftModel(config, worker, layout, served.vocab_size, heads[0])
+        return HeadDraftModel(config, worker, layout, served.vocab_size, heads[0])
     return DraftModel(config, worker, layout, served.vocab_size)
 
 

@@ -14,6 +14,7 @@ from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.common.tokenizer_files import find_tokenizer
 from serve_llm.engine.config import Config, resolve
 from serve_llm.engine.model.eagle_spec import EagleSpec, read_eagle
+from serve_llm.engine.model.mtp_spec import MTPSpec, read_mtp
 from serve_llm.engine.model.registry import apply_engine_config, read_model
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
@@ -29,9 +30,10 @@ class DraftModelConfig:
 
     config: Config
     spec: ModelSpec
-    weights: WeightMap | None  # None for a head
+    weights: WeightMap | None  # None for an EAGLE-3 head and an MTP layer
     eagle: EagleSpec | None = None  # set for an EAGLE-3 head
-    target: tuple[ModelSpec, WeightMap] | None = None  # the model that a head is for
+    target: tuple[ModelSpec, WeightMap] | None = None  # the model that an EAGLE-3 head is for
+    mtp: MTPSpec | None = None  # set for an MTP layer
 
 
 def resolve_draft_model(
@@ -44,18 +46,17 @@ def resolve_draft_model(
     speculation = options.speculation
     assert speculation is not None, "no speculation"
     try:
-        return _resolve(options, served, directory, served_raw)
+        if speculation.reads_hidden_states:
+            served_raw = served_raw or read_config(Path(served.directory))
+            return _resolve_head(options, served, directory, served_raw)
+        return _resolve(options, served, directory)
     except (ModelError, OptionError) as error:
-        raise type(error)(f"--speculative-config: the draft model {speculation.model}: {error}") from None
+        what = "" if speculation.model is None else f"the draft model {speculation.model}: "
+        raise type(error)(f"--speculative-config: {what}{error}") from None
 
 
-def _resolve(
-    options: EngineOptions, served: Config, directory: Path, served_raw: Mapping[str, object] | None
-) -> DraftModelConfig:
+def _resolve(options: EngineOptions, served: Config, directory: Path) -> DraftModelConfig:
     raw = read_config(directory)
-    if served.speculation is not None and served.speculation.reads_hidden_states:
-        served_raw = served_raw or read_config(Path(served.directory))
-        return _resolve_head(options, served, directory, raw, served_raw)
     spec, weights = read_model(raw)
     if spec.is_encoder or not served.generates:
         raise ModelError(f"{spec.architecture} generates no text")
@@ -67,18 +68,19 @@ def _resolve(
 
 
 def _resolve_head(
-    options: EngineOptions,
-    served: Config,
-    directory: Path,
-    raw: dict[str, object],
-    served_raw: Mapping[str, object],
+    options: EngineOptions, served: Config, directory: Path, served_raw: Mapping[str, object]
 ) -> DraftModelConfig:
+    """An EAGLE-3 head, or the MTP layer of the served model."""
     if options.model_impl == "transformers":
         raise OptionError("transformers' own code does not give out hidden states; omit --model-impl")
-    if served.pipeline_parallel_size > 1:
-        raise OptionError("it reads hidden states of several stages; omit --pipeline-parallel-size")
     if served.device == "cuda" and not served.enforce_eager:
         raise OptionError("captured CUDA graphs do not give out hidden states; add --enforce-eager")
+    assert options.speculation is not None, "no speculation"
+    if options.speculation.reads_last_states:
+        return _resolve_mtp(options, served, served_raw)
+    if served.pipeline_parallel_size > 1:
+        raise OptionError("it reads hidden states of several stages; omit --pipeline-parallel-size")
+    raw = read_config(directory)
     target = read_model(served_raw, options.allow_unknown_config)
     spec, eagle = read_eagle(raw, target[0])
     options = replace(options, dtype=served.dtype, quantization="auto", allow_unknown_config=())
@@ -86,6 +88,16 @@ def _resolve_head(
     # Rope goes on beyond the length that heads are trained for, which is often short.
     config = replace(config, max_model_len=served.max_model_len, enforce_eager=True)
     return DraftModelConfig(config, apply_engine_config(spec, config), None, eagle, target)
+
+
+def _resolve_mtp(options: EngineOptions, served: Config, raw: Mapping[str, object]) -> DraftModelConfig:
+    """raw: the served model's config.json."""
+    mtp = read_mtp(raw, options.allow_unknown_config)
+    options = replace(options, dtype=served.dtype)
+    config = _resolve_config(options, served, Path(served.directory), dict(raw), mtp.draft)
+    config = replace(config, max_model_len=served.max_model_len, enforce_eager=True)
+    mtp = replace(mtp, model=apply_engine_config(mtp.model, config))
+    return DraftModelConfig(config, mtp.draft, None, mtp=mtp)
 
 
 def _resolve_config(
@@ -129,7 +141,7 @@ def count_cache_bytes(draft: DraftModelConfig, free: int) -> int:
 
 
 def find_draft_directory(options: EngineOptions) -> Path:
-    """The checkpoint of the draft model. Raises ModelError."""
+    """The checkpoint of the draft model, which is not the served model's. Raises ModelError."""
     speculation = options.speculation
     assert speculation is not None and speculation.model is not None, "no draft model"
     return resolve_draft_checkpoint(speculation.model, options.download_dir, weights=options.load_format == "auto")

@@ -83,6 +83,8 @@ def read_adapter_config(raw: object) -> AdapterConfig:
             f"{CONFIG}: init_lora_weights: {beginning} changes the base model's weights; convert the adapter with "
             "PEFT's path_initial_model_for_weight_conversion"
         )
+    if config.get("target_parameters"):  # PEFT adds patterns for these, which are no names of modules
+        raise AdapterError(f"{CONFIG}: target_parameters: {REASONS['target_parameters']}")
     rank = _read_rank("r", config.pop("r", None))
     alpha = _read_number("lora_alpha", config.pop("lora_alpha", None))
     ranks = {name: _read_rank(f"rank_pattern.{name}", value) for name, value in _read_pattern("rank_pattern", config)}

@@ -173,7 +173,7 @@ def build_decoder(spec: ModelSpec, builder: ModelBuilder, device: torch.device) 
         final_norm = _build_final_norm(spec, builder)
         if spec.lm_head:
             tied_weight = embedding_weight if spec.tie_word_embeddings else None
-            lm_head = [*final_norm, *_build_lm_head(spec, tied_weight, builder)]
+            lm_head = [*final_norm, *build_lm_head(spec, tied_weight, builder)]
         if spec.pooler is not None:
             pooler = build_pooler(spec, spec.pooler, final_norm, builder)
     group_of_layer = {layer: index for index, group in enumerate(spec.kv_groups) for layer in group.layers}
@@ -214,7 +214,7 @@ def _build_final_norm(spec: ModelSpec, builder: ModelBuilder) -> list[Forward]:
     return steps
 
 
-def _build_lm_head(spec: ModelSpec, tied_weight: Tensor | None, builder: ModelBuilder) -> list[Forward]:
+def build_lm_head(spec: ModelSpec, tied_weight: Tensor | None, builder: ModelBuilder) -> list[Forward]:
     """What computes logits from normed hidden states, in order.
 
     tied_weight: that of the embedding where it is also the head's and this rank has it already.

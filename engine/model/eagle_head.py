@@ -27,7 +27,7 @@ from serve_llm.engine.model.spec import AttentionSpec, MLPSpec, ModelSpec
 
 @dataclass(eq=False, repr=False)
 class EagleHead:
-    """A `RunnableModel` that also reads `states`, which the caller sets before each step."""
+    """See `DraftHead`."""
 
     spec: ModelSpec
     eagle: EagleSpec
@@ -44,11 +44,16 @@ class EagleHead:
     collected_layers: tuple[int, ...] = ()
     collected: list[Tensor] = field(default_factory=list)
     pooler: Pooler | None = None
-    states: Tensor | None = field(default=None, init=False)  # (tokens, hidden_size); None: zeros, to measure memory
-    outputs: Tensor | None = field(default=None, init=False)  # (rows, hidden_size): states after the last step
+    states: Tensor | None = field(default=None, init=False)
+    outputs: Tensor | None = field(default=None, init=False)
+
+    @property
+    def state_size(self) -> int:
+        """See `DraftHead.state_size`."""
+        return NUM_STATES * self.eagle.target_hidden_size
 
     def fuse(self, states: Tensor) -> Tensor:
-        """(tokens, NUM_STATES * target_hidden_size) -> (tokens, hidden_size)."""
+        """See `DraftHead.fuse`."""
         return self.fuse_states(states)
 
     def forward(self, inputs: StepInputs, caches: Sequence[Tensor], rows: Tensor | None = None) -> Tensor:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,15 @@ KV_SCALES = (r".*\.[kv]_scale", r".*\.[kv]_proj\.output_scale")  # scales for an
 Progress = Callable[[int, int], None]  # number of parameters loaded so far, number of all
 
 
+class OpenWeights(NamedTuple):
+    """A model's parameters, none of which has been read."""
+
+    spec: ModelSpec  # as `match_tensors` returns it
+    load: WeightLoader
+    load_grouped: GroupedWeightLoader
+    checkpoint: AnyCheckpoint | None  # None: weights are random
+
+
 def load_model(
     directory: Path,
     spec: ModelSpec,
@@ -59,27 +69,12 @@ def load_model(
     `seed`. kernels: None: those of `choose_kernels`. lora: where linear layers that adapters can change are recorded.
     Raises ModelError if the checkpoint cannot be read or does not match spec and weight_map.
     """
-    if spec.int8 is not None and device.type == "cpu":
-        int8.check()
-    if spec.fp8:
-        fp8.check(device)
-    load: WeightLoader
-    checkpoint = None
-    load_grouped: GroupedWeightLoader = load_no_groups
-    if load_format == "dummy":
-        spec = _quantise_int8_at_load(spec)
-        load = build_dummy_loader(seed, dtype, device)
-        if spec.grouped is not None and spec.grouped.in_checkpoint:
-            load_grouped = build_dummy_group_loader(seed, spec.grouped, device)
-    else:
-        checkpoint = open_checkpoint(directory)
-        spec, sources = match_tensors(checkpoint, spec, weight_map, str(directory))
-        if device.type != "cpu":
-            read_ahead(checkpoint.paths)
-        stored = CheckpointLoader(checkpoint, sources, dtype, device)
-        load, load_grouped = stored, stored.read_grouped
-        if shard.is_last:
-            load = _with_pooler_folders(load, spec, directory, dtype, device)
+    opened = open_weights(directory, spec, weight_map, dtype, device, load_format, seed)
+    spec, load, checkpoint = opened.spec, opened.load, opened.checkpoint
+    if checkpoint is not None and device.type != "cpu":
+        read_ahead(checkpoint.paths)
+    if checkpoint is not None and shard.is_last:
+        load = _with_pooler_folders(load, spec, directory, dtype, device)
     report = _Progress(_count_parameters(spec, weight_map, shard), progress)
     builder = ModelBuilder(
         report.counting(load),
@@ -89,7 +84,7 @@ def load_model(
         spec.int8,
         spec.fp8,
         spec.grouped,
-        report.counting_groups(load_grouped),
+        report.counting_groups(opened.load_grouped),
         dtype,
         device,
         lora,
@@ -101,6 +96,32 @@ def load_model(
         lora.base_weights = BaseWeights(_build_row_reader(load, spec), release)
     logger.debug("Model:\n%r", decoder)
     return decoder
+
+
+def open_weights(
+    directory: Path,
+    spec: ModelSpec,
+    weight_map: WeightMap,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str,
+    seed: int,
+) -> OpenWeights:
+    """Match a checkpoint's tensors with the parameters. All arguments and errors as of `load_model`."""
+    if spec.int8 is not None and device.type == "cpu":
+        int8.check()
+    if spec.fp8:
+        fp8.check(device)
+    if load_format == "dummy":
+        spec = _quantise_int8_at_load(spec)
+        load_grouped: GroupedWeightLoader = load_no_groups
+        if spec.grouped is not None and spec.grouped.in_checkpoint:
+            load_grouped = build_dummy_group_loader(seed, spec.grouped, device)
+        return OpenWeights(spec, build_dummy_loader(seed, dtype, device), load_grouped, None)
+    checkpoint = open_checkpoint(directory)
+    spec, sources = match_tensors(checkpoint, spec, weight_map, str(directory))
+    stored = CheckpointLoader(checkpoint, sources, dtype, device)
+    return OpenWeights(spec, stored, stored.read_grouped, checkpoint)
 
 
 def _do_nothing() -> None:

@@ -64,6 +64,8 @@ class Runner:
         self._shard = shard
         self._adapters = adapters
         self._generates = config.generates
+        speculation = config.speculation
+        self._sends_last_states = speculation is not None and speculation.reads_last_states
         self._max_model_len = config.max_model_len
         self._vocabulary = vocabulary
         self._copier = DeviceCopier(device)
@@ -73,7 +75,8 @@ class Runner:
         self._sampler = _build_sampler(vocabulary, self._copier, device.type == "cuda" or config.async_scheduling)
         self.graphs: StepGraphs | None = None
         # With engines that share experts, no stage captures: the stages, some of them without experts, would disagree.
-        can_capture = decoder.capturable and not decoder.collected_layers and config.expert_engines == 1
+        sends_states = speculation is not None and speculation.reads_hidden_states
+        can_capture = decoder.capturable and not sends_states and config.expert_engines == 1
         if can_capture and not config.enforce_eager:
             self.graphs = StepGraphs(
                 self._compute_logits,
@@ -124,15 +127,20 @@ class Runner:
             inputs = replace(inputs, ids=self._last_token_ids.fill(inputs.ids, req_indices))
         rows, starts = self._select_rows(scheduled, inputs) if self._shard.is_last else (None, inputs.query_starts)
         if adapter_slots and self._adapters is not None:
-            self._adapters.layers.begin_step(adapter_slots, inputs.query_starts, starts, self._copier.device)
+            last_starts = inputs.query_starts if self._sends_last_states else starts
+            self._adapters.layers.begin_step(adapter_slots, inputs.query_starts, last_starts, self._copier.device)
         if not self._shard.is_last:
             self._decoder.forward(inputs, self.caches)
             self._receive_masks(scheduler_output, masks)
             return NO_RESULTS
-        hidden = self._decoder.forward(inputs, self.caches, rows)
+        hidden = self._decoder.forward(inputs, self.caches, None if self._sends_last_states else rows)
+        collected = [hidden] if self._sends_last_states else self._decoder.collected
+        if self._sends_last_states and rows is not None:
+            hidden = hidden[rows]
         self._add_known_logprobs(scheduled, starts, hidden, adapter_slots, results)
         vectors = self._compute_vectors(scheduled, starts, hidden)
-        collected = self._decoder.collected if self._shard.is_output else ()
+        if not self._shard.is_output:
+            collected = []
         sampled = [index for index, chunk in enumerate(scheduled) if chunk.sample]
         if not sampled:
             pending = PendingStep(lambda: True, lambda: results) if self._shard.is_output else NO_RESULTS
@@ -171,7 +179,9 @@ class Runner:
             self._decoder.forward(inputs, self.caches)
             return
         last_rows = self._copier.to_device(np.array(inputs.query_starts[1:]) - 1)
-        hidden = self._decoder.forward(inputs, self.caches, last_rows)
+        hidden = self._decoder.forward(inputs, self.caches, None if self._sends_last_states else last_rows)
+        if self._sends_last_states:
+            hidden = hidden[last_rows]
         if not self._generates:
             return
         self._vocabulary.gather(self._decoder.logits(hidden)).float()

@@ -151,7 +151,7 @@ class Worker:
                 lora=lora,
                 progress=advance,
             )
-        if config.speculation is not None and config.speculation.reads_hidden_states:
+        if config.speculation is not None and config.speculation.reads_inner_states:
             self._decoder.collected_layers = find_hidden_state_layers(len(spec.layers))
         if lora is not None:
             self._adapters = AdapterLoader(

@@ -6,7 +6,6 @@ The head was trained on what the tiny model says, so that many guesses are right
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,16 +13,14 @@ import pytest
 import torch
 
 from serve_llm.common.types import Request, Sampling
-from serve_llm.engine.draft_model.eagle_draft_model import EagleDraftModel
-from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.scheduler import speculation
-from serve_llm.engine.scheduler.speculation import ModelSpeculator
+from support.drafts import check_head, find_draft_model, record_guesses
 from support.eagle import Served, build_head, train, write_head
 from support.engine import generate, generate_together, make_engine, make_engines
 from support.gpu_path import make_gpu_engine
 from support.matrix import mostly_slow
 from support.processors import mark_int8
-from support.speculation import ARRIVALS, assert_drafted, assert_equal, draft_freely, make_requests
+from support.speculation import ARRIVALS, assert_equal, draft_freely, make_requests
 from support.tiny import make_checkpoint
 
 OFF: dict[str, object] = {"block_size": 8}
@@ -58,35 +55,6 @@ def llama(root: Path) -> Case:
     return Case(root, "llama")
 
 
-def find_draft_model(engine: EngineCore) -> EagleDraftModel:
-    assert isinstance(engine._speculator, ModelSpeculator)
-    assert isinstance(engine._speculator._source, EagleDraftModel)
-    return engine._speculator._source
-
-
-def check(engine: EngineCore) -> None:
-    """Some guesses were right, some wrong, and the head has given everything back."""
-    assert_drafted(engine)
-    model = find_draft_model(engine)
-    model.sequences.check_integrity()
-    assert not model.sequences._drafts and not model._waiting and not model._outputs, "a request that has ended"
-
-
-def record_guesses(engine: EngineCore) -> list[tuple[list[int], list[int]]]:
-    """All guesses from now on, each with the ids that it follows."""
-    model = find_draft_model(engine)
-    propose = model.propose
-    found: list[tuple[list[int], list[int]]] = []
-
-    def recorded(wanted: Sequence[tuple[object, int]]) -> list[list[int]]:
-        guesses = propose(wanted)
-        found.extend((list(one.token_ids), list(own)) for (one, _), own in zip(wanted, guesses, strict=True))
-        return guesses
-
-    model.propose = recorded
-    return found
-
-
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 @pytest.mark.parametrize("how", [{}, {"max_num_batched_tokens": 9}, {"tensor": 2}], ids=["", "chunks", "two ranks"])
 def test_its_guesses_are_those_of_a_plain_implementation(
@@ -118,7 +86,7 @@ def test_same_output(family: str, root: Path, llama: Case) -> None:
     engine = draft_freely(make_engine(case.directory, **case.on))
     for _ in range(2):  # the second time with cached prefixes
         assert_equal(generate(engine, case.requests, ARRIVALS), case.expected)
-    check(engine)
+    check_head(engine)
 
 
 HOWS: dict[str, dict[str, object]] = {
@@ -137,7 +105,7 @@ def test_every_way_to_compute(how: str, llama: Case) -> None:
     expected = generate(make_engine(llama.directory, **(OFF | HOWS[how])), llama.requests)
     engine = draft_freely(make_engine(llama.directory, **(llama.on | HOWS[how])))
     assert_equal(generate(engine, llama.requests, ARRIVALS), expected)
-    check(engine)
+    check_head(engine)
 
 
 @pytest.mark.slow
@@ -147,7 +115,7 @@ def test_engines_that_share_experts(tmp_path: Path) -> None:
     shares = [case.requests[::2], case.requests[1::2]]
     for engine, share, found in zip(engines, shares, generate_together(engines, shares), strict=True):
         assert_equal(found, {request.id: case.expected[request.id] for request in share})
-        check(engine)
+        check_head(engine)
 
 
 def test_preemption_and_replay(llama: Case) -> None:
@@ -157,7 +125,7 @@ def test_preemption_and_replay(llama: Case) -> None:
     memory = (roomy.layout.blocks_per_request(112, 30) + 6) * roomy.layout.block_bytes
     small = draft_freely(make_engine(llama.directory, **(llama.on | options), kv_cache_memory=memory))
     assert_equal(generate(small, llama.requests, ARRIVALS), expected)
-    check(small)
+    check_head(small)
     assert small.scheduler.stats().num_preemptions > 0
     begun = [
         msgspec.structs.replace(request, output_ids=expected[request.id].token_ids[:6])
@@ -176,7 +144,7 @@ def test_as_on_a_gpu(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {number: result.token_ids for number, result in found.items()} == {
         number: result.token_ids for number, result in expected.items()
     }
-    check(engine)
+    check_head(engine)
 
 
 def test_it_saves_steps(llama: Case) -> None:
@@ -230,7 +198,7 @@ def test_few_blocks(llama: Case) -> None:
     assert_equal(generate(engine, llama.requests, ARRIVALS), llama.expected)
     for block in spare:
         model.sequences._pool.release(block)
-    check(engine)
+    check_head(engine)
 
 
 def test_its_own_embedding(llama: Case, tmp_path: Path) -> None:

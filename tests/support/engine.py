@@ -48,9 +48,10 @@ def make_engine(
 
 def make_draft_model(options: EngineOptions, config: Config) -> DraftModel | None:
     """The draft model that the options name. Test checkpoints have no tokenizer that could be compared."""
-    if config.speculation is None or config.speculation.model is None:
+    if config.speculation is None or not config.speculation.has_draft_model:
         return None
-    draft = resolve_draft_model(options, config, find_draft_directory(options))
+    directory = Path(config.directory) if config.speculation.model is None else find_draft_directory(options)
+    draft = resolve_draft_model(options, config, directory)
     return startup.build_draft_model(draft, config)
 
 

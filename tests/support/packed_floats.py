@@ -150,6 +150,12 @@ def make_packed(
     vocabulary's size. form: one of CONFIGS. choose: which tensors are packed. overrides: see `make_checkpoint`."""
     sizes = SIZES.get(family, {**SIZES[""], **HEADS}) | overrides
     vocab_size = make_checkpoint(directory / "plain", family, **sizes)
+    pack_checkpoint(directory, form, choose)
+    return vocab_size
+
+
+def pack_checkpoint(directory: Path, form: str, choose: Callable[[str], bool] = is_linear) -> None:
+    """Write the model in directory/plain to directory/packed, and round the former likewise. See `make_packed`."""
     tensors = load_file(directory / "plain" / "model.safetensors")
     stored = {}
     for name in sorted(tensors):
@@ -167,4 +173,3 @@ def make_packed(
     config = json.loads((directory / "plain" / "config.json").read_text())
     stored_config = json.dumps(config | {"quantization_config": CONFIGS[form]})
     (directory / "packed" / "config.json").write_text(stored_config)
-    return vocab_size

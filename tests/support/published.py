@@ -64,3 +64,24 @@ OPT_30B: dict[str, object] = {
 MIXTRAL_8X7B = llama(4096, 14336, 32, 32, 8, 32000, architectures=["MixtralForCausalLM"], num_local_experts=8) | {
     "num_experts_per_tok": 2
 }
+GLM_4_5_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 1000000,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151552,
+}

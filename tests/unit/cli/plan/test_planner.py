@@ -285,6 +285,21 @@ def test_a_head_takes_room_beside_the_first_rank(tmp_path: Path) -> None:
         plan(published.LLAMA_8B, {"gpu": "h100"}, speculative_config=config)
 
 
+def test_an_mtp_layer_takes_room_beside_the_first_rank() -> None:
+    """GLM-4.5-Air's has 2.375 billion numbers, beside the model's embedding and LM head. Stages go with it."""
+    given: dict[str, object] = {"enforce_eager": True, "max_model_len": 8192, "tensor_parallel_size": 4}
+    found = plan(published.GLM_4_5_AIR, {"gpu": "h200"}, **given, speculative_config="mtp").chosen
+    cache = 16 * 8192 * 2 * 8 * 128 * 2  # requests, tokens, keys and values, heads, numbers, bytes
+    shared = 2 * 151_552 * 4096
+    taken = [rank.draft_model for rank in found.ranks]
+    assert taken[1:] == [0, 0, 0]
+    assert (taken[0] - cache) / 2 - shared == pytest.approx(2.375e9, rel=0.005)
+    stages = plan(
+        published.GLM_4_5_AIR, {"gpu": "h200"}, **given, pipeline_parallel_size=2, speculative_config="mtp"
+    ).chosen
+    assert stages.ranks[0].draft_model == taken[0]
+
+
 def test_no_stages_for_a_head(tmp_path: Path) -> None:
     head = published.LLAMA_8B | {"num_hidden_layers": 1, "draft_vocab_size": 32000}
     (tmp_path / "config.json").write_text(json.dumps(head))

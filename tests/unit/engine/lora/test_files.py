@@ -89,7 +89,10 @@ def test_ways_to_name_the_modules(tmp_path: Path, targets: object) -> None:
         ({"bias": "all"}, "bias: adapters with biases are not supported"),
         ({"lora_bias": True}, "lora_bias: "),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save: "),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters: adapters of experts"),
+        (
+            {"target_parameters": ["gate_up_proj"], "rank_pattern": {r".*\.gate_up_proj": 8}},  # as PEFT writes them
+            "target_parameters: adapters of experts",
+        ),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: pissa_niter_4 changes the base model's weights"),
         ({"some_future_key": {"a": 1}}, "some_future_key: this key is not known"),
         ({"rank_pattern": {"(a+)+$": 4}}, "'(a+)+$' is a regular expression"),

@@ -12,6 +12,7 @@ import pytest
 from serve_llm.cli.plan.weights import weight_bytes
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.config import CacheRow
+from serve_llm.engine.model.mtp_spec import read_mtp
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.shard import build_shard
 from serve_llm.engine.model.spec import AttentionSpec, ExpertGroups, MLASpec, MLPSpec, MoESpec, RouterSpec
@@ -114,6 +115,23 @@ def test_deepseek() -> None:
     quantised = read_model({**json.loads(DEEPSEEK_V3), "quantization_config": stored})[0]
     held = weight_bytes(quantised, build_shard(quantised, ParallelLayout(), 0), 2, "cpu").held
     assert held / 671e9 == pytest.approx(1.036, abs=0.002)  # bytes a number: scales, and what stays in 16 bits
+
+
+@pytest.mark.parametrize(
+    ("text", "layer", "parameters"),
+    [(DEEPSEEK_V3, 61, 11.5), (GLM_4_5_AIR, 46, 2.4)],  # billions, without embedding and LM head
+)
+def test_layers_for_further_tokens(text: str, layer: int, parameters: float) -> None:
+    """DeepSeek-V3's README_WEIGHTS.md counts 11.5 billion parameters of its own."""
+    mtp = read_mtp(json.loads(text))
+    assert mtp.layer == layer and isinstance(mtp.model.layers[layer].ffn, MoESpec)
+    sources = mtp.weights.expand(layer + 1)
+    for module in ("enorm", "hnorm", "eh_proj", "shared_head.norm", "input_layernorm", "mlp.experts.7.down_proj"):
+        assert f"model.layers.{layer}.{module}.weight" in sources
+    count = weight_bytes(mtp.draft, build_shard(mtp.draft, ParallelLayout(), 0), 2, "cuda").loaded / 2
+    width = mtp.model.hidden_size
+    count += 2 * width * width - 2 * mtp.model.vocab_size * width
+    assert count / 1e9 == pytest.approx(parameters, abs=0.15)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Guesses the next ids of many requests by an EAGLE-3 head, which reads hidden states of the served model.
+"""Guesses the next ids of many requests by an EAGLE-3 head or an MTP layer, which reads hidden states of the
+served model.
 
 The states come with the results of its steps, and wait here until the head computes their tokens: with the next guess,
 or when many have come, such as those of a prompt. Ids that the head guessed are computed again when they are confirmed,
@@ -18,10 +19,9 @@ import torch
 from torch import Tensor
 
 from serve_llm.engine.config import Config
+from serve_llm.engine.draft_model.draft_head import DraftHead
 from serve_llm.engine.draft_model.draft_model import DraftModel
 from serve_llm.engine.draft_model.draft_sequences import DraftSequence
-from serve_llm.engine.model.eagle_head import EagleHead
-from serve_llm.engine.model.eagle_spec import NUM_STATES
 from serve_llm.engine.scheduler.sequence import Sequence
 from serve_llm.engine.worker.kv_cache import CacheLayout
 from serve_llm.engine.worker.worker import Worker
@@ -47,7 +47,7 @@ class WaitingStates:
         self.rows = self.rows[count:].clone()
 
 
-class EagleDraftModel(DraftModel):
+class HeadDraftModel(DraftModel):
     """See `BatchDraftSource`. To be used in the engine's thread."""
 
     keeps_guesses = False
@@ -58,7 +58,7 @@ class EagleDraftModel(DraftModel):
         worker: Worker,
         layout: CacheLayout,
         vocab_size: int,
-        head: EagleHead,
+        head: DraftHead,
         clock: Callable[[], float] | None = None,
     ) -> None:
         """head: what the worker computes. All else as in `DraftModel`."""
@@ -74,8 +74,7 @@ class EagleDraftModel(DraftModel):
         if sequence.sampling.max_tokens < 2 or sequence.request.pooling:
             return  # never has drafts
         request_id = sequence.request.id
-        width = NUM_STATES * self._head.eagle.target_hidden_size
-        rows = torch.frombuffer(bytearray(states), dtype=self._dtype).view(-1, width)
+        rows = torch.frombuffer(bytearray(states), dtype=self._dtype).view(-1, self._head.state_size)
         rows = rows[: max(0, sequence.num_computed - start)]
         waiting = self._waiting.get(request_id)
         if waiting is None or start > waiting.end:

@@ -1,0 +1,25 @@
+"""What `HeadDraftModel` needs of a head: a decoder layer that reads hidden states of the served model."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.worker.runnable_model import RunnableModel
+
+
+class DraftHead(RunnableModel, Protocol):
+    """An `EagleHead` or an `MTPHead`."""
+
+    spec: ModelSpec
+    states: Tensor | None  # (tokens, hidden_size), set before each step; None: zeros, to measure memory
+    outputs: Tensor | None  # (rows, hidden_size): states after the last step
+
+    @property
+    def state_size(self) -> int:
+        """Numbers that the served model sends of each token."""
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """(tokens, state_size) -> (tokens, hidden_size)."""

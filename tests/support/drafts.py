@@ -1,0 +1,39 @@
+"""Engines whose drafts come from a head that reads hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from serve_llm.engine.draft_model.head_draft_model import HeadDraftModel
+from serve_llm.engine.loop import EngineCore
+from serve_llm.engine.scheduler.speculation import ModelSpeculator
+from support.speculation import assert_drafted
+
+
+def find_draft_model(engine: EngineCore) -> HeadDraftModel:
+    assert isinstance(engine._speculator, ModelSpeculator)
+    assert isinstance(engine._speculator._source, HeadDraftModel)
+    return engine._speculator._source
+
+
+def check_head(engine: EngineCore) -> None:
+    """Some guesses were right, some wrong, and the head has given everything back."""
+    assert_drafted(engine)
+    model = find_draft_model(engine)
+    model.sequences.check_integrity()
+    assert not model.sequences._drafts and not model._waiting and not model._outputs, "a request that has ended"
+
+
+def record_guesses(engine: EngineCore) -> list[tuple[list[int], list[int]]]:
+    """All guesses from now on, each with the ids that it follows."""
+    model = find_draft_model(engine)
+    propose = model.propose
+    found: list[tuple[list[int], list[int]]] = []
+
+    def recorded(wanted: Sequence[tuple[object, int]]) -> list[list[int]]:
+        guesses = propose(wanted)
+        found.extend((list(one.token_ids), list(own)) for (one, _), own in zip(wanted, guesses, strict=True))
+        return guesses
+
+    model.propose = recorded
+    return found

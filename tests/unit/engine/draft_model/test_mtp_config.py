@@ -1,0 +1,105 @@
+"""Which checkpoints have an MTP layer that is served, and what is said of others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from serve_llm.cli.plan.draft_model import count_draft_bytes
+from serve_llm.common.errors import ModelError, OptionError
+from serve_llm.common.hub import read_config
+from serve_llm.common.options.sources import make_options
+from serve_llm.engine.draft_model.resolve import DraftModelConfig, count_cache_bytes, resolve_draft_model
+from serve_llm.engine.model.mtp_spec import read_mtp
+from support.drafts import find_draft_model
+from support.engine import make_engine
+from support.mtp import NUM_LAYERS, make_mtp_checkpoint
+from support.processors import mark_int8
+from support.resolved import resolve_all
+from support.tiny import config_of, make_checkpoint
+
+MTP: dict[str, object] = {"speculative_config": {"method": "mtp"}}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("served")
+    make_mtp_checkpoint(directory, "deepseek_v3")
+    return directory
+
+
+def resolve_mtp(directory: Path, **given: object) -> DraftModelConfig:
+    options = make_options(str(directory), **(MTP | given))
+    return resolve_draft_model(options, resolve_all(options, str(directory), read_config(directory))[0], directory)
+
+
+def test_it_is_the_layer_behind_the_last_one(served: Path) -> None:
+    draft = resolve_mtp(served)
+    assert draft.mtp is not None and draft.mtp.layer == NUM_LAYERS and len(draft.spec.layers) == 1
+    assert draft.spec.layers[0] == draft.mtp.model.layers[NUM_LAYERS - 1]
+    assert (draft.config.directory, draft.config.max_model_len) == (str(served), 256)
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "message"),
+    [
+        ("llama", {}, "MTP layers of LlamaForCausalLM are not supported; those of DeepseekV3ForCausalLM, Glm4Moe"),
+        ("deepseek_v3", {}, "num_nextn_predict_layers is 0: the checkpoint has no MTP layer"),
+        ("glm4_moe", {"num_nextn_predict_layers": None}, "num_nextn_predict_layers is None: the checkpoint has no"),
+    ],
+)
+def test_models_without_one(family: str, changed: dict[str, object], message: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family)
+    config = json.loads((tmp_path / "config.json").read_text()) | changed
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=f"^--speculative-config: .*{message}"):
+        resolve_mtp(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({"model_impl": "transformers"}, "transformers' own code does not give out hidden states; omit --model-impl")],
+)
+def test_options_that_do_not_fit(given: dict[str, object], message: str, served: Path) -> None:
+    with pytest.raises(OptionError, match=message):
+        resolve_mtp(served, **given)
+
+
+@pytest.mark.parametrize("quantization", mark_int8(["auto", "int8", "int4"]))
+def test_memory_is_what_plan_says(quantization: str, served: Path) -> None:
+    given: dict[str, object] = {**MTP, "quantization": quantization, "dtype": "bfloat16"}
+    options = make_options(str(served), **given)
+    raw = read_config(served)
+    config = resolve_all(options, str(served), raw)[0]
+    planned = count_draft_bytes(options, config, raw, 0) - count_cache_bytes(resolve_mtp(served, **given), 0)
+    worker = find_draft_model(make_engine(served, **given))._worker
+    assert worker.weight_bytes == pytest.approx(planned, rel=0.01)
+
+
+def test_the_first_of_several_layers() -> None:
+    raw = config_of("glm4_moe", num_hidden_layers=3, num_nextn_predict_layers=2)
+    mtp = read_mtp(raw)
+    assert mtp.layer == 3
+    assert r"model\.layers\.4\..*" in mtp.weights.ignored
+
+
+def test_a_tensor_that_is_missing(served: Path, tmp_path: Path) -> None:
+    stored = load_file(served / "model.safetensors")
+    del stored[f"model.layers.{NUM_LAYERS}.eh_proj.weight"]
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((served / "config.json").read_text())
+    make_engine(tmp_path)
+    with pytest.raises(ModelError, match=rf"lacks model\.layers\.{NUM_LAYERS}\.eh_proj\.weight"):
+        make_engine(tmp_path, **MTP)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "shared_head.head"])
+def test_copies_may_be_missing(name: str, served: Path, tmp_path: Path) -> None:
+    stored = load_file(served / "model.safetensors")
+    del stored[f"model.layers.{NUM_LAYERS}.{name}.weight"]
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((served / "config.json").read_text())
+    make_engine(tmp_path, **MTP)
