@@ -34,7 +34,9 @@ from serve_llm.server.structured_output.compiler import (
     Grammar,
     GrammarCache,
     GrammarCompiler,
+    build_death_refusal,
 )
+from serve_llm.server.structured_output.errors import GrammarError
 from serve_llm.server.structured_output.turn_form import GrammarSource, compute_key, encode_source, name_param
 
 Result = TypeVar("Result", bound=msgspec.Struct)
@@ -45,6 +47,7 @@ MAX_WAIT_SECONDS = 10.0  # longest estimated wait for a worker
 START_SECONDS = 60.0  # for a worker's imports and the tokenizer
 GRAMMAR_SECONDS = 1.5  # the part of a job's time that a grammar may take to compile
 GRACE_SECONDS = 0.5  # added to a job's time, so that the worker's own alarm fires first
+NO_PLACE = GrammarError("")  # the whole grammar
 LENGTH = struct.Struct(">I")  # precedes each message: its length in bytes
 
 
@@ -91,6 +94,13 @@ class GrammarLookup(msgspec.Struct, array_like=True, tag=True):
     param: str  # for an error about it
 
 
+class GrammarBegun(msgspec.Struct, array_like=True, tag=True):
+    """The worker compiles the grammar of a GrammarLookup: what to name if it has to be killed."""
+
+    pointer: str
+    keyword: str | None
+
+
 class GrammarCompiled(msgspec.Struct, array_like=True, tag=True):
     """The grammar of a GrammarLookup, for other workers and the server."""
 
@@ -103,7 +113,7 @@ class TokenizerLoading(msgspec.Struct, array_like=True, tag=True):
 
 
 JobReply = JobDone | JobRefused | JobFailed
-WorkerMessage = JobReply | GrammarLookup | GrammarCompiled | TokenizerLoading
+WorkerMessage = JobReply | GrammarLookup | GrammarBegun | GrammarCompiled | TokenizerLoading
 
 
 def build_grammar_compiler(context: Context, host: CompilerHost | None = None) -> GrammarCompiler:
@@ -174,7 +184,7 @@ class PromptPool:
             found = msgspec.msgpack.decode(await self._send_to_worker(Job("grammar", content), deadline), type=Grammar)
         except InvalidRequest as error:  # the worker was killed
             if error.param is None:
-                refusal = _build_refusal(name_param(source), error.message)
+                refusal = build_death_refusal(name_param(source), NO_PLACE, error.message)
             else:  # it was compiling, perhaps a part with a parameter of its own
                 refusal = Grammar(error=error.message, param=error.param)
             found = self.grammars.get(key) or refusal
@@ -248,13 +258,9 @@ class PromptPool:
         lookup = worker.compiling
         if lookup is None:
             return InvalidRequest(message)
-        refusal = _build_refusal(lookup.param, grammar_reason)
+        refusal = build_death_refusal(lookup.param, worker.largest, grammar_reason)
         self.grammars.put(lookup.key, refusal)
         return InvalidRequest(refusal.error, refusal.param)
-
-
-def _build_refusal(param: str, reason: str) -> Grammar:
-    return Grammar(error=f"{param} is too complex: {reason}", param=param)
 
 
 class PromptWorker:
@@ -270,6 +276,7 @@ class PromptWorker:
         self._is_killed = False
         self._received = bytearray()  # and not used yet
         self.compiling: GrammarLookup | None = None  # the grammar that is being compiled
+        self.largest = NO_PLACE  # names the largest part of that grammar
 
     @property
     def is_usable(self) -> bool:
@@ -299,7 +306,10 @@ class PromptWorker:
                 if isinstance(message, GrammarLookup):
                     found = grammars.get(message.key)
                     self.compiling = message if found is None else None
+                    self.largest = NO_PLACE
                     self._send(msgspec.msgpack.encode(found))
+                elif isinstance(message, GrammarBegun):
+                    self.largest = GrammarError("", message.pointer, message.keyword)
                 elif isinstance(message, GrammarCompiled):
                     grammars.put(message.key, message.grammar)
                     self.compiling = None

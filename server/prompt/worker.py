@@ -26,6 +26,7 @@ from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import (
     GRAMMAR_SECONDS,
     LENGTH,
+    GrammarBegun,
     GrammarCompiled,
     GrammarLookup,
     Job,
@@ -62,6 +63,9 @@ class _Parent:
             self._deadline = time.monotonic() + seconds
             signal.setitimer(signal.ITIMER_REAL, min(seconds, GRAMMAR_SECONDS))
         return found
+
+    def begin(self, pointer: str, keyword: str | None) -> None:
+        _write(self._replies, msgspec.msgpack.encode(GrammarBegun(pointer, keyword)))
 
     def keep(self, key: bytes, grammar: Grammar) -> None:
         _write(self._replies, msgspec.msgpack.encode(GrammarCompiled(key, grammar)))

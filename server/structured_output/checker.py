@@ -15,9 +15,11 @@ from serve_llm.server.structured_output import json_schema
 from serve_llm.server.structured_output.errors import GrammarError
 from serve_llm.server.structured_output.lark_parts import prepare_lark
 from serve_llm.server.structured_output.params import StructuredOutputs
+from serve_llm.server.structured_output.size_errors import blame_largest
 from serve_llm.server.structured_output.special_tokens import split_special_tokens
 
 PROBE_STEPS = 16  # tokens for which a new grammar is tried, because llguidance compiles much of it only when needed
+TOO_COMPLEX = "it is too complex"
 MAX_CPU_SECONDS = 0.5  # for compiling a grammar and trying it
 
 
@@ -50,8 +52,14 @@ class GrammarChecker:
             self.check_size(schema)
             schema = json_schema.parse_schema(schema)
         grammar = self._write_json(schema)
-        self.check_size(grammar)
-        if error := self._find_error(grammar):
+        try:
+            self.check_size(grammar)
+        except GrammarError as too_long:
+            raise blame_largest(schema, too_long.message) from None
+        error = self._find_error(grammar)
+        if error.startswith(TOO_COMPLEX):
+            raise blame_largest(schema, error)
+        if error:
             raise json_schema.locate_error(schema, error, self._find_schema_error)
         return grammar
 
@@ -113,9 +121,9 @@ class GrammarChecker:
                 error = matcher_error(matcher)
                 if error.startswith("NoExtension"):
                     return "no text satisfies it"
-                return f"it is too complex: {_first_lines(error)}"
+                return f"{TOO_COMPLEX}: {_first_lines(error)}"
             if time.thread_time() - began > MAX_CPU_SECONDS:
-                return f"it is too complex: its first tokens take more than {MAX_CPU_SECONDS} s"
+                return f"{TOO_COMPLEX}: its first tokens take more than {MAX_CPU_SECONDS} s"
             for token_id in tokenizer.eos_tokens:
                 mask &= ~(1 << token_id)
             if matcher.is_stopped() or not mask:

@@ -7,6 +7,7 @@ requests have it done in a process that can be killed.
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.structured_output.checker import GrammarChecker
 from serve_llm.server.structured_output.errors import GrammarError
 from serve_llm.server.structured_output.params import StructuredOutputs
+from serve_llm.server.structured_output.size_errors import blame_largest
 from serve_llm.server.structured_output.structural_tag import parse_structural_tag, write_structural_tag
 from serve_llm.server.structured_output.turn_form import GrammarSource, TurnForm, compute_key, name_param
 
@@ -76,6 +78,9 @@ class CompilerHost(Protocol):
 
     def find(self, key: bytes, param: str) -> Grammar | None:
         """The result of an earlier compilation. If there is none, the compilation begins now."""
+
+    def begin(self, pointer: str, keyword: str | None) -> None:
+        """What to name if the compilation that begins now has to be ended: a place in a JSON schema, if it is one."""
 
     def keep(self, key: bytes, grammar: Grammar) -> None:
         """The compilation is done."""
@@ -141,6 +146,8 @@ class GrammarCompiler:
         self.load_tokenizer()
         found = self._host.find(key, name_param(source))
         if found is None:
+            largest = _find_largest(source)
+            self._host.begin(largest.pointer, largest.keyword)
             found = self._try_compile(source)
             self._host.keep(key, found)
         return found
@@ -151,7 +158,7 @@ class GrammarCompiler:
         except GrammarError as error:
             return build_refusal(name_param(source), error)
         except (MemoryError, RecursionError) as error:
-            return build_refusal(name_param(source), GrammarError(f"it is too complex: {type(error).__name__}"))
+            return build_death_refusal(name_param(source), _find_largest(source), type(error).__name__)
 
     def _compile_turn(self, form: TurnForm) -> str:
         """Raises GrammarError. The parts have been compiled."""
@@ -194,6 +201,20 @@ def build_refusal(param: str, error: GrammarError) -> Grammar:
     place = f"{param} at #{error.pointer}" if error.pointer else param
     keyword = f"{error.keyword}: " if error.keyword is not None else ""
     return Grammar(error=f"{place}: {keyword}{error.message}{_advise(error.message)}", param=param)
+
+
+def build_death_refusal(param: str, largest: GrammarError, reason: str) -> Grammar:
+    """The cached form of a compilation that was ended for this reason. largest: names the place."""
+    return build_refusal(param, GrammarError(f"it is too complex: {reason}", largest.pointer, largest.keyword))
+
+
+def _find_largest(source: GrammarSource) -> GrammarError:
+    """An error that names the largest part of a JSON schema, without a message; without a place for other sources."""
+    schema = source.json if isinstance(source, StructuredOutputs) else None
+    if isinstance(schema, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            schema = json.loads(schema)
+    return blame_largest(schema, "") if isinstance(schema, dict) else GrammarError("")
 
 
 def _advise(message: str) -> str:

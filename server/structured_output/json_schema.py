@@ -22,6 +22,7 @@ from serve_llm.server.structured_output.schema_walk import (
     list_subschemas,
     walk,
 )
+from serve_llm.server.structured_output.size_errors import blame_largest
 
 # One space, or one line break and an indentation: a model cannot write whitespace for ever.
 WHITESPACE = r"(\x20|\r?\n[\x20\x09]{0,40})"
@@ -285,7 +286,7 @@ def check_depth(schema: Schema) -> None:
         level = [child for child in children if isinstance(child, dict | list)]
         if not level:
             return
-    raise GrammarError(f"it holds more than {MAX_DEPTH} objects and lists inside each other")
+    raise blame_largest(schema, f"it holds more than {MAX_DEPTH} objects and lists inside each other")
 
 
 def _close(schema: Schema) -> Schema:

@@ -298,7 +298,9 @@ def test_a_killed_compilation_names_its_parameter_and_is_not_tried_again(
     wanted = {"regex": "(a{1000}){1000}{1000}"}
     for extra in (0, 1):  # other bodies with the same grammar
         body = json.dumps({"prompt": "x", "structured_outputs": wanted}).encode() + b" " * (padding + extra)
-        with pytest.raises(InvalidRequest, match=r"regex is too complex: compiling it took more than 0\.4 s") as caught:
+        with pytest.raises(
+            InvalidRequest, match=r"regex: it is too complex: compiling it took more than 0\.4 s"
+        ) as caught:
             asyncio.run(pool.run("completion", body, Generate))
         assert caught.value.param == "structured_outputs.regex"
     asyncio.run(pool.run("completion", b'{"prompt": "x"}', Generate))
@@ -315,7 +317,22 @@ def test_a_killed_compilation_of_a_part_names_the_part(model: ServedModel) -> No
         with pytest.raises(InvalidRequest) as caught:
             asyncio.run(pool.run("completion", body, Generate))
         assert caught.value.param == "structured_outputs.whitespace_pattern"
-        assert caught.value.message.startswith("structured_outputs.whitespace_pattern is too complex: compiling")
+        assert caught.value.message.startswith("structured_outputs.whitespace_pattern: it is too complex: compiling")
+    pool.close()
+
+
+def test_a_killed_compilation_of_a_schema_names_the_keyword(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = make_options("demo", limit=("prompt-seconds=0.4",))
+    pool = PromptPool(Context(model, facts(), options.limits), options)
+    schema = {"type": "string", "pattern": "^(a{1000}){1000}{1000}$", "$defs": {"b": {}}}
+    body = json.dumps({"prompt": "x", "structured_outputs": {"json": schema}}).encode()
+    for _ in range(2):
+        with pytest.raises(InvalidRequest) as caught:
+            asyncio.run(pool.run("completion", body, Generate))
+        assert caught.value.param == "structured_outputs.json"
+        assert caught.value.message.startswith("structured_outputs.json: pattern: it is too complex: compiling it took")
     pool.close()
 
 
@@ -334,6 +351,9 @@ def test_a_worker_loads_the_tokenizer_when_a_grammar_needs_it() -> None:
         def find(self, key: bytes, param: str) -> None:
             seen.append(f"find {param}")
 
+        def begin(self, pointer: str, keyword: str | None) -> None:
+            seen.append(f"begin {keyword}")
+
         def keep(self, key: bytes, grammar: Grammar) -> None:
             seen.append("keep")
 
@@ -347,7 +367,9 @@ def test_a_worker_loads_the_tokenizer_when_a_grammar_needs_it() -> None:
     for _ in range(2):
         compiler.compile(StructuredOutputs(regex="[a-z]"))
     refusal(compiler, regex="(")
-    assert seen == ["load", *["find structured_outputs.regex", "keep"] * 2], "the time for loading is not the grammar's"
+    assert seen == ["load", *["find structured_outputs.regex", "begin None", "keep"] * 2], (
+        "the time for loading is not the grammar's"
+    )
 
 
 def test_offline_parameters() -> None:
