@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 FREE_SECONDS = 15.0  # for devices in use: processes that have just ended return theirs after a moment
 TURN_SECONDS = 1.0  # for each other engine that reserves devices at the same time
 CREATE_SECONDS = 5.0  # for a placement group of devices that are free
+CREATE_POLL_SECONDS = 0.05
+TAKEN_POLLS = 4  # without free devices before a group is given up: Ray counts those of a group before it is there
 POLL_SECONDS = 0.2
 STORE_BYTES = 80_000_000  # object store of a cluster that is started here, which keeps no objects
 
@@ -129,11 +131,15 @@ def _is_created(group: PlacementGroup, places: list[RayNode], kind: str) -> bool
     """Wait for a placement group. Returns False if its devices have been taken by another process, such as another
     engine that planned at the same time."""
     deadline = time.monotonic() + CREATE_SECONDS
-    while not group.wait(POLL_SECONDS):
+    taken_polls = 0
+    while not group.wait(0):  # Ray waits for whole seconds
         free = {node.id: node.free for node in _nodes(kind)}
         is_taken = any(free.get(node.id, 0) < places.count(node) for node in places)
-        if is_taken or time.monotonic() > deadline:
-            return bool(group.wait(POLL_SECONDS))  # it may be what took them
+        is_pending = placement_group_table(group)["state"] == "PENDING"  # otherwise it may be what took them
+        taken_polls = taken_polls + 1 if is_taken and is_pending else 0
+        if taken_polls == TAKEN_POLLS or time.monotonic() > deadline:
+            return bool(group.wait(0))
+        time.sleep(CREATE_POLL_SECONDS)
     return True
 
 
