@@ -1,5 +1,6 @@
 """Clients and frameworks of agents, each with the calls that its quickstart shows; those that are not installed are
-skipped. The extra `clients` installs them all. The demo model knows no tools, so calls are required."""
+skipped. The extra `clients` installs them all, with uv in seconds. The demo model knows no tools, so calls are
+required."""
 
 from __future__ import annotations
 
