@@ -43,7 +43,7 @@ class Family:
 
     refused: dict[str, str] = field(default_factory=dict)
     always: set[Feature] | None = None  # in every layer of every checkpoint
-    features: list[Feature] = field(default_factory=list)  # of any layer or checkpoint, in order of appearance
+    features: list[Feature] = field(default_factory=list)  # in any layer or checkpoint, in order of appearance
 
     def add_checkpoint(self, architecture: str, config: Mapping[str, object]) -> None:
         reader = Reader(config)

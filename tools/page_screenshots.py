@@ -51,7 +51,7 @@ def take(page: Any) -> None:
     page.screenshot(path=IMAGES / "page-chat.png")
     page.get_by_label("Max tokens").fill("400")
     began = time.monotonic()
-    while time.monotonic() - began < LOAD_SECONDS:  # of something to plot
+    while time.monotonic() - began < LOAD_SECONDS:  # long enough to have something to plot
         ask(page, f"{QUESTION} # {time.monotonic()}")
         page.get_by_role("button", name="New chat").click()
     page.get_by_role("tab", name="Status").click()

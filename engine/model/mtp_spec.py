@@ -17,22 +17,22 @@ from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
 COUNT = "num_nextn_predict_layers"
-# What an MTP layer has beside a decoder layer: module in the checkpoint -> parameter.
+# What an MTP layer has beyond a decoder layer: module in the checkpoint -> parameter.
 MODULES = {
     "enorm": "mtp.embedding_norm",
     "hnorm": "mtp.hidden_norm",
     "eh_proj": "mtp.projection",
     "shared_head.norm": "mtp.final_norm",
 }
-COPIES = ("embed_tokens", "shared_head.head")  # of the model's own, which are used
+COPIES = ("embed_tokens", "shared_head.head")  # skipped: the layer uses the model's own
 
 
 @dataclass(frozen=True)
 class MTPSpec:
     """An MTP layer, as the last layer of its model."""
 
-    model: ModelSpec  # the served model and the MTP layer behind its layers
-    weights: WeightMap  # of `model`, and of what the MTP layer has beside a decoder layer
+    model: ModelSpec  # the served model with the MTP layer as its last layer
+    weights: WeightMap  # includes what the MTP layer has beyond a decoder layer
 
     @property
     def layer(self) -> int:

@@ -1,16 +1,16 @@
-"""Which keyword to name when a JSON schema exceeds a limit: the one that most of the schema is under."""
+"""Name the keyword to blame when a JSON schema exceeds a limit: the one that holds most of the schema."""
 
 from __future__ import annotations
 
 from serve_llm.server.structured_output.errors import GrammarError
 from serve_llm.server.structured_output.schema_walk import Subschema, list_members, list_subschemas
 
-MAIN_SHARE = 0.5  # a subschema that holds more than this share of its parent is to blame instead
-UNIT_CHARACTERS = 8  # of a text that count as much as one value
+MAIN_SHARE = 0.5  # blame a subschema instead if it holds more than this share of its parent
+UNIT_CHARACTERS = 8  # so many characters of a string count as one value
 
 
 def blame_largest(schema: object, message: str) -> GrammarError:
-    """An error about the largest part of a schema. The schema may nest as deeply as it likes."""
+    """Return an error that names the largest part of a schema, which may nest to any depth."""
     sizes = _count_values(schema)
 
     def size_of(value: object) -> int:
