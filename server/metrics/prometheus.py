@@ -171,7 +171,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats, Meter], float]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up.", lambda stats, _: stats.prefix_cache_queries),
     ("prefix_cache_hits", "Prompt tokens found.", lambda stats, _: stats.prefix_cache_hits),
     ("num_preemptions", "Requests put back to waiting.", lambda stats, _: stats.num_preemptions),
-    ("spec_decode_num_drafts", "Times that a step verified drafts.", lambda stats, _: stats.num_drafts),
+    ("spec_decode_num_drafts", "Times a step verified drafts.", lambda stats, _: stats.num_drafts),
     ("spec_decode_num_draft_tokens", "Draft tokens verified.", lambda stats, _: stats.num_draft_tokens),
     ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", lambda stats, _: stats.num_accepted_tokens),
     ("replayed_requests", "Choices continued by another process.", lambda _, meter: meter.replayed_requests),
@@ -186,7 +186,7 @@ _OFFLOAD: tuple[
     ("kv_offload_hit_bytes", "Their bytes.", CounterMetricFamily, lambda tier: tier.hit_bytes),
     ("kv_offload_stored", "Blocks stored.", CounterMetricFamily, lambda tier: tier.num_stored),
     ("kv_offload_stored_bytes", "Their bytes.", CounterMetricFamily, lambda tier: tier.stored_bytes),
-    ("kv_offload_evicted", "Blocks dropped for want of room.", CounterMetricFamily, lambda tier: tier.num_evicted),
+    ("kv_offload_evicted", "Blocks dropped for lack of space.", CounterMetricFamily, lambda tier: tier.num_evicted),
     ("kv_offload_corrupt", "Blocks that were damaged.", CounterMetricFamily, lambda tier: tier.num_corrupt),
     ("kv_offload_errors", "Reads and writes that failed.", CounterMetricFamily, lambda tier: tier.num_errors),
 )
