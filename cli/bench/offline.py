@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from serve_llm.cli.bench.chart import Chart, chart_distribution, write_charts
 from serve_llm.cli.bench.datasets import WORDS
 from serve_llm.cli.bench.report import format_row, format_title, summarize_times, write_json
 from serve_llm.cli.bench.serve import positive_int
@@ -36,6 +37,7 @@ def create_latency_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-iters", type=positive_int, default=30, metavar="N", help="measured batches (default: 30)"
     )
+    parser.add_argument("--plot", metavar="FILE", help="draw the times of batches as SVG")
     return parser
 
 
@@ -98,7 +100,7 @@ class OfflineBench:
 
 def measure_latency(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Returns the exit code. Raises ServeError."""
-    names = ("input_len", "output_len", "batch_size", "num_iters", "num_iters_warmup", "output_json")
+    names = ("input_len", "output_len", "batch_size", "num_iters", "num_iters_warmup", "output_json", "plot")
     engine_options, own = _read_options(create_latency_parser(), argv, names)
     with OfflineBench(engine_options, own["input_len"], own["output_len"]) as bench:
         for _ in range(own["num_iters_warmup"]):
@@ -110,6 +112,11 @@ def measure_latency(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     rows = [format_title("Latency Benchmark Result", "="), format_row("Batches:", len(seconds))]
     rows.append(format_row("Mean latency (ms):", result["mean_batch_ms"]))
     rows += [format_row(f"P{percent:g} latency (ms):", result[f"p{percent:g}_batch_ms"]) for percent in PERCENTILES]
+    if own["plot"] is not None:
+        milliseconds = [1000 * one for one in seconds]
+        over_time = Chart("Batches in order", "batch", "ms", list(enumerate(milliseconds, 1)))
+        charts = [chart_distribution("Time of a batch", milliseconds), over_time]
+        write_charts(Path(own["plot"]), f"Batches of {own['batch_size']}", charts)
     return _finish(rows, result, own["output_json"])
 
 

@@ -35,9 +35,9 @@ def summarize_replies(
     replies: Sequence[TimedReply], seconds: float, percentiles: Sequence[float]
 ) -> dict[str, float | int | str | None]:
     """Throughput, and mean, median, standard deviation and percentiles of each time in milliseconds."""
-    good = [reply for reply in replies if reply.error is None and reply.times]
+    good = find_good(replies)
     input_tokens = sum(reply.usage.prompt_tokens for reply in good if reply.usage)
-    counts = [reply.usage.completion_tokens if reply.usage else len(reply.times) for reply in good]
+    counts = [count_tokens(reply) for reply in good]
     errors = [reply.error or "a reply without tokens" for reply in replies if reply.error or not reply.times]
     result: dict[str, float | int | str | None] = {
         "duration": seconds,
@@ -50,6 +50,19 @@ def summarize_replies(
         "output_throughput": sum(counts) / seconds,
         "total_token_throughput": (input_tokens + sum(counts)) / seconds,
     }
+    for name, values in find_times(good).items():
+        result |= summarize_times(name, values, percentiles)
+    return result
+
+
+def find_good(replies: Sequence[TimedReply]) -> list[TimedReply]:
+    """Those with tokens and without an error."""
+    return [reply for reply in replies if reply.error is None and reply.times]
+
+
+def find_times(good: Sequence[TimedReply]) -> dict[str, list[float]]:
+    """Each kind of time of TITLES in milliseconds. good: replies with tokens."""
+    counts = [count_tokens(reply) for reply in good]
     times = {
         "ttft": [reply.times[0] - reply.began for reply in good],
         "tpot": [
@@ -60,9 +73,12 @@ def summarize_replies(
         "itl": [later - earlier for reply in good for earlier, later in itertools.pairwise(reply.times)],
         "e2el": [reply.ended - reply.began for reply in good],
     }
-    for name, values in times.items():
-        result |= summarize_times(name, [1000 * value for value in values], percentiles)
-    return result
+    return {name: [1000 * value for value in values] for name, values in times.items()}
+
+
+def count_tokens(reply: TimedReply) -> int:
+    """As the server counted them, if it did; else events."""
+    return reply.usage.completion_tokens if reply.usage else len(reply.times)
 
 
 def summarize_times(name: str, milliseconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:

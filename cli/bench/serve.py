@@ -18,6 +18,7 @@ import uvloop
 from tqdm import tqdm
 
 from serve_llm.cli.api_client import ApiClient, ApiError
+from serve_llm.cli.bench.chart import Chart, chart_distribution, chart_open, chart_rate, write_charts
 from serve_llm.cli.bench.client import StreamClient, TimedReply
 from serve_llm.cli.bench.datasets import (
     BenchRequest,
@@ -26,7 +27,17 @@ from serve_llm.cli.bench.datasets import (
     make_random,
     read_conversations,
 )
-from serve_llm.cli.bench.report import TITLES, format_row, format_times, format_title, summarize_replies, write_json
+from serve_llm.cli.bench.report import (
+    TITLES,
+    count_tokens,
+    find_good,
+    find_times,
+    format_row,
+    format_times,
+    format_title,
+    summarize_replies,
+    write_json,
+)
 from serve_llm.cli.server_process import end_on_signals, find_server, split_target
 from serve_llm.common.errors import OptionError
 from serve_llm.common.options.sources import OptionParser
@@ -105,6 +116,7 @@ def create_parser() -> argparse.ArgumentParser:
     add("--save-result", action="store_true", help="write the figures as JSON")
     add("--result-dir", default=".", metavar="DIR", help="of that file")
     add("--result-filename", metavar="FILE", help="its name; made of rate, model and time if not given")
+    add("--plot", metavar="FILE", help="draw times, open requests and tokens per second as SVG")
     add("--disable-tqdm", action="store_true", help="no progress bar")
     return parser
 
@@ -144,6 +156,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     if options.save_result:
         name = f"{options.backend}-{result['request_rate']}qps-{Path(model).name}-{result['date']}.json"
         write_json(Path(options.result_dir) / (options.result_filename or name), result)
+    if options.plot:
+        write_charts(Path(options.plot), f"{model}, {options.dataset_name}", make_charts(replies, seconds, metrics))
     return 1 if result["failed"] else 0
 
 
@@ -261,6 +275,19 @@ def make_arrivals(count: int, rate: float, burstiness: float, seed: int) -> list
     while len(times) < count:
         times.append(times[-1] + rng.gammavariate(burstiness, 1 / (rate * burstiness)))
     return times[:count]
+
+
+def make_charts(replies: Sequence[TimedReply], seconds: float, metrics: Sequence[str]) -> list[Chart]:
+    """Distributions of the times, and what happened over the seconds of the run."""
+    good = find_good(replies)
+    times = find_times(good)
+    charts = [chart_distribution(TITLES[name], times[name]) for name in metrics]
+    start = min((reply.began for reply in replies), default=0.0)
+    # An event may bring several tokens.
+    tokens = [(when - start, count_tokens(reply) / len(reply.times)) for reply in good for when in reply.times]
+    charts.append(chart_rate("Output tokens", "tokens/s", tokens, seconds))
+    charts.append(chart_open("Requests", [(reply.began - start, reply.ended - start) for reply in replies]))
+    return charts
 
 
 def format_result(result: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> str:

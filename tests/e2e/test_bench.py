@@ -45,7 +45,9 @@ def test_serve_with_a_server_of_its_own() -> None:
 def test_offline(tmp_path: Path) -> None:
     lengths = ("--input-len", "16", "--output-len", "4", "--max-model-len", "64")
     iterations = ("--batch-size", "2", "--num-iters", "2", "--num-iters-warmup", "1")
-    table = bench("latency", "demo", *lengths, *iterations, "--output-json", str(tmp_path / "l.json"))
+    written = ("--output-json", str(tmp_path / "l.json"), "--plot", str(tmp_path / "l.svg"))
+    table = bench("latency", "demo", *lengths, *iterations, *written)
+    assert "Batches in order" in (tmp_path / "l.svg").read_text()
     assert "Batches:                               2\n" in table
     result = json.loads((tmp_path / "l.json").read_text())
     assert len(result["latencies"]) == 2 and 0 < result["median_batch_ms"] <= result["p99_batch_ms"]

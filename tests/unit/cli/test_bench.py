@@ -6,15 +6,17 @@ import math
 import random
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from serve_llm.cli.api_client import ApiClient
-from serve_llm.cli.bench import command, datasets, report, serve
+from serve_llm.cli.bench import chart, command, datasets, report, serve
 from serve_llm.cli.bench.client import StreamUsage, TimedReply
 from serve_llm.common.errors import OptionError
 from support.scripted_api import ScriptedApi, serve_script
 
+SVG = "{http://www.w3.org/2000/svg}"
 STRINGS = [f"\u0120{word}" for word in datasets.WORDS[:40]]
 
 
@@ -108,10 +110,11 @@ def answers(count: int) -> list[Any]:
 
 
 def test_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plot = tmp_path / "plots" / "r.svg"
     with serve_script(answers(5)) as api:
         arguments = ["--backend", "openai-chat", "--num-warmups", "2", "--random-output-len", "2", "--api-key", "k"]
         saved = ["--save-result", "--result-dir", str(tmp_path / "new"), "--result-filename", "r.json"]
-        assert run(api, *arguments, *saved, "--metric-percentiles", "50,99.9") == 0
+        assert run(api, *arguments, *saved, "--metric-percentiles", "50,99.9", "--plot", str(plot)) == 0
     sent = [body for body in api.bodies if "messages" in body]
     assert len(sent) == 5 and all(body["max_tokens"] == 2 and body["ignore_eos"] for body in sent)
     assert all(len(body["messages"][0]["content"].split()) == 4 and body["temperature"] == 0 for body in sent)
@@ -121,6 +124,48 @@ def test_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     result = json.loads((tmp_path / "new" / "r.json").read_text())
     assert (result["completed"], result["model_id"], result["request_rate"]) == (3, "scripted", "inf")
     assert result["total_output_tokens"] == 6, "the event without text is no token"
+    headings = [text.text for text in ElementTree.parse(plot).iter(f"{SVG}text") if text.get("class") == "heading"]
+    assert headings == ["scripted, random", *report.TITLES.values(), "Output tokens", "Requests"]
+
+
+def test_plots_of_a_known_course_of_events() -> None:
+    replies = [
+        TimedReply(10.0, 14.0, [11.0, 14.0], StreamUsage(4, 4)),
+        TimedReply(11.0, 12.0, error="gone"),
+    ]
+    first_token, rate, requests = serve.make_charts(replies, 6.0, ["ttft"])
+    assert list(first_token.points) == [(1000.0, 0.0), (1000.0, 100.0)]
+    assert {x: y for x, y in rate.points if y} == pytest.approx({1.05: 20.0, 4.05: 20.0}), "two tokens in 0.1 s"
+    steps = [(0, 0), (0, 0), (0, 1), (1, 1), (1, 2), (2, 2), (2, 1), (4, 1), (4, 0)]
+    assert list(requests.points) == steps
+
+
+@pytest.mark.parametrize(
+    ("highest", "ticks"),
+    [
+        (0, [0, 1]),
+        (6, [0, 1, 2, 3, 4, 5, 6]),
+        (0.13, [0, 0.05, 0.1, 0.15]),
+        (1000, [0, 200, 400, 600, 800, 1000]),
+        (7, [0, 2, 4, 6, 8]),
+    ],
+)
+def test_axes_have_round_numbers(highest: float, ticks: list[float]) -> None:
+    assert list(chart.find_ticks(highest)) == pytest.approx(ticks)
+
+
+def test_a_drawing_is_within_its_axes_and_escaped(tmp_path: Path) -> None:
+    line = chart.Chart("<b>", "s", "%", [(0.0, 0.0), (5.0, 50.0), (10.0, 100.0)])
+    chart.write_charts(tmp_path / "a.svg", "a & b", [line, chart.Chart("none", "s", "%", [])])
+    root = ElementTree.parse(tmp_path / "a.svg").getroot()
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    assert {"a & b", "<b>", "nothing measured"} <= set(texts)
+    (drawn,) = (path.get("d") for path in root.iter(f"{SVG}path") if path.get("class") == "line")
+    left, right, top, bottom = 64, 460 - 28, 48, 280 - 44
+    middle = f"{(left + right) / 2:.1f} {(top + bottom) / 2:.1f}"
+    assert drawn == f"M{left}.0 {bottom}.0L{middle}L{right}.0 {top}.0"
+    with pytest.raises(OptionError, match="cannot be written: Is a directory"):
+        chart.write_charts(tmp_path, "a", [line])
 
 
 def test_a_failed_request_is_counted_and_named(capsys: pytest.CaptureFixture[str]) -> None:
