@@ -1,4 +1,4 @@
-"""Refuses options that do not go together, before anything is started."""
+"""Refuse options that cannot be combined, before anything is started."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from serve_llm.common.options.schema import Options
 
 
 def check_combinations(options: Options) -> None:
-    """Raises OptionError, which names the options."""
+    """Raise an OptionError that names the options."""
     _check_nodes(options)
     _check_model_impl(options)
     _check_lora(options)
     _check_offload(options)
     if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
-        raise OptionError("--ssl-keyfile and --ssl-certfile are needed together")
+        raise OptionError("--ssl-keyfile and --ssl-certfile must be given together")
 
 
 def _check_model_impl(options: Options) -> None:
@@ -32,13 +32,13 @@ def _check_model_impl(options: Options) -> None:
     wrong = [name for name, is_refused in refused.items() if is_refused]
     if wrong:
         raise OptionError(
-            "--model-impl: transformers' own code, which runs as one rank in the engine's process, does not go with "
+            "--model-impl: transformers' code runs as one rank in the engine process and cannot be combined with "
             f"{', '.join(wrong)}"
         )
 
 
 def _check_lora(options: Options) -> None:
-    """Refuse what does not go with adapters."""
+    """Refuse what cannot be combined with adapters."""
     if not options.enable_lora:
         if options.lora_modules:
             raise OptionError("--lora-modules needs --enable-lora")
@@ -51,41 +51,41 @@ def _check_lora(options: Options) -> None:
         "--distributed-executor-backend ray": options.distributed_executor_backend == "ray",
     }
     if wrong := [name for name, is_refused in refused.items() if is_refused]:
-        raise OptionError(f"--enable-lora does not go with {', '.join(wrong)}")
+        raise OptionError(f"--enable-lora cannot be combined with {', '.join(wrong)}")
     if shared := {module.partition("=")[0] for module in options.lora_modules} & set(options.served_model_name):
         raise OptionError(f"--lora-modules: {min(shared)} is also a --served-model-name")
 
 
 def _check_offload(options: Options) -> None:
-    """Refuse to keep blocks that nothing would find, or where not all ranks are."""
+    """Refuse to store blocks that nothing would find, or that some ranks could not reach."""
     if options.kv_offload_dir is not None:
         if options.kv_offload_memory is None:
-            raise OptionError("--kv-offload-dir needs --kv-offload-memory, through which blocks go to disk and back")
+            raise OptionError("--kv-offload-dir needs --kv-offload-memory, through which blocks reach the disk")
         if options.nnodes > 1 or options.distributed_executor_backend == "ray":
             raise OptionError("--kv-offload-dir needs all ranks on one host; omit it with --nnodes and Ray")
     elif options.kv_offload_dir_size is not None:
         raise OptionError("--kv-offload-dir-size needs --kv-offload-dir")
     if options.kv_events is not None and not options.enable_prefix_caching:
-        raise OptionError("--kv-events-config: events are those of the prefix cache; omit --no-prefix-caching")
+        raise OptionError("--kv-events-config needs prefix caching; omit --no-prefix-caching")
     if options.kv_offload_memory is not None and not options.enable_prefix_caching:
         raise OptionError("--kv-offload-memory needs prefix caching; omit --no-prefix-caching")
 
 
 def _check_nodes(options: Options) -> None:
-    """Refuse options for several hosts that do not fit together."""
+    """Refuse contradictory options for several hosts."""
     if options.node_rank >= options.nnodes:
         raise OptionError(
-            f"--node-rank: {options.node_rank} is none of 0 to {options.nnodes - 1} (--nnodes {options.nnodes})"
+            f"--node-rank: {options.node_rank} is not from 0 to {options.nnodes - 1} (--nnodes {options.nnodes})"
         )
     if options.nnodes == 1:
         if options.data_parallel_split is not None:
-            raise OptionError("--data-parallel-split: it divides engines among the hosts of --nnodes, but there is one")
+            raise OptionError("--data-parallel-split divides engines among several hosts, but --nnodes is 1")
         return
     if options.master_addr is None:
         raise OptionError(f"--nnodes: {options.nnodes} hosts need --master-addr HOST:PORT, the same on all of them")
     if options.experts_span_engines:
         raise OptionError(
-            "--enable-expert-parallel: several engines (--data-parallel-size) share experts on one host only; omit it, "
+            "--enable-expert-parallel: several engines (--data-parallel-size) share experts on one host only; omit it "
             "or --nnodes"
         )
     if options.node_rank == 0:
@@ -100,7 +100,7 @@ def _check_shares(options: Options) -> None:
             raise OptionError(f"--data-parallel-split: {len(split)} numbers, but --nnodes is {nodes}")
         if sum(split) != engines:
             raise OptionError(
-                f"--data-parallel-split: {sum(split)} engines in all, but --data-parallel-size is {engines}"
+                f"--data-parallel-split: {sum(split)} engines in total, but --data-parallel-size is {engines}"
             )
         if 0 in split[1:]:
             raise OptionError(

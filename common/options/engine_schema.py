@@ -58,25 +58,25 @@ class EngineOptions:
     model_impl: str = choice_option(
         "auto",
         "auto|transformers",
-        "auto: this program's own code for the model's family; transformers: any decoder-only model that accepts an "
-        "attention implementation by name, in transformers' own code, which is slower (one rank, no 8-bit weights)",
+        "auto: serve-llm's own code for the model's family; transformers: any decoder-only model that accepts an "
+        "attention implementation by name, with transformers' code, which is slower (one rank, no 8-bit weights)",
     )
     runner: str = choice_option(
         "auto",
         "auto|generate|pooling",
         "auto: pooling for encoders, classifiers and embedding models, else generate; generate: text, and vectors as "
-        "well where --convert or the checkpoint asks for them; pooling: vectors only, without the LM head",
+        "well if --convert or the checkpoint asks for them; pooling: vectors only, without the LM head",
     )
     convert: str = choice_option(
         "auto",
         "auto|none|embed|classify",
-        "what the model returns for a prompt besides text; auto: what the checkpoint is made for; embed: an embedding, "
-        "also from a decoder made for text; classify: the logits of --classifier-from-token",
+        "what the model returns for a prompt besides text; auto: as the checkpoint is meant; embed: an embedding, "
+        "also from a decoder trained for text; classify: the logits of --classifier-from-token",
     )
     pooling_type: str = choice_option(
         "auto",
         "auto|cls|mean|last",
-        "how the hidden states of a prompt become one vector: of the first token, their mean, or of the last token "
+        "how the hidden states of a prompt become one vector: the first token's, their mean, or the last token's "
         "(auto: as 1_Pooling/config.json says, last for decoders without it)",
     )
     classifier_from_token: tuple[str, ...] = option(
@@ -85,7 +85,7 @@ class EngineOptions:
     allow_unknown_config: tuple[str, ...] = option(
         (),
         parse_texts,
-        "key of config.json that this program does not know, to be ignored with a warning instead of an error; "
+        "unknown key of config.json to ignore with a warning instead of an error; "
         "rope_scaling.KEY names a key of a nested object; may be repeated",
         metavar="KEY",
     )
@@ -104,11 +104,11 @@ class EngineOptions:
         metavar="|".join(QUANTIZATIONS),
     )
     max_model_len: int | None = option(
-        None, _positive_count, "maximum tokens of prompt and output together (default: the model's)"
+        None, _positive_count, "maximum number of tokens of prompt and output together (default: the model's)"
     )
-    max_num_seqs: int = option(256, _positive_count, "maximum sequences in one step")
+    max_num_seqs: int = option(256, _positive_count, "maximum number of sequences in one step")
     max_num_batched_tokens: int | None = option(
-        None, _positive_count, "maximum tokens in one step (default: 2048 on a CPU, 8192 on a GPU)"
+        None, _positive_count, "maximum number of tokens in one step (default: 2048 on a CPU, 8192 on a GPU)"
     )
     gpu_memory_utilization: float = option(0.9, parse_fraction, "fraction of the GPU's memory for weights and KV cache")
     enforce_eager: bool = option(
@@ -124,7 +124,7 @@ class EngineOptions:
         "nccl|symmetric|auto",
         "how the GPUs of a tensor-parallel group sum their results: nccl, or symmetric: small sums through memory "
         "that the GPUs of one host map from each other, which has not run on hardware yet; auto tries symmetric at "
-        "start and takes it if its sums are exact and faster",
+        "start and uses it if its sums are exact and faster",
     )
     kv_cache_memory: int | None = option(
         None,
@@ -149,36 +149,36 @@ class EngineOptions:
     kv_offload_memory: int | None = option(
         None,
         _positive_bytes,
-        "host memory of each rank for blocks that lose their place in the KV cache, such as 16GiB; they are copied "
+        "host memory of each rank for blocks that are evicted from the KV cache, such as 16GiB; they are copied "
         "back instead of computed again (default: none)",
         metavar="BYTES",
     )
     kv_offload_dir: str | None = option(
         None,
         parse_text,
-        "directory on a local disk to which blocks go from --kv-offload-memory, to be read back if that is faster than "
-        "computing them; engines and restarts of this host share it (default: none)",
+        "directory on a local disk for blocks evicted from --kv-offload-memory; they are read back if that is faster "
+        "than computing them; the engines of this host share it, also after a restart (default: none)",
         metavar="DIRECTORY",
     )
     kv_offload_dir_size: int | None = option(
         None,
         _positive_bytes,
-        "most that blocks in --kv-offload-dir take (default: half of what its disk has free at the start)",
+        "maximum size of the blocks in --kv-offload-dir (default: half of the disk's free space at the start)",
         metavar="BYTES",
     )
     kv_events_config: str | None = option(
         None,
         parse_kv_events_config,
-        "publish which blocks the prefix cache gets and loses, for routers outside (docs/kv-events.md): "
+        "publish which blocks the prefix cache stores and removes, for external routers (docs/kv-events.md): "
         '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}; other keys: publisher, replay_endpoint, '
         "buffer_steps, hwm, max_queue_size, topic (default: none)",
         metavar="JSON",
     )
-    jump_forward: bool = option(True, parse_boolean, "append tokens that a grammar demands at once; same output")
+    jump_forward: bool = option(True, parse_boolean, "append tokens at once if a grammar allows no others; same output")
     speculative_config: str | None = option(
         None,
         parse_speculative_config,
-        'drafts to verify, so that a step may make several tokens; same output: {"method": "ngram"} takes them from '
+        'verify drafts, so that a step may yield several tokens; same output: {"method": "ngram"} takes drafts from '
         'earlier text of the request, {"method": "draft_model", "model": MODEL}, or MODEL alone, from a small model '
         'with the same tokenizer, {"method": "eagle3", "model": HEAD} from an EAGLE-3 head, {"method": "mtp"} '
         "from the checkpoint's MTP layer; other keys: num_speculative_tokens, prompt_lookup_max, prompt_lookup_min "
@@ -191,7 +191,7 @@ class EngineOptions:
     seed: int | None = option(
         None,
         int_between(0, 2**64 - 1),
-        "makes dummy weights, and the seeds of requests that set none, the same in every run "
+        "make dummy weights, and the seeds of requests that set none, the same in every run "
         "(default: a random seed for each such request)",
     )
     device: str = choice_option("auto", "auto|cpu|cuda", "auto: a GPU if there is one, else the CPU")
@@ -203,10 +203,10 @@ class EngineOptions:
         metavar="THREADS",
     )
     tensor_parallel_size: int = option(
-        1, _positive_count, "ranks that split every layer; any number, it need not divide the model's heads", short="tp"
+        1, _positive_count, "ranks that split every layer; need not divide the model's number of heads", short="tp"
     )
     pipeline_parallel_size: int = option(
-        1, _positive_count, "pipeline stages, each of which has some of the layers", short="pp"
+        1, _positive_count, "pipeline stages, each of which holds some of the layers", short="pp"
     )
     tensor_parallel_split: tuple[float, ...] | None = option(
         None,
@@ -223,8 +223,8 @@ class EngineOptions:
     enable_expert_parallel: bool = option(
         False,
         parse_boolean,
-        "each rank holds some of a layer's experts whole, instead of a part of each; the experts are spread over all "
-        "engines of --data-parallel-size, which then step together; numbers need not divide",
+        "each rank holds whole experts of a layer, instead of a part of every expert; the experts are spread over all "
+        "engines of --data-parallel-size, which then step together; the number of experts need not divide",
     )
     distributed_executor_backend: str | None = choice_option(
         None,
@@ -276,17 +276,17 @@ class EngineOptions:
     max_restarts: int = option(
         10,
         int_between(0, 1_000_000),
-        "how often within ten minutes an engine that died or hung is replaced while its open requests continue; "
-        "beyond that the server ends",
+        "how often an engine that died or hung is replaced within ten minutes while its open requests continue; "
+        "after that the server exits",
     )
     step_timeout: float | None = option(
         None,
         parse_seconds,
-        "seconds without a result of a step after which the engine counts as hung and is replaced (default: 300, or "
+        "seconds that a step may take before the engine counts as hung and is replaced (default: 300, or "
         "20 times the longest step so far, if that is more)",
         metavar="SECONDS",
     )
-    log_level: str = choice_option("info", "debug|info|warning|error", "lowest level of messages that are logged")
+    log_level: str = choice_option("info", "debug|info|warning|error", "lowest level of messages to log")
     log_format: str = choice_option("text", "text|json", "text: lines for people; json: one JSON object per line")
 
     @property

@@ -18,8 +18,8 @@ class KVEventsConfig:
     endpoint: str = "tcp://*:5557"  # the port is that of engine 0; each further engine has the next one
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000  # batches kept for `replay_endpoint`
-    hwm: int = 100_000  # batches that a slow subscriber may be behind
-    max_queue_size: int = 100_000  # batches that wait to be sent
+    hwm: int = 100_000  # batches that a slow subscriber may lag behind
+    max_queue_size: int = 100_000  # batches that may wait to be sent
     topic: str = ""
 
     @property
@@ -28,12 +28,12 @@ class KVEventsConfig:
 
     @classmethod
     def parse(cls, text: str) -> KVEventsConfig:
-        """text: as from `parse_kv_events_config`."""
+        """text: the result of `parse_kv_events_config`."""
         return cls(**json.loads(text))
 
 
 def parse_kv_events_config(value: object) -> str:
-    """The value with its defaults, as JSON: an object, or the text of one."""
+    """Return the value with its defaults as JSON. value: an object or its JSON text."""
     given = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
     if not isinstance(given, Mapping):
         raise ValueError('expected a JSON object, such as {"enable_kv_cache_events": true, "topic": "kv-events"}')
@@ -55,6 +55,6 @@ def _check(key: str, kind: str, value: object) -> None:
     if kind.startswith("str") and not isinstance(value, str):
         raise ValueError(f"{key} must be a text")
     if key == "publisher" and value not in ("zmq", "null"):
-        raise ValueError(f"publisher {value!r} is not supported; take 'zmq' or 'null'")
+        raise ValueError(f"publisher {value!r} is not supported; use 'zmq' or 'null'")
     if key.endswith("endpoint") and not str(value).startswith(TRANSPORTS):
-        raise ValueError(f"{key} {value!r} begins with none of {', '.join(TRANSPORTS)}")
+        raise ValueError(f"{key} {value!r} must begin with one of {', '.join(TRANSPORTS)}")

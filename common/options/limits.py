@@ -22,13 +22,13 @@ _positive_bytes = at_least_one(parse_bytes)
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits on one request, and what is stored. Requests that exceed a limit get 400, 413 (body) or 431 (header)."""
+    """Limits on requests and stored objects. Requests that exceed a limit get 400, 413 (body) or 431 (header)."""
 
     header_bytes: int = option(64 * 2**10, _positive_bytes, "request line and headers")
     body_bytes: int = option(16 * 2**20, _positive_bytes, "body of a request")
-    all_bodies_bytes: int = option(256 * 2**20, _positive_bytes, "all bodies being read at a time; beyond it 503")
+    all_bodies_bytes: int = option(256 * 2**20, _positive_bytes, "bodies being read at a time; further ones get 503")
     json_depth: int = option(64, int_between(1, 200), "nesting depth of objects and lists")
-    json_values: int = option(2**20, _positive_count, "values in a body: they, not bytes, make parsing expensive")
+    json_values: int = option(2**20, _positive_count, "values in a body, which make parsing expensive")
     messages: int = option(10_000, _positive_count, "messages of a conversation")
     tools: int = option(256, _positive_count, "tools of a request")
     prompts: int = option(2048, _positive_count, "prompts of a request")
@@ -47,16 +47,18 @@ class Limits:
     grammar_bytes: int = option(2**20, _positive_bytes, "JSON schema, regex, choices or grammar of structured output")
     template_characters: int = option(2**22, _positive_count, "characters of a rendered chat template")
     prompt_seconds: float = option(2.0, parse_seconds, "seconds for parsing, rendering and tokenizing")
-    stall_seconds: float = option(30.0, parse_seconds, "seconds without reading or sending, and per MiB of a body")
+    stall_seconds: float = option(
+        30.0, parse_seconds, "seconds that a client may pause in a request or response, and seconds per MiB of a body"
+    )
     stored_responses: int = option(
-        10_000, _positive_count, "responses that --responses-store keeps; the oldest leave first"
+        10_000, _positive_count, "responses that --responses-store keeps; the oldest are deleted first"
     )
     stored_response_bytes: int = option(256 * 2**20, _positive_bytes, "their input, output and events together")
-    stored_response_seconds: float = option(30 * 86400.0, parse_seconds, "age at which they leave")
+    stored_response_seconds: float = option(30 * 86400.0, parse_seconds, "age at which they are deleted")
     file_bytes: int = option(200 * 2**20, _positive_bytes, "an uploaded file")
-    all_file_bytes: int = option(10 * 2**30, _positive_bytes, "all files together; beyond it uploads are refused")
-    stored_files: int = option(10_000, _positive_count, "files; beyond it uploads are refused")
-    stored_batches: int = option(10_000, _positive_count, "batches; the oldest that have ended leave first")
+    all_file_bytes: int = option(10 * 2**30, _positive_bytes, "all files together; further uploads are refused")
+    stored_files: int = option(10_000, _positive_count, "files; further uploads are refused")
+    stored_batches: int = option(10_000, _positive_count, "batches; the oldest that have ended are deleted first")
     batch_lines: int = option(50_000, _positive_count, "requests of a batch")
 
     @classmethod
@@ -78,7 +80,7 @@ class Limits:
 
 
 def parse_limits(value: object) -> tuple[str, ...]:
-    """Several NAME=VALUE: a list, or one text with commas. Checks them and keeps them as texts."""
+    """Check several NAME=VALUE, given as a list or as one text with commas, and return them as texts."""
     texts = parse_texts(value)
     Limits.parse(texts)
     return texts

@@ -13,7 +13,7 @@ _ONE_MODEL = "a server has one model; start one for each"
 _TOOLS = "omit it; tools run in the client, answers contain the calls"
 _DRAFTS = "--speculative-config says how drafts are made and how long they are"
 _MEMORY = "not needed; weights are read into memory"
-_CHUNKS = "--max-num-batched-tokens is the most prompt and output tokens in one step"
+_CHUNKS = "--max-num-batched-tokens is the maximum number of prompt and output tokens in one step"
 
 LLAMA_CPP: tuple[PeerFlag, ...] = (
     same("-m", "MODEL", "the model is given first, without a flag"),
@@ -63,7 +63,7 @@ LLAMA_CPP: tuple[PeerFlag, ...] = (
     refused("--embd-gemma-default --fim-* --gpt-oss-* --vision-*", "give the model's Hugging Face id as MODEL"),
     refused("--models-* --no-models-autoload", _ONE_MODEL),
     refused("--tags", "--served-model-name gives a model several names"),
-    refused("-hft", "export HF_TOKEN, which ps does not show"),
+    refused("-hft", "set the variable HF_TOKEN, which ps does not show"),
     refused("--offline", "export HF_HUB_OFFLINE=1"),
     refused("-cl --cache-list", "`hf cache ls` lists what is downloaded"),
     refused("--completion-bash", "`serve-llm completion bash` prints the script"),

@@ -1,4 +1,4 @@
-"""The vocabulary of the tables of other engines' options."""
+"""Building blocks for the tables of other engines' options."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ class PeerFlag(NamedTuple):
     """An option of another engine, under all its names."""
 
     names: tuple[str, ...]  # those of a refused option may be patterns, such as --yarn-*
-    answer: str  # one line: what corresponds to it here
-    ours: str = ""  # the same in our words, such as "--no-prefix-caching"; MODEL is the positional argument
-    takes_value: bool = False  # accepted with a value, which is ours as well
-    neutral: tuple[str, ...] = ()  # accepted at these values, in lower case, which are what happens here anyway
-    is_always: bool = False  # accepted without a value: what it asks for always happens here
+    answer: str  # one line: its counterpart here
+    ours: str = ""  # our equivalent, such as "--no-prefix-caching"; MODEL is the positional argument
+    takes_value: bool = False  # accepted with a value, which is passed on
+    neutral: tuple[str, ...] = ()  # accepted with these values, in lower case, which describe what happens here anyway
+    is_always: bool = False  # accepted without a value, because what it asks for always happens here
     may_be_off: bool = False  # in Python and YAML, false is accepted as well
 
     @property
@@ -22,7 +22,7 @@ class PeerFlag(NamedTuple):
 
 
 def same(names: str, ours: str, note: str = "") -> PeerFlag:
-    """Another name of an option that takes a value. note: a difference that a user should know."""
+    """Another name for an option that takes a value. note: a difference that a user should know."""
     answer = f"here it is {ours}" + (f"; {note}" if note else "")
     return PeerFlag(tuple(names.split()), answer, ours, takes_value=True)
 
@@ -38,10 +38,10 @@ def always(names: str, answer: str, may_be_off: bool = False) -> PeerFlag:
 
 
 def neutral(names: str, values: str, answer: str) -> PeerFlag:
-    """An option that is accepted at `values`, separated by `|`, and refused at others."""
+    """An option that is accepted with `values`, separated by `|`, and refused with others."""
     return PeerFlag(tuple(names.split()), answer, neutral=tuple(values.split("|")))
 
 
 def refused(names: str, answer: str) -> PeerFlag:
-    """An option that has no counterpart of the same meaning."""
+    """An option without an equivalent."""
     return PeerFlag(tuple(names.split()), answer)

@@ -1,6 +1,6 @@
-"""Options of vLLM, SGLang and llama.cpp, and what corresponds to them here.
+"""Options of vLLM, SGLang and llama.cpp, and their counterparts here.
 
-`sources` reads the tables when an option is unknown: what means the same is accepted with a notice, everything else is
+`sources` reads the tables when an option is unknown: an equivalent option is accepted with a notice, everything else is
 an error that says what to do. docs/from-other-engines.md shows the same tables.
 """
 
@@ -27,7 +27,7 @@ PEER_FLAGS: dict[str, tuple[PeerFlag, ...]] = {"vLLM": VLLM, "SGLang": SGLANG, "
 PEER_COMMANDS = {
     "run": "Ollama's `run MODEL` is `serve-llm chat MODEL`",
     "pull": "Ollama's `pull MODEL` is not needed: `serve-llm MODEL` downloads what is missing",
-    "list": "Ollama's `list` has no counterpart: one model is served, given first",
+    "list": "Ollama's `list` has no counterpart: a server has one model, which is given first",
     "ps": "Ollama's `ps` is `serve-llm top`",
     "create": "Ollama's `create` is not needed: `serve-llm FILE.gguf` serves a file",
 }
@@ -139,5 +139,5 @@ def translate_name(name: str, value: object, source: str) -> tuple[str, object] 
 
 
 def _log_notice(name: str, answer: str) -> None:
-    """Before logging is configured, Python writes a warning to stderr as it is."""
+    """Until logging is configured, Python writes warnings to stderr unformatted."""
     logger.warning("%s: %s", name, answer)

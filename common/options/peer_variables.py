@@ -1,4 +1,4 @@
-"""Environment variables of other engines, which are not read, and what corresponds to them here."""
+"""Environment variables of other engines, which are not read, and their counterparts here."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PEER_VARIABLES = OLLAMA | VLLM | LLAMA_CPP
 
 
 def log_unread(environ: Mapping[str, str]) -> None:
-    """Log a warning for each variable of another engine that is set, because nothing else would tell."""
+    """Log a warning for each variable of another engine that is set, because nothing else reveals that it is unused."""
     for name, answer in PEER_VARIABLES.items():
         if environ.get(name):
             logger.warning("%s is set but not read; here: %s", name, answer)

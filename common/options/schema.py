@@ -37,11 +37,11 @@ class Options(EngineOptions):
     """
 
     host: str = option("127.0.0.1", parse_text, "address to listen on; 0.0.0.0 accepts other machines")
-    port: int = option(8000, int_between(0, 65535), "port to listen on; 0 takes a free one")
+    port: int = option(8000, int_between(0, 65535), "port to listen on; 0 chooses a free one")
     front_ends: int = option(
         1,
         int_between(1, 64),
-        "processes that answer clients; more than one where many streams keep one process busy (docs/front-ends.md)",
+        "processes that answer clients; use more than one if many streams saturate one process (docs/front-ends.md)",
     )
     ssl_keyfile: str | None = option(
         None, parse_text, "file with the private key (PEM): serve HTTPS, with --ssl-certfile", metavar="FILE"
@@ -66,7 +66,7 @@ class Options(EngineOptions):
     served_model_name: tuple[str, ...] = option(
         (),
         parse_texts,
-        "names by which requests may call the model, the first one used in answers (default: the model as given); "
+        "names of the model in requests; responses use the first one (default: the model as given); "
         "on the command line, put the model before this option",
         metavar="NAME",
         nargs=True,
@@ -93,7 +93,7 @@ class Options(EngineOptions):
         None,
         parse_text,
         "how the model writes reasoning and tool calls: a name or a JSON file (docs/dialects.md), or none (default: "
-        "the model's response_template, else found by its chat template)",
+        "the model's response_template, otherwise found from its chat template)",
         metavar="NAME|FILE",
     )
     generation_config: str = choice_option(
@@ -104,8 +104,7 @@ class Options(EngineOptions):
     max_queue: tuple[int, int] = option(
         DEFAULT_QUEUE,
         parse_queue,
-        "requests, and prompt tokens, that may wait for their first token; beyond it the answer is 503 "
-        "(default: 2048,4M)",
+        "requests, and prompt tokens, that may wait for their first token; further requests get 503 (default: 2048,4M)",
         metavar="REQUESTS[,TOKENS]",
     )
     request_timeout: float | None = option(
@@ -123,19 +122,19 @@ class Options(EngineOptions):
     batches_dir: str | None = option(
         None,
         parse_text,
-        "directory with the files and batches of /v1/files and /v1/batches (default: there are none)",
+        "directory with the files and batches of /v1/files and /v1/batches (default: no such routes)",
         metavar="DIRECTORY",
     )
     unknown_fields: str = choice_option(
         "refuse",
         "refuse|ignore",
-        "what happens to unknown fields of completions, chat completions and the routes of embeddings, scores and "
-        "classes; ignore: the header x-ignored-fields names them, as on the other routes",
+        "what to do with unknown fields of completions, chat completions and the routes for embeddings, scores and "
+        "classes; ignore: only name them in the header x-ignored-fields, as the other routes do",
     )
     limit: tuple[str, ...] = option(
         (),
         parse_limits,
-        "limit on one request or on what is stored, such as body-bytes=1MiB, instead of its default; may be repeated; "
+        "change a limit on one request or on stored objects, such as body-bytes=1MiB; may be repeated; "
         "docs/options.md lists the names",
         metavar="NAME=VALUE",
     )
@@ -148,7 +147,7 @@ class Options(EngineOptions):
     otlp_traces_endpoint: str | None = option(
         None,
         parse_traces_endpoint,
-        "URL to which OpenTelemetry traces of requests are sent, by OTLP over HTTP (default: there are none)",
+        "URL to which OpenTelemetry traces of requests are sent, by OTLP over HTTP (default: no traces)",
         metavar="URL",
     )
 

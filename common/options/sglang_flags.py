@@ -144,7 +144,7 @@ SGLANG: tuple[PeerFlag, ...] = (
     ),
     refused(
         "--retraction-policy --num-reserved-decode-tokens --*-delay* --optimistic-*",
-        "omit it; requests that lose their place are computed again",
+        "omit it; preempted requests are computed again",
     ),
     refused(
         "--*-nvtx-* --forward-* --msprobe-* --enable-request-time-stats-logging",

@@ -15,8 +15,8 @@ PROMPT_LOOKUP = "ngram"
 DRAFT_MODEL = "draft_model"
 EAGLE3 = "eagle3"
 MTP = "mtp"
-OTHER_NAMES = {"deepseek_mtp": MTP, "glm4_moe_mtp": MTP}  # vLLM's older ones
-# The keys that each method has.
+OTHER_NAMES = {"deepseek_mtp": MTP, "glm4_moe_mtp": MTP}  # vLLM's older names
+# Method -> its keys.
 KEYS = {
     PROMPT_LOOKUP: ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
     DRAFT_MODEL: ("num_speculative_tokens", "model", "draft_tensor_parallel_size"),
@@ -27,19 +27,19 @@ KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """How drafts are made, and how long they may be."""
+    """How drafts are made, and how long they may get."""
 
     # "ngram": what followed an earlier occurrence of the text's latest ids; "draft_model": a small model; "eagle3": an
     # EAGLE-3 head, which reads hidden states of the served model; "mtp": the served checkpoint's MTP layer, likewise
     method: str
-    num_speculative_tokens: int = 8  # most drafts of a sequence in a step
-    prompt_lookup_max: int = 8  # ids of an occurrence that is as good as any longer one
-    prompt_lookup_min: int = 3  # ids of the shortest occurrence that counts
+    num_speculative_tokens: int = 8  # maximum number of drafts per sequence in a step
+    prompt_lookup_max: int = 8  # maximum length of a match; longer ones are not preferred
+    prompt_lookup_min: int = 3  # minimum length of a match
     model: str | None = None  # the draft model or head: a directory or a Hugging Face id
 
     @property
     def has_draft_model(self) -> bool:
-        """Whether a draft model, head or MTP layer is computed beside the served model."""
+        """Whether a draft model, head or MTP layer is computed in addition to the served model."""
         return self.method != PROMPT_LOOKUP
 
     @property
@@ -59,12 +59,12 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, text: str) -> SpeculativeConfig:
-        """text: as from `parse_speculative_config`."""
+        """text: the result of `parse_speculative_config`."""
         return cls(**json.loads(text))
 
 
 def parse_speculative_config(value: object) -> str:
-    """The value with its defaults, as JSON: an object, the text of one, or the name of a draft model alone."""
+    """Return the value with its defaults as JSON. value: an object, its JSON text, a method or a draft model."""
     given = _read_text(value.strip()) if isinstance(value, str) else value
     if not isinstance(given, Mapping):
         raise ValueError('expected a JSON object, such as {"method": "ngram", "num_speculative_tokens": 4}')
@@ -72,8 +72,8 @@ def parse_speculative_config(value: object) -> str:
     method = OTHER_NAMES.get(str(method), method)
     if method not in KEYS:
         raise ValueError(
-            f"method {method!r} is not supported; there are 'ngram', prompt lookup, 'draft_model', a small model, "
-            "'eagle3', an EAGLE-3 head, and 'mtp', the checkpoint's own MTP layer"
+            f"method {method!r} is not supported; use 'ngram' (prompt lookup), 'draft_model' (a small model), "
+            "'eagle3' (an EAGLE-3 head) or 'mtp' (the checkpoint's own MTP layer)"
         )
     unknown = [str(key) for key in given if key not in ("method", *KEYS[method])]
     if unknown:
@@ -99,7 +99,7 @@ def _read_prompt_lookup(given: Mapping[str, object], count: int) -> SpeculativeC
     if most is None:
         most = max(SpeculativeConfig.prompt_lookup_max, least)
     if least > most:
-        raise ValueError(f"prompt_lookup_min, {least}, is more than prompt_lookup_max, {most}")
+        raise ValueError(f"prompt_lookup_min ({least}) is greater than prompt_lookup_max ({most})")
     return SpeculativeConfig(
         method=PROMPT_LOOKUP, num_speculative_tokens=count, prompt_lookup_max=most, prompt_lookup_min=least
     )
@@ -111,7 +111,7 @@ def _read_draft_model(given: Mapping[str, object], method: str, count: int) -> S
     if method != MTP and (not isinstance(model, str) or not model):
         raise ValueError(f"method {method} needs 'model', the directory or Hugging Face id of the {what}")
     if given.get("draft_tensor_parallel_size", 1) != 1:
-        raise ValueError(f"draft_tensor_parallel_size must be 1: the {what} is computed by one rank of its own")
+        raise ValueError(f"draft_tensor_parallel_size must be 1: the {what} runs on a single rank")
     return SpeculativeConfig(method=method, num_speculative_tokens=count, model=None if model is None else str(model))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from serve_llm.common.options.peer_flag import PeerFlag, always, neutral, refused, same, switch
 
 _CONFIG = "edit config.json in a copy of the checkpoint"
-_DIALECT = "the format is found by the chat template; --dialect names another one (docs/dialects.md)"
+_DIALECT = "the chat template shows the format; --dialect selects another one (docs/dialects.md)"
 _NO_COMPILATION = "nothing is compiled at start; --enforce-eager switches CUDA graphs off"
 _PROXY = "put a reverse proxy in front of the server"
 _KERNELS = "omit it; the kernels are chosen by device and instruction set"
@@ -13,7 +13,7 @@ _TEXT_ONLY = "omit it; images and audio are not read, only the text part of such
 _OFFLOAD = "weights are not offloaded; `serve-llm plan MODEL` says what would fit"
 _DRAFTS = "--speculative-config says how drafts are made and how long they are"
 _EXPERTS = "--enable-expert-parallel needs nothing else; omit it"
-_FULL_ATTENTION = "omit it; the cache is laid out as the model's layers need it"
+_FULL_ATTENTION = "omit it; the model's layers determine the layout of the cache"
 
 VLLM: tuple[PeerFlag, ...] = (
     # the model
@@ -23,11 +23,11 @@ VLLM: tuple[PeerFlag, ...] = (
         "not needed, no code of a checkpoint is ever executed (docs/models.md lists the families)",
         may_be_off=True,
     ),
-    neutral("--tokenizer-mode", "auto|hf", "omit it; the tokenizer is always the fast one of tokenizer.json"),
+    neutral("--tokenizer-mode", "auto|hf", "omit it; the tokenizer is always that of tokenizer.json"),
     neutral("--config-format", "auto|hf", "omit it; config.json is read"),
     refused("--tokenizer-revision", "--revision is that of the model and its tokenizer"),
     refused("--hf-overrides --override-generation-config --rope-scaling --rope-theta", _CONFIG),
-    refused("--hf-token", "export HF_TOKEN, which ps does not show"),
+    refused("--hf-token", "set the variable HF_TOKEN, which ps does not show"),
     refused("--hf-config-path", _CONFIG),
     refused("--code-revision", "omit it; no code of a checkpoint is ever executed"),
     refused("--task", "--runner generate|pooling and --convert embed|classify say what the model returns"),
@@ -52,12 +52,12 @@ VLLM: tuple[PeerFlag, ...] = (
         "omit it; --load-format reads safetensors",
     ),
     always("--use-tqdm-on-load", "a bar is shown on a terminal"),
-    refused("--no-use-tqdm-on-load", "the bar is on a terminal only; omit it"),
-    refused("--model-loader-extra-config", "omit it; safetensors are read by every rank, its own part only"),
+    refused("--no-use-tqdm-on-load", "the bar appears only on a terminal; omit it"),
+    refused("--model-loader-extra-config", "omit it; each rank reads its own part of the safetensors"),
     # memory and scheduling
     switch("--enable-prefix-caching", "--prefix-caching"),
     switch("--no-enable-prefix-caching", "--no-prefix-caching"),
-    always("--enable-chunked-prefill", "always on; --max-num-batched-tokens is the most in one step"),
+    always("--enable-chunked-prefill", "always on; --max-num-batched-tokens is the maximum in one step"),
     refused("--no-enable-chunked-prefill", "long prompts are always computed in chunks; omit it"),
     always("--async-scheduling", "always so; the next step is prepared while one is computed"),
     refused("--no-async-scheduling", "the next step is always prepared while one is computed; omit it"),

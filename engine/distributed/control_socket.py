@@ -70,7 +70,7 @@ class ControlSocket:
         for rank, known in self._identities.items():
             if known == identity:
                 return rank
-        logger.warning("ignored a message from a process that is no rank")
+        logger.warning("ignored a message from a process that is not a rank")
         return None
 
     def find_lost(self) -> list[int]:

@@ -137,7 +137,7 @@ def _match(
             raise AdapterError(f"{WEIGHTS}: {name} belongs to DoRA, but {CONFIG} does not say use_dora")
         is_tied = config.ties_weights and target.kind != "linear"  # the config names only one of the two
         if not is_tied and config.adapts(module, is_inner=target.kind == "linear") is False:
-            raise AdapterError(f"{WEIGHTS}: {name} is none of {CONFIG}'s target_modules")
+            raise AdapterError(f"{WEIGHTS}: {name} is not one of {CONFIG}'s target_modules")
         names[module] = target
     modules = {}
     for module, target in names.items():

@@ -143,7 +143,7 @@ class BatchStore:
                 _find_content(connection, "files", batch.input_file_id, owner, "input_file_id"), type=StoredFile
             )
             if file.purpose != "batch":
-                raise InvalidRequest("input_file_id: a file of results is no input", "input_file_id")
+                raise InvalidRequest("input_file_id: a result file cannot be an input", "input_file_id")
             (count,) = connection.execute("SELECT count(*) FROM batches").fetchone()
             if count >= self._limits.stored_batches:
                 ended = connection.execute(f"SELECT id FROM batches WHERE NOT {_OPEN} ORDER BY number").fetchone()

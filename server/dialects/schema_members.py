@@ -133,7 +133,7 @@ def read_list(schema: Schema) -> ListForm:
     if others is False:
         most = min(len(first), len(first) if most is None else most)
     if most is not None and least > most:
-        raise GrammarError("no list has so many items and so few", keyword="minItems")
+        raise GrammarError("the minimum is greater than the maximum number of items", keyword="minItems")
     return ListForm(first[:most], others, least, most)
 
 

@@ -145,7 +145,7 @@ def _write_string(schema: Schema, end: Delimiter) -> Symbol:
             raise GrammarError(f"it must be 0 to {_MAX_LENGTH} in this model's format", keyword=keyword)
     assert isinstance(least, int) and isinstance(most, int | None)
     if most is not None and least > most:
-        raise GrammarError("no string is so long and so short", keyword="minLength")
+        raise GrammarError("minLength is greater than maxLength", keyword="minLength")
     if least or most is not None:
         expressions.append(f"/(?s:.{{{least},{'' if most is None else most}}})/")
     if isinstance(schema.get("pattern"), str):

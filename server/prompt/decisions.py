@@ -54,7 +54,7 @@ def prepare_questions(messages: Sequence[Message], questions: Sequence[Question]
         )
         text = render_turn(turn, context)
         if model.opens_reasoning(text):
-            raise Unsupported("this model's answers begin with reasoning, so its first token is no answer")
+            raise Unsupported("this model's answers begin with reasoning, so its first token is not an answer")
         check_text(text, model, context.facts, truncated=False, param="input")
         prompts.append(model.tokenizer.encode(text, add_special_tokens=False))
     request = prepare(prompts, params, model, context.facts, param="input", end_ids=model.turn_end_ids)

@@ -128,7 +128,7 @@ class CountTokensRequest(TranslatedBody):
                 name = "name" if definition.name is None else "input_schema"
                 raise InvalidRequest(f"{param}.{name} is required", f"{param}.{name}")
             if definition.name in tools:
-                raise InvalidRequest(f"{param}.name: {definition.name} is there twice", f"{param}.name")
+                raise InvalidRequest(f"{param}.name: {definition.name} appears twice", f"{param}.name")
             tools[definition.name] = build_tool(
                 definition.name,
                 definition.description,
@@ -149,7 +149,9 @@ class CountTokensRequest(TranslatedBody):
             if choice.name is None:
                 raise InvalidRequest("tool_choice.name is required with type tool", "tool_choice.name")
             if all(choice.name != tool.name for tool in tools):
-                raise InvalidRequest(f"tool_choice.name: {choice.name[:200]} is none of the tools", "tool_choice.name")
+                raise InvalidRequest(
+                    f"tool_choice.name: {choice.name[:200]} is not one of the tools", "tool_choice.name"
+                )
             return ToolChoice("required", (choice.name,), is_named=True)
         if not tools:
             raise InvalidRequest("tool_choice needs tools", "tool_choice")

@@ -92,7 +92,7 @@ def read_tools(definitions: Sequence[FlatTool], limits: Limits) -> tuple[list[To
             raise InvalidRequest(f"{param}.name is required", f"{param}.name")
         name = join_name(namespace, definition.name)
         if name in tools:
-            raise InvalidRequest(f"{param}.name: {name[:200]} is there twice", f"{param}.name")
+            raise InvalidRequest(f"{param}.name: {name[:200]} appears twice", f"{param}.name")
         parameters, strict, schema_field = definition.parameters, definition.strict, "parameters"
         if definition.type == "custom":
             strict, schema_field = True, "format"
@@ -181,5 +181,5 @@ def _find_tool(wanted: FlatToolName, tools: list[Tool], param: str) -> str:
         raise InvalidRequest(f"{param}.name is required", f"{param}.name")
     name = join_name(wanted.namespace, wanted.name)
     if all(name != tool.name for tool in tools):
-        raise InvalidRequest(f"{param}.name: {name[:200]} is none of the tools", f"{param}.name")
+        raise InvalidRequest(f"{param}.name: {name[:200]} is not one of the tools", f"{param}.name")
     return name

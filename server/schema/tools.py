@@ -129,7 +129,7 @@ def read_tools(definitions: list[ToolDefinition], limits: Limits) -> list[Tool]:
                 parameters = _describe_format(found.format, f"{param}.format")
                 tool = build_tool(found.name, found.description, parameters, True, param, "format")
         if tool.name in tools:
-            raise InvalidRequest(f"{param}.name: {tool.name} is there twice", f"{param}.name")
+            raise InvalidRequest(f"{param}.name: {tool.name} appears twice", f"{param}.name")
         tools[tool.name] = tool
     return list(tools.values())
 
@@ -212,4 +212,4 @@ def _find_named(named: NamedTool, tools: list[ToolDefinition], param: str) -> st
     for tool in tools:
         if tool.type == named.type and tool.definition is not None and tool.definition.name == found.name:
             return found.name
-    raise InvalidRequest(f"{param}.name: {found.name[:200]} is none of the tools", f"{param}.name")
+    raise InvalidRequest(f"{param}.name: {found.name[:200]} is not one of the tools", f"{param}.name")

@@ -271,7 +271,7 @@ def _choose_keyword(schema: object, message: str, try_part: TryPart) -> str | No
 
 def refuse_constant(name: str) -> object:
     """For json.loads, which takes NaN and Infinity otherwise. Raises ValueError."""
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def check_depth(schema: Schema) -> None:

@@ -130,7 +130,7 @@ class _LarkRules:
         if line[0].kind == "name" and head[1:2] in (["{"], ["["]):
             raise UnsupportedLark(f"{''.join(texts)[:100]!r} cannot be enforced")
         if len(line) < 2 or line[0].kind != "name" or line[1].text != ":":
-            raise LarkError(f"{''.join(texts)[:100]!r} is no definition")
+            raise LarkError(f"{''.join(texts)[:100]!r} is not a definition")
         if line[0].text in self._definitions:
             raise LarkError(f"{line[0].text} is defined twice")
         self._definitions[line[0].text] = line[2:]
@@ -140,7 +140,7 @@ class _LarkRules:
         that an error in a rule comes before them."""
         if texts[1:3] != ["import", "common"]:
             if texts[1:2] == [] or texts[1] not in _UNSUPPORTED_DIRECTIVES:
-                raise LarkError(f"{' '.join(texts)[:100]} is no directive")
+                raise LarkError(f"{' '.join(texts)[:100]} is not a directive")
             self.unsupported = UnsupportedLark(f"{''.join(texts)[:100]} cannot be enforced")
             self._is_whole &= texts[1] == "ignore"
             return
@@ -332,7 +332,7 @@ def _read_regex(text: str) -> str:
     if unknown := set(flags) - _FLAGS:
         if unknown <= _UNSUPPORTED_FLAGS:
             raise UnsupportedLark(f"flags of {text[:100]} cannot be enforced")
-        raise LarkError(f"flags of {text[:100]} are not Lark's")
+        raise LarkError(f"{text[:100]} has flags that are not Lark flags")
     if closes_unopened_group(pattern):
         raise LarkError(f"{text[:100]} closes a group that it does not open")
     return f"(?{flags}:{pattern})"
@@ -342,7 +342,7 @@ def _unquote(text: str) -> str:
     try:
         return str(ast.literal_eval(text.rstrip("i")))
     except (SyntaxError, ValueError):
-        raise LarkError(f"{text[:100]} is no string") from None
+        raise LarkError(f"{text[:100]} is not a string") from None
 
 
 def _escape(text: str) -> str:

@@ -230,7 +230,7 @@ class _TagWriter:
             begin = check_text(checked, "begin", place)
             trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
             if trigger is None:
-                raise GrammarError("begins with none of the triggers", place, "begin")
+                raise GrammarError("does not begin with any of the triggers", place, "begin")
             by_trigger.setdefault(trigger, []).append(self._write_tag(checked, trigger, place, after_tag))
         rests = {trigger: self._group(found) for trigger, found in by_trigger.items()}
         first = self._group([join(self._write_text(trigger), [rest]) for trigger, rest in rests.items()])

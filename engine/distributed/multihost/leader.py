@@ -199,7 +199,7 @@ class MultiHostLeader:
         if request.nnodes != nnodes:
             reason = f"node 0 has --nnodes {nnodes}, node {request.node} has --nnodes {request.nnodes}"
         elif not 0 < request.node < nnodes:
-            reason = f"--node-rank {request.node} is none of 1 to {nnodes - 1}"
+            reason = f"--node-rank {request.node} is not from 1 to {nnodes - 1}"
         else:
             engines = self._placement.engines(request.node)
             self._send(peer, messages.NodeEngines({engine: self._ports[engine] for engine in engines}))

@@ -16,7 +16,7 @@ from serve_llm.common.options.sources import parse_args
         (["--kv-events-config", '{"topic": 1}'], "topic must be a text"),
         (["--kv-events-config", '{"hwm": 0}'], "hwm must be a whole number of at least 1"),
         (["--kv-events-config", '{"publisher": "kafka"}'], "publisher 'kafka' is not supported"),
-        (["--kv-events-config", '{"endpoint": "localhost:1"}'], "begins with none of tcp://"),
+        (["--kv-events-config", '{"endpoint": "localhost:1"}'], "must begin with one of tcp://"),
         (["--kv-events-config", '{"port": 1}'], "'port' is not supported; the keys are"),
         (["--kv-offload-dir", "/cache"], "--kv-offload-dir needs --kv-offload-memory"),
         (["--kv-offload-dir-size", "1GiB"], "--kv-offload-dir-size needs --kv-offload-dir"),

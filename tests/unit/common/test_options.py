@@ -156,8 +156,8 @@ def test_secrets_stay_out_of_logs() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["demo", "--node-rank", "1"], "--node-rank: 1 is none of 0 to 0 (--nnodes 1)"),
-        (["--nnodes", "2", "--node-rank", "2", *NODES], "--node-rank: 2 is none of 0 to 1 (--nnodes 2)"),
+        (["demo", "--node-rank", "1"], "--node-rank: 1 is not from 0 to 0 (--nnodes 1)"),
+        (["--nnodes", "2", "--node-rank", "2", *NODES], "--node-rank: 2 is not from 0 to 1 (--nnodes 2)"),
         (
             ["demo", "--nnodes", "2", "-tp", "2"],
             "--nnodes: 2 hosts need --master-addr HOST:PORT, the same on all of them",
@@ -169,10 +169,10 @@ def test_secrets_stay_out_of_logs() -> None:
             "--nnodes: 5 hosts for 2 ranks of each of 2 engines (--tensor-parallel-size",
         ),
         (["demo", *SPLIT, "2,2"], "--data-parallel-split: 2 numbers, but --nnodes is 3"),
-        (["demo", *SPLIT, "2,1,2"], "--data-parallel-split: 5 engines in all, but --data-parallel-size is 4"),
+        (["demo", *SPLIT, "2,1,2"], "--data-parallel-split: 5 engines in total, but --data-parallel-size is 4"),
         (["demo", *SPLIT, "4,0,0"], "--data-parallel-split: node 1 would have no engine; only node 0, which serves"),
         (["demo", *SPLIT, "4,x,0"], "--data-parallel-split: expected whole numbers separated by commas, such as 3,1"),
-        (["demo", "--data-parallel-split", "1"], "--data-parallel-split: it divides engines among the hosts of"),
+        (["demo", "--data-parallel-split", "1"], "--data-parallel-split divides engines among several hosts"),
         (
             ["demo", "--nnodes", "2", *NODES, "-dp", "2", "--enable-expert-parallel"],
             "--enable-expert-parallel: several engines (--data-parallel-size) share experts on one host only",
@@ -204,8 +204,7 @@ def test_what_does_not_go_with_transformers_own_code(argv: list[str], named: str
     with pytest.raises(OptionError) as raised:
         parse_args(["demo", "--model-impl", "transformers", *argv], {})
     assert str(raised.value) == (
-        "--model-impl: transformers' own code, which runs as one rank in the engine's process, does not go with "
-        f"{named}"
+        f"--model-impl: transformers' code runs as one rank in the engine process and cannot be combined with {named}"
     )
 
 

@@ -53,7 +53,7 @@ def test_what_means_the_same_is_accepted_with_a_line(
     ("argv", "words"),
     [
         ("demo --swap-space 4", "--swap-space is an option of vLLM: omit it; a preempted request"),
-        ("demo --tool-call-parser hermes", "the format is found by the chat template; --dialect names another"),
+        ("demo --tool-call-parser hermes", "the chat template shows the format; --dialect selects another"),
         ("demo -ngl 99", "-ngl is an option of llama.cpp: not needed"),
         ("demo --headless", "--node-rank N"),
         ("demo -p 8080", "--port is the port"),

@@ -85,7 +85,7 @@ def test_texts(grammar: str, valid: list[str], invalid: list[str]) -> None:
         ("start: /a/\n%ignore WS", "cannot be enforced"),
         ("start: %json {}", "cannot be enforced"),
         ("start: /a/x", "cannot be enforced"),
-        ("start: /a/z", "are not Lark's"),
+        ("start: /a/z", "are not Lark flags"),
         ("start: /a/ ~", "number"),
         ('start: "ab".."z"', "range"),
         ("start: (/a/", "lacks"),

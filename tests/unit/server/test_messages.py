@@ -279,7 +279,7 @@ BAD: list[tuple[Json, str]] = [
     ({"tools": [SEARCH, SETS], "tool_choice": {"type": "any"}}, "tools[1].input_schema at #/properties/a"),
     ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name"),
-    ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "b"}}, "none of the tools"),
+    ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "b"}}, "not one of the tools"),
     ({"thinking": {"type": "enabled"}}, "budget_tokens"),
     ({"thinking": {"type": "enabled", "budget_tokens": 300}}, "budget_tokens"),
     ({"thinking": {"type": "sometimes"}}, "thinking.type"),

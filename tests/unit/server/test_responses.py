@@ -350,10 +350,10 @@ BAD: list[tuple[Json, int, str]] = [
     (
         {"tools": [{"type": "namespace", "name": "a", "tools": [WEATHER, WEATHER]}]},
         400,
-        "a__get_weather is there twice",
+        "a__get_weather appears twice",
     ),
     ({"tools": [{"type": "namespace", "name": "a", "tools": [WEATHER] * 257}]}, 400, "257 tools"),
-    ({"tools": [CALCULATOR], "tool_choice": {"type": "function", "name": "add"}}, 400, "none of the tools"),
+    ({"tools": [CALCULATOR], "tool_choice": {"type": "function", "name": "add"}}, 400, "not one of the tools"),
     (
         {"input": [{"type": "function_call", "call_id": "1", "name": "a", "namespace": 3, "arguments": "{}"}]},
         400,
@@ -363,7 +363,7 @@ BAD: list[tuple[Json, int, str]] = [
     ({"tools": [{"type": "web_search"}, SETS]}, 400, "tools[1].parameters at #/properties/a: uniqueItems"),
     ({"tools": [{"type": "custom", "name": "a", "format": LOOKAHEAD}]}, 400, "tools[0].format at #/properties/input"),
     ({"tool_choice": "required"}, 400, "tool_choice needs tools"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "b"}}, 400, "none of the tools"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "b"}}, 400, "not one of the tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, 400, "tool_choice.name"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": []}}, 400, "tool_choice.tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": [{"type": "namespace"}]}}, 400, "[0].name is"),

@@ -161,7 +161,10 @@ REFUSED: list[tuple[object, str]] = [  # tag, the part of the message after the 
     ({"format": tag("<", VALUE, [])}, " at #/format: end: must be a string or a list of strings"),
     ({"format": tag("", VALUE, ">")}, " at #/format: begin: must be a string that is not empty"),
     ({"format": triggered(const("x"))}, " at #/format/tags/0: type: must be a tag"),
-    ({"format": triggered(tag("<g>", ANY, ">"))}, " at #/format/tags/0: begin: begins with none of the triggers"),
+    (
+        {"format": triggered(tag("<g>", ANY, ">"))},
+        " at #/format/tags/0: begin: does not begin with any of the triggers",
+    ),
     ({"format": triggered(FUNCTION) | {"triggers": ["<f", "<f="]}}, " at #/format: triggers: '<f=' holds"),
     ({"format": triggered(FUNCTION) | {"triggers": []}}, " at #/format: triggers: must not be empty"),
     ({"format": triggered(FUNCTION, at_least_one=1)}, " at #/format: at_least_one: must be true or false"),

@@ -113,8 +113,8 @@ def test_who_is_refused_and_that_it_disturbs_nobody(master: Master) -> None:
     first, _ = master.join(1)
     for node, nnodes, why in (
         (2, 2, "node 0 has --nnodes 3, node 2 has --nnodes 2"),
-        (3, 3, "--node-rank 3 is none of 1 to 2"),
-        (0, 3, "--node-rank 0 is none of 1 to 2"),
+        (3, 3, "--node-rank 3 is not from 1 to 2"),
+        (0, 3, "--node-rank 0 is not from 1 to 2"),
     ):
         assert master.find(node, nnodes) == JoinRefused(why)
     for node, why in (

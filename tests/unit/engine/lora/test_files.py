@@ -98,7 +98,10 @@ def test_ways_to_name_the_modules(tmp_path: Path, targets: object) -> None:
         ({"rank_pattern": {"(a+)+$": 4}}, "'(a+)+$' is a regular expression"),
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern.q_proj must be a positive integer"),
         ({"target_modules": None}, "target_modules must be"),
-        ({"target_modules": ["q_proj"]}, "mlp.down_proj.lora_A.weight is none of adapter_config.json's target_modules"),
+        (
+            {"target_modules": ["q_proj"]},
+            "mlp.down_proj.lora_A.weight is not one of adapter_config.json's target_modules",
+        ),
         ({"r": 8}, "has shape [4, 20], but must have [8, 20]"),
         ({"r": 32}, "the rank of model.layers.0.mlp.down_proj is 32, more than --max-lora-rank 16"),
     ],
