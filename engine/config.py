@@ -82,6 +82,7 @@ class Config:
     cpu_threads: int | None = None  # per rank; None: see `cpu_threads.choose_threads`
     enforce_eager: bool = True  # do not capture decode steps as CUDA graphs
     batch_invariant: bool = True  # always on a CPU
+    attention_backend: str = "auto"  # of a GPU: "auto" | "triton" | "flash"
     all_reduce: str = "nccl"  # among the GPUs of a tensor-parallel group: "nccl" | "symmetric" | "auto"
     long_rope_threshold: int | None = None  # see `ModelSpec`
     async_scheduling: bool = False  # start a step before the ids of the last one are known
@@ -199,6 +200,7 @@ def resolve(
         cpu_threads=options.cpu_threads,
         enforce_eager=options.enforce_eager or device == "cpu",
         batch_invariant=options.batch_invariant or device == "cpu",
+        attention_backend=_attention_backend(options, device),
         all_reduce=_all_reduce(options, device, dtype),
         # A pipeline sends ids to its stages with the next step, and overlaps steps of different sequences instead.
         async_scheduling=device == "cuda" and options.pipeline_parallel_size == 1,
@@ -308,6 +310,18 @@ def _offload_dir(options: EngineOptions, executor_backend: str) -> str | None:
 def _kv_cache_dtype(asked: str, device: str) -> str:
     if asked == "int8" and device != "cpu":
         raise OptionError("--kv-cache-dtype: int8 is served on a CPU only; take auto, or --device cpu")
+    return asked
+
+
+def _attention_backend(options: EngineOptions, device: str) -> str:
+    asked = options.attention_backend
+    if asked != "auto" and device != "cuda":
+        raise OptionError(f"--attention-backend: {asked} is for GPUs; omit it, or use --device cuda")
+    if asked == "flash" and options.batch_invariant:
+        raise OptionError(
+            "--attention-backend: results of flash depend on the rest of the batch, which --batch-invariant rules out; "
+            "omit one of them"
+        )
     return asked
 
 

@@ -1,8 +1,9 @@
 """Linear layers in fp8 (W8A8, float8_e4m3fn): weights have a scale per output, activations a dynamic scale per row.
 
-The product is `torch._scaled_mm` with one scale per row of either operand: a private operator, so `works` tries it. It
-needs sizes in multiples of 16; weights are padded once, and rows when they are quantised. The number format is that of
-arXiv:2209.05433, the scheme that of compressed-tensors' "float-quantized" with scales per channel and token.
+The product is torch's `scaled_mm` with one scale per row of either operand. Not every GPU and build of torch has it, so
+`works` tries it. It needs sizes in multiples of 16; weights are padded once, and rows when they are quantised. The
+number format is that of arXiv:2209.05433, the scheme that of compressed-tensors' "float-quantized" with scales per
+channel and token.
 """
 
 from __future__ import annotations
@@ -79,7 +80,15 @@ class _Scaled:
         if not len(x):
             return x.new_empty(0, self.outputs)
         numbers, scales = self.quantise(x, self.weight.shape[0])
-        y = torch._scaled_mm(
-            numbers, self.weight, scales, self.scale, self.bias, out_dtype=torch.bfloat16, use_fast_accum=True
+        y = functional.scaled_mm(
+            numbers,
+            self.weight,
+            scales,
+            functional.ScalingType.RowWise,
+            self.scale,
+            functional.ScalingType.RowWise,
+            bias=self.bias,
+            output_dtype=torch.bfloat16,
+            use_fast_accum=True,
         )
         return y[:, : self.outputs]

@@ -29,6 +29,8 @@ from serve_llm.kernels import (
     rope,
     torch_sampling,
 )
+from serve_llm.kernels.backends import flash_attention, triton_kernels
+from serve_llm.kernels.backends.backend import AttentionForm, Backend, Features, UnavailableBackend
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.encoder_attention import build_encoder_attention
 from serve_llm.kernels.cpu.linear import Packer
@@ -97,6 +99,10 @@ PORTABLE = Kernels(
     pack_experts=moe.pack_experts,
 )
 
+ATTENTION_BACKENDS = (  # beside Triton, which is the base; a later one is taken rather than an earlier one
+    Backend("FlashAttention-3", "flash", flash_attention.offer),
+)
+
 
 def choose(
     device: torch.device,
@@ -104,18 +110,28 @@ def choose(
     head_dims: Collection[int],
     latent_dims: Collection[int] = (),
     *,
+    attention_forms: Collection[AttentionForm] = (),
+    attention_backend: str = "auto",
     batch_invariant: bool = False,
 ) -> Kernels:
     """Return the fastest version of each kernel for the device, the dtype of the cache and its head sizes.
 
-    latent_dims: head sizes of caches whose values are a part of the keys. batch_invariant: whether a GPU's results must
-    not depend on the rest of the batch; a CPU's never do.
+    latent_dims: head sizes of caches whose values are a part of the keys. attention_forms: on a GPU, what the layers
+    need; empty: attention without windows and the like, with heads of head_dims. attention_backend: on a GPU "auto", or
+    the `option` of the backend that computes attention. batch_invariant: whether a GPU's results must not depend on the
+    rest of the batch; a CPU's never do.
 
-    Log which instruction set a CPU's compiled kernels use. Warn where there are none, or a GPU lacks Triton's.
+    Log which instruction set a CPU's compiled kernels use, and which backend computes a GPU's attention. Warn where
+    there are no compiled kernels, or a GPU lacks Triton's. Raises UnavailableBackend.
     """
     if device.type not in ("cpu", "cuda"):
         return PORTABLE
-    compiled = with_library(library.find(), dtype) if device.type == "cpu" else with_triton(batch_invariant)
+    if device.type == "cpu":
+        compiled = with_library(library.find(), dtype)
+    else:
+        capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+        forms = attention_forms or {AttentionForm(head_dim) for head_dim in head_dims}
+        compiled = choose_for_gpu(Features(device, dtype, capability, forms, batch_invariant), attention_backend)
     if isinstance(compiled, str):
         logger.warning("The model runs on plain torch operations, which is much slower: %s", compiled)
         pack = partial(linear.pack, guard=Guard())
@@ -135,37 +151,37 @@ def choose(
     return compiled
 
 
+def choose_for_gpu(features: Features, attention_backend: str) -> Kernels | str:
+    """Lay the kernels of other backends over Triton's, or say why Triton's cannot be used. Log which backend computes
+    attention, and why others do not. attention_backend, errors: see `choose`."""
+    kernels = with_triton(features.batch_invariant)
+    if isinstance(kernels, str):
+        if attention_backend != "auto":
+            raise UnavailableBackend(kernels)
+        return kernels
+    chosen = "Triton"
+    reasons = []
+    for backend in ATTENTION_BACKENDS:
+        if attention_backend not in ("auto", backend.option):
+            continue
+        offer = backend.offer(features)
+        if not isinstance(offer, str):
+            kernels = replace(kernels, **offer)
+            chosen = backend.name
+        elif attention_backend == backend.option:
+            raise UnavailableBackend(f"{backend.name}: {offer}")
+        else:
+            reasons.append(f"; not {backend.name}: {offer}")
+    logger.info("GPU kernels: Triton; attention: %s%s", chosen, "".join(reasons))
+    return kernels
+
+
 def with_triton(batch_invariant: bool) -> Kernels | str:
-    """Kernels with Triton's among them, or why they cannot be used. They take all dtypes and head sizes."""
-    try:
-        from serve_llm.kernels.triton.activation import ACTIVATIONS
-        from serve_llm.kernels.triton.attention import paged_attention
-        from serve_llm.kernels.triton.fp8 import quantise_rows
-        from serve_llm.kernels.triton.linear import pack, pack_heads
-        from serve_llm.kernels.triton.linear_grouped import pack_grouped, pack_int8
-        from serve_llm.kernels.triton.moe import pack_experts
-        from serve_llm.kernels.triton.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-        from serve_llm.kernels.triton.rope import rope_and_cache, rope_and_latent
-    except ImportError as error:
-        return f"Triton's kernels cannot be imported: {error}"
-    return replace(
-        PORTABLE,
-        paged_attention=partial(paged_attention, batch_invariant=batch_invariant),
-        rms_norm=rms_norm,
-        add_rms_norm=add_rms_norm,
-        layer_norm=layer_norm,
-        add_layer_norm=add_layer_norm,
-        rope_and_cache=rope_and_cache,
-        rope_and_latent=rope_and_latent,
-        activations={**PORTABLE.activations, **ACTIVATIONS},
-        pack=pack if batch_invariant else linear.pack,
-        pack_int8=partial(pack_int8, batch_invariant=batch_invariant),
-        pack_grouped=partial(pack_grouped, batch_invariant=batch_invariant),
-        pack_heads=pack_heads if batch_invariant else linear.pack_heads,
-        pack_fp8=partial(linear_fp8.pack_fp8, quantise=quantise_rows),
-        pack_experts=partial(pack_experts, batch_invariant=batch_invariant),
-        capturable=True,
-    )
+    """Kernels with Triton's among them, or why they cannot be used."""
+    offer = triton_kernels.offer(batch_invariant)
+    if isinstance(offer, str):
+        return offer
+    return replace(PORTABLE, **{**offer, "activations": {**PORTABLE.activations, **offer["activations"]}})
 
 
 def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:

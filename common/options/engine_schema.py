@@ -119,6 +119,20 @@ class EngineOptions:
         parse_boolean,
         "on a GPU: compute the same tokens whatever else is in the batch, at some cost in speed (always so on a CPU)",
     )
+    attention_backend: str = choice_option(
+        "auto",
+        "auto|triton|flash",
+        "what computes attention on a GPU: triton, the kernels of this project, or flash, FlashAttention-3 (H100 and "
+        "H200, with the extra serve-llm[cuda]), which has not run with this server on hardware yet; auto takes flash "
+        "where it can be used",
+        synonyms={
+            "triton_attn": "triton",
+            "triton_mla": "triton",
+            "flash_attn": "flash",
+            "flash_attn_mla": "flash",
+            "fa3": "flash",
+        },
+    )
     all_reduce: str = choice_option(
         "nccl",
         "nccl|symmetric|auto",

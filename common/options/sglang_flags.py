@@ -43,7 +43,7 @@ SGLANG: tuple[PeerFlag, ...] = (
         "--cuda-graph-* --*-torch-compile* --torch-compile-* --enable-profile-cuda-graph",
         "omit it; nothing is compiled at start",
     ),
-    refused("--attention-backend --sampling-backend --*-backend --*-attention-backend --triton-attention-*", _CHOSEN),
+    refused("--sampling-backend --*-backend --*-attention-backend --triton-attention-*", _CHOSEN),
     refused("--grammar-backend", "omit it; llguidance enforces schemas and grammars"),
     same("--speculative-draft-model-path", "--speculative-config"),
     refused("--speculative-* --spec-trace-dir --decoupled-spec-* --dllm-* --enable-multi-layer-eagle", _DRAFTS),

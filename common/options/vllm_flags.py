@@ -98,7 +98,7 @@ VLLM: tuple[PeerFlag, ...] = (
         "--compilation-config -cc -O* --optimization-level --*cuda*graph-* --max-seq-len-to-capture", _NO_COMPILATION
     ),
     refused("--performance-mode", "omit it; there is one mode"),
-    refused("--attention-backend --attention-config -ac --disable-cascade-attn --kernel-config", _KERNELS),
+    refused("--attention-config -ac --disable-cascade-attn --kernel-config", _KERNELS),
     refused("--moe-backend --linear-backend --ir-op-priority --*enable-flashinfer-autotune", _KERNELS),
     switch("--disable-custom-all-reduce", "--all-reduce nccl"),
     always("--language-model-only --skip-mm-profiling", "always so; only the text part of such models is served"),

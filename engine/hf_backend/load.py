@@ -19,6 +19,7 @@ from serve_llm.common.gguf.checkpoint import LINK
 from serve_llm.engine.hf_backend import probe
 from serve_llm.engine.hf_backend.decoder import PretrainedDecoder, pack_linears
 from serve_llm.engine.model.spec import PretrainedSpec
+from serve_llm.kernels.backends.backend import AttentionForm, UnavailableBackend
 from serve_llm.kernels.registry import choose
 
 logger = logging.getLogger(__name__)
@@ -66,11 +67,13 @@ def load_pretrained(
     device: torch.device,
     load_format: str = "auto",
     seed: int = 0,
+    attention_backend: str = "auto",
 ) -> PretrainedDecoder:
     """The model with weights of `dtype` on `device`. load_format, seed: see `weights.load.load_model`.
+    attention_backend: see `kernels.registry.choose`.
 
     Raises ModelError when the checkpoint cannot be read or lacks weights, UnsupportedModel when the probe
-    finds something that cannot be served.
+    finds something that cannot be served, OptionError if the attention backend cannot be used.
     """
     transformers.logging.set_verbosity_error()  # this module reports what matters
     transformers.logging.disable_progress_bar()
@@ -84,7 +87,18 @@ def load_pretrained(
         raise ModelError(f"transformers cannot load {directory}: {_line(error)}") from error
     model = model.eval().requires_grad_(False).to(device)
     result = probe.probe_model(model, spec.vocab_size, max_model_len)
-    kernels = choose(device, dtype, {shape.head_dim for shape in result.attention_shapes.values()})
+    shapes = list(result.attention_shapes.values())
+    forms = {AttentionForm(shape.head_dim, has_window=shape.window is not None) for shape in shapes}
+    try:
+        kernels = choose(
+            device,
+            dtype,
+            {shape.head_dim for shape in shapes},
+            attention_forms=forms,
+            attention_backend=attention_backend,
+        )
+    except UnavailableBackend as error:
+        raise OptionError(f"--attention-backend {attention_backend}: {error}; take auto, or omit it") from error
     for part in (result.body, result.head):
         pack_linears(part, result.linears, kernels, dtype)
     return PretrainedDecoder(result.body, result.head, result.attention_shapes, kernels, dtype)

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from serve_llm.common.errors import ModelError
+from serve_llm.common.errors import ModelError, OptionError
 from serve_llm.engine.model.build import GroupedWeightLoader, ModelBuilder, Part, WeightLoader, load_no_groups
 from serve_llm.engine.model.decoder import Decoder, build_decoder
 from serve_llm.engine.model.lora import BaseWeights, LoRALayers, ReadRows
 from serve_llm.engine.model.shard import Shard
-from serve_llm.engine.model.spec import MLASpec, ModelSpec
+from serve_llm.engine.model.spec import AttentionSpec, MLASpec, ModelSpec
 from serve_llm.engine.model.weight_format import QuantizedModules, ScaledNumbers, WeightFormat
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 from serve_llm.engine.parallel.groups import ProcessGroups
@@ -30,6 +30,7 @@ from serve_llm.engine.weights.dummy import build_dummy_group_loader, build_dummy
 from serve_llm.engine.weights.files import AnyCheckpoint, Checkpoint, open_checkpoint
 from serve_llm.engine.weights.parameters import CheckpointLoader, Source
 from serve_llm.engine.weights.upload import read_ahead
+from serve_llm.kernels.backends.backend import AttentionForm, UnavailableBackend
 from serve_llm.kernels.linear_grouped import GroupedWeight
 from serve_llm.kernels.registry import Kernels, choose
 
@@ -318,13 +319,38 @@ def _quantise_int8_at_load(spec: ModelSpec) -> ModelSpec:
     return spec if spec.int8 is None else replace(spec, int8=replace(spec.int8, in_checkpoint=False))
 
 
-def choose_kernels(spec: ModelSpec, dtype: torch.dtype, device: torch.device, batch_invariant: bool = False) -> Kernels:
-    """The kernels for the model. batch_invariant: see `kernels.registry.choose`."""
+def choose_kernels(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    batch_invariant: bool = False,
+    attention_backend: str = "auto",
+) -> Kernels:
+    """The kernels for the model. batch_invariant, attention_backend: see `kernels.registry.choose`.
+
+    Raises OptionError if the attention backend cannot be used."""
     attentions = [layer.attention for layer in spec.layers]
-    return choose(
-        device,
-        dtype,
-        {attention.cached_head_dim for attention in attentions if not isinstance(attention, MLASpec)},
-        {attention.head_dim for attention in attentions if isinstance(attention, MLASpec)},
-        batch_invariant=batch_invariant,
+    try:
+        return choose(
+            device,
+            dtype,
+            {attention.cached_head_dim for attention in attentions if not isinstance(attention, MLASpec)},
+            {attention.head_dim for attention in attentions if isinstance(attention, MLASpec)},
+            attention_forms={_attention_form(attention) for attention in attentions if attention.causal},
+            attention_backend=attention_backend,
+            batch_invariant=batch_invariant,
+        )
+    except UnavailableBackend as error:
+        raise OptionError(f"--attention-backend {attention_backend}: {error}; take auto, or omit it") from error
+
+
+def _attention_form(attention: AttentionSpec | MLASpec) -> AttentionForm:
+    if isinstance(attention, MLASpec):
+        return AttentionForm(attention.head_dim, attention.kv_lora_rank)
+    return AttentionForm(
+        attention.cached_head_dim,
+        has_window=attention.sliding_window is not None and not attention.chunked,
+        has_softcap=attention.softcap is not None,
+        has_sinks=attention.sinks,
+        has_alibi=attention.alibi_slopes is not None,
     )

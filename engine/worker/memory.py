@@ -28,8 +28,9 @@ def allocate_cache(
     """One strided view (blocks, parts, kv_heads, block_size, head_dim) per layer, in layer order, into one flat buffer.
 
     Parts are keys and values, or latent rows that are both. In an int8 cache the last dimension includes the scales.
-    A large buffer is not filled: what is never written is never read, and on a CPU takes no memory; there it lies in
-    huge pages. A small one on a CPU is touched at once, so that resident memory does not grow later.
+    On a CPU, a large buffer is not filled: what is never written is never read, and takes no memory; it lies in huge
+    pages. A small one is touched at once, so that resident memory does not grow later. On a GPU it is filled with
+    zeros: FlashAttention may read rows that no query sees and give them the weight 0, and 0 * NaN is NaN.
     """
     block_elements = layout.block_bytes // dtype.itemsize
     buffer = torch.empty(layout.num_blocks * block_elements, dtype=dtype, device=device)
@@ -37,6 +38,8 @@ def allocate_cache(
         use_huge_pages(buffer)
         if layout.num_bytes <= CPU_SMALLEST:
             buffer.fill_(0)
+    elif device.type == "cuda":
+        buffer.fill_(0)
     caches: dict[int, Tensor] = {}
     for group, group_layout in zip(groups, layout.groups, strict=True):
         block_size = group_layout.block_size

@@ -126,7 +126,7 @@ class Worker:
         config = self._config
         self._model_kv_groups = spec.kv_groups
         self._kv_groups = self._shard.kv_groups(spec)
-        kernels = choose_kernels(spec, self._dtype, self._device, config.batch_invariant)
+        kernels = self._choose_kernels(spec)
         lora = None
         if config.max_loras:
             lora = LoRALayers()
@@ -167,8 +167,12 @@ class Worker:
     def _load_other(self, spec: ModelSpec, load_decoder: LoadDecoder) -> None:
         self._model_kv_groups = spec.kv_groups
         self._kv_groups = self._shard.kv_groups(spec)
-        kernels = choose_kernels(spec, self._dtype, self._device, self._config.batch_invariant)
+        kernels = self._choose_kernels(spec)
         self._decoder = load_decoder(kernels)
+
+    def _choose_kernels(self, spec: ModelSpec) -> Kernels:
+        config = self._config
+        return choose_kernels(spec, self._dtype, self._device, config.batch_invariant, config.attention_backend)
 
     def _load_pretrained(self, spec: PretrainedSpec) -> None:
         from serve_llm.engine.hf_backend.load import load_pretrained  # takes seconds to import
@@ -182,6 +186,7 @@ class Worker:
             device=self._device,
             load_format=config.load_format,
             seed=config.seed,
+            attention_backend=config.attention_backend,
         )
         self._decoder = decoder
         self._model_kv_groups = decoder.kv_groups

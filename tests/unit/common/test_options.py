@@ -32,6 +32,7 @@ TYPED: dict[str, tuple[list[str], object]] = {
     "gpu_memory_utilization": (["--gpu-memory-utilization", "0.5"], 0.5),
     "enforce_eager": (["--enforce-eager"], True),
     "batch_invariant": (["--batch-invariant"], True),
+    "attention_backend": (["--attention-backend", "FLASH_ATTN"], "flash"),
     "all_reduce": (["--all-reduce", "symmetric"], "symmetric"),
     "kv_cache_memory": (["--kv-cache-memory", "8GiB"], 8 * 2**30),
     "block_size": (["--block-size", "64"], 64),

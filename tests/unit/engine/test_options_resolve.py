@@ -173,6 +173,16 @@ def test_shares_that_do_not_fit(options: dict[str, object], message: str) -> Non
         decide(**options)
 
 
+def test_attention_backends_are_for_gpus() -> None:
+    assert decide().attention_backend == decide("cuda").attention_backend == "auto"
+    assert decide("cuda", attention_backend="flash").attention_backend == "flash"
+    assert decide("cuda", attention_backend="triton", batch_invariant=True).attention_backend == "triton"
+    with pytest.raises(OptionError, match=r"^--attention-backend: triton is for GPUs; omit it, or use --device cuda$"):
+        decide(attention_backend="triton")
+    with pytest.raises(OptionError, match=r"^--attention-backend: .* --batch-invariant rules out; omit one of them$"):
+        decide("cuda", attention_backend="flash", batch_invariant=True)
+
+
 def test_symmetric_all_reduce_is_for_gpus_of_a_group_that_may_differ_in_bits() -> None:
     assert decide("cuda", tensor_parallel_size=2).all_reduce == "nccl"
     assert decide("cuda", tensor_parallel_size=2, all_reduce="symmetric").all_reduce == "symmetric"

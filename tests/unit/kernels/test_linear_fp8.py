@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from reference import linear_fp8 as definition
 from serve_llm.engine.quantization.fp8 import quantise
@@ -80,11 +81,13 @@ class TestProduct:
 
 def test_devices_without_it_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*args: object, **kwargs: object) -> None:
-        raise RuntimeError("torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0 or 8.9")
+        raise RuntimeError(
+            "torch.nn.functional.scaled_mm is only supported on CUDA devices with compute capability >= 9.0 or 8.9"
+        )
 
-    monkeypatch.setattr(torch, "_scaled_mm", refuses)
+    monkeypatch.setattr(functional, "scaled_mm", refuses)
     assert not linear_fp8.works.__wrapped__(CPU)
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kwargs: torch.zeros(16, 16, dtype=torch.bfloat16))
+    monkeypatch.setattr(functional, "scaled_mm", lambda *args, **kwargs: torch.zeros(16, 16, dtype=torch.bfloat16))
     assert not linear_fp8.works.__wrapped__(CPU)
 
 

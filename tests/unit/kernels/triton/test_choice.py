@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from serve_llm.common.errors import OptionError
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.weights import load
 from serve_llm.kernels import registry
+from serve_llm.kernels.backends.backend import AttentionForm, Backend, Features, Offer, UnavailableBackend
 from support.forward import Harness, load_whole
-from support.tiny import make_checkpoint
+from support.tiny import config_of, make_checkpoint
 from support.triton import NO_TRITON
 
 pytest.importorskip("triton", reason=NO_TRITON)
@@ -48,6 +50,59 @@ def test_what_is_batch_invariant() -> None:
     assert kernels.pack_experts.keywords == {"batch_invariant": True}  # type: ignore[attr-defined]
 
 
+def test_attention_of_another_backend(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[Features] = []
+    answers: dict[str, Offer] = {}
+
+    def offer(features: Features) -> Offer:
+        asked.append(features)
+        return answers["flash"]
+
+    def choose(attention_backend: str = "auto") -> registry.Kernels:
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            return registry.choose(GPU, torch.bfloat16, {64}, attention_backend=attention_backend)
+
+    monkeypatch.setattr(registry, "ATTENTION_BACKENDS", (Backend("Flash", "flash", offer),))
+    answers["flash"] = "it is too old"
+    chosen = choose()
+    assert chosen.paged_attention.func is attention.paged_attention  # type: ignore[attr-defined]
+    assert caplog.messages == ["GPU kernels: Triton; attention: Triton; not Flash: it is too old"]
+    with pytest.raises(UnavailableBackend, match=r"^Flash: it is too old$"):
+        choose("flash")
+    assert asked == [Features(GPU, torch.bfloat16, None, {AttentionForm(64)})] * 2
+    choose("triton")
+    assert caplog.messages == ["GPU kernels: Triton; attention: Triton"] and len(asked) == 2
+    answers["flash"] = {"paged_attention": print}
+    for attention_backend in ("auto", "flash"):
+        chosen = choose(attention_backend)
+        assert chosen.paged_attention is print and chosen.rms_norm is norm.rms_norm and chosen.capturable
+        assert caplog.messages == ["GPU kernels: Triton; attention: Flash"]
+
+
+@pytest.mark.parametrize(
+    ("family", "forms"),
+    [
+        ("gpt_oss", {AttentionForm(8, has_window=True, has_sinks=True), AttentionForm(8, has_sinks=True)}),
+        ("gemma2", {AttentionForm(8, has_window=True, has_softcap=True), AttentionForm(8, has_softcap=True)}),
+        ("mpt", {AttentionForm(8, has_alibi=True)}),
+        ("deepseek_v3", {AttentionForm(576, 512)}),
+    ],
+)
+def test_backends_are_told_what_a_model_needs(
+    family: str, forms: set[AttentionForm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offer(features: Features) -> Offer:
+        kinds = {replace(form, head_dim=8, value_dim=form.value_dim and 4) for form in features.attention_forms}
+        assert kinds == {replace(form, head_dim=8, value_dim=form.value_dim and 4) for form in forms}
+        return "it was told"
+
+    monkeypatch.setattr(registry, "ATTENTION_BACKENDS", (Backend("Flash", "flash", offer),))
+    spec, _ = read_model(config_of(family))
+    with pytest.raises(OptionError, match=r"^--attention-backend flash: Flash: it was told; take auto, or omit it$"):
+        load.choose_kernels(spec, torch.bfloat16, GPU, attention_backend="flash")
+
+
 def test_without_triton_plain_torch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     for name in [name for name in sys.modules if name.startswith("serve_llm.kernels.triton.")]:
         monkeypatch.delitem(sys.modules, name)
@@ -58,6 +113,8 @@ def test_without_triton_plain_torch(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     assert replace(chosen, pack=portable.pack, pack_heads=portable.pack_heads) == portable
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "plain torch operations, which is much slower: Triton's kernels cannot be imported" in caplog.text
+    with pytest.raises(UnavailableBackend, match=r"^Triton.s kernels cannot be imported"):
+        registry.choose(GPU, torch.bfloat16, {64}, attention_backend="triton")
 
 
 def test_other_devices_have_neither(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,46 @@
+"""What a model asks of a GPU's kernels, and how a backend answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, order=True)
+class AttentionForm:
+    """A kind of paged attention that a model's layers need; see `kernels.attention.paged_attention`."""
+
+    head_dim: int
+    value_dim: int | None = None  # of a latent cache
+    has_window: bool = False
+    has_softcap: bool = False
+    has_sinks: bool = False
+    has_alibi: bool = False
+
+
+@dataclass(frozen=True)
+class Features:
+    """The device, and what the model needs there."""
+
+    device: torch.device
+    dtype: torch.dtype  # of activations and the KV cache
+    capability: tuple[int, int] | None  # compute capability of the GPU; None if torch sees none
+    attention_forms: Collection[AttentionForm] = ()
+    batch_invariant: bool = False
+
+
+Offer = Mapping[str, Any] | str  # kernels by the names of `registry.Kernels`, or why there are none
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str  # in the log
+    option: str  # value of --attention-backend
+    offer: Callable[[Features], Offer]
+
+
+class UnavailableBackend(Exception):
+    """The backend that was asked for cannot be used. The message says why."""
