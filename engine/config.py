@@ -63,7 +63,7 @@ class Config:
     tokenizer: str | None = None  # as the option; None: the checkpoint's
     download_dir: str | None = None
     quantization: str = "none"  # format of linear layers: "none" | "int8" | "fp8" | "int4" | "int4-g32" | "int4-g128"
-    kv_cache_dtype: str = "auto"  # "auto": as dtype | "int8"
+    kv_cache_dtype: str = "auto"  # "auto": as dtype | "int8" | "fp8"
     kv_offload_dir: str | None = None  # where blocks go from host memory
     kv_offload_dir_size: int | None = None  # bytes; None: by what the disk has free
     kv_offload_memory: int | None = None  # bytes of each rank, for blocks that lose their place; None: none are kept
@@ -115,17 +115,19 @@ class Config:
 
     @property
     def cache_row(self) -> CacheRow:
-        return CacheRow(1, scale_bytes=4) if self.kv_cache_dtype == "int8" else CacheRow(self.element_bytes)
+        if self.kv_cache_dtype == "int8":
+            return CacheRow(1, scale_bytes=4)
+        return CacheRow(1 if self.kv_cache_dtype == "fp8" else self.element_bytes)
 
     @property
     def types(self) -> str:
         """For the log: "bfloat16", or "bfloat16 with layers in int8"."""
-        if self.quantization in ("fp8", *INT4_GROUP_SIZES):
-            in_int8_cache = " and KV cache in int8" if self.kv_cache_dtype == "int8" else ""
-            return f"{self.dtype} with layers in {self.quantization}{in_int8_cache}"
-        settings = {"layers": self.quantization, "KV cache": self.kv_cache_dtype}
-        in_int8 = [part for part, dtype in settings.items() if dtype == "int8"]
-        return f"{self.dtype} with {' and '.join(in_int8)} in int8" if in_int8 else self.dtype
+        parts: dict[str, list[str]] = {}  # by type
+        for part, part_dtype in (("layers", self.quantization), ("KV cache", self.kv_cache_dtype)):
+            if part_dtype not in ("none", "auto"):
+                parts.setdefault(part_dtype, []).append(part)
+        texts = [f"{' and '.join(names)} in {part_dtype}" for part_dtype, names in parts.items()]
+        return f"{self.dtype} with {' and '.join(texts)}" if texts else self.dtype
 
 
 def resolve(
@@ -309,7 +311,9 @@ def _offload_dir(options: EngineOptions, executor_backend: str) -> str | None:
 
 def _kv_cache_dtype(asked: str, device: str) -> str:
     if asked == "int8" and device != "cpu":
-        raise OptionError("--kv-cache-dtype: int8 is served on a CPU only; take auto, or --device cpu")
+        raise OptionError("--kv-cache-dtype: int8 is served on a CPU only; take fp8 or auto, or --device cpu")
+    if asked == "fp8" and device == "cpu":
+        raise OptionError("--kv-cache-dtype: fp8 is served on GPUs only; take int8 or auto, or --device cuda")
     return asked
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serve_llm.kernels import cache_int8
+from serve_llm.kernels import cache_fp8, cache_int8
 
 KEY_TILE = 128  # tokens; a larger cache block is one tile
 QUERY_TILE = 64  # queries of one sequence computed together; bounds the memory for scores
@@ -48,7 +48,8 @@ def write_cache(key: Tensor, value: Tensor | None, cache: Tensor, slots: Tensor)
 
     key, value: (tokens, kv_heads, head_dim); value is None for a cache of one part, (blocks, 1, ...); see value_dim of
     `paged_attention`. cache: (blocks, 2, kv_heads, block_size, head_dim) of the same dtype, or (..., head_dim + 4)
-    int8, rows as in `cache_int8`; may be a strided view with a contiguous last dimension.
+    int8, rows as in `cache_int8`, or of float8_e4m3fn, as in `cache_fp8`; may be a strided view with a contiguous last
+    dimension.
     slots: (tokens,) int64, block * block_size + offset, all different. On a GPU, -1 for a token that is not stored,
     never the first.
     """
@@ -60,7 +61,12 @@ def write_cache(key: Tensor, value: Tensor | None, cache: Tensor, slots: Tensor)
     offsets = slots % block_size
     for part, rows in enumerate((key,) if value is None else (key, value)):
         rows = rows if is_padding is None else torch.where(is_padding[:, None, None], rows[:1], rows)
-        cache[blocks, part, :, offsets] = cache_int8.quantise(rows) if cache.dtype == torch.int8 else rows
+        if cache.dtype == torch.int8:
+            rows = cache_int8.quantise(rows)
+        elif cache.dtype == cache_fp8.DTYPE:
+            cache.view(torch.uint8)[blocks, part, :, offsets] = cache_fp8.quantise(rows).view(torch.uint8)
+            continue
+        cache[blocks, part, :, offsets] = rows
 
 
 def paged_attention(
@@ -251,7 +257,8 @@ def _gather_tile(
     columns = torch.tensor(starts, device=table.device)[:, None] // block_size
     columns = columns + torch.arange(num_blocks, device=table.device)
     columns.clamp_(max=table.shape[1] - 1)  # beyond the table is beyond the context, so masked
-    blocks = cache.index_select(0, table[: len(spans)].gather(1, columns).flatten())
+    numbers = cache.view(torch.uint8) if cache.dtype == cache_fp8.DTYPE else cache  # which torch can index
+    blocks = numbers.index_select(0, table[: len(spans)].gather(1, columns).flatten()).view(cache.dtype)
     blocks = blocks.view(len(spans), num_blocks, parts, kv_heads, block_size, -1)
     shape = (len(spans), kv_heads, num_blocks, block_size, -1)
     for part, target in enumerate((keys, values)[:parts]):

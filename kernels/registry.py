@@ -113,13 +113,14 @@ def choose(
     attention_forms: Collection[AttentionForm] = (),
     attention_backend: str = "auto",
     batch_invariant: bool = False,
+    cache_dtype: torch.dtype | None = None,
 ) -> Kernels:
-    """Return the fastest version of each kernel for the device, the dtype of the cache and its head sizes.
+    """Return the fastest version of each kernel for the device, the dtype and the head sizes of the cache.
 
     latent_dims: head sizes of caches whose values are a part of the keys. attention_forms: on a GPU, what the layers
     need; empty: attention without windows and the like, with heads of head_dims. attention_backend: on a GPU "auto", or
     the `option` of the backend that computes attention. batch_invariant: whether a GPU's results must not depend on the
-    rest of the batch; a CPU's never do.
+    rest of the batch; a CPU's never do. cache_dtype: of a GPU's KV cache, if that is not `dtype`.
 
     Log which instruction set a CPU's compiled kernels use, and which backend computes a GPU's attention. Warn where
     there are no compiled kernels, or a GPU lacks Triton's. Raises UnavailableBackend.
@@ -131,7 +132,8 @@ def choose(
     else:
         capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
         forms = attention_forms or {AttentionForm(head_dim) for head_dim in head_dims}
-        compiled = choose_for_gpu(Features(device, dtype, capability, forms, batch_invariant), attention_backend)
+        features = Features(device, dtype, capability, forms, batch_invariant, cache_dtype)
+        compiled = choose_for_gpu(features, attention_backend)
     if isinstance(compiled, str):
         logger.warning("The model runs on plain torch operations, which is much slower: %s", compiled)
         pack = partial(linear.pack, guard=Guard())

@@ -328,7 +328,7 @@ def build_plan(
         pooling=pooling,
     )
     spec = apply_engine_config(spec, config)
-    hardware = _resolve_hardware(hardware_options, device, config.quantization == "fp8" and config.rounds_to_fp8)
+    hardware = _resolve_hardware(hardware_options, device, config)
     planner = _Planner(spec, config, hardware, count_draft_bytes(options, config, raw, hardware.memory))
     suggested, last, reason = planner.suggest()
     chosen = _plan_requested(planner, options, states_layout) or suggested or last
@@ -336,13 +336,19 @@ def build_plan(
     return MemoryPlan(config, spec, planner.hardware, chosen, suggested, reason, nodes_needed)
 
 
-def _resolve_hardware(options: HardwareOptions, device: str, multiplies_fp8: bool) -> Hardware:
+def _resolve_hardware(options: HardwareOptions, device: str, config: Config) -> Hardware:
     model = GPU_MODELS.get(options.gpu or "")
-    if multiplies_fp8 and model is not None and not model.has_fp8:
-        raise OptionError(
-            f"--quantization: a {options.gpu} does not multiply 8-bit floats (needed: compute capability 8.9 or more); "
-            "take int8, or omit the option"
-        )
+    if model is not None and not model.has_fp8:
+        if config.quantization == "fp8" and config.rounds_to_fp8:
+            raise OptionError(
+                f"--quantization: a {options.gpu} does not multiply 8-bit floats (needed: compute capability 8.9 or "
+                "more); take int8, or omit the option"
+            )
+        if config.kv_cache_dtype == "fp8":
+            raise OptionError(
+                f"--kv-cache-dtype: a {options.gpu} does not convert 8-bit floats (needed: compute capability 8.9 or "
+                "more); take auto, or omit the option"
+            )
     memory = options.memory or (model.memory_bytes if model else kv_cache.free_memory())
     if device == "cpu":
         return Hardware(gpu="", memory=memory, ranks_per_node=1, nodes=options.nodes, has_nvlink=False)

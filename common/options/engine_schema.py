@@ -151,8 +151,9 @@ class EngineOptions:
         "auto",
         parse_kv_cache_dtype,
         "data type of the KV cache; auto: the model's; int8: 8 bits and one scale per head and token, which holds "
-        "almost twice as many tokens as bfloat16 (CPU only)",
-        metavar="auto|int8",
+        "almost twice as many tokens as bfloat16 (CPU only); fp8: float8_e4m3fn without scales, which holds twice as "
+        "many (GPUs of compute capability 8.9 or more; has not run on hardware yet)",
+        metavar="auto|int8|fp8",
     )
     block_size: int | None = option(
         None, parse_block_size, "tokens per KV cache block: 8, 16, 32, 64, 128 or 256 (default: 16)"

@@ -120,9 +120,9 @@ def parse_block_size(value: object) -> int:
 
 
 def parse_kv_cache_dtype(value: object) -> str:
-    if "fp8" in str(value).lower():
-        raise ValueError("fp8 is not supported; the 8-bit type of the KV cache is int8; expected auto or int8")
-    return str(one_of("auto", "int8")(value))
+    if "e5m2" in str(value).lower():
+        raise ValueError("fp8 with 5 bits of exponent is not supported; fp8 is e4m3; expected auto, int8 or fp8")
+    return str(one_of("auto", "int8", "fp8", synonyms={"fp8_e4m3": "fp8"})(value))
 
 
 QUANTIZATIONS = ("auto", "int8", "int4", "int4-g32", "int4-g128", "fp8")

@@ -68,9 +68,10 @@ def load_pretrained(
     load_format: str = "auto",
     seed: int = 0,
     attention_backend: str = "auto",
+    cache_dtype: torch.dtype | None = None,
 ) -> PretrainedDecoder:
     """The model with weights of `dtype` on `device`. load_format, seed: see `weights.load.load_model`.
-    attention_backend: see `kernels.registry.choose`.
+    attention_backend, cache_dtype: see `kernels.registry.choose`.
 
     Raises ModelError when the checkpoint cannot be read or lacks weights, UnsupportedModel when the probe
     finds something that cannot be served, OptionError if the attention backend cannot be used.
@@ -96,6 +97,7 @@ def load_pretrained(
             {shape.head_dim for shape in shapes},
             attention_forms=forms,
             attention_backend=attention_backend,
+            cache_dtype=cache_dtype,
         )
     except UnavailableBackend as error:
         raise OptionError(f"--attention-backend {attention_backend}: {error}; take auto, or omit it") from error

@@ -325,8 +325,9 @@ def choose_kernels(
     device: torch.device,
     batch_invariant: bool = False,
     attention_backend: str = "auto",
+    cache_dtype: torch.dtype | None = None,
 ) -> Kernels:
-    """The kernels for the model. batch_invariant, attention_backend: see `kernels.registry.choose`.
+    """The kernels for the model. batch_invariant and what follows: see `kernels.registry.choose`.
 
     Raises OptionError if the attention backend cannot be used."""
     attentions = [layer.attention for layer in spec.layers]
@@ -339,6 +340,7 @@ def choose_kernels(
             attention_forms={_attention_form(attention) for attention in attentions if attention.causal},
             attention_backend=attention_backend,
             batch_invariant=batch_invariant,
+            cache_dtype=cache_dtype,
         )
     except UnavailableBackend as error:
         raise OptionError(f"--attention-backend {attention_backend}: {error}; take auto, or omit it") from error

@@ -9,6 +9,7 @@ from types import FunctionType, ModuleType
 import torch
 from torch import Tensor
 
+from serve_llm.common.errors import OptionError
 from serve_llm.common.types import Sampling
 from serve_llm.engine.config import Config
 from serve_llm.engine.model.spec import KVGroup
@@ -20,6 +21,15 @@ from serve_llm.engine.worker.kv_cache import CPU_SMALLEST, CacheLayout
 from serve_llm.engine.worker.runner import Runner
 from serve_llm.kernels import cache_int8
 from serve_llm.kernels.huge_pages import use_huge_pages
+
+
+def check_fp8_cache(device: torch.device) -> None:
+    """Raise OptionError if the GPU does not convert the numbers of an fp8 cache."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise OptionError(
+            "--kv-cache-dtype: fp8 needs a GPU of compute capability 8.9 or more, such as an L40, H100 or H200; "
+            "take auto, or omit the option"
+        )
 
 
 def allocate_cache(

@@ -30,11 +30,12 @@ from serve_llm.engine.worker import kv_cache, oom
 from serve_llm.engine.worker.cpu_threads import choose_threads, usable_cores
 from serve_llm.engine.worker.host_blocks import HostBlocks
 from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory
-from serve_llm.engine.worker.memory import allocate_cache, count_held_bytes, find_free_gpu_memory
+from serve_llm.engine.worker.memory import allocate_cache, check_fp8_cache, count_held_bytes, find_free_gpu_memory
 from serve_llm.engine.worker.pending_step import PendingStep
 from serve_llm.engine.worker.runnable_model import RunnableModel
 from serve_llm.engine.worker.runner import Runner
 from serve_llm.engine.worker.warm_up import warm_up
+from serve_llm.kernels import cache_fp8
 from serve_llm.kernels.registry import Kernels, choose_sampling
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,9 @@ class Worker:
         self._config = config
         self._device = torch.device(config.device)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
-        self._cache_dtype = torch.int8 if config.kv_cache_dtype == "int8" else self._dtype
+        self._cache_dtype = {"int8": torch.int8, "fp8": cache_fp8.DTYPE}.get(config.kv_cache_dtype, self._dtype)
+        if config.kv_cache_dtype == "fp8":
+            check_fp8_cache(self._device)
         self._shard = shard
         self._process_groups = process_groups
         self._adapters: AdapterLoader | None = None
@@ -172,7 +175,14 @@ class Worker:
 
     def _choose_kernels(self, spec: ModelSpec) -> Kernels:
         config = self._config
-        return choose_kernels(spec, self._dtype, self._device, config.batch_invariant, config.attention_backend)
+        return choose_kernels(
+            spec,
+            self._dtype,
+            self._device,
+            config.batch_invariant,
+            config.attention_backend,
+            self._cache_dtype,
+        )
 
     def _load_pretrained(self, spec: PretrainedSpec) -> None:
         from serve_llm.engine.hf_backend.load import load_pretrained  # takes seconds to import
@@ -187,6 +197,7 @@ class Worker:
             load_format=config.load_format,
             seed=config.seed,
             attention_backend=config.attention_backend,
+            cache_dtype=self._cache_dtype,
         )
         self._decoder = decoder
         self._model_kv_groups = decoder.kv_groups

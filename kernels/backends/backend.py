@@ -26,10 +26,11 @@ class Features:
     """The device, and what the model needs there."""
 
     device: torch.device
-    dtype: torch.dtype  # of activations and the KV cache
+    dtype: torch.dtype  # of activations
     capability: tuple[int, int] | None  # compute capability of the GPU; None if torch sees none
     attention_forms: Collection[AttentionForm] = ()
     batch_invariant: bool = False
+    cache_dtype: torch.dtype | None = None  # of the KV cache; None: as dtype
 
 
 Offer = Mapping[str, Any] | str  # kernels by the names of `registry.Kernels`, or why there are none

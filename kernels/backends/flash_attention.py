@@ -48,6 +48,8 @@ def offer(features: Features) -> Offer:
         return f"it needs a GPU of compute capability 9.0 (H100, H200); found: {found}"
     if features.dtype not in DTYPES:
         return f"it computes bfloat16 and float16, not {str(features.dtype).removeprefix('torch.')}"
+    if features.cache_dtype not in (None, features.dtype):
+        return "it would round queries to 8 bits as well to read a KV cache in fp8"
     for form in sorted(features.attention_forms, key=repr):
         if obstacle := _find_obstacle(form):
             return obstacle
@@ -172,14 +174,17 @@ def try_form(paged_attention: FlashAttention, form: AttentionForm, features: Fea
     device = features.device
     if how["sinks"] is not None:
         how["sinks"] = how["sinks"].to(device)
-    numbers = (torch.tensor(values, dtype=torch.int32, device=device) for values in (starts, contexts))
+    lengths = Lengths(
+        torch.tensor(starts, dtype=torch.int32, device=device),
+        torch.tensor(contexts, dtype=torch.int32, device=device),
+    )
     found = paged_attention(
         query.to(device),
         layers.to(device)[:, 1],
         table.to(device),
         starts,
         contexts,
-        on_device=Lengths(*numbers),
+        on_device=lengths,
         **how,
     ).cpu()
     is_close = (found[: starts[2]].float() - exact).abs().max() <= TOLERANCE * exact.abs().max()

@@ -97,10 +97,10 @@ def attend(
 ):
     """Attention of one tile of queries over its keys or a split of them. Grid: (items, KV heads * head_tiles).
 
-    query: (tokens, heads, head_dim). cache, block_table, sinks, alibi_slopes: see `paged_attention`. items: see
-    `work_list`. An item with all keys of its queries is written to output (tokens, heads, value_dim), contiguous. A
-    split is written to split_values (splits, KV heads * head_tiles, rows, main_dim) and split_stats (.., rows, 2),
-    row_max and row_sum; float32.
+    query: (tokens, heads, head_dim). cache, block_table, sinks, alibi_slopes: see `paged_attention`; a cache in fp8 is
+    converted to the query's dtype. items: see `work_list`. An item with all keys of its queries is written to output
+    (tokens, heads, value_dim), contiguous. A split is written to split_values (splits, KV heads * head_tiles, rows,
+    main_dim) and split_stats (.., rows, 2), row_max and row_sum; float32.
     """
     item = items + tl.program_id(0) * ITEM_FIELDS
     sequence = tl.load(item)
@@ -268,10 +268,11 @@ def _accumulate_keys(
         else:
             block = tl.load(blocks + key // PLAN.block_size)
         rows = keys + (block.to(tl.int64) * PLAN.cache_block_stride + key % PLAN.block_size * PLAN.cache_token_stride)
-        loaded = _load_keys(rows, is_valid, width, PLAN.main_dim, CHECKED)
+        loaded = _load_keys(rows, is_valid, width, PLAN.main_dim, CHECKED).to(main.dtype)
         scores = dot(main, tl.trans(loaded), None)
         if PLAN.rest_dim:
             rest_keys = _load_keys(rows + width, is_valid, PLAN.head_dim - width, PLAN.rest_dim, CHECKED)
+            rest_keys = rest_keys.to(main.dtype)
             scores = dot(rest, tl.trans(rest_keys), scores)
         scores *= scale
         if PLAN.softcap > 0:  # softcap * tanh(score / softcap), by exp2
@@ -289,6 +290,7 @@ def _accumulate_keys(
         row_sum = tl.fma(row_sum, correction, tl.sum(weights, 1))
         if not PLAN.values_in_keys:
             loaded = _load_keys(rows + PLAN.cache_part_stride, is_valid, PLAN.value_dim, PLAN.main_dim, CHECKED)
+            loaded = loaded.to(main.dtype)
         acc = dot(weights.to(loaded.dtype), loaded, acc * correction[:, None])
         row_max = new_max
     return row_max, row_sum, acc

@@ -25,6 +25,7 @@ import torch
 import triton
 from torch import Tensor
 
+from serve_llm.kernels import cache_fp8
 from serve_llm.kernels.attention import Lengths
 from serve_llm.kernels.triton.attend import ITEM_FIELDS, LOG2_E, SplitPlan, attend, combine
 from serve_llm.kernels.triton.work_list import make_work_list
@@ -65,7 +66,7 @@ def paged_attention(
 
     The last dimension of query and cache must be contiguous. Raises ValueError for a dtype without a kernel.
     """
-    if query.dtype not in DTYPES or cache.dtype != query.dtype:
+    if query.dtype not in DTYPES or cache.dtype not in (query.dtype, cache_fp8.DTYPE):
         raise ValueError(f"no Triton kernel for queries of {query.dtype} over a cache of {cache.dtype}")
     output = query.new_empty((*query.shape[:2], value_dim or query.shape[2]))
     has_alibi = alibi_slopes is not None

@@ -16,9 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from serve_llm.kernels import cache_fp8
 from serve_llm.kernels.rope import Angles, HeadNorms
 
 ELEMENTS = 1024  # per program
+LARGEST = tl.constexpr(cache_fp8.LARGEST)
 ELEMENTS_PER_THREAD = 16  # 8 of each half of a head, so that a load of a 16-bit type has 16 bytes
 
 
@@ -160,8 +162,17 @@ def _rope_and_cache(
         if slot >= 0:
             row = cache + slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_offset
             target = row + tl.where(is_value, cache_part, 0) + head.to(tl.int64) * cache_head + column
-            tl.store(target, left, mask=in_left)
-            tl.store(target + middle, right, mask=in_right)
+            tl.store(target, _round_to(left, cache), mask=in_left)
+            tl.store(target + middle, _round_to(right, cache), mask=in_right)
+
+
+@triton.jit
+def _round_to(values, target):
+    """The values as numbers of the tensor or pointers `target`; see `kernels.cache_fp8`."""
+    if target.dtype.scalar.element_ty == tl.float8e4nv:
+        values = values.to(tl.float32)
+        values = tl.where(values > LARGEST, LARGEST, tl.where(values < -LARGEST, -LARGEST, values))  # keeps NaN
+    return values.to(target.dtype.scalar.element_ty)
 
 
 @triton.jit
@@ -225,7 +236,7 @@ def _rope_and_latent(
             values *= tl.rsqrt(tl.sum(values * values, 0) / RANK + eps)
             weight = tl.load(norm + dim, mask=mask, other=0.0).to(tl.float32)
             rounded = values.to(latent.dtype.element_ty).to(tl.float32) * weight
-            tl.store(row + dim, rounded.to(cache.dtype.element_ty), mask=mask)
+            tl.store(row + dim, _round_to(rounded.to(latent.dtype.element_ty), cache), mask=mask)
             _copy_rotated(source + RANK + column, row + RANK + column, column >= 0, cos, sin, token, column, ROPE_DIM)
     else:
         head = (tile - 1) * TILE + tl.arange(0, TILE)[:, None]
@@ -244,5 +255,5 @@ def _copy_rotated(source, target, mask, cos, sin, token, column, ROPE_DIM: tl.co
     right = tl.load(source + middle, mask=in_right, other=0.0)
     if cos is not None:
         left, right = _rotate(left, right, cos + token * middle, sin + token * middle, column, middle)
-    tl.store(target, left, mask=in_left)
-    tl.store(target + middle, right, mask=in_right)
+    tl.store(target, _round_to(left, target), mask=in_left)
+    tl.store(target + middle, _round_to(right, target), mask=in_right)

@@ -71,7 +71,12 @@ def test_there_are_examples() -> None:
         (["demo", "--memory", "much"], 2, "--memory: expected bytes"),
         (["demo", "-tp", "2", "--tensor-parallel-split", "1,2,3"], 2, "--tensor-parallel-split: 3 shares"),
         (["demo", "--gpu", "h100", "--kv-cache-dtype", "int8"], 2, "--kv-cache-dtype: int8 is served on a CPU only"),
-        (["demo", "--kv-cache-dtype", "fp8_e4m3"], 2, "--kv-cache-dtype: fp8 is not supported; .*, not 'fp8_e4m3'"),
+        (["demo", "--kv-cache-dtype", "fp8_e5m2"], 2, "--kv-cache-dtype: fp8 with 5 bits .*, not 'fp8_e5m2'"),
+        (
+            ["demo", "--gpu", "a100-80g", "--kv-cache-dtype", "fp8"],
+            2,
+            "--kv-cache-dtype: a a100-80g does not convert",
+        ),
         (
             ["demo", "--device", "cpu", "--memory", "31MiB"],
             4,

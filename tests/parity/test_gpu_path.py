@@ -5,15 +5,20 @@ replayed, rows of padding. The same tokens and log-probabilities as the plain en
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace as swap
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from torch import Tensor
 
 from serve_llm.common.types import Request, Sampling
-from serve_llm.kernels import registry
+from serve_llm.kernels import cache_fp8, registry
 from support.engine import Result, generate, greedy, make_engine
-from support.gpu_path import graphs_of, make_gpu_engine
+from support.gpu_path import KERNELS, graphs_of, make_gpu_engine
 from support.tiny import make_checkpoint
 from support.triton import NO_TRITON
 
@@ -62,6 +67,33 @@ def test_same_tokens_as_the_plain_engine(family: str, tmp_path: Path, monkeypatc
     assert len(graphs._capture.sizes) == len(graphs._graphs), "each size that was met again, once"
     is_mixed = [buffers.rows is not None for buffers in graphs._buffers.values()]
     assert any(is_mixed) and not all(is_mixed), "steps of both kinds were captured"
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_a_cache_in_fp8(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens as from a cache of the model's type with keys and values that were rounded to fp8, in half the
+    bytes and less."""
+    vocab_size = make_checkpoint(tmp_path, family)
+    requests, arrivals = load(vocab_size, 10)
+    rounded = swap(
+        KERNELS,
+        rope_and_cache=partial(write_rounded, KERNELS.rope_and_cache),
+        rope_and_latent=partial(write_rounded, KERNELS.rope_and_latent),
+    )
+    whole = make_gpu_engine(tmp_path, monkeypatch, rounded, **OPTIONS)
+    expected = generate(whole, requests, arrivals)
+    engine = make_gpu_engine(tmp_path, monkeypatch, **OPTIONS, kv_cache_dtype="fp8")
+    assert_same(generate(engine, requests, arrivals), expected)
+    small, large = (each._executor.layout.block_bytes for each in (engine, whole))  # type: ignore[attr-defined]
+    assert large == 4 * small  # float32
+
+
+def write_rounded(write: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """What is in the cache is rounded after each write; a second time changes nothing."""
+    result = write(*arguments)
+    cache = arguments[-2]
+    cache.copy_(cache_fp8.quantise(cache))
+    return result
 
 
 def test_with_preemption_without_graphs_and_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

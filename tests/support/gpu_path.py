@@ -130,7 +130,7 @@ def make_gpu_engine(
     """An engine that works as on a GPU. more: fields of Config, or options."""
     monkeypatch.setattr(load, "choose", lambda *_, **__: kernels)
     monkeypatch.setattr(runner, "CudaCapture", Recorder)
-    as_on_gpu = {"async_scheduling": stages == 1, "enforce_eager": False}
+    as_on_gpu = {"async_scheduling": stages == 1, "enforce_eager": False, "kv_cache_dtype": "auto"}
     fields = {name: more.pop(name, value) for name, value in as_on_gpu.items()}
     options = make_options(str(directory), **({"kv_cache_memory": "16MiB", "max_num_seqs": 40} | more))
     raw = read_config(directory)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from serve_llm.engine.worker.graphs import CudaCapture
+from serve_llm.kernels import cache_fp8
 from serve_llm.kernels.attention import Lengths
 from serve_llm.kernels.registry import Kernels
 
@@ -33,6 +34,7 @@ class Case:
     has_alibi: bool = False
     value_dim: int | None = None
     dtype: torch.dtype = torch.bfloat16
+    has_fp8_cache: bool = False
 
 
 def several(count: int, most: int) -> tuple[tuple[int, int], ...]:
@@ -60,6 +62,8 @@ CASES = [
     Case("gpt-oss, window and sinks, mixed", OSS, MIXED, window=128, has_sinks=True),
     Case("BLOOM 7B, ALiBi, mixed", (32, 32, 128), MIXED, has_alibi=True),
     Case("odd heads, mixed", (6, 3, 14), MIXED[:4]),
+    Case("Llama 8B, cache in fp8, mixed", LLAMA, MIXED, has_fp8_cache=True),
+    Case("latent rows of 576, cache in fp8, mixed", LATENT, MIXED[:4], value_dim=512, has_fp8_cache=True),
     Case("latent rows of 576, decode", LATENT, several(16, 2000), value_dim=512),
     Case("latent rows of 576, mixed", LATENT, MIXED[:4], value_dim=512),
 ]
@@ -68,6 +72,7 @@ TINY_CASES = [
     Case("tiny", (4, 2, 16), TINY),
     Case("tiny, window and softcap", (4, 2, 16), TINY, window=8, softcap=50.0),
     Case("tiny, ALiBi", (4, 2, 16), TINY, has_alibi=True),
+    Case("tiny, cache in fp8", (4, 2, 16), TINY, has_fp8_cache=True),
     Case("tiny, latent", (4, 1, 24), TINY, value_dim=16),
 ]
 
@@ -81,6 +86,7 @@ class Step:
     seed: int = 0
     query: Tensor = field(init=False)
     cache: Tensor = field(init=False)
+    stored: Tensor = field(init=False)  # the same numbers as the kernels are given them
     table: Tensor = field(init=False)
     sinks: Tensor | None = field(init=False)
     alibi_slopes: Tensor | None = field(init=False)
@@ -103,6 +109,10 @@ class Step:
         for row, context in enumerate(contexts):
             slots = self.slots(row, context)
             self.cache[slots // BLOCK_SIZE, :, :, slots % BLOCK_SIZE] = draw(context, parts, kv_heads, size)
+        self.stored = self.cache
+        if self.case.has_fp8_cache:
+            self.stored = cache_fp8.quantise(self.cache)
+            self.cache = self.stored.to(self.case.dtype)
         self.sinks = draw(heads).float() if self.case.has_sinks else None
         exponents = torch.linspace(8, 0.25, heads, device=self.device)
         self.alibi_slopes = 2.0**-exponents if self.case.has_alibi else None
@@ -130,7 +140,8 @@ class Step:
         first = sum(count for count, _ in self.case.sequences[: rows.start or 0])
         lengths = on_device(starts, contexts, self.device)
         query, table = self.query[first : first + starts[-1]], self.table[rows]
-        return kernels.paged_attention(query, self.cache, table, starts, list(contexts), on_device=lengths, **self.how)
+        arguments = (query, self.stored, table, starts, list(contexts))
+        return kernels.paged_attention(*arguments, on_device=lengths, **self.how)
 
     def wanted(self) -> Tensor:
         """(tokens, heads, numbers of a value) float32, sequence by sequence and dense."""
@@ -180,7 +191,7 @@ def captured(kernels: Kernels, device: torch.device, step: Step) -> float:
     query, table = torch.cat((step.query, step.query[:1])), torch.cat((step.table, step.table[:1]))
 
     def attend() -> Tensor:
-        arguments = (query, step.cache, table, starts, contexts)
+        arguments = (query, step.stored, table, starts, contexts)
         return kernels.paged_attention(*arguments, on_device=lengths.without_plans(), **step.how)
 
     attend()
@@ -212,7 +223,10 @@ def checks(
         step = Step(case, device)
         return difference(step.run(version), step.wanted())
 
+    has_fp8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
     for case in TINY_CASES if rehearse else CASES:
+        if case.has_fp8_cache and not has_fp8:
+            continue
         yield case.name, partial(compared, kernels, case), TOLERANCE[case.dtype]
     mixed = next(case for case in (TINY_CASES if rehearse else CASES) if case.sequences in (TINY, MIXED))
     yield "--batch-invariant, mixed", partial(compared, invariant, mixed), TOLERANCE[mixed.dtype]

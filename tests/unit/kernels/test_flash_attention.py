@@ -114,6 +114,7 @@ def test_it_is_offered_after_a_trial_of_what_the_model_needs(library: FlashLibra
         (replace(H100, batch_invariant=True), "which --batch-invariant rules out"),
         (replace(H100, capability=(8, 9)), r"compute capability 9.0 \(H100, H200\); found: 8.9"),
         (replace(H100, capability=None), "found: no GPU"),
+        (replace(H100, cache_dtype=torch.float8_e4m3fn), "round queries to 8 bits as well to read a KV cache in fp8"),
         (replace(H100, dtype=torch.float32), "computes bfloat16 and float16, not float32"),
         (replace(H100, attention_forms={AttentionForm(64, has_alibi=True)}), "it has no ALiBi"),
         (replace(H100, attention_forms={AttentionForm(100)}), "no heads of 100 numbers"),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from reference import attention as definition
+from serve_llm.kernels import attention, cache_fp8
 from serve_llm.kernels.attention import Lengths
 from support.triton import NO_TRITON, Resources, assert_fits, compile_for, record
 
@@ -191,6 +192,19 @@ def test_a_row_has_the_same_bits_in_any_chunk(how: dict[str, Any], monkeypatch: 
         assert step.run(ours, batch_invariant=True).equal(whole[start:end])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(4, 2, 24, None, 16), (6, 1, 48, 32, 8)])
+def test_a_cache_in_fp8(shape: Shape, dtype: torch.dtype) -> None:
+    step = Step(shape, dtype, [1, 9, 1], [40, 30, 7], window=19)
+    eight_bits = cache_fp8.quantise(step.cache)
+    step.cache = eight_bits.to(dtype)
+    expected = step.run(definition)
+    step.cache = eight_bits
+    tolerance = {"atol": 2e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1.6e-2, "rtol": 2**-7}
+    for kernels, how in ((ours, {}), (ours, {"batch_invariant": True}), (attention, {})):
+        torch.testing.assert_close(step.run(kernels, **how), expected, **tolerance)
+
+
 def test_another_dtype_is_refused() -> None:
     step = Step((2, 1, 16, None, 16), torch.float64, [1], [5])
     with pytest.raises(ValueError, match="no Triton kernel for queries"):
@@ -207,13 +221,19 @@ MODELS: dict[str, tuple[Shape, dict[str, Any]]] = {
 
 
 def launch(
-    model: str, count: int, dtype: torch.dtype = torch.bfloat16, sequences: int = 1, context: int = 8192, **more: Any
+    model: str,
+    count: int,
+    dtype: torch.dtype = torch.bfloat16,
+    sequences: int = 1,
+    context: int = 8192,
+    cache_dtype: torch.dtype | None = None,
+    **more: Any,
 ) -> None:
     """Sequences with so many new tokens each, as an engine has them: views, which hold nothing."""
     (heads, kv_heads, head_dim, value_dim, block_size), how = MODELS[model]
     qkv = torch.empty((sequences * count, heads + 2 * kv_heads, head_dim), dtype=dtype, device="meta")
     parts = 1 if value_dim else 2
-    cache = torch.empty((10**5, parts, kv_heads, block_size, head_dim), dtype=dtype, device="meta")
+    cache = torch.empty((10**5, parts, kv_heads, block_size, head_dim), dtype=cache_dtype or dtype, device="meta")
     table = torch.empty((sequences, -(-context // block_size)), dtype=torch.int32, device="meta")
     on_device = Lengths(*(torch.empty(n, dtype=torch.int32, device="meta") for n in (sequences + 1, sequences)))
     arguments = (qkv[:, :heads], cache, table, range(0, sequences * count + 1, count), [context] * sequences)
@@ -257,6 +277,19 @@ def test_tiles_fit_the_card(capability: int, monkeypatch: pytest.MonkeyPatch) ->
     assert len(attends) == 2 * len(chosen) + 1
     for kernel in compile_for(attends, capability):
         assert kernel.shared_bytes <= CARDS[capability] * 1024, kernel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [89, 90, 100, 120])
+def test_a_cache_in_fp8_is_compiled(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "_shared_bytes", lambda device: CARDS[capability] * 1024)
+    models = ("Llama 8B", "Gemma 2 9B", "DeepSeek V3")
+    fp8 = {"cache_dtype": cache_fp8.DTYPE}
+    launches = record(lambda: [launch(model, count, **fp8) for model in models for count in (1, 8192)])
+    attends = [each for each in launches if each.kernel.name == "attend"]
+    assert len(attends) == 2 * len(models)
+    for kernel in compile_for(attends, capability):
+        assert kernel.shared_bytes <= CARDS[capability] * 1024 and kernel.has_mma, kernel
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from reference import activation as activation_definition
 from reference import norm as norm_definition
-from serve_llm.kernels import activation, linear_fp8, norm, rope
+from serve_llm.kernels import activation, cache_fp8, linear_fp8, norm, rope
 from serve_llm.kernels.rope import HeadNorms
 from support.triton import NO_TRITON, assert_fits, compile_for, record
 
 pytest.importorskip("triton", reason=NO_TRITON)
+from serve_llm.kernels.triton import rope as triton_rope
 from serve_llm.kernels.triton.activation import ACTIVATIONS
 from serve_llm.kernels.triton.fp8 import quantise_rows
 from serve_llm.kernels.triton.norm import add_rms_norm, layer_norm, rms_norm
@@ -190,6 +192,28 @@ def test_rope_and_latent(heads: int, rank: int, rope_dim: int, with_angles: bool
     assert torch.equal(written, cache)
     alone, _ = run(rope_and_latent, [4, 7], slots[[4, 7]])
     assert torch.equal(alone, turned[[4, 7]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cache_in_fp8(dtype: torch.dtype) -> None:
+    """Numbers are rounded as by the definition, and too large ones become the largest."""
+    qkv = (random(ROWS, 6 * 24) * torch.logspace(-5, 3, ROWS)[:, None]).to(dtype)
+    qkv[0, 50], qkv[1, 51] = torch.nan, torch.inf
+    query, latent, norm = random(ROWS, 3, 16, dtype=dtype), random(ROWS, 56, dtype=dtype), random(40, dtype=dtype)
+    slots = torch.randperm(16, generator=torch.Generator().manual_seed(0))[:ROWS]
+
+    def write(kernels: Any) -> tuple[Tensor, Tensor]:
+        cache = torch.zeros((2, 2, 2, 8, 24), dtype=torch.uint8).view(cache_fp8.DTYPE)
+        rows = torch.zeros((2, 1, 1, 8, 56), dtype=torch.uint8).view(cache_fp8.DTYPE)
+        assert kernels.rope_and_cache(qkv.clone(), 2, None, None, cache, slots).dtype == dtype
+        assert kernels.rope_and_latent(query, latent, norm * 900, 1e-6, None, rows, slots).dtype == dtype
+        return cache.float(), rows.float()
+
+    for ours, theirs in zip(write(triton_rope), write(rope), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2.0**-3, atol=2.0**-9, equal_nan=True)
+        assert (ours.nan_to_num() != theirs.nan_to_num()).sum() <= 1 + 0.005 * ours.numel()
+        assert ours.nan_to_num().abs().max() == 448.0
+    assert ours.isnan().sum() == 0 and write(triton_rope)[0].isnan().sum() == 1
 
 
 def test_tokens_without_a_slot_are_not_stored() -> None:
