@@ -5,7 +5,7 @@ Consecutive calls use different tensors, which together exceed the GPU's caches,
 from memory. The result is the median over several replays. GB/s counts what must be read and written once, GFLOP/s is
 as in `bench`; shares are of limits measured in the same run: a memory copy and a large bfloat16 matrix product.
 
-The shapes are those of Llama 3 8B. Not run on a GPU yet.
+The shapes are those of Llama 3 8B and of the experts of Qwen3 30B-A3B. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
-from serve_llm.kernels import linear_fp8, registry
+from serve_llm.kernels import linear_fp8, moe, registry
 from serve_llm.kernels.attention import Lengths
 from serve_llm.kernels.timing import Random, Timing, report, sampling_times
 
@@ -41,6 +42,14 @@ class BenchModel:
     kv_heads: int
     head_dim: int
     vocabulary: int
+
+
+@dataclass(frozen=True)
+class BenchExperts:
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,9 @@ TORCH = replace(
     activations={"silu_and_mul": _torch_silu_and_mul, "gelu": functional.gelu},
 )
 LLAMA_8B = BenchModel(4096, 14336, 32, 8, 128, 128256)
+QWEN3_30B_A3B = BenchExperts(128, 8, 2048, 768)
 ROWS = (1, 64, 256, 8192)
+EXPERT_ROWS = (64, 1024, 8192)
 BATCHES = ((1, 1, 1024), (64, 1, 1024), (256, 1, 1024), (1, 1, 32768), (1, 8192, 8192), (4, 512, 8192))
 # sequences, new tokens of each, context length of each
 
@@ -215,6 +226,56 @@ def attention_cases(model: BenchModel, batches: tuple[tuple[int, int, int], ...]
                 yield Case(name, partial(make, sequences, queries, context), num_bytes, 4 * heads * size * pairs)
 
 
+def expert_cases(model: BenchExperts, rows: tuple[int, ...], random: Random) -> Iterator[Case]:
+    """All experts of a layer: ours, and torch's product of groups, which needs rows copied into the experts' order."""
+    kernels = registry.choose(random(0).device, BF16, {128})
+    silu_and_mul = kernels.activations["silu_and_mul"]
+
+    def draw(count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        scores, experts = random(count, model.num_experts).float().topk(model.top_k)
+        up = random(model.num_experts, 2 * model.intermediate_size, model.hidden_size)
+        down = random(model.num_experts, model.hidden_size, model.intermediate_size)
+        return random(count, model.hidden_size), scores.softmax(-1), experts, up, down
+
+    def ours(count: int) -> Call:
+        x, weights, experts, up, down = draw(count)
+        pairs = ((kernels.pack(one, None), kernels.pack(other, None)) for one, other in zip(up, down, strict=True))
+        packed = kernels.pack_experts(pairs, silu_and_mul, range(model.num_experts))
+        return partial(packed, x, weights, experts)
+
+    def grouped(count: int) -> Call:
+        return partial(_torch_experts, *draw(count), silu_and_mul)
+
+    versions = {"": ours} | ({"torch grouped ": grouped} if has_grouped_mm() else {})
+    for count in rows:
+        num_hit = model.num_experts * (1 - (1 - model.top_k / model.num_experts) ** count)
+        num_weights = 3 * model.hidden_size * model.intermediate_size  # of an expert
+        num_bytes = round(2 * num_hit * num_weights) + 4 * count * model.hidden_size
+        sizes = f"{model.top_k} of {model.num_experts}, {model.hidden_size} x {model.intermediate_size}"
+        for version, make in versions.items():
+            name = f"{version}experts {sizes} bf16, {count} rows"
+            yield Case(name, partial(make, count), num_bytes, 2.0 * count * model.top_k * num_weights)
+
+
+def _torch_experts(
+    x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: moe.Activation
+) -> Tensor:
+    """See `moe.Experts`. up, down: (experts, outputs, inputs)."""
+    tokens, top_k = experts.shape
+    sorted_experts, order = experts.flatten().sort(stable=True)
+    ends = torch.searchsorted(sorted_experts, torch.arange(1, len(up) + 1, device=x.device), out_int32=True)
+    inner = activation(functional.grouped_mm(x[order // top_k], up.transpose(1, 2), offs=ends))
+    outputs = x.new_empty((tokens * top_k, x.shape[1]))
+    outputs[order] = functional.grouped_mm(inner, down.transpose(1, 2), offs=ends)
+    return moe.weighted_sum(outputs.view(tokens, top_k, -1), weights)
+
+
+def has_grouped_mm() -> bool:
+    """Whether this torch has a kernel for products of groups: a GPU of another kind would compute them one by one."""
+    capable = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in (9, 10)
+    return hasattr(functional, "grouped_mm") and capable
+
+
 def has_paged_varlen() -> bool:
     """Whether this torch has attention over a block table, which needs a GPU."""
     return torch.cuda.is_available() and "block_table" in inspect.signature(varlen_attn).parameters
@@ -252,19 +313,32 @@ def measure_limits(random: Random) -> tuple[float, float]:
     return copied.num_bytes / graph_us(copied) / 1000, 2 * 8192**3 / graph_us(product) / 1000
 
 
-@torch.inference_mode()
-def main() -> None:
-    generator = torch.Generator("cuda").manual_seed(0)
+def make_random(device: str = "cuda") -> Random:
+    """Normal numbers in bfloat16."""
+    generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cuda", dtype=BF16)
+        return torch.randn(shape, generator=generator, device=device, dtype=BF16)
 
+    return random
+
+
+def measure_times(random: Random) -> Iterator[tuple[str, Timing]]:
+    """Of all cases, one after the other, by name."""
+    cases = (
+        linear_cases(LLAMA_8B, ROWS, random),
+        attention_cases(LLAMA_8B, BATCHES, random),
+        row_cases(LLAMA_8B, ROWS, random),
+        expert_cases(QWEN3_30B_A3B, EXPERT_ROWS, random),
+    )
+    for case in chain.from_iterable(cases):
+        yield case.name, Timing(graph_us(case), case.num_bytes, case.operations)
+    yield from sampling_times(random, LLAMA_8B.vocabulary, (1, 64)).items()
+
+
+@torch.inference_mode()
+def main() -> None:
+    random = make_random()
     bandwidth, peak = measure_limits(random)
     print(f"{torch.cuda.get_device_name()}: memory {bandwidth:.0f} GB/s, bf16 matrix product {peak:.0f} GFLOP/s")
-    cases = [
-        *linear_cases(LLAMA_8B, ROWS, random),
-        *attention_cases(LLAMA_8B, BATCHES, random),
-        *row_cases(LLAMA_8B, ROWS, random),
-    ]
-    times = {case.name: Timing(graph_us(case), case.num_bytes, case.operations) for case in cases}
-    report(times | sampling_times(random, LLAMA_8B.vocabulary, (1, 64)), bandwidth, peak)
+    report(dict(measure_times(random)), bandwidth, peak)

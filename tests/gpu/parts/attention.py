@@ -17,6 +17,8 @@ from torch import Tensor
 from serve_llm.engine.worker.graphs import CudaCapture
 from serve_llm.kernels import cache_fp8
 from serve_llm.kernels.attention import Lengths
+from serve_llm.kernels.backends import flash_attention
+from serve_llm.kernels.backends.backend import AttentionForm, Features
 from serve_llm.kernels.registry import Kernels
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-5}  # of the norm of each row and head
@@ -133,7 +135,7 @@ class Step:
             "value_dim": case.value_dim,
         }
 
-    def run(self, kernels: Kernels, rows: slice = slice(None)) -> Tensor:
+    def run(self, paged_attention: Callable[..., Tensor], rows: slice = slice(None)) -> Tensor:
         """rows: of the sequences."""
         counts, contexts = zip(*self.case.sequences[rows], strict=True)
         starts = [0, *accumulate(counts)]
@@ -141,7 +143,7 @@ class Step:
         lengths = on_device(starts, contexts, self.device)
         query, table = self.query[first : first + starts[-1]], self.table[rows]
         arguments = (query, self.stored, table, starts, list(contexts))
-        return kernels.paged_attention(*arguments, on_device=lengths, **self.how)
+        return paged_attention(*arguments, on_device=lengths, **self.how)
 
     def wanted(self) -> Tensor:
         """(tokens, heads, numbers of a value) float32, sequence by sequence and dense."""
@@ -205,12 +207,37 @@ def captured(kernels: Kernels, device: torch.device, step: Step) -> float:
 
 def alone(kernels: Kernels, step: Step) -> bool:
     """Whether each sequence has the bits that it has in company."""
-    together, first = step.run(kernels), 0
+    together, first = step.run(kernels.paged_attention), 0
     for row, (count, _) in enumerate(step.case.sequences):
-        if not torch.equal(step.run(kernels, slice(row, row + 1)), together[first : first + count]):
+        if not torch.equal(step.run(kernels.paged_attention, slice(row, row + 1)), together[first : first + count]):
             return False
         first += count
     return True
+
+
+def flash_checks(device: torch.device, cases: Sequence[Case]) -> Iterator[tuple[str, Callable[[], float], float]]:
+    """The same cases by FlashAttention-3, as far as it offers them on this card; see `checks`."""
+    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+
+    def compared(paged_attention: Callable[..., Tensor], case: Case) -> float:
+        step = Step(case, device)
+        step.stored.nan_to_num_(0.0)  # it multiplies what no query sees by 0
+        return difference(step.run(paged_attention), step.wanted())
+
+    for case in cases:
+        form = AttentionForm(
+            case.heads[2],
+            case.value_dim,
+            has_window=case.window is not None,
+            has_softcap=case.softcap is not None,
+            has_sinks=case.has_sinks,
+            has_alibi=case.has_alibi,
+        )
+        cache_dtype = cache_fp8.DTYPE if case.has_fp8_cache else case.dtype
+        offer = flash_attention.offer(Features(device, case.dtype, capability, {form}, cache_dtype=cache_dtype))
+        if not isinstance(offer, str):
+            call = partial(compared, offer["paged_attention"], case)
+            yield f"FlashAttention-3, {case.name}", call, TOLERANCE[case.dtype]
 
 
 def checks(
@@ -221,13 +248,14 @@ def checks(
 
     def compared(version: Kernels, case: Case) -> float:
         step = Step(case, device)
-        return difference(step.run(version), step.wanted())
+        return difference(step.run(version.paged_attention), step.wanted())
 
     has_fp8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
     for case in TINY_CASES if rehearse else CASES:
         if case.has_fp8_cache and not has_fp8:
             continue
         yield case.name, partial(compared, kernels, case), TOLERANCE[case.dtype]
+    yield from flash_checks(device, TINY_CASES if rehearse else CASES)
     mixed = next(case for case in (TINY_CASES if rehearse else CASES) if case.sequences in (TINY, MIXED))
     yield "--batch-invariant, mixed", partial(compared, invariant, mixed), TOLERANCE[mixed.dtype]
     yield "--batch-invariant, rows alone", lambda: float(not alone(invariant, Step(mixed, device))), 0.5

@@ -19,7 +19,7 @@ check, wheels = load_module("check"), load_module("wheels")
 
 # Finders that see the standard library and the names that are allowed. Prints what could not be imported, and why.
 IMPORT_ALL = """
-import importlib, json, pkgutil, sys, sysconfig
+import ast, importlib, json, pkgutil, sys, sysconfig, types
 
 allowed = {*json.loads(sys.argv[1]), *sys.stdlib_module_names}
 sysconfig.get_config_vars()  # from a module that is no name of the standard library
@@ -51,6 +51,15 @@ for name in names:
         importlib.import_module(name)
     except ImportError as error:
         failed[name] = repr(error)
+for name, module in list(sys.modules.items()):
+    if name.startswith("parts.") and module.__file__:
+        with open(module.__file__) as file:
+            tree = ast.parse(file.read())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                owner = vars(module).get(node.value.id)
+                if isinstance(owner, types.ModuleType) and not hasattr(owner, node.attr):
+                    failed[f"{name}, line {node.lineno}"] = f"there is no {node.value.id}.{node.attr}"
 print(json.dumps([len(names), failed]))
 """
 

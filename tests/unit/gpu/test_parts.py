@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,8 @@ import torch
 
 from bench.roofline import Limits
 from serve_llm.kernels import registry
+from serve_llm.kernels.backends.flash_attention import FlashAttention
+from support.flash_library import FlashLibrary
 from support.gpu_check import ROOT, load_module
 
 common, figures, floors, report = (load_module(name) for name in ("parts.common", "figures", "floors", "report"))
@@ -185,6 +189,42 @@ def test_figures_that_the_parts_make_of_times(on_a_card: Any, monkeypatch: pytes
     assert found["8B, cold start: first request over later ones"].value == 40.0
     assert found["8B, warm start: exec to first token"].value == 17.0
     assert found["prompts, 1 x 8192: speed over FlashAttention-3"].value == 1.0
+
+
+def test_flash_attention_is_held_against_the_same_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = load_module("parts.attention")
+    case = attention.Case("small", (4, 2, 64), ((1, 1), (7, 9), (1, 40)), window=8, softcap=50.0)
+    cases = [case, replace(case, name="fp8", has_fp8_cache=True), replace(case, name="ALiBi", has_alibi=True)]
+    assert list(attention.flash_checks(torch.device("cpu"), cases)) == [], "no card"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(attention.flash_attention, "load_library", FlashLibrary)
+    ((name, call, most),) = attention.flash_checks(torch.device("cpu"), cases)
+    assert name == "FlashAttention-3, small" and 0 < call() < most
+    wrong = FlashAttention(FlashLibrary())
+    monkeypatch.setattr(attention.flash_attention, "offer", lambda features: {"paged_attention": partial(off, wrong)})
+    assert next(iter(attention.flash_checks(torch.device("cpu"), cases)))[1]() > most
+
+
+def off(paged_attention: Any, *arguments: Any, **how: Any) -> torch.Tensor:
+    return paged_attention(*arguments, **how | {"scale": how["scale"] * 1.5})  # type: ignore[no-any-return]
+
+
+def test_every_kernel_has_a_time(here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part as on a card, but for the times themselves."""
+    bench = load_module("parts.bench")
+    monkeypatch.setattr(common, "place", lambda name: here)
+    monkeypatch.setattr(type(here), "device", "cpu")
+    monkeypatch.setattr(bench.bench_gpu, "graph_us", lambda case: 100.0)
+    monkeypatch.setattr(bench.bench_gpu, "measure_limits", lambda random: (4000.0, 8e5))
+    timing = bench.bench_gpu.Timing(5.0, 1000, 0.0)
+    monkeypatch.setattr(bench.bench_gpu, "sampling_times", lambda *given: {"sampling": timing})
+    bench.main()
+    found = rows(here)
+    assert found["rms_norm bf16, 64 rows"].value == found["qkv bf16, 1 rows"].value == 100.0
+    assert found["experts 8 of 128, 2048 x 768 bf16, 1024 rows"].value == 100.0
+    assert found["torch grouped experts 8 of 128, 2048 x 768 bf16, 8192 rows"].value == 100.0
+    assert found["sampling"].value == 5.0 and found["copy"].value == 4000.0 and len(found) > 90
 
 
 def test_without_flash_attention_its_rows_say_why(on_a_card: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ def test_every_case_can_be_called(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [
         *bench_gpu.linear_cases(TINY, (1, 3, 4), random),
         *bench_gpu.row_cases(TINY, (1, 20), random),
+        *bench_gpu.expert_cases(bench_gpu.BenchExperts(4, 2, 48, 24), (5,), random),
         *bench_gpu.attention_cases(TINY, ((2, 1, 20), (1, 16, 16), (2, 3, 20)), random),
     ]
     names = [case.name for case in cases]
@@ -42,6 +43,8 @@ def test_every_case_can_be_called(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, theirs in results.items():
         if re.match("torch (rms|layer|rope|silu|gelu)", name):
             assert results[name.removeprefix("torch ")].shape == theirs.shape  # type: ignore[attr-defined]
+    grouped = results["torch grouped experts 2 of 4, 48 x 24 bf16, 5 rows"]
+    torch.testing.assert_close(results["experts 2 of 4, 48 x 24 bf16, 5 rows"], grouped, rtol=2**-6, atol=2.0)
 
 
 def test_sampling_is_timed() -> None:
