@@ -82,7 +82,7 @@ class Config:
     cpu_threads: int | None = None  # per rank; None: see `cpu_threads.choose_threads`
     enforce_eager: bool = True  # do not capture decode steps as CUDA graphs
     batch_invariant: bool = True  # always on a CPU
-    attention_backend: str = "auto"  # of a GPU: "auto" | "triton" | "flash"
+    attention_backend: str = "auto"  # on a GPU: "auto" | "triton" | "flash"
     all_reduce: str = "nccl"  # among the GPUs of a tensor-parallel group: "nccl" | "symmetric" | "auto"
     long_rope_threshold: int | None = None  # see `ModelSpec`
     async_scheduling: bool = False  # start a step before the ids of the last one are known

@@ -249,7 +249,7 @@ def expert_cases(model: BenchExperts, rows: tuple[int, ...], random: Random) -> 
     versions = {"": ours} | ({"torch grouped ": grouped} if has_grouped_mm() else {})
     for count in rows:
         num_hit = model.num_experts * (1 - (1 - model.top_k / model.num_experts) ** count)
-        num_weights = 3 * model.hidden_size * model.intermediate_size  # of an expert
+        num_weights = 3 * model.hidden_size * model.intermediate_size  # in an expert
         num_bytes = round(2 * num_hit * num_weights) + 4 * count * model.hidden_size
         sizes = f"{model.top_k} of {model.num_experts}, {model.hidden_size} x {model.intermediate_size}"
         for version, make in versions.items():

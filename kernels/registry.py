@@ -30,7 +30,7 @@ from serve_llm.kernels import (
     torch_sampling,
 )
 from serve_llm.kernels.backends import flash_attention, triton_kernels
-from serve_llm.kernels.backends.backend import AttentionForm, Backend, Features, UnavailableBackend
+from serve_llm.kernels.backends.backend import AttentionBackend, AttentionForm, Features, UnavailableBackend
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.encoder_attention import build_encoder_attention
 from serve_llm.kernels.cpu.linear import Packer
@@ -100,7 +100,7 @@ PORTABLE = Kernels(
 )
 
 ATTENTION_BACKENDS = (  # beside Triton, which is the base; a later one is taken rather than an earlier one
-    Backend("FlashAttention-3", "flash", flash_attention.offer),
+    AttentionBackend("FlashAttention-3", "flash", flash_attention.offer),
 )
 
 

@@ -14,7 +14,7 @@ class AttentionForm:
     """A kind of paged attention that a model's layers need; see `kernels.attention.paged_attention`."""
 
     head_dim: int
-    value_dim: int | None = None  # of a latent cache
+    value_dim: int | None = None  # None but in a latent cache
     has_window: bool = False
     has_softcap: bool = False
     has_sinks: bool = False
@@ -26,18 +26,18 @@ class Features:
     """The device, and what the model needs there."""
 
     device: torch.device
-    dtype: torch.dtype  # of activations
+    dtype: torch.dtype  # activations have it
     capability: tuple[int, int] | None  # compute capability of the GPU; None if torch sees none
     attention_forms: Collection[AttentionForm] = ()
     batch_invariant: bool = False
-    cache_dtype: torch.dtype | None = None  # of the KV cache; None: as dtype
+    cache_dtype: torch.dtype | None = None  # the KV cache has it; None: as dtype
 
 
 Offer = Mapping[str, Any] | str  # kernels by the names of `registry.Kernels`, or why there are none
 
 
 @dataclass(frozen=True)
-class Backend:
+class AttentionBackend:
     name: str  # in the log
     option: str  # value of --attention-backend
     offer: Callable[[Features], Offer]

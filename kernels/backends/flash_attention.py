@@ -28,7 +28,7 @@ REPOSITORY = "kernels-community/vllm-flash-attn3"
 REVISION = "v1"  # the branch of this version of the interface
 DTYPES = (torch.bfloat16, torch.float16)
 LATENT = (576, 512)  # the only head_dim and value_dim of latent caches
-TOLERANCE = 0.02  # of the largest result: each factor is rounded to 8 bits or more
+TOLERANCE = 0.02  # share of the largest result: each factor is rounded to 8 bits or more
 
 
 class FlashLibrary(Protocol):
@@ -57,7 +57,7 @@ def offer(features: Features) -> Offer:
         library = load_library()
     except ImportError:
         return "the extra serve-llm[cuda] is not installed"
-    except Exception as error:  # of the network, of the Hub, of files in its cache, or of the linker
+    except Exception as error:  # by the network, the Hub, files in its cache, or the linker
         return f"{REPOSITORY} cannot be loaded: {_first_line(error)}"
     paged_attention = FlashAttention(library)
     for form in sorted(features.attention_forms, key=repr):

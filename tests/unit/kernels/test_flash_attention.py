@@ -77,7 +77,7 @@ def test_a_captured_step_may_hold_less_than_its_bounds() -> None:
     found = FlashAttention(FlashLibrary())(query, cache, table, [0, 1, 6, 6], [32] * 3, scale=0.1, on_device=lengths)
     exact = definition.paged_attention(query[:5], cache, table[:1], [0, 5], [20], scale=0.1)
     assert (found[:5].float() - exact.float()).abs().max() < 0.02 and not found[5].any()
-    with pytest.raises(AssertionError):  # of the stand-in: decode steps are told to be such
+    with pytest.raises(AssertionError):  # the stand-in is told that all are decodes
         FlashAttention(FlashLibrary())(query, cache, table, [0, 1, 2, 3], [32] * 3, scale=0.1, on_device=lengths)
 
 

@@ -16,7 +16,7 @@ from serve_llm.common.errors import OptionError
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.weights import load
 from serve_llm.kernels import registry
-from serve_llm.kernels.backends.backend import AttentionForm, Backend, Features, Offer, UnavailableBackend
+from serve_llm.kernels.backends.backend import AttentionBackend, AttentionForm, Features, Offer, UnavailableBackend
 from support.forward import Harness, load_whole
 from support.tiny import config_of, make_checkpoint
 from support.triton import NO_TRITON
@@ -63,7 +63,7 @@ def test_attention_of_another_backend(monkeypatch: pytest.MonkeyPatch, caplog: p
         with caplog.at_level(logging.INFO):
             return registry.choose(GPU, torch.bfloat16, {64}, attention_backend=attention_backend)
 
-    monkeypatch.setattr(registry, "ATTENTION_BACKENDS", (Backend("Flash", "flash", offer),))
+    monkeypatch.setattr(registry, "ATTENTION_BACKENDS", (AttentionBackend("Flash", "flash", offer),))
     answers["flash"] = "it is too old"
     chosen = choose()
     assert chosen.paged_attention.func is attention.paged_attention  # type: ignore[attr-defined]
@@ -97,7 +97,7 @@ def test_backends_are_told_what_a_model_needs(
         assert kinds == {replace(form, head_dim=8, value_dim=form.value_dim and 4) for form in forms}
         return "it was told"
 
-    monkeypatch.setattr(registry, "ATTENTION_BACKENDS", (Backend("Flash", "flash", offer),))
+    monkeypatch.setattr(registry, "ATTENTION_BACKENDS", (AttentionBackend("Flash", "flash", offer),))
     spec, _ = read_model(config_of(family))
     with pytest.raises(OptionError, match=r"^--attention-backend flash: Flash: it was told; take auto, or omit it$"):
         load.choose_kernels(spec, torch.bfloat16, GPU, attention_backend="flash")
