@@ -17,6 +17,12 @@ class GpuModel:
     memory_gib: float
     has_nvlink: bool
     has_fp8: bool
+    is_blackwell: bool = False  # compute capability 10.0 or more
+
+    @property
+    def takes_fp8_cache(self) -> bool:
+        """See `engine.worker.memory.check_fp8_cache`."""
+        return self.has_fp8 and not self.is_blackwell
 
     @property
     def memory_bytes(self) -> int:
@@ -24,7 +30,7 @@ class GpuModel:
 
 
 GPU_MODELS: dict[str, GpuModel] = {
-    "b200": GpuModel(178.35, has_nvlink=True, has_fp8=True),
+    "b200": GpuModel(178.35, has_nvlink=True, has_fp8=True, is_blackwell=True),
     "h200": GpuModel(139.80, has_nvlink=True, has_fp8=True),
     "h100": GpuModel(79.10, has_nvlink=True, has_fp8=True),
     "h20": GpuModel(95.00, has_nvlink=True, has_fp8=True),
@@ -37,7 +43,7 @@ GPU_MODELS: dict[str, GpuModel] = {
     "a10": GpuModel(22.00, has_nvlink=False, has_fp8=False),
     "l4": GpuModel(21.95, has_nvlink=False, has_fp8=True),
     "t4": GpuModel(14.56, has_nvlink=False, has_fp8=False),
-    "rtx-5090": GpuModel(31.36, has_nvlink=False, has_fp8=True),
+    "rtx-5090": GpuModel(31.36, has_nvlink=False, has_fp8=True, is_blackwell=True),
     "rtx-4090": GpuModel(23.52, has_nvlink=False, has_fp8=True),
     "rtx-3090": GpuModel(23.57, has_nvlink=False, has_fp8=False),
 }

@@ -22,12 +22,14 @@ from serve_llm.engine.worker.runner import Runner
 from serve_llm.kernels import cache_int8
 from serve_llm.kernels.huge_pages import use_huge_pages
 
+FP8_CACHE_CAPABILITIES = ((8, 9), (9, 0))
+
 
 def check_fp8_cache(device: torch.device) -> None:
-    """Raise OptionError if the GPU does not convert the numbers of an fp8 cache."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    """Raise OptionError if Triton's attention was not compiled for such a GPU and a cache in fp8."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) not in FP8_CACHE_CAPABILITIES:
         raise OptionError(
-            "--kv-cache-dtype: fp8 needs a GPU of compute capability 8.9 or more, such as an L40, H100 or H200; "
+            "--kv-cache-dtype: fp8 needs a GPU of compute capability 8.9 or 9.0, such as an L4, L40S, H100 or H200; "
             "take auto, or omit the option"
         )
 

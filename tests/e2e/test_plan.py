@@ -73,9 +73,9 @@ def test_there_are_examples() -> None:
         (["demo", "--gpu", "h100", "--kv-cache-dtype", "int8"], 2, "--kv-cache-dtype: int8 is served on a CPU only"),
         (["demo", "--kv-cache-dtype", "fp8_e5m2"], 2, "--kv-cache-dtype: fp8 with 5 bits .*, not 'fp8_e5m2'"),
         (
-            ["demo", "--gpu", "a100-80g", "--kv-cache-dtype", "fp8"],
+            ["demo", "--gpu", "b200", "--kv-cache-dtype", "fp8"],
             2,
-            "--kv-cache-dtype: a a100-80g does not convert",
+            "--kv-cache-dtype: fp8 is not served on a b200",
         ),
         (
             ["demo", "--device", "cpu", "--memory", "31MiB"],

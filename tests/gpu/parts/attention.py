@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from serve_llm.engine.worker.graphs import CudaCapture
+from serve_llm.engine.worker.memory import FP8_CACHE_CAPABILITIES
 from serve_llm.kernels import cache_fp8
 from serve_llm.kernels.attention import Lengths
 from serve_llm.kernels.backends import flash_attention
@@ -250,7 +251,7 @@ def checks(
         step = Step(case, device)
         return difference(step.run(version.paged_attention), step.wanted())
 
-    has_fp8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+    has_fp8 = device.type != "cuda" or torch.cuda.get_device_capability(device) in FP8_CACHE_CAPABILITIES
     for case in TINY_CASES if rehearse else CASES:
         if case.has_fp8_cache and not has_fp8:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +13,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from serve_llm.common.errors import OptionError
 from serve_llm.engine.scheduler.output import SchedulerOutput
 from serve_llm.engine.scheduler.sequence import GroupLayout
 from serve_llm.engine.worker import worker
 from serve_llm.engine.worker.kv_cache import CacheLayout, size_text
-from serve_llm.engine.worker.memory import build_dummy_batch, count_held_bytes, find_free_gpu_memory
+from serve_llm.engine.worker.memory import build_dummy_batch, check_fp8_cache, count_held_bytes, find_free_gpu_memory
 from serve_llm.engine.worker.runner import Runner
 from support import gpu_path
 from support.config import CONFIG
@@ -104,6 +106,18 @@ def test_held_bytes_counts_each_tensor_once() -> None:
 def test_held_bytes_counts_the_used_part_of_a_larger_storage() -> None:
     file = torch.zeros(1000)
     assert count_held_bytes([file[100:200], file[500:510]]) == 110 * 4
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_taken"), [((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), False)]
+)
+def test_which_gpus_take_a_cache_in_fp8(
+    capability: tuple[int, int], is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    check_fp8_cache(torch.device("cpu"))
+    with contextlib.nullcontext() if is_taken else pytest.raises(OptionError, match=r"^--kv-cache-dtype: fp8 needs a"):
+        check_fp8_cache(torch.device("cuda"))
 
 
 def test_the_log_says_what_was_allocated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
