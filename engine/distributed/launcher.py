@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from serve_llm.common.library_variables import set_library_defaults
+from serve_llm.engine.worker.cpu_threads import usable_cores
 
 logger = logging.getLogger(__name__)
 
 END_SECONDS = 5.0  # for killed processes to exit
+MANY_RANKS = 4  # per core; fewer are for trying something out, more are a mistake
 
 SECRET_VARIABLE = "SERVE_LLM_CLUSTER_SECRET"  # all users of a host can read command lines
 
@@ -40,6 +42,14 @@ class WorkerLauncher:
         secret: of the engine's endpoint. address: of this host, for ranks on others. directory: of the checkpoint, if
         its path may differ from that on the engine's host. environ: of the processes, besides the secret.
         """
+        cores = usable_cores()
+        if len(ranks) > MANY_RANKS * cores:
+            logger.warning(
+                "%d ranks start on %d cores and wait for each other, from loading on; fewer are faster "
+                "(--tensor-parallel-size, --pipeline-parallel-size)",
+                len(ranks),
+                cores,
+            )
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._host = socket.gethostname()
         for rank in ranks:
