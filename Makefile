@@ -10,6 +10,9 @@ SERVING = $(VENV)/.serving
 STAMP = $(VENV)/.installed
 SOURCES = pyproject.toml setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 PIP = $(BIN)/pip --quiet --disable-pip-version-check
+# For which processors `make serve` compiles the kernels: native, for that of this machine, or all, as the development
+# tools do.
+CPU_KERNELS ?= native
 ARGS ?=
 
 .PHONY: serve test check format docs site sdist wheels sbom demo bench clean
@@ -62,11 +65,12 @@ demo: $(STAMP)
 bench: $(STAMP)
 	PYTHONPATH=tests:tools $(BIN)/python -m bench
 
-# What serving needs, and nothing for tests.
+# What serving needs, and nothing for tests. pip compiles no modules: Python does when one is first imported, and most never
+# are. pip reads this variable as a value of what it negates.
+$(SERVING): NO_COMPILE = PIP_NO_COMPILE=0
 $(SERVING): $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install torch==2.13.0
-	$(PIP) install --editable .
+	$(NO_COMPILE) CPU_KERNELS=$(CPU_KERNELS) $(PIP) install --editable .
 	touch $@
 
 $(STAMP): $(SOURCES)

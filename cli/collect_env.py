@@ -83,7 +83,8 @@ def describe_kernels() -> str:
         library = Library(path)
     except (OSError, ValueError) as error:
         return f"unusable: {error}"
-    return f"{library.variant} of {', '.join(library.variants)} ({path.name})"
+    missing = f"; not compiled: {', '.join(library.missing)}" if library.missing else ""
+    return f"{library.variant} of {', '.join(library.variants)} ({path.name}){missing}"
 
 
 def _describe_memory() -> Iterator[tuple[str, str]]:

@@ -198,6 +198,12 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
     except (OSError, AttributeError) as error:  # the latter: compiled from older sources
         return f"the compiled kernels cannot be loaded: {error}"
     logger.info("CPU kernels: compiled for %s", found.variant)
+    if found.missing:
+        logger.warning(
+            "This processor runs %s, which is faster, but the kernels were not compiled for it: install again with "
+            "CPU_KERNELS=all and g++ 11 or newer",
+            found.missing[-1],
+        )
     guard = Guard()
 
     def pack(weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = ()) -> linear.Linear:

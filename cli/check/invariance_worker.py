@@ -52,9 +52,7 @@ def try_layers(directory: str) -> InvarianceReport:
             if sizes := invariance.differing_sizes(layer, kind, batch_size):
                 differing.append(f"{name} ({sizes[0]} rows against {batch_size})")
             count += 1
-    path = library.find()
-    variant = "torch" if path is None else library.Library(path).variant
-    return InvarianceReport(num_shapes=count, variant=variant, slow=slow, differing=differing)
+    return InvarianceReport(num_shapes=count, variant=library.find_variant() or "torch", slow=slow, differing=differing)
 
 
 def _make_layer(shape: LinearShape, dtype: torch.dtype, in_8_bits: bool) -> Linear:

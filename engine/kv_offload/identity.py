@@ -52,10 +52,9 @@ def find_identity(config: Config, layout: CacheLayout, memory: Sequence[HostMemo
         settings["seed"] = config.seed
         suffixes = (".json",)
     paths = [path for path in sorted(Path(config.directory).iterdir()) if path.suffix in suffixes]
-    kernels = library.find()
     parts = {
         "versions": [version("serve-llm"), version("torch")],
-        "kernels": None if kernels is None else library.Library(kernels).variant,
+        "kernels": library.find_variant(),
         "settings": settings,
         "expert_engines": config.expert_engines,
         "groups": [asdict(group) for group in layout.groups],

@@ -71,10 +71,5 @@ struct Variant {
   void (*finish)(const Problem&, const Rows&, Sums);  // writes the output
 };
 
-extern const Variant attend_baseline;
-#if defined(__x86_64__)
-extern const Variant attend_avx2, attend_avx512, attend_avx512_bf16;
-#endif
-#if defined(HAVE_AMX)
-extern const Variant attend_amx;
-#endif
+// Those that are compiled.
+extern const Variant attend_baseline, attend_avx2, attend_avx512, attend_avx512_bf16, attend_amx;

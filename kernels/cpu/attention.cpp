@@ -5,7 +5,7 @@
 // threads, each task is cut at every tile of keys, and the sums of its tiles are merged in order afterwards. An uncut
 // task adds them in the same order, so the cut does not change the bits of a result.
 
-#if defined(HAVE_AMX)
+#if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -16,6 +16,7 @@
 
 #include "attend.h"
 #include "parallel.h"
+#include "variants.h"
 #include "workspace.h"
 
 #define EXPORT __attribute__((visibility("default")))
@@ -26,20 +27,10 @@ constexpr int TASKS_PER_THREAD = 4;            // with fewer, threads wait for t
 constexpr int FEW_ROWS = 32;                   // up to here, reading the keys takes longer than computing
 constexpr int64_t MOST_SPLIT = int64_t{64} << 20;  // bytes of sums that may wait to be merged
 
-const Variant* const VARIANTS[] = {
-    &attend_baseline,
-#if defined(__x86_64__)
-    &attend_avx2,
-    &attend_avx512,
-    &attend_avx512_bf16,
-#endif
-#if defined(HAVE_AMX)
-    &attend_amx,
-#endif
-};
-constexpr int NUM_VARIANTS = sizeof VARIANTS / sizeof *VARIANTS;
+const Variant* const VARIANTS[] = {IF_BASELINE(attend_baseline), IF_AVX2(attend_avx2), IF_AVX512(attend_avx512),
+                                  IF_AVX512_BF16(attend_avx512_bf16), IF_AMX(attend_amx)};
 
-#if defined(HAVE_AMX)
+#if defined(__x86_64__) && defined(__linux__)
 // Whether the processor has matrix units and Linux lets this process use them. A process must ask once, because their
 // registers are large.
 bool may_use_amx() {
@@ -146,10 +137,10 @@ extern "C" {
 // Lets the caller check that both sides use the same structure.
 EXPORT int serve_llm_problem_bytes() { return sizeof(Problem); }
 
-// Number of variants; they are numbered as in VARIANTS, slowest first.
-EXPORT int serve_llm_variants() { return NUM_VARIANTS; }
+// Whether a variant was compiled.
+EXPORT int serve_llm_compiled(int variant) { return VARIANTS[variant] != nullptr; }
 
-// Whether this processor can run a variant.
+// Whether this processor can run a variant, compiled or not.
 EXPORT int serve_llm_supported(int variant) {
   if (variant == 0) return 1;
 #if defined(__x86_64__)
@@ -160,7 +151,7 @@ EXPORT int serve_llm_supported(int variant) {
   if (variant == 2) return wide;
   const bool bf16 = wide && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
   if (variant == 3) return bf16;
-#if defined(HAVE_AMX)
+#if defined(__linux__)
   if (variant == 4) return bf16 && may_use_amx();
 #endif
 #endif

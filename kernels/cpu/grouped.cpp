@@ -322,7 +322,9 @@ void prepare(const GroupedProduct& p, int row, float* x, float* sums, [[maybe_un
 #if defined(__AVX2__)
   if (takes_bytes(p)) {
     if (p.coding == FOUR_BITS) prepare_bytes<FourBitBytes>(p, row, x, sums, scales);
+#if defined(__AVX512VNNI__)
     if (p.coding == EIGHT_BITS) prepare_bytes<EightBitBytes>(p, row, x, sums, scales);
+#endif
     return;
   }
 #endif
@@ -343,7 +345,9 @@ void panels(const GroupedProduct& p, const GroupedInput& input, int first, int l
 #if defined(__AVX2__)
   if (takes_bytes(p)) {
     if (p.coding == FOUR_BITS) panels_of_codes<FourBitBytes>(p, input, first, last);
+#if defined(__AVX512VNNI__)
     if (p.coding == EIGHT_BITS) panels_of_codes<EightBitBytes>(p, input, first, last);
+#endif
     return;
   }
 #endif

@@ -55,10 +55,5 @@ struct GroupedMultiply {
   void (*panels)(const GroupedProduct&, const GroupedInput&, int first, int last);
 };
 
-extern const GroupedMultiply grouped_baseline;
-#if defined(__x86_64__)
-extern const GroupedMultiply grouped_avx2, grouped_avx512, grouped_avx512_bf16;
-#endif
-#if defined(HAVE_AMX)
-extern const GroupedMultiply grouped_amx;
-#endif
+// Those that are compiled.
+extern const GroupedMultiply grouped_baseline, grouped_avx2, grouped_avx512, grouped_avx512_bf16, grouped_amx;

@@ -169,6 +169,7 @@ struct FourBitBytes : FourAtOnce {
   }
 };
 
+#if defined(__AVX512VNNI__)
 // Only where pairs of products do not have to fit into 16 bits.
 struct EightBitBytes : FourAtOnce {
   static constexpr int COUNT = 4, STEPS = 1;
@@ -183,6 +184,7 @@ struct EightBitBytes : FourAtOnce {
   };
   static void arrange(int8_t*, int) {}
 };
+#endif
 #endif
 
 #if defined(__AVX512BF16__)

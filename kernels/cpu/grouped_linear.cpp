@@ -2,23 +2,15 @@
 
 #include "grouped.h"
 #include "parallel.h"
+#include "variants.h"
 #include "workspace.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
 namespace {
 
-const GroupedMultiply* const VARIANTS[] = {
-    &grouped_baseline,
-#if defined(__x86_64__)
-    &grouped_avx2,
-    &grouped_avx512,
-    &grouped_avx512_bf16,
-#endif
-#if defined(HAVE_AMX)
-    &grouped_amx,
-#endif
-};
+const GroupedMultiply* const VARIANTS[] = {IF_BASELINE(grouped_baseline), IF_AVX2(grouped_avx2), IF_AVX512(grouped_avx512),
+                                  IF_AVX512_BF16(grouped_avx512_bf16), IF_AMX(grouped_amx)};
 
 constexpr int LINE = 16;            // numbers of a cache line
 constexpr int64_t MUCH = 1 << 16;   // numbers to be prepared by one thread

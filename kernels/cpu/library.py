@@ -74,18 +74,29 @@ class Problem(ctypes.Structure):
 class Library:
     """One variant of the kernels.
 
+    variants: those that were compiled, that this processor runs and that ONEDNN_MAX_CPU_ISA allows. missing: faster
+    ones that were not compiled.
+
     For queries, keys and values of one type among DTYPES whose head_dim is among HEAD_DIMS or, with a value_dim,
     LATENT_DIMS, and contiguous, and caches of that type or int8.
     """
 
     def __init__(self, path: Path, variant: str | None = None) -> None:
-        """variant: None for the fastest that this processor runs and ONEDNN_MAX_CPU_ISA allows. Raises OSError if the
-        file cannot be loaded, and ValueError if the variant is unknown, was not compiled, or does not run here."""
+        """variant: None for the fastest among `variants`. Raises OSError if the file cannot be loaded or has
+        no variant that runs here, and ValueError if the variant is unknown, was not compiled, or does not run here."""
         self.compiled = ctypes.CDLL(str(path))
         check_sources(self.compiled, "problem", ctypes.sizeof(Problem))
         self.compiled.serve_llm_attention.restype = None
-        compiled = allowed_variants(os.environ)[: self.compiled.serve_llm_variants()]
-        self.variants = tuple(v for n, v in enumerate(compiled) if self.compiled.serve_llm_supported(n))
+        allowed = enumerate(allowed_variants(os.environ))
+        runnable = [number for number, _ in allowed if self.compiled.serve_llm_supported(number)]
+        compiled = [number for number in runnable if self.compiled.serve_llm_compiled(number)]
+        self.variants = tuple(VARIANTS[number] for number in compiled)
+        if not compiled:
+            raise OSError(
+                f"{path.name} was compiled for other processors, or {LIMIT_VARIABLE} excludes this one; install again "
+                "with CPU_KERNELS=all"
+            )
+        self.missing = tuple(VARIANTS[number] for number in runnable if number > compiled[-1])
         self.variant = self.variants[-1] if variant is None else variant
         if self.variant not in self.variants:
             raise ValueError(f"{path.name} has no variant {variant} for this processor, but {', '.join(self.variants)}")
@@ -171,3 +182,14 @@ def check_sources(compiled: ctypes.CDLL, name: str, num_bytes: int) -> None:
 def find(folder: Path = Path(__file__).parent) -> Path | None:
     """The file that was compiled at installation, if any."""
     return next(iter(sorted(folder.glob("compiled.*"))), None)
+
+
+def find_variant() -> str | None:
+    """The variant that this process uses; None if it uses torch operations."""
+    path = find()
+    if path is None:
+        return None
+    try:
+        return Library(path).variant
+    except (OSError, AttributeError):  # compiled for another processor, or from other sources
+        return None

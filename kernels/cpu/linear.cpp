@@ -5,23 +5,15 @@
 #include <cstring>
 
 #include "parallel.h"
+#include "variants.h"
 #include "workspace.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
 namespace {
 
-const Multiply* const VARIANTS[] = {
-    &multiply_baseline,
-#if defined(__x86_64__)
-    &multiply_avx2,
-    &multiply_avx512,
-    &multiply_avx512_bf16,
-#endif
-#if defined(HAVE_AMX)
-    &multiply_amx,
-#endif
-};
+const Multiply* const VARIANTS[] = {IF_BASELINE(multiply_baseline), IF_AVX2(multiply_avx2), IF_AVX512(multiply_avx512),
+                                  IF_AVX512_BF16(multiply_avx512_bf16), IF_AMX(multiply_amx)};
 
 constexpr int LINE = 64;           // bytes of a cache line
 constexpr int64_t MUCH = 1 << 16;  // bytes up to which one thread copies alone

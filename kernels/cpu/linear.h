@@ -41,10 +41,5 @@ struct Multiply {
   void (*pack)(const char* const* rows, int64_t row_bytes, int outputs, int first, int last, uint32_t* packed);
 };
 
-extern const Multiply multiply_baseline;
-#if defined(__x86_64__)
-extern const Multiply multiply_avx2, multiply_avx512, multiply_avx512_bf16;
-#endif
-#if defined(HAVE_AMX)
-extern const Multiply multiply_amx;
-#endif
+// Those that are compiled.
+extern const Multiply multiply_baseline, multiply_avx2, multiply_avx512, multiply_avx512_bf16, multiply_amx;

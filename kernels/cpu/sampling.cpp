@@ -19,6 +19,7 @@
 
 #include "parallel.h"
 #include "scan.h"
+#include "variants.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -32,17 +33,8 @@ constexpr double LOG2_E = 1.4426950408889634;
 constexpr int HALVES = 1 << 16;  // bit patterns of bfloat16 numbers
 constexpr uint16_t MINUS_INFINITY = 0xFF80;  // as bfloat16
 
-const Scan* const VARIANTS[] = {
-    &scan_baseline,
-#if defined(__x86_64__)
-    &scan_avx2,
-    &scan_avx512,
-    &scan_avx512_bf16,
-#endif
-#if defined(HAVE_AMX)
-    &scan_avx512_bf16,  // matrix units are not used
-#endif
-};
+const Scan* const VARIANTS[] = {IF_BASELINE(scan_baseline), IF_AVX2(scan_avx2), IF_AVX512(scan_avx512),
+                                IF_AVX512_BF16(scan_avx512_bf16), IF_AMX(scan_avx512_bf16)};  // without matrix units
 
 struct Matrix {
   const char* data;

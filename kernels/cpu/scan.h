@@ -43,7 +43,5 @@ struct Scan {
   int (*count_above)(Row, const float* maxima, float value);
 };
 
-extern const Scan scan_baseline;
-#if defined(__x86_64__)
-extern const Scan scan_avx2, scan_avx512, scan_avx512_bf16;
-#endif
+// Those that are compiled.
+extern const Scan scan_baseline, scan_avx2, scan_avx512, scan_avx512_bf16;
