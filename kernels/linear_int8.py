@@ -3,8 +3,9 @@
 Weights are symmetric int8. Each row of activations is divided by its own scale (largest magnitude / 127) and rounded.
 oneDNN multiplies unsigned by signed bytes, so the row is stored as uint8 with zero point 128. (For two signed operands
 oneDNN has only a slow reference path.) oneDNN supports one scale per tensor; it gets 1, and each row's scale is applied
-to the float32 result. This is the vector-wise quantisation of LLM.int8 (arXiv:2208.07339) without its outlier path, and
-the "int-quantized" format of compressed-tensors with dynamic token scales.
+to the float32 result. Where oneDNN's products are not exact, they are computed in float64. This is the vector-wise
+quantisation of LLM.int8 (arXiv:2208.07339) without its outlier path, and the "int-quantized" format of
+compressed-tensors with dynamic token scales.
 
 Batch invariance: sums of integers are exact, and everything else is elementwise, so a row's bits never depend on other
 rows. Rows are padded only because oneDNN keeps code for each number of rows.
@@ -23,6 +24,7 @@ from serve_llm.kernels.linear import MOST_ROWS, Linear, few_sizes, with_rows
 
 ZERO_POINT = 128
 LARGEST = 127.0  # largest quantised number
+CHUNK = 1024  # outputs whose weights are widened at a time, to keep temporary memory small
 SMALLEST_ROW = 1e-30  # a row whose largest magnitude is less becomes zeros; keeps its reciprocal finite
 Quantise = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -41,7 +43,7 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def pack_int8(
     weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, quantise: Quantise = quantise_rows
 ) -> Linear:
-    """Build the layer x @ (weight * scale).T + bias, with x rounded row by row to 8 bits. For a CPU if `works()`.
+    """Build the layer x @ (weight * scale).T + bias, with x rounded row by row to 8 bits. For a CPU.
 
     weight: (outputs, inputs) int8; scale: (outputs, 1) float32; bias: (outputs,) of x's dtype, or None. x may have any
     float dtype, and the result has the same; between them are int32 and float32. A row with NaN or infinity gives
@@ -50,12 +52,15 @@ def pack_int8(
     """
     if weight.numel() == 0:
         return Constant(weight.shape[0], bias)
+    scale = scale.flatten().contiguous()
+    if not is_onednn_exact():
+        return _Int8Linear(weight.contiguous(), scale, bias, quantise, _multiply_in_float64)
     packed = torch.ops.onednn.qlinear_prepack(weight.contiguous(), [1, weight.shape[1]])
-    return _OneDNNInt8Linear(packed, scale.flatten().contiguous(), bias, quantise)
+    return _Int8Linear(packed, scale, bias, quantise, _multiply_by_onednn)
 
 
 @cache
-def works() -> bool:
+def is_onednn_exact() -> bool:
     """Whether torch computes exact int8 products on this processor. It uses private operators, so try them.
 
     Processors without VNNI saturate sums of two products at 16 bits, which the largest numbers show.
@@ -66,14 +71,14 @@ def works() -> bool:
     x[1] = 1
     try:
         packed = torch.ops.onednn.qlinear_prepack(weight, [1, 64])
-        y = _product(x, packed, torch.ones(16))
+        y = _multiply_by_onednn(x, packed, torch.ones(16))
     except (AttributeError, RuntimeError):
         return False
     return torch.equal(y, (x.float() - ZERO_POINT) @ weight.float().T)
 
 
-def _product(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-    """(x - 128) @ weight.T * scale in float32. x: (rows, inputs) uint8."""
+def _multiply_by_onednn(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    """(x - 128) @ weight.T * scale in float32. x: (rows, inputs) uint8. packed: the weight as oneDNN keeps it."""
     no_points = torch.empty(0, dtype=torch.int64)  # weights are symmetric
     y: Tensor = torch.ops.onednn.qlinear_pointwise(
         x, 1.0, ZERO_POINT, packed, scale, no_points, None, 1.0, 0, torch.float32, "none", [], ""
@@ -81,12 +86,20 @@ def _product(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     return y
 
 
+def _multiply_in_float64(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """(x - 128) @ weight.T * scale in float32. x: (rows, inputs) uint8; weight: (outputs, inputs) int8."""
+    numbers = x.double() - ZERO_POINT
+    parts = [numbers @ part.double().T for part in torch.split(weight, CHUNK)]
+    return torch.cat(parts, dim=1).float() * scale
+
+
 @dataclass(frozen=True)
-class _OneDNNInt8Linear:
-    weight: Tensor  # opaque layout
-    scale: Tensor
+class _Int8Linear:
+    weight: Tensor  # as `multiply` takes it
+    scale: Tensor  # (outputs,) float32
     bias: Tensor | None
     quantise: Quantise
+    multiply: Callable[[Tensor, Tensor, Tensor], Tensor]
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
@@ -99,7 +112,7 @@ class _OneDNNInt8Linear:
     def _piece(self, x: Tensor) -> Tensor:
         """float32, more rows than x has."""
         numbers, scales = self.quantise(with_rows(x, few_sizes(x.shape[0])))
-        y = _product(numbers, self.weight, self.scale).mul_(scales)
+        y = self.multiply(numbers, self.weight, self.scale).mul_(scales)
         return y if self.bias is None else y.add_(self.bias)
 
 

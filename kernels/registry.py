@@ -212,11 +212,8 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
         return guard.make_invariant(packer.pack(weight, bias, beside), kind)
 
     def pack_int8(weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> linear.Linear:
-        quantise = rows.quantise_rows
-        if not packer.has(torch.int8):
-            return linear_int8.pack_int8(weight, scale, bias, quantise=quantise)
         kind = LayerKind(f"{found.variant} from int8", weight.shape[0], weight.shape[1], dtype)
-        return guard.make_invariant(packer.pack_int8(weight, scale, bias, quantise=quantise), kind)
+        return guard.make_invariant(packer.pack_int8(weight, scale, bias, quantise=rows.quantise_rows), kind)
 
     grouped_packer = _find_grouped_packer(found)
 

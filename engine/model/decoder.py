@@ -24,9 +24,7 @@ from serve_llm.engine.model.rope_spec import RopeSpec
 from serve_llm.engine.model.spec import AttentionSpec, LayerSpec, ModelSpec, QueryTemperature
 from serve_llm.engine.parallel.groups import PipelineLink
 from serve_llm.engine.quantization import int8
-from serve_llm.kernels import linear_int8
 from serve_llm.kernels.linear import Linear
-from serve_llm.kernels.linear_grouped import GroupedWeight
 
 
 class Decoder:
@@ -243,13 +241,9 @@ def build_lm_head(spec: ModelSpec, tied_weight: Tensor | None, builder: ModelBui
 
 
 def _pack_int8(weight: Tensor, bias: Tensor | None, builder: ModelBuilder) -> Linear:
-    """A linear layer with weights in int8. Where products of int8 are not exact, its input is not rounded."""
+    """A linear layer with weights in int8."""
     numbers, scales = int8.quantise(weight)
-    if linear_int8.works():
-        return builder.kernels.pack_int8(numbers, scales, bias)
-    codes = numbers.view(torch.uint8) ^ 128
-    grouped = GroupedWeight(codes, 8, scales, group_size=max(weight.shape[1], 1))
-    return builder.kernels.pack_grouped(grouped, bias, builder.dtype)
+    return builder.kernels.pack_int8(numbers, scales, bias)
 
 
 def _build_ropes(layers: Sequence[LayerSpec], device: torch.device) -> tuple[list[ComputeAngles], list[int]]:

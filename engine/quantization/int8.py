@@ -9,19 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from serve_llm.common.errors import OptionError
-from serve_llm.kernels.linear_int8 import LARGEST, works
+from serve_llm.kernels.linear_int8 import LARGEST
 
 CHUNK = 1024  # outputs converted at a time, to keep temporary memory small
-
-
-def check() -> None:
-    """Raise OptionError if int8 products cannot be computed exactly here. The first call in a process tries them."""
-    if not works():
-        raise OptionError(
-            "--quantization int8: this processor and this build of torch do not compute int8 products exactly "
-            "(needed: oneDNN, and AVX-512 VNNI, AVX-VNNI or AMX)"
-        )
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from serve_llm.engine.model.spec import AttentionSpec, MLASpec, ModelSpec
 from serve_llm.engine.model.weight_format import QuantizedModules, ScaledNumbers, WeightFormat
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 from serve_llm.engine.parallel.groups import ProcessGroups
-from serve_llm.engine.quantization import fp8, int8
+from serve_llm.engine.quantization import fp8
 from serve_llm.engine.weights.dummy import build_dummy_group_loader, build_dummy_loader
 from serve_llm.engine.weights.files import AnyCheckpoint, Checkpoint, open_checkpoint
 from serve_llm.engine.weights.parameters import CheckpointLoader, Source
@@ -109,8 +109,6 @@ def open_weights(
     seed: int,
 ) -> OpenWeights:
     """Match a checkpoint's tensors with the parameters. All arguments and errors as of `load_model`."""
-    if spec.int8 is not None and device.type == "cpu":
-        int8.check()
     if spec.fp8:
         fp8.check(device)
     if load_format == "dummy":

@@ -30,17 +30,31 @@ struct Input {
   int64_t row;
 };
 
+void widen_bfloat16(const char* x, int units, uint32_t* wide) {
+  for (int i = 0; i < units; i++) {
+    uint32_t pair;
+    memcpy(&pair, x + 4 * (int64_t)i, 4);
+    wide[2 * i] = pair << 16;
+    wide[2 * i + 1] = pair & 0xffff0000u;
+  }
+}
+
+void widen_bytes(const char* x, int units, uint32_t* wide) {
+  for (int i = 0; i < units; i++) {
+    uint32_t four;
+    memcpy(&four, x + 4 * (int64_t)i, 4);
+    wide[2 * i] = four & 0x00ff00ffu;
+    wide[2 * i + 1] = four >> 8 & 0x00ff00ffu;
+  }
+}
+
 Input widened(const Product& p, int threads) {
   const int64_t numbers = 2 * (int64_t)p.units, row_numbers = numbers + LINE / 4;
-  float* wide = (float*)input_space.at_least(4 * row_numbers * p.rows);
+  uint32_t* wide = (uint32_t*)input_space.at_least(4 * row_numbers * p.rows);
+  const auto widen = p.kind == INT8 ? widen_bytes : widen_bfloat16;
   parallel(p.rows, rows_at_once(numbers), threads, [&](int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; row++) {
-      const uint16_t* x = (const uint16_t*)((const char*)p.x + row * p.x_row);
-      for (int64_t i = 0; i < numbers; i++) {
-        const uint32_t bits = (uint32_t)x[i] << 16;
-        memcpy(wide + row * row_numbers + i, &bits, 4);
-      }
-    }
+    for (int64_t row = first; row < last; row++)
+      widen((const char*)p.x + row * p.x_row, p.units, wide + row * row_numbers);
   });
   return {wide, 4 * row_numbers};
 }
@@ -88,10 +102,8 @@ extern "C" {
 
 EXPORT int serve_llm_product_bytes() { return sizeof(Product); }
 
-// Outputs in a panel of a variant; 0 if the variant does not have that kind of product.
-EXPORT int serve_llm_panel_columns(int variant, int kind) {
-  return VARIANTS[variant]->has((Kind)kind) ? VARIANTS[variant]->columns : 0;
-}
+// Outputs in a panel of a variant.
+EXPORT int serve_llm_panel_columns(int variant) { return VARIANTS[variant]->columns; }
 
 // rows: (outputs) addresses of `row_bytes` of weights. packed: (panels, units, columns) units of 32 bits.
 EXPORT void serve_llm_pack(int variant, const char* const* rows, int64_t row_bytes, int outputs, uint32_t* packed,

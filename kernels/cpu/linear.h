@@ -30,9 +30,8 @@ struct Product {
 struct Multiply {
   int columns;    // of a panel
   int most_rows;  // of one call
-  // Whether this instruction set has products of a kind; otherwise the next slower one computes them.
-  bool (*has)(Kind);
-  // Whether the loops need x widened to float32, in rows of 2 x units numbers, instead of as it is.
+  // Whether the loops need x widened, in rows of 2 x units numbers of 32 bits, instead of as it is: bfloat16 to float32;
+  // a unit of four bytes to two pairs of 16 bits, the first and the third, then the second and the fourth.
   bool (*widens)(Kind);
   // Panels first .. last - 1 of all rows. x: as in the product, or widened. sums: 2 x (rows, columns) floats of
   // scratch.

@@ -52,17 +52,9 @@ class Packer:
         """Raises OSError if the library was compiled from other sources."""
         self.compiled, self.number = library.compiled, library.number
         check_sources(self.compiled, "product", ctypes.sizeof(Product))
+        self.columns: int = self.compiled.serve_llm_panel_columns(self.number)  # outputs of a panel
         self.compiled.serve_llm_linear.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
         self.compiled.serve_llm_linear.restype = self.compiled.serve_llm_pack.restype = None
-
-    def has(self, dtype: torch.dtype) -> bool:
-        """Whether weights of the dtype can be packed: float32, bfloat16, and int8 where the processor multiplies it."""
-        return dtype in KINDS and self.columns(dtype) > 0
-
-    def columns(self, dtype: torch.dtype) -> int:
-        """Outputs of a panel of weights of the dtype; 0 where it cannot be packed."""
-        columns: int = self.compiled.serve_llm_panel_columns(self.number, KINDS[dtype])
-        return columns
 
     def pack(self, weight: Tensor, bias: Tensor | None = None, beside: Sequence[Tensor] = ()) -> Linear:
         weights = [one for one in (weight, *beside) if one.numel()]
@@ -85,7 +77,7 @@ class _Packed:
         rows = torch.cat([weight.data_ptr() + torch.arange(len(weight)) * _row_bytes(weight) for weight in weights])
         outputs, inputs, dtype = len(rows), weights[0].shape[1], weights[0].dtype
         self._compiled, self._variant, self._outputs = packer.compiled, packer.number, outputs
-        self._columns = packer.columns(dtype)
+        self._columns = packer.columns
         row_bytes = inputs * dtype.itemsize
         units = -(-row_bytes // UNIT)
         self._missing = units * UNIT // dtype.itemsize - inputs  # numbers missing to whole units

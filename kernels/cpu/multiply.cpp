@@ -86,6 +86,24 @@ struct Bytes : WholeUnits {
     sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(*x), (__m512i)w.value);
   }
 };
+#elif !defined(__AMX_TILE__)
+struct Bytes {  // without an instruction for four bytes: x and the weight are widened to 16 bits, x beforehand
+  typedef uint32_t X;
+  typedef Ints Sum;
+  static constexpr int NUMBERS = 2;
+  struct Weight {
+    Shorts even, odd;
+    Weight(const uint32_t* from) {
+      const Shorts both = load<Shorts>(from);
+      even = both << 8 >> 8;
+      odd = both >> 8;
+    }
+  };
+  static void add(Sum& sum, const Weight& w, const X* x) {
+    sum += multiply_pairs(w.even, (Shorts)all(x[0]));
+    sum += multiply_pairs(w.odd, (Shorts)all(x[1]));
+  }
+};
 #endif
 
 // Rows are processed ROWS at a time. With few rows and narrow vectors, several panels are processed together, so that no
@@ -177,19 +195,11 @@ void panels(const Product& p, const void* x, int64_t x_row, int first, int last,
     }
 }
 
-bool has([[maybe_unused]] Kind kind) {
-#if defined(__AVX512VNNI__)
-  return true;
-#else
-  return kind != INT8;
-#endif
-}
-
 bool widens(Kind kind) {
 #if defined(__AVX512BF16__)
   return false;
 #else
-  return kind == BFLOAT16;
+  return kind != FLOAT32;
 #endif
 }
 
@@ -200,9 +210,7 @@ void panels_of_kind(const Product& p, const void* x, int64_t x_row, int first, i
   if (p.kind == INT8) tiles<ByteTiles>(p, x, x_row, first, last, sums);
 #else
   if (p.kind == BFLOAT16) panels<Bf16s>(p, x, x_row, first, last, sums);
-#if defined(__AVX512VNNI__)
   if (p.kind == INT8) panels<Bytes>(p, x, x_row, first, last, sums);
-#endif
 #endif
 }
 
@@ -231,4 +239,4 @@ void pack(const char* const* rows, int64_t row_bytes, int outputs, int first, in
 
 }  // namespace
 
-const Multiply JOIN(multiply, VARIANT) = {COLUMNS, ROWS_AT_ONCE, has, widens, panels_of_kind, pack};
+const Multiply JOIN(multiply, VARIANT) = {COLUMNS, ROWS_AT_ONCE, widens, panels_of_kind, pack};

@@ -30,6 +30,7 @@ constexpr int W = 4;
 typedef float Vec __attribute__((vector_size(4 * W)));
 typedef int32_t Ints __attribute__((vector_size(4 * W)));
 typedef uint32_t Units __attribute__((vector_size(4 * W)));  // float32 numbers or pairs of bfloat16, as bits
+typedef int16_t Shorts __attribute__((vector_size(4 * W)));
 
 template <class Vector, class Pointer>
 inline Vector load(const Pointer* from) {
@@ -65,6 +66,20 @@ inline Vec fma(Vec a, Vec b, Vec c) {
   return c;
 #else
   return a * b + c;
+#endif
+}
+
+// The sum of the products of each two neighbours.
+inline Ints multiply_pairs(Shorts a, Shorts b) {
+#if defined(__AVX512BW__)
+  return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return (Ints)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  const Ints x = (Ints)a, y = (Ints)b;
+  return (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
 #endif
 }
 

@@ -29,7 +29,6 @@ from serve_llm.engine import startup
 from serve_llm.engine.distributed import mp
 from serve_llm.engine.distributed.worker_group import WorkerGroup
 from serve_llm.engine.scheduler.output import NewRequestData, ScheduledTokens, SchedulerOutput
-from serve_llm.kernels import linear_int8
 from support.daemon import SERVE_LLM, Daemon
 from support.engine import generate, greedy, make_engine
 from support.matrix import mostly_slow
@@ -164,7 +163,6 @@ def test_ranks_pass_over_the_keys_that_are_allowed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not linear_int8.works(), reason="this processor computes no int8 products")
 def test_an_int8_checkpoint_on_two_stages(tmp_path: Path) -> None:
     """Stages round what one rank rounds, so ids and the bits of logprobs are equal."""
     make_checkpoint(tmp_path / "float", "llama")

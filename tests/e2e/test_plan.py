@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from serve_llm.kernels.linear_int8 import works
 from support import published
 from support.daemon import SERVE_LLM, Daemon
 from support.matrix import mostly_slow
@@ -124,8 +123,6 @@ def test_help_names_the_command_and_its_options() -> None:
 )
 def test_a_daemon_says_the_same(options: str) -> None:
     given = options.split()
-    if "--quantization" in given and not works():
-        pytest.skip("no exact int8 products on this processor")
     planned = json.loads(run("demo", "--device", "cpu", "--json", *given).stdout)
     text = run("demo", "--device", "cpu", *given).stdout.splitlines()
     with Daemon("demo", "--device", "cpu", *given) as daemon:

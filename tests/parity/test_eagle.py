@@ -19,7 +19,6 @@ from support.eagle import Served, build_head, train, write_head
 from support.engine import generate, generate_together, make_engine, make_engines
 from support.gpu_path import make_gpu_engine
 from support.matrix import mostly_slow
-from support.processors import mark_int8
 from support.speculation import ARRIVALS, assert_equal, draft_freely, make_requests
 from support.tiny import make_checkpoint
 
@@ -100,7 +99,7 @@ HOWS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("how", mark_int8(HOWS))
+@pytest.mark.parametrize("how", HOWS)
 def test_every_way_to_compute(how: str, llama: Case) -> None:
     expected = generate(make_engine(llama.directory, **(OFF | HOWS[how])), llama.requests)
     engine = draft_freely(make_engine(llama.directory, **(llama.on | HOWS[how])))

@@ -21,7 +21,6 @@ from support.engine import Result, assert_equal, generate, generate_together, gr
 from support.grammars import CALL, SCHEMA, VOCAB_SIZE, compile_grammar, constrained, demo
 from support.packed_floats import make_packed
 from support.pooled import compute_vectors, make_pooled_checkpoint, pooling_request
-from support.processors import mark_int8
 from support.resolved import resolve_all
 from support.speculation import NGRAM, assert_drafted, draft_from
 from support.tiny import make_checkpoint
@@ -84,7 +83,7 @@ def make_calls(first: int, count: int) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("how", mark_int8(HOWS))
+@pytest.mark.parametrize("how", HOWS)
 def test_a_crowd_of_all_kinds(how: str, root: Path) -> None:
     requests = make_requests(root)
     options = OPTIONS | HOWS[how]
@@ -140,7 +139,7 @@ def test_a_replay_goes_on_with_the_same_adapter_and_drafts(how: str, root: Path)
     assert_drafted(engine)
 
 
-@pytest.mark.parametrize("quantization", mark_int8(["auto", "int8", "int4-g32", "fp8 checkpoint"]))
+@pytest.mark.parametrize("quantization", ["auto", "int8", "int4-g32", "fp8 checkpoint"])
 def test_engines_that_share_experts(quantization: str, tmp_path: Path) -> None:
     """Two choices of each prompt; the second prompt of an adapter begins with the first one. Beside them a call and a
     vector in each engine."""
@@ -172,7 +171,7 @@ def test_engines_that_share_experts(quantization: str, tmp_path: Path) -> None:
     assert_drafted(engines[0])
 
 
-@pytest.mark.parametrize("how", mark_int8(HOWS))
+@pytest.mark.parametrize("how", HOWS)
 def test_vectors_beside_generation(how: str, tmp_path: Path) -> None:
     """Vectors are of the base model, whatever the requests beside them want."""
     checkpoint = tmp_path / "base"

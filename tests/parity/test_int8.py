@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from reference import linear_int8 as reference
-from serve_llm.common.errors import ModelError, OptionError
+from serve_llm.common.errors import ModelError
 from serve_llm.common.types import Request, Sampling
 from serve_llm.engine.model.build import ModelBuilder
 from serve_llm.engine.model.decoder import build_decoder
@@ -24,7 +24,6 @@ from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.weights.files import Checkpoint
 from serve_llm.engine.weights.load import match_tensors
 from serve_llm.engine.weights.parameters import CheckpointLoader
-from serve_llm.kernels import linear_int8
 from serve_llm.kernels.registry import choose
 from support.engine import generate, greedy, make_engine
 from support.forward import CPU, Harness, load, load_whole
@@ -33,7 +32,6 @@ from support.quantised import edit_config, int8_logprobs, quantise_checkpoint
 from support.reference import reference_logprobs
 from support.tiny import FAMILIES, WITH_EXPERTS, make_checkpoint
 
-pytestmark = pytest.mark.skipif(not linear_int8.works(), reason="this processor computes no int8 products")
 # llm-compressor takes torch's linear modules, which GPT-2 and Falcon have none of, nor have experts in transformers 5
 STORED = [family for family in FAMILIES if family not in ("gpt2", "falcon", *WITH_EXPERTS)]
 ROUTERS = [
@@ -234,14 +232,6 @@ def test_dummy_weights(tmp_path: Path) -> None:
     assert torch.equal(results[0][0], results[1][0])
     engine = make_engine(tmp_path / "float", load_format="dummy", quantization="int8")
     assert len(generate(engine, [greedy(0, [1, 2, 3], 3)])[0].token_ids) == 3
-
-
-def test_refused_where_products_are_not_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(tmp_path, "llama")
-    monkeypatch.setattr("serve_llm.engine.quantization.int8.works", lambda: False)
-    with pytest.raises(OptionError, match=r"^--quantization int8: this processor"):
-        make_engine(tmp_path, quantization="int8")
-    make_engine(tmp_path)
 
 
 def test_parts_of_one_product_must_be_alike(tmp_path: Path) -> None:

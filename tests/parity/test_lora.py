@@ -17,7 +17,6 @@ from support.adapters import check_as_peft, describe, make_adapter, merge
 from support.engine import Result, generate, greedy, make_engine
 from support.matrix import mostly_slow
 from support.pooled import compute_vectors, pooling_request
-from support.processors import mark_int8
 from support.tiny import make_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's
@@ -179,7 +178,7 @@ def test_several_ranks(family: str, tensor: int, pipeline: int, use_dora: bool, 
     }
 
 
-@pytest.mark.parametrize("quantization", mark_int8(["int8", "int4-g32"]))
+@pytest.mark.parametrize("quantization", ["int8", "int4-g32"])
 def test_quantised_bases(root: Path, quantization: str) -> None:
     """Rows without an adapter are those of the quantised model, and an adapter of zeros changes no row."""
     checkpoint, adapters = llama(root)
@@ -215,7 +214,7 @@ def test_dora_as_merged(family: str, tmp_path: Path) -> None:
     assert [one.token_ids for one in found.values()] == [one.token_ids for one in merged.values()]
 
 
-@pytest.mark.parametrize("quantization", mark_int8(["int8", "int4-g32"]))
+@pytest.mark.parametrize("quantization", ["int8", "int4-g32"])
 def test_dora_that_changes_nothing(quantization: str, root: Path, tmp_path: Path) -> None:
     """Without products, each row has the length that it had."""
     checkpoint, _ = llama(root)

@@ -20,7 +20,6 @@ from serve_llm.engine.model.registry import read_model
 from support.adapters import check_as_peft, make_adapter
 from support.engine import generate, greedy, make_engine
 from support.matrix import mostly_slow
-from support.processors import NEEDS_INT8
 from support.tiny import make_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's
@@ -120,7 +119,7 @@ def test_same_bits_alone_and_in_a_crowd(root: Path, dtype: str) -> None:
         (3, 1, "auto"),
         (1, 2, "auto"),
         (2, 2, "auto"),
-        pytest.param(1, 2, "int8", marks=NEEDS_INT8),
+        (1, 2, "int8"),
         (1, 2, "int4-g32"),
     ],
 )

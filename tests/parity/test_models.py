@@ -103,7 +103,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "starcoder2-no-biases": ("starcoder2", {"use_bias": False, "tie_word_embeddings": True, "sliding_window": None}),
-    "starcoder2-compiled": ("starcoder2", {"hidden_size": 96}),
+    "starcoder2-compiled": ("starcoder2", {"hidden_size": 96, "std": 0.2}),
     "smollm3-every-fourth": ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 4, "std": 0.2}),
     "smollm3-chosen-biases": (
         "smollm3",

@@ -23,7 +23,6 @@ from support.gpu_path import make_gpu_engine
 from support.mtp import NUM_LAYERS, make_mtp_checkpoint, train, write_mtp_checkpoint
 from support.packed_floats import pack_checkpoint
 from support.pooled import compute_vectors, pooling_request
-from support.processors import mark_int8
 from support.quantised import is_linear
 from support.speculation import ARRIVALS, assert_equal, draft_freely, make_requests
 
@@ -102,7 +101,7 @@ HOWS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("how", mark_int8(HOWS))
+@pytest.mark.parametrize("how", HOWS)
 def test_every_way_to_compute(how: str, deepseek: Case) -> None:
     expected = generate(make_engine(deepseek.directory, **(OFF | HOWS[how])), deepseek.requests)
     engine = draft_freely(make_engine(deepseek.directory, **(ON | HOWS[how])))

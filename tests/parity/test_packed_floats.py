@@ -15,7 +15,6 @@ from support.engine import generate, greedy, make_engine
 from support.forward import Harness, load
 from support.matrix import mostly_slow
 from support.packed_floats import CONFIGS, make_packed, pack_module
-from support.processors import mark_int8
 from support.reference import reference_logprobs
 
 PAIRS = [(family, form) for family in ("llama", "qwen3_moe", "phi3", "opt", "deepseek_v3") for form in CONFIGS]
@@ -64,7 +63,7 @@ def test_8_bit_floats_stay_packed(form: str, tmp_path: Path) -> None:
     assert "(down): RowParallelLinear(96 -> 64, fp8 in groups" in repr(load(tmp_path / "packed")[1])
 
 
-@pytest.mark.parametrize("quantization", mark_int8(["int8", "int4-g32"]))
+@pytest.mark.parametrize("quantization", ["int8", "int4-g32"])
 def test_8_bit_floats_are_quantised_again(quantization: str, tmp_path: Path) -> None:
     """As the same numbers in floating point would be."""
     prompts = random_prompts(make_packed(tmp_path, "llama", "fp8-native"))

@@ -23,7 +23,6 @@ from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.scheduler.output import NewRequestData, ScheduledTokens, SchedulerOutput
 from serve_llm.engine.scheduler.sequence import GroupLayout
 from serve_llm.engine.worker.worker import Worker
-from serve_llm.kernels import linear_int8
 from serve_llm.kernels.cpu import library
 from support import packed_floats, resident
 from support.matrix import mostly_slow
@@ -86,8 +85,6 @@ ONE = ParallelLayout()
 
 def compare(directory: Path, grid: ParallelLayout = ONE, **more: Any) -> None:
     sizes = {"tensor_parallel_size": grid.tp_size, "pipeline_parallel_size": grid.pp_size}
-    if more.get("quantization") == "int8" and not linear_int8.works():
-        pytest.skip("this processor computes no int8 products")
     options = make_options(str(directory), **(SIZES | sizes | more))
     raw = read_config(directory)
     planned = make_plan(options, HardwareOptions(), raw).chosen

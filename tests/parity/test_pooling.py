@@ -115,7 +115,8 @@ class TestEncoders:
     @pytest.mark.parametrize("tensor", [1, 2])
     @pytest.mark.parametrize("architecture", ENCODERS)
     def test_whole_prompts(self, architecture: str, tensor: int, tmp_path: Path) -> None:
-        vocab_size = make_pooled_checkpoint(tmp_path, architecture)
+        # With larger weights the layers magnify rounding, also that of transformers, beyond the tolerance.
+        vocab_size = make_pooled_checkpoint(tmp_path, architecture, std=0.15)
         chosen = [[2 + token_id % 300 for token_id in ids] for ids in prompts(vocab_size)]
         is_classifier = architecture.endswith("Classification")
         options = {} if is_classifier else {"pooling_type": "mean"}

@@ -17,7 +17,6 @@ from support.engine import generate, generate_together, make_engine, make_engine
 from support.gpu_path import graphs_of, make_gpu_engine
 from support.grammars import EOS, demo, ids_of
 from support.matrix import mostly_slow
-from support.processors import mark_int8
 from support.speculation import ARRIVALS, NGRAM, assert_drafted, assert_equal, draft_freely, draft_from, make_requests
 from support.tiny import FAMILIES, make_checkpoint
 
@@ -61,7 +60,7 @@ HOWS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-@pytest.mark.parametrize("how", mark_int8(HOWS))
+@pytest.mark.parametrize("how", HOWS)
 def test_every_way_to_compute(how: str, family: str, root: Path) -> None:
     directory, requests = case(family, root)
     expected = generate(make_engine(directory, **(OFF | HOWS[how])), requests)

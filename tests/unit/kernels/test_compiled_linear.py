@@ -12,7 +12,7 @@ from torch import Tensor
 
 from reference import linear as definition
 from reference import linear_int8 as definition_int8
-from serve_llm.kernels import linear, linear_int8, registry
+from serve_llm.kernels import linear, registry
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.library import Library
 from serve_llm.kernels.cpu.linear import Packer
@@ -44,8 +44,6 @@ def int8_weights(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
 def pack(packer: Packer, kind: str, outputs: int, inputs: int) -> tuple[linear.Linear, torch.dtype]:
     """A layer with a bias, and the type of its rows."""
     if kind == "int8":
-        if not packer.has(torch.int8):
-            pytest.skip("the processor or this variant does not multiply bytes")
         return packer.pack_int8(*int8_weights(outputs, inputs), random(outputs, dtype=torch.bfloat16)), torch.bfloat16
     dtype: torch.dtype = getattr(torch, kind)
     return packer.pack(random(outputs, inputs, dtype=dtype), random(outputs, dtype=dtype)), dtype
@@ -89,8 +87,6 @@ def test_equals_the_definition(packer: Packer, rows: int, shape: tuple[int, int]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_int8_equals_the_definition(packer: Packer, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    if not packer.has(torch.int8):
-        pytest.skip("the processor or this variant does not multiply bytes")
     weight, scale = int8_weights(*shape)
     bias, x = random(shape[0], dtype=dtype), random(30, shape[1], seed=1) * torch.logspace(-30, 30, 30)[:, None]
     ours = packer.pack_int8(weight, scale, bias)(x.to(dtype))
@@ -99,10 +95,7 @@ def test_int8_equals_the_definition(packer: Packer, shape: tuple[int, int], dtyp
     assert ours.dtype == dtype and error.abs().max() < (1e-6 if dtype == torch.float32 else 8e-3)
 
 
-@pytest.mark.skipif(not linear_int8.works(), reason="this processor computes no int8 products")
 def test_int8_numbers_and_their_sums_are_exact(packer: Packer) -> None:
-    if not packer.has(torch.int8):
-        pytest.skip("the processor or this variant does not multiply bytes")
     weight, scale = torch.full((40, 4864), -127, dtype=torch.int8), torch.ones(40, 1)
     weight[::2] = 127
     x = torch.full((3, 4864), 127.0)
@@ -177,8 +170,7 @@ def test_what_a_model_is_built_with_passes_the_self_check(dtype: torch.dtype, ca
     chosen = registry.choose(torch.device("cpu"), dtype, {64})
     for shape in SHAPES:
         assert not isinstance(chosen.pack(random(*shape, dtype=dtype)), FixedRows)
-        if linear_int8.works():
-            assert not isinstance(chosen.pack_int8(*int8_weights(*shape), None), FixedRows)
+        assert not isinstance(chosen.pack_int8(*int8_weights(*shape), None), FixedRows)
     assert not caplog.messages
 
 

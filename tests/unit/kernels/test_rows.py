@@ -84,7 +84,6 @@ class TestLinear:
         assert_equal(linear.pack(weight)(x), linear_definition.pack(weight)(x))
 
 
-@pytest.mark.skipif(not linear_int8.works(), reason="this processor computes no int8 products")
 class TestLinearInt8:
     @staticmethod
     def weights(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
@@ -138,9 +137,17 @@ class TestLinearInt8:
         assert linear_int8.pack_int8(*self.weights(0, 53))(bias.new_empty(2, 53)).shape == (2, 0)
 
     def test_processors_that_saturate_are_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        product = linear_int8._product
-        monkeypatch.setattr(linear_int8, "_product", lambda *of: product(*of).clamp(-(2.0**15), 2.0**15))
-        assert not linear_int8.works.__wrapped__()
+        product = linear_int8._multiply_by_onednn
+        clamped = lambda *operands: product(*operands).clamp(-(2.0**15), 2.0**15)  # noqa: E731
+        monkeypatch.setattr(linear_int8, "_multiply_by_onednn", clamped)
+        assert not linear_int8.is_onednn_exact.__wrapped__()
+
+    def test_same_bits_without_onednn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        weight, scale = self.weights(1100, 97)
+        x = random(9, 97, seed=1)
+        expected = linear_int8_definition.pack_int8(weight, scale)(x)
+        monkeypatch.setattr(linear_int8, "is_onednn_exact", lambda: False)
+        torch.testing.assert_close(linear_int8.pack_int8(weight, scale)(x), expected, rtol=1e-6, atol=1e-6)
 
 
 class TestNorm:

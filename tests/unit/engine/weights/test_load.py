@@ -20,7 +20,6 @@ from serve_llm.engine.weights.dummy import build_dummy_loader
 from serve_llm.engine.weights.files import Checkpoint
 from serve_llm.engine.weights.load import load_model, match_tensors
 from serve_llm.engine.weights.parameters import CheckpointLoader
-from serve_llm.kernels import linear_int8
 from support.forward import CPU, Harness, load, load_whole
 from support.quantised import quantise_checkpoint
 from support.ranks import Ranks
@@ -124,7 +123,6 @@ def test_integers_are_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.skipif(not linear_int8.works(), reason="this processor computes no int8 products")
 def test_int8_weights_must_be_what_config_json_says(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "float", "llama")
     directory = tmp_path / "int8"
