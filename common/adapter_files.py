@@ -11,6 +11,6 @@ Stamp = tuple[tuple[int, ...], ...]
 
 
 def read_stamp(directory: Path) -> Stamp:
-    """Numbers that change when one of the files does. Raises OSError if one is missing."""
+    """Return numbers that change when one of the files changes. Raises OSError if one is missing."""
     found = [(directory / name).stat() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
     return tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found)

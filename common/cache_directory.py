@@ -1,4 +1,4 @@
-"""Where translated files of checkpoints are kept between runs."""
+"""The directory that keeps translated checkpoint files between runs."""
 
 from __future__ import annotations
 

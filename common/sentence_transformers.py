@@ -1,4 +1,4 @@
-"""Read what sentence-transformers stores beside a checkpoint: modules.json and the folders that it names.
+"""Read what sentence-transformers stores with a checkpoint: modules.json and the folders that it names.
 
 They say how hidden states become an embedding. The engine computes it, the server applies the limits on texts.
 """

@@ -17,7 +17,7 @@ from serve_llm.common.errors import OptionError
 from serve_llm.common.options.kv_events import KVEventsConfig
 from serve_llm.engine.scheduler.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
-POLL_SECONDS = 0.05  # between two looks for requests to replay, while there is nothing to send
+POLL_SECONDS = 0.05  # between two checks for replay requests, while there is nothing to send
 END = (-1).to_bytes(8, "big", signed=True)  # in place of the number, after the last batch of a replay
 
 logger = logging.getLogger(__name__)

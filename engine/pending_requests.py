@@ -8,13 +8,13 @@ from typing import Generic, TypeVar
 
 from serve_llm.common.types import FinishReason, Output, Request
 
-WAIT_SECONDS = 0.01  # when there is nothing else to do: messages that arrive wait as long
+WAIT_SECONDS = 0.01  # used when there is nothing else to do; messages that arrive wait this long
 
 Result = TypeVar("Result")
 
 
 class PendingRequests(Generic[Result]):
-    """To be used in the engine's thread."""
+    """Use it only in the engine's thread."""
 
     def __init__(self, find_error: Callable[[Future[Result]], str]) -> None:
         """find_error: called with futures that are done; returns why their requests cannot be scheduled, or ""."""

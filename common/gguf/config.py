@@ -1,4 +1,4 @@
-"""From the metadata of a GGUF file to the config.json of the same model.
+"""Translate the metadata of a GGUF file to the config.json of the same model.
 
 It is a closed world: each of the architecture's keys is translated, listed as ignored, or refused by name.
 """

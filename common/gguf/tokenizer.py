@@ -1,4 +1,4 @@
-"""From the vocabulary in a GGUF file to tokenizer.json and tokenizer_config.json. No torch.
+"""Translate the vocabulary in a GGUF file to tokenizer.json and tokenizer_config.json. No torch.
 
 Two models are known: "gpt2", byte-level BPE whose way of cutting text into words tokenizer.ggml.pre names, and "llama",
 sentencepiece's BPE with a score for each token instead of merges.

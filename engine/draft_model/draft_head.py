@@ -1,4 +1,4 @@
-"""What `HeadDraftModel` needs of a head: a decoder layer that reads hidden states of the served model."""
+"""The interface of a head that `HeadDraftModel` runs: a decoder layer that reads hidden states of the served model."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from serve_llm.engine.scheduler.sequence import Sequence
 from serve_llm.engine.worker.kv_cache import CacheLayout
 from serve_llm.engine.worker.worker import Worker
 
-STEP_WEIGHT = 0.1  # how much the latest step counts in `step_seconds`
+STEP_WEIGHT = 0.1  # weight of the latest step in `step_seconds`
 MOST_NEW_IDS = 2  # per request, in a step whose time is that of one more guess
 
 
@@ -69,7 +69,7 @@ class DraftModel:
         return [[] if entry is None else entry[0].guesses for entry in drafts]
 
     def take_hidden_states(self, sequence: Sequence, start: int, states: bytes) -> None:
-        """A model that reads ids has no use for them."""
+        """Ignore them: this model reads ids only."""
 
     def forget(self, request_id: int) -> None:
         self.sequences.forget(request_id)

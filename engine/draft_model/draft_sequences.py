@@ -19,14 +19,14 @@ from serve_llm.engine.scheduler.block_pool import BlockPool
 from serve_llm.engine.scheduler.prefix_cache import PrefixCache
 from serve_llm.engine.scheduler.sequence import RELEASED, GroupLayout, Sequence
 
-UNLIMITED = 1 << 62  # max_tokens: the request's own limits are the scheduler's business
+UNLIMITED = 1 << 62  # max_tokens: the scheduler enforces the request's own limits
 
 
 @dataclass(slots=True)
 class DraftSequence:
-    """One request as the draft model knows it."""
+    """The draft model's state of one request."""
 
-    sequence: Sequence  # with the guesses after the ids that are known
+    sequence: Sequence  # known ids, then guesses
     first_id: int  # the request's ids before this one are left out
     num_known: int  # ids of the request that were taken over; guesses follow
     num_indexed: int  # tokens whose blocks the prefix cache has seen
@@ -140,7 +140,7 @@ class DraftSequences:
         return Sequence(request, self._groups, 0, 0.0)
 
     def _take_over(self, draft: DraftSequence, token_ids: Items[int]) -> None:
-        """Put the ids that came in place of the guesses."""
+        """Replace the guesses by the ids that were sampled."""
         sequence = draft.sequence
         came = token_ids[draft.num_known :]
         num_right = 0

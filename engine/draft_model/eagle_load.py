@@ -1,4 +1,4 @@
-"""Loads an EAGLE-3 head into the engine's process."""
+"""Load an EAGLE-3 head into the engine process."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ MOST_WAITING = 64  # states of a request; more are computed at once
 
 @dataclass(slots=True)
 class WaitingStates:
-    """States of neighbouring tokens of a request that the head has not computed."""
+    """Hidden states of consecutive tokens of a request that the head has not computed yet."""
 
     start: int  # position of the first
     rows: Tensor  # (tokens, hidden_size)
@@ -81,7 +81,7 @@ class HeadDraftModel(DraftModel):
             self.sequences.forget(request_id)
             waiting = WaitingStates(start, rows.new_empty(0, self._head.spec.hidden_size).to(self._device))
             self._waiting[request_id] = waiting
-        rows = rows[waiting.end - start :]  # after a preemption, some come again
+        rows = rows[waiting.end - start :]  # after a preemption, some arrive again
         if not len(rows):
             return
         waiting.rows = torch.cat((waiting.rows, self._head.fuse(rows.to(self._device))))

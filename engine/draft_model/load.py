@@ -1,4 +1,4 @@
-"""Loads a draft model into the engine's process."""
+"""Load a draft model into the engine process."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def load_draft_model(draft: DraftModelConfig, served: Config) -> DraftModel:
 
 
 def _find_free_memory(served: Config) -> int:
-    """Bytes of the device that models may take."""
+    """Return the bytes of device memory that models may take."""
     if served.device == "cpu":
         return kv_cache.free_memory()
     free, total = torch.cuda.mem_get_info()

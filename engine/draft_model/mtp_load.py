@@ -1,4 +1,4 @@
-"""Loads an MTP layer into the engine's process."""
+"""Load an MTP layer into the engine process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which draft model the options name: its settings, which follow from those of the served model. Torch-free."""
+"""Resolve the draft model that the options name; its settings depend on those of the served model. Torch-free."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def count_cache_bytes(draft: DraftModelConfig, free: int) -> int:
 
 
 def find_draft_directory(options: EngineOptions) -> Path:
-    """The checkpoint of the draft model, which is not the served model's. Raises ModelError."""
+    """Find the checkpoint of a draft model, which is separate from the served model's. Raises ModelError."""
     speculation = options.speculation
     assert speculation is not None and speculation.model is not None, "no draft model"
     return resolve_draft_checkpoint(speculation.model, options.download_dir, weights=options.load_format == "auto")

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 class _TransferOutcome(Enum):
     READ = "read"
     WRITTEN = "written"
-    KNOWN = "known"  # not written: it was there
+    KNOWN = "known"  # not written, because it was there already
     MISSING = "missing"  # not read: another engine has deleted it
     CORRUPT = "corrupt"
     FAILED = "failed"
@@ -58,7 +58,7 @@ class _Result(NamedTuple):
 
 
 class CorruptBlock(Exception):
-    """A file does not hold the block that its name says."""
+    """A file does not hold the block that its name promises."""
 
 
 class DiskBlockStore:
@@ -105,7 +105,7 @@ class DiskBlockStore:
         self._folder = str(folder)
 
     def close(self) -> None:
-        """Give up the transfers that have not begun."""
+        """Cancel the transfers that have not begun."""
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown(wait=False, cancel_futures=True)
 
@@ -264,7 +264,7 @@ class DiskBlockStore:
             os.close(descriptor)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Count a file that will be written, and delete the least recently used ones if there is no room for it."""
+        """Reserve bytes for a file to write, and delete the least recently used files if there is no room."""
         with self._locked():
             used = self._read_used()
             if used + num_bytes > self._max_bytes:

@@ -1,4 +1,4 @@
-"""What the content of a KV cache block depends on besides its tokens, in one hash."""
+"""One hash of everything besides its tokens that the content of a KV cache block depends on."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def find_identity(config: Config, layout: CacheLayout, memory: Sequence[HostMemo
 
 
 def _find_digest(path: Path, digests: Path) -> str:
-    """The SHA-256 of a file. It is computed once, as long as the file stays as it is."""
+    """Return the SHA-256 of a file, which is computed again only when the file changes."""
     target = path.resolve()
     status = target.stat()
     known = f"{target} {status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"

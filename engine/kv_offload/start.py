@@ -1,4 +1,4 @@
-"""Opens the store that --kv-offload-dir asks for."""
+"""Open the store for --kv-offload-dir."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serve_llm.engine.config import Config
 from serve_llm.engine.kv_offload.disk_store import DiskBlockStore
 from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory
 
-SHARE_OF_FREE = 0.5  # what blocks may take of the free bytes of the disk without --kv-offload-dir-size
+SHARE_OF_FREE = 0.5  # share of the disk's free bytes that blocks may take without --kv-offload-dir-size
 
 
 def open_store(config: Config, layout: CacheLayout, memory: Sequence[HostMemory]) -> DiskBlockStore | None:
@@ -19,7 +19,9 @@ def open_store(config: Config, layout: CacheLayout, memory: Sequence[HostMemory]
     used."""
     if config.kv_offload_dir is None or not memory:
         return None
-    from serve_llm.engine.kv_offload.identity import find_identity  # imports torch, for which no start need wait
+    from serve_llm.engine.kv_offload.identity import (
+        find_identity,
+    )  # imports torch, which would delay a start without a store
 
     directory = Path(config.kv_offload_dir).expanduser()
     try:

@@ -18,7 +18,7 @@ MAX_KNOWN = 1024  # adapters whose files need not be read again
 
 
 class AdapterChecker:
-    """To be used in the engine's thread."""
+    """Use it only in the engine's thread."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[Adapter, Stamp] = OrderedDict()  # files that had the adapter's digest, latest last

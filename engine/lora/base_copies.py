@@ -15,7 +15,7 @@ import numpy as np
 from serve_llm.common.errors import AdapterError
 from serve_llm.engine.lora.tensors import AdapterTensor, to_float32
 
-CHUNK_BYTES = 1 << 24  # that are compared at a time
+CHUNK_BYTES = 1 << 24  # compared at a time
 
 
 class BaseCopy(NamedTuple):

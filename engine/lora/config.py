@@ -15,7 +15,7 @@ IGNORED = frozenset(
     (
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config"),
         *("lora_dropout", "fan_in_fan_out", "megatron_core", "qalora_group_size"),
-        *("eva_config", "loftq_config", "corda_config", "lora_ga_config"),  # how the weights began
+        *("eva_config", "loftq_config", "corda_config", "lora_ga_config"),  # how the weights were initialised
         *("layers_to_transform", "layers_pattern", "exclude_modules"),  # the tensors say which modules are adapted
     )
 )
@@ -29,7 +29,7 @@ REASONS = {
     "alora_invocation_tokens": "activated LoRA is not supported",
     "megatron_config": "Megatron's parallel layers are not supported",
 }
-# Ways to begin that also change the base model's weights: the file alone does not reproduce the model.
+# Initialisations that also change the base model's weights: the file alone does not reproduce the model.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 ALL_LINEAR = "all-linear"
 _MODULE_NAME = re.compile(r"\^?[\w.]+")

@@ -1,4 +1,4 @@
-"""A tensor of an adapter's file, not yet torch's."""
+"""Tensors of an adapter's file, without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which adapters the workers hold: a fixed number of slots, of which the least recently used one is replaced."""
+"""The adapters that the workers hold: a fixed number of slots; the least recently used one is replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The share of a step that requests of batches, which have the lowest priority, may take beside other requests."""
+"""The share of a step that requests of batches, which have the lowest priority, get while other requests run."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ class BatchShare:
         self._earned = max(0, self._earned - num_tokens * self.TOKENS_OF_OTHERS)
 
     def clear(self) -> None:
-        """Forget what was saved up, as no other request is left."""
+        """Reset the saved tokens, because no other request is left."""
         self._earned = 0

@@ -1,4 +1,4 @@
-"""What becomes of the blocks of the prefix cache, recorded for routers outside: vLLM's events, field by field.
+"""Record for external routers which blocks the prefix cache stores and removes: vLLM's events, field by field.
 
 A batch is an array [time, events, engine]; an event is a map whose `type` is the name of its class.
 """
@@ -88,7 +88,7 @@ class KVEventRecorder:
         )
 
     def remove(self, key: BlockKey) -> None:
-        """The device has no such block any more."""
+        """The block was removed from the device."""
         self._remove(key, DEVICE)
 
     def store_in_memory(self, key: BlockKey) -> None:

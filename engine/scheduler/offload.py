@@ -41,11 +41,11 @@ class BlockStore(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes blocks. Until then it has none."""
+        """Whether it accepts blocks. Until it does, it has none."""
 
     @property
     def read_seconds(self) -> float | None:
-        """What it takes to read a block, as measured; None: unknown."""
+        """Measured seconds to read a block; None: unknown."""
 
     def has(self, key: BlockKey) -> bool:
         """Whether there is such a block. Reading it may still fail."""
@@ -115,7 +115,7 @@ class OffloadManager:
 
     @property
     def num_unwritten(self) -> int:
-        """Blocks that the store will get."""
+        """Number of blocks that are still to be written to the store."""
         return len(self._unwritten) + len(self._writing)
 
     def wait_for_reads(self, seconds: float) -> None:
@@ -146,7 +146,7 @@ class OffloadManager:
     # Between the device and host memory
 
     def save(self, block: int, key: BlockKey) -> None:
-        """The device gives the block away: copy it to a slot, if it is in none."""
+        """The device evicts the block: copy it to a slot, unless a slot holds it already."""
         if key in self._slots:
             self._slots.move_to_end(key)
             return
@@ -163,7 +163,7 @@ class OffloadManager:
             self._recorder.store_in_memory(key)
 
     def pin(self, keys: Iterable[BlockKey]) -> list[Slot]:
-        """Take blocks out of those that may be replaced, until `unpin`."""
+        """Protect blocks from being replaced until `unpin`."""
         return [(key, self._slots.pop(key)) for key in keys]
 
     def load(self, slot: int, block: int) -> None:
@@ -221,7 +221,7 @@ class OffloadManager:
         return self.num_slots // 2
 
     def start_read(self, key: BlockKey) -> bool:
-        """Have the store read a block that is in no slot. False if no slot is to be had."""
+        """Make the store read a block that is in no slot. Returns False if no slot is available."""
         assert self.store is not None
         if key in self._reading:
             return True

@@ -1,4 +1,4 @@
-"""Messages between the scheduler and the workers: what one step computes, and what came of it.
+"""Messages between the scheduler and the workers: what a step computes, and its results.
 
 A live request owns one permanent index (`req_index`) from its admission until it ends or is preempted. The first step
 that schedules it carries NewRequestData; later steps carry only the tokens to compute and the ids and blocks added

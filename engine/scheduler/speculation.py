@@ -17,13 +17,13 @@ from typing import Protocol
 from serve_llm.common.types import Request
 from serve_llm.engine.scheduler.sequence import Sequence
 
-FIRST_RATE = 0.5  # assumed share of guesses that come true
-RATE_WEIGHT = 0.15  # how much the latest guess counts
-LEAST_RATE = 0.1  # fewer guesses that come true are not worth a row, even if rows cost nothing
+FIRST_RATE = 0.5  # assumed share of guesses that are accepted
+RATE_WEIGHT = 0.15  # weight of the latest guess
+LEAST_RATE = 0.1  # below this share, guesses are not worth a row even if rows cost nothing
 
 
 class DraftSource(Protocol):
-    """Guesses how one text goes on. A guess costs next to nothing."""
+    """Guesses the continuation of one text. A guess costs almost nothing."""
 
     def propose(self, token_ids: Items[int], count: int) -> list[int]:
         """Up to `count` ids that may come next. token_ids: prompt and output so far; they only ever grow."""
@@ -33,7 +33,7 @@ class DraftSource(Protocol):
 
 
 class BatchDraftSource(Protocol):
-    """Guesses how several texts go on, all at once. A guess costs time: see `step_seconds`."""
+    """Guesses the continuations of several texts at once. A guess costs time: see `step_seconds`."""
 
     step_seconds: float  # that one more guess for all texts takes; 0 until it is known
 
@@ -70,7 +70,7 @@ class _Drafter:
 
 
 class RowCost:
-    """What a row more costs in a step of decoding: a line through the times of the latest steps."""
+    """Estimates what one more row costs in a decode step: the slope of a line through the times of the latest steps."""
 
     MEMORY = 0.98  # weight of a step in comparison with the next one
     UNKNOWN = 0.2  # until steps of different sizes have been seen
@@ -104,14 +104,14 @@ class RowCost:
         return min(1.0, slope * num_rows / step_seconds) if step_seconds > 0.0 else 1.0
 
     def find_step_seconds(self, num_rows: int) -> float:
-        """What a step of so many rows takes; 0 until it is known."""
+        """Return the seconds of a step of `num_rows` rows; 0 until they are known."""
         if not self._weight:
             return 0.0
         rows = self._rows / self._weight
         return self._seconds / self._weight + (self._find_slope() or 0.0) * (num_rows - rows)
 
     def _find_slope(self) -> float | None:
-        """Seconds that a row more takes; None until steps of different sizes have been seen."""
+        """Return the seconds that one more row takes; None until steps of different sizes have been seen."""
         if not self._weight:
             return None
         rows = self._rows / self._weight
@@ -184,12 +184,12 @@ class Speculator(ABC):
         return count
 
     def _find_cost(self, num_running: int) -> float:
-        """What a draft costs, as a share of what an id costs in a step without drafts."""
+        """Return the cost of a draft as a share of the cost of an id in a step without drafts."""
         return self.row_cost.share(num_running)
 
 
 class TextSpeculator(Speculator):
-    """Guesses from the texts themselves: always, because it costs next to nothing."""
+    """Always guesses, from the texts themselves, because that costs almost nothing."""
 
     def __init__(self, num_tokens: int, build_source: Callable[[Request], DraftSource]) -> None:
         """build_source: makes the source of one sequence."""
@@ -218,15 +218,15 @@ class TextSpeculator(Speculator):
 
 
 class ModelSpeculator(Speculator):
-    """Guesses by another model, as far as that pays: a guess costs a step of that model beside the row."""
+    """Guesses with another model, if that pays: a guess costs a step of that model in addition to the row."""
 
     RATE_MEMORY = 0.98  # weight of the rate so far, of all sequences, beside that of one judgement
-    TRIAL_IDS = 32  # after so many ids without a guess there is one, so that a rate can rise again
+    TRIAL_IDS = 32  # make a guess after this many ids without one, so that a rate can rise again
 
     def __init__(self, num_tokens: int, source: BatchDraftSource) -> None:
         super().__init__(num_tokens)
         self._source = source
-        self._mean_rate = FIRST_RATE  # the mean of all sequences, with which a new one begins
+        self._mean_rate = FIRST_RATE  # the mean of all sequences, which is the initial rate of a new one
 
     def update(self, sequence: Sequence) -> None:
         drafter = self._judge(sequence, self._mean_rate)

@@ -1,4 +1,4 @@
-"""Grammars compiled once, in a thread: no step waits for it."""
+"""Compile each grammar once, in a thread, so that no step waits for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serve_llm.common.hub import resolve_tokenizer
 from serve_llm.common.tokenizer_files import find_tokenizer
 from serve_llm.engine.config import Config
 
-MAX_GRAMMARS = 64  # that are kept; a typical one takes 100 KB to 1 MB
+MAX_GRAMMARS = 64  # cached matchers; a typical one takes 100 KB to 1 MB
 
 
 def load_tokenizer(config: Config) -> LLTokenizer:

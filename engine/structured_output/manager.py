@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # the engine starts workers before it loads torch
 
 
 class StructuredOutputManager:
-    """To be used in the engine's thread."""
+    """Use it only in the engine's thread."""
 
     def __init__(
         self, compiler: MatcherBuilder, vocab_size: int, jump_forward: bool, fill_cheap_masks_at_once: bool

@@ -1,4 +1,4 @@
-"""What one running request may write next: the ids its grammar allows, and those that nothing else can follow."""
+"""The ids that a running request may generate next: those that its grammar allows, and forced ones."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class ConstraintState:
         self._consume([token_id])
 
     def copy(self) -> ConstraintState:
-        """One that can take in other ids. Copying a matcher takes a microsecond."""
+        """Return an independent copy. Copying a matcher takes a microsecond."""
         other = copy.copy(self)
         other.matcher = None if self.matcher is None else self.matcher.deep_copy()
         other.forced_ids = deque(self.forced_ids)

@@ -1,4 +1,4 @@
-"""The budget of a request's reasoning tokens: how many it has had, and when its reasoning must close."""
+"""The thinking budget: count a request's reasoning tokens, and decide when its reasoning must close."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The LoRA adapters that requests may name. Each is checked whole, in a process of its own, before it has a name."""
+"""The LoRA adapters that requests may name. A separate process checks each one completely before it gets its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The input and output file of `serve-llm run-batch`. The output is also what a later run continues from."""
+"""The input and output file of `serve-llm run-batch`. A later run resumes from the output."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class BatchResponse(msgspec.Struct):
 
 
 class BatchError(msgspec.Struct):
-    """Why a request was not answered: its batch expired or was cancelled."""
+    """Why a request has no response: its batch expired or was cancelled."""
 
     code: str
     message: str
@@ -80,7 +80,7 @@ def build_result(custom_id: str, response: LocalResponse) -> bytes:
 
 
 def build_unanswered(custom_id: str, code: str, message: str) -> bytes:
-    """The line of a request that is not answered any more."""
+    """Build the line of a request that will not be answered."""
     return _encode_result(custom_id, None, BatchError(code, message))
 
 

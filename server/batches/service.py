@@ -91,7 +91,7 @@ class BatchService:
         self._running: dict[str, tuple[asyncio.Task[None], RequestCounts]] = {}  # by batch
 
     async def resume(self) -> None:
-        """Go on with the batches of an earlier server."""
+        """Continue the batches of an earlier server."""
         for owner in await self.store.find_owners():
             self.start(owner)
 
@@ -136,7 +136,7 @@ class BatchService:
             del self._tasks[owner]
 
     async def _process(self, owner: str, batch: StoredBatch) -> None:
-        """Bring one batch to its end. Raises sqlite3.Error, OSError, ServeError."""
+        """Run one batch to its end. Raises sqlite3.Error, OSError, ServeError."""
         paths = self.store.find_paths(batch)
         requests = BatchInput(paths.input, self._limits.body_bytes, batch.endpoint)
         try:

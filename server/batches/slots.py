@@ -1,4 +1,4 @@
-"""How many requests of stored batches run at a time."""
+"""Limit how many requests of stored batches run at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from serve_llm.server.metrics.meter import BatchCounts
 
 
 class BatchSlots:
-    """All `limit` while no other request is open, otherwise one: batches go on, and others hardly feel them."""
+    """`limit` slots while no other request is open, otherwise one: batches progress and hardly slow others down."""
 
     def __init__(self, admission: AdmissionController, limit: int, counts: BatchCounts) -> None:
         self._admission = admission

@@ -1,4 +1,4 @@
-"""Messages of any length over a connected socket of this host, in both directions. The end of the peer ends it."""
+"""Messages of any length, in both directions, over a connected local socket. It closes when the peer ends."""
 
 from __future__ import annotations
 

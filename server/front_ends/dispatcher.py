@@ -101,7 +101,7 @@ class RemoteDispatcher:
         return submitted
 
     def begin(self, admission: AdmissionRequest, num_prompt_tokens: int) -> None:
-        """The server process sees it itself."""
+        """Nothing to do: the server process notices it by itself."""
 
     def release(self, admission: AdmissionRequest, num_generated: int, *, is_whole: bool) -> None:
         number = self._numbers.pop(admission, None)

@@ -1,5 +1,5 @@
-"""Passes requests on to the server process, over HTTP on a Unix socket: those about the whole server, and about what it
-stores."""
+"""Forward requests about the whole server and its stored objects to the server process, over HTTP on a Unix
+socket."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def _send_request(scope: Scope, receive: Receive, writer: asyncio.StreamWr
                 writer.write(b"0\r\n\r\n")
             await writer.drain()
     except ConnectionError:
-        return  # it has answered before the end of the body, and closed
+        return  # it answered and closed before the end of the body
     writer.close()
 
 

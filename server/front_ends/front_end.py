@@ -1,4 +1,4 @@
-"""What a front end process does: load the tokenizer and the app, answer clients, drain, and count."""
+"""The front end process: load the tokenizer and the app, answer clients, drain, and count."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ from serve_llm.server.metrics.meter import FrontEndCounts, ServerCounts
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.25  # between two looks at the state of the engines
+POLL_SECONDS = 0.25  # between two checks of the engines' state
 HUNG_POLLS = 80  # consecutive polls without a message, after which a front end counts as hung
 HUNG_LOADING_POLLS = 960
 COLLECT_SECONDS = 1.0  # for the answers of front ends to a scrape
@@ -57,7 +57,7 @@ LONGEST_PAUSE = 30.0
 
 
 class _Server(NamedTuple):
-    """What front ends share."""
+    """Data that all front ends need."""
 
     directory: str  # the local checkpoint
     replicas: Replicas
@@ -86,7 +86,7 @@ class FrontEndGroup:
         self._next_start = 0.0  # time.monotonic() seconds; no process is started before
         self._num_collections = 0
         self._adapters_version = 0
-        self._state = b""  # as last sent
+        self._state = b""  # the state that was sent last
         self._changed = asyncio.Event()  # a process has ended or sent something that is waited for
         self._keeping: set[asyncio.Task[None]] = set()
         for _ in range(options.front_ends):
@@ -222,7 +222,7 @@ class FrontEndGroup:
         process.send(self._read_state(server))
 
     def _advance(self) -> None:
-        """Bring the processes nearer to what they shall be: so many that serve, of this revision, and one spare."""
+        """Start, activate or drain processes towards the wanted number of this revision, and one spare."""
         if not self._is_serving:
             return
         serving = [one for one in self.processes if one.phase == "serving"]

@@ -32,9 +32,9 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
 
 
 class Adapters(msgspec.Struct, tag=True, frozen=True):
-    """All adapters that requests may name, now."""
+    """The adapters that requests may currently name."""
 
-    version: int  # counts up
+    version: int  # increases with every change
     adapters: dict[str, Adapter]
 
 

@@ -38,7 +38,7 @@ class FrontEndProcess:
         self.num_silent_polls = 0  # since its last message
         self.counted = 0  # number of the last CollectCounts that it answered
         self.adapters_version = 0  # version of the adapters that it knows
-        self.relay: Relay | None = None  # None until it is told what it needs to load
+        self.relay: Relay | None = None  # None until Setup is sent
         self._own_end, their_end = socket.socketpair()
         self._own_end.setblocking(False)
         command = [sys.executable, "-P", "-m", "serve_llm.server.front_ends", "--channel", str(their_end.fileno())]

@@ -77,7 +77,7 @@ class Relay:
             self._dispatcher.release(admission, message.num_generated, is_whole=message.is_whole)
 
     def close(self) -> None:
-        """The front end is gone: abort all that it has open. Idempotent."""
+        """The front end is gone: abort all its open requests. Idempotent."""
         self._is_closed = True
         for generation in list(self._open):
             self.close_generation(Close(generation, 0, is_whole=False))

@@ -82,7 +82,7 @@ class Choice:
             self._generation.on_finish(self, aborts=output.finish_reason is None)
 
     def take(self) -> Delta:
-        """What is new since the last call."""
+        """Return the delta since the last call."""
         self._has_changed = False
         return self.output.take()
 

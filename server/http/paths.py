@@ -1,4 +1,4 @@
-"""Requests that say the same in another way: a path with a slash at its end, and HEAD instead of GET."""
+"""Equivalent forms of a request: a trailing slash in the path, and HEAD instead of GET."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class PathMiddleware:
-    """ASGI middleware: a slash at the end of a path does not count, and HEAD is GET without the body."""
+    """ASGI middleware that ignores a trailing slash and answers HEAD like GET, without the body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from serve_llm.common.types import Request
 
-MAX_LABELS = 100  # keys, or adapters, beyond these count together
+MAX_LABELS = 100  # further keys or adapters count together
 OTHERS = "others"
 
 
@@ -22,7 +22,7 @@ class UsageCounter:
     """UsageTotals by label, in the order in which the labels were first seen."""
 
     def __init__(self) -> None:
-        self._usages = {OTHERS: UsageTotals()}  # so that the metrics are there from the start
+        self._usages = {OTHERS: UsageTotals()}  # so that the metrics exist from the start
 
     def count(self, label: str, prompt_tokens: int, generation_tokens: int) -> None:
         """Count one choice. With too many labels already, a new one counts as OTHERS."""

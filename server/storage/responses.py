@@ -1,6 +1,6 @@
 """The responses that `--responses-store` keeps, with the items of their input and output, in SQLite.
 
-The oldest responses leave first when there are too many, they hold too many bytes, or they are too old. A response
+The oldest responses are deleted when there are too many, they take too many bytes, or they are too old. A response
 belongs to the API key that asked for it; for other keys it does not exist.
 """
 
@@ -58,7 +58,7 @@ class StoredResponse(NamedTuple):
 
 
 class NewResponse(NamedTuple):
-    """What is known of a response before its outcome."""
+    """A response before its outcome is known."""
 
     id: str
     owner: str
@@ -68,7 +68,7 @@ class NewResponse(NamedTuple):
 
 
 class ResponseOutcome(NamedTuple):
-    """What a response is now. content: its JSON."""
+    """The current state of a response. content: its JSON."""
 
     status: str
     content: bytes
@@ -97,7 +97,7 @@ class ResponseStore:
         self._database.run_here(self._measure)
 
     async def add(self, new: NewResponse, outcome: ResponseOutcome) -> bool:
-        """False if it is larger than all that may be stored. Raises sqlite3.Error."""
+        """Store a response. Returns False if it alone exceeds the limit on bytes. Raises sqlite3.Error."""
         created = time.time()
         size = outcome.size + _sum_sizes(new.input_items)
         if size > self._limits.stored_response_bytes:
@@ -288,7 +288,7 @@ class ResponseStore:
 
 
 def _end_interrupted(connection: sqlite3.Connection) -> None:
-    """Responses that the last server was killed in the middle of have failed."""
+    """Mark responses as failed that were being generated when the last server was killed."""
     rows = connection.execute("SELECT number, content FROM responses WHERE status IN (?, ?)", OPEN_STATUSES).fetchall()
     for number, content in rows:
         response = json.loads(content)

@@ -1,4 +1,4 @@
-"""All that the server stores."""
+"""Everything that the server stores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serve_llm.server.storage.responses import ResponseStore
 
 
 class Storage(NamedTuple):
-    """The owner calls `close` at the end."""
+    """The stores that are in use. Call `close` at the end."""
 
     responses: ResponseStore | None  # None: responses are not stored
     batches: BatchStore | None  # None: neither files nor batches are stored

@@ -1,4 +1,4 @@
-"""Starts traces if the optional dependency is there."""
+"""Start traces if the optional dependency is installed."""
 
 from __future__ import annotations
 

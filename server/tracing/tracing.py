@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: which spans there are, and how they leave the server.
+"""OpenTelemetry traces: which spans exist, and how they are exported.
 
 Imported only with --otlp-traces-endpoint, because OpenTelemetry's SDK is an optional dependency.
 """
