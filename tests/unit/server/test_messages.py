@@ -272,7 +272,7 @@ BAD: list[tuple[Json, str]] = [
     ({"system": 3}, "system"),
     ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
     ({"tools": [{"type": "rocket", "name": "a"}]}, "tools[0]"),
-    ({"tools": [WEATHER, WEATHER]}, "there twice"),
+    ({"tools": [WEATHER, WEATHER]}, "appears twice"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
     ({"tools": [{"name": "a", "input_schema": {"type": "array"}}]}, "tools[0].input_schema.type"),
     ({"tools": [SEARCH, {**SETS, "strict": True}]}, "tools[1].input_schema at #/properties/a: uniqueItems"),

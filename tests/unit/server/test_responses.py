@@ -343,7 +343,7 @@ BAD: list[tuple[Json, int, str]] = [
     ({"max_output_tokens": 10**6}, 400, "max_output_tokens"),
     ({"tools": [{"type": "rocket"}]}, 400, "tools[0]"),
     ({"tools": [{"type": "function"}]}, 400, "tools[0].name"),
-    ({"tools": [WEATHER, WEATHER]}, 400, "there twice"),
+    ({"tools": [WEATHER, WEATHER]}, 400, "appears twice"),
     ({"tools": [{"type": "namespace", "tools": [WEATHER]}]}, 400, "tools[0].name is required"),
     ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "namespace"}]}]}, 400, "tools[0].tools[0]"),
     ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "function"}]}]}, 400, "tools[0].tools[0].name"),
