@@ -165,30 +165,46 @@ class Scheduler:
         num_batches: steps to keep in flight at a time, each with other sequences. Each step takes at most its share of
         the sequences, so that the others find work. held: request indices of sequences that are not ready.
         """
-        step = PlannedStep(budget, budget)
         if self._has_both:
             held = self._running.make_way().union(held)
         paused = self._find_paused()
         self._num_active = len(self._running) - len(paused)
-        if self._speculator is not None:  # so that a step samples about as many ids as one without drafts may
-            num_free_rows = self._max_num_seqs - len(self._running) - len(self._waiting)
-            step.max_drafts = max(self._speculator.num_tokens, num_free_rows)
+        step = PlannedStep(budget, budget, max_drafts=self._limit_drafts())
         max_running = -(-self._num_active // num_batches)
         max_sequences = -(-(len(self._running) + len(self._waiting)) // num_batches)
         self._fill(step, max_running, max_sequences, now, paused.union(held))
         if self._num_before_batches == 0:
             self._batch_share.clear()
         elif self._has_both and not step.is_out_of_blocks:
-            self._batch_share.add(budget - step.budget)
             active = {req_index for req_index in self._running.by_index if req_index not in paused}
-            if active:
-                step.budget = min(step.budget, self._batch_share.num_tokens)
-            num_left = step.budget
             max_running = -(-len(self._running) // num_batches)
-            self._fill(step, max_running, max_sequences, now, active.union(held), with_batches=True)
-            self._batch_share.spend(num_left - step.budget)
+            self._share_with_batches(step, max_running, max_sequences, now, active, held)
         copies = self._prefix_cache.take_copies() if step.scheduled else []
         return SchedulerOutput(step.new_requests, step.scheduled, copies=copies)
+
+    def _limit_drafts(self) -> int:
+        """The most drafts of a step: with them it samples about as many ids as a step without drafts may."""
+        if self._speculator is None:
+            return 0
+        num_free_rows = self._max_num_seqs - len(self._running) - len(self._waiting)
+        return max(self._speculator.num_tokens, num_free_rows)
+
+    def _share_with_batches(
+        self,
+        step: PlannedStep,
+        max_running: int,
+        max_sequences: int,
+        now: float,
+        active: set[int],
+        held: Collection[int],
+    ) -> None:
+        """Give sequences of batches their share of a step that others have filled. active: indices of the others."""
+        self._batch_share.add(step.max_tokens - step.budget)
+        if active:
+            step.budget = min(step.budget, self._batch_share.num_tokens)
+        num_left = step.budget
+        self._fill(step, max_running, max_sequences, now, active.union(held), with_batches=True)
+        self._batch_share.spend(num_left - step.budget)
 
     @property
     def _has_both(self) -> bool:
