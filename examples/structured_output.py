@@ -4,7 +4,7 @@
     serve-llm demo
     python structured_output.py [http://127.0.0.1:8000/v1]
 
-The demo model knows no English: its answers have the right form and no meaning.
+The demo model does not know English: its answers have the right form but no meaning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A tool that the model calls, and whose result it gets, by the official client against a running server.
+"""Let the model call a tool and send back the result, with the official client and a running server.
 
     pip install openai
     serve-llm <a model that knows tools>
