@@ -68,7 +68,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise BinFileError("it holds no tensors by name")
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise BinFileError(f"{name!r} is no tensor but a {type(value).__name__}")
+            raise BinFileError(f"the entry {name!r} is not a named tensor: its type is {type(value).__name__}")
         if value.layout != torch.strided or value.device.type != "cpu" or value.dtype not in DTYPES:
             raise BinFileError(f"{name} is a tensor of {value.dtype}, {value.layout}, which is not supported")
     tensors = {str(name): value.detach() for name, value in content.items()}

@@ -150,7 +150,7 @@ class _Translation:
         shape = self._shape(name)
         tensor = self._file.tensors[name]
         if tensor.type.name != "F32" or len(shape) != 1 or shape[0] > LARGEST_HEAD:
-            raise ModelError(f"{self._file.path}: {name} is no list of F32 numbers of a head's size")
+            raise ModelError(f"{self._file.path}: {name} is not a list of F32 numbers of a head's size")
         with self._file.path.open("rb") as file:
             file.seek(tensor.start)
             return list(struct.unpack(f"<{shape[0]}f", file.read(tensor.num_bytes)))

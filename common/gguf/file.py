@@ -110,7 +110,7 @@ class _Header:
 
     def read(self) -> GGUFFile:
         if self._take(len(MAGIC)) != MAGIC:
-            raise ModelError(f"{self._path} is no GGUF file: it does not begin with GGUF")
+            raise ModelError(f"{self._path} is not a GGUF file: it does not begin with GGUF")
         version = self._number("I")
         if version not in VERSIONS:
             hint = "of big-endian byte order" if version >> 16 else f"of version {version}"
@@ -163,7 +163,7 @@ class _Header:
             self._what = f"tensor {name}"
             num_bytes = math.prod(shape) // stored.block * stored.block_bytes
             if offset % alignment:
-                raise self._invalid(f"has offset {offset}, which is no multiple of general.alignment {alignment}")
+                raise self._invalid(f"has offset {offset}, which is not a multiple of general.alignment {alignment}")
             if begin + offset + num_bytes > len(self._content):
                 raise self._invalid(
                     f"ends at byte {begin + offset + num_bytes} of {len(self._content)}: the file is cut short, or the "

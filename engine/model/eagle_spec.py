@@ -39,9 +39,11 @@ def read_eagle(raw: Mapping[str, object], target: ModelSpec) -> tuple[ModelSpec,
     named = raw.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else None
     if architecture not in ARCHITECTURES:
-        raise ModelError(f"architecture {architecture} is no EAGLE-3 head; there are {', '.join(ARCHITECTURES)}")
+        raise ModelError(
+            f"architecture {architecture} is not an EAGLE-3 head; supported are {', '.join(ARCHITECTURES)}"
+        )
     if "draft_vocab_size" not in raw:
-        raise ModelError("config.json: draft_vocab_size is missing: this is no EAGLE-3 head")
+        raise ModelError("config.json: draft_vocab_size is missing: this is not an EAGLE-3 head")
     config = ConfigReader(raw)
     config.only("num_hidden_layers", 1)
     spec = llama.read_plain(config, str(architecture))

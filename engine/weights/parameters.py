@@ -98,7 +98,7 @@ class CheckpointLoader:
             return read_stacked(reader, name, stored, location.tensor_shape, location.ranges)
         reader = ModuleReader(self._checkpoint, rule.module, self._upload)
         if len(location.tensor_shape) != 2:
-            raise ModelError(f"{rule.module} is quantised, but is no linear module")
+            raise ModelError(f"{rule.module} is quantised, but is not a linear module")
         outputs, inputs = location.tensor_shape
         return read_module(reader, stored, (outputs, inputs), *location.ranges)
 

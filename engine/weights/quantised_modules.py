@@ -189,7 +189,7 @@ def _read_state(reader: ModuleReader, stored: BitsAndBytes4, shape: tuple[int, i
     name = f"{reader.module}.{stored.marker}"
     length = reader.checkpoint.shape(name)
     if len(length) != 1 or length[0] > LARGEST_STATE:
-        raise ModelError(f"{name} has shape {list(length)} and is no short text")
+        raise ModelError(f"{name} has shape {list(length)} and is not a short text")
     try:
         state = json.loads(bytes(reader.read(stored.marker, length, dtype=torch.uint8).tolist()))
         block, nested_block = int(state["blocksize"]), int(state.get("nested_blocksize", 256))

@@ -115,7 +115,7 @@ class ResponsesRequest(InputTokensRequest):
     )
     metadata: dict[str, str] | None = Field(default=None, description="Up to 16 texts, returned as they are.")
     background: bool | None = Field(
-        default=None, description="Answer at once, go on without the client. Needs a store."
+        default=None, description="Answer at once and continue without the client. Needs a store."
     )
     top_logprobs: int | None = ranged("logprobs", f"Above 0, requires {INCLUDED_LOGPROBS!r} in include.")
     max_tool_calls: int | None = Field(default=None, description="Returned as it is: it limits hosted tools.")

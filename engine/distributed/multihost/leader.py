@@ -80,8 +80,8 @@ def listening_address(options: EngineOptions) -> str:
         addresses := {entry[4][0] for entry in socket.getaddrinfo(name, None)}
     ):
         raise OptionError(
-            f"--master-addr {name} is {', '.join(map(str, addresses))}, which is no address of this host, node 0; its "
-            f"address there is {address}; if {name} is forwarded to it, say --host-ip {address}"
+            f"--master-addr {name} is {', '.join(map(str, addresses))}, which is not an address of this host, node 0; "
+            f"its address there is {address}; if {name} is forwarded to it, set --host-ip {address}"
         )
     return address
 

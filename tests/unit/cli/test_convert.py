@@ -114,8 +114,8 @@ def test_the_sandbox_has_no_network_no_programs_and_limits(tmp_path: Path) -> No
     [
         ([torch.ones(2)], "no tensors by name"),
         ({}, "no tensors by name"),
-        ({"a": 3}, "'a' is no tensor but a int"),
-        ({3: torch.ones(2)}, "3 is no tensor but a Tensor"),
+        ({"a": 3}, "the entry 'a' is not a named tensor: its type is int"),
+        ({3: torch.ones(2)}, "the entry 3 is not a named tensor: its type is Tensor"),
         ({"a": torch.ones(2, dtype=torch.complex64)}, "a is a tensor of torch.complex64"),
         ({"a": torch.ones(2).to_sparse()}, "a is a tensor of torch.float32, torch.sparse_coo"),
         ({"a": torch.ones(1).expand(1 << 40)}, "its tensors take more than twice its size"),

@@ -114,7 +114,7 @@ def test_gguf_files_of_a_repository(tmp_path: Path, on_the_hub: Callable[[Downlo
         ("org/tiny:Q8_0", "tiny-q8_0"),
         ("org/tiny:tiny-q8_0.gguf", "tiny-q8_0"),
     ):
-        with pytest.raises(ModelError, match=rf"{file}\.gguf ends amid the header|{file}\.gguf is no GGUF file"):
+        with pytest.raises(ModelError, match=rf"{file}\.gguf ends amid the header|{file}\.gguf is not a GGUF file"):
             resolve_model(name)
     with pytest.raises(ModelError, match=r"org/tiny:Q2_K: one file \*Q2_K\.gguf is needed in .*, found: none"):
         resolve_model("org/tiny:Q2_K")
@@ -132,7 +132,7 @@ def test_gguf_parts_of_a_repository(tmp_path: Path, on_the_hub: Callable[[Downlo
     names = [f"Q8_0/tiny-Q8_0-0000{number}-of-00002.gguf" for number in (1, 2)]
     (tmp_path / "snapshot" / "Q8_0").mkdir(parents=True)
     on_the_hub(lambda name, **arguments: str(checkpoint(tmp_path / "snapshot", *names, "tiny-Q4_K_M.gguf")))
-    with pytest.raises(ModelError, match=r"tiny-Q8_0-00001-of-00002\.gguf (ends amid the header|is no GGUF file)"):
+    with pytest.raises(ModelError, match=r"tiny-Q8_0-00001-of-00002\.gguf (ends amid the header|is not a GGUF file)"):
         resolve_model("org/tiny:Q8_0")
     (tmp_path / "snapshot" / names[0]).unlink()
     names.pop(0)

@@ -36,7 +36,7 @@ def resolve_head(served: Path, head: Path, config: dict[str, object], **given: o
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"architectures": ["Eagle3DraftModel"]}, "architecture Eagle3DraftModel is no EAGLE-3 head"),
+        ({"architectures": ["Eagle3DraftModel"]}, "architecture Eagle3DraftModel is not an EAGLE-3 head"),
         ({"draft_vocab_size": None}, "draft_vocab_size is missing|must be"),
         ({"draft_vocab_size": 332}, "draft_vocab_size must be an integer of at most 331"),
         ({"num_hidden_layers": 2}, "num_hidden_layers 2 is not supported"),
