@@ -133,7 +133,8 @@ class Decoder:
         ):
             step, group_inputs = (inputs, NO_KV) if group is None else (steps[group], inputs.groups[group])
             layer_inputs = AttentionInputs(step, group_inputs, cache, angles[rope], scales[temperature])
-            self.collected += [residual.clone()] * self.collected_layers.count(index)
+            if index in self.collected_layers:
+                self.collected += [residual.clone()] * self.collected_layers.count(index)
             residual, x = layer.forward(residual, x, layer_inputs, selection)
         return residual
 

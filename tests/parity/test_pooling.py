@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from serve_llm.common.types import FinishReason
 from support.engine import generate, greedy, make_engine
@@ -19,6 +21,7 @@ from support.pooled import (
     ENCODERS,
     compute_vectors,
     make_pooled_checkpoint,
+    pooled_config_of,
     pooling_request,
     reference_hidden,
     reference_logits,
@@ -42,6 +45,19 @@ def reference_next_logits(directory: Path, ids: list[int]) -> Tensor:
 def check(found: dict[int, Tensor], expected: list[Tensor]) -> None:
     for number, vector in enumerate(expected):
         torch.testing.assert_close(found[number], vector, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+class CopyRecorder(TorchDispatchMode):
+    """Shapes of the tensors that are cloned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default:
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
 
 
 class TestDecoders:
@@ -150,3 +166,12 @@ class TestEncoders:
             first = reference_hidden(tmp_path, "BertModel", ids)[0]
             dense = torch.tanh(functional.linear(first, weights["linear.weight"], weights["linear.bias"]))
             check({0: found[number]}, [functional.normalize(dense, dim=0)])
+
+    def test_hidden_states_are_not_copied(self, tmp_path: Path) -> None:
+        chosen = prompts(make_pooled_checkpoint(tmp_path, "BertModel", modules=["Pooling"], pooling="cls_token"))
+        engine = make_engine(tmp_path)
+        requests = [pooling_request(n, ids) for n, ids in enumerate(chosen)]
+        with CopyRecorder() as recorder:
+            assert len(compute_vectors(engine, requests)) == len(chosen)
+        num_tokens = sum(map(len, chosen))
+        assert (num_tokens, pooled_config_of("BertModel")["hidden_size"]) not in recorder.shapes
