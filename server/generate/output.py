@@ -61,7 +61,8 @@ class OutputProcessor:
         self._params = params
         self._end_ids = end_ids
         self._prompt_ids = prompt_ids
-        self._detokenizer = detokenizers.create(prompt_ids, params.skip_special_tokens, parser is not None)
+        context_ids = () if params.max_tokens == 0 else prompt_ids  # without a token, no text follows the prompt
+        self._detokenizer = detokenizers.create(context_ids, params.skip_special_tokens, parser is not None)
         self._scanner: StopScanner | None = None
         if params.stop_strings:
             self._scanner = StopScanner(params.stop_strings, params.include_stop_str_in_output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import msgspec
 
@@ -10,8 +11,8 @@ from serve_llm.common.options.limits import Limits
 from serve_llm.server.http.errors import InvalidRequest, Unsupported
 from serve_llm.server.prompt.chat_turn import render_turn
 from serve_llm.server.prompt.context import Context, parse_openai_body
-from serve_llm.server.prompt.reranker_prompt import encode_reranker_prompt
-from serve_llm.server.prompt.tokenizer import Side
+from serve_llm.server.prompt.reranker_prompt import encode_reranker_prompts
+from serve_llm.server.prompt.tokenizer import Encoded, Side
 from serve_llm.server.prompt.validate import TextRequest, check_text, check_volume, prepare_pooling
 from serve_llm.server.schema.pooling import (
     ClassificationRequest,
@@ -94,7 +95,7 @@ def score(content: bytes, context: Context) -> Pool:
         encoded = texts.encode_all(list(positions))
         pairs = [(positions[one], positions[other]) for one, other in zip(first, second, strict=True)]
     else:
-        encoded = [texts.encode_pair(one, other, body.instruction) for one, other in zip(first, second, strict=True)]
+        encoded = texts.encode_pairs(list(zip(first, second, strict=True)), body.instruction)
     return Pool(
         request=_prepare(encoded, body, context, param),
         model=name,
@@ -119,7 +120,7 @@ def rerank(content: bytes, context: Context) -> Pool:
         encoded = texts.encode_all([query, *cut])
         pairs = [(0, index) for index in range(1, len(encoded))]
     else:
-        encoded = [texts.encode_pair(query, document, body.instruction) for document in cut]
+        encoded = texts.encode_pairs([(query, document) for document in cut], body.instruction)
     return Pool(
         request=_prepare(encoded, body, context, "documents"),
         model=name,
@@ -129,9 +130,6 @@ def rerank(content: bytes, context: Context) -> Pool:
         request_id=body.request_id or "",
         ignored_fields=ignored,
     )
-
-
-Encoded = tuple[list[int], int | None]  # ids, and where the second text of a pair begins
 
 
 class _Texts:
@@ -153,19 +151,19 @@ class _Texts:
         self._max_tokens = longest if asked in (None, -1) or asked is None else min(asked, longest)
 
     def encode_all(self, inputs: Sequence[str | list[int]]) -> list[Encoded]:
-        return [self._encode(text) if isinstance(text, str) else (self._cut_ids(text), None) for text in inputs]
+        encoded = iter(self._encode([(text, None) for text in inputs if isinstance(text, str)]))
+        return [next(encoded) if isinstance(text, str) else (self._cut_ids(text), None) for text in inputs]
 
-    def encode_pair(self, first: str, second: str, instruction: str | None) -> Encoded:
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]], instruction: str | None) -> list[Encoded]:
         model = self._context.model
-        if model.vectors.has_token_classes:
-            for text in (first, second, instruction or ""):
-                self._check_length(text)
-            max_tokens = self._max_tokens if self._is_cut else UNLIMITED
-            ids = encode_reranker_prompt(model.tokenizer, first, second, instruction, max_tokens, self._side)
-            return ids, None
-        if instruction is not None:
-            raise Unsupported("this model reads no instruction", "instruction")
-        return self._encode(first, second)
+        if not model.vectors.has_token_classes:
+            if instruction is not None:
+                raise Unsupported("this model reads no instruction", "instruction")
+            return self._encode(pairs)
+        for text in (*chain.from_iterable(pairs), instruction or ""):
+            self._check_length(text)
+        prompts = encode_reranker_prompts(model.tokenizer, pairs, instruction, self._most_tokens, self._side)
+        return [(ids, None) for ids in prompts]
 
     def cut(self, text: str, max_tokens: int | None) -> str:
         """The beginning of a text that has at most this many tokens."""
@@ -175,21 +173,24 @@ class _Texts:
         encoding = self._context.model.tokenizer.rust.encode_batch([text], add_special_tokens=False)[0]
         return text if len(encoding) <= max_tokens else text[: encoding.offsets[max_tokens - 1][1]]
 
-    def _encode(self, text: str, second: str | None = None) -> Encoded:
+    def _encode(self, texts: Sequence[tuple[str, str | None]]) -> list[Encoded]:
         model = self._context.model
-        for one in (text, second or ""):
-            self._check_length(one)
+        for text in chain.from_iterable(texts):
+            self._check_length(text or "")
         if model.vectors.lowercase:
-            text = text.lower()
-            second = None if second is None else second.lower()
-        adds_eos = model.vectors.adds_eos and self._adds_special_tokens and model.tokenizer.eos_id is not None
-        max_tokens = self._max_tokens if self._is_cut else UNLIMITED
-        ids, second_start = model.tokenizer.encode_truncated(
-            text, second, max_tokens, self._side, self._adds_special_tokens
-        )
-        if adds_eos and model.tokenizer.eos_id is not None and ids[-1:] != [model.tokenizer.eos_id]:
-            ids = [*ids[: max_tokens - 1], model.tokenizer.eos_id]
-        return ids, second_start
+            texts = [(text.lower(), None if second is None else second.lower()) for text, second in texts]
+        encoded = model.tokenizer.encode_truncated(texts, self._most_tokens, self._side, self._adds_special_tokens)
+        eos_id = model.tokenizer.eos_id
+        if not model.vectors.adds_eos or not self._adds_special_tokens or eos_id is None:
+            return encoded
+        return [
+            (ids if ids[-1:] == [eos_id] else [*ids[: self._most_tokens - 1], eos_id], start) for ids, start in encoded
+        ]
+
+    @property
+    def _most_tokens(self) -> int:
+        """Of a text, special tokens included; longer ones are cut."""
+        return self._max_tokens if self._is_cut else UNLIMITED
 
     def _check_length(self, text: str) -> None:
         check_text(text, self._context.model, self._context.facts, self._is_cut, self._param)

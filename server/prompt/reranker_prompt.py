@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from serve_llm.server.prompt.tokenizer import Side, Tokenizer
 
 DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -13,13 +15,21 @@ PREFIX = (
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
-def encode_reranker_prompt(
-    tokenizer: Tokenizer, query: str, document: str, instruction: str | None, max_tokens: int, side: Side
-) -> list[int]:
-    """Ids of the whole prompt. Only the part with the texts is cut on this side, to at most `max_tokens` in all."""
+def encode_reranker_prompts(
+    tokenizer: Tokenizer,
+    pairs: Sequence[tuple[str, str]],
+    instruction: str | None,
+    max_tokens: int,
+    side: Side,
+) -> list[list[int]]:
+    """Ids of the whole prompt of each query and document. Only the part with the texts is cut on this side, to at most
+    `max_tokens` in all."""
     prefix = tokenizer.encode(PREFIX, add_special_tokens=False)
     suffix = tokenizer.encode(SUFFIX, add_special_tokens=False)
-    text = f"<Instruct>: {instruction or DEFAULT_INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
+    texts = [
+        f"<Instruct>: {instruction or DEFAULT_INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
+        for query, document in pairs
+    ]
     room = max_tokens - len(prefix) - len(suffix)
-    ids, _ = tokenizer.encode_truncated(text, None, room, side, add_special_tokens=False)
-    return [*prefix, *ids, *suffix]
+    encoded = tokenizer.encode_truncated([(text, None) for text in texts], room, side, add_special_tokens=False)
+    return [[*prefix, *ids, *suffix] for ids, _ in encoded]

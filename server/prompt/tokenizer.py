@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from serve_llm.common.hub import read_json
 from serve_llm.common.tokenizer_files import find_tokenizer
 
 Side = Literal["left", "right"]
+Encoded = tuple[list[int], int | None]  # ids, and the index at which the second text's token type begins, if it does
 
 _SPACE = "\u2581"  # sentencepiece's mark for a space
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -93,25 +95,30 @@ class Tokenizer:
         return [position for position, is_added in enumerate(mask) if is_added]
 
     def encode_truncated(
-        self, text: str, second: str | None, max_tokens: int, side: Side, add_special_tokens: bool
-    ) -> tuple[list[int], int | None]:
-        """Ids of a text, or of a pair of texts, cut on this side to at most `max_tokens`, special tokens included.
+        self, texts: Sequence[tuple[str, str | None]], max_tokens: int, side: Side, add_special_tokens: bool
+    ) -> list[Encoded]:
+        """Ids of each text, or pair of texts, cut on this side to at most `max_tokens`, special tokens included. Texts
+        are encoded in parallel.
 
-        Of a pair the longer text is cut first. Also returns the index at which the second text's token type begins;
-        None without one.
+        Of a pair the longer text is cut first.
         """
-        texts = [text] if second is None else [text, second]
-        encodings = self.rust.encode_batch(texts, add_special_tokens=False)
-        num_special = self.rust.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
-        room = max(0, max_tokens - num_special)
-        lengths = [len(encoding) for encoding in encodings]
-        if sum(lengths) > room:
-            kept = [room] if second is None else _share_room(lengths[0], lengths[1], room)
-            for encoding, count in zip(encodings, kept, strict=True):
-                encoding.truncate(count, direction=side)
-        whole = self.rust.post_process(encodings[0], encodings[1] if second is not None else None, add_special_tokens)
-        types = whole.type_ids
-        return whole.ids, types.index(1) if 1 in types else None
+        flat = [text for pair in texts for text in pair if text is not None]
+        encodings = iter(self.rust.encode_batch(flat, add_special_tokens=False))
+        encoded: list[Encoded] = []
+        for _, second in texts:
+            is_pair = second is not None
+            own = [next(encodings), next(encodings)] if is_pair else [next(encodings)]
+            num_special = self.rust.num_special_tokens_to_add(is_pair) if add_special_tokens else 0
+            room = max(0, max_tokens - num_special)
+            lengths = [len(encoding) for encoding in own]
+            if sum(lengths) > room:
+                kept = _share_room(lengths[0], lengths[1], room) if is_pair else [room]
+                for encoding, count in zip(own, kept, strict=True):
+                    encoding.truncate(count, direction=side)
+            whole = self.rust.post_process(own[0], own[1] if is_pair else None, add_special_tokens)
+            types = whole.type_ids
+            encoded.append((whole.ids, types.index(1) if 1 in types else None))
+        return encoded
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of ids, without unknown ids. Releases the GIL."""

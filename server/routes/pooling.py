@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
@@ -36,6 +37,8 @@ from serve_llm.server.schema.pooling import (
 
 if TYPE_CHECKING:
     from serve_llm.server.tracing.request_trace import RequestTrace  # imports an optional dependency
+
+PAUSE_BYTES = 65536  # written in less than a millisecond
 
 
 def create_router(state: AppState) -> APIRouter:
@@ -125,9 +128,17 @@ class PoolingResponse(Response):
         if not deltas:
             return
         vectors = [delta.vector or b"" for delta in deltas]
-        parts = []
-        for part in self._build_body(parsed, vectors, meta, state.model.vectors):
-            parts.append(part)
-            await asyncio.sleep(0)
-        content = b"".join(parts)
+        content = await join_parts(self._build_body(parsed, vectors, meta, state.model.vectors))
         await send_content(send, content, headers)
+
+
+async def join_parts(parts: Iterable[bytes]) -> bytes:
+    """The parts as one, made while other requests run too."""
+    content = bytearray()
+    num_bytes_at_pause = 0
+    for part in parts:
+        content += part
+        if len(content) - num_bytes_at_pause >= PAUSE_BYTES:
+            num_bytes_at_pause = len(content)
+            await asyncio.sleep(0)
+    return bytes(content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -13,7 +14,7 @@ from serve_llm.server.dialects.parser import DialectParser
 from serve_llm.server.dialects.pieces import ContentPiece, Piece
 from serve_llm.server.dialects.tool import Tool
 from serve_llm.server.generate.delta import Delta, TokenEntry
-from serve_llm.server.generate.detokenize import DetokenizerFactory
+from serve_llm.server.generate.detokenize import Detokenizer, DetokenizerFactory
 from serve_llm.server.generate.output import OutputProcessor, merge_pieces
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.sampling_params import SamplingParams
@@ -217,3 +218,23 @@ def test_no_tokens_at_all(model: ServedModel) -> None:
     processor.push(Output(0, [], FinishReason.LENGTH))
     delta = processor.take()
     assert (delta.text, delta.token_ids, delta.finish_reason) == ("p", [], FinishReason.LENGTH)
+
+
+class CountingFactory(DetokenizerFactory):
+    """Notes the ids that detokenizers are given as their context."""
+
+    contexts: list[list[int]]
+
+    def create(
+        self, prompt_ids: Sequence[int], skip_special_tokens: bool, keep_delimiters: bool = False
+    ) -> Detokenizer:
+        self.contexts.append(list(prompt_ids))
+        return super().create(prompt_ids, skip_special_tokens, keep_delimiters)
+
+
+def test_a_prompt_is_decoded_only_if_text_follows(model: ServedModel) -> None:
+    factory = CountingFactory(model.tokenizer)
+    factory.contexts = []
+    for max_tokens in (0, 1):
+        OutputProcessor(0, PROMPT, SamplingParams(max_tokens=max_tokens), factory, (EOS,))
+    assert factory.contexts == [[], PROMPT]

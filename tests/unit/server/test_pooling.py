@@ -21,6 +21,7 @@ from serve_llm.server.metrics.meter import Clock, Meter
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.reranker_prompt import SUFFIX
 from serve_llm.server.prompt.validate import prepare_pooling
+from serve_llm.server.routes.pooling import PAUSE_BYTES
 from support.fakes import ScriptedEngine, facts
 from support.serving import Served
 
@@ -89,6 +90,15 @@ class TestEmbeddings:
         assert served.post("/v1/embeddings", {"input": ["import os", "x"]}).status == 200
         assert [request.prompt_ids for request in served.engine.submitted] == [served.ids("import os"), served.ids("x")]
         assert all(request.pooling and request.sampling.max_tokens == 0 for request in served.engine.submitted)
+
+    def test_many_vectors_in_one_body(self, serve: Serve) -> None:
+        size = 3 * PAUSE_BYTES // 40
+        served = serve(
+            script=lambda request: [float(len(request.prompt_ids))] * size,
+            model_facts=facts(**{**EMBEDDER, "vector_size": size}),
+        )
+        data = served.post("/v1/embeddings", {"input": [[5], [5, 6], [5, 6, 7]]}).json()["data"]
+        assert [entry["embedding"] for entry in data] == [[1.0] * size, [2.0] * size, [3.0] * size]
 
     @pytest.mark.parametrize(("side", "expected"), [("left", [8, 9]), ("right", [5, 6]), (None, [5, 6])])
     def test_truncation(self, serve: Serve, side: str | None, expected: list[int]) -> None:
@@ -186,6 +196,17 @@ class TestScores:
         pairs = [request.prompt_ids for request in served.engine.submitted]
         assert pairs == [served.ids("a") + served.ids("c"), served.ids("b") + served.ids("d")]
         assert len(reply["data"]) == 2
+
+    def test_each_pair_is_cut_on_its_own(self, serve: Serve) -> None:
+        served = serve_classifier(serve, lambda request: (0.0,), 1)
+        long, short = "import os, sys", "x"
+        body = {"queries": [long, short, long], "documents": [short, long, long], "truncate_prompt_tokens": 4}
+        assert served.post("/score", body).status == 200
+        ids = {text: served.ids(text) for text in (long, short)}
+        room = 4 - len(ids[short])
+        expected = [ids[long][:room] + ids[short], ids[short] + ids[long][:room], ids[long][:2] * 2]
+        assert len(ids[long]) >= 4
+        assert [request.prompt_ids for request in served.engine.submitted] == expected
 
     @pytest.mark.parametrize(
         "body",
