@@ -16,6 +16,7 @@ _TEXT_FIELDS: dict[object, str] = {
     "output_text": "text",
     "refusal": "refusal",
     "thinking": "thinking",
+    "reasoning": "text",
 }
 """By the type of a part, the field that holds its text."""
 
@@ -78,7 +79,7 @@ def _read_parts(content: object, param: str) -> tuple[list[Message], list[str]]:
         text = part.get(field)
         if not isinstance(text, str):
             raise InvalidRequest(f"{place}.{field} is required", f"{place}.{field}")
-        if kind == "thinking":
+        if kind in ("thinking", "reasoning"):
             reasoning.append(text)
         else:
             others = {name: value for name, value in part.items() if name not in ("type", field)}

@@ -30,7 +30,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 class TextContent(TypedDict):
-    """Only parts that hold text are supported: text, input_text, output_text, refusal, thinking."""
+    """Only parts that hold text are supported: text, input_text, output_text, refusal, thinking, reasoning."""
 
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
 

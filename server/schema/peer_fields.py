@@ -25,6 +25,7 @@ def same(name: str) -> str:
 
 
 _STRUCTURED = "use structured_outputs"
+_REPETITION = "use repetition_detection"
 
 OTHER_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -64,6 +65,14 @@ class PeerFields(RequestBody):
     media_io_kwargs: object | None = neutral({})
     data_parallel_rank: object | None = neutral()
     stream_interval: object | None = neutral(1)
+    prompt_embeds: object | None = neutral()
+    packed_top_logprobs: object | None = neutral(False)
+    return_prompt_text: object | None = neutral(False)
+    return_token_offsets: object | None = neutral(False, hint="logprobs of completions have text_offset")
+    weight_versions: object | None = neutral([])
+    max_repetition_pattern_size: object | None = neutral(0, hint=_REPETITION)
+    min_repetition_pattern_size: object | None = neutral(0, hint=_REPETITION)
+    repetition_min_count: object | None = neutral(0, hint=_REPETITION)
     session_id: Ignored = None
     guided_json: object | None = neutral("", hint=_STRUCTURED)
     guided_regex: object | None = neutral("", hint=_STRUCTURED)
@@ -71,7 +80,15 @@ class PeerFields(RequestBody):
     guided_grammar: object | None = neutral("", hint=_STRUCTURED)
     guided_whitespace_pattern: object | None = neutral("", hint=_STRUCTURED)
     guided_decoding_backend: Ignored = None
+    # SGLang's
+    regex: object | None = neutral("", hint=_STRUCTURED)
+    ebnf: object | None = neutral("", hint=_STRUCTURED)
+    stop_regex: object | None = neutral("", [], hint="use stop")
+    custom_params: object | None = neutral({})
+    no_stop_trim: object | None = neutral(False, hint="use include_stop_str_in_output")
     # llama.cpp's
+    grammar: object | None = neutral("", hint=_STRUCTURED)
+    json_schema: object | None = neutral({}, hint="use response_format")
     cache_prompt: Ignored = None
     timings_per_token: object | None = neutral(False)
     return_progress: object | None = neutral(False)

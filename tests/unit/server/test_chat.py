@@ -95,6 +95,7 @@ def test_a_stream_has_the_role_first(served: Served, n: int) -> None:
         ([{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b"}], "a\nb"),
         ([{"type": "refusal", "refusal": "I cannot."}], "I cannot."),
         ([{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Yes."}], "Yes."),
+        ([{"type": "reasoning", "text": "Hm."}, {"type": "text", "text": "Yes."}], "Yes."),
     ],
 )
 def test_contents(served: Served, content: object, text: str) -> None:

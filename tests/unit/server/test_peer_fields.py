@@ -34,6 +34,22 @@ def test_fields_of_other_servers_are_served_where_they_mean_nothing(served: Serv
         assert error["param"] == "best_of" and error["code"] == "unsupported"
 
 
+def test_fields_that_are_served_elsewhere_or_not_at_all_are_no_typos(served: Served) -> None:
+    refused = {
+        "regex": "[ab]", "ebnf": "root ::= x", "grammar": "root ::= x", "json_schema": {"type": "object"},
+        "stop_regex": "x", "prompt_embeds": "AAAA", "packed_top_logprobs": True, "return_token_offsets": True,
+        "return_prompt_text": True, "weight_versions": [1], "custom_params": {"a": 1}, "no_stop_trim": True,
+        "max_repetition_pattern_size": 8, "min_repetition_pattern_size": 2, "repetition_min_count": 3,
+    }  # fmt: skip
+    for post in (served.complete, served.chat):
+        for name, value in refused.items():
+            error = post(**{name: value}).json()["error"]
+            assert (error["param"], error["code"]) == (name, "unsupported"), error
+        hint = post(regex="[ab]").json()["error"]["message"]
+        assert "structured_outputs" in hint
+        assert post(grammar="", json_schema={}, no_stop_trim=False, max_repetition_pattern_size=0).status == 200
+
+
 def test_a_null_field_is_absent_whatever_its_name(served: Served) -> None:
     assert served.complete(tempratur=None, nonsense=None).status == 200
     assert served.chat(max_tokens=1, nonsense=None).status == 200
