@@ -32,12 +32,15 @@ from serve_llm.server.dialects.schema_members import (
     resolve_alone,
     resolve_object,
 )
+from serve_llm.server.dialects.schema_parts import detach_part
 from serve_llm.server.dialects.schema_types import find_types
-from serve_llm.server.dialects.string_grammar import add_definitions, split_schema, write_strings
+from serve_llm.server.dialects.string_grammar import split_schema, write_strings
 from serve_llm.server.structured_output.errors import GrammarError
+from serve_llm.server.structured_output.json_schema import KEYWORDS
 
 MAX_DEPTH = 20  # objects and lists of a schema inside each other, where it is written out
 _ANNOTATIONS = {"title", "description", "default"}
+_NESTING = ("properties", "additionalProperties", "items", "prefixItems", "anyOf", "oneOf", "allOf")
 _KEY = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
 _NUMBER = r"-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,15})?([eE][-+]?[0-9]{1,2})?"
 
@@ -50,6 +53,7 @@ class ArgumentsWriter:
         self._lark = lark
         self._write_schema = write_schema
         self._literals: dict[str, Symbol] = {}  # rules of any literal, by the quote
+        self._targets: dict[str, Symbol] = {}  # rules of what the tool's schema refers to, by the reference
 
     def write(self, codec: JsonCodec | TaggedCodec | PythonicCodec | GemmaCodec, schema: Schema | None) -> Symbols:
         """Everything between the name and the end of the call. schema: None for arguments that are only well-formed.
@@ -57,6 +61,7 @@ class ArgumentsWriter:
         Raises GrammarError.
         """
         schema = None if schema is None else _bind_object(schema)
+        self._targets = {}
         match codec:
             case JsonCodec():
                 return [self._add_json({**(schema or {}), "type": "object"}, {})]
@@ -66,7 +71,7 @@ class ArgumentsWriter:
                 return self._write_pythonic(codec, schema)
             case GemmaCodec(quote=quote):
                 if schema is None:
-                    return [self._write_quoted_literal(quote)]
+                    return [self._write_quoted_object(quote)]
                 return self._write_gemma_object(resolve_object(schema, schema), schema, quote, 0)
 
     def write_object(self, codec: JsonCodec, name: str, schema: Schema | None) -> Symbol:
@@ -78,7 +83,7 @@ class ArgumentsWriter:
         return self._add_json(call, schema or {})
 
     def _add_json(self, schema: Schema, root: Schema) -> Symbol:
-        return self._lark.add_schema(self._write_schema(add_definitions(schema, root)))
+        return self._lark.add_schema(self._write_schema(detach_part(schema, root)))
 
     # Arguments between delimiters.
 
@@ -111,7 +116,7 @@ class ArgumentsWriter:
         ways = []
         if found.strings:
             opening = self._lark.write_text(key_open + member.name + key_end)
-            text = write_strings(found, codec.value_end, root)
+            text = write_strings(found, codec.value_end, set(find_types(member.schema, root, nullable=True)))
             ways.append(join(opening, join([text], value_end)))
         for other in found.others:
             opening = self._lark.write_text(key_open + member.name + (codec.json_key_end or key_end))
@@ -158,14 +163,18 @@ class ArgumentsWriter:
         constants = write_regex("True|False|None|true|false|null")
         return self._write_literal("python", [[double], [single], [constants]], [[double], [single]])
 
-    def _write_quoted_literal(self, quote: str) -> Symbol:
+    def _write_quoted_object(self, quote: str) -> Symbol:
         """Any object of a codec with quotes of its own."""
-        self._write_literal(
+        self._write_quoted_literal(quote)
+        return self._literals[f"{quote} object"]
+
+    def _write_quoted_literal(self, quote: str) -> Symbol:
+        """Any value of a codec with quotes of its own."""
+        return self._write_literal(
             quote,
             [self._write_quoted(quote, write_free_text(write_patterns(quote))), [write_regex("true|false|null")]],
             [[write_regex(_KEY)]],
         )
-        return self._literals[f"{quote} object"]
 
     def _write_literal(self, name: str, scalars: Sequence[Symbols], keys: Sequence[Symbols]) -> Symbol:
         """Any value; keys: of objects."""
@@ -190,13 +199,27 @@ class ArgumentsWriter:
 
     def _write_gemma(self, schema: object, root: Schema, quote: str, depth: int) -> Symbols:
         """A value of a codec with quotes of its own."""
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str):
+            return self._write_gemma_value(schema, root, quote, depth)
+        if reference not in self._targets:
+            rule = self._targets[reference] = self._lark.reserve_rule()  # the schema may refer to itself
+            self._lark.define_rule(rule, self._write_gemma_value(schema, root, quote, depth))
+        return [self._targets[reference]]
+
+    def _write_gemma_value(self, schema: object, root: Schema, quote: str, depth: int) -> Symbols:
         schema = resolve_alone(schema, root)
+        if schema is True or (isinstance(schema, Mapping) and KEYWORDS.isdisjoint(schema)):
+            return [self._write_quoted_literal(quote)]
         if depth > MAX_DEPTH:
-            raise GrammarError(f"it holds more than {MAX_DEPTH} objects and lists inside each other")
+            raise GrammarError(
+                f"it holds more than {MAX_DEPTH} objects and lists inside each other",
+                keyword=next((name for name in _NESTING if isinstance(schema, Mapping) and name in schema), None),
+            )
         found = split_schema(schema, root)
         ways: list[Symbols] = []
         if found.strings:
-            ways.append(self._write_quoted(quote, write_strings(found._replace(others=[]), quote, root)))
+            ways.append(self._write_quoted(quote, write_strings(found, quote)))
         for other in found.others:
             types = set(find_types(other, root))
             if types == {"object"}:
@@ -211,7 +234,7 @@ class ArgumentsWriter:
 
     def _write_gemma_object(self, schema: Schema, root: Schema, quote: str, depth: int) -> Symbols:
         if depth and is_any_object(schema):
-            return [self._write_quoted_literal(quote)]
+            return [self._write_quoted_object(quote)]
         found = list_members(schema, root, GemmaCodec(quote=quote))
         others = schema.get("additionalProperties")
         if depth and not found and isinstance(others, Mapping):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from serve_llm.server.dialects.tool import Tool
+from serve_llm.server.structured_output.schema_walk import Subschema, find_targets
 
 ALL_TYPES = ("null", "boolean", "integer", "number", "object", "array", "string")
 
@@ -16,7 +17,8 @@ def find_argument_types(tool: Tool | None, key: str) -> frozenset[str]:
     properties = tool.parameters.get("properties") if tool is not None else None
     if tool is None or not isinstance(properties, Mapping) or key not in properties:
         return frozenset(("string",))
-    return frozenset(find_types(properties[key], tool.parameters)) or frozenset(("string",))
+    types = find_types(properties[key], tool.parameters, nullable=True)
+    return frozenset(types) or frozenset(("string",))
 
 
 def find_type(value: object) -> str:
@@ -49,15 +51,17 @@ def resolve(schema: object, root: Mapping[str, object]) -> object:
 
 def follow_reference(reference: str, root: Mapping[str, object]) -> object:
     """What a local reference points to; None if there is nothing."""
-    found: object = root
-    for part in reference.removeprefix("#").strip("/").split("/"):
-        if part:
-            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found
+    if reference == "#":
+        return root
+    if not reference.startswith("#"):
+        return None
+    targets = find_targets(Subschema("", root), Subschema("", {"$ref": reference}))
+    return next((target.schema for target in targets), None)
 
 
-def find_types(schema: object, root: Mapping[str, object], depth: int = 0) -> Iterator[str]:
-    """The types that a schema names; none if it names none. root: the schema that references point into."""
+def find_types(schema: object, root: Mapping[str, object], depth: int = 0, *, nullable: bool = False) -> Iterator[str]:
+    """The types that a schema names; none if it names none. root: the schema that references point into. nullable: null
+    too, where OpenAPI's keyword `nullable` allows it."""
     schema = resolve(schema, root)
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return
@@ -74,11 +78,11 @@ def find_types(schema: object, root: Mapping[str, object], depth: int = 0) -> It
         for keyword in ("anyOf", "oneOf", "allOf"):
             parts = schema.get(keyword)
             for part in parts if isinstance(parts, list) else ():
-                yield from find_types(part, root, depth + 1)
+                yield from find_types(part, root, depth + 1, nullable=nullable)
         if not any(keyword in schema for keyword in ("anyOf", "oneOf", "allOf")):
             if "properties" in schema:
                 yield "object"
             elif "items" in schema:
                 yield "array"
-    if schema.get("nullable") is True:
+    if nullable and schema.get("nullable") is True:
         yield "null"

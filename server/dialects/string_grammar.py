@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from serve_llm.server.dialects.delimiters import DelimiterSet
@@ -17,7 +17,6 @@ from serve_llm.server.structured_output.pattern import translate_pattern
 _ALTERNATIVES = ("anyOf", "oneOf")
 _OF_STRINGS = ("minLength", "maxLength", "pattern", "format")
 _MAX_LENGTH = 10_000
-_DEFINITIONS = ("$defs", "definitions")
 _DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[-+]([01][0-9]|2[0-3]):[0-5][0-9])"
 _OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
@@ -56,7 +55,7 @@ def split_schema(schema: object, root: Schema) -> SplitSchema:
         if keyword in schema:
             return _split_alternatives(schema, keyword, root)
     parts = schema.get("allOf")
-    if isinstance(parts, list) and len(parts) == 1 and "type" not in schema:
+    if isinstance(parts, list) and len(parts) == 1 and KEYWORDS.isdisjoint(schema.keys() - {"allOf"} - BESIDE):
         return split_schema(parts[0], root)
     types = set(find_types(schema, root)) or {"string"}
     if "string" not in types:
@@ -64,7 +63,7 @@ def split_schema(schema: object, root: Schema) -> SplitSchema:
     if "enum" in schema or "const" in schema:
         return _split_values(schema, types)
     others = [name for name in ALL_TYPES if name in types and name != "string"]
-    without_type = {key: value for key, value in schema.items() if key not in ("type", "nullable")}
+    without_type = {key: value for key, value in schema.items() if key != "type"}
     return SplitSchema([{**without_type, "type": "string"}], [{**without_type, "type": others}] if others else [])
 
 
@@ -84,30 +83,26 @@ def _split_values(schema: Schema, types: set[str]) -> SplitSchema:
     others = [value for value in values if not isinstance(value, str)]
     if texts and any(name in schema for name in (*_OF_STRINGS, *GENERAL - {"enum", "const"})):
         raise GrammarError(NOT_BESIDE, keyword="enum" if "enum" in schema else "const")
-    rest = {name: value for name, value in schema.items() if name not in ("type", "nullable", "const", "enum")}
+    rest = {name: value for name, value in schema.items() if name not in ("type", "const", "enum")}
     strings: list[Schema] = []
     if texts:
         strings.append({"enum": texts} if "enum" in schema else {"const": texts[0]})
     return SplitSchema(strings, [{**rest, "enum": others}] if others else [])
 
 
-def write_strings(found: SplitSchema, end: Delimiter, root: Schema) -> Symbol:
+def write_strings(found: SplitSchema, end: Delimiter, types: Collection[str] = ()) -> Symbol:
     """A terminal for the strings of a schema as they are. end: follows a string, and cannot stand in it.
+
+    types: no text that the parser may take for a value of one of these types can stand either.
 
     Raises GrammarError.
     """
     terminals = [_write_string(schema, end).expression for schema in found.strings]
-    types = {name for schema in found.others for name in find_types(schema, root)}
     read_as = [f"/{_READ_AS[name]}/" for name in sorted(types) if name in _READ_AS]
     expression = f"({' | '.join(terminals)})"
     if read_as:
         expression = f"({expression} & ~({' | '.join(dict.fromkeys(read_as))}))"
     return Symbol(expression, is_terminal=True)
-
-
-def add_definitions(schema: Schema, root: Schema) -> Schema:
-    """A part of a schema, with what its references point to."""
-    return {**{name: root[name] for name in _DEFINITIONS if name in root}, **schema}
 
 
 def _split_alternatives(schema: Schema, keyword: str, root: Schema) -> SplitSchema:

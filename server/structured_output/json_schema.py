@@ -260,13 +260,15 @@ def _descend(schema: Schema, message: str, try_part: TryPart) -> Subschema:
 
 
 def _choose_keyword(schema: object, message: str, try_part: TryPart) -> str | None:
-    """The keyword without which a schema is not refused; otherwise the longest one, as a limit on size was exceeded."""
+    """The keyword without which a schema is not refused; otherwise the longest one, as a limit on size was exceeded, or
+    no time is left."""
     assert isinstance(schema, dict)
     keywords: list[str] = [keyword for keyword in schema if keyword in KEYWORDS]
     for keyword in keywords:
         if try_part({name: value for name, value in schema.items() if name != keyword}) not in (message, None):
             return keyword
-    return max(keywords, key=lambda keyword: len(json.dumps(schema[keyword])), default=None)
+    own = [keyword for keyword in keywords if keyword not in _CONTEXT] or keywords
+    return max(own, key=lambda keyword: len(json.dumps(schema[keyword])), default=None)
 
 
 def refuse_constant(name: str) -> object:

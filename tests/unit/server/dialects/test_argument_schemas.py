@@ -30,6 +30,10 @@ OBJECTS: list[tuple[Schema, list[str], list[str]]] = [
     ({"properties": {"a": {"enum": [1, "x"], "type": "integer"}}}, ["{a:1}"], ['{a:<|"|>x<|"|>}', "{a:2}"]),
     ({"properties": {"a": {"enum": [1, "x"], "type": ["string", "null"]}}}, ['{a:<|"|>x<|"|>}'], ["{a:1}"]),
     ({"properties": {"a": {"enum": [1, 2, "x"], "const": 2}}}, ["{a:2}"], ["{a:1}", '{a:<|"|>x<|"|>}']),
+    ({"properties": {"a": {"title": "Any"}}}, ["{a:1}", "{a:[null]}", '{a:<|"|>x<|"|>}'], ["{a:x}"]),
+    ({"properties": {"a": {"type": "string", "nullable": True}}}, ['{a:<|"|>x<|"|>}'], ["{a:null}"]),
+    ({"properties": {"a": {"allOf": [INTEGER], "maximum": 3}}}, ["{a:3}"], ["{a:4}"]),
+    ({"properties": {"a": {"allOf": [INTEGER], "title": "A"}}}, ["{a:3}"], ["{a:null}"]),
 ]
 
 
@@ -75,6 +79,7 @@ REFUSED: list[tuple[str, Schema, str]] = [
             ({"anyOf": [STRING, INTEGER], "maxLength": 3}, "anyOf"),
             ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength"),
             ({"type": "string", "maxLength": -1}, "maxLength"),
+            ({"allOf": [STRING], "maxLength": 3}, "allOf"),
         )
     ),
     *(
@@ -168,6 +173,73 @@ def test_constants_of_python_follow_the_schema() -> None:
         grammar = write("llama3_pythonic", {"properties": {"a": schema}, "required": ["a"]})
         assert all(accepts(tokenizer, grammar, f"[f(a={value})]") for value in valid), schema
         assert not any(accepts(tokenizer, grammar, f"[f(a={value})]") for value in invalid), schema
+
+
+TREE: Schema = {
+    "type": "object",
+    "properties": {"v": INTEGER, "l": {"type": "array", "items": {"$ref": "#"}}, "a": {"$ref": "#/properties/l/items"}},
+    "additionalProperties": False,
+}
+LINKED: Schema = {
+    "properties": {"a": {"anyOf": [{"$ref": "#/$defs/Node%3CT%3E"}, {"type": "null"}]}},
+    "$defs": {
+        "Node<T>": {
+            "type": "object",
+            "properties": {"v": INTEGER, "next": {"$ref": "#/properties/a"}},
+            "required": ["v"],
+        }
+    },
+}
+REFERENCES = [
+    (TREE, [{"l": [{"v": 1}, {"l": []}]}, {"a": {"l": [{}]}}], [{"l": [[]]}, {"l": [1]}, {"a": {"v": True}}]),
+    (
+        LINKED,
+        [{"a": {"v": 1, "next": {"v": 2, "next": None}}}],
+        [{"a": {"v": 1, "next": {}}}, {"a": {"v": 1, "next": 2}}],
+    ),
+]
+
+
+@pytest.mark.parametrize("dialect", ["hermes", "llama3", "qwen3_coder", "lfm2", "gemma4"])
+@pytest.mark.parametrize(("parameters", "valid", "invalid"), REFERENCES)
+def test_references_lead_into_the_whole_schema(
+    dialect: str, parameters: Schema, valid: list[Schema], invalid: list[Schema]
+) -> None:
+    tokenizer = get_tokenizer(BUILT_IN[dialect], True)
+    grammar = write(dialect, parameters)
+    for values, expected in ((valid, True), (invalid, False)):
+        for value in values:
+            text = write_text(BUILT_IN[dialect], calls=[("f", value)])
+            if dialect == "lfm2":  # its lists and objects are JSON
+                text = text.replace("'", '"').replace("None", "null").replace("True", "true")
+            assert accepts(tokenizer, grammar, text) == expected, text
+
+
+def test_a_bare_call_beside_a_form_of_the_content_follows_its_references() -> None:
+    tokenizer = get_tokenizer(BUILT_IN["llama3"], True)
+    content = json.dumps({"grammars": [{"json_schema": INTEGER}]})
+    for parameters, valid, invalid in REFERENCES:
+        tool = Tool("f", "", parameters, strict=True)
+        grammar = write_turn(tokenizer, BUILT_IN["llama3"], [tool], ToolChoice("auto"), content=content)
+        for values, expected in ((valid, True), (invalid, False)):
+            for value in values:
+                text = write_text(BUILT_IN["llama3"], calls=[("f", value)])
+                assert accepts(tokenizer, grammar, text) == expected, text
+
+
+def test_a_text_that_is_read_as_null_is_no_string() -> None:
+    grammar = write("qwen3_coder", {"properties": {"a": {"type": "string", "nullable": True}}})
+    tokenizer = get_tokenizer(BUILT_IN["qwen3_coder"], True)
+    for value, expected in (("nullable", True), ("null", False), (" None", False)):
+        text = write_text(BUILT_IN["qwen3_coder"], calls=[("f", {"a": value})])
+        assert accepts(tokenizer, grammar, text) == expected, text
+
+
+def test_references_beside_uris_are_refused() -> None:
+    inner = {"type": "array", "items": {"$id": "http://x/y", "$ref": "#"}}
+    with pytest.raises(GrammarError) as caught:
+        write("qwen3_coder", {"properties": {"a": inner}})
+    assert caught.value.keyword == "$ref"
 
 
 @pytest.mark.parametrize("dialect", ["hermes", "mistral", "llama3", "qwen3_coder", "olmo3", "gemma4"])
