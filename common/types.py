@@ -106,13 +106,14 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 class LoRATarget(msgspec.Struct, frozen=True):
-    """A layer that an adapter can change."""
+    """A layer that an adapter can change. "router" is a shared expert's gate too, "expert" a layer of one expert."""
 
     module: str  # its name in the model's checkpoint
     outputs: int
     inputs: int  # the size of the vocabulary for an embedding
-    kind: Literal["linear", "embedding", "head"] = "linear"
+    kind: Literal["linear", "router", "expert", "experts", "embedding", "head"] = "linear"
     stored: tuple[str, ...] = ()  # names that the checkpoint may have for the weight of an embedding or head
+    members: int = 1  # experts whose weights "experts" stands for, those of one linear layer; PEFT names a parameter
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -196,6 +197,7 @@ class Stats(msgspec.Struct, array_like=True, omit_defaults=True):
     num_drafts: int = 0  # times that a step verified drafts of a request
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # draft tokens that became output
+    num_forced_tokens: int = 0  # output tokens for which a grammar left no choice, appended without being sampled
     offload_memory: OffloadStats | None = None  # None: no KV is offloaded
     offload_disk: OffloadStats | None = None
 

@@ -249,7 +249,9 @@ def find_served_targets(
     config: Config, spec: ModelSpec | PretrainedSpec, weights: WeightMap | None
 ) -> dict[str, LoRATarget]:
     """The layers that adapters can change. Raises OptionError if the model takes no adapters."""
-    targets = {} if weights is None or isinstance(spec, PretrainedSpec) else find_lora_targets(spec, weights)
+    targets: dict[str, LoRATarget] = {}
+    if weights is not None and not isinstance(spec, PretrainedSpec):
+        targets = find_lora_targets(spec, weights, engines=config.expert_engines)
     if not config.generates:
         raise OptionError(
             f"--enable-lora: {spec.architecture} generates no text, and only models that do take adapters"

@@ -30,18 +30,46 @@ class Experts(Protocol):
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor: ...
 
 
-def pack_experts(pairs: Iterable[tuple[Linear, Linear]], activation: Activation, local_experts: range) -> Experts:
-    """pairs: the (first, last) layers of each local expert. local_experts: consecutive ids, may be empty."""
-    return _SequentialExperts(list(pairs), activation, local_experts)
+class ExpertAdapters(Protocol):
+    """What LoRA adapters add to the layers of the local experts."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the step has rows with an adapter that changes an expert."""
+
+    def add_to_first(self, expert: int, y: Tensor, x: Tensor, tokens: Tensor) -> None:
+        """Add to y, (rows, outputs), what belongs to it in x, (rows, inputs).
+
+        expert: index among the local ones. tokens: (rows,) int64, indices of the tokens of the step."""
+
+    def add_to_last(self, expert: int, y: Tensor, x: Tensor, tokens: Tensor) -> None: ...
+
+
+def pack_experts(
+    pairs: Iterable[tuple[Linear, Linear]],
+    activation: Activation,
+    local_experts: range,
+    adapters: ExpertAdapters | None = None,
+) -> Experts:
+    """pairs: the (first, last) layers of each local expert. local_experts: consecutive ids, may be empty. adapters:
+    added to the layers' results."""
+    return _SequentialExperts(list(pairs), activation, local_experts, adapters)
 
 
 class _SequentialExperts:
     reads_back = True
 
-    def __init__(self, pairs: list[tuple[Linear, Linear]], activation: Activation, local_experts: range) -> None:
+    def __init__(
+        self,
+        pairs: list[tuple[Linear, Linear]],
+        activation: Activation,
+        local_experts: range,
+        adapters: ExpertAdapters | None,
+    ) -> None:
         self._pairs = pairs
         self._activation = activation
         self._local_experts = local_experts
+        self._adapters = adapters
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         tokens, top_k = experts.shape
@@ -49,17 +77,23 @@ class _SequentialExperts:
         order = flat.argsort(stable=True)  # indices into `flat`, by expert
         ends = accumulate(torch.bincount(flat, minlength=self._local_experts.stop).tolist(), initial=0)
         outputs = x.new_zeros((tokens * top_k, x.shape[1]))
-        for (first, last), (start, stop) in zip(
-            self._pairs, list(pairwise(ends))[self._local_experts.start :], strict=False
-        ):
-            if start != stop:
-                pairs_of_expert = order[start:stop]
-                rows = x[pairs_of_expert // top_k]
-                rows = first(rows)  # reuse the name to free each intermediate early
-                rows = self._activation(rows)
-                rows = last(rows)
-                outputs[pairs_of_expert] = rows
-                del rows
+        adapters = self._adapters if self._adapters is not None and self._adapters.is_used else None
+        own_rows = list(pairwise(ends))[self._local_experts.start :]
+        for index, ((first, last), (start, stop)) in enumerate(zip(self._pairs, own_rows, strict=False)):
+            if start == stop:
+                continue
+            pairs_of_expert = order[start:stop]
+            numbers = pairs_of_expert // top_k
+            inputs = x[numbers]
+            rows = first(inputs)
+            if adapters is not None:
+                adapters.add_to_first(index, rows, inputs, numbers)
+            inputs = self._activation(rows)  # reuse the names to free each intermediate early
+            rows = last(inputs)
+            if adapters is not None:
+                adapters.add_to_last(index, rows, inputs, numbers)
+            outputs[pairs_of_expert] = rows
+            del inputs, rows
         return weighted_sum(outputs.view(tokens, top_k, x.shape[1]), weights)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -64,7 +64,7 @@ class Kernels:
     pack_fp8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
     pack_grouped: Callable[[GroupedWeight, Tensor | None, torch.dtype], linear.Linear]
     quantise_int4: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
-    pack_experts: Callable[[Iterable[tuple[linear.Linear, linear.Linear]], moe.Activation, range], moe.Experts]
+    pack_experts: Callable[..., moe.Experts]
     capturable: bool = False  # CUDA graphs may capture them: they read lengths on the device and do not synchronise
 
 

@@ -24,7 +24,6 @@ REASONS = {
     "lora_bias": "adapters with biases are not supported",
     "modules_to_save": "modules that are stored whole are not supported",
     "trainable_token_indices": "trained embeddings are not supported",
-    "target_parameters": "adapters of experts are not supported",
     "layer_replication": "replicated layers are not supported",
     "alora_invocation_tokens": "activated LoRA is not supported",
     "megatron_config": "Megatron's parallel layers are not supported",
@@ -32,6 +31,7 @@ REASONS = {
 # Initialisations that also change the base model's weights: the file alone does not reproduce the model.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 ALL_LINEAR = "all-linear"
+ANY_PARENT = r".*\."
 _MODULE_NAME = re.compile(r"\^?[\w.]+")
 
 
@@ -42,7 +42,8 @@ class AdapterConfig:
     is_rank_stabilised: bool  # rsLoRA: the scale is alpha / sqrt(rank)
     rank_pattern: Mapping[str, int]  # by the end of a module's name
     alpha_pattern: Mapping[str, float]
-    modules: tuple[str, ...]  # ends of names of adapted modules; empty: the tensors say which
+    modules: tuple[str, ...] | None  # ends of names of adapted modules; None: the tensors say which
+    parameters: tuple[str, ...]  # ends of names of adapted parameters: experts' weights, routers' with .weight
     is_all_linear: bool  # all linear layers of attention and feed-forward networks are adapted
     use_dora: bool  # each module also has a magnitude for each of its outputs
     ties_weights: bool  # adapters of an embedding apply to the LM head that is tied to it, and the reverse
@@ -56,14 +57,18 @@ class AdapterConfig:
         alpha = self.alpha_pattern.get(_find_pattern(self.alpha_pattern, module), self.alpha)
         return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
-    def adapts(self, module: str, *, is_inner: bool = True) -> bool | None:
-        """Whether the config names the module; None if only the tensors say it. is_inner: it is a linear layer inside
-        the model, not the embedding or the LM head."""
-        if self.is_all_linear:
-            return is_inner
-        if not self.modules:
-            return None
-        return any(module == name or module.endswith(f".{name}") for name in self.modules)
+    def adapts(self, module: str, kind: str = "linear") -> bool | None:
+        """Whether the config names the module; None if only the tensors say it. kind: of its `LoRATarget`."""
+        if kind == "experts":
+            return self.names_parameter(module)
+        if kind == "router" and self.names_parameter(f"{module}.weight"):
+            return True
+        if self.is_all_linear:  # routers and experts are linear layers in some versions of transformers only
+            return None if kind in ("router", "expert") else kind == "linear"
+        return None if self.modules is None else _is_named(module, self.modules)
+
+    def names_parameter(self, parameter: str) -> bool:
+        return _is_named(parameter, self.parameters)
 
 
 def read_adapter_config(raw: object) -> AdapterConfig:
@@ -83,8 +88,9 @@ def read_adapter_config(raw: object) -> AdapterConfig:
             f"{CONFIG}: init_lora_weights: {beginning} changes the base model's weights; convert the adapter with "
             "PEFT's path_initial_model_for_weight_conversion"
         )
-    if config.get("target_parameters"):  # PEFT adds patterns for these, which are no names of modules
-        raise AdapterError(f"{CONFIG}: target_parameters: {REASONS['target_parameters']}")
+    parameters = config.pop("target_parameters", None) or []
+    if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
+        raise AdapterError(f"{CONFIG}: target_parameters must be a list of names")
     rank = _read_rank("r", config.pop("r", None))
     alpha = _read_number("lora_alpha", config.pop("lora_alpha", None))
     ranks = {name: _read_rank(f"rank_pattern.{name}", value) for name, value in _read_pattern("rank_pattern", config)}
@@ -96,9 +102,11 @@ def read_adapter_config(raw: object) -> AdapterConfig:
     ties_weights = _read_flag("ensure_weight_tying", config)
     targets = config.pop("target_modules", None)
     is_partial = bool(config.get("layers_to_transform") or config.get("exclude_modules"))
-    modules: tuple[str, ...] = ()
-    if isinstance(targets, list) and targets and all(isinstance(name, str) for name in targets):
-        modules = () if is_partial else tuple(targets)
+    modules: tuple[str, ...] | None = None
+    if parameters and not targets:
+        modules = ()
+    elif isinstance(targets, list) and targets and all(isinstance(name, str) for name in targets):
+        modules = None if is_partial else tuple(targets)
     elif not isinstance(targets, str):
         raise AdapterError(f"{CONFIG}: target_modules must be a list of names, a regular expression or {ALL_LINEAR}")
     if config.pop("bias", "none") != "none":
@@ -107,7 +115,13 @@ def read_adapter_config(raw: object) -> AdapterConfig:
         if name not in IGNORED and value not in (None, False, [], {}):
             raise AdapterError(f"{CONFIG}: {name}: {REASONS.get(name, 'this key is not known')}")
     is_all_linear = targets == ALL_LINEAR and not is_partial
-    return AdapterConfig(rank, alpha, use_rslora, ranks, alphas, modules, is_all_linear, use_dora, ties_weights)
+    return AdapterConfig(
+        rank, alpha, use_rslora, ranks, alphas, modules, tuple(parameters), is_all_linear, use_dora, ties_weights
+    )
+
+
+def _is_named(module: str, names: tuple[str, ...]) -> bool:
+    return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def _read_flag(key: str, config: dict[str, object]) -> bool:
@@ -121,10 +135,11 @@ def _read_pattern(key: str, config: dict[str, object]) -> list[tuple[str, object
     value = config.pop(key, None) or {}
     if not isinstance(value, dict):
         raise AdapterError(f"{CONFIG}: {key} must be an object")
-    for name in value:
-        if not _MODULE_NAME.fullmatch(name):
+    names = {name: name.removeprefix(ANY_PARENT) for name in value}  # PEFT writes it before names of parameters
+    for name, end in names.items():
+        if not _MODULE_NAME.fullmatch(end):
             raise AdapterError(f"{CONFIG}: {key}: {name!r} is a regular expression; write the names of modules")
-    return list(value.items())
+    return [(names[name], number) for name, number in value.items()]
 
 
 def _find_pattern(patterns: Mapping[str, object], module: str) -> str:

@@ -28,10 +28,15 @@ UP = ".lora_B.weight"  # (outputs, rank)
 MAGNITUDE = ".lora_magnitude_vector"  # (outputs,); with DoRA
 EMBEDDING_DOWN = ".lora_embedding_A"  # (rank, vocabulary)
 EMBEDDING_UP = ".lora_embedding_B"  # (embedding size, rank)
+INNER = ".base_layer"  # a module inside another adapter of the same module
+OUTER = ("embedding", "head")  # kinds of `LoRATarget` outside the layers
 COPIES = (".base_layer.weight", ".weight")  # the base model's own weight
 BIAS_COPIES = (".base_layer.bias", ".bias")
 _KINDS = {  # suffixes by `LoRATarget.kind`: the weight of the first product, that of the second, and others
     "linear": (DOWN, UP, MAGNITUDE),
+    "router": (DOWN, UP, MAGNITUDE),
+    "expert": (DOWN, UP),
+    "experts": (DOWN, UP),
     "head": (DOWN, UP, MAGNITUDE, *COPIES, *BIAS_COPIES),
     "embedding": (EMBEDDING_DOWN, EMBEDDING_UP, MAGNITUDE, *COPIES),
 }
@@ -42,13 +47,16 @@ MAX_HEADER_BYTES = 16 << 20
 class AdapterModule(NamedTuple):
     """What an adapter makes of a module with weight W: (W + scale * up @ down) x. Of an embedding, x has a 1 at the id.
 
-    With DoRA (arXiv:2402.09353) each row of that sum is brought to the length that `magnitude` says.
+    With DoRA (arXiv:2402.09353) each row of that sum is brought to the length that `magnitude` says. The weights of all
+    experts are one module, as PEFT stores them: `down` those of one expert after the other, `up` by (rank, expert).
     """
 
-    down: AdapterTensor  # (rank, inputs)
-    up: AdapterTensor  # (outputs, rank)
+    down: AdapterTensor  # (rank, inputs); of experts (experts * rank, inputs), `is_swapped` (experts * rank, outputs)
+    up: AdapterTensor  # (outputs, rank); of experts (outputs, rank * experts), `is_swapped` (inputs, rank * experts)
     scale: float
     magnitude: AdapterTensor | None = None  # (outputs,)
+    members: int = 1
+    is_swapped: bool = False  # PEFT took the weight's inputs for its outputs, so `down` and `up` are those of W^T
 
 
 class AdapterContents(NamedTuple):
@@ -68,7 +76,7 @@ def read_adapter(directory: Path, targets: Mapping[str, LoRATarget], max_rank: i
         raise AdapterError(f"{directory} has {PICKLE}, a pickle, which is not read; save the adapter as {WEIGHTS}")
     most = 4 * sum(
         max_rank * (target.outputs + target.inputs)
-        + (target.outputs if target.kind == "linear" else target.outputs * target.inputs)
+        + (target.outputs * target.inputs if target.kind in OUTER else target.outputs)
         for target in targets.values()
     )
     config_bytes = _read(directory / CONFIG, MAX_CONFIG_BYTES)
@@ -85,8 +93,8 @@ def read_adapter(directory: Path, targets: Mapping[str, LoRATarget], max_rank: i
         }
     except (safetensors.SafetensorError, ValueError) as error:
         raise AdapterError(f"{directory / WEIGHTS} cannot be read: {error}") from None
-    modules = _match(config, tensors, targets, max_rank)
-    return AdapterContents(digest, modules, _list_copies(tensors, targets))
+    names = _split_names(config, tensors, targets)
+    return AdapterContents(digest, _match(config, tensors, names, targets, max_rank), _list_copies(tensors, names))
 
 
 def compute_digest(directory: Path) -> str:
@@ -112,52 +120,96 @@ class _TensorName(NamedTuple):
 
     module: str  # as the file calls it
     kind: str
+    target: LoRATarget
+    configured: str  # the module or parameter that the config's patterns name
 
 
-def _split_name(name: str, targets: Mapping[str, LoRATarget]) -> _TensorName:
-    """Raises AdapterError unless it is a tensor of a module that can be adapted."""
+def _split_names(
+    config: AdapterConfig, tensors: Mapping[str, AdapterTensor], targets: Mapping[str, LoRATarget]
+) -> dict[str, _TensorName]:
+    """By the tensor's name, sorted. Raises AdapterError unless all are tensors of modules that can be adapted."""
+    stacks: dict[str, list[str]] = {}  # module -> its parameters that the config names, in order
+    for parameter, target in targets.items():
+        if target.kind == "experts" and config.names_parameter(parameter):
+            stacks.setdefault(parameter.rpartition(".")[0], []).append(parameter)
+    names = {name: _split_name(name, targets, stacks) for name in sorted(tensors)}
+    for name, split in names.items():
+        if split.target.kind == "router" and config.names_parameter(f"{split.module}.weight"):
+            names[name] = split._replace(configured=f"{split.module}.weight")
+    return names
+
+
+def _split_name(name: str, targets: Mapping[str, LoRATarget], stacks: Mapping[str, list[str]]) -> _TensorName:
     for kind in (DOWN, UP, MAGNITUDE, EMBEDDING_DOWN, EMBEDDING_UP, *COPIES, *BIAS_COPIES):
         module = name.removeprefix(PREFIX).removesuffix(kind)
-        target = targets.get(module)
+        configured = _find_stack(module, stacks) or module
+        target = targets.get(configured)
         if name == f"{PREFIX}{module}{kind}" and target is not None and kind in _KINDS[target.kind]:
-            return _TensorName(module, kind)
-    raise AdapterError(f"{WEIGHTS}: {name} is not supported: {_find_reason(name)}")
+            return _TensorName(module, kind, target, configured)
+    raise AdapterError(f"{WEIGHTS}: {name} is not supported: {_find_reason(name, targets)}")
+
+
+def _find_stack(module: str, stacks: Mapping[str, list[str]]) -> str | None:
+    """The experts' parameter that has tensors of this name. Of two, PEFT stores the first one inside the other."""
+    outer = module.removesuffix(INNER)
+    parameters = stacks.get(outer, [])
+    if outer != module and len(parameters) < 2:
+        return None
+    return parameters[0 if outer != module else -1] if parameters else None
 
 
 def _match(
-    config: AdapterConfig, tensors: Mapping[str, AdapterTensor], targets: Mapping[str, LoRATarget], max_rank: int
+    config: AdapterConfig,
+    tensors: Mapping[str, AdapterTensor],
+    names: Mapping[str, _TensorName],
+    targets: Mapping[str, LoRATarget],
+    max_rank: int,
 ) -> dict[str, AdapterModule]:
-    names = {}  # module as the file calls it -> its target
-    for name in sorted(tensors):
-        module, kind = _split_name(name, targets)
-        target = targets[module]
+    modules: dict[str, AdapterModule] = {}
+    found: dict[str, str] = {}  # module of a target -> the same as the file calls it
+    for name, split in names.items():
+        module, kind, target, configured = split
         if kind in (*COPIES, *BIAS_COPIES):
             continue
         if kind == MAGNITUDE and not config.use_dora:
             raise AdapterError(f"{WEIGHTS}: {name} belongs to DoRA, but {CONFIG} does not say use_dora")
-        is_tied = config.ties_weights and target.kind != "linear"  # the config names only one of the two
-        if not is_tied and config.adapts(module, is_inner=target.kind == "linear") is False:
+        is_tied = config.ties_weights and target.kind in OUTER  # the config names only one of the two
+        named = configured if target.kind == "experts" else module
+        if not is_tied and config.adapts(named, target.kind) is False:
             raise AdapterError(f"{WEIGHTS}: {name} is not one of {CONFIG}'s target_modules")
-        names[module] = target
-    modules = {}
-    for module, target in names.items():
-        if target.module in modules:
+        if found.setdefault(target.module, module) != module:
             raise AdapterError(f"{WEIGHTS}: {module} is there under two names")
-        modules[target.module] = _read_module(config, tensors, module, target, max_rank)
+        if target.module not in modules:
+            modules[target.module] = _read_module(config, tensors, split, max_rank)
     if not modules:
         raise AdapterError(f"{WEIGHTS} has no tensors")
     if config.ties_weights:
         _check_tied(modules, targets)
-    for spelling, target in targets.items():
-        if target.module not in modules and config.adapts(spelling, is_inner=target.kind == "linear"):
-            missing = f"{PREFIX}{target.module}{_KINDS[target.kind][0]}"
-            raise AdapterError(f"{WEIGHTS} lacks {missing}, which {CONFIG}'s target_modules name")
+    if {"expert", "experts"} <= {targets[name].kind for name in modules}:
+        raise AdapterError(f"{WEIGHTS} has adapters of experts' modules and of {CONFIG}'s target_parameters; keep one")
+    _check_complete(config, modules, targets)
     return modules
+
+
+def _check_complete(
+    config: AdapterConfig, modules: Mapping[str, AdapterModule], targets: Mapping[str, LoRATarget]
+) -> None:
+    """Raise AdapterError if a module lacks that the config names. Experts are modules in some versions of transformers
+    only, so the file may lack them all."""
+    experts = {name.rpartition(".")[2] for name in modules if targets[name].kind == "expert"}
+    for spelling, target in targets.items():
+        if target.module in modules or not config.adapts(spelling, target.kind):
+            continue
+        if target.kind == "expert" and spelling.rpartition(".")[2] not in experts:
+            continue
+        what = "target_parameters" if target.kind == "experts" else "target_modules"
+        missing = f"{PREFIX}{target.module}{_KINDS[target.kind][0]}"
+        raise AdapterError(f"{WEIGHTS} lacks {missing}, which {CONFIG}'s {what} name")
 
 
 def _check_tied(modules: Mapping[str, AdapterModule], targets: Mapping[str, LoRATarget]) -> None:
     """Of an embedding and an LM head that share their weights, the file must have both adapters or none."""
-    outer = {target.module: target for target in targets.values() if target.kind != "linear"}
+    outer = {target.module: target for target in targets.values() if target.kind in OUTER}
     adapted = [target for name, target in outer.items() if name in modules]
     if len(adapted) != 1:
         return
@@ -170,32 +222,37 @@ def _check_tied(modules: Mapping[str, AdapterModule], targets: Mapping[str, LoRA
 
 
 def _read_module(
-    config: AdapterConfig, tensors: Mapping[str, AdapterTensor], module: str, target: LoRATarget, max_rank: int
+    config: AdapterConfig, tensors: Mapping[str, AdapterTensor], name: _TensorName, max_rank: int
 ) -> AdapterModule:
-    """module: as the file calls it."""
+    """name: of one of its tensors."""
+    module, _, target, configured = name
     down_kind, up_kind = _KINDS[target.kind][:2]
     down = tensors.get(f"{PREFIX}{module}{down_kind}")
     up = tensors.get(f"{PREFIX}{module}{up_kind}")
     if down is None or up is None:
         raise AdapterError(f"{WEIGHTS} lacks {PREFIX}{module}{down_kind if down is None else up_kind}")
-    rank = config.find_rank(module)
+    rank = config.find_rank(configured)
     if rank > max_rank:
-        raise AdapterError(f"{CONFIG}: the rank of {module} is {rank}, more than --max-lora-rank {max_rank}")
-    check_tensor(f"{PREFIX}{module}{down_kind}", down, (rank, target.inputs))
-    check_tensor(f"{PREFIX}{module}{up_kind}", up, (target.outputs, rank))
+        raise AdapterError(f"{CONFIG}: the rank of {configured} is {rank}, more than --max-lora-rank {max_rank}")
+    rows = rank * target.members
+    shapes = [((rows, target.inputs), (target.outputs, rows)), ((rows, target.outputs), (target.inputs, rows))]
+    is_swapped = target.kind == "experts" and (down.shape, up.shape) == shapes[1] != shapes[0]
+    check_tensor(f"{PREFIX}{module}{down_kind}", down, shapes[is_swapped][0])
+    check_tensor(f"{PREFIX}{module}{up_kind}", up, shapes[is_swapped][1])
     magnitude = tensors.get(f"{PREFIX}{module}{MAGNITUDE}")
     if magnitude is not None:
         check_tensor(f"{PREFIX}{module}{MAGNITUDE}", magnitude, (target.outputs,))
+    elif config.use_dora and MAGNITUDE not in _KINDS[target.kind]:
+        raise AdapterError(f"{CONFIG}: use_dora: experts take no DoRA adapters, such as {module}")
     elif config.use_dora:
         raise AdapterError(f"{WEIGHTS} lacks {PREFIX}{module}{MAGNITUDE}, which {CONFIG}'s use_dora asks for")
-    return AdapterModule(down, up, config.find_scale(module), magnitude)
+    return AdapterModule(down, up, config.find_scale(configured), magnitude, target.members, is_swapped)
 
 
-def _list_copies(tensors: Mapping[str, AdapterTensor], targets: Mapping[str, LoRATarget]) -> list[BaseCopy]:
+def _list_copies(tensors: Mapping[str, AdapterTensor], names: Mapping[str, _TensorName]) -> list[BaseCopy]:
     copies = []
-    for name, tensor in tensors.items():
-        module, kind = _split_name(name, targets)
-        target = targets[module]
+    for name, (_, kind, target, _) in names.items():
+        tensor = tensors[name]
         shape: tuple[int, ...] = (target.outputs, target.inputs)
         stored = target.stored
         if kind in BIAS_COPIES:
@@ -210,7 +267,9 @@ def _list_copies(tensors: Mapping[str, AdapterTensor], targets: Mapping[str, LoR
     return copies
 
 
-def _find_reason(name: str) -> str:
-    if "experts" in name or "mlp.gate." in name or "router" in name or "shared_expert_gate" in name:
-        return "experts and routers take no adapters here"
+def _find_reason(name: str, targets: Mapping[str, LoRATarget]) -> str:
+    if ".experts." in name and any(target.kind == "router" for target in targets.values()):
+        if not any(target.kind in ("expert", "experts") for target in targets.values()):
+            return "experts that several engines share take no adapters"
+        return f"there is no such expert, or {CONFIG}'s target_parameters do not name its weight"
     return "the model has no such layer that an adapter can change"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from serve_llm.common.errors import ModelError
-from serve_llm.engine.model.lora import LoRALayers, LoRAPart, Reorder
+from serve_llm.engine.model.lora import LoRAExperts, LoRALayers, LoRAPart, Reorder
 from serve_llm.engine.model.norm import LayerNorm, Norm, RMSNorm
 from serve_llm.engine.model.quantization_spec import FLOAT8, GroupedForm, GroupedSpec, Int8Spec
 from serve_llm.engine.model.shard import Shard
@@ -82,6 +82,7 @@ class ModelBuilder:
     dtype: torch.dtype = torch.float32  # the model's
     device: torch.device = CPU  # the model's
     lora: LoRALayers | None = None  # where linear layers that adapters can change are recorded
+    lora_experts: LoRAExperts | None = None  # the experts of a layer, if this is a builder for them
     reorders: tuple[Reorder, ...] = ()  # see `with_row_order`
     prefix: str = ""  # prepended to all parameter names
     experts: list[Experts] = field(default_factory=list)  # the experts of all layers built so far, in order
@@ -106,11 +107,15 @@ class ModelBuilder:
         return replace(self, load=load, load_grouped=load_grouped, reorders=(*self.reorders, reorder))
 
     def for_experts(self) -> ModelBuilder:
-        """A builder for experts. Those in fp8 are quantised as weights in groups, which one launch multiplies for all
-        experts."""
+        """A builder for the experts of a layer. Those in fp8 are quantised as weights in groups, which one launch
+        multiplies for all experts."""
+        lora_experts = None
+        if self.lora is not None and self.groups.experts.size == 1:  # others compute rows of other engines
+            lora_experts = self.lora.add_experts(is_selected=self._is_selected)
+        builder = replace(self, lora_experts=lora_experts, lora=None if lora_experts is None else self.lora)
         if not self.fp8:
-            return self
-        return replace(self, fp8=False, grouped=GroupedSpec(in_checkpoint=False, default=FLOAT8))
+            return builder
+        return replace(builder, fp8=False, grouped=GroupedSpec(in_checkpoint=False, default=FLOAT8))
 
     def describe(self, description: str) -> None:
         """Record what this builder's part is."""
@@ -150,7 +155,9 @@ class ModelBuilder:
         merged_bias = self._load_merged("bias", outputs) if bias else None
         sizes = f"{inputs} -> {sum(outputs.values())}"
         self._describe_linear("ReplicatedLinear", outputs, sizes, _dtype_name(weights[0].dtype), bias)
-        return self.kernels.pack(weights[0], merged_bias, weights[1:])
+        linear = self.kernels.pack(weights[0], merged_bias, weights[1:])
+        parts = {name: LoRAPart((size, inputs), range(inputs), range(size)) for name, size in outputs.items()}
+        return self._with_adapters(linear, merged_bias, parts, weights[0].dtype)
 
     def column_parallel_linear(
         self, outputs: Mapping[str, int], inputs: int, shares: Mapping[str, range], *, bias: bool = False
@@ -202,13 +209,22 @@ class ModelBuilder:
         linear = self._pack_linear((name,), [weight], load_scales, added_bias)
         return self._with_adapters(linear, added_bias, {name: LoRAPart((outputs, inputs), share, range(outputs))})
 
-    def _with_adapters(self, linear: Linear, bias: Tensor | None, parts: Mapping[str, LoRAPart]) -> Linear:
-        """The layer made of `parts`, with LoRA adapters if the model takes them."""
+    def _with_adapters(
+        self, linear: Linear, bias: Tensor | None, parts: Mapping[str, LoRAPart], dtype: torch.dtype | None = None
+    ) -> Linear:
+        """The layer made of `parts`, with LoRA adapters if the model takes them. dtype: see `LoRALinear`."""
         if self.lora is None:
             return linear
         named = {f"{self.prefix}{name}.weight": part for name, part in parts.items()}
-        is_selected = self.shard.is_last and self.prefix.startswith(f"layers.{self.shard.layers.stop - 1}.ffn.")
-        return self.lora.wrap(linear, bias, named, self.reorders, is_selected=is_selected)
+        if self.lora_experts is not None:
+            self.lora.add_expert_layer(self.lora_experts, linear, bias, named, is_first="down" not in parts)
+            return linear
+        return self.lora.wrap(linear, bias, named, self.reorders, is_selected=self._is_selected, dtype=dtype)
+
+    @property
+    def _is_selected(self) -> bool:
+        """Whether the part computes only the selected rows (see `Decoder.forward`)."""
+        return self.shard.is_last and self.prefix.startswith(f"layers.{self.shard.layers.stop - 1}.ffn.")
 
     def all_reduced(self, forward: Forward) -> Forward:
         """`forward`, with its results summed over the tensor-parallel group."""

@@ -22,7 +22,7 @@ from torch.nn import functional
 from serve_llm.engine.model.lora_targets import count_rows
 from serve_llm.kernels.linear import Linear
 
-ADAPTABLE = re.compile(r"layers\.\d+\.(attention|ffn|ffn\.shared)\.\w+\.weight|head\.weight")  # not those of experts
+ADAPTABLE = re.compile(r"layers\.\d+\.(attention|ffn|ffn\.shared)\.\w+\.weight|head\.weight")
 Reorder = Callable[[str, Tensor], Tensor]
 ReadRows = Callable[[str, tuple[int, int], range], Tensor]  # parameter, its shape, rows -> these rows, float32
 
@@ -47,6 +47,14 @@ class StepRows:
     """The groups of the step that is being computed."""
 
     groups: list[SlotRows] = field(default_factory=list)
+    num_rows: int = 0
+
+    def find_slots(self, device: torch.device) -> Tensor:
+        """(rows of the step,) int64: the slot of each row, -1 without an adapter."""
+        slots = torch.full((self.num_rows,), -1, device=device)
+        for slot, rows in self.groups:
+            slots[slice(None) if rows is None else rows] = slot
+        return slots
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +149,7 @@ class LoRALinear:
     parts: Mapping[str, LoRAPart]  # by parameter, such as "layers.3.attention.q.weight"; in the order of the outputs
     reorders: tuple[Reorder, ...]  # bring the rows of a parameter into the order of the layer's outputs
     step: StepRows
+    dtype: torch.dtype | None = None  # that of the products; None: the model's
     products: dict[int, LowRankProduct] = field(default_factory=dict)  # by slot
 
     def __call__(self, x: Tensor, /) -> Tensor:
@@ -152,11 +161,51 @@ class LoRALinear:
         return y
 
 
+class LoRAExperts:
+    """The layers of a rank's experts with the products of the adapters that are loaded; see `kernels.moe`. It finds the
+    rows of each adapter among those of an expert."""
+
+    def __init__(self, step: StepRows) -> None:
+        self.step = step
+        self.firsts: list[LoRALinear] = []  # by expert
+        self.lasts: list[LoRALinear] = []
+        self._slots: set[int] = set()  # whose adapters change one of the experts
+
+    @property
+    def is_used(self) -> bool:
+        return any(slot in self._slots for slot, _ in self.step.groups)
+
+    def update(self, slot: int) -> None:
+        """To be called when the products of the slot have changed."""
+        self._slots.discard(slot)
+        if any(slot in layer.products for layer in (*self.firsts, *self.lasts)):
+            self._slots.add(slot)
+
+    def add_to_first(self, expert: int, y: Tensor, x: Tensor, tokens: Tensor) -> None:
+        self._add(self.firsts[expert], y, x, tokens)
+
+    def add_to_last(self, expert: int, y: Tensor, x: Tensor, tokens: Tensor) -> None:
+        self._add(self.lasts[expert], y, x, tokens)
+
+    def _add(self, layer: LoRALinear, y: Tensor, x: Tensor, tokens: Tensor) -> None:
+        slots = None
+        for slot, rows in self.step.groups:
+            product = layer.products.get(slot)
+            if product is None or not len(tokens):
+                continue
+            if rows is not None and slots is None:
+                slots = self.step.find_slots(tokens.device)[tokens]
+            own = None if slots is None or rows is None else (slots == slot).nonzero().flatten()
+            if own is None or len(own):
+                product.add_to(y, x, own)
+
+
 class LoRALayers:
     """All layers of a rank that adapters can change, and the rows of the current step."""
 
     def __init__(self) -> None:
-        self.layers: list[LoRALinear] = []
+        self.layers: list[LoRALinear] = []  # those of experts too
+        self.experts: list[LoRAExperts] = []
         self.embedding: LoRAEmbedding | None = None  # None where the rank has no part of it
         self.base_weights: BaseWeights | None = None  # None until the model is loaded
         self._all = StepRows()
@@ -171,15 +220,32 @@ class LoRALayers:
         reorders: tuple[Reorder, ...],
         *,
         is_selected: bool,
+        dtype: torch.dtype | None = None,
     ) -> Linear:
         """`base` with adapters, where they can change it and this rank has a part of it.
 
-        bias: what `base` adds. is_selected: it computes only the selected rows (see `Decoder.forward`).
+        bias: what `base` adds. is_selected: it computes only the selected rows (see `Decoder.forward`). dtype: see
+        `LoRALinear`.
         """
         has_share = any(part.inputs and part.outputs for part in parts.values())
         if not has_share or not all(map(ADAPTABLE.fullmatch, parts)):
             return base
-        return self._add(LoRALinear(base, bias, parts, reorders, self._selected if is_selected else self._all))
+        step = self._selected if is_selected else self._all
+        return self._add(LoRALinear(base, bias, parts, reorders, step, dtype))
+
+    def add_experts(self, *, is_selected: bool) -> LoRAExperts:
+        """What adapters add to the experts of a layer. is_selected: as of `wrap`."""
+        experts = LoRAExperts(self._selected if is_selected else self._all)
+        self.experts.append(experts)
+        return experts
+
+    def add_expert_layer(
+        self, experts: LoRAExperts, base: Linear, bias: Tensor | None, parts: Mapping[str, LoRAPart], *, is_first: bool
+    ) -> None:
+        """The next expert's layer before the activation, or the one after it."""
+        layer = LoRALinear(base, bias, parts, (), experts.step)
+        (experts.firsts if is_first else experts.lasts).append(layer)
+        self._add(layer)
 
     def wrap_head(self, base: Linear, bias: Tensor | None, part: LoRAPart) -> Linear:
         """The LM head with adapters, where this rank has a part of it. bias: what `base` adds."""
@@ -200,7 +266,9 @@ class LoRALayers:
         """slots: one per sequence, None without an adapter. starts: where each one's tokens begin, and the end.
         selected_starts: the same for the selected tokens."""
         self._all.groups = _group(slots, starts, device)
+        self._all.num_rows = starts[-1]
         self._selected.groups = _group(slots, selected_starts, device)
+        self._selected.num_rows = selected_starts[-1]
 
     def begin_logits(self, slots: Sequence[int | None], starts: Sequence[int], device: torch.device) -> None:
         """Before the LM head. starts: where the rows of each sequence begin among those of the logits, and the end."""

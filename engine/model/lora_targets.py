@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from serve_llm.common.types import LoRATarget
 from serve_llm.engine.config import Config
+from serve_llm.engine.model.lora_expert_stacks import count_members, list_spellings, list_stacked_weights
 from serve_llm.engine.model.shard import Shard
-from serve_llm.engine.model.spec import AnyAttentionSpec, MLASpec, MLPSpec, ModelSpec
+from serve_llm.engine.model.spec import AnyAttentionSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 from serve_llm.engine.parallel.layout import ParallelLayout
 
@@ -27,19 +28,34 @@ class _LinearLayer(NamedTuple):
 
 
 def _list_linear_layers(spec: ModelSpec, shard: Shard) -> Iterator[_LinearLayer]:
-    """The linear layers of the rank's attention and dense feed-forward networks, shared experts among them."""
+    """The linear layers of the rank's attention and feed-forward networks: routers and experts among them."""
     for index in shard.layers:
         layer = spec.layers[index]
         yield from _list_attention(f"layers.{index}.attention", layer.attention, spec.hidden_size, shard)
         if isinstance(layer.ffn, MLPSpec):
-            yield from _list_mlp(f"layers.{index}.ffn", layer.ffn, spec.hidden_size, shard)
-        elif layer.ffn.shared_expert is not None:
-            yield from _list_mlp(f"layers.{index}.ffn.shared", layer.ffn.shared_expert, spec.hidden_size, shard)
+            columns = len(shard.ffn(layer.ffn))
+            yield from _list_mlp(f"layers.{index}.ffn", layer.ffn, spec.hidden_size, columns)
+            continue
+        yield from _list_experts(f"layers.{index}.ffn", layer.ffn, spec.hidden_size, shard)
+        if layer.ffn.shared_expert is not None:
+            columns = len(shard.ffn(layer.ffn.shared_expert))
+            yield from _list_mlp(f"layers.{index}.ffn.shared", layer.ffn.shared_expert, spec.hidden_size, columns)
 
 
-def _list_mlp(prefix: str, mlp: MLPSpec, hidden_size: int, shard: Shard) -> Iterator[_LinearLayer]:
+def _list_experts(prefix: str, ffn: MoESpec, hidden_size: int, shard: Shard) -> Iterator[_LinearLayer]:
+    """The router, and the experts of which the rank has a part unless other engines compute some of them."""
+    yield _LinearLayer(f"{prefix}.router", ffn.router.num_experts, hidden_size, ffn.router.num_experts, hidden_size)
+    if ffn.shared_expert_gate:
+        yield _LinearLayer(f"{prefix}.shared_gate", 1, hidden_size, 1, hidden_size)
+    if shard.engines == 1:
+        for number in shard.experts(ffn):
+            columns = len(shard.expert_columns(ffn))
+            yield from _list_mlp(f"{prefix}.experts.{number}", ffn.expert, hidden_size, columns)
+
+
+def _list_mlp(prefix: str, mlp: MLPSpec, hidden_size: int, columns: int) -> Iterator[_LinearLayer]:
+    """columns: the rank's part of the intermediate size."""
     size = mlp.intermediate_size
-    columns = len(shard.ffn(mlp))
     for name in ("gate", "up") if mlp.gated else ("up",):
         yield _LinearLayer(f"{prefix}.{name}", size, hidden_size, columns, hidden_size)
     yield _LinearLayer(f"{prefix}.down", hidden_size, size, hidden_size, columns)
@@ -95,16 +111,27 @@ def _count_product(layer: _LinearLayer, max_rank: int) -> int:
     return count_rows(layer.num_own_outputs) * (layer.num_own_outputs + inputs)
 
 
-def find_lora_targets(spec: ModelSpec, weight_map: WeightMap) -> dict[str, LoRATarget]:
-    """The modules that adapters can change, by each name that PEFT may give them."""
-    layers = {f"{layer.name}.weight": layer for layer in _list_linear_layers(spec, _whole(spec))}
+def find_lora_targets(spec: ModelSpec, weight_map: WeightMap, *, engines: int = 1) -> dict[str, LoRATarget]:
+    """The modules that adapters can change, by each name that PEFT may give them. engines: that share experts."""
+    layers = {f"{layer.name}.weight": layer for layer in _list_linear_layers(spec, _whole(spec, engines))}
+    rules = weight_map.expand(len(spec.layers))
     targets = {}
-    for rule in weight_map.expand(len(spec.layers)).values():
-        if rule.parameters and all(parameter in layers for parameter in rule.parameters):
+    for rule in rules.values():
+        is_stack = rule.members > 0
+        if rule.parameters and not is_stack and all(parameter in layers for parameter in rule.parameters):
             module = rule.source.removesuffix(".weight")
             outputs = sum(layers[parameter].outputs for parameter in rule.parameters)
-            target = LoRATarget(module, outputs, layers[rule.parameters[0]].inputs)
-            targets.update(dict.fromkeys(weight_map.list_spellings(module), target))
+            target = LoRATarget(module, outputs, layers[rule.parameters[0]].inputs, _find_kind(rule.parameters[0]))
+            targets.update(dict.fromkeys(_list_names(weight_map, module), target))
+    stacked = {name: one for name, one in list_stacked_weights(rules.values()).items() if name in layers}
+    counts = count_members(stacked)
+    for name, weight in stacked.items():
+        if weight.member == 0 and weight.rule.parameters[0] == name:
+            outputs = sum(layers[parameter].outputs for parameter in weight.rule.parameters)
+            target = LoRATarget(
+                weight.parameter, outputs, layers[name].inputs, "experts", members=counts[weight.parameter]
+            )
+            targets.update(dict.fromkeys(_list_names(weight_map, weight.parameter), target))
     for layer in _list_outer_layers(spec, _whole(spec)):
         is_head = layer.name == "head"
         names = [weight_map.head, weight_map.embedding] if is_head else [weight_map.embedding, weight_map.head]
@@ -117,6 +144,16 @@ def find_lora_targets(spec: ModelSpec, weight_map: WeightMap) -> dict[str, LoRAT
         if is_head:
             targets["lm_head"] = target  # as newer versions of transformers call every head
     return targets
+
+
+def _find_kind(parameter: str) -> Literal["linear", "router", "expert"]:
+    if ".ffn.experts." in parameter:
+        return "expert"
+    return "router" if parameter.endswith((".ffn.router.weight", ".ffn.shared_gate.weight")) else "linear"
+
+
+def _list_names(weight_map: WeightMap, module: str) -> list[str]:
+    return [name for spelling in weight_map.list_spellings(module) for name in list_spellings(spelling)]
 
 
 def map_parameters(spec: ModelSpec, weight_map: WeightMap) -> dict[str, WeightRule]:
@@ -143,5 +180,5 @@ def count_adapter_bytes(spec: ModelSpec, shard: Shard, config: Config) -> int:
     return (slots + max(products, default=0)) * config.element_bytes + (scales + read) * FLOAT32_BYTES
 
 
-def _whole(spec: ModelSpec) -> Shard:
-    return Shard(ParallelLayout(), 0, range(len(spec.layers)))
+def _whole(spec: ModelSpec, engines: int = 1) -> Shard:
+    return Shard(ParallelLayout(), 0, range(len(spec.layers)), engines=engines)

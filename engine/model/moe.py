@@ -35,6 +35,7 @@ def build_moe(spec: MoESpec, hidden_size: int, builder: ModelBuilder) -> Forward
         (_build_expert(spec, hidden_size, columns, expert_builder.scoped(f"experts.{number}")) for number in held),
         find_activation(spec.expert, builder),
         held,
+        expert_builder.lora_experts,
     )
     if builder.groups.experts.size > 1:
         experts = ExpertDispatch(experts, builder.shard.expert_spans(spec), builder.groups.experts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +24,10 @@ from serve_llm.engine.model.lora import (
     LowRankProduct,
     OutputScale,
 )
+from serve_llm.engine.model.lora_expert_stacks import list_stacked_weights
 from serve_llm.engine.model.lora_targets import MAX_READ_ELEMENTS, find_lora_targets, map_parameters
 from serve_llm.engine.model.spec import ModelSpec
-from serve_llm.engine.model.weight_map import WeightMap
+from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 from serve_llm.engine.weights.parameters import locate
 from serve_llm.kernels.registry import Kernels
 
@@ -45,11 +47,13 @@ class AdapterLoader:
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
+        engines: int = 1,
     ) -> None:
-        """dtype: the model's."""
+        """dtype: the model's. engines: that share experts."""
         self.layers = layers
-        self._targets = find_lora_targets(spec, weight_map)
+        self._targets = find_lora_targets(spec, weight_map, engines=engines)
         self._rules = map_parameters(spec, weight_map)
+        self._stacked = list_stacked_weights(weight_map.expand(len(spec.layers)).values())
         self._kernels = kernels
         self._max_rank = max_rank
         self._dtype = dtype
@@ -67,12 +71,15 @@ class AdapterLoader:
             raise EngineError(f"the adapter {adapter.name} cannot be loaded again: {error}") from error
         if contents.digest != adapter.digest:
             raise EngineError(f"the files of the adapter {adapter.name} have changed while it was being loaded")
+        stacks = _Stacks(contents)
         for layer in self.layers.layers:
-            product = self._build_product(layer, contents)
+            product = self._build_product(layer, contents, stacks)
             if product is None:
                 layer.products.pop(slot, None)
             else:
                 layer.products[slot] = product
+        for experts in self.layers.experts:
+            experts.update(slot)
         if self.layers.embedding is not None:
             embedded = self._build_embedding(self.layers.embedding, contents)
             if embedded is None:
@@ -84,7 +91,7 @@ class AdapterLoader:
             self.layers.base_weights.release()
         self._digests[slot] = adapter.digest
 
-    def _build_product(self, layer: LoRALinear, contents: AdapterContents) -> LowRankProduct | None:
+    def _build_product(self, layer: LoRALinear, contents: AdapterContents, stacks: _Stacks) -> LowRankProduct | None:
         """None if the adapter does not change the layer."""
         downs: list[Tensor] = []
         columns: dict[str, slice] = {}  # by module: parts of one joint module share its first product
@@ -94,28 +101,43 @@ class AdapterLoader:
         for name, part in layer.parts.items():
             outputs = slice(first_output, first_output + len(part.outputs))
             first_output = outputs.stop
-            module_name = self._rules[name].source.removesuffix(".weight")
-            module = contents.modules.get(module_name)
-            if module is None or not part.outputs:
+            found = self._find_weight(name, contents, stacks)
+            if found is None or not part.outputs or not part.inputs:
                 continue
-            if module_name not in columns:
-                down = _to_tensor(module.down)[:, part.inputs.start : part.inputs.stop]
+            if found.key not in columns:
+                down = found.down[:, part.inputs.start : part.inputs.stop]
                 downs.append(down)
-                columns[module_name] = slice(num_columns, num_columns + len(down))
+                columns[found.key] = slice(num_columns, num_columns + len(down))
                 num_columns += len(down)
-            up = self._read_rows(name, part, module.up) * module.scale
+            up = _read_rows(name, part, found.rule, found.up) * found.scale
             scale = None
-            if module.magnitude is not None:
-                magnitude = self._read_rows(name, part, module.magnitude)
-                lengths = self._compute_lengths(name, part, up, _to_tensor(module.down))
+            if found.magnitude is not None:
+                magnitude = _read_rows(name, part, found.rule, _to_tensor(found.magnitude))
+                lengths = self._compute_lengths(name, part, up, found.down)
                 factor = torch.where(lengths > 0, magnitude / lengths, 0.0)  # a row of zeros stays one
                 up *= factor.unsqueeze(1)
                 scale = self._build_scale(layer, outputs, _reorder(layer, name, factor))
-            packed = self._kernels.pack(self._prepare(_reorder(layer, name, up)))
-            expansions.append(Expansion(columns[module_name], outputs, packed, scale))
+            packed = self._kernels.pack(self._prepare(_reorder(layer, name, up), layer.dtype))
+            expansions.append(Expansion(columns[found.key], outputs, packed, scale))
         if not expansions:
             return None
-        return LowRankProduct(self._kernels.pack(self._prepare(torch.cat(downs))), tuple(expansions))
+        return LowRankProduct(self._kernels.pack(self._prepare(torch.cat(downs), layer.dtype)), tuple(expansions))
+
+    def _find_weight(self, name: str, contents: AdapterContents, stacks: _Stacks) -> _AdaptedWeight | None:
+        """What the adapter holds for a parameter of the model."""
+        weight = self._stacked.get(name)
+        if weight is not None and weight.parameter in contents.modules:
+            down, up = stacks.find(weight.parameter, weight.member)
+            key = f"{weight.parameter}.{weight.member}"
+            return _AdaptedWeight(key, weight.rule, down, up, contents.modules[weight.parameter].scale, None)
+        rule = self._rules[name]
+        module_name = rule.source.removesuffix(".weight")
+        module = contents.modules.get(module_name)
+        if module is None:
+            return None
+        return _AdaptedWeight(
+            module_name, rule, _to_tensor(module.down), _to_tensor(module.up), module.scale, module.magnitude
+        )
 
     def _build_embedding(self, layer: LoRAEmbedding, contents: AdapterContents) -> EmbeddingProduct | None:
         """None if the adapter does not change the embedding."""
@@ -132,14 +154,6 @@ class AdapterLoader:
             scale = OutputScale(factor.to(self._device), None)
         own = down[:, layer.ids.start : layer.ids.stop].T
         return EmbeddingProduct(self._prepare(own), self._kernels.pack(self._prepare(up)), scale)
-
-    def _read_rows(self, name: str, part: LoRAPart, tensor: AdapterTensor) -> Tensor:
-        """This rank's rows of a module's tensor with one row per output, as float32."""
-        whole = _to_tensor(tensor)
-        rule = replace(self._rules[name], transform="none", format=None)  # PEFT stores outputs first in any case
-        location = locate(name, rule, (part.shape[0], *whole.shape[1:]), Part(0, part.outputs))
-        rows = location.ranges[0]
-        return location.select(whole[rows.start : rows.stop]).contiguous()
 
     def _compute_lengths(self, name: str, part: LoRAPart, up: Tensor, down: Tensor) -> Tensor:
         """The L2 norms of this rank's rows of the weight with the adapter, over all inputs: (outputs,) float32.
@@ -181,8 +195,50 @@ class AdapterLoader:
         offset = None if layer.bias is None else (1.0 - factor) * layer.bias[outputs].float()
         return OutputScale(factor, offset)
 
-    def _prepare(self, weight: Tensor) -> Tensor:
-        return weight.to(self._device, self._dtype).contiguous()
+    def _prepare(self, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """dtype: None for the model's."""
+        return weight.to(self._device, dtype or self._dtype).contiguous()
+
+
+class _AdaptedWeight(NamedTuple):
+    """An adapter's change of a weight, for all ranks; see `AdapterModule`."""
+
+    key: str  # the first product, which parameters of one module share
+    rule: WeightRule  # which rows of `up` are those of the parameter
+    down: Tensor  # (rank, inputs) float32
+    up: Tensor  # (outputs of the module, rank) float32
+    scale: float
+    magnitude: AdapterTensor | None
+
+
+class _Stacks:
+    """The experts' parts of tensors that hold all experts. Those of one layer are read at a time."""
+
+    NUM_KEPT = 2  # parameters of a layer
+
+    def __init__(self, contents: AdapterContents) -> None:
+        self._contents = contents
+        self._read: dict[str, tuple[Tensor, Tensor]] = {}  # by parameter, the latest last
+
+    def find(self, parameter: str, member: int) -> tuple[Tensor, Tensor]:
+        """`down` and `up` of an expert: (rank, inputs) and (outputs, rank) float32."""
+        module = self._contents.modules[parameter]
+        if parameter not in self._read:
+            if len(self._read) == self.NUM_KEPT:
+                del self._read[next(iter(self._read))]
+            self._read[parameter] = _to_tensor(module.down), _to_tensor(module.up)
+        down, up = self._read[parameter]
+        own_down = down.view(module.members, -1, down.shape[1])[member]
+        own_up = up.view(up.shape[0], -1, module.members)[..., member]
+        return (own_up.T, own_down.T) if module.is_swapped else (own_down, own_up)
+
+
+def _read_rows(name: str, part: LoRAPart, rule: WeightRule, whole: Tensor) -> Tensor:
+    """This rank's rows of a module's tensor with one row per output, as float32."""
+    rule = replace(rule, transform="none", format=None)  # PEFT stores outputs first in any case
+    location = locate(name, rule, (part.shape[0], *whole.shape[1:]), Part(0, part.outputs))
+    rows = location.ranges[0]
+    return location.select(whole[rows.start : rows.stop]).contiguous()
 
 
 def _reorder(layer: LoRALinear, name: str, rows: Tensor) -> Tensor:

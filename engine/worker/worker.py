@@ -165,6 +165,7 @@ class Worker:
                 max_rank=config.max_lora_rank,
                 dtype=self._dtype,
                 device=self._device,
+                engines=config.expert_engines,
             )
 
     def _load_other(self, spec: ModelSpec, load_decoder: LoadDecoder) -> None:

@@ -13,7 +13,7 @@ rows of each expert, so it launches the most programs that may be needed, and su
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain
+from itertools import chain, pairwise
 
 import torch
 import triton
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from serve_llm.kernels import moe
 from serve_llm.kernels.linear import Linear
-from serve_llm.kernels.moe import Activation, Experts
+from serve_llm.kernels.moe import Activation, ExpertAdapters, Experts
 from serve_llm.kernels.triton.expert_stacks import ExpertStack, SortedPairs
 
 INVARIANT_ROWS = 64
@@ -46,6 +46,7 @@ def pack_experts(
     pairs: Iterable[tuple[Linear, Linear]],
     activation: Activation,
     local_experts: range,
+    adapters: ExpertAdapters | None = None,
     *,
     batch_invariant: bool = False,
 ) -> Experts:
@@ -55,8 +56,10 @@ def pack_experts(
     for index, (up, down) in enumerate(remaining):
         if not (first.put(index, up) and last.put(index, down)):
             before = [(first.get(number), last.get(number)) for number in range(index)]
-            return moe.pack_experts(chain(before, [(up, down)], remaining), activation, local_experts)
-    return _GroupedExperts(first, last, activation, local_experts, INVARIANT_ROWS if batch_invariant else None)
+            joined = chain(before, [(up, down)], remaining)
+            return moe.pack_experts(joined, activation, local_experts, adapters)
+    block_rows = INVARIANT_ROWS if batch_invariant else None
+    return _GroupedExperts(first, last, activation, local_experts, adapters, block_rows)
 
 
 def choose_block_rows(pairs: int, experts: int) -> int:
@@ -74,6 +77,7 @@ class _GroupedExperts:
         last: ExpertStack,
         activation: Activation,
         local_experts: range,
+        adapters: ExpertAdapters | None,
         block_rows: int | None,
     ) -> None:
         """block_rows: None to choose it by the number of rows."""
@@ -81,6 +85,7 @@ class _GroupedExperts:
         self._last = last
         self._activation = activation
         self._local_experts = local_experts
+        self._adapters = adapters
         self._block_rows = block_rows
         # `searchsorted` of these in the sorted experts gives each local expert's first row, and the end of the last
         self._expert_bounds = torch.arange(
@@ -99,9 +104,21 @@ class _GroupedExperts:
         block_rows = self._block_rows or choose_block_rows(count, len(self._local_experts))
         inner = x.new_empty((count, self._first.outputs))
         self._first.multiply(x.contiguous(), inner, pairs, block_rows, by_token=True)
+        adapters = self._adapters if self._adapters is not None and self._adapters.is_used else None
+        own_rows: list[tuple[int, int]] = []
+        if adapters is not None:  # the host waits for the device; steps with adapters are not captured
+            own_rows = list(pairwise(starts.tolist()))
+            for index, (start, stop) in enumerate(own_rows):
+                tokens_of_expert = order[start:stop] // top_k
+                adapters.add_to_first(index, inner[start:stop], x[tokens_of_expert], tokens_of_expert)
         inner = self._activation(inner)
         pair_outputs = x.new_empty((count, width))
         self._last.multiply(inner, pair_outputs, pairs, block_rows, by_token=False)
+        if adapters is not None:
+            for index, (start, stop) in enumerate(own_rows):
+                rows = pair_outputs[order[start:stop]]
+                adapters.add_to_last(index, rows, inner[start:stop], order[start:stop] // top_k)
+                pair_outputs[order[start:stop]] = rows
         columns = min(1024, triton.next_power_of_2(width))
         _sum_choices[(tokens, triton.cdiv(width, columns))](
             pair_outputs,

@@ -12,8 +12,9 @@ import torch
 
 from serve_llm.common.types import Adapter, FinishReason, Request
 from serve_llm.engine.loop import EngineCore
+from serve_llm.engine.weights.adapters import AdapterLoader
 from support import packed, packed_floats
-from support.adapters import check_as_peft, describe, make_adapter, merge
+from support.adapters import check_as_peft, describe, make_adapter, merge, write_adapter
 from support.engine import Result, generate, greedy, make_engine
 from support.matrix import mostly_slow
 from support.pooled import compute_vectors, pooling_request
@@ -103,6 +104,49 @@ def test_as_peft(family: str, rank: int, config: dict[str, object], tmp_path: Pa
     requests = ask_all(adapters)
     results = generate(make_engine(checkpoint, **OPTIONS), requests)
     check_as_peft(checkpoint, requests, results)
+
+
+RANKS = (4, 128, 8, 64, 5, 16, 32, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gpt2", "phi3", "qwen3_moe", "deepseek_v3", "gpt_neox"])
+def test_eight_adapters_in_a_batch_of_16_rows(family: str, tmp_path: Path) -> None:
+    """As PEFT computes them, and as merged models do."""
+    checkpoint = tmp_path / "base"
+    make_checkpoint(checkpoint, family)
+    adapters = [
+        make_adapter(checkpoint, tmp_path / f"adapter{number}", family, seed=number, r=rank)
+        for number, rank in enumerate(RANKS)
+    ]
+    requests = [ask(number, PROMPTS[number % 3], adapters[number % 8]) for number in range(16)]
+    results = generate(make_engine(checkpoint, max_loras=8, **OPTIONS), requests)
+    check_as_peft(checkpoint, requests, results)
+    merge(checkpoint, tmp_path / "adapter1", tmp_path / "merged")
+    merged = generate(make_engine(tmp_path / "merged", block_size=8), [ask(1, PROMPTS[1], None)])
+    assert merged[1].token_ids == results[1].token_ids
+
+
+@pytest.mark.slow
+def test_200_adapters_of_which_8_are_resident(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is loaded once, requests are answered in their order, and each as if all adapters were resident."""
+    checkpoint, _ = llama(root)
+    layers = {f"model.layers.{layer}.self_attn.o_proj": (60, 96) for layer in range(3)}
+    adapters = [write_adapter(tmp_path / str(number), layers, 2 + number % 5, number) for number in range(200)]
+    requests = [ask(number, PROMPTS[number // 2 % 3], adapters[number // 2]) for number in range(400)]
+    expected = generate(make_engine(checkpoint, max_loras=200, **OPTIONS), requests)
+    loaded = []
+    load = AdapterLoader.load
+
+    def count(self: AdapterLoader, slot: int, adapter: Adapter) -> None:
+        loaded.append(adapter.name)
+        load(self, slot, adapter)
+
+    monkeypatch.setattr(AdapterLoader, "load", count)
+    engine = make_engine(checkpoint, max_loras=8, **OPTIONS)
+    check_equal(generate(engine, requests), expected)
+    changes = [name for before, name in zip(["", *loaded], loaded, strict=False) if name != before]
+    assert changes == [adapter.name for adapter in adapters]
 
 
 @pytest.mark.parametrize("how", [{}, {"tensor": 2}, {"pipeline": 2}], ids=str)

@@ -89,14 +89,12 @@ def test_ways_to_name_the_modules(tmp_path: Path, targets: object) -> None:
         ({"bias": "all"}, "bias: adapters with biases are not supported"),
         ({"lora_bias": True}, "lora_bias: "),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save: "),
-        (
-            {"target_parameters": ["gate_up_proj"], "rank_pattern": {r".*\.gate_up_proj": 8}},  # as PEFT writes them
-            "target_parameters: adapters of experts",
-        ),
+        ({"target_parameters": [3]}, "target_parameters must be a list of names"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: pissa_niter_4 changes the base model's weights"),
         ({"some_future_key": {"a": 1}}, "some_future_key: this key is not known"),
         ({"rank_pattern": {"(a+)+$": 4}}, "'(a+)+$' is a regular expression"),
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern.q_proj must be a positive integer"),
+        ({"rank_pattern": {r".*\.q_proj": 5}}, "q_proj.lora_A.weight has shape [4, 8], but must have [5, 8]"),
         ({"target_modules": None}, "target_modules must be"),
         (
             {"target_modules": ["q_proj"]},
@@ -133,7 +131,7 @@ Q_DOWN = f"{PREFIX}self_attn.q_proj.lora_A.weight"
         (add(Q_DOWN, torch.full((4, 8), torch.inf, dtype=torch.bfloat16)), "contains numbers that are not finite"),
         (add(Q_DOWN, torch.ones(4, 8, dtype=torch.int8)), "is stored as I8"),
         (add("base_model.model.lm_head.lora_A.weight", torch.ones(4, 8)), "lm_head.lora_A.weight is not supported"),
-        (add(f"{PREFIX}mlp.experts.3.up_proj.lora_A.weight", torch.ones(4, 8)), "experts and routers take no adapters"),
+        (add(f"{PREFIX}mlp.experts.3.up_proj.lora_A.weight", torch.ones(4, 8)), "the model has no such layer"),
         (
             add(f"{PREFIX}self_attn.q_proj.lora_magnitude_vector", torch.ones(12)),
             "belongs to DoRA, but adapter_config.json",

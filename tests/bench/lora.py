@@ -1,0 +1,128 @@
+"""Tokens per second of rows with LoRA adapters against the base model's, whose engines take turns in one process.
+
+Run on a quiet machine, in about 10 minutes: PYTHONPATH=tests python -m bench.lora [--rank 16] [--turns 9] [--demo]
+
+16 rows decode together: without `--enable-lora`, and in an engine with it as rows of the base model, of one adapter, of
+4 and of 16. Adapters change all linear layers. The model has the shape of Qwen2 0.5B and random weights; --demo takes
+the demo model, whose steps are short. Also the time in which an adapter is loaded into a slot, which all rows wait for.
+Prints a table, then one JSON line. `ratio` is the median over turns of the ratio of tokens per second to those without
+`--enable-lora`, `cpu` the same of processor time, `aim` the ratio that would do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from bench.model import model_folder
+from serve_llm.common.hub import resolve_model
+from serve_llm.common.types import Adapter, Request, Sampling
+from serve_llm.engine.loop import EngineCore
+from support.adapters import make_adapter
+from support.engine import make_engine
+
+ROWS = 16
+PROMPT_LENGTH = 64
+AIM = 0.90  # of 4 adapters
+NUM_ADAPTERS = {"base rows": 0, "1 adapter": 1, "4 adapters": 4, "16 adapters": 16}
+
+
+def make_requests(adapters: Sequence[Adapter], turn: int, tokens: int) -> list[Request]:
+    """Rows with the adapters in turn."""
+    generator = torch.Generator().manual_seed(turn)
+    requests = []
+    for number in range(ROWS):
+        ids = torch.randint(300, 4000, (PROMPT_LENGTH,), generator=generator).tolist()
+        sampling = Sampling(max_tokens=tokens, seed=number, temperature=1.0)
+        adapter = adapters[number % len(adapters)] if adapters else None
+        requests.append(Request(id=number, prompt_ids=ids, sampling=sampling, adapter=adapter))
+    return requests
+
+
+def run_turn(engine: EngineCore, requests: Sequence[Request]) -> tuple[float, float]:
+    """Seconds, and those of the processor, for a token of all rows. Prompts and loading are not counted."""
+    engine.add_requests(requests)
+    counts = dict.fromkeys((request.id for request in requests), 0)
+    began = cpu_began = 0.0
+    num_before = 0
+    while engine.has_work:
+        for output in engine.step().outputs:
+            counts[output.id] += len(output.token_ids)
+        if not began and all(counts.values()):
+            num_before = sum(counts.values())
+            began, cpu_began = time.perf_counter(), time.process_time()
+    num_tokens = sum(counts.values()) - num_before
+    return (time.perf_counter() - began) / num_tokens, (time.process_time() - cpu_began) / num_tokens
+
+
+def measure_loads(engine: EngineCore, adapters: Sequence[Adapter]) -> float:
+    """Median seconds by which a step is longer that loads an adapter."""
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for number, adapter in enumerate(adapters):
+        for is_loaded in (False, True):
+            sampling = Sampling(max_tokens=1, seed=0)
+            engine.add_requests([Request(id=number, prompt_ids=[500], sampling=sampling, adapter=adapter)])
+            began = time.perf_counter()
+            while engine.has_work:
+                engine.step()
+            seconds[is_loaded].append(time.perf_counter() - began)
+    return statistics.median(seconds[False]) - statistics.median(seconds[True])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=64, help="of each row")
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--demo", action="store_true", help="the demo model")
+    given = parser.parse_args()
+    folder = Path(resolve_model("demo")) if given.demo else model_folder()
+    with tempfile.TemporaryDirectory() as directory:
+        adapters = [
+            make_adapter(folder, Path(directory) / str(number), seed=number, scale=0.01, r=given.rank)
+            for number in range(max(NUM_ADAPTERS.values()))
+        ]
+        options: dict[str, object] = {"max_model_len": 512, "kv_cache_memory": "256MiB"}
+        plain = make_engine(folder, **options)
+        engine = make_engine(folder, enable_lora=True, max_loras=len(adapters), max_lora_rank=given.rank, **options)
+        load_seconds = measure_loads(engine, adapters)
+        results: dict[str, dict[str, float]] = {}
+        for name, count in NUM_ADAPTERS.items():
+            ratios = []
+            cpu_ratios = []
+            speeds = []
+            for turn in range(given.turns + 1):  # the first one is not counted
+                found = {}
+                for is_plain in (True, False) if turn % 2 else (False, True):
+                    own = [] if is_plain else adapters[:count]
+                    requests = make_requests(own, turn, given.tokens)
+                    found[is_plain] = run_turn(plain if is_plain else engine, requests)
+                if turn:
+                    ratios.append(found[True][0] / found[False][0])
+                    cpu_ratios.append(found[True][1] / found[False][1])
+                    speeds.append(1 / found[True][0])
+            results[name] = {
+                "tokens_per_second_without": statistics.median(speeds),
+                "ratio": statistics.median(ratios),
+                "least_ratio": min(ratios),
+                "cpu_ratio": statistics.median(cpu_ratios),
+            }
+    results["4 adapters"]["aim"] = AIM
+    print(f"{ROWS} rows, rank {given.rank}; loading an adapter takes {load_seconds:.3f} s")
+    print(f"{'':14}{'without, tokens/s':>19}{'ratio':>8}{'least':>8}{'cpu':>8}{'aim':>8}")
+    for name, row in results.items():
+        aim = f"{row['aim']:8.2f}" if "aim" in row else ""
+        ratio = f"{row['ratio']:8.2f}{row['least_ratio']:8.2f}{row['cpu_ratio']:8.2f}"
+        print(f"{name:14}{row['tokens_per_second_without']:19.1f}{ratio}{aim}")
+    print(json.dumps({"load_seconds": load_seconds, **results}))
+
+
+if __name__ == "__main__":
+    main()
