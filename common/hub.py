@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from fnmatch import fnmatch
 from importlib.resources import files
 from pathlib import Path
 
+from serve_llm.common.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from serve_llm.common.cache_directory import cache_directory
 from serve_llm.common.errors import ModelError
 from serve_llm.common.gguf.checkpoint import make_checkpoint_directory
@@ -27,6 +29,7 @@ BIN_SINGLE = "pytorch_model.bin"  # pickled, and read by `serve-llm convert` onl
 BIN_INDEX = "pytorch_model.bin.index.json"
 # What may be in the place of quantization_config in config.json, and the quant_method that it stands for.
 _QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+_ADAPTER_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Copies of the same weights in the publisher's own format: subfolders, and Mistral's consolidated files.
 _COPIES = ("*/*", "consolidated*.safetensors")
 
@@ -141,6 +144,15 @@ def resolve_draft_checkpoint(model: str, download_dir: str | None = None, *, wei
         raise ModelError(f"the draft model: {error}") from None
 
 
+def resolve_adapter(adapter: str, download_dir: str | None = None) -> Path:
+    """The directory of a LoRA adapter: a local one, or the snapshot of a Hugging Face id ("organisation/name"),
+    downloaded unless it is cached. Only a name that can be such an id is looked up. Raises ModelError."""
+    directory = Path(adapter).absolute()
+    if directory.exists() or _ADAPTER_ID.fullmatch(adapter) is None:
+        return directory
+    return _download(adapter, None, download_dir, (ADAPTER_CONFIG, ADAPTER_WEIGHTS), what="an adapter")
+
+
 def read_json(path: Path) -> dict[str, object]:
     """The JSON object in a file of the checkpoint. Raises ModelError if the file cannot be read or holds no object."""
     try:
@@ -182,6 +194,7 @@ def _download(
     download_dir: str | None,
     patterns: tuple[str, ...],
     ignored: tuple[str, ...] = _COPIES,
+    what: str = "a model",
 ) -> Path:
     import huggingface_hub as hub  # takes half a second to import
     from huggingface_hub import errors
@@ -203,7 +216,7 @@ def _download(
     except errors.RevisionNotFoundError:
         problem = f"the Hub has the model but not revision {revision}"
     except errors.RepositoryNotFoundError:
-        problem = "neither a local directory nor a model on the Hub; check the name, or set HF_TOKEN if it is private"
+        problem = f"neither a local directory nor {what} on the Hub; check the name, or set HF_TOKEN if it is private"
     except errors.HFValidationError:
         problem = "neither a local directory nor a possible Hugging Face id (organisation/name)"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):

@@ -151,7 +151,9 @@ def create_app(
     """The app that serves one model on engines that are ready. storage: the caller closes it. adapters: None: there are
     none yet. tracing: None: there are no traces. front_ends: processes that answer clients instead of this one and
     forward some requests to it."""
-    adapters = adapters or AdapterRegistry(replicas.facts, options.max_lora_rank, model.names)
+    adapters = adapters or AdapterRegistry(
+        replicas.facts, options.max_lora_rank, model.names, options.download_dir
+    )
     admission = AdmissionController(replicas, options.max_queue)
     counts = _create_counts(
         admission.refused,

@@ -87,7 +87,7 @@ async def assemble(options: Options, front_ends: FrontEndGroup | None = None) ->
         model = await _in_thread(lambda: ServedModel.load(directory, options))
         logger.info(await _in_thread(model.describe_dialect))
         await supervisor.start()
-        adapters = AdapterRegistry(supervisor.replicas.facts, options.max_lora_rank, model.names)
+        adapters = AdapterRegistry(supervisor.replicas.facts, options.max_lora_rank, model.names, options.download_dir)
         await adapters.load_all(options.lora_modules)
         app, admission, prompts, batches = create_app(
             supervisor.replicas, model, options, storage, adapters, tracing, front_ends

@@ -4,6 +4,7 @@ returns the field's value, or raises ValueError saying what it expected; `source
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -217,8 +218,11 @@ def parse_texts(value: object) -> tuple[str, ...]:
 
 
 def parse_lora_modules(value: object) -> tuple[str, ...]:
-    """Several NAME=DIRECTORY, each name once: a list, or one text with commas."""
-    items = parse_texts(value)
+    """Several NAME=DIRECTORY, each name once: a list, or one text with commas. vLLM's {"name": NAME, "path": DIRECTORY}
+    stands for one, in a list or as its text."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = [value]
+    items = parse_texts([_join_module(item) for item in value] if isinstance(value, list | tuple) else value)
     names = [
         name for name, equals, directory in (item.partition("=") for item in items) if name and equals and directory
     ]
@@ -227,6 +231,21 @@ def parse_lora_modules(value: object) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         raise ValueError("expected each name once")
     return items
+
+
+def _join_module(item: object) -> object:
+    """NAME=DIRECTORY of vLLM's object or its text; anything else as it is."""
+    if isinstance(item, str) and item.lstrip().startswith("{"):
+        item = json.loads(item)
+    if not isinstance(item, dict):
+        return item
+    unknown = [key for key in item if key not in ("name", "path")]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is not supported, only 'name' and 'path'; the parent is the served model")
+    name, path = item.get("name"), item.get("path")
+    if not isinstance(name, str) or not isinstance(path, str) or "=" in name:
+        raise ValueError('expected {"name": NAME, "path": DIRECTORY}')
+    return f"{name}={path}"
 
 
 def parse_origins(value: object) -> tuple[str, ...]:

@@ -74,7 +74,7 @@ class Options(EngineOptions):
     lora_modules: tuple[str, ...] = option(
         (),
         parse_lora_modules,
-        "adapter to serve, as NAME=DIRECTORY; may be repeated",
+        "adapter to serve, as NAME=DIRECTORY or NAME=ORGANISATION/NAME of the Hugging Face Hub; may be repeated",
         metavar="NAME=DIRECTORY",
         nargs=True,
     )

@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 
 from serve_llm.common.adapter_files import Stamp, read_stamp
-from serve_llm.common.errors import AdapterError
+from serve_llm.common.errors import AdapterError, ModelError
+from serve_llm.common.hub import resolve_adapter
 from serve_llm.common.messages import AdapterCheck, AdapterVerdict
 from serve_llm.common.types import Adapter, ModelInfo
 from serve_llm.server.http.errors import InvalidRequest, ModelNotFound
@@ -28,55 +29,68 @@ class LoRARequest:
     """An adapter for `LLM.generate` and `LLM.chat`."""
 
     lora_name: str
-    lora_path: str  # directory with adapter_config.json and adapter_model.safetensors
+    lora_path: str  # directory with adapter_config.json and adapter_model.safetensors, or a Hugging Face id
 
 
 class AdapterRegistry:
     """Engines load an adapter when a request first needs it; the registry only names it."""
 
-    def __init__(self, facts: ModelInfo, max_rank: int, model_names: Collection[str]) -> None:
-        """facts: of an engine that is ready. model_names: those of the base model, which no adapter may have."""
+    def __init__(
+        self, facts: ModelInfo, max_rank: int, model_names: Collection[str], download_dir: str | None = None
+    ) -> None:
+        """facts: of an engine that is ready. model_names: those of the base model, which no adapter may have.
+        download_dir: for adapters on the Hub."""
         self.adapters: dict[str, Adapter] = {}  # by name
         self._facts = facts
         self._max_rank = max_rank
         self._model_names = model_names
+        self._download_dir = download_dir
         self._stamps: dict[str, Stamp] = {}  # by name, of the files before they were checked
+        self._sources: dict[str, str] = {}  # by name: a directory or Hugging Face id, as it was given
         self._lock = asyncio.Lock()
 
     async def load(self, name: str, directory: str, in_place: bool = False) -> Adapter:
-        """Check an adapter and give it a name. in_place: replace the adapter of this name, if there is one.
+        """Check an adapter and give it a name. directory: or a Hugging Face id, whose files are downloaded. in_place:
+        replace the adapter of this name, if there is one.
 
         Requests that have begun keep the adapter that they began with. Raises AdapterError if it cannot be served,
         InvalidRequest if the name is taken.
         """
+        self._check_name(name, in_place)
+        try:
+            path = await asyncio.to_thread(resolve_adapter, directory, self._download_dir)
+        except ModelError as error:
+            raise AdapterError(f"the adapter {name} cannot be served: {error}") from None
         async with self._lock:
-            if name in self._model_names:
-                raise InvalidRequest(f"{name} is the name of the base model", "lora_name")
-            if name in self.adapters and not in_place:
-                raise InvalidRequest(f"the adapter {name} is loaded; set load_inplace to load it again", "lora_name")
-            path = Path(directory).absolute()
+            self._check_name(name, in_place)
             verdict, stamp = await asyncio.to_thread(self._check, path)
             if verdict.error:
                 raise AdapterError(f"the adapter {name} cannot be served: {verdict.error}")
             adapter = Adapter(name, str(path), verdict.digest)
             self.adapters[name] = adapter
             self._stamps[name] = stamp
+            self._sources[name] = directory
             logger.info("Adapter %s loaded from %s", name, path)
             return adapter
 
+    def _check_name(self, name: str, in_place: bool) -> None:
+        if name in self._model_names:
+            raise InvalidRequest(f"{name} is the name of the base model", "lora_name")
+        if name in self.adapters and not in_place:
+            raise InvalidRequest(f"the adapter {name} is loaded; set load_inplace to load it again", "lora_name")
+
     async def load_all(self, modules: Iterable[str]) -> None:
-        """modules: NAME=DIRECTORY each. Raises AdapterError."""
+        """modules: NAME=DIRECTORY or NAME=HUGGING_FACE_ID each. Raises AdapterError."""
         for module in modules:
             name, _, directory = module.partition("=")
             await self.load(name, directory)
 
     async def obtain(self, request: LoRARequest) -> Adapter:
         """The adapter of an offline request, loaded if it is new or its files have changed. Raises as `load` does."""
-        path = Path(request.lora_path).absolute()
         known = self.adapters.get(request.lora_name)
-        if known is not None and known.directory == str(path):
+        if known is not None and self._sources[request.lora_name] == request.lora_path:
             try:
-                if read_stamp(path) == self._stamps[request.lora_name]:
+                if read_stamp(Path(known.directory)) == self._stamps[request.lora_name]:
                     return known
             except OSError:
                 pass  # `load` says what is missing
@@ -88,6 +102,7 @@ class AdapterRegistry:
             raise ModelNotFound(f"there is no adapter {name}", "lora_name")
         del self.adapters[name]
         del self._stamps[name]
+        del self._sources[name]
         logger.info("Adapter %s unloaded", name)
 
     def _check(self, directory: Path) -> tuple[AdapterVerdict, Stamp]:

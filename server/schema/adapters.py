@@ -11,7 +11,9 @@ from serve_llm.server.schema.common import RequestBody
 
 class LoadAdapterRequest(RequestBody):
     lora_name: str = Field(min_length=1, description="The name by which requests call the adapter.")
-    lora_path: str = Field(pattern=r"^[^\x00]+$", description="Its directory on the server's machine.")
+    lora_path: str = Field(
+        pattern=r"^[^\x00]+$", description="Its directory on the server's machine, or a Hugging Face id."
+    )
     load_inplace: bool | None = Field(default=None, description="Replace the adapter of this name.")
 
 

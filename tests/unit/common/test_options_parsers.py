@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from serve_llm.common.options.parsers import (
     parse_bytes,
     parse_count,
+    parse_lora_modules,
     parse_positive_floats,
     parse_positive_ints,
     parse_quantization,
@@ -81,3 +82,34 @@ def test_a_quantization_that_a_checkpoint_has_needs_no_option() -> None:
     with pytest.raises(ValueError, match="a checkpoint that is stored as awq_marlin needs no option; expected auto, "):
         parse_quantization("awq_marlin")
     assert parse_quantization("INT8") == "int8"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a=/x,b=org/b",
+        ["a=/x", "b=org/b"],
+        ["a=/x", '{"name": "b", "path": "org/b"}'],
+        [{"name": "a", "path": "/x"}, {"name": "b", "path": "org/b"}],
+    ],
+)
+def test_lora_modules(value: object) -> None:
+    assert parse_lora_modules(value) == ("a=/x", "b=org/b")
+    assert parse_lora_modules('{"name": "a", "path": "/x, y"}') == ("a=/x, y",)
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        ('{"name": "a", "path": "/x", "base_model_name": "m"}', "'base_model_name' is not supported"),
+        ('{"name": "a"}', "expected {"),
+        ('{"name": "a=b", "path": "/x"}', "expected {"),
+        ('{"name"', "Expecting"),
+        ([["a", "b"]], "expected"),
+        ("a", "expected NAME=DIRECTORY"),
+        (["a=/x", "a=/y"], "expected each name once"),
+    ],
+)
+def test_bad_lora_modules(value: object, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        parse_lora_modules(value)

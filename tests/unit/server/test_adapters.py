@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -50,6 +51,27 @@ def ask(server: Served, name: str) -> list[Reply]:
         server.post("/v1/messages", {"model": name, "messages": messages, "max_tokens": 1}, OTHER),
         server.post("/v1/responses", {"model": name, "input": "hi", "max_output_tokens": 1}, OTHER),
     ]
+
+
+def test_an_adapter_of_the_hub(server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_adapter(tmp_path / "snapshot")
+    asked = []
+
+    def download(name: str, **arguments: object) -> str:
+        asked.append((name, arguments["allow_patterns"]))
+        if name != "org/sql":
+            raise OSError("no network")
+        return directory
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    card = load(server, "sql", "org/sql").json()
+    assert (card["id"], card["root"]) == ("sql", directory)
+    assert asked == [("org/sql", ["adapter_config.json", "adapter_model.safetensors"])]
+    reply = load(server, "chat", "org/chat")
+    assert reply.status == 400 and "org/chat: download failed: OSError: no network" in reply.content.decode()
+    for name in ("no-directory", "/no/directory", "../no/directory", "a/b/c"):
+        assert "is not a directory" in load(server, "chat", name).content.decode()
+    assert len(asked) == 2
 
 
 def test_an_adapter_is_loaded_asked_listed_and_unloaded(server: Served, tmp_path: Path) -> None:
