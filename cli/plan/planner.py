@@ -243,9 +243,6 @@ class _Planner:
         """Whether there are devices, those of each stage on one machine, and the engine takes the layout."""
         if self.config.enable_expert_parallel and layout.tp_size * self.config.data_parallel_size == 1:
             return False  # no ranks to divide experts among
-        speculation = self.config.speculation
-        if layout.pp_size > 1 and speculation is not None and speculation.reads_inner_states:
-            return False  # they lie on several stages
         stages = layout.pp_size * self.config.data_parallel_size
         per_node = self.hardware.ranks_per_node // layout.tp_size
         return self.has_devices(layout) and (self.config.device == "cpu" or stages <= self.hardware.nodes * per_node)

@@ -78,8 +78,6 @@ def _resolve_head(
     assert options.speculation is not None, "no speculation"
     if options.speculation.reads_last_states:
         return _resolve_mtp(options, served, served_raw)
-    if served.pipeline_parallel_size > 1:
-        raise OptionError("it reads hidden states of several stages; omit --pipeline-parallel-size")
     raw = read_config(directory)
     target = read_model(served_raw, options.allow_unknown_config)
     spec, eagle = read_eagle(raw, target[0])

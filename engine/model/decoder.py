@@ -72,8 +72,10 @@ class Decoder:
         self._hidden_size = hidden_size
         self._device = device
         self._description = description
-        self.collected_layers: tuple[int, ...] = ()  # see `collected`; for models with one stage
-        self.collected: list[Tensor] = []  # what these layers read in the last step, each (tokens, hidden_size)
+        self.collected_layers: tuple[int, ...] = ()  # see `collected`; indices among the layers of this rank
+        self._num_collected_before = 0  # layers of previous stages whose inputs they send
+        # What these layers, and those of previous stages before them, read in the last step: each (tokens, hidden_size)
+        self.collected: list[Tensor] = []
         for layer, following in pairwise(layers):
             layer.next_norm = following.input_norm
 
@@ -90,9 +92,21 @@ class Decoder:
         (rows,) int64, on the last stage: the tokens whose hidden states are needed; the result has only these, and the
         last layer computes nothing else after its attention. None: all tokens.
         """
-        hidden = self.run_layers(inputs, caches, rows, self.receive(len(inputs.ids)))
+        received = self.receive(len(inputs.ids))
+        before = [self.receive(len(inputs.ids)) for _ in range(self._num_collected_before)]
+        hidden = self.run_layers(inputs, caches, rows, received)
+        del received
+        self.collected = [*(one for one in before if one is not None), *self.collected]
         self.send(hidden)
+        if self._next_stage is not None:
+            for collected in self.collected:
+                self.send(collected)
         return hidden
+
+    def collect(self, layers: Sequence[int], held: range) -> None:
+        """Keep what these layers of the model, in order, read in each step. held: the layers of this rank."""
+        self.collected_layers = tuple(layer - held.start for layer in layers if layer in held)
+        self._num_collected_before = sum(layer < held.start for layer in layers)
 
     def receive(self, num_tokens: int) -> Tensor | None:
         """The hidden states of so many tokens that the previous stage sends; None on the first stage."""

@@ -140,7 +140,7 @@ class Worker:
                 bar.total = total
                 bar.update(done - bar.n)
 
-            self._decoder: RunnableModel = load_model(
+            decoder = load_model(
                 Path(config.directory),
                 spec,
                 weights,
@@ -155,7 +155,8 @@ class Worker:
                 progress=advance,
             )
         if config.speculation is not None and config.speculation.reads_inner_states:
-            self._decoder.collected_layers = find_hidden_state_layers(len(spec.layers))
+            decoder.collect(find_hidden_state_layers(len(spec.layers)), self._shard.layers)
+        self._decoder: RunnableModel = decoder
         if lora is not None:
             self._adapters = AdapterLoader(
                 spec,

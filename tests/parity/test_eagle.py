@@ -90,6 +90,8 @@ def test_same_output(family: str, root: Path, llama: Case) -> None:
 
 HOWS: dict[str, dict[str, object]] = {
     "two ranks": {"tensor": 2},
+    "two stages": {"pipeline": 2},
+    "three stages of two ranks": {"pipeline": 3, "tensor": 2},
     "chunks": {"max_num_batched_tokens": 9},
     "few at a time": {"max_num_seqs": 2},
     "no prefix cache": {"enable_prefix_caching": False},

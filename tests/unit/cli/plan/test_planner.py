@@ -300,14 +300,14 @@ def test_an_mtp_layer_takes_room_beside_the_first_rank() -> None:
     assert stages.ranks[0].draft_model == taken[0]
 
 
-def test_no_stages_for_a_head(tmp_path: Path) -> None:
+def test_stages_for_a_head(tmp_path: Path) -> None:
     head = published.LLAMA_8B | {"num_hidden_layers": 1, "draft_vocab_size": 32000}
     (tmp_path / "config.json").write_text(json.dumps(head))
     plain = plan(published.LLAMA_8B, {"gpu": "l4"}, enforce_eager=True).suggested
     assert plain is not None and plain.layout.pp_size == 2
     config = {"method": "eagle3", "model": str(tmp_path)}
-    found = plan(published.LLAMA_8B, {"gpu": "l4"}, enforce_eager=True, speculative_config=config)
-    assert found.suggested is None and found.chosen.layout.pp_size == 1
+    found = plan(published.LLAMA_8B, {"gpu": "l4"}, enforce_eager=True, speculative_config=config).suggested
+    assert found is not None and found.layout.pp_size == 3
 
 
 def test_fp8_is_for_gpus_that_multiply_it() -> None:

@@ -60,7 +60,6 @@ def test_heads_that_are_refused(changed: dict[str, object], message: str, served
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"pipeline_parallel_size": 2}, "it reads hidden states of several stages; omit --pipeline-parallel-size"),
         ({"model_impl": "transformers"}, "transformers' own code does not give out hidden states; omit --model-impl"),
     ],
 )
