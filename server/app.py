@@ -151,9 +151,7 @@ def create_app(
     """The app that serves one model on engines that are ready. storage: the caller closes it. adapters: None: there are
     none yet. tracing: None: there are no traces. front_ends: processes that answer clients instead of this one and
     forward some requests to it."""
-    adapters = adapters or AdapterRegistry(
-        replicas.facts, options.max_lora_rank, model.names, options.download_dir
-    )
+    adapters = adapters or AdapterRegistry(replicas.facts, options.max_lora_rank, model.names, options.download_dir)
     admission = AdmissionController(replicas, options.max_queue)
     counts = _create_counts(
         admission.refused,
@@ -165,7 +163,10 @@ def create_app(
     if front_ends is not None:
         front_ends.connect(str(model.directory), replicas, admission, adapters, counts, state.start_time)
     app = _create_fastapi(state, options.page)
-    exporter = PrometheusExporter(replicas.engines, counts, replicas.usage, model.names[0], options.metrics_prefix)
+    draft_source = "none" if options.speculation is None else options.speculation.method
+    exporter = PrometheusExporter(
+        replicas.engines, counts, replicas.usage, model.names[0], options.metrics_prefix, draft_source
+    )
     num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
     sources = status.StatusSources(replicas, admission, exporter, num_ranks, front_ends)
     app.include_router(status.create_server_router(state, sources))

@@ -355,6 +355,9 @@ class Scheduler:
             sequence.num_computed += chunk.count
             num_before = len(sequence.token_ids)
             output = add_result(sequence, result, self._max_model_len)
+            if result.forced_ids:
+                num_sampled = min(len(sequence.token_ids) - num_before, len(result.accepted_ids) + 1)
+                self._stats.num_forced_tokens += len(sequence.token_ids) - num_before - num_sampled
             if num_drafts:
                 sequence.take_back(num_drafts - len(result.accepted_ids))
                 self._stats.num_drafts += 1

@@ -77,6 +77,7 @@ class Replica:
             num_drafts=past.num_drafts + now.num_drafts,
             num_draft_tokens=past.num_draft_tokens + now.num_draft_tokens,
             num_accepted_tokens=past.num_accepted_tokens + now.num_accepted_tokens,
+            num_forced_tokens=past.num_forced_tokens + now.num_forced_tokens,
             offload_memory=_add_offload(past.offload_memory, now.offload_memory),
             offload_disk=_add_offload(past.offload_disk, now.offload_disk),
         )

@@ -16,10 +16,17 @@ from serve_llm.server.metrics.usage import UsageMeter, UsageTotals
 
 class PrometheusExporter:
     def __init__(
-        self, engines: Sequence[MeasuredEngine], counts: ServerCounts, usage: UsageMeter, model_name: str, prefix: str
+        self,
+        engines: Sequence[MeasuredEngine],
+        counts: ServerCounts,
+        usage: UsageMeter,
+        model_name: str,
+        prefix: str,
+        draft_source: str,
     ) -> None:
+        """draft_source: the method of --speculative-config, or "none"."""
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(engines, counts, usage, model_name, prefix))
+        self._registry.register(_EngineCollector(engines, counts, usage, model_name, prefix, draft_source))
         ProcessCollector(registry=self._registry)  # resident memory, descriptors and CPU time of this process
 
     def text(self) -> bytes:
@@ -30,9 +37,16 @@ class _EngineCollector(Collector):
     """Yields every metric family with one sample, or one set of samples, per engine."""
 
     def __init__(
-        self, engines: Sequence[MeasuredEngine], counts: ServerCounts, usage: UsageMeter, model_name: str, prefix: str
+        self,
+        engines: Sequence[MeasuredEngine],
+        counts: ServerCounts,
+        usage: UsageMeter,
+        model_name: str,
+        prefix: str,
+        draft_source: str,
     ) -> None:
         self._engines = engines
+        self._draft_source = draft_source
         self._counts = counts
         self._usage = usage
         self._model_name = model_name
@@ -43,6 +57,8 @@ class _EngineCollector(Collector):
             yield self._family(GaugeMetricFamily, name, text, gauge)
         for name, text, counter in _COUNTERS:
             yield self._family(CounterMetricFamily, name, text, counter)
+        for name, text, count in _DRAFTS:
+            yield self._by_source(name, text, count)
         yield self._by_label(
             "request_success", "Ended choices by reason.", "finished_reason", lambda meter: meter.finished
         )
@@ -115,6 +131,13 @@ class _EngineCollector(Collector):
                 family.add_metric([*labels, str(value)], count)
         return family
 
+    def _by_source(self, name: str, text: str, count: Callable[[Stats], int]) -> Metric:
+        """Counts of drafts. An engine has one source of them."""
+        family = CounterMetricFamily(self._prefix + name, text, labels=[*_LABELS, "source"])
+        for labels, engine in self._labelled_engines():
+            family.add_metric([*labels, self._draft_source], count(engine.stats))
+        return family
+
     def _by_tier(
         self,
         kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
@@ -171,11 +194,14 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats, Meter], float]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up.", lambda stats, _: stats.prefix_cache_queries),
     ("prefix_cache_hits", "Prompt tokens found.", lambda stats, _: stats.prefix_cache_hits),
     ("num_preemptions", "Requests put back to waiting.", lambda stats, _: stats.num_preemptions),
-    ("spec_decode_num_drafts", "Times a step verified drafts.", lambda stats, _: stats.num_drafts),
-    ("spec_decode_num_draft_tokens", "Draft tokens verified.", lambda stats, _: stats.num_draft_tokens),
-    ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", lambda stats, _: stats.num_accepted_tokens),
+    ("forced_tokens", "Tokens that grammars forced.", lambda stats, _: stats.num_forced_tokens),
     ("replayed_requests", "Choices continued by another process.", lambda _, meter: meter.replayed_requests),
     ("replayed_tokens", "Tokens computed again for them.", lambda _, meter: meter.replayed_tokens),
+)
+_DRAFTS: tuple[tuple[str, str, Callable[[Stats], int]], ...] = (
+    ("spec_decode_num_drafts", "Times a step verified drafts.", lambda stats: stats.num_drafts),
+    ("spec_decode_num_draft_tokens", "Draft tokens verified.", lambda stats: stats.num_draft_tokens),
+    ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", lambda stats: stats.num_accepted_tokens),
 )
 _OFFLOAD: tuple[
     tuple[str, str, type[GaugeMetricFamily] | type[CounterMetricFamily], Callable[[OffloadStats], int]], ...

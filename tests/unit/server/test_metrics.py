@@ -30,6 +30,7 @@ NAMES = {
     "prefix_cache_queries": "counter",
     "prefix_cache_hits": "counter",
     "num_preemptions": "counter",
+    "forced_tokens": "counter",
     "spec_decode_num_drafts": "counter",
     "spec_decode_num_draft_tokens": "counter",
     "spec_decode_num_accepted_tokens": "counter",
@@ -150,7 +151,8 @@ def test_the_number_of_labels_is_bounded() -> None:
 
 
 def test_gauges_show_the_newest_engine_stats(served: Served) -> None:
-    served.engine.stats = Stats(3, 2, 0.25, 100, 40, 5, num_drafts=7, num_draft_tokens=21, num_accepted_tokens=9)
+    drafts = {"num_drafts": 7, "num_draft_tokens": 21, "num_accepted_tokens": 9, "num_forced_tokens": 4}
+    served.engine.stats = Stats(3, 2, 0.25, 100, 40, 5, **drafts)
     text = served.get("/metrics").content.decode()
     for name, value in (
         ("num_requests_running", 3),
@@ -162,8 +164,10 @@ def test_gauges_show_the_newest_engine_stats(served: Served) -> None:
         ("spec_decode_num_drafts_total", 7),
         ("spec_decode_num_draft_tokens_total", 21),
         ("spec_decode_num_accepted_tokens_total", 9),
+        ("forced_tokens_total", 4),
     ):
         assert re.search(rf"^serve_llm_{name}{{[^}}]*}} {float(value)}$", text, re.MULTILINE), name
+    assert 'source="none"' in text
     served.engine.ready = False
     assert "cache_config_info" not in served.get("/metrics").content.decode()
 
