@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from serve_llm.common.types import Request, Sampling
+from serve_llm.engine.structured_output import state
 from serve_llm.engine.worker.input_batch import BatchArrays
 from support.engine import generate, generate_together, make_engine, make_engines
 from support.gpu_path import graphs_of, make_gpu_engine
-from support.grammars import EOS, demo, ids_of
+from support.grammars import CALL, EOS, VOCAB_SIZE, compile_grammar, constrained, demo, ids_of
 from support.matrix import mostly_slow
 from support.speculation import ARRIVALS, NGRAM, assert_drafted, assert_equal, draft_freely, draft_from, make_requests
 from support.tiny import FAMILIES, make_checkpoint
@@ -66,6 +67,32 @@ def test_every_way_to_compute(how: str, family: str, root: Path) -> None:
     expected = generate(make_engine(directory, **(OFF | HOWS[how])), requests)
     engine = draft_from(make_engine(directory, **(ON | HOWS[how])), requests, expected)
     assert_equal(generate(engine, requests, ARRIVALS), expected)
+    assert_drafted(engine)
+
+
+TEN = ["llama", "mistral", "gemma3_text", "gpt2", "mixtral", "deepseek_v3", "gpt_oss", "qwen3", "phi3", "cohere2"]
+RANKS: dict[str, dict[str, object]] = {"one rank": {}, "two ranks": {"tensor": 2}, "two stages": {"pipeline": 2}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("family", TEN)
+def test_ten_families(family: str, ranks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy and sampled requests, three choices of a prompt, log-probabilities and calls that a grammar demands."""
+    monkeypatch.setattr(state, "COSTLY_SECONDS", 1000.0)
+    requests = make_requests(make_checkpoint(tmp_path, family, vocab_size=VOCAB_SIZE))
+    grammar = compile_grammar(grammar=CALL)
+    requests += [
+        constrained(number, grammar, "x = 1\n", max_tokens=12, logprobs=1, temperature=number % 2)
+        for number in range(100, 104)
+    ]
+    for choice in range(3):
+        sampling = Sampling(max_tokens=12, seed=4, temperature=1.0, choice=choice, logprobs=1)
+        requests.append(Request(id=200 + choice, prompt_ids=list(range(9, 40)), sampling=sampling))
+    how = {"tokenizer": str(demo()), **RANKS[ranks]}
+    expected = generate(make_engine(tmp_path, **OFF, **how), requests)
+    engine = draft_from(make_engine(tmp_path, **ON, **how), requests, expected)
+    assert_equal(generate(engine, requests), expected)
     assert_drafted(engine)
 
 
