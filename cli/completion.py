@@ -80,6 +80,12 @@ def _make_top_parser() -> argparse.ArgumentParser:
     return create_parser()
 
 
+def _make_scale_parser() -> argparse.ArgumentParser:
+    from serve_llm.cli.scale import create_parser
+
+    return create_parser()
+
+
 def _make_env_parser() -> argparse.ArgumentParser:
     return argparse.ArgumentParser("serve-llm collect-env")  # the command itself imports torch
 
@@ -95,6 +101,7 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "chat": _make_chat_parser,
     "bench": _make_bench_parser,
     "top": _make_top_parser,
+    "scale": _make_scale_parser,
     "plan": _make_plan_parser,
     "check": _make_check_parser,
     "collect-env": _make_env_parser,

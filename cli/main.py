@@ -92,6 +92,12 @@ def top(argv: Sequence[str]) -> int:
     return command.main(argv, os.environ)
 
 
+def scale(argv: Sequence[str]) -> int:
+    from serve_llm.cli import scale as command
+
+    return command.main(argv, os.environ)
+
+
 def check(argv: Sequence[str]) -> int:
     replace_process("serve_llm.cli.check", argv)
 
@@ -133,6 +139,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "convert": convert,
     "plan": plan,
     "run-batch": run_batch,
+    "scale": scale,
     "serve": serve,  # as vLLM and Ollama spell it
     "top": top,
 }

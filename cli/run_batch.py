@@ -79,6 +79,8 @@ def read_arguments(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Opt
     options = merge_sources(given, environ)
     if options.nnodes > 1:
         raise OptionError("--nnodes: run-batch runs on one host, or on several with Ray")
+    if options.is_scalable:
+        raise OptionError("--data-parallel-min, --data-parallel-max: only a server adds and removes engines")
     # The environment and the --config file may set these for a server.
     defaults = {
         field.name: field.default

@@ -27,7 +27,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     directory: str  # the local checkpoint directory that `options.model` was resolved to
     engine: int = 0  # index of this engine, below options.data_parallel_size
     ray: RayCluster | None = None
-    replaces: bool = False  # this engine replaces one that has served requests
+    replaces: bool = False  # engines have served requests before: this one replaces one, or is added
     meeting: str | None = None  # directory in which engines that step together (expert parallel) find each other
 
 

@@ -75,7 +75,7 @@ class Config:
     enable_expert_parallel: bool = False  # ranks hold whole experts
     executor_backend: str = "inprocess"  # "inprocess" | "mp" | "ray"
     step_timeout: float | None = None  # seconds; None: derived from the steps so far
-    data_parallel_size: int = 1
+    data_parallel_size: int = 1  # with --data-parallel-max, that many
     engines_by_rank: tuple[int, ...] = ()  # engines that share the memory and cores of each rank's host; empty: all
     data_parallel_rank: int = 0  # index of this engine
     allow_unknown_config: tuple[str, ...] = ()  # keys of config.json to ignore
@@ -194,7 +194,7 @@ def resolve(
         speculation=_speculation(options, generates),
         executor_backend=executor_backend,
         step_timeout=options.step_timeout,
-        data_parallel_size=options.data_parallel_size,
+        data_parallel_size=options.max_engines,
         engines_by_rank=_engines_by_rank(options, data_parallel_rank),
         data_parallel_rank=data_parallel_rank,
         long_rope_threshold=long_rope_threshold,

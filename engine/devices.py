@@ -25,7 +25,8 @@ def claim_gpus(
     if len(names) < num_engines * per_engine:
         raise CapacityError(
             f"--data-parallel-size: {num_engines} engines need {num_engines * per_engine} GPUs, but {len(names)} can "
-            "be seen; use fewer engines, --distributed-executor-backend ray, or --device cpu"
+            "be seen; use fewer engines (or a smaller --data-parallel-max), --distributed-executor-backend ray, or "
+            "--device cpu"
         )
     environ[VISIBLE_DEVICES] = ",".join(names[engine * per_engine : (engine + 1) * per_engine])
 

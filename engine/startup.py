@@ -74,7 +74,7 @@ def start_engine(
     joins the engines that share the experts, if there are any. Raises ServeError.
     """
     options = start.options
-    process = f"engine {start.engine}" if options.data_parallel_size > 1 else ""
+    process = f"engine {start.engine}" if options.max_engines > 1 else ""
     configure(options.log_level, process, options.log_format)
     is_on_ray = options.distributed_executor_backend == "ray" or (start.ray and start.ray.placement_group)
     if options.device != "cpu" and not is_on_ray:  # Ray assigns GPUs itself

@@ -56,7 +56,7 @@ def build_app(arguments: dict[str, Any]) -> serve.Application:
     Raises OptionError for invalid arguments, and TypeError without a model, before any placement."""
     options = dict(arguments)
     num_replicas = int(options.pop("num_replicas", 1))
-    if make_options(**options).data_parallel_size > 1:
+    if make_options(**options).max_engines > 1:
         raise OptionError("data_parallel_size: each replica has one engine; use num_replicas")
     placement = (
         place_on_one_node(options) if int(options.get("pipeline_parallel_size", 1)) == 1 else place_by_stage(options)

@@ -69,6 +69,8 @@ class LLM:
             raise OptionError("otlp_traces_endpoint: only requests over HTTP have traces")
         if resolved.front_ends > 1:
             raise OptionError("front_ends: only the server has several")
+        if resolved.is_scalable:
+            raise OptionError("data_parallel_min, data_parallel_max: only a server adds and removes engines")
         with_weights = resolved.load_format == "auto"
         directory = resolve_model(resolved.model, resolved.revision, resolved.download_dir, weights=with_weights)
         self._options = resolved

@@ -24,6 +24,7 @@ from serve_llm.server.adapters.registry import AdapterRegistry
 from serve_llm.server.admission.controller import AdmissionController, BodyBudget
 from serve_llm.server.batches.service import BatchService
 from serve_llm.server.engines.replicas import Replicas
+from serve_llm.server.engines.scaler import Scaler
 from serve_llm.server.generate.dispatcher import Dispatcher, LocalDispatcher
 from serve_llm.server.generate.generation import Generator
 from serve_llm.server.http.anthropic import AnthropicErrorMiddleware
@@ -53,6 +54,7 @@ from serve_llm.server.routes.adapters import create_adapter_router
 from serve_llm.server.routes.app_state import VERSION, AppState
 from serve_llm.server.routes.batches import create_batch_router
 from serve_llm.server.routes.document import build_openapi
+from serve_llm.server.routes.scaling import create_scaling_router
 from serve_llm.server.schema.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from serve_llm.server.schema.batches import BatchCreation
 from serve_llm.server.schema.chat import ChatEvent, ChatRequest
@@ -68,6 +70,7 @@ from serve_llm.server.schema.pooling import (
     ScoreRequest,
 )
 from serve_llm.server.schema.responses import InputTokensRequest, ResponseEvent, ResponsesRequest
+from serve_llm.server.schema.scaling import ScaleRequest
 from serve_llm.server.schema.tokenize import DetokenizeRequest, TokenizeRequest
 from serve_llm.server.storage.responses import ResponseStore
 from serve_llm.server.storage.storage import Storage
@@ -93,6 +96,7 @@ _BODIES: list[type[BaseModel]] = [
     BatchCreation,
     LoadAdapterRequest,
     UnloadAdapterRequest,
+    ScaleRequest,
     TokenizeRequest,
     DetokenizeRequest,
     EmbeddingRequest,
@@ -111,6 +115,7 @@ _ROUTE_HINTS = {
     "/v1/messages/batches": "use /v1/files and /v1/batches, with the url /v1/messages in each line",
     "/v1/load_lora_adapter": "it may need the option --enable-lora",
     "/v1/unload_lora_adapter": "it may need the option --enable-lora",
+    "/scale": "it may need the option --data-parallel-max; vLLM's /scale_elastic_ep is POST /scale here",
 }
 # Paths of other engines, and common misspellings -> ours of the same purpose.
 _OTHER_PATHS = {
@@ -147,10 +152,11 @@ def create_app(
     adapters: AdapterRegistry | None = None,
     tracing: Tracing | None = None,
     front_ends: FrontEndGroup | None = None,
+    scaler: Scaler | None = None,
 ) -> BuiltApp:
     """The app that serves one model on engines that are ready. storage: the caller closes it. adapters: None: there are
     none yet. tracing: None: there are no traces. front_ends: processes that answer clients instead of this one and
-    forward some requests to it."""
+    forward some requests to it. scaler: None: the number of engines is fixed."""
     adapters = adapters or AdapterRegistry(replicas.facts, options.max_lora_rank, model.names, options.download_dir)
     admission = AdmissionController(replicas, options.max_queue)
     counts = _create_counts(
@@ -168,8 +174,10 @@ def create_app(
         replicas.engines, counts, replicas.usage, model.names[0], options.metrics_prefix, draft_source
     )
     num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
-    sources = status.StatusSources(replicas, admission, exporter, num_ranks, front_ends)
+    sources = status.StatusSources(replicas, admission, exporter, num_ranks, front_ends, scaler)
     app.include_router(status.create_server_router(state, sources))
+    if scaler is not None:
+        app.include_router(create_scaling_router(state, scaler, options.drain_timeout))
     if options.enable_lora:
         share = None if front_ends is None else front_ends.share_adapters
         app.include_router(create_adapter_router(state, adapters, share))
@@ -301,7 +309,7 @@ def _wrap(app: FastAPI, options: Options, statuses: Counter[int]) -> ASGIApp:
 
 def _choose_batch_concurrency(options: Options) -> int:
     """Requests of stored batches that run together while nobody else is served. They may not fill the queue."""
-    num_running = min(options.max_num_seqs, _BATCH_CONCURRENCY) * options.data_parallel_size
+    num_running = min(options.max_num_seqs, _BATCH_CONCURRENCY) * options.max_engines
     return max(1, min(num_running, options.max_queue[0] // 2))
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from serve_llm.server.admission.controller import AdmissionController
     from serve_llm.server.batches.service import BatchService
+    from serve_llm.server.engines.scaler import Scaler
     from serve_llm.server.front_ends.group import FrontEndGroup
     from serve_llm.server.prompt.pool import PromptPool
     from serve_llm.server.storage.storage import Storage
@@ -40,6 +41,7 @@ class Assembly(NamedTuple):
     app: ASGIApp
     admission: AdmissionController
     supervisor: Supervisor
+    scaler: Scaler | None  # None: the number of engines is fixed
     prompts: PromptPool
     storage: Storage
     batches: BatchService | None
@@ -54,6 +56,8 @@ class Assembly(NamedTuple):
         """Stop all processes; kill those of the engines after `seconds`. Idempotent."""
         await self.stop_batches()
         self.prompts.close()
+        if self.scaler is not None:
+            await self.scaler.stop()
         await self.supervisor.stop(seconds)
         self.storage.close()
         if self.tracing is not None:
@@ -79,6 +83,7 @@ async def assemble(options: Options, front_ends: FrontEndGroup | None = None) ->
         on_failure.push_async_callback(supervisor.stop)
         from serve_llm.server.adapters.registry import AdapterRegistry
         from serve_llm.server.app import create_app  # imported while the engine starts
+        from serve_llm.server.engines.scaler import Scaler
         from serve_llm.server.prompt.model import ServedModel
         from serve_llm.server.storage.storage import Storage
 
@@ -89,14 +94,15 @@ async def assemble(options: Options, front_ends: FrontEndGroup | None = None) ->
         await supervisor.start()
         adapters = AdapterRegistry(supervisor.replicas.facts, options.max_lora_rank, model.names, options.download_dir)
         await adapters.load_all(options.lora_modules)
+        scaler = Scaler(supervisor, options.min_engines, options.max_engines) if options.is_scalable else None
         app, admission, prompts, batches = create_app(
-            supervisor.replicas, model, options, storage, adapters, tracing, front_ends
+            supervisor.replicas, model, options, storage, adapters, tracing, front_ends, scaler
         )
         prompts.start_first_worker()
         if batches is not None:
             await batches.resume()
         on_failure.pop_all()
-    return Assembly(app, admission, supervisor, prompts, storage, batches, tracing)
+    return Assembly(app, admission, supervisor, scaler, prompts, storage, batches, tracing)
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

@@ -9,11 +9,30 @@ from serve_llm.common.options.schema import Options
 def check_combinations(options: Options) -> None:
     """Raise an OptionError that names the options."""
     _check_nodes(options)
+    _check_scaling(options)
     _check_model_impl(options)
     _check_lora(options)
     _check_offload(options)
     if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
         raise OptionError("--ssl-keyfile and --ssl-certfile must be given together")
+
+
+def _check_scaling(options: Options) -> None:
+    """Refuse bounds that contradict each other, and engines that cannot come and go."""
+    if not options.is_scalable:
+        return
+    fewest, size, most = options.min_engines, options.data_parallel_size, options.max_engines
+    if not fewest <= size <= most:
+        raise OptionError(
+            f"--data-parallel-size: {size} is not between --data-parallel-min {fewest} and --data-parallel-max {most}"
+        )
+    refused = {
+        "--enable-expert-parallel, whose engines share experts": options.enable_expert_parallel,
+        "--nnodes, whose hosts are told their engines once": options.nnodes > 1,
+        "--distributed-executor-backend ray": options.distributed_executor_backend == "ray",
+    }
+    if wrong := [name for name, is_refused in refused.items() if is_refused]:
+        raise OptionError(f"--data-parallel-min and --data-parallel-max cannot be combined with {wrong[0]}")
 
 
 def _check_model_impl(options: Options) -> None:

@@ -253,6 +253,19 @@ class EngineOptions:
         "engines behind one front end, each with the whole model, its own KV cache and a share of the machine",
         short="dp",
     )
+    data_parallel_min: int | None = option(
+        None,
+        int_between(1, 1024),
+        "fewest engines that `serve-llm scale` may leave (default: 1 with --data-parallel-max)",
+        metavar="ENGINES",
+    )
+    data_parallel_max: int | None = option(
+        None,
+        int_between(1, 1024),
+        "most engines that `serve-llm scale` may start while requests are served; each gets a share of the machine for "
+        "that many (default: --data-parallel-size)",
+        metavar="ENGINES",
+    )
     nnodes: int = option(
         1,
         _positive_count,
@@ -308,6 +321,21 @@ class EngineOptions:
     def experts_span_engines(self) -> bool:
         """Whether the data-parallel engines share the experts, so that no engine can step without the others."""
         return self.enable_expert_parallel and self.data_parallel_size > 1
+
+    @property
+    def is_scalable(self) -> bool:
+        """Whether engines are added and removed while requests are served."""
+        return self.data_parallel_min is not None or self.data_parallel_max is not None
+
+    @property
+    def max_engines(self) -> int:
+        """Most data-parallel engines at a time. Engines have the indices below."""
+        return self.data_parallel_max or self.data_parallel_size
+
+    @property
+    def min_engines(self) -> int:
+        """Fewest data-parallel engines."""
+        return self.data_parallel_min or (1 if self.is_scalable else self.data_parallel_size)
 
     @property
     def kv_events(self) -> KVEventsConfig | None:

@@ -51,7 +51,7 @@ class Options(EngineOptions):
         (),
         parse_texts,
         "key that every route but /health, /ready and the page at / requires; may be repeated; one that begins with "
-        "admin: may also load and unload adapters (--enable-lora)",
+        "admin: may also load and unload adapters (--enable-lora) and scale (--data-parallel-max)",
         metavar="KEY",
         secret=True,
     )

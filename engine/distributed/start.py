@@ -40,6 +40,11 @@ def start_workers(
             f"--enable-expert-parallel: several engines (--data-parallel-size) share experts on one host only, and "
             f"not on Ray, which was chosen because {choice.reason}; take --distributed-executor-backend mp"
         )
+    if choice.backend == "ray" and options.is_scalable:
+        raise OptionError(
+            f"--data-parallel-min and --data-parallel-max cannot be combined with Ray, which was chosen because "
+            f"{choice.reason}; take --distributed-executor-backend mp"
+        )
     if choice.backend == "mp":
         local_ranks = facts.num_ranks if facts.local_ranks is None else facts.local_ranks
         kv_cache.check_ranks(local_ranks, kv_cache.free_memory())
@@ -69,7 +74,7 @@ def _start_on_ray(
     cluster = find_cluster(address, is_requested, os.environ)
     if cluster.address == LOCAL and options.device != "cpu":  # each engine starts its own cluster, on its own GPUs
         gpus_per_engine = options.tensor_parallel_size * options.pipeline_parallel_size
-        claim_gpus(os.environ, engine, options.data_parallel_size, gpus_per_engine)
+        claim_gpus(os.environ, engine, options.max_engines, gpus_per_engine)
     os.environ.update(cluster.settings)  # Ray reads them at import
     from serve_llm.engine.distributed.ray.actors import start_on_ray
 

@@ -66,8 +66,8 @@ class EngineClient:
     ) -> None:
         """Send the options to a connected engine and wait until it is ready. Raises the ServeError it failed with.
 
-        directory: the local checkpoint. engine: index among the data-parallel engines. replaces: an engine that has
-        served took this index before. meeting: directory where engines that step together find each other.
+        directory: the local checkpoint. engine: index among the data-parallel engines. replaces: engines have served
+        before. meeting: directory where engines that step together find each other.
         """
         self._send(messages.Start(options.for_engine(), directory, engine, _ray_cluster(), replaces, meeting))
         message = messages.decode_from_engine(await self._socket.recv())

@@ -69,9 +69,9 @@ class EngineProcess:
         replaces: bool = False,
         meeting: str | None = None,
     ) -> None:
-        """directory: the local checkpoint. index: among the data-parallel engines. replaces: whether an engine that has
-        served took this index before. meeting: the meeting directory of the first engine of an expert-parallel group;
-        None for the first one itself."""
+        """directory: the local checkpoint. index: among the data-parallel engines. replaces: whether engines have
+        served before, so that this one starts alone. meeting: the meeting directory of the first engine of an
+        expert-parallel group; None for the first one itself."""
         self._options = options
         self._directory = directory
         self._index = index
@@ -202,7 +202,7 @@ class EngineProcess:
 
     def _add_index(self, error: ServeError) -> ServeError:
         """Name the engine in the message if there are several."""
-        return type(error)(f"engine {self._index}: {error}") if self._options.data_parallel_size > 1 else error
+        return type(error)(f"engine {self._index}: {error}") if self._options.max_engines > 1 else error
 
     async def stop(self, patience: float = STOP_SECONDS) -> None:
         """Ask the process to exit and kill it after `patience` seconds; at once if it is still starting. Idempotent."""

@@ -8,103 +8,30 @@ Processes are `server.engines.supervisor`'s task.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count, groupby
-from typing import Protocol
-
-import msgspec
 
 from serve_llm.common.errors import EngineDead, ServeError
-from serve_llm.common.types import ModelInfo, OffloadStats, Output, Request, Stats
+from serve_llm.common.types import ModelInfo, Request
 from serve_llm.server.engines.quarantine import Quarantine
+from serve_llm.server.engines.replica import EngineHandle, Replica, Sink
 from serve_llm.server.engines.restarts import RestartRecord
 from serve_llm.server.engines.router import Router
 from serve_llm.server.engines.tracked_request import TrackedRequest
 from serve_llm.server.metrics.meter import Clock, Meter
 from serve_llm.server.metrics.usage import UsageMeter
 
-Sink = Callable[[Output], None]
 MAX_RESTARTS_SHOWN = 20
-
-
-class EngineHandle(Protocol):
-    """The part of `server.engines.client.EngineClient` that replicas use."""
-
-    meter: Meter  # counts the engine's steps
-    stats: Stats
-
-    @property
-    def ready(self) -> bool: ...
-
-    @property
-    def facts(self) -> ModelInfo: ...
-
-    def submit_many(self, pairs: Iterable[tuple[Request, Sink]]) -> None: ...
-
-    def abort(self, ids: Sequence[int]) -> None: ...
-
-
-class Replica:
-    """One of the engines: its current process, and the counters of all its processes so far."""
-
-    def __init__(self, engine: EngineHandle) -> None:
-        self.engine = engine
-        self.meter = engine.meter  # the engine's later processes count in it as well
-        self.is_lost = False  # the process is gone and not replaced yet
-        self._past = Stats()  # counters of the previous processes
-
-    @property
-    def ready(self) -> bool:
-        return self.engine.ready
-
-    @property
-    def facts(self) -> ModelInfo:
-        return self.engine.facts
-
-    @property
-    def stats(self) -> Stats:
-        """Gauges of the current process; counters since the server started."""
-        if self.is_lost:
-            return self._past
-        now = self.engine.stats
-        past = self._past
-        return msgspec.structs.replace(
-            now,
-            prefix_cache_queries=past.prefix_cache_queries + now.prefix_cache_queries,
-            prefix_cache_hits=past.prefix_cache_hits + now.prefix_cache_hits,
-            num_preemptions=past.num_preemptions + now.num_preemptions,
-            num_steps=past.num_steps + now.num_steps,
-            num_drafts=past.num_drafts + now.num_drafts,
-            num_draft_tokens=past.num_draft_tokens + now.num_draft_tokens,
-            num_accepted_tokens=past.num_accepted_tokens + now.num_accepted_tokens,
-            num_forced_tokens=past.num_forced_tokens + now.num_forced_tokens,
-            offload_memory=_add_offload(past.offload_memory, now.offload_memory),
-            offload_disk=_add_offload(past.offload_disk, now.offload_disk),
-        )
-
-    def mark_lost(self) -> None:
-        stats = self.stats
-        for tier in (stats.offload_memory, stats.offload_disk):
-            if tier is not None:
-                tier.num_blocks = 0
-                tier.num_bytes = 0
-        self._past = msgspec.structs.replace(stats, num_running=0, num_waiting=0, kv_cache_usage=0.0, step_tokens=0)
-        self.is_lost = True
-
-    def replace(self, engine: EngineHandle) -> None:
-        self.engine = engine
-        self.is_lost = False
-
-
-def _add_offload(past: OffloadStats | None, now: OffloadStats | None) -> OffloadStats | None:
-    return past if now is None else now.add(past or OffloadStats())
 
 
 class Replicas:
     """Create it when all engines are ready: the router needs their cache sizes."""
 
-    def __init__(self, engines: Sequence[EngineHandle], *, prefix_caching: bool = True) -> None:
-        self.engines = tuple(map(Replica, engines))
+    def __init__(
+        self, engines: Sequence[EngineHandle], *, prefix_caching: bool = True, spare_meters: Sequence[Meter] = ()
+    ) -> None:
+        """spare_meters: one for each engine that may be added later, in the order of their indices."""
+        self.engines = (*(Replica(engine.meter, engine) for engine in engines), *map(Replica, spare_meters))
         self.num_restarts = 0  # engine processes replaced; set by the supervisor
         self.first_cause: str | None = None  # cause of the newest restart; set by the supervisor
         self.restarts: deque[RestartRecord] = deque(maxlen=MAX_RESTARTS_SHOWN)  # the newest last
@@ -117,7 +44,7 @@ class Replicas:
         self._quarantine = Quarantine()
         self._router: Router | None = None  # a single engine needs none
         if len(self.engines) > 1:
-            capacities = [self._cache_blocks(replica) for replica in self.engines]
+            capacities = [self._cache_blocks(replica) if replica.is_active else 0 for replica in self.engines]
             self._router = Router(capacities, self.engines[0].facts.block_size)
 
     @property
@@ -138,7 +65,12 @@ class Replicas:
     @property
     def facts(self) -> ModelInfo:
         """Facts that hold for every engine: those of the one with the smallest KV cache."""
-        return min((replica.facts for replica in self.engines), key=lambda facts: facts.num_kv_blocks)
+        return min((replica.facts for replica in self.active), key=lambda facts: facts.num_kv_blocks)
+
+    @property
+    def active(self) -> tuple[Replica, ...]:
+        """The engines without those that may be added later. They have the first indices."""
+        return tuple(replica for replica in self.engines if replica.is_active)
 
     def next_id(self) -> int:
         return next(self._ids)
@@ -190,12 +122,35 @@ class Replicas:
         return culprit is not None
 
     def join(self, engines: Mapping[int, EngineHandle]) -> None:
-        """Replacements of lost engines are ready. engines: by index."""
+        """Replacements of lost engines, or engines that are added, are ready. engines: by index."""
         for index, engine in engines.items():
             replica = self.engines[index]
             replica.replace(engine)
             if self._router is not None:
                 self._router.resize(index, self._cache_blocks(replica))
+        self._place_waiting()
+
+    def drain(self, index: int) -> None:
+        """Place no more requests on an engine, which will be retired."""
+        self.engines[index].is_draining = True
+
+    def count_open(self, index: int) -> int:
+        """Requests that have not ended on an engine."""
+        return sum(tracked.is_placed and tracked.engine == index for tracked in self._open.values())
+
+    def retire(self, index: int) -> None:
+        """An engine is about to be stopped and not replaced: continue its requests elsewhere."""
+        moved = [tracked for tracked in self._open.values() if tracked.is_placed and tracked.engine == index]
+        self._withdraw(moved)
+        self.engines[index].retire()
+        if self._router is not None:
+            self._router.forget(index)
+            self._router.resize(index, 0)
+        now = self.clock.read()
+        for tracked in moved:
+            self._quarantine.release(tracked)
+            tracked.begin_replay(now, f"engine {index} is removed")
+            tracked.take_back(self.next_id())
         self._place_waiting()
 
     def give_up(self, cause: ServeError) -> None:
@@ -238,7 +193,7 @@ class Replicas:
         suspect = self._quarantine.choose_suspect(waiting)
         if suspect is not None:
             busy = {tracked.engine for tracked in self._open.values() if tracked.is_placed}
-            idle = (index for index, one in enumerate(self.engines) if not one.is_lost and index not in busy)
+            idle = (index for index, one in enumerate(self.engines) if one.accepts and index not in busy)
             engine = next(idle, None)
             if engine is not None:
                 self._quarantine.isolate(suspect, engine)
@@ -250,7 +205,7 @@ class Replicas:
         present = [
             index
             for index, replica in enumerate(self.engines)
-            if not replica.is_lost and not self._quarantine.is_reserved(index)
+            if replica.accepts and not self._quarantine.is_reserved(index)
         ]
         if not present:
             return
@@ -278,6 +233,7 @@ class Replicas:
             tracked.meter = replica.meter
             tracked.is_placed = True
         if requests:
+            assert replica.engine is not None, "a lost engine gets no requests"
             replica.engine.submit_many([(tracked.request, tracked.receive) for tracked in requests])
 
     def _withdraw(self, requests: Sequence[TrackedRequest]) -> None:
@@ -289,7 +245,7 @@ class Replicas:
                 if self._router is not None:
                     self._router.release(tracked.request.id)
         for replica, ids in zip(self.engines, by_engine, strict=True):
-            if ids:
+            if ids and replica.engine is not None:
                 replica.engine.abort(ids)
 
     def _end_isolation(self, tracked: TrackedRequest) -> None:

@@ -21,6 +21,7 @@ from serve_llm.server.metrics.stats_log import StatsLogger
 
 logger = logging.getLogger(__name__)
 
+DRAIN_POLL_SECONDS = 0.1  # between two looks at the requests of an engine that drains
 SETTLE_SECONDS = 1.0  # time for the first cause to arrive after its consequence, the loss of a peer
 
 
@@ -33,14 +34,15 @@ class Supervisor:
         self._directory = directory
         count = options.data_parallel_size
         # Engines of an expert-parallel group cannot work without each other and are replaced together.
-        self._groups = [range(count)] if options.experts_span_engines else [range(n, n + 1) for n in range(count)]
+        groups = [range(count)] if options.experts_span_engines else [range(n, n + 1) for n in range(count)]
         self._clock = Clock()
-        self._meters = [Meter(self._clock) for _ in range(count)]
+        self._meters = [Meter(self._clock) for _ in range(options.max_engines)]
         self._engines: dict[int, EngineProcess] = {}
-        for group in self._groups:
+        for group in groups:
             self._launch(group)
         self._restarts = RestartPolicy(options.max_restarts)
-        self._keeping: list[asyncio.Task[ServeError]] = []  # `_keep` for each group
+        self._keeping: dict[range, asyncio.Task[ServeError] | None] = dict.fromkeys(groups)  # `_keep` for each group
+        self._given_up: asyncio.Future[ServeError] = asyncio.get_running_loop().create_future()
         self._logging: asyncio.Task[None] | None = None
         self._replicas: Replicas | None = None
 
@@ -54,24 +56,95 @@ class Supervisor:
         """Wait until all engines are ready. Raises the ServeError of the first failure."""
         await self._start(self._engines)
         clients = [engine.client for engine in self._engines.values()]
-        self._replicas = Replicas(clients, prefix_caching=self._options.enable_prefix_caching)
-        self._keeping = [asyncio.create_task(self._keep(group)) for group in self._groups]
+        self._replicas = Replicas(
+            clients,
+            prefix_caching=self._options.enable_prefix_caching,
+            spare_meters=self._meters[self.num_engines :],
+        )
+        for group in self._keeping:
+            self._start_keeping(group)
         self._logging = asyncio.create_task(StatsLogger(self._replicas.engines).run())
 
     async def watch(self) -> ServeError:
         """Returns the first cause when engines have died too often. Every open request has ended with it by then."""
-        done, _ = await asyncio.wait(self._keeping, return_when=asyncio.FIRST_COMPLETED)
-        return done.pop().result()
+        return await asyncio.shield(self._given_up)
 
     async def stop(self, patience: float = STOP_SECONDS) -> None:
         """Stop all engine processes, after `patience` seconds by force. Idempotent."""
-        tasks: list[asyncio.Task[Any]] = [*self._keeping]
+        tasks: list[asyncio.Task[Any]] = [task for task in self._keeping.values() if task is not None]
         if self._logging is not None:
             tasks.append(self._logging)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(engine.stop(patience) for engine in self._engines.values()))
+
+    # Scaling
+
+    @property
+    def num_engines(self) -> int:
+        """Engines at present, with those that are being added or drained."""
+        return len(self._engines)
+
+    async def add_engines(self, count: int) -> None:
+        """Start engines beside those that serve, until there are `count`. Raises the ServeError of the first failure;
+        then none is added."""
+        added = range(self.num_engines, count)
+        try:
+            self._launch(added, replaces=True)
+            await self._start(added)
+        except BaseException:
+            launched = [self._engines.pop(index) for index in added if index in self._engines]
+            await asyncio.gather(*(engine.stop() for engine in launched))
+            raise
+        self.replicas.join({index: self._engines[index].client for index in added})
+        for index in added:
+            self._start_keeping(range(index, index + 1))
+
+    async def remove_engine(self, seconds: float) -> None:
+        """Drain the last engine and stop it. What is open there after `seconds` continues on the others."""
+        index = self.num_engines - 1
+        self.replicas.drain(index)
+        keeping = self._keeping.pop(range(index, index + 1))
+        if keeping is not None:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+        engine = self._engines[index]
+        if not self.replicas.engines[index].is_lost:
+            await self._drain(index, engine, seconds)
+        self.replicas.retire(index)
+        await engine.stop()
+        del self._engines[index]
+
+    async def _drain(self, index: int, engine: EngineProcess, seconds: float) -> None:
+        """Returns when the engine has no requests, or has died, or the time is over."""
+        watching = asyncio.ensure_future(engine.watch())
+        deadline = self._clock.read() + seconds
+        try:
+            while self.replicas.count_open(index) and self._clock.read() < deadline and not watching.done():
+                await asyncio.wait([watching], timeout=DRAIN_POLL_SECONDS)
+        finally:
+            watching.cancel()
+        if watching.done() and not watching.cancelled():
+            error = watching.result().error
+            logger.error("%s; it is not replaced, because it was about to be removed", error)
+            self.replicas.lose({index: engine.client.heartbeat.under_way()}, error)
+
+    # Replacement
+
+    def _start_keeping(self, group: range) -> None:
+        task = asyncio.create_task(self._keep(group))
+        task.add_done_callback(self._end_keeping)
+        self._keeping[group] = task
+
+    def _end_keeping(self, task: asyncio.Task[ServeError]) -> None:
+        if task.cancelled() or self._given_up.done():
+            return
+        error = task.exception()
+        if error is not None:
+            self._given_up.set_exception(error)
+        else:
+            self._given_up.set_result(task.result())
 
     def _launch(self, group: range, *, replaces: bool = False) -> None:
         meeting = None

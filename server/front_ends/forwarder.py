@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_llm.common.options.schema import Options
 from serve_llm.server.http.errors import Unavailable, send_error
+from serve_llm.server.routes import scaling
 from serve_llm.server.routes.status import SERVER_PATHS
 
 CHUNK_BYTES = 2**16
@@ -24,6 +25,8 @@ def list_forwarded_paths(options: Options) -> tuple[str, ...]:
         paths.append("/v1/responses")
     if options.batches_dir is not None:
         paths += ["/v1/files", "/v1/batches"]
+    if options.is_scalable:
+        paths.append(scaling.PATH)
     if options.enable_lora:
         paths += ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
     return tuple(paths)

@@ -86,6 +86,10 @@ class WrongMethod(RequestError):
     pass
 
 
+class Conflict(RequestError):
+    pass
+
+
 class RequestStalled(RequestError):
     pass
 
@@ -133,6 +137,7 @@ ANSWERS: dict[type[ServeError], ErrorResponse] = {
     NotFound: ErrorResponse(404, "invalid_request_error", "not_found", {}),
     WrongMethod: ErrorResponse(405, "invalid_request_error", "method_not_allowed", {}),
     RequestStalled: ErrorResponse(408, "invalid_request_error", "request_stalled", {}),
+    Conflict: ErrorResponse(409, "invalid_request_error", "conflict", {}),
     TooLarge: ErrorResponse(413, "invalid_request_error", "body_too_large", {}),
     HeaderTooLarge: ErrorResponse(431, "invalid_request_error", "header_too_large", {}),
     AdapterError: ErrorResponse(400, "invalid_request_error", "invalid_adapter", {}),

@@ -242,6 +242,7 @@ class MeasuredEngine(Protocol):
     """The part of an engine replica that is exposed and logged."""
 
     meter: Meter
+    has_served: bool  # or serves; else it may be added later
 
     @property
     def stats(self) -> Stats: ...

@@ -88,6 +88,8 @@ class _EngineCollector(Collector):
         )
         yield self._by_reason("batch_requests", "Requests of batches answered.", "outcome", batches.answered)
 
+        num_ready = sum(engine.ready for engine in self._engines)
+        yield self._of_server(GaugeMetricFamily, "engines_ready", "Engines that take requests.", num_ready)
         front_ends = counts.front_ends
         yield self._of_server(GaugeMetricFamily, "front_ends", "Processes that answer clients.", front_ends.num_serving)
         yield self._of_server(
@@ -103,7 +105,8 @@ class _EngineCollector(Collector):
 
     def _labelled_engines(self) -> Iterator[tuple[list[str], MeasuredEngine]]:
         for index, engine in enumerate(self._engines):
-            yield [self._model_name, str(index)], engine
+            if engine.has_served:
+                yield [self._model_name, str(index)], engine
 
     def _family(
         self,

@@ -48,6 +48,7 @@ class StatsLogger:
         if totals.num_steps == before.num_steps:
             return
         stats = [engine.stats for engine in self._engines]
+        usages = [engine.stats.kv_cache_usage for engine in self._engines if engine.ready]
         queries = totals.cache_queries - before.cache_queries
         logger.info(
             "Prompt throughput: %.1f tokens/s, generation throughput: %.1f tokens/s, running: %d, waiting: %d, "
@@ -56,7 +57,7 @@ class StatsLogger:
             (totals.generation_tokens - before.generation_tokens) / seconds,
             sum(one.num_running for one in stats),
             sum(one.num_waiting for one in stats),
-            100 * sum(one.kv_cache_usage for one in stats) / len(stats),
+            100 * sum(usages) / max(1, len(usages)),
             100 * (totals.cache_hits - before.cache_hits) / max(queries, 1),
             _describe_drafts(totals.draft_tokens - before.draft_tokens, totals.accepted_tokens - before.accepted_tokens)
             + _describe_offload(totals.offload_hits - before.offload_hits),

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from fastapi import APIRouter, Request
 
 from serve_llm.server.adapters.registry import AdapterRegistry
-from serve_llm.server.http.errors import Forbidden
 from serve_llm.server.routes.app_state import AppState
 from serve_llm.server.routes.document import describe_route
 from serve_llm.server.routes.models import build_card
@@ -22,14 +21,10 @@ def create_adapter_router(
     """share: tells the front ends of a change, and returns when they know."""
     router = APIRouter()
 
-    def check_administrator(request: Request) -> None:
-        if not state.is_administrator(request):
-            raise Forbidden("this route needs an API key that begins with admin:")
-
     @router.post("/v1/load_lora_adapter", **describe_route(LoadAdapterRequest, ModelCard, needs_administrator=True))
     async def load_lora_adapter(request: Request) -> ModelCard:
         """Serve the adapter of a directory under a name, or load it again."""
-        check_administrator(request)
+        state.check_administrator(request)
         async with state.reading_body(request) as content:
             body = parse_body(LoadAdapterRequest, content, state.limits)
         await registry.load(body.lora_name, body.lora_path, bool(body.load_inplace))
@@ -42,7 +37,7 @@ def create_adapter_router(
     )
     async def unload_lora_adapter(request: Request) -> AdapterUnloaded:
         """Drop the name of an adapter. Requests that have begun go on."""
-        check_administrator(request)
+        state.check_administrator(request)
         async with state.reading_body(request) as content:
             body = parse_body(UnloadAdapterRequest, content, state.limits)
         registry.unload(body.lora_name)

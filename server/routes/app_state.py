@@ -22,7 +22,7 @@ from serve_llm.server.admission.controller import BodyBudget
 from serve_llm.server.generate.dispatcher import Dispatcher
 from serve_llm.server.generate.generation import Generation, Generator
 from serve_llm.server.http.auth import IN_BATCH, TENANT
-from serve_llm.server.http.errors import InvalidRequest, TooLarge, Unsupported
+from serve_llm.server.http.errors import Forbidden, InvalidRequest, TooLarge, Unsupported
 from serve_llm.server.http.request_id import REQUEST_ID
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import PromptPool
@@ -93,9 +93,10 @@ class AppState:
             priority=caller.priority,
         )
 
-    def is_administrator(self, request: Request) -> bool:
-        """Whether the request came with a key that may change what the server serves."""
-        return request.scope.get(TENANT) in self.administrators
+    def check_administrator(self, request: Request) -> None:
+        """Raises Forbidden unless the request came with a key that may change what the server serves."""
+        if request.scope.get(TENANT) not in self.administrators:
+            raise Forbidden("this route needs an API key that begins with admin:")
 
     def read_owner(self, request: Request) -> str:
         """To whom belongs what the request stores."""

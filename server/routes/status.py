@@ -15,10 +15,12 @@ from starlette.responses import PlainTextResponse, Response
 from serve_llm.common.types import ModelInfo
 from serve_llm.server.admission.controller import MESSAGES, AdmissionController
 from serve_llm.server.engines.replicas import Replicas
+from serve_llm.server.engines.scaler import Scaler
 from serve_llm.server.http.errors import Unavailable
 from serve_llm.server.metrics.prometheus import PrometheusExporter
 from serve_llm.server.routes.app_state import VERSION, AppState
 from serve_llm.server.routes.document import describe_route
+from serve_llm.server.routes.scaling import describe_scaling
 from serve_llm.server.schema.models import (
     Health,
     Load,
@@ -51,6 +53,7 @@ class StatusSources:
     exporter: PrometheusExporter
     num_ranks: int  # per engine
     front_ends: FrontEndGroup | None  # None: this process answers clients
+    scaler: Scaler | None = None  # None: the number of engines is fixed
 
 
 def create_router() -> APIRouter:
@@ -115,6 +118,7 @@ def build_status(state: AppState, sources: StatusSources) -> Status:
         engines=[
             StatusEngine(
                 ready=engine.ready,
+                draining=engine.is_draining,
                 num_ranks=sources.num_ranks,
                 ranks=list_ranks(engine.facts),
                 device=engine.facts.device,
@@ -127,8 +131,9 @@ def build_status(state: AppState, sources: StatusSources) -> Status:
                     usage=engine.stats.kv_cache_usage,
                 ),
             )
-            for engine in replicas.engines
+            for engine in replicas.active
         ],
+        scaling=None if sources.scaler is None else describe_scaling(sources.scaler),
         queue=StatusQueue(
             num_open=admission.num_open,
             waiting_requests=admission.num_waiting,

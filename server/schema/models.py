@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
+from serve_llm.server.schema.scaling import Scaling
+
 
 class ModelCard(BaseModel):
     id: str
@@ -51,7 +53,8 @@ class StatusRank(BaseModel):
 
 
 class StatusEngine(BaseModel):
-    ready: bool
+    ready: bool = Field(description="It takes requests.")
+    draining: bool = Field(description="It finishes its requests and is then removed.")
     num_ranks: int
     ranks: list[StatusRank]
     device: str
@@ -88,6 +91,7 @@ class Status(BaseModel):
     model: str
     uptime_seconds: int
     engines: list[StatusEngine]
+    scaling: Scaling | None = Field(description="Null if the number of engines is fixed.")
     queue: StatusQueue
     front_ends: list[StatusFrontEnd] = Field(description="Empty without --front-ends.")
     restarts: int = Field(description="Engine restarts since the start.")

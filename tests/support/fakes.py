@@ -171,3 +171,18 @@ def logprobs_of(token_id: int, count: int, asked: Sequence[int] = ()) -> TokenLo
     known = dict(ranked)
     ranked += [(one, -float(one)) for one in asked if one not in known]
     return TokenLogprobs(logprob, rank, [one for one, _ in ranked], [value for _, value in ranked])
+
+
+class FixedEngines:
+    """A `server.engines.scaler.ScalableEngines` that counts what it is asked for."""
+
+    def __init__(self, num_engines: int) -> None:
+        self.num_engines = num_engines
+        self.drain_seconds: list[float] = []
+
+    async def add_engines(self, count: int) -> None:
+        self.num_engines = count
+
+    async def remove_engine(self, seconds: float) -> None:
+        self.num_engines -= 1
+        self.drain_seconds.append(seconds)

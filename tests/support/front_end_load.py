@@ -44,8 +44,16 @@ class Load:
 class Clients:
     """A context manager: threads that send requests until it is left, or until `num_requests` are answered."""
 
-    def __init__(self, daemon: Daemon, number: int, lengths: tuple[int, ...], num_requests: int | None = None) -> None:
+    def __init__(
+        self,
+        daemon: Daemon,
+        number: int,
+        lengths: tuple[int, ...],
+        num_requests: int | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
         """lengths: values of max_tokens."""
+        self._headers = {"content-type": "application/json"} | (headers or {})
         self._address = daemon.wait_until_serving().removeprefix("http://")
         self._lengths = lengths
         self._num_requests = num_requests
@@ -101,7 +109,7 @@ class Clients:
 
     def _complete(self, connection: http.client.HTTPConnection, length: int, *, stream: bool) -> str:
         body = BODY | {"prompt": "def main():\n", "max_tokens": length, "stream": stream}
-        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        connection.request("POST", "/v1/completions", json.dumps(body), self._headers)
         with connection.getresponse() as answer:
             content = answer.read().decode()
         if answer.status != 200:
@@ -115,9 +123,9 @@ class Clients:
         return "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-2])
 
 
-def read_status(daemon: Daemon) -> dict[str, Any]:
+def read_status(daemon: Daemon, headers: dict[str, str] | None = None) -> dict[str, Any]:
     connection = http.client.HTTPConnection(daemon.wait_until_serving().removeprefix("http://"), timeout=60)
-    connection.request("GET", "/status")
+    connection.request("GET", "/status", headers=headers or {})
     with connection.getresponse() as answer:
         found: dict[str, Any] = json.loads(answer.read())
     connection.close()

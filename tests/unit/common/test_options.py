@@ -84,6 +84,8 @@ TYPED: dict[str, tuple[list[str], object]] = {
     "distributed_executor_backend": (["--distributed-executor-backend", "MP"], "mp"),
     "data_parallel_size": (["-dp", "2"], 2),
     "nnodes": (["--nnodes", "2", *NODES], 2),
+    "data_parallel_min": (["--data-parallel-min", "1"], 1),
+    "data_parallel_max": (["--data-parallel-max", "4"], 4),
     "data_parallel_split": (["--data-parallel-split", "0,2", "-dp", "2", "--nnodes", "2", *NODES], (0, 2)),
     "node_rank": (["--node-rank", "1", "--nnodes", "2", *NODES], 1),
     "master_addr": (["--master-addr", "[fd00::1]:29500"], "[fd00::1]:29500"),

@@ -10,11 +10,12 @@ from serve_llm.common.hub import resolve_model
 from serve_llm.common.options.sources import make_options
 from serve_llm.server.app import create_app
 from serve_llm.server.engines.replicas import Replicas
+from serve_llm.server.engines.scaler import Scaler
 from serve_llm.server.metrics.meter import Clock, Meter
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import PromptPool, build_grammar_compiler
 from serve_llm.server.storage.storage import Storage
-from support.fakes import Script, ScriptedEngine
+from support.fakes import FixedEngines, Script, ScriptedEngine
 from support.serving import TEXT, Served
 
 
@@ -46,7 +47,10 @@ def serve(model: ServedModel) -> Iterator[Callable[..., Served]]:
         ]
         chosen = make_options("demo", **(options or {}))
         storage = Storage.open(chosen)
-        app, admission, pool, batches = create_app(Replicas(scripted), served_model, chosen, storage)
+        scaler = Scaler(FixedEngines(num_engines), chosen.min_engines, chosen.max_engines)
+        app, admission, pool, batches = create_app(
+            Replicas(scripted), served_model, chosen, storage, scaler=scaler if chosen.is_scalable else None
+        )
         pools.append(pool)
         storages.append(storage)
         if served_model is not model:  # whose dialect a worker process would not know

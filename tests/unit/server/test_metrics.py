@@ -55,6 +55,7 @@ NAMES = {
     "evicted_responses": "counter",
     "front_ends": "gauge",
     "front_end_restarts": "counter",
+    "engines_ready": "gauge",
     "batch_requests_running": "gauge",
     "batch_requests": "counter",
     "key_requests": "counter",
@@ -83,6 +84,7 @@ NAMES = {
 
 OF_SERVER = ("requests_refused", "ignored_fields", "http_requests", "stored_responses", "stored_response_bytes")
 OF_SERVER += ("evicted_responses", "batch_requests_running", "batch_requests", "front_ends", "front_end_restarts")
+OF_SERVER += ("engines_ready",)
 OF_SERVER += tuple(name for name in NAMES if name.startswith(("key_", "adapter_")))
 
 

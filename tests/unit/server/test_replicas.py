@@ -151,3 +151,50 @@ def test_choices_are_ordered_by_prompt_on_any_engine(serve: Serve, served: Serve
     for prompt, choice in zip(prompts, reply["choices"], strict=True):
         assert choice["text"].startswith(prompt.upper())
     assert all(engine.submitted for engine in several.engines)
+
+
+def test_an_added_engine_gets_requests_and_a_draining_one_gets_no_more() -> None:
+    async def run() -> None:
+        both = engines(2)
+        replicas = Replicas(both[:1], spare_meters=[both[1].meter])
+        assert len(replicas.active) == 1 and submit(replicas, [request(n, [n]) for n in (1, 2)]) == [0, 0]
+        replicas.join({1: both[1]})
+        assert len(replicas.active) == 2 and submit(replicas, [request(n, [n]) for n in (3, 4)]) == [1, 1]
+        replicas.drain(1)
+        assert not replicas.engines[1].ready and replicas.count_open(1) == 2
+        assert submit(replicas, [request(n, [n]) for n in range(5, 50)]) == [0] * 45
+        both[1].step()
+        both[1].step()
+        assert replicas.count_open(1) == 0, "its requests have ended there"
+
+    asyncio.run(run())
+
+
+def test_requests_of_a_removed_engine_continue_elsewhere() -> None:
+    async def run() -> None:
+        both = [ScriptedEngine(lambda request: [5, 6, 7, 8], automatic=False) for _ in range(2)]
+        replicas = Replicas(both)
+        received: list[int] = []
+        pairs = [
+            (request(101, [1] * 40, max_tokens=1), discard),
+            (request(102, [2] * 40, max_tokens=4), keep_in(received)),
+        ]
+        first, moved = replicas.submit_many(pairs)
+        assert (first.engine, moved.engine) == (0, 1)
+        both[1].step()
+        replicas.drain(1)
+        replicas.retire(1)
+        assert not both[1].open and moved.engine == 0 and moved.replays[0].cause == "engine 1 is removed"
+        for _ in range(3):
+            both[0].step()
+        assert received == [5, 6, 7, 8], "each token once"
+        assert [engine.has_served for engine in replicas.engines] == [True, True]
+        assert len(replicas.active) == 1 and replicas.engines[1].stats.num_steps == 1, "its counters stay"
+        submit(replicas, [request(n, [2] * 40) for n in range(110, 114)])
+        assert len(both[0].open) == 4
+
+    asyncio.run(run())
+
+
+def keep_in(ids: list[int]) -> Callable[[Output], None]:
+    return lambda output: ids.extend(output.token_ids)

@@ -14,6 +14,9 @@ from serve_llm.server.metrics.stats_log import StatsLogger
 
 
 class Engine:
+    ready = True
+    has_served = True
+
     def __init__(self) -> None:
         self.meter = Meter(Clock())
         self.stats = Stats()

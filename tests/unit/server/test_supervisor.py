@@ -11,6 +11,7 @@ import pytest
 from serve_llm.common.errors import EngineDead, HostLost, PeerLost, RankFailed, ServeError
 from serve_llm.common.options.schema import Options
 from serve_llm.common.options.sources import make_options
+from serve_llm.common.types import Request, Sampling
 from serve_llm.server.engines import supervisor
 from serve_llm.server.engines.process import EngineDeath
 from serve_llm.server.engines.supervisor import Supervisor
@@ -156,6 +157,82 @@ def test_independent_engines_are_replaced_one_by_one(made: list[Process]) -> Non
         await replace(supervisor, made, 4)
         assert [process.stopped for process in made] == [False, True, False, False]
         assert [process.meeting for process in made] == [None] * 4 and made[3].index == 1
+        await supervisor.stop()
+
+    asyncio.run(run())
+
+
+SCALABLE = {"data_parallel_max": 3, "max_restarts": 1}
+
+
+def test_engines_are_added_and_removed_while_others_serve(made: list[Process]) -> None:
+    async def run() -> None:
+        supervisor = Supervisor(make_options("demo", **SCALABLE), "/model")
+        await supervisor.start()
+        await supervisor.add_engines(3)
+        assert [process.index for process in made] == [0, 1, 2] and supervisor.num_engines == 3
+        assert [process.replaces for process in made] == [False, True, True], "they start alone"
+        replicas = supervisor.replicas
+        assert all(engine.ready for engine in replicas.engines)
+
+        made[1].death.set_result(RANK)  # an added engine is replaced like any other
+        await replace(supervisor, made, 4)
+        assert made[3].index == 1
+
+        requests = [Request(id=n, prompt_ids=[n], sampling=Sampling(max_tokens=2, seed=0)) for n in (101, 102, 103)]
+        tracked = replicas.submit_many([(request, lambda output: None) for request in requests])
+        assert sorted(one.engine for one in tracked) == [0, 1, 2]
+        removing = asyncio.ensure_future(supervisor.remove_engine(60.0))
+        while not replicas.engines[2].is_draining:
+            await asyncio.sleep(0)
+        assert not made[2].stopped and replicas.count_open(2) == 1
+        for _ in range(2):
+            made[2].client.step()
+        await asyncio.wait_for(removing, 10)
+        assert made[2].stopped and supervisor.num_engines == 2 and len(replicas.active) == 2
+
+        await supervisor.remove_engine(0.0)  # its request has not ended
+        assert made[3].stopped and len(made[0].client.open) == 2, "it goes on on the last engine"
+        await supervisor.add_engines(2)
+        assert [process.index for process in made] == [0, 1, 2, 1, 1]
+        await supervisor.stop()
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_cannot_be_added_leaves_the_others_alone(made: list[Process]) -> None:
+    async def run() -> None:
+        supervisor = Supervisor(make_options("demo", **SCALABLE), "/model")
+        await supervisor.start()
+        Process.broken.append(2)
+        with pytest.raises(EngineDead, match="it did not come up"):
+            await supervisor.add_engines(3)
+        assert supervisor.num_engines == 1 and [process.stopped for process in made] == [False, True, True]
+        await supervisor.add_engines(3)
+        assert len(supervisor.replicas.active) == 3
+        await supervisor.stop()
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_dies_while_it_drains_is_not_replaced(made: list[Process]) -> None:
+    async def run() -> None:
+        supervisor = Supervisor(
+            make_options("demo", data_parallel_size=2, data_parallel_min=1, max_restarts=0), "/model"
+        )
+        await supervisor.start()
+        requests = [Request(id=n, prompt_ids=[n], sampling=Sampling(max_tokens=2, seed=0)) for n in (101, 102)]
+        supervisor.replicas.submit_many([(request, lambda output: None) for request in requests])
+        removing = asyncio.ensure_future(supervisor.remove_engine(60.0))
+        while not supervisor.replicas.engines[1].is_draining:
+            await asyncio.sleep(0)
+        made[1].death.set_result(RANK)
+        await asyncio.wait_for(removing, 10)
+        assert len(made) == 2 and len(made[0].client.open) == 2
+
+        watching = asyncio.ensure_future(supervisor.watch())
+        made[0].death.set_result(RANK)  # the removal does not hide what ends the server
+        assert "a rank failed" in str(await asyncio.wait_for(watching, 10))
         await supervisor.stop()
 
     asyncio.run(run())

@@ -54,6 +54,12 @@ def test_no_route_changes_the_servers_state(served: Served) -> None:
     assert changing == texts | translated | vectors | {"/v1/decisions"}
 
 
+def test_the_route_that_scales(serve: Serve, served: Served) -> None:
+    """It needs an administrator's key: test_scaling.py."""
+    added = routes(serve(options={"data_parallel_max": 2})) - routes(served)
+    assert added == {("POST", "/scale")}
+
+
 def test_routes_that_load_adapters(serve: Serve, served: Served) -> None:
     """They need an administrator's key: test_adapters.py."""
     added = routes(serve(options={"enable_lora": True})) - routes(served)
