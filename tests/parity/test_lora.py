@@ -139,14 +139,14 @@ def test_200_adapters_of_which_8_are_resident(root: Path, tmp_path: Path, monkey
     load = AdapterLoader.load
 
     def count(self: AdapterLoader, slot: int, adapter: Adapter) -> None:
-        loaded.append(adapter.name)
+        if self._digests.get(slot) != adapter.digest:
+            loaded.append(adapter.name)
         load(self, slot, adapter)
 
     monkeypatch.setattr(AdapterLoader, "load", count)
     engine = make_engine(checkpoint, max_loras=8, **OPTIONS)
     check_equal(generate(engine, requests), expected)
-    changes = [name for before, name in zip(["", *loaded], loaded, strict=False) if name != before]
-    assert changes == [adapter.name for adapter in adapters]
+    assert loaded == [adapter.name for adapter in adapters]
 
 
 @pytest.mark.parametrize("how", [{}, {"tensor": 2}, {"pipeline": 2}], ids=str)

@@ -11,9 +11,9 @@ Rows = Callable[[Tensor], Tensor]
 
 
 def pack_experts(
-    pairs: Iterable[tuple[Rows, Rows]], activation: Rows, own: range
+    pairs: Iterable[tuple[Rows, Rows]], activation: Rows, own: range, adapters: None = None
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Same contract as `kernels.moe.pack_experts`."""
+    """Same contract as `kernels.moe.pack_experts`, without adapters."""
     held = dict(zip(own, pairs, strict=True))
 
     def experts(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:

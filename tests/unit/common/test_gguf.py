@@ -166,7 +166,7 @@ KEY = text("k") + struct.pack("<I", 4) + struct.pack("<I", 7)
         (header(KEY, keys=1)[:-1], "ends amid metadata key k"),
         (header(tensor(16), tensors=1), "tensor t ends at byte .* the file is cut short, or the offset 0 is wrong"),
         (header(tensor(16, offset=2**50), bytes(256), tensors=1), "tensor t ends at byte"),
-        (header(tensor(16, offset=4), bytes(256), tensors=1), "tensor t has offset 4, which is no multiple"),
+        (header(tensor(16, offset=4), bytes(256), tensors=1), "tensor t has offset 4, which is not a multiple"),
         (header(tensor(16), tensor(16), bytes(256), tensors=2), "tensor t occurs twice"),
         (header(tensor(2**39, 2**39, 2**39), bytes(256), tensors=1), "tensor t ends at byte"),
         (header(tensor(2**63), bytes(256), tensors=1), r"tensor t has shape \[9223372036854775808\]"),
