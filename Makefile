@@ -10,8 +10,7 @@ SERVING = $(VENV)/.serving
 STAMP = $(VENV)/.installed
 SOURCES = pyproject.toml setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 PIP = $(BIN)/pip --quiet --disable-pip-version-check
-# For which processors `make serve` compiles the kernels: native, for that of this machine, or all, as the development
-# tools do.
+# The processors that `make serve` compiles kernels for: native (this machine's), or all, as the other targets do.
 CPU_KERNELS ?= native
 ARGS ?=
 
@@ -65,8 +64,8 @@ demo: $(STAMP)
 bench: $(STAMP)
 	PYTHONPATH=tests:tools $(BIN)/python -m bench
 
-# What serving needs, and nothing for tests. pip compiles no modules: Python does when one is first imported, and most never
-# are. pip reads this variable as a value of what it negates.
+# What serving needs, and nothing for tests. Modules are not byte-compiled here, since Python does that at the first import
+# and most are never imported. pip takes PIP_NO_COMPILE=0 to mean "do not compile".
 $(SERVING): NO_COMPILE = PIP_NO_COMPILE=0
 $(SERVING): $(SOURCES)
 	$(PYTHON) -m venv $(VENV)

@@ -1,7 +1,7 @@
 """Builds the CPU kernels, where there is a C++ compiler; without one the package installs all the same, without them.
 
-CPU_KERNELS in the environment says for which processors: `all` of them, as by default, or `native`, this machine's,
-which takes a fifth of the time. Everything else about the package stands in pyproject.toml.
+The environment variable CPU_KERNELS selects the processors: `all` (the default), or `native` for this machine's, which
+takes a fifth of the time. Everything else about the package stands in pyproject.toml.
 """
 
 from __future__ import annotations

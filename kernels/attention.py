@@ -64,9 +64,8 @@ def write_cache(key: Tensor, value: Tensor | None, cache: Tensor, slots: Tensor)
         if cache.dtype == torch.int8:
             rows = cache_int8.quantise(rows)
         elif cache.dtype == cache_fp8.DTYPE:
-            cache.view(torch.uint8)[blocks, part, :, offsets] = cache_fp8.quantise(rows).view(torch.uint8)
-            continue
-        cache[blocks, part, :, offsets] = rows
+            rows = _as_indexable(cache_fp8.quantise(rows))
+        _as_indexable(cache)[blocks, part, :, offsets] = rows
 
 
 def paged_attention(
@@ -245,6 +244,11 @@ def _measure_distances(spans: list[_KeySpan], starts: list[int], length: int, de
     return keys - (queries + torch.arange(spans[0].num_queries, device=device)[:, None])
 
 
+def _as_indexable(tensor: Tensor) -> Tensor:
+    """The tensor, or its bytes if it is in fp8, which torch cannot index."""
+    return tensor.view(torch.uint8) if tensor.dtype == cache_fp8.DTYPE else tensor
+
+
 def _gather_tile(
     spans: list[_KeySpan], starts: list[int], cache: Tensor, table: Tensor, keys: Tensor, values: Tensor
 ) -> None:
@@ -257,8 +261,8 @@ def _gather_tile(
     columns = torch.tensor(starts, device=table.device)[:, None] // block_size
     columns = columns + torch.arange(num_blocks, device=table.device)
     columns.clamp_(max=table.shape[1] - 1)  # beyond the table is beyond the context, so masked
-    numbers = cache.view(torch.uint8) if cache.dtype == cache_fp8.DTYPE else cache  # which torch can index
-    blocks = numbers.index_select(0, table[: len(spans)].gather(1, columns).flatten()).view(cache.dtype)
+    numbers = table[: len(spans)].gather(1, columns).flatten()
+    blocks = _as_indexable(cache).index_select(0, numbers).view(cache.dtype)
     blocks = blocks.view(len(spans), num_blocks, parts, kv_heads, block_size, -1)
     shape = (len(spans), kv_heads, num_blocks, block_size, -1)
     for part, target in enumerate((keys, values)[:parts]):

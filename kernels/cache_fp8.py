@@ -1,5 +1,5 @@
-"""Numbers of an fp8 KV cache (float8_e4m3fn), on GPUs: keys and values as they are, without a scale, as vLLM stores
-those of models that were not calibrated.
+"""Numbers of an fp8 KV cache (float8_e4m3fn), on GPUs: keys and values without a scale, as vLLM stores those of models
+that were not calibrated.
 
 A number of magnitude 2**-6 to 448 keeps 4 significant bits, so a scale would not change its error.
 """

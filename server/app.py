@@ -33,7 +33,7 @@ from serve_llm.server.http.errors import NotFound, RequestError, WrongMethod, an
 from serve_llm.server.http.paths import PathMiddleware
 from serve_llm.server.http.request_id import RequestIdMiddleware
 from serve_llm.server.metrics.meter import BatchCounts, FrontEndCounts, ServerCounts, StoreUsage
-from serve_llm.server.metrics.prometheus import PrometheusExporter
+from serve_llm.server.metrics.prometheus import EngineCollector, PrometheusExporter
 from serve_llm.server.prompt.context import Context
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import PromptPool
@@ -170,11 +170,11 @@ def create_app(
         front_ends.connect(str(model.directory), replicas, admission, adapters, counts, state.start_time)
     app = _create_fastapi(state, options.page)
     draft_source = "none" if options.speculation is None else options.speculation.method
-    exporter = PrometheusExporter(
+    collector = EngineCollector(
         replicas.engines, counts, replicas.usage, model.names[0], options.metrics_prefix, draft_source
     )
     num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
-    sources = status.StatusSources(replicas, admission, exporter, num_ranks, front_ends, scaler)
+    sources = status.StatusSources(replicas, admission, PrometheusExporter(collector), num_ranks, front_ends, scaler)
     app.include_router(status.create_server_router(state, sources))
     if scaler is not None:
         app.include_router(create_scaling_router(state, scaler, options.drain_timeout))

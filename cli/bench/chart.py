@@ -36,7 +36,7 @@ class Chart:
 
 
 def chart_distribution(title: str, milliseconds: Sequence[float]) -> Chart:
-    """Which share of the values is at most so large."""
+    """The share of values up to each value, in percent."""
     ordered = sorted(milliseconds)
     points = [(value, 100 * (place + 1) / len(ordered)) for place, value in enumerate(ordered)]
     return Chart(title, "ms", "% at most", [(ordered[0], 0.0), *points] if ordered else [])
@@ -53,7 +53,7 @@ def chart_rate(title: str, y_title: str, events: Sequence[tuple[float, float]], 
 
 
 def chart_open(title: str, spans: Sequence[tuple[float, float]]) -> Chart:
-    """How many spans are open at a time. spans: their begin and end, in seconds."""
+    """The number of open spans over time. spans: start and end of each, in seconds."""
     changes = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
     points = [(0.0, 0.0)]
     for second, change in changes:
@@ -116,7 +116,7 @@ def _write(parent: Element, x: float, y: float, text: str, anchor: str) -> Eleme
 
 
 def find_ticks(highest: float) -> Iterator[float]:
-    """Round numbers from 0 to the first that is not below `highest`, at most MOST_TICKS and one; 0 and 1 for 0."""
+    """Round numbers from 0 to the first one at or above `highest`, at most MOST_TICKS + 1 of them; 0 and 1 for 0."""
     if highest <= 0:
         yield from (0.0, 1.0)
         return

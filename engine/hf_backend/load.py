@@ -19,7 +19,8 @@ from serve_llm.common.gguf.checkpoint import LINK
 from serve_llm.engine.hf_backend import probe
 from serve_llm.engine.hf_backend.decoder import PretrainedDecoder, pack_linears
 from serve_llm.engine.model.spec import PretrainedSpec
-from serve_llm.kernels.backends.backend import AttentionForm, UnavailableBackend
+from serve_llm.engine.weights.load import refuse_unavailable_backend
+from serve_llm.kernels.backends.backend import AttentionForm
 from serve_llm.kernels.registry import choose
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ def load_pretrained(
     result = probe.probe_model(model, spec.vocab_size, max_model_len)
     shapes = list(result.attention_shapes.values())
     forms = {AttentionForm(shape.head_dim, has_window=shape.window is not None) for shape in shapes}
-    try:
+    with refuse_unavailable_backend(attention_backend):
         kernels = choose(
             device,
             dtype,
@@ -99,8 +100,6 @@ def load_pretrained(
             attention_backend=attention_backend,
             cache_dtype=cache_dtype,
         )
-    except UnavailableBackend as error:
-        raise OptionError(f"--attention-backend {attention_backend}: {error}; take auto, or omit it") from error
     for part in (result.body, result.head):
         pack_linears(part, result.linears, kernels, dtype)
     return PretrainedDecoder(result.body, result.head, result.attention_shapes, kernels, dtype)

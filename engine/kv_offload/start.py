@@ -19,9 +19,8 @@ def open_store(config: Config, layout: CacheLayout, memory: Sequence[HostMemory]
     used."""
     if config.kv_offload_dir is None or not memory:
         return None
-    from serve_llm.engine.kv_offload.identity import (
-        find_identity,
-    )  # imports torch, which would delay a start without a store
+    # It imports torch, which would delay a start without a store.
+    from serve_llm.engine.kv_offload.identity import find_identity
 
     directory = Path(config.kv_offload_dir).expanduser()
     try:

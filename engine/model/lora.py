@@ -42,19 +42,27 @@ class SlotRows(NamedTuple):
     rows: Tensor | None  # (rows,) int64; None: all rows of the step
 
 
-@dataclass
 class StepRows:
     """The groups of the step that is being computed."""
 
-    groups: list[SlotRows] = field(default_factory=list)
-    num_rows: int = 0
+    def __init__(self) -> None:
+        self.groups: list[SlotRows] = []
+        self._num_rows = 0
+        self._slots: Tensor | None = None  # see `find_slots`
+
+    def begin(self, groups: list[SlotRows], num_rows: int = 0) -> None:
+        """num_rows: of the step, for `find_slots`."""
+        self.groups = groups
+        self._num_rows = num_rows
+        self._slots = None
 
     def find_slots(self, device: torch.device) -> Tensor:
-        """(rows of the step,) int64: the slot of each row, -1 without an adapter."""
-        slots = torch.full((self.num_rows,), -1, device=device)
-        for slot, rows in self.groups:
-            slots[slice(None) if rows is None else rows] = slot
-        return slots
+        """(rows of the step,) int64: the slot of each row, -1 without an adapter. Computed once per step."""
+        if self._slots is None:
+            self._slots = torch.full((self._num_rows,), -1, device=device)
+            for slot, rows in self.groups:
+                self._slots[slice(None) if rows is None else rows] = slot
+        return self._slots
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,23 +273,21 @@ class LoRALayers:
     ) -> None:
         """slots: one per sequence, None without an adapter. starts: where each one's tokens begin, and the end.
         selected_starts: the same for the selected tokens."""
-        self._all.groups = _group(slots, starts, device)
-        self._all.num_rows = starts[-1]
-        self._selected.groups = _group(slots, selected_starts, device)
-        self._selected.num_rows = selected_starts[-1]
+        self._all.begin(_group(slots, starts, device), starts[-1])
+        self._selected.begin(_group(slots, selected_starts, device), selected_starts[-1])
 
     def begin_logits(self, slots: Sequence[int | None], starts: Sequence[int], device: torch.device) -> None:
         """Before the LM head. starts: where the rows of each sequence begin among those of the logits, and the end."""
-        self._logits.groups = _group(slots, starts, device)
+        self._logits.begin(_group(slots, starts, device))
 
     def begin_logits_of(self, slot: int | None) -> None:
         """Before the LM head computes only rows of one sequence."""
-        self._logits.groups = [] if slot is None else [SlotRows(slot, None)]
+        self._logits.begin([] if slot is None else [SlotRows(slot, None)])
 
     def end_step(self) -> None:
         """What follows computes only the base model."""
         for step in (self._all, self._selected, self._logits):
-            step.groups = []
+            step.begin([])
 
 
 def _split_rows(y: Tensor, rows: Tensor | None) -> Iterator[slice | Tensor]:

@@ -101,8 +101,10 @@ class AdapterLoader:
         for name, part in layer.parts.items():
             outputs = slice(first_output, first_output + len(part.outputs))
             first_output = outputs.stop
+            if not part.outputs or not part.inputs:
+                continue
             found = self._find_weight(name, contents, stacks)
-            if found is None or not part.outputs or not part.inputs:
+            if found is None:
                 continue
             if found.key not in columns:
                 down = found.down[:, part.inputs.start : part.inputs.stop]

@@ -6,9 +6,10 @@ without a tensor is an error that names it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -329,7 +330,7 @@ def choose_kernels(
 
     Raises OptionError if the attention backend cannot be used."""
     attentions = [layer.attention for layer in spec.layers]
-    try:
+    with refuse_unavailable_backend(attention_backend):
         return choose(
             device,
             dtype,
@@ -340,8 +341,15 @@ def choose_kernels(
             batch_invariant=batch_invariant,
             cache_dtype=cache_dtype,
         )
+
+
+@contextlib.contextmanager
+def refuse_unavailable_backend(asked: str) -> Iterator[None]:
+    """Raise OptionError instead of UnavailableBackend. asked: the value of --attention-backend."""
+    try:
+        yield
     except UnavailableBackend as error:
-        raise OptionError(f"--attention-backend {attention_backend}: {error}; take auto, or omit it") from error
+        raise OptionError(f"--attention-backend {asked}: {error}; take auto, or omit it") from error
 
 
 def _attention_form(attention: AttentionSpec | MLASpec) -> AttentionForm:

@@ -40,7 +40,7 @@ class FlashLibrary(Protocol):
 
 
 def offer(features: Features) -> Offer:
-    """See `Offer`. Tries it, and offers nothing if its results are not those of `kernels.attention`."""
+    """See `Offer`. Runs each form once, and offers nothing if the results differ from those of `kernels.attention`."""
     if features.batch_invariant:
         return "its results depend on the rest of the batch, which --batch-invariant rules out"
     if features.capability is None or features.capability[0] != 9:
@@ -118,7 +118,7 @@ class FlashAttention:
             "cache_seqlens": on_device.context_lens,
             "causal": True,
             "window_size": (-1, -1) if window is None else (window - 1, 0),
-            "num_splits": 0,  # as many as it thinks best
+            "num_splits": 0,  # the library chooses
         }
         plan_key = ("flash", query.shape[1:], keys.shape[1:], block_table.shape[1], value_dim, window, softcap)
         if plan_key not in on_device.plans:

@@ -1,4 +1,4 @@
-"""A part of a tool's schema as a schema of its own."""
+"""Turn a part of a tool's schema into a self-contained schema."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Schema = Mapping[str, object]
 
 
 def detach_part(schema: Schema, root: Schema) -> Schema:
-    """A part of `root` with all that its references lead to. `root` may be empty: nothing is added then.
+    """Return a part of `root` together with everything it refers to; the part itself if `root` is empty.
 
     Raises GrammarError.
     """

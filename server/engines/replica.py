@@ -1,4 +1,4 @@
-"""One data-parallel engine as `replicas` sees it: its process, its state, and what all its processes have counted."""
+"""One data-parallel engine: its current process, its state, and the counters of all its processes."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ class Replica:
         self.is_lost = True
 
     def replace(self, engine: EngineHandle) -> None:
-        """The process of this handle computes from now on."""
+        """Use another process from now on."""
         self.engine = engine
         self.is_lost = False
         self.is_draining = False
         self.has_served = True
 
     def retire(self) -> None:
-        """The engine is stopped and not replaced."""
+        """Mark the engine as stopped for good: it will not be replaced."""
         if not self.is_lost:
             self.mark_lost()
         self.engine = None

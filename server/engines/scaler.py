@@ -1,4 +1,4 @@
-"""Brings the number of engines to what an administrator asks for, while requests are served."""
+"""Change the number of engines while requests are served, as an administrator asks."""
 
 from __future__ import annotations
 

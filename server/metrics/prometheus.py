@@ -15,25 +15,16 @@ from serve_llm.server.metrics.usage import UsageMeter, UsageTotals
 
 
 class PrometheusExporter:
-    def __init__(
-        self,
-        engines: Sequence[MeasuredEngine],
-        counts: ServerCounts,
-        usage: UsageMeter,
-        model_name: str,
-        prefix: str,
-        draft_source: str,
-    ) -> None:
-        """draft_source: the method of --speculative-config, or "none"."""
+    def __init__(self, collector: Collector) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(engines, counts, usage, model_name, prefix, draft_source))
+        self._registry.register(collector)
         ProcessCollector(registry=self._registry)  # resident memory, descriptors and CPU time of this process
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
 
-class _EngineCollector(Collector):
+class EngineCollector(Collector):
     """Yields every metric family with one sample, or one set of samples, per engine."""
 
     def __init__(
@@ -45,6 +36,7 @@ class _EngineCollector(Collector):
         prefix: str,
         draft_source: str,
     ) -> None:
+        """draft_source: the method of --speculative-config, or "none"."""
         self._engines = engines
         self._draft_source = draft_source
         self._counts = counts
