@@ -83,8 +83,9 @@ def test_openai_agents(url: str, route: str) -> None:
 @pytest.mark.parametrize("use_responses_api", [False, True])
 def test_langchain_openai(url: str, use_responses_api: bool) -> None:
     langchain = pytest.importorskip("langchain_openai")
+    # At temperature 0, because one in seven sampled replies in JSON without a schema does not end within the limit.
     model = langchain.ChatOpenAI(
-        base_url=url, api_key="none", model="demo", max_tokens=400, use_responses_api=use_responses_api
+        base_url=url, api_key="none", model="demo", max_tokens=400, temperature=0, use_responses_api=use_responses_api
     )
     assert model.invoke("Hello").content and list(model.stream("Hello"))
     forced = model.bind_tools([Weather], tool_choice="required", parallel_tool_calls=False)
@@ -127,7 +128,8 @@ def test_pydantic_ai(url: str) -> None:
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
 def test_litellm(url: str, provider: str) -> None:
     litellm = pytest.importorskip("litellm")
-    # To servers other than OpenAI's, LiteLLM sends schemas without `additionalProperties`.
+    # To servers other than OpenAI's, LiteLLM sends schemas without `additionalProperties`. At temperature 0, because
+    # one in seven sampled replies to such a schema does not end within the limit.
     weather = Weather if provider == "openai" else OpenWeather
     how: dict[str, Any] = {
         "model": f"{provider}/demo",
@@ -135,6 +137,7 @@ def test_litellm(url: str, provider: str) -> None:
         "api_key": "none",
         "messages": [{"role": "user", "content": QUESTION}],
         "max_tokens": 400,
+        "temperature": 0,
     }
     assert litellm.completion(**how).choices[0].message.content
     assert list(litellm.completion(stream=True, **how))
