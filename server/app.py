@@ -268,6 +268,7 @@ def _create_state(
         ),
         owners=tuple(map(name_owner, options.api_key)) or ("",),
         response_store=response_store,
+        ignores_unknown_fields=context.ignores_unknown_fields,
         tracing=tracing,
     )
 

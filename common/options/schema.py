@@ -128,8 +128,8 @@ class Options(EngineOptions):
     unknown_fields: str = choice_option(
         "refuse",
         "refuse|ignore",
-        "what to do with unknown fields of completions, chat completions and the routes for embeddings, scores and "
-        "classes; ignore: only name them in the header x-ignored-fields, as the other routes do",
+        "what to do with unknown fields of completions, chat completions, tokenize, batches and the routes for "
+        "embeddings, scores and classes; ignore: only name them in the header x-ignored-fields, as the other routes do",
     )
     limit: tuple[str, ...] = option(
         (),

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from serve_llm.common.options.limits import Limits
 from serve_llm.common.types import ModelInfo
 from serve_llm.server.prompt.model import ServedModel
-from serve_llm.server.schema.common import Body, parse_body, parse_lenient_body
+from serve_llm.server.schema.common import Body, parse_by_policy
 from serve_llm.server.structured_output.compiler import GrammarCompiler
 from serve_llm.server.structured_output.turn_form import GrammarSource, compute_key
 
@@ -45,8 +45,5 @@ class Context(NamedTuple):
 
 
 def parse_openai_body(kind: type[Body], content: bytes, context: Context) -> tuple[Body, list[str]]:
-    """The body of a route where --unknown-fields decides, and the names of the fields that were left out of it. Raises
-    InvalidRequest, TooLarge."""
-    if context.ignores_unknown_fields:
-        return parse_lenient_body(kind, content, context.limits)
-    return parse_body(kind, content, context.limits), []
+    """`parse_by_policy` with the server's policy. Raises InvalidRequest, TooLarge."""
+    return parse_by_policy(kind, content, context.limits, ignores_unknown=context.ignores_unknown_fields)

@@ -87,6 +87,7 @@ def chat(content: bytes, context: Context) -> Generate:
     context.model.check_name(body.model)
     body.check(context.limits)
     params = body.chat_params(context.model.defaults)
+    ignored += body.ineffective_fields
     ignored += drop_budget(params, body.budget_hint, context.model)
     turn = body.to_turn(params, context.limits)
     _, request = prepare_turn(turn, context)

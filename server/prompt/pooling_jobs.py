@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import TypeVar
 
 import msgspec
 
@@ -23,6 +24,8 @@ from serve_llm.server.schema.pooling import (
     ScoreRequest,
 )
 
+PooledBody = TypeVar("PooledBody", bound=PoolingBody)
+
 UNLIMITED = 2**31 - 1  # tokens
 SERVED = {
     "none": "this model generates text; start the server with --convert embed to get embeddings from it as well",
@@ -38,6 +41,7 @@ class Pool(msgspec.Struct, kw_only=True):
     model: str  # name for the reply
     base64: bool = False
     dimensions: int | None = None  # cut embeddings to this size
+    is_scaled: bool = False  # scale embeddings to length 1
     activate: bool = True  # logits become probabilities
     pairs: list[tuple[int, int]] = []  # indices of the prompts whose embeddings are compared; empty: of a cross-encoder
     documents: list[str] | None = None  # to be repeated in the reply
@@ -47,7 +51,7 @@ class Pool(msgspec.Struct, kw_only=True):
 
 
 def embed(content: bytes, context: Context) -> Pool:
-    body, ignored = parse_openai_body(EmbeddingRequest, content, context)
+    body, ignored = _parse(EmbeddingRequest, content, context)
     _check_task(context, "embed")
     if body.messages is None:
         return _pool_inputs(body, context, ignored)
@@ -56,18 +60,20 @@ def embed(content: bytes, context: Context) -> Pool:
     _check_dimensions(body.dimensions, context)
     texts = _Texts(body, context, "messages", adds_special_tokens=bool(body.add_special_tokens))
     encoded = texts.encode_all([render_turn(body.to_turn(context.limits), context)])
-    return _build_vectors(body, _prepare(encoded, body, context, "messages"), name, ignored)
+    return _build_vectors(body, _prepare(encoded, body, context, "messages"), name, context, ignored)
 
 
 def pool(content: bytes, context: Context) -> Pool:
-    body, ignored = parse_openai_body(PoolingRequest, content, context)
+    body, ignored = _parse(PoolingRequest, content, context)
     if context.facts.pooling_task == "none":
         raise Unsupported(SERVED["none"])
+    if body.task not in (None, context.facts.pooling_task):
+        raise Unsupported(f"task must be {context.facts.pooling_task} with this model", "task")
     return _pool_inputs(body, context, ignored)
 
 
 def classify(content: bytes, context: Context) -> Pool:
-    body, ignored = parse_openai_body(ClassificationRequest, content, context)
+    body, ignored = _parse(ClassificationRequest, content, context)
     _check_task(context, "classify")
     body.check(context.limits)
     name = context.model.check_name(body.model)
@@ -83,12 +89,14 @@ def classify(content: bytes, context: Context) -> Pool:
 
 
 def score(content: bytes, context: Context) -> Pool:
-    body, ignored = parse_openai_body(ScoreRequest, content, context)
+    body, ignored = _parse(ScoreRequest, content, context)
     body.check(context.limits)
     name = context.model.check_name(body.model)
     _check_scores(context)
     first, second, param = body.pairs(context.limits)
     texts = _Texts(body, context, param)
+    first = [texts.cut(text, body.max_tokens_per_query) for text in first]
+    second = [texts.cut(text, body.max_tokens_per_doc) for text in second]
     pairs: list[tuple[int, int]] = []
     if context.facts.pooling_task == "embed":
         positions = {text: index for index, text in enumerate(dict.fromkeys((*first, *second)))}
@@ -107,7 +115,7 @@ def score(content: bytes, context: Context) -> Pool:
 
 
 def rerank(content: bytes, context: Context) -> Pool:
-    body, ignored = parse_openai_body(RerankRequest, content, context)
+    body, ignored = _parse(RerankRequest, content, context)
     body.check(context.limits)
     name = context.model.check_name(body.model)
     _check_scores(context)
@@ -127,9 +135,16 @@ def rerank(content: bytes, context: Context) -> Pool:
         pairs=pairs,
         documents=None if body.return_documents is False else documents,
         top_n=body.top_n or 0,
+        activate=body.use_activation is not False,
         request_id=body.request_id or "",
         ignored_fields=ignored,
     )
+
+
+def _parse(kind: type[PooledBody], content: bytes, context: Context) -> tuple[PooledBody, list[str]]:
+    """The body, and the names of its fields without effect. Raises InvalidRequest, TooLarge."""
+    body, ignored = parse_openai_body(kind, content, context)
+    return body, ignored + body.ineffective_fields
 
 
 class _Texts:
@@ -222,15 +237,18 @@ def _pool_inputs(body: EmbeddingRequest | PoolingRequest, context: Context, igno
     name = context.model.check_name(body.model)
     _check_dimensions(body.dimensions, context)
     encoded = _Texts(body, context, "input").encode_all(body.inputs(context.limits))
-    return _build_vectors(body, _prepare(encoded, body, context, "input"), name, ignored)
+    return _build_vectors(body, _prepare(encoded, body, context, "input"), name, context, ignored)
 
 
 def _build_vectors(
-    body: EmbeddingRequest | PoolingRequest, request: TextRequest, name: str, ignored: list[str]
+    body: EmbeddingRequest | PoolingRequest, request: TextRequest, name: str, context: Context, ignored: list[str]
 ) -> Pool:
+    is_classifier = context.facts.pooling_task == "classify"
     return Pool(
         request=request,
         model=name,
+        activate=is_classifier and bool(body.use_activation),
+        is_scaled=not is_classifier and body.scales_vectors(context.model.vectors.has_unit_length),
         base64=body.encoding_format == "base64",
         dimensions=body.dimensions,
         request_id=body.request_id or "",
@@ -262,6 +280,7 @@ def _prepare(encoded: Sequence[Encoded], body: PoolingBody, context: Context, pa
         param=param,
         second_text_starts=None if all(start is None for start in starts) else starts,
         priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
     )
     _check_limits(request, context.limits, param)
     return request

@@ -6,18 +6,20 @@ import msgspec
 
 from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.prompt.chat_turn import render_turn
-from serve_llm.server.prompt.context import Context
-from serve_llm.server.schema.common import parse_body, read_fields
+from serve_llm.server.prompt.context import Context, parse_openai_body
+from serve_llm.server.schema.common import read_fields
 from serve_llm.server.schema.tokenize import DetokenizeRequest, TokenizeRequest
 
 
 class Tokens(msgspec.Struct):
     ids: list[int]
     names: list[str] | None = None  # one per id, as the vocabulary writes it
+    ignored_fields: list[str] = []
 
 
 class Text(msgspec.Struct):
     text: str
+    ignored_fields: list[str] = []
 
 
 class RouteName(msgspec.Struct):
@@ -25,7 +27,7 @@ class RouteName(msgspec.Struct):
 
 
 def tokenize(content: bytes, context: Context) -> Tokens:
-    body = parse_body(TokenizeRequest, content, context.limits)
+    body, ignored = parse_openai_body(TokenizeRequest, content, context)
     context.model.check_name(body.model)
     body.check()
     tokenizer = context.model.tokenizer
@@ -36,16 +38,17 @@ def tokenize(content: bytes, context: Context) -> Tokens:
         text = body.prompt or ""
         add_special_tokens = body.add_special_tokens is not False
     ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return Tokens(ids, [tokenizer.token_name(token_id) for token_id in ids] if body.return_token_strs else None)
+    names = [tokenizer.token_name(token_id) for token_id in ids] if body.return_token_strs else None
+    return Tokens(ids, names, ignored)
 
 
 def detokenize(content: bytes, context: Context) -> Text:
-    body = parse_body(DetokenizeRequest, content, context.limits)
+    body, ignored = parse_openai_body(DetokenizeRequest, content, context)
     context.model.check_name(body.model)
     vocab_size = context.facts.vocab_size
     if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < vocab_size:
         raise InvalidRequest(f"tokens must be ids from 0 to {vocab_size - 1}", "tokens")
-    return Text(context.model.tokenizer.decode(body.tokens, skip_special_tokens=False))
+    return Text(context.model.tokenizer.decode(body.tokens, skip_special_tokens=False), ignored)
 
 
 def find_route(content: bytes, context: Context) -> RouteName:

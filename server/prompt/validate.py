@@ -155,6 +155,7 @@ def prepare_pooling(
     param: str,
     second_text_starts: list[int | None] | None = None,
     priority: int = 0,
+    cache_salt: str = "",
 ) -> TextRequest:
     """Check prompts of which vectors are wanted against the model. Raises InvalidRequest.
 
@@ -176,6 +177,7 @@ def prepare_pooling(
         samplings=[Sampling(max_tokens=0, seed=0)] * len(prompts),
         params=SamplingParams(max_tokens=0),
         priority=priority,
+        cache_salt=cache_salt,
         pooling=True,
         second_text_starts=second_text_starts,
     )

@@ -28,6 +28,8 @@ def build_embeddings(
 
 
 def build_pooled(pool: Pool, vectors: Sequence[bytes], meta: ResponseMeta, settings: VectorSettings) -> Iterator[bytes]:
+    if pool.activate:
+        vectors = [array("f", compute_probabilities(vector, settings.activation)).tobytes() for vector in vectors]
     entries = (
         {"object": "pooling", "index": index, "data": _encode_vector(vector, pool)}
         for index, vector in enumerate(vectors)
@@ -100,10 +102,10 @@ def read_vector(vector: bytes) -> array[float]:
     return numbers
 
 
-def cut_vector(vector: bytes, dimensions: int | None) -> array[float]:
-    """The first numbers of an embedding, scaled to length 1; all as they are without `dimensions`."""
+def cut_vector(vector: bytes, dimensions: int | None, *, is_scaled: bool = False) -> array[float]:
+    """The first numbers of an embedding, scaled to length 1; without `dimensions` all, and scaled if `is_scaled`."""
     numbers = read_vector(vector)
-    if dimensions is None or dimensions == len(numbers):
+    if not is_scaled and (dimensions is None or dimensions == len(numbers)):
         return numbers
     numbers = numbers[:dimensions]
     length = math.hypot(*numbers) or 1.0
@@ -116,10 +118,8 @@ def _compute_cosine(one: Vector, other: Vector) -> float:
 
 
 def _encode_vector(vector: bytes, pool: Pool) -> str | list[float]:
-    if pool.base64:
-        whole = vector if pool.dimensions is None else cut_vector(vector, pool.dimensions).tobytes()
-        return base64.b64encode(whole).decode()
-    return cut_vector(vector, pool.dimensions).tolist()
+    numbers = cut_vector(vector, pool.dimensions, is_scaled=pool.is_scaled)
+    return base64.b64encode(numbers.tobytes()).decode() if pool.base64 else numbers.tolist()
 
 
 def _list_entries(entries: Iterable[Mapping[str, object]], pool: Pool, meta: ResponseMeta) -> Iterator[bytes]:

@@ -65,6 +65,7 @@ class AppState:
     owners: tuple[str, ...] = ("",)  # those of stored objects, one per API key
     administrators: frozenset[int] = frozenset()  # indices of API keys
     response_store: ResponseStore | None = None  # None: responses are not stored
+    ignores_unknown_fields: bool = False  # in bodies that `schema.common.parse_by_policy` reads
     tracing: Tracing | None = None  # None: there are no traces
     start_time: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
 

@@ -20,7 +20,7 @@ from serve_llm.server.routes.app_state import AppState
 from serve_llm.server.routes.document import describe_page, describe_parameter, describe_problems, describe_route
 from serve_llm.server.routes.page import build_page, read_page
 from serve_llm.server.schema.batches import BatchCreation, BatchReply, DeletedFile, FileReply
-from serve_llm.server.schema.common import ObjectList, parse_body
+from serve_llm.server.schema.common import ObjectList, parse_by_policy
 
 MAX_FORM_BYTES = 2**16  # for all of an upload but its file
 MAX_CREATION_BYTES = 2**16
@@ -93,7 +93,9 @@ def create_batch_router(state: AppState, service: BatchService) -> APIRouter:
         async with state.reading_body(request) as content:
             if len(content) > MAX_CREATION_BYTES:
                 raise TooLarge(f"the body is longer than {MAX_CREATION_BYTES} bytes")
-            body = parse_body(BatchCreation, content, state.limits)
+            body, ignored = parse_by_policy(
+                BatchCreation, content, state.limits, ignores_unknown=state.ignores_unknown_fields
+            )
         seconds = body.check()
         now = int(time.time())
         batch = StoredBatch(
@@ -108,7 +110,7 @@ def create_batch_router(state: AppState, service: BatchService) -> APIRouter:
         owner = state.read_owner(request)
         await store.add_batch(owner, batch)
         service.start(owner)
-        return _answer(batch)
+        return _answer(batch, state.describe_ignored(request, ignored))
 
     @router.get("/v1/batches", **describe_route(None, ObjectList, query=describe_page()))
     async def list_batches(request: Request) -> Response:
@@ -161,5 +163,5 @@ def _check_form(form: FormData) -> UploadFile:
     return file
 
 
-def _answer(stored: StoredFile | StoredBatch) -> Response:
-    return Response(msgspec.json.encode(stored), media_type="application/json")
+def _answer(stored: StoredFile | StoredBatch, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(stored), headers=headers, media_type="application/json")

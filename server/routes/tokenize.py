@@ -31,13 +31,13 @@ def create_router(state: AppState) -> APIRouter:
             "tokens": tokens.ids,
             "token_strs": tokens.names,
         }
-        return _json_response(content)
+        return _json_response(content, state.describe_ignored(request, tokens.ignored_fields))
 
     @router.post("/detokenize", **describe_route(DetokenizeRequest, DetokenizeReply))
     async def detokenize(request: Request) -> Response:
         """The text of ids, special tokens included."""
         text = await state.run_prompt_job(request, "detokenize", Text)
-        return _json_response({"prompt": text.text})
+        return _json_response({"prompt": text.text}, state.describe_ignored(request, text.ignored_fields))
 
     @router.get("/tokenizer_info", **describe_route(None, TokenizerInfo))
     async def show_tokenizer_info() -> TokenizerInfo:
@@ -55,6 +55,6 @@ def create_router(state: AppState) -> APIRouter:
     return router
 
 
-def _json_response(content: dict[str, object]) -> Response:
+def _json_response(content: dict[str, object], headers: dict[str, str]) -> Response:
     """Encoded by msgspec: there may be millions of ids, too many for pydantic."""
-    return Response(msgspec.json.encode(content), media_type="application/json")
+    return Response(msgspec.json.encode(content), headers=headers, media_type="application/json")

@@ -12,8 +12,8 @@ from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.prompt.chat_turn import ChatTurn
 from serve_llm.server.prompt.messages import plain_messages
 from serve_llm.server.sampling_params import RANGES, SamplingParams
+from serve_llm.server.schema.chat_peer_fields import ChatPeerFields
 from serve_llm.server.schema.common import (
-    Ignored,
     PromptLogprobs,
     RequestBody,
     ResponseMetrics,
@@ -21,12 +21,12 @@ from serve_llm.server.schema.common import (
     Usage,
     ranged,
 )
-from serve_llm.server.schema.peer_fields import PeerFields, neutral
+from serve_llm.server.schema.reasoning import ReasoningEffort, ReasoningOptions, ThinkingField, ThinkingOptions
 from serve_llm.server.schema.tools import ToolChoiceField, Tools, read_tool_choice, read_tools
+from serve_llm.server.structured_output.params import StructuredOutputs
 
 Role = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$")]
 _THINKS = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class TextContent(TypedDict):
@@ -88,23 +88,6 @@ class ChatMessage(TypedDict):
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True)]
 
 
-class ReasoningOptions(RequestBody):
-    effort: ReasoningEffort | None = Field(default=None, description="As reasoning_effort.")
-    max_tokens: int | None = ranged("thinking_token_budget", "As thinking_token_budget.")
-    enabled: bool | None = Field(default=None, description="As enable_thinking.")
-    exclude: bool | None = Field(default=None, description="The opposite of include_reasoning.")
-    summary: Ignored = None
-
-
-class ThinkingOptions(RequestBody):
-    type: Literal["enabled", "disabled", "adaptive", "auto"]
-    budget_tokens: int | None = ranged("thinking_token_budget", "As thinking_token_budget.")
-
-
-def _build_thinking_options(value: object) -> object:
-    return {"type": "enabled" if value else "disabled"} if isinstance(value, bool) else value
-
-
 class TemplateBody(RequestBody):
     """Fields that control how messages become a prompt; shared with /tokenize."""
 
@@ -130,10 +113,7 @@ class TemplateBody(RequestBody):
     enable_thinking: bool | None = Field(
         default=None, description="For the chat template, as enable_thinking and thinking."
     )
-    thinking: Annotated[
-        ThinkingOptions | None,
-        BeforeValidator(_build_thinking_options, json_schema_input_type=bool | ThinkingOptions | None),
-    ] = Field(default=None, description="Another form of enable_thinking.")
+    thinking: ThinkingField = Field(default=None, description="Another form of enable_thinking.")
 
     def _choose_thinking(self) -> dict[str, object]:
         """Variables of chat templates. Raises InvalidRequest."""
@@ -167,7 +147,7 @@ class TemplateBody(RequestBody):
         )
 
 
-class ChatRequest(SamplingBody, TemplateBody, PeerFields):
+class ChatRequest(SamplingBody, TemplateBody, ChatPeerFields):
     messages: Messages
     max_completion_tokens: int | None = ranged("max_tokens", "The rest of the context when absent.")
     logprobs: bool | None = None
@@ -180,24 +160,15 @@ class ChatRequest(SamplingBody, TemplateBody, PeerFields):
     include_reasoning: bool | None = Field(default=None, description="False omits the reasoning from the answer.")
     thinking_token_budget: int | None = ranged("thinking_token_budget", "Tokens of reasoning; -1: no limit.")
     reasoning: ReasoningOptions | None = Field(default=None, description="OpenRouter's form of the fields above.")
-    reasoning_format: object | None = neutral("auto", "deepseek")
-    separate_reasoning: object | None = neutral(True)
-    stream_reasoning: object | None = neutral(True)
-    functions: object | None = neutral([], hint="use tools")
-    function_call: object | None = neutral("none", hint="use tool_choice")
-    modalities: object | None = neutral(["text"])
-    audio: object | None = neutral()
-    web_search_options: object | None = neutral()
-    moderation: object | None = neutral()
-    prediction: Ignored = None
-    verbosity: Ignored = None
 
     def check(self, limits: Limits) -> None:
         self.check_peer_fields()
         if self.reasoning is not None:
             self._read_reasoning_options(self.reasoning)
         if self.thinking is not None:
-            self._take_options("thinking", {"thinking_token_budget": self.thinking.budget_tokens})
+            self._read_thinking_options(self.thinking)
+        if self.output_config is not None and self.reasoning_effort is None:
+            self.reasoning_effort = self.output_config.effort
         super().check(limits)
         if self.top_logprobs is not None:
             if not self.logprobs:
@@ -222,6 +193,14 @@ class ChatRequest(SamplingBody, TemplateBody, PeerFields):
         }
         self._take_options("reasoning", wanted)
 
+    def _read_thinking_options(self, options: ThinkingOptions) -> None:
+        """Raises InvalidRequest."""
+        wanted: dict[str, object] = {
+            "thinking_token_budget": options.budget_tokens,
+            "include_reasoning": False if options.display == "omitted" else None,
+        }
+        self._take_options("thinking", wanted)
+
     def _take_options(self, field: str, wanted: dict[str, object]) -> None:
         """Give the fields that `field` stands for their values. Raises InvalidRequest if they have others."""
         for name, value in wanted.items():
@@ -237,6 +216,15 @@ class ChatRequest(SamplingBody, TemplateBody, PeerFields):
         if self.thinking is not None and self.thinking.budget_tokens is not None:
             return "thinking.budget_tokens"
         return "reasoning.max_tokens" if self.reasoning is not None and self.reasoning.max_tokens is not None else None
+
+    @property
+    def ineffective_fields(self) -> list[str]:
+        """What the response names as without effect. Call it after `check`."""
+        return self.list_ineffective(self.reasoning_effort, super().to_structured_outputs() is not None)
+
+    def to_structured_outputs(self) -> StructuredOutputs | None:
+        wanted = super().to_structured_outputs()
+        return self.read_output_schema() if wanted is None else wanted
 
     def chat_params(self, defaults: dict[str, float]) -> SamplingParams:
         """defaults: those of the model. Raises InvalidRequest, Unsupported."""

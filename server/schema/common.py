@@ -72,6 +72,12 @@ def check_metadata(metadata: dict[str, str]) -> None:
             )
 
 
+def check_cache_salt(salt: str | None) -> None:
+    """Raises InvalidRequest."""
+    if salt is not None and not 0 < len(salt) <= 256:
+        raise InvalidRequest("cache_salt must be 1 to 256 characters long", "cache_salt")
+
+
 def ranged(name: str, description: str | None = None) -> Any:
     """An optional number whose documented range is that of `SamplingParams`."""
     return bounded(RANGES[name], description, default=None)
@@ -185,8 +191,7 @@ class SamplingBody(RequestBody):
             raise InvalidRequest("stream_options needs stream: true", "stream_options")
         if self.priority is not None and not -(2**31) <= self.priority < 2**31:
             raise InvalidRequest("priority must fit into 32 bits", "priority")
-        if self.cache_salt is not None and not 0 < len(self.cache_salt) <= 256:
-            raise InvalidRequest("cache_salt must be 1 to 256 characters long", "cache_salt")
+        check_cache_salt(self.cache_salt)
         if self.best_of not in (None, 1, self.n):
             raise Unsupported("best_of is not supported; use n and choose among the choices", "best_of")
         if (self.n or 1) > limits.n:
@@ -317,6 +322,16 @@ def parse_lenient_body(kind: type[Body], content: bytes, limits: Limits) -> tupl
     known = {name: value for name, value in values.items() if name in kind.model_fields}
     body = validate_body(kind, known)
     return body, _find_unknown_fields(kind, values) + find_nested_unknown(body, known)
+
+
+def parse_by_policy(
+    kind: type[Body], content: bytes, limits: Limits, *, ignores_unknown: bool
+) -> tuple[Body, list[str]]:
+    """The body of a route where --unknown-fields decides, and the names of the fields that were left out of it. Raises
+    InvalidRequest, TooLarge."""
+    if ignores_unknown:
+        return parse_lenient_body(kind, content, limits)
+    return parse_body(kind, content, limits), []
 
 
 def read_fields(content: bytes, limits: Limits) -> dict[str, Any]:

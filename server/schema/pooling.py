@@ -9,11 +9,19 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, Field
 
 from serve_llm.common.options.limits import Limits
-from serve_llm.server.http.errors import InvalidRequest
+from serve_llm.server.http.errors import InvalidRequest, Unsupported
 from serve_llm.server.prompt.chat_turn import ChatTurn
 from serve_llm.server.sampling_params import SamplingParams
 from serve_llm.server.schema.chat import Messages, TemplateBody
-from serve_llm.server.schema.common import Ignored, RequestBody, RequestId, Strings, TranslatedBody, ranged
+from serve_llm.server.schema.common import (
+    Ignored,
+    RequestBody,
+    RequestId,
+    Strings,
+    TranslatedBody,
+    check_cache_salt,
+    ranged,
+)
 from serve_llm.server.schema.completions import Prompt
 from serve_llm.server.schema.peer_fields import check_neutral, neutral
 
@@ -45,8 +53,12 @@ class PoolingBody(RequestBody):
     )
     add_special_tokens: bool | None = Field(default=None, description="True when absent. Does not concern ids.")
     priority: int | None = Field(default=None, description="Smaller values run first; between -2**31 and 2**31 - 1.")
+    cache_salt: str | None = Field(default=None, description="Prefixes are shared between equal salts only.")
     request_id: RequestId | None = None
     user: Ignored = None
+    padding: object | None = neutral("do_not_pad")
+    mm_processor_kwargs: object | None = neutral({})
+    media_io_kwargs: object | None = neutral({})
 
     def check(self, limits: Limits) -> None:
         """Check what types cannot express. Raises InvalidRequest, Unsupported."""
@@ -60,6 +72,12 @@ class PoolingBody(RequestBody):
                 )
         if self.priority is not None and not -(2**31) <= self.priority < 2**31:
             raise InvalidRequest("priority must fit into 32 bits", "priority")
+        check_cache_salt(self.cache_salt)
+
+    @property
+    def ineffective_fields(self) -> list[str]:
+        """The fields that mean something elsewhere and have no effect here."""
+        return [name for name in ("input_type", "max_chunks_per_doc") if getattr(self, name, None) is not None]
 
 
 class InputBody(PoolingBody):
@@ -79,6 +97,20 @@ class VectorFormat(PoolingBody):
     )
     embed_dtype: object | None = neutral("float32")
     endianness: object | None = neutral("native", "little")
+    normalize: bool | None = Field(default=None, description="Scale embeddings to length 1, whatever the model does.")
+    use_activation: bool | None = Field(default=None, description="Another name of normalize.")
+    input_type: Ignored = Field(default=None, description="No effect: the client adds the prompt of a query itself.")
+
+    def scales_vectors(self, has_unit_length: bool) -> bool:
+        """Whether embeddings are to be scaled to length 1. has_unit_length: they are already. Raises InvalidRequest,
+        Unsupported."""
+        if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
+            raise InvalidRequest("normalize and use_activation contradict each other", "normalize")
+        name = "use_activation" if self.normalize is None else "normalize"
+        wanted = getattr(self, name)
+        if wanted is False and has_unit_length:
+            raise Unsupported(f"{name}: false is not supported: the embeddings of this model have length 1", name)
+        return bool(wanted) and not has_unit_length
 
 
 class EmbeddingRequest(VectorFormat, TemplateBody):
@@ -108,6 +140,11 @@ class EmbeddingRequest(VectorFormat, TemplateBody):
 class PoolingRequest(VectorFormat, InputBody):
     """The vectors as the model computes them: embeddings, or the logits of a classifier."""
 
+    task: str | None = Field(default=None, description="Refused if it is not what the model does: embed or classify.")
+    use_activation: bool | None = Field(
+        default=None, description="A classifier's probabilities instead of logits; for embeddings as normalize."
+    )
+
 
 class ClassificationRequest(InputBody):
     use_activation: bool | None = Field(default=None, description="Probabilities instead of logits; true when absent.")
@@ -126,6 +163,9 @@ class ScoreRequest(PoolingBody):
     instruction: str | None = Field(
         default=None, description="What makes a document relevant, for models that read it."
     )
+    max_tokens_per_query: int | None = Field(default=None, ge=1, description="Cut each query to this many tokens.")
+    max_tokens_per_doc: int | None = Field(default=None, ge=1, description="Cut each document to this many tokens.")
+    chat_template_kwargs: object | None = neutral({})
     use_activation: bool | None = Field(default=None, description="Scores after the activation; true when absent.")
 
     def pairs(self, limits: Limits) -> tuple[list[str], list[str], str]:
@@ -187,6 +227,9 @@ class RerankRequest(PoolingBody):
     instruction: str | None = Field(
         default=None, description="What makes a document relevant, for models that read it."
     )
+    use_activation: bool | None = Field(default=None, description="Scores after the activation; true when absent.")
+    chat_template_kwargs: object | None = neutral({})
+    max_chunks_per_doc: Ignored = Field(default=None, description="No effect: documents are not split.")
 
     def texts(self, limits: Limits) -> list[str]:
         """Raises InvalidRequest."""

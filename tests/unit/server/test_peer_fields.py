@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
+
+from serve_llm.common.options.sources import make_options
+from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.schema.completions import Completion
 from support.serving import Served
+from support.tools import with_tools
 
 Serve = Callable[..., Served]
+Json = dict[str, Any]
 
 SILLY_TAVERN = {  # what its text completion types send by default
     "best_of": 1, "spaces_between_special_tokens": True, "max_new_tokens": 3, "stopping_strings": ["zz"], "typical":
@@ -66,3 +73,58 @@ def test_unknown_fields_may_be_left_out(serve: Serve) -> None:
     text = served.get("/metrics").content.decode()
     assert 'ignored_fields_total{model_name="demo",route="/v1/completions"} 2.0' in text
     assert 'ignored_fields_total{model_name="demo",route="/v1/chat/completions"} 1.0' in text
+    assert served.post("/tokenize", {"prompt": "x", "nonsense": 1}).headers["x-ignored-fields"] == "nonsense"
+    assert served.post("/detokenize", {"tokens": [40], "nonsense": 1}).headers["x-ignored-fields"] == "nonsense"
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("body", "ignored"),
+    [
+        ({"thinking": {"type": "adaptive", "display": "summarized"}}, ""),
+        ({"output_config": {"effort": "high"}}, ""),
+        ({"output_config": {"effort": "xhigh"}, "reasoning_effort": "high"}, "output_config.effort"),
+        ({"output_config": {"effort": "high", "task_budget": {"total": 9}}}, "output_config.task_budget"),
+        ({"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, "context_management"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"web_search_options": {"search_context_size": "low"}, "context_management": None}, "web_search_options"),
+    ],
+    ids=str,
+)
+def test_fields_that_gateways_pass_on_from_anthropics_api(served: Served, body: Json, ignored: str) -> None:
+    """LiteLLM does so where it translates Claude Code's requests."""
+    reply = served.chat(max_tokens=1, **body)
+    assert reply.status == 200 and reply.headers.get("x-ignored-fields", "") == ignored
+
+
+def test_anthropics_form_of_effort_and_format(serve: Serve, model: ServedModel) -> None:
+    options = make_options("demo", chat_template="{{ reasoning_effort or '-' }}")
+    served = serve(served_model=ServedModel.load(model.directory, options))
+    for body, effort in (
+        ({"output_config": {"effort": "max"}}, "max"),
+        ({"output_config": {"effort": "max"}, "reasoning_effort": "low"}, "low"),
+        ({}, "-"),
+    ):
+        assert served.chat(max_tokens=1, **body).status == 200
+        assert model.tokenizer.decode(served.engine.submitted[-1].prompt_ids) == effort
+    own = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+    grammars = set()
+    for body in ({"output_config": {"format": FORMAT}}, {"output_format": FORMAT}, {"response_format": own}):
+        assert served.chat(max_tokens=9, **body).status == 200
+        grammars.add(served.engine.submitted[-1].sampling.grammar)
+    assert len(grammars) == 1 and "" not in grammars
+    reply = served.chat(max_tokens=9, response_format=own, output_format=FORMAT | {"schema": {"type": "object"}})
+    assert reply.headers["x-ignored-fields"] == "output_format"
+    assert served.engine.submitted[-1].sampling.grammar in grammars
+    error = served.chat(output_format=FORMAT, output_config={"format": FORMAT}).json()["error"]
+    assert error["param"] == "output_format"
+
+
+def test_thoughts_may_be_omitted_as_in_anthropics_api(serve: Serve, model: ServedModel) -> None:
+    served = serve("<think>\nHm.\n</think>\n\nYes.<|end|>", served_model=with_tools(model), model_facts=None)
+    for display, reasoning in (("summarized", "Hm."), ("omitted", None)):
+        message = served.chat(thinking={"type": "adaptive", "display": display}).json()["choices"][0]["message"]
+        assert message["content"] == "Yes." and message.get("reasoning") == reasoning

@@ -283,45 +283,6 @@ class TestRerank:
         assert error["code"] == "unsupported" and error["param"] == "rank_fields"
 
 
-BODIES = {
-    "/v1/embeddings": {"input": "a"},
-    "/pooling": {"input": "a"},
-    "/classify": {"input": "a"},
-    "/score": {"queries": "a", "documents": "b"},
-    "/v1/score": {"queries": "a", "documents": "b"},
-    "/rerank": {"query": "a", "documents": ["b"]},
-    "/v1/rerank": {"query": "a", "documents": ["b"]},
-    "/v2/rerank": {"query": "a", "documents": ["b"]},
-}
-
-
-@pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("policy", ["refuse", "ignore"])
-def test_unknown_fields(serve: Serve, path: str, policy: str) -> None:
-    task = {"pooling_task": "classify", "vector_size": 1} if path == "/classify" else {}
-    script = (lambda request: (0.0,)) if task else by_length
-    served = serve(script=script, model_facts=facts(**{**EMBEDDER, **task}), options={"unknown_fields": policy})
-    assert "x-ignored-fields" not in served.post(path, BODIES[path]).headers
-    reply = served.post(path, BODIES[path] | {"nonsense": 1, "other": 2, "absent": None, "request_id": "mine"})
-    if policy == "refuse":
-        assert reply.status == 400 and reply.json()["error"]["param"] == "nonsense"
-        return
-    assert reply.status == 200 and reply.headers["x-ignored-fields"] == "nonsense, other"
-    assert reply.json()["id"].endswith("-mine")
-    metrics = served.get("/metrics").content.decode()
-    assert f'ignored_fields_total{{model_name="demo",route="{path}"}} 2.0' in metrics
-
-
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
-def test_neutral_values_of_vectors(serve: Serve, path: str) -> None:
-    served = serve_embedder(serve)
-    for fields in ({"embed_dtype": "float32", "endianness": "native"}, {"endianness": "little"}, {"embed_dtype": None}):
-        assert served.post(path, {"input": "a", **fields}).status == 200
-    for name, value in (("embed_dtype", "float16"), ("endianness", "big")):
-        error = served.post(path, {"input": "a", name: value}).json()["error"]
-        assert error["code"] == "unsupported" and error["param"] == name
-
-
 class TestClasses:
     def test_probabilities(self, serve: Serve) -> None:
         served = serve_classifier(serve, lambda request: (0.0, math.log(3.0)), 2)
@@ -335,6 +296,8 @@ class TestClasses:
         served = serve_classifier(serve, lambda request: (0.5, 2.0), 2)
         reply = served.post("/pooling", {"input": "a"}).json()
         assert reply["data"] == [{"object": "pooling", "index": 0, "data": [0.5, 2.0]}]
+        probabilities = served.post("/pooling", {"input": "a", "use_activation": True}).json()["data"][0]["data"]
+        assert probabilities == pytest.approx([0.1824255, 0.8175745])
         encoded = served.post("/pooling", {"input": "a", "encoding_format": "base64"}).json()["data"][0]["data"]
         assert base64.b64decode(encoded) == array("f", (0.5, 2.0)).tobytes()
 

@@ -1,0 +1,134 @@
+"""Fields of the routes whose replies are vectors: those of peers, and unknown ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from serve_llm.server.prompt.model import ServedModel
+from support.fakes import facts
+from support.serving import Served
+
+Serve = Callable[..., Served]
+EMBEDDER = {"generates": False, "pooling_task": "embed", "vector_size": 3}
+
+
+def serve_vectors(serve: Serve, options: dict[str, object] | None = None) -> Served:
+    return serve(script=lambda request: (0.6, 0.8, 0.0), model_facts=facts(**EMBEDDER), options=options)
+
+
+def serve_classes(
+    serve: Serve,
+    logits: tuple[float, ...],
+    served_model: ServedModel | None = None,
+    options: dict[str, object] | None = None,
+) -> Served:
+    more = {} if served_model is None else {"served_model": served_model}
+    changed = {"generates": False, "pooling_task": "classify", "vector_size": len(logits)}
+    return serve(script=lambda request: logits, model_facts=facts(**changed), options=options, **more)
+
+
+BODIES = {
+    "/v1/embeddings": {"input": "a"},
+    "/pooling": {"input": "a"},
+    "/classify": {"input": "a"},
+    "/score": {"queries": "a", "documents": "b"},
+    "/v1/score": {"queries": "a", "documents": "b"},
+    "/rerank": {"query": "a", "documents": ["b"]},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/v2/rerank": {"query": "a", "documents": ["b"]},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("policy", ["refuse", "ignore"])
+def test_unknown_fields(serve: Serve, path: str, policy: str) -> None:
+    options = {"unknown_fields": policy}
+    served = serve_classes(serve, (0.0,), options=options) if path == "/classify" else serve_vectors(serve, options)
+    assert "x-ignored-fields" not in served.post(path, BODIES[path]).headers
+    reply = served.post(path, BODIES[path] | {"nonsense": 1, "other": 2, "absent": None, "request_id": "mine"})
+    if policy == "refuse":
+        assert reply.status == 400 and reply.json()["error"]["param"] == "nonsense"
+        return
+    assert reply.status == 200 and reply.headers["x-ignored-fields"] == "nonsense, other"
+    assert reply.json()["id"].endswith("-mine")
+    metrics = served.get("/metrics").content.decode()
+    assert f'ignored_fields_total{{model_name="demo",route="{path}"}} 2.0' in metrics
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+def test_neutral_values_of_vectors(serve: Serve, path: str) -> None:
+    served = serve_vectors(serve)
+    for fields in ({"embed_dtype": "float32", "endianness": "native"}, {"endianness": "little"}, {"embed_dtype": None}):
+        assert served.post(path, {"input": "a", **fields}).status == 200
+    for name, value in (("embed_dtype", "float16"), ("endianness", "big")):
+        error = served.post(path, {"input": "a", name: value}).json()["error"]
+        assert error["code"] == "unsupported" and error["param"] == name
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_fields_of_peers(serve: Serve, path: str) -> None:
+    served = serve_classes(serve, (0.0,)) if path == "/classify" else serve_vectors(serve)
+    neutral = {"cache_salt": "s", "padding": "do_not_pad", "mm_processor_kwargs": {}, "media_io_kwargs": {}}
+    assert served.post(path, BODIES[path] | neutral | {"use_activation": True}).status == 200
+    assert {request.cache_salt for request in served.engine.submitted} == {"s"}
+    for name, value in (("cache_salt", ""), ("padding", "max_length"), ("mm_processor_kwargs", {"a": 1})):
+        assert served.post(path, BODIES[path] | {name: value}).json()["error"]["param"] == name
+
+
+def test_fields_of_peers_without_effect_are_named(serve: Serve) -> None:
+    served = serve_vectors(serve)
+    reply = served.post("/v1/embeddings", {"input": "a", "input_type": "query"})
+    assert reply.status == 200 and reply.headers["x-ignored-fields"] == "input_type"
+    reply = served.post("/v1/rerank", {"query": "a", "documents": ["b"], "max_chunks_per_doc": 10})
+    assert reply.status == 200 and reply.headers["x-ignored-fields"] == "max_chunks_per_doc"
+
+
+@pytest.mark.parametrize("name", ["normalize", "use_activation"])
+def test_length_of_embeddings(serve: Serve, model: ServedModel, name: str) -> None:
+    long = dataclasses.replace(model, vectors=dataclasses.replace(model.vectors, has_unit_length=False))
+    for has_unit_length, served_model in ((True, model), (False, long)):
+        served = serve(script=lambda request: (3.0, 0.0, 4.0), model_facts=facts(**EMBEDDER), served_model=served_model)
+        for path, key in (("/v1/embeddings", "embedding"), ("/pooling", "data")):
+            default = served.post(path, {"input": "a"}).json()["data"][0][key]
+            assert default == [3.0, 0.0, 4.0], "as the engine computed it"
+            scaled = served.post(path, {"input": "a", name: True}).json()["data"][0][key]
+            assert scaled == (default if has_unit_length else pytest.approx([0.6, 0.0, 0.8]))
+            reply = served.post(path, {"input": "a", name: False})
+            if has_unit_length:
+                assert reply.json()["error"]["param"] == name and reply.json()["error"]["code"] == "unsupported"
+            else:
+                assert reply.json()["data"][0][key] == default
+            error = served.post(path, {"input": "a", "normalize": True, "use_activation": False}).json()["error"]
+            assert error["param"] == "normalize"
+
+
+def test_scores_without_activation(serve: Serve, model: ServedModel) -> None:
+    vectors = dataclasses.replace(model.vectors, activation="sigmoid")
+    served = serve_classes(serve, (2.0,), dataclasses.replace(model, vectors=vectors))
+    for path, key in (("/rerank", "results"), ("/score", "data")):
+        scores = []
+        for activation in (None, True, False):
+            entry = served.post(path, BODIES[path] | {"use_activation": activation}).json()[key][0]
+            scores.append(entry["relevance_score" if path == "/rerank" else "score"])
+        assert scores == pytest.approx([0.8807971, 0.8807971, 2.0])
+
+
+def test_texts_of_scores_may_be_cut(serve: Serve) -> None:
+    served = serve_vectors(serve)
+    long = "import os, sys"
+    cuts = {"max_tokens_per_query": 2, "max_tokens_per_doc": 1}
+    assert served.post("/score", {"queries": long, "documents": long, **cuts}).status == 200
+    assert sorted(len(request.prompt_ids) for request in served.engine.submitted) == [1, 2]
+
+
+def test_task_of_pooling(serve: Serve) -> None:
+    for served, task, other in (
+        (serve_vectors(serve), "embed", "classify"),
+        (serve_classes(serve, (0.5, 2.0)), "classify", "token_embed"),
+    ):
+        assert served.post("/pooling", {"input": "a", "task": task}).status == 200
+        error = served.post("/pooling", {"input": "a", "task": other}).json()["error"]
+        assert (error["param"], error["code"]) == ("task", "unsupported")
