@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import fcntl
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -21,6 +22,10 @@ class InvalidLine(OptionError):
         super().__init__(f"{path}, line {number}: {reason}")
         self.reason = reason
         self.number = number
+
+
+class InvalidOutput(OptionError):
+    """An output holds anything but results."""
 
 
 class BatchInput:
@@ -80,6 +85,7 @@ class BatchOutput:
     def __init__(self, path: Path) -> None:
         """Raises OptionError if the file cannot be written, or another run writes to it."""
         self._path = path
+        self._is_torn = False  # part of a line may have been written
         try:
             self._file = path.open("ab+")
         except OSError as error:
@@ -93,7 +99,7 @@ class BatchOutput:
     def read_ids(self) -> set[str]:
         """The custom_ids of all results. Removes a last line that is not whole: its run was killed as it wrote.
 
-        Raises OptionError, and changes nothing, if the file holds anything but results."""
+        Raises InvalidOutput, and changes nothing, if the file holds anything but results."""
         self._file.seek(0)
         ids = set[str]()
         for number, line in enumerate(self._file, start=1):
@@ -103,22 +109,26 @@ class BatchOutput:
             try:
                 ids.add(parse_result(line).custom_id)
             except InvalidRequest as error:
-                raise OptionError(f"--output-file {self._path}, line {number}: {error}") from None
+                raise InvalidOutput(f"--output-file {self._path}, line {number}: {error}") from None
         return ids
 
     def append(self, line: bytes) -> None:
-        """Raises ServeError."""
+        """Raises ServeError, from then on: another line would continue one that was not written as a whole."""
+        if self._is_torn:
+            raise ServeError(f"cannot write to {self._path} after an error")
         try:
             self._file.write(line)
             self._file.flush()
         except OSError as error:
+            self._is_torn = True
             raise ServeError(f"cannot write to {self._path}: {error.strerror}") from None
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # `append` has told of it
+            self._file.close()
 
     def _remove_tail(self, tail: bytes) -> None:
         if not tail.startswith(RESULT_PREFIX[: len(tail)]):
-            raise OptionError(f"--output-file {self._path}: its last line is not a result of a batch")
+            raise InvalidOutput(f"--output-file {self._path}: its last line is not a result of a batch")
         self._file.seek(0, 2)
         self._file.truncate(self._file.tell() - len(tail))

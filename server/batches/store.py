@@ -165,21 +165,13 @@ class BatchStore:
         """Raises InvalidRequest."""
         return await self._database.run(lambda connection: _list(connection, "batches", owner, page, "TRUE", []))
 
-    async def find_owners(self) -> list[str]:
-        """Those with batches that have not ended."""
-        rows = await self._database.run(
-            lambda connection: connection.execute(f"SELECT DISTINCT owner FROM batches WHERE {_OPEN}").fetchall()
-        )
-        return [owner for (owner,) in rows]
-
-    async def find_open(self, owner: str) -> StoredBatch | None:
-        """The oldest batch of an owner that has not ended."""
-        row = await self._database.run(
+    async def find_open(self) -> list[tuple[str, str]]:
+        """The id and owner of each batch that has not ended, from the oldest."""
+        return await self._database.run(
             lambda connection: connection.execute(
-                f"SELECT content FROM batches WHERE owner = ? AND {_OPEN} ORDER BY number LIMIT 1", (owner,)
-            ).fetchone()
+                f"SELECT id, owner FROM batches WHERE {_OPEN} ORDER BY number"
+            ).fetchall()
         )
-        return None if row is None else msgspec.json.decode(row[0], type=StoredBatch)
 
     async def change_batch(self, batch_id: str, change: Callable[[StoredBatch], None]) -> StoredBatch:
         """Apply `change` to what is stored of a batch. When it ends, its files of results are listed."""

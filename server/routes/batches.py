@@ -109,7 +109,7 @@ def create_batch_router(state: AppState, service: BatchService) -> APIRouter:
         )
         owner = state.read_owner(request)
         await store.add_batch(owner, batch)
-        service.start(owner)
+        service.start(batch.id, owner)
         return _answer(batch, state.describe_ignored(request, ignored))
 
     @router.get("/v1/batches", **describe_route(None, ObjectList, query=describe_page()))

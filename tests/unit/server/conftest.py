@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,6 +65,17 @@ def serve(model: ServedModel) -> Iterator[Callable[..., Served]]:
         pool.close()
     for storage in storages:
         storage.close()
+
+
+@pytest.fixture
+def serve_batches(serve: Callable[..., Served], tmp_path: Path) -> Callable[..., Served]:
+    """The same with files and batches, which are stored. limit: texts of --limit."""
+
+    def make(*limit: str, **more: Any) -> Served:
+        options = {"batches_dir": str(tmp_path / "batches"), "limit": limit or None, **more.pop("options", {})}
+        return serve("Hello.", options=options, **more)
+
+    return make
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -15,87 +13,27 @@ from serve_llm.common.options.sources import make_options
 from serve_llm.common.types import LOWEST_PRIORITY
 from serve_llm.server.assemble import assemble
 from serve_llm.server.prompt.model import ServedModel
-from serve_llm.server.schema.batches import BatchReply, FileReply
-from support.asgi import Call, Reply
+from support.asgi import Call
 from support.serving import Served
-
-Json = dict[str, Any]
-Serve = Callable[..., Served]
-
-FILES, BATCHES = "/v1/files", "/v1/batches"
-FORM = {"content-type": "multipart/form-data; boundary=cut"}
-FIRST, SECOND = ({"authorization": f"Bearer {key}"} for key in ("first", "second"))
-
-
-@pytest.fixture
-def serve_batches(serve: Serve, tmp_path: Path) -> Serve:
-    def make(*limit: str, **more: Any) -> Served:
-        options = {"batches_dir": str(tmp_path / "batches"), "limit": limit or None, **more.pop("options", {})}
-        return serve("Hello.", options=options, **more)
-
-    return make
-
-
-def build_form(content: bytes, purpose: str = "batch", more: str = "") -> bytes:
-    head = f'--cut\r\ncontent-disposition: form-data; name="purpose"\r\n\r\n{purpose}\r\n{more}--cut\r\n'
-    head += 'content-disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n'
-    return head.encode() + content + b"\r\n--cut--\r\n"
-
-
-def build_line(custom_id: object, **fields: object) -> Json:
-    body = {"prompt": f"line {custom_id}", "max_tokens": 2}
-    return {"custom_id": str(custom_id), "method": "POST", "url": "/v1/completions", "body": body, **fields}
-
-
-def build_input(*lines: Json) -> bytes:
-    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-
-
-async def ask(served: Served, method: str, path: str, body: object = None, key: Json | None = None) -> Reply:
-    headers = {**(FORM if path == FILES and method == "POST" else {}), **(key or {})}
-    return await Call(served.app, method, path, body, headers).reply()
-
-
-async def get(served: Served, path: str, key: Json | None = None) -> Json:
-    reply = await ask(served, "GET", path, None, key)
-    assert reply.status == 200, reply.content
-    return dict(reply.json())
-
-
-async def upload(served: Served, content: bytes, key: Json | None = None) -> str:
-    reply = await ask(served, "POST", FILES, build_form(content), key)
-    assert reply.status == 200, reply.content
-    FileReply.model_validate(reply.json())
-    return str(reply.json()["id"])
-
-
-async def create(served: Served, content: bytes, key: Json | None = None, **fields: object) -> Json:
-    body = {"input_file_id": await upload(served, content, key), "endpoint": "/v1/completions"}
-    reply = await ask(served, "POST", BATCHES, body | {"completion_window": "24h"} | fields, key)
-    assert reply.status == 200, reply.content
-    BatchReply.model_validate(reply.json())
-    assert reply.json()["status"] == "validating"
-    return dict(reply.json())
-
-
-async def wait_for(served: Served, batch_id: str, *statuses: str, key: Json | None = None) -> Json:
-    while True:
-        batch = await get(served, f"{BATCHES}/{batch_id}", key)
-        if batch["status"] in statuses:
-            return batch
-        assert batch["status"] in ("validating", "in_progress", "cancelling"), batch
-        await asyncio.sleep(0)
-
-
-async def read_results(served: Served, batch: Json, name: str) -> list[Json]:
-    if batch[f"{name}_file_id"] is None:
-        return []
-    reply = await ask(served, "GET", f"{FILES}/{batch[f'{name}_file_id']}/content")
-    return [json.loads(line) for line in reply.content.splitlines()]
-
-
-def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(scenario())
+from support.stored_batches import (
+    BATCHES,
+    FILES,
+    FIRST,
+    FORM,
+    SECOND,
+    Json,
+    Serve,
+    ask,
+    build_form,
+    build_input,
+    build_line,
+    create,
+    get,
+    read_results,
+    run,
+    upload,
+    wait_for,
+)
 
 
 def test_files(serve_batches: Serve) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serve_llm.common.errors import OptionError
+from serve_llm.common.errors import OptionError, ServeError
 from serve_llm.server.batches.files import LINE_BYTES, BatchInput, BatchOutput
 from serve_llm.server.batches.lines import build_result
 from serve_llm.server.batches.local_call import LocalResponse
@@ -128,3 +128,12 @@ def test_two_runs_do_not_share_an_output(tmp_path: Path) -> None:
 def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="--output-file"):
         BatchOutput(tmp_path / "none" / "out")
+
+
+def test_nothing_is_appended_to_a_torn_line() -> None:
+    output = BatchOutput(Path("/dev/full"))
+    with pytest.raises(ServeError, match="No space left"):
+        output.append(result("a"))
+    with pytest.raises(ServeError, match="after an error"):
+        output.append(result("b"))
+    output.close()
