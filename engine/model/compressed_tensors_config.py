@@ -50,11 +50,28 @@ def read_compressed_tensors(config: ConfigReader) -> Int8Checkpoint | TargetedMo
     ignore = config.names("ignore") or ()
     _check_patterns("ignore", ignore)
     groups = config.needed("config_groups")
-    found = [_read_group(groups.needed(name), default_format) for name in groups.keys]
+    found = [
+        _read_group(group, default_format)
+        for group in map(groups.needed, groups.keys)
+        if not _is_for_activations_only(group)
+    ]
     groups.done()
     if len(found) == 1 and found[0][1]:
         return Int8Checkpoint(ignore)
     return TargetedModules(tuple(group for group, _ in found), ignore)
+
+
+def _is_for_activations_only(config: ConfigReader) -> bool:
+    """Whether the group says nothing about weights, as those of attention modules do. Then it has no effect here."""
+    if config.inner("weights") is not None:
+        return False
+    config.ignore("format")
+    config.empty("output_activations")
+    config.names("targets")
+    if activations := config.inner("input_activations"):
+        _ignore_activations("input_activations", activations)
+    config.done()
+    return True
 
 
 def _read_group(config: ConfigReader, default_format: str | None) -> tuple[FormatGroup, bool]:

@@ -54,7 +54,7 @@ from serve_llm.engine.model.gguf_config import GGUFTensors, apply_gguf
 from serve_llm.engine.model.pooling import build_pooler_spec
 from serve_llm.engine.model.quantization_spec import MXFP4, GroupedForm, GroupedSpec, Int8Spec, find_linear_layer
 from serve_llm.engine.model.spec import ModelSpec
-from serve_llm.engine.model.weight_format import MarkedModules
+from serve_llm.engine.model.weight_format import ATTENTION_SCALES
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 
 Read = Callable[[ConfigReader], tuple[ModelSpec, WeightMap]]
@@ -158,6 +158,7 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
     spec, weights = FAMILIES[architecture](whole)
     if quantized is None:
         return spec, weights
+    weights = replace(weights, ignored=(*weights.ignored, *ATTENTION_SCALES))
     if any(rule.scales for rule in weights.rules):  # the family has read it
         return replace(spec, grouped=_grouped(lambda rule: MXFP4 if rule.scales else None, spec, weights)), weights
     stored = quantization_config.read_quantization_config(quantized)
@@ -173,11 +174,7 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
         is_other_stack = rule.members and rule.transform != "transpose"  # see `weights.load`
         if is_other_stack:
             return None
-        module = rule.source.removesuffix(".weight")
-        if isinstance(modules, MarkedModules):  # lists what is not quantised, in any spelling
-            forms = [modules.find_form(name) for name in weights.list_spellings(module)]
-            return None if None in forms else forms[0]
-        return modules.find_form(module)
+        return modules.find_form(*weights.list_spellings(rule.source.removesuffix(".weight")))
 
     return replace(spec, grouped=_grouped(find_form, spec, weights)), replace(weights, quantized=stored)
 

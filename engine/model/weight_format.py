@@ -8,6 +8,14 @@ from typing import Literal, Protocol
 
 from serve_llm.engine.model.quantization_spec import GroupedForm
 
+# Numbers by which activations, queries, keys or values would be rounded to a KV cache or for attention of 8 bits or
+# less, as regular expressions for the names of tensors. Attention is not quantised as they say.
+ATTENTION_SCALES = (
+    r".*\.[qkv]_(scale|zero_point|global_scale)",
+    r".*\.[qkv]_proj\.output_(scale|zero_point)",
+    r".*\.(kv|prob|prob_output)_scale",
+)
+
 
 @dataclass(frozen=True)
 class PackedIntegers:
@@ -151,14 +159,18 @@ WeightFormat = PackedIntegers | ScaledNumbers | NvFp4 | BitsAndBytes4
 
 
 class QuantizedModules(Protocol):
-    """Which modules of a checkpoint are quantised."""
+    """Which modules of a checkpoint are quantised.
 
-    def find_format(self, module: str) -> WeightFormat | None:
-        """How the module stores its weight; None: in floating point. module: such as "model.layers.0.mlp.up_proj"."""
+    spellings: the names that one module may have, such as "model.layers.0.mlp.up_proj"; see
+    `WeightMap.list_spellings`. What config.json says of any of them counts.
+    """
 
-    def find_form(self, module: str) -> GroupedForm | None:
+    def find_format(self, *spellings: str) -> WeightFormat | None:
+        """How the module stores its weight; None: in floating point."""
+
+    def find_form(self, *spellings: str) -> GroupedForm | None:
         """In which its weight stays in memory, as far as config.json tells; None: in the model's dtype."""
-        found = self.find_format(module)
+        found = self.find_format(*spellings)
         return None if found is None else found.form
 
 
@@ -177,17 +189,19 @@ class TargetedModules(QuantizedModules):
     groups: tuple[FormatGroup, ...]
     ignore: tuple[str, ...] = ()
 
-    def find_format(self, module: str) -> WeightFormat | None:
-        if any(_matches(entry, module) for entry in self.ignore):
+    def find_format(self, *spellings: str) -> WeightFormat | None:
+        if any(_matches(entry, *spellings) for entry in self.ignore):
             return None
-        named = [group for group in self.groups if any(_matches(target, module) for target in group.targets)]
+        named = [group for group in self.groups if any(_matches(target, *spellings) for target in group.targets)]
         linear = [group for group in self.groups if "Linear" in group.targets]
         return next((group.format for group in (*named, *linear)), None)
 
 
-def _matches(target: str, module: str) -> bool:
+def _matches(target: str, *spellings: str) -> bool:
     """Whether the target names the module, or is `re:` and a regular expression that matches the start of its name."""
-    return re.match(target[3:], module) is not None if target.startswith("re:") else target == module
+    if target.startswith("re:"):
+        return any(re.match(target[3:], name) for name in spellings)
+    return target in spellings
 
 
 @dataclass(frozen=True)
@@ -197,11 +211,13 @@ class MarkedModules(QuantizedModules):
     format: WeightFormat
     unconverted: tuple[str, ...]  # dotted parts of module names, or `re:` and a regular expression
 
-    def find_format(self, module: str) -> WeightFormat:
+    def find_format(self, *spellings: str) -> WeightFormat:
         return self.format
 
-    def find_form(self, module: str) -> GroupedForm | None:
-        left_out = any(_matches(entry, module) or f".{entry}." in f".{module}." for entry in self.unconverted)
+    def find_form(self, *spellings: str) -> GroupedForm | None:
+        left_out = any(
+            _matches(entry, name) or f".{entry}." in f".{name}." for entry in self.unconverted for name in spellings
+        )
         return None if left_out else self.format.form
 
 
@@ -213,9 +229,12 @@ class DynamicModules(QuantizedModules):
     rules: tuple[tuple[str, WeightFormat | None], ...] = ()  # regular expression for the start of a name, its format
     unconverted: tuple[str, ...] = ()  # parts of names of modules without the tensors of the format
 
-    def find_format(self, module: str) -> WeightFormat | None:
-        matching = (format for pattern, format in self.rules if re.match(pattern, module))
-        return next(matching, self.format)
+    def find_format(self, *spellings: str) -> WeightFormat | None:
+        for pattern, own_format in self.rules:
+            if any(re.match(pattern, name) for name in spellings):
+                return own_format
+        return self.format
 
-    def find_form(self, module: str) -> GroupedForm | None:
-        return None if any(part in module for part in self.unconverted) else super().find_form(module)
+    def find_form(self, *spellings: str) -> GroupedForm | None:
+        left_out = any(part in name for part in self.unconverted for name in spellings)
+        return None if left_out else super().find_form(*spellings)

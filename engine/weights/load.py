@@ -37,7 +37,6 @@ from serve_llm.kernels.registry import Kernels, choose
 
 logger = logging.getLogger(__name__)
 
-KV_SCALES = (r".*\.[kv]_scale", r".*\.[kv]_proj\.output_scale")  # scales for an fp8 KV cache, which is not used
 Progress = Callable[[int, int], None]  # number of parameters loaded so far, number of all
 
 
@@ -166,9 +165,7 @@ def match_tensors(
     if missing := sorted(rules.keys() - stored.keys()):
         raise ModelError(f"{where}: the checkpoint lacks {_list(missing)}")
     used = {stored[tensor] for tensor in rules} | {stored.get(weight_map.head)}
-    ignored = re.compile(
-        "|".join(weight_map.ignored + (KV_SCALES if weight_map.quantized is not None else ())) or r"(?!)"
-    )
+    ignored = re.compile("|".join(weight_map.ignored) or r"(?!)")
     unused = sorted(name for name in checkpoint.names - used if not ignored.fullmatch(add_prefix(name)))
     if unused:
         raise ModelError(f"{where}: no parameter of a {spec.architecture} uses {_list(unused)}")
@@ -211,13 +208,13 @@ def _read_as_quantised(
         module = tensor.removesuffix(".weight")
         scales = f"{tensor}_scale"
         if weight_map.quantized is not None and rule.transform == "transpose" and rule.members and scales in stored:
-            form = weight_map.quantized.find_format(tensor)
+            form = weight_map.quantized.find_format(*weight_map.list_spellings(tensor))
             result[tensor] = replace(rule, module=stored.get(tensor, tensor), format=form)
             result[scales] = WeightRule(scales, ())
             continue
         form = None
         if module != tensor and weight_map.quantized is not None:
-            form = _find_format(weight_map.quantized, module, stored)
+            form = _find_format(weight_map, weight_map.quantized, module, stored)
         if form is None:
             result[tensor] = rule
             continue
@@ -235,9 +232,11 @@ def _read_as_quantised(
     return result
 
 
-def _find_format(quantized: QuantizedModules, module: str, stored: Mapping[str, str]) -> WeightFormat | None:
+def _find_format(
+    weight_map: WeightMap, quantized: QuantizedModules, module: str, stored: Mapping[str, str]
+) -> WeightFormat | None:
     """None: the module is not quantised, or the checkpoint lacks the tensor that tells."""
-    form = quantized.find_format(module)
+    form = quantized.find_format(*weight_map.list_spellings(module))
     if isinstance(form, ScaledNumbers) and form.other_scale and f"{module}.{form.other_scale}" in stored:
         return replace(form, scale=form.other_scale)
     return None if form is None or f"{module}.{form.marker}" not in stored else form

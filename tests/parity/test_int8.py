@@ -234,6 +234,18 @@ def test_dummy_weights(tmp_path: Path) -> None:
     assert len(generate(engine, [greedy(0, [1, 2, 3], 3)])[0].token_ids) == 3
 
 
+def test_scales_of_the_kv_cache_have_no_effect(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "float", "llama")
+    quantise_checkpoint(tmp_path / "float", tmp_path / "int8")
+    expected = logprobs(tmp_path / "int8", [[1, 2, 3]])[0]
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    edit_config(tmp_path / "int8", lambda config: config.update(kv_cache_scheme=scheme))
+    path = tmp_path / "int8" / "model.safetensors"
+    scales = {f"model.layers.1.self_attn.{name}_scale": torch.ones(1) for name in "kv"}
+    save_file(load_file(path) | scales, path)
+    assert torch.equal(logprobs(tmp_path / "int8", [[1, 2, 3]])[0], expected)
+
+
 def test_parts_of_one_product_must_be_alike(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "float", "llama")
     quantise_checkpoint(tmp_path / "float", tmp_path / "int8", ignore=["lm_head", "model.layers.1.mlp.up_proj"])

@@ -21,6 +21,8 @@ from serve_llm.engine.model.registry import read_model
 from support.engine import generate, greedy, make_engine
 from support.forward import Harness, load
 from support.multimodal import TEXT, make_multimodal_checkpoint, multimodal_config_of
+from support.packed import Packing
+from support.packed import quantization_config as packed_config
 from support.quantised import quantization_config
 from support.tiny import config_of
 
@@ -117,6 +119,22 @@ def test_quantised_checkpoints_name_modules_as_they_are_published() -> None:
     raw["quantization_config"] = quantization_config(ignore)
     spec, _ = read_model(raw)
     assert spec.int8 is not None and spec.int8.excluded == {"layers.1.ffn.down"}
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model", "model.language_model"])
+def test_rules_for_modules_hold_in_any_spelling(prefix: str) -> None:
+    raw = multimodal_config_of("Mistral3ForConditionalGeneration")
+    left_out = f"{prefix}.layers.1.mlp.down_proj"
+    for packing, rules in (
+        (Packing("compressed", is_symmetric=True), {"ignore": [left_out]}),
+        (Packing("gptq"), {"dynamic": {f"-:{left_out}": {}}}),
+        (Packing("awq"), {"modules_to_not_convert": [left_out]}),
+    ):
+        spec, weights = read_model(raw | {"quantization_config": packed_config(packing) | rules})
+        assert spec.grouped is not None
+        assert spec.grouped.others == {"layers.1.ffn.down": None}, packing
+        spellings = weights.list_spellings("model.layers.1.mlp.down_proj")
+        assert weights.quantized is not None and weights.quantized.find_form(*spellings) is None
 
 
 def test_what_cannot_be_served_is_named(tmp_path: Path) -> None:

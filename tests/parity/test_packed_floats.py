@@ -14,7 +14,8 @@ from serve_llm.common.errors import ModelError
 from support.engine import generate, greedy, make_engine
 from support.forward import Harness, load
 from support.matrix import mostly_slow
-from support.packed_floats import CONFIGS, make_packed, pack_module
+from support.packed_floats import CONFIGS, FLOAT8, make_packed, pack_module
+from support.quantised import edit_config
 from support.reference import reference_logprobs
 
 PAIRS = [(family, form) for family in ("llama", "qwen3_moe", "phi3", "opt", "deepseek_v3") for form in CONFIGS]
@@ -46,6 +47,29 @@ def test_several_ranks(form: str, tmp_path: Path) -> None:
     for grid in ({"tensor": 2}, {"tensor": 3}, {"pipeline": 2}):
         results = generate(make_engine(tmp_path / "packed", dtype="float32", **grid), wanted)
         assert [results[n].token_ids for n in results] == [expected[n].token_ids for n in expected]
+
+
+ATTENTION_GROUP = {"targets": ["LlamaAttention"], "weights": None, "input_activations": FLOAT8 | {"strategy": "tensor"}}
+
+
+@pytest.mark.parametrize(
+    ("form", "suffixes"),
+    [
+        ("autofp8", ("kv_scale",)),
+        ("fp8-channel", ("q_scale", "k_scale", "v_scale", "k_zero_point")),
+        ("modelopt-fp8", ("k_proj.k_scale", "v_proj.v_scale")),
+        ("fp8-tensor", ("k_proj.output_scale", "v_proj.output_scale", "q_proj.output_scale")),
+    ],
+)
+def test_scales_of_attention_have_no_effect(form: str, suffixes: tuple[str, ...], tmp_path: Path) -> None:
+    make_packed(tmp_path, "llama", form)
+    expected = Harness(*load(tmp_path / "packed"), torch.float32).logprobs([[1, 2, 3]])[0]
+    path = tmp_path / "packed" / "model.safetensors"
+    scales = {f"model.layers.{layer}.self_attn.{suffix}": torch.ones(1) for layer in (0, 1) for suffix in suffixes}
+    save_file(load_file(path) | scales, path)
+    if "q_scale" in suffixes:
+        edit_config(tmp_path / "packed", lambda config: config["config_groups"].update(attention=ATTENTION_GROUP))
+    assert torch.equal(Harness(*load(tmp_path / "packed"), torch.float32).logprobs([[1, 2, 3]])[0], expected)
 
 
 @pytest.mark.parametrize(
