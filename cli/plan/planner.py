@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_GPUS_PER_NODE = 8
 CUDA_CONTEXT_BYTES = 600 << 20  # estimate: memory that CUDA and its libraries take outside torch's allocator
+MOST_RANKS = 512  # an engine that would have more is not planned
 MAX_NODES_TRIED = 16  # when looking for the number of machines that would hold the model
 
 
@@ -358,11 +359,8 @@ def _plan_requested(planner: _Planner, options: EngineOptions, states_layout: bo
     layout = ParallelLayout(options.tensor_parallel_size, options.pipeline_parallel_size)
     if layout.size == 1 and not states_layout:
         return None
-    if layout.size > 1 and not planner.has_devices(layout):
-        raise OptionError(
-            "tensor-parallel x pipeline-parallel x data-parallel size needs "
-            f"{layout.size * options.data_parallel_size} GPUs, but there are {planner.num_devices}"
-        )
+    if layout.size > MOST_RANKS:
+        raise OptionError(f"--tensor-parallel-size x --pipeline-parallel-size: {layout.size} ranks, over {MOST_RANKS}")
     return planner.plan_layout(layout, options.tensor_parallel_split, options.pipeline_parallel_layers)
 
 

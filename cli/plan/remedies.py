@@ -61,11 +61,14 @@ def describe_shortage(plan: MemoryPlan, remedies: list[Remedy]) -> str:
     chosen, config = plan.chosen, plan.config
     advice = ", or ".join(remedy.text for remedy in remedies)
     if chosen.missing_devices:
-        what = "more machines or fewer engines (--data-parallel-size)"
-        needed = chosen.layout.size * config.data_parallel_size
+        count = config.data_parallel_size
+        needed = chosen.layout.size * count
+        sizes = format_sizes(chosen.layout)
+        what = f"one engine with {sizes} needs" if count == 1 else f"{count} engines with {sizes} need"
+        fewer = "" if count == 1 else " or fewer engines (--data-parallel-size)"
         return (
-            f"it does not fit: {config.data_parallel_size} engines with {format_sizes(chosen.layout)} need {needed} "
-            f"GPUs, but there are {needed - chosen.missing_devices}; {advice or f'take {what}'}"
+            f"it does not fit: {what} {needed} GPUs, but there are {needed - chosen.missing_devices}; "
+            f"{advice or f'take more machines{fewer}'}"
         )
     device = "machine" if config.device == "cpu" else "GPU"
     missing = f"with {format_sizes(chosen.layout)} a {device} is short of {size_text(chosen.missing_bytes)}"
@@ -157,13 +160,20 @@ def _list_formats(plan: MemoryPlan, hardware: HardwareOptions) -> Iterator[dict[
     """Smaller forms of weights and KV cache, single ones first."""
     config = plan.config
     dtype: list[dict[str, object]] = [{"dtype": "bfloat16"}] if config.dtype == "float32" else []
-    names = ("int8", "int4") if config.device == "cpu" else ("fp8", "int4")
+    on_gpu = config.device != "cpu"
+    model = GPU_MODELS.get(hardware.gpu or "")
+    has_fp8 = on_gpu and (model is None or model.has_fp8)
+    needs_int8 = model is None or not model.has_fp8  # as long as nobody knows that fp8, of the same size, will do
     weights: list[dict[str, object]] = []
     if config.quantization == "none":
+        names = ("fp8",) * has_fp8 + ("int8",) * needs_int8 + ("int4",)
         weights = [{"quantization": name} for name in names]
     cache: list[dict[str, object]] = []
-    if config.device == "cpu" and config.kv_cache_dtype == "auto":
-        cache = [{"kv_cache_dtype": "int8"}]
+    if config.kv_cache_dtype == "auto":
+        if not on_gpu:
+            cache = [{"kv_cache_dtype": "int8"}]
+        elif model is None or model.takes_fp8_cache:
+            cache = [{"kv_cache_dtype": "fp8"}]
     yield from (*dtype, *weights, *cache)
     yield from (first | second for first in weights for second in cache)
     yield from (first | second for first in dtype for second in weights)
@@ -171,5 +181,8 @@ def _list_formats(plan: MemoryPlan, hardware: HardwareOptions) -> Iterator[dict[
 
 def _state_condition(change: dict[str, object], hardware: HardwareOptions) -> str:
     """What a format demands of GPUs whose memory alone is known."""
-    is_unknown = hardware.gpu not in GPU_MODELS
-    return " (on GPUs of compute capability 8.9 or more)" if change.get("quantization") == "fp8" and is_unknown else ""
+    if hardware.gpu in GPU_MODELS:
+        return ""
+    if change.get("kv_cache_dtype") == "fp8":
+        return " (on GPUs of compute capability 8.9 or 9.0)"
+    return " (on GPUs of compute capability 8.9 or more)" if change.get("quantization") == "fp8" else ""

@@ -9,8 +9,10 @@ import pytest
 
 from serve_llm.cli.plan.command import read_command_line
 from serve_llm.cli.plan.hardware import HardwareOptions
-from serve_llm.cli.plan.planner import MemoryPlan, make_plan
+from serve_llm.cli.plan.planner import MemoryPlan, build_plan, make_plan
+from serve_llm.cli.plan.remedies import describe_shortage, find_remedies
 from serve_llm.common.errors import ModelError, OptionError
+from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.common.options.sources import make_options
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.worker import kv_cache
@@ -151,14 +153,10 @@ def test_engines_that_share_out_experts() -> None:
     stages = plan(published.MIXTRAL_8X7B, {"gpu": "l4", "nodes": 2}, data_parallel_size=2, **shared).suggested
     assert stages is not None and stages.layout == ParallelLayout(1, 4)
     assert plan(published.MIXTRAL_8X7B, {"gpu": "l4", "nodes": 2}, data_parallel_size=8, **shared).suggested is None
-    with pytest.raises(OptionError, match="needs 16 GPUs, but there are 8"):
-        plan(
-            published.MIXTRAL_8X7B,
-            {"gpu": "h100", "nodes": 2},
-            data_parallel_size=8,
-            tensor_parallel_size=2,
-            **shared,
-        )
+    eight = plan(
+        published.MIXTRAL_8X7B, {"gpu": "h100", "nodes": 2}, data_parallel_size=8, tensor_parallel_size=2, **shared
+    )
+    assert not eight.chosen.fits and eight.chosen.missing_devices == 8  # engines that share experts run on one machine
 
 
 def test_where_nothing_fits() -> None:
@@ -186,9 +184,8 @@ def test_a_short_context_fits_where_a_long_one_does_not() -> None:
         ({"gpu": "h100"}, {"device": "cpu"}, "exclude each other"),
         ({}, {"device": "cuda"}, "say which GPU"),
         ({"gpus_per_node": 4}, {}, "--gpus-per-node: say which GPUs"),
-        ({"gpu": "h100"}, {"tensor_parallel_size": 9}, "size needs 9 GPUs, but there are 8"),
+        ({"gpu": "h100"}, {"tensor_parallel_size": 513}, "513 ranks, over 512"),
         ({"gpu": "h100", "nodes": 8}, {"pipeline_parallel_size": 33}, "33 stages"),
-        ({"gpu": "h100"}, {"tensor_parallel_size": 4, "data_parallel_size": 3}, "size needs 12 GPUs, but there are 8"),
         ({"gpu": "h100"}, {"max_model_len": "1M"}, "--max-model-len"),
     ],
 )
@@ -223,6 +220,35 @@ def test_engines_beyond_the_devices_do_not_fit() -> None:
     assert not found.chosen.fits and found.suggested is None and found.nodes_needed == 2
     alone = plan(published.LLAMA_8B, {"gpu": "h100"}, data_parallel_size=9).chosen
     assert not alone.fits and (alone.missing_bytes, alone.missing_devices) == (0, 1)
+    stated = plan(published.LLAMA_8B, {"gpu": "h100"}, data_parallel_size=5, tensor_parallel_size=2)
+    assert not stated.chosen.fits and stated.chosen.missing_devices == 2
+    assert "5 engines with --tensor-parallel-size 2" in describe_shortage(stated, [])
+    single = plan(published.LLAMA_8B, {"gpu": "h100"}, tensor_parallel_size=9)
+    expected = "one engine with --tensor-parallel-size 9 --pipeline-parallel-size 1 needs 9 GPUs, but there are 8; take"
+    assert expected in describe_shortage(single, [])
+
+
+def list_remedies(raw: dict[str, object], machines: dict[str, object], **options: object) -> str:
+    def again(options: EngineOptions, hardware: HardwareOptions, states_layout: bool) -> MemoryPlan:
+        return build_plan(options, hardware, raw, None, states_layout)
+
+    hardware = HardwareOptions(**machines)
+    asked = make_options("model", **options)
+    found = again(asked, hardware, True)
+    return describe_shortage(found, find_remedies(found, asked, hardware, True, again))
+
+
+def test_formats_that_the_gpus_take_are_suggested() -> None:
+    ampere = list_remedies(published.LLAMA_8B, {"gpu": "a10", "gpus_per_node": 1}, max_model_len="8k")
+    assert "--quantization int8" not in ampere
+    ampere = list_remedies(published.LLAMA_8B, {"gpu": "t4", "gpus_per_node": 1}, max_model_len="8k", dtype="float16")
+    assert "take --quantization int8" in ampere and "fp8" not in ampere
+    unknown = list_remedies(published.LLAMA_8B, {"memory": 15 * GIB, "gpus_per_node": 1}, max_model_len="8k")
+    assert "take --quantization fp8 (on GPUs of compute capability 8.9 or more)" in unknown
+    assert "take --quantization int8" in unknown
+    hopper = {"gpu": "h100", "gpus_per_node": 1}
+    cache = list_remedies(published.LLAMA_8B, hopper, kv_cache_memory="12GiB")
+    assert "take --kv-cache-dtype fp8" in cache and "int8" not in cache
 
 
 def test_an_explicit_size_of_1_counts() -> None:
