@@ -123,8 +123,6 @@ class _LinearWeight:
 
 @dataclass(frozen=True)
 class _OtherWeight:
-    """Any other parameter."""
-
     elements: int
     float32: bool = False  # whatever the model's dtype
     in_checkpoint: bool = True  # False: made while loading
@@ -346,9 +344,10 @@ class _LayerWeights:
         size = len(columns)
         names = ("gate", "up") if mlp.gated else ("up",)
         yield from self._merged({f"{name}.{part}": size for part in names}, self.hidden_size, mlp.bias)
-        down = f"{name}.down"
         is_part = size < mlp.intermediate_size
-        yield self._linear(down, self.hidden_size, columns, mlp.has_down_bias and has_down_bias, is_part)
+        yield self._linear(f"{name}.down", self.hidden_size, columns, mlp.has_down_bias and has_down_bias, is_part)
+        if mlp.activation_scales:
+            yield _OtherWeight(size)
 
     def _list_experts(self, moe: MoESpec) -> Iterator[_LinearWeight | _OtherWeight]:
         router = moe.router

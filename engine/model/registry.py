@@ -10,6 +10,7 @@ from serve_llm.common.errors import ModelError, UnsupportedModel
 from serve_llm.engine.config import INT4_GROUP_SIZES
 from serve_llm.engine.config import Config as Settings
 from serve_llm.engine.model import quantization_config
+from serve_llm.engine.model.activation_scales import add_activation_scales
 from serve_llm.engine.model.compressed_tensors_config import Int8Checkpoint
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families import (
@@ -54,7 +55,7 @@ from serve_llm.engine.model.gguf_config import GGUFTensors, apply_gguf
 from serve_llm.engine.model.pooling import build_pooler_spec
 from serve_llm.engine.model.quantization_spec import MXFP4, GroupedForm, GroupedSpec, Int8Spec, find_linear_layer
 from serve_llm.engine.model.spec import ModelSpec
-from serve_llm.engine.model.weight_format import ATTENTION_SCALES
+from serve_llm.engine.model.weight_format import ATTENTION_SCALES, DynamicModules
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 
 Read = Callable[[ConfigReader], tuple[ModelSpec, WeightMap]]
@@ -169,6 +170,8 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
     if isinstance(stored, Int8Checkpoint):
         return replace(spec, int8=_int8(stored, spec, weights)), weights
     modules = stored
+    if isinstance(modules, DynamicModules) and modules.format.layout == "awq":
+        spec, weights = add_activation_scales(spec, weights)
 
     def find_form(rule: WeightRule) -> GroupedForm | None:
         is_other_stack = rule.members and rule.transform != "transpose"  # see `weights.load`

@@ -54,6 +54,8 @@ class Shard:
             if rest[2] in ("q_norm", "k_norm") and len(rest) == 5:  # one norm per head
                 head_share = self.attention(mixer)
                 elsewhere = int(rest[3]) not in (head_share.heads if rest[2] == "q_norm" else head_share.kv_heads)
+            if rest[2] == "activation_scales":
+                elsewhere = not (isinstance(ffn, MLPSpec) and ffn.activation_scales)
             return int(rest[0]) in self.layers and not elsewhere
         at_start = ("positions", "project_in", "token_types", "embedding_norm")
         return self.is_first if kind in at_start else self.is_last

@@ -115,13 +115,14 @@ AnyAttentionSpec = AttentionSpec | MLASpec
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """down(activation(up(x))), or if gated down(activation(gate(x)) * up(x))."""
+    """down(activation(up(x)) / activation_scales), or if gated down(activation(gate(x)) * up(x))."""
 
     intermediate_size: int
     activation: Activation
     gated: bool = False
     bias: bool = False
     down_bias: bool | None = None  # None: as `bias`, which is then for gate and up
+    activation_scales: bool = False  # a vector of the intermediate size; without, 1; never if gated
 
     @property
     def has_down_bias(self) -> bool:

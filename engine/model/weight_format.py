@@ -225,7 +225,7 @@ class MarkedModules(QuantizedModules):
 class DynamicModules(QuantizedModules):
     """All modules but for rules, as GPTQModel's `dynamic` chooses them: the first whose pattern matches counts."""
 
-    format: WeightFormat
+    format: PackedIntegers
     rules: tuple[tuple[str, WeightFormat | None], ...] = ()  # regular expression for the start of a name, its format
     unconverted: tuple[str, ...] = ()  # parts of names of modules without the tensors of the format
 

@@ -25,13 +25,13 @@ _SCALE_DTYPES = {  # by the bytes of a scale, and whether a number divides it
 
 
 def build_dummy_loader(seed: int, model_dtype: torch.dtype, device: torch.device) -> WeightLoader:
-    """Random weights. Norm weights are close to 1."""
+    """Random weights. Weights of norms, and what divides activations, are close to 1."""
 
     def load(name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
         values = torch.randn(shape, generator=_seeded(seed, name, device), device=device) * DEVIATION
         if part is not None:
             values = values.narrow(part.dimension, part.range.start, len(part.range)).clone()
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", ".activation_scales")):
             values = values + 1.0
         return values.to(torch.float32 if is_float32(name) else dtype or model_dtype)
 

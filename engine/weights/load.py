@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from serve_llm.common.errors import ModelError, OptionError
+from serve_llm.engine.model.activation_scales import drop_absent_scales
 from serve_llm.engine.model.build import GroupedWeightLoader, ModelBuilder, Part, WeightLoader, load_no_groups
 from serve_llm.engine.model.decoder import Decoder, build_decoder
 from serve_llm.engine.model.lora import BaseWeights, LoRALayers, ReadRows
@@ -161,6 +162,7 @@ def match_tensors(
 
     stored = {add_prefix(name): name for name in checkpoint.names}
     spec = _untie_different_head(checkpoint, spec, weight_map, stored)
+    spec, weight_map = drop_absent_scales(spec, weight_map, stored)
     rules = _read_as_quantised(checkpoint, _expand_rules(spec, weight_map, stored), weight_map, stored)
     if missing := sorted(rules.keys() - stored.keys()):
         raise ModelError(f"{where}: the checkpoint lacks {_list(missing)}")

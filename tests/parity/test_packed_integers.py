@@ -16,7 +16,7 @@ from serve_llm.common.errors import ModelError
 from support.engine import generate, greedy, make_engine
 from support.forward import Harness, load
 from support.matrix import mostly_slow
-from support.packed import Packing, make_packed
+from support.packed import SCALED, Packing, make_packed
 from support.quantised import is_linear
 from support.reference import reference_logprobs
 
@@ -73,6 +73,15 @@ def test_families(family: str, packing: str, tmp_path: Path) -> None:
     check(tmp_path, make_packed(tmp_path, family, PACKINGS[packing]))
 
 
+@pytest.mark.parametrize("family", SCALED)
+def test_activations_that_autoawq_scales(family: str, tmp_path: Path) -> None:
+    packing = Packing("awq", scales_activations=True)
+    vocab_size = make_packed(tmp_path, family, packing)
+    assert SCALED[family][1] in str(load_file(tmp_path / "packed" / "model.safetensors").keys())
+    check(tmp_path, vocab_size)
+    compare_ranks(tmp_path, random_prompts(vocab_size), [{"tensor": 3}, {"pipeline": 2}])
+
+
 def test_modules_of_gpt2(tmp_path: Path) -> None:
     """Its checkpoints have weights transposed, but packed ones have not."""
     names = ("attn.c_attn.weight", "c_proj.weight", "c_fc.weight")
@@ -83,12 +92,15 @@ def test_modules_of_gpt2(tmp_path: Path) -> None:
 def test_several_ranks(name: str, tmp_path: Path) -> None:
     """Ranks begin amid words and groups."""
     prompts = random_prompts(make_packed(tmp_path, "llama", PACKINGS[name]))
+    compare_ranks(tmp_path, prompts, [{}, {"tensor": 2}, {"tensor": 3}, {"pipeline": 2}])
+
+
+def compare_ranks(directory: Path, prompts: list[list[int]], grids: list[dict[str, int]]) -> None:
     wanted = [greedy(number, prompt, 8, logprobs=0) for number, prompt in enumerate(prompts)]
-    expected = generate(make_engine(tmp_path / "plain", dtype="float32"), wanted)
-    for grid in ({}, {"tensor": 2}, {"tensor": 3}, {"pipeline": 2}):
-        results = generate(make_engine(tmp_path / "packed", dtype="float32", **grid), wanted)
-        for number, result in expected.items():
-            assert results[number].token_ids == result.token_ids
+    expected = generate(make_engine(directory / "plain", dtype="float32"), wanted)
+    for grid in grids:
+        results = generate(make_engine(directory / "packed", dtype="float32", **grid), wanted)
+        assert [results[number].token_ids for number in expected] == [one.token_ids for one in expected.values()]
 
 
 def test_the_head_and_biases_of_zeros(tmp_path: Path) -> None:

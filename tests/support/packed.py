@@ -33,10 +33,20 @@ SIZES: dict[str, dict[str, Any]] = {  # whole words of 32 numbers
     "qwen": {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "kv_channels": 16},
     "bloom": {"hidden_size": 64, "n_head": 4},
     "mpt": {"d_model": 64, "n_heads": 4},
+    "falcon": {"hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "num_kv_heads": 2},
+    "gptj": {"n_embd": 64, "n_inner": 96, "n_head": 4, "rotary_dim": 8},
     "phi3": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
 SIZES["gemma3_text"] = SIZES[""] | {"num_key_value_heads": 2}
 HEADS = {"num_key_value_heads": 2}
+SCALED = {  # family -> the module before which AutoAWQ scales, and the activation that undoes it
+    "bloom": ("mlp.dense_4h_to_h", "mlp.gelu_impl"),
+    "falcon": ("mlp.dense_4h_to_h", "mlp.act"),
+    "gptj": ("mlp.fc_out", "mlp.act"),
+    "gpt_neox": ("mlp.dense_4h_to_h", "mlp.act"),
+    "mpt": ("ffn.down_proj", "ffn.act"),
+    "starcoder2": ("mlp.c_proj", "mlp.act"),
+}
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,7 @@ class Packing:
     is_symmetric: bool = False
     has_order: bool = False  # inputs are assigned to groups in random order
     scale_dtype: torch.dtype = torch.float16
+    scales_activations: bool = False  # as AutoAWQ does in `SCALED`
 
 
 @dataclass(frozen=True)
@@ -179,18 +190,24 @@ def pack_checkpoint(plain: Path, packed: Path, packing: Packing, choose: Callabl
     """Write the checkpoint `plain` to `packed` with packed weights, and change `plain` to what these stand for."""
     packed.mkdir()
     tensors = load_file(plain / "model.safetensors")
-    is_gpt2 = json.loads((plain / "config.json").read_text())["model_type"] == "gpt2"
+    family = json.loads((plain / "config.json").read_text())["model_type"]
+    is_gpt2 = family == "gpt2"
+    scaled, activation = SCALED.get(family, ("", "")) if packing.scales_activations else ("", "")
     stored = {}
     for name in sorted(tensors):
         if not choose(name):
             stored[name] = tensors[name]
             continue
         is_transposed = is_gpt2 and ".c_" in name  # its modules keep (inputs, outputs)
-        weight = tensors[name].float()
-        integers = quantise(weight.T if is_transposed else weight, packing)
-        whole = integers.dequantise()
-        tensors[name] = whole.T.contiguous() if is_transposed else whole
         module = name.removesuffix(".weight")
+        weight = tensors[name].float()
+        scales = torch.ones(())
+        if scaled and module.endswith(scaled):
+            scales = torch.linspace(0.5, 2, weight.shape[1]).half().float()
+            stored[f"{module.removesuffix(scaled)}{activation}.scales"] = scales.half()
+        integers = quantise(weight.T if is_transposed else weight * scales, packing)
+        whole = integers.dequantise()
+        tensors[name] = whole.T.contiguous() if is_transposed else whole / scales
         stored |= {f"{module}.{suffix}": tensor for suffix, tensor in pack_module(integers, packing).items()}
     assert len(stored) > len(tensors)
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})

@@ -78,6 +78,11 @@ def test_packed_checkpoints(packing: Packing, tmp_path: Path) -> None:
     check(tmp_path / "packed")
 
 
+def test_activations_that_autoawq_scales(tmp_path: Path) -> None:
+    make_packed(tmp_path, "gpt_neox", Packing("awq", scales_activations=True))
+    check(tmp_path / "packed")
+
+
 @pytest.mark.parametrize(
     ("family", "storage"), [("llama", "Q4_K"), ("phi3", "Q6_K"), ("qwen3_moe", "Q8_0"), ("qwen3", "IQ4_XS")]
 )
