@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 
 import torch
@@ -153,20 +154,21 @@ def _read_nvfp4(reader: ModuleReader, stored: NvFp4, shape: tuple[int, int], row
 def _read_bits_and_bytes(
     reader: ModuleReader, stored: BitsAndBytes4, shape: tuple[int, int], rows: range, columns: range
 ) -> CodeMatrix:
-    """Rows follow each other without gaps; the first number of a byte is in its upper half."""
+    """Rows follow each other without gaps; the first number of a byte is in its upper half.
+
+    Blocks are of neighbouring numbers of the whole matrix. If rows are not whole blocks, groups of a row are the
+    largest ones that are each in one block.
+    """
     outputs, inputs = shape
     block, offset, nested_block = _read_state(reader, stored, shape)
-    if inputs % block or inputs % 2:
-        raise ModelError(f"{reader.module}: rows of {inputs} inputs are not whole blocks of {block}")
-    count = outputs * inputs // block
-    packed = reader.read(
-        "weight",
-        (outputs * inputs // 2, 1),
-        (range(rows.start * inputs // 2, rows.stop * inputs // 2), range(1)),
-        torch.uint8,
-    )
-    codes = torch.stack((packed >> 4, packed & 0xF), -1).view(len(rows), inputs)
-    blocks = range(rows.start * inputs // block, rows.stop * inputs // block)
+    size = math.gcd(block, inputs)
+    numbers = range(rows.start * inputs, rows.stop * inputs)
+    packed_bytes = range(numbers.start // 2, -(-numbers.stop // 2))
+    packed = reader.read("weight", (-(-outputs * inputs // 2), 1), (packed_bytes, range(1)), torch.uint8)
+    skipped = numbers.start - 2 * packed_bytes.start
+    codes = torch.stack((packed >> 4, packed & 0xF), -1).flatten()[skipped : skipped + len(numbers)]
+    count = -(-outputs * inputs // block)
+    blocks = range(numbers.start // block, -(-numbers.stop // block))
     if stored.is_nested:
         indices = reader.read("weight.absmax", (count,), (blocks,), torch.uint8).int()
         values = reader.read("weight.nested_quant_map", (256,)).float()
@@ -175,13 +177,18 @@ def _read_bits_and_bytes(
         absmax = values[indices] * outer[positions // nested_block] + offset
     else:
         absmax = reader.read("weight.absmax", (count,), (blocks,)).float()
-    scales = absmax.view(len(rows), inputs // block)
-    groups = range(columns.start // block, -(-columns.stop // block))
-    group_of = torch.arange(columns.start, columns.stop) // block - groups.start
-    table = reader.read("weight.quant_map", (16,)).float()
-    scales = scales[:, groups.start : groups.stop].contiguous()
-    codes = codes[:, columns.start : columns.stop].contiguous()
-    return CodeMatrix(codes, 4, scales, group_of.to(codes.device), block, table=table)
+    groups = range(columns.start // size, -(-columns.stop // size))
+    first_of_row = torch.arange(rows.start, rows.stop).unsqueeze(1) * inputs
+    block_of_group = (first_of_row + torch.arange(groups.start, groups.stop) * size) // block - blocks.start
+    group_of = torch.arange(columns.start, columns.stop) // size - groups.start
+    return CodeMatrix(
+        codes.view(len(rows), inputs)[:, columns.start : columns.stop].contiguous(),
+        4,
+        absmax[block_of_group.to(absmax.device)],
+        group_of.to(codes.device),
+        size,
+        table=reader.read("weight.quant_map", (16,)).float(),
+    )
 
 
 def _read_state(reader: ModuleReader, stored: BitsAndBytes4, shape: tuple[int, int]) -> tuple[int, float, int]:

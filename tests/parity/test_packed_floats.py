@@ -49,6 +49,21 @@ def test_several_ranks(form: str, tmp_path: Path) -> None:
         assert [results[n].token_ids for n in results] == [expected[n].token_ids for n in expected]
 
 
+@pytest.mark.parametrize("sizes", [{"hidden_size": 48, "intermediate_size": 37}, {"hidden_size": 52, "head_dim": 10}])
+@pytest.mark.parametrize("form", ["nf4", "nf4-nested"])
+def test_rows_that_are_not_whole_blocks(form: str, sizes: dict[str, int], tmp_path: Path) -> None:
+    """bitsandbytes divides all numbers of a matrix into blocks, and two numbers of different rows may share a byte."""
+    prompts = random_prompts(make_packed(tmp_path, "llama", form, **sizes))
+    spec, decoder = load(tmp_path / "packed")
+    for prompt, ours in zip(prompts, Harness(spec, decoder, torch.float32).logprobs(prompts), strict=True):
+        assert (ours - reference_logprobs(tmp_path / "plain", prompt)).abs().max() < 5e-4
+    wanted = [greedy(number, prompt, 6) for number, prompt in enumerate(prompts)]
+    expected = generate(make_engine(tmp_path / "plain", dtype="float32"), wanted)
+    for grid in ({"tensor": 2}, {"tensor": 3}, {"pipeline": 2}):
+        results = generate(make_engine(tmp_path / "packed", dtype="float32", **grid), wanted)
+        assert [results[n].token_ids for n in results] == [expected[n].token_ids for n in expected]
+
+
 ATTENTION_GROUP = {"targets": ["LlamaAttention"], "weights": None, "input_activations": FLOAT8 | {"strategy": "tensor"}}
 
 

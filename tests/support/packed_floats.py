@@ -124,7 +124,8 @@ def pack_module(weight: Tensor, form: str) -> Packed:
 
 
 def _pack_nf4(weight: Tensor, is_nested: bool) -> Packed:
-    blocks = weight.flatten().view(-1, 32)
+    count = weight.numel()
+    blocks = torch.nn.functional.pad(weight.flatten(), (0, -count % 32)).view(-1, 32)
     absmax = blocks.abs().amax(-1)
     state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 32, "dtype": "bfloat16", "shape": list(weight.shape)}
     tensors: dict[str, Tensor] = {"weight.quant_map": NF4.clone(), "weight.absmax": absmax}
@@ -138,9 +139,10 @@ def _pack_nf4(weight: Tensor, is_nested: bool) -> Packed:
         tensors |= {"weight.absmax": indices.byte(), "weight.nested_absmax": outer, "weight.nested_quant_map": values}
         state |= {"nested_blocksize": 8, "nested_offset": offset, "nested_dtype": "float32"}
     codes = ((blocks / absmax.unsqueeze(-1)).unsqueeze(-1) - NF4).abs().argmin(-1).flatten()
-    tensors["weight"] = (codes[::2] << 4 | codes[1::2]).byte().unsqueeze(1)
+    packed = torch.nn.functional.pad(codes[:count], (0, count % 2))
+    tensors["weight"] = (packed[::2] << 4 | packed[1::2]).byte().unsqueeze(1)
     tensors["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    return tensors, (NF4[codes].view(-1, 32) * absmax.unsqueeze(-1)).view(weight.shape)
+    return tensors, (NF4[codes].view(-1, 32) * absmax.unsqueeze(-1)).flatten()[:count].view(weight.shape)
 
 
 def make_packed(
