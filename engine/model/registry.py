@@ -174,10 +174,10 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
         spec, weights = add_activation_scales(spec, weights)
 
     def find_form(rule: WeightRule) -> GroupedForm | None:
-        is_other_stack = rule.members and rule.transform != "transpose"  # see `weights.load`
-        if is_other_stack:
+        form = modules.find_form(*weights.list_spellings(rule.source.removesuffix(".weight")))
+        if rule.members and form is not None and not form.is_float8:  # see `weights.load`
             return None
-        return modules.find_form(*weights.list_spellings(rule.source.removesuffix(".weight")))
+        return form
 
     return replace(spec, grouped=_grouped(find_form, spec, weights)), replace(weights, quantized=stored)
 

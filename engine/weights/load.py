@@ -208,10 +208,9 @@ def _read_as_quantised(
     result: dict[str, WeightRule] = {}
     for tensor, rule in rules.items():
         module = tensor.removesuffix(".weight")
-        scales = f"{tensor}_scale"
-        if weight_map.quantized is not None and rule.transform == "transpose" and rule.members and scales in stored:
-            form = weight_map.quantized.find_format(*weight_map.list_spellings(tensor))
-            result[tensor] = replace(rule, module=stored.get(tensor, tensor), format=form)
+        if rule.members and (stack := _find_stack_format(weight_map, tensor, stored)) is not None:
+            scales = f"{tensor}{stack.scale.removeprefix('weight')}"
+            result[tensor] = replace(rule, module=stored.get(tensor, tensor), format=stack)
             result[scales] = WeightRule(scales, ())
             continue
         form = None
@@ -232,6 +231,18 @@ def _read_as_quantised(
             unread.append(bias)
         result |= {name: WeightRule(name, ()) for name in unread}
     return result
+
+
+def _find_stack_format(weight_map: WeightMap, tensor: str, stored: Mapping[str, str]) -> ScaledNumbers | None:
+    """Of a stack of experts; None unless it is of 8-bit floats and its scales are there."""
+    if weight_map.quantized is None:
+        return None
+    form = weight_map.quantized.find_format(*weight_map.list_spellings(tensor.removesuffix(".weight")))
+    if not isinstance(form, ScaledNumbers) or form.kind != "fp8":
+        return None
+    names = [name for name in (form.scale, form.other_scale) if name]
+    found = [name for name in names if f"{tensor}{name.removeprefix('weight')}" in stored]
+    return replace(form, scale=found[0]) if found else None
 
 
 def _find_format(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.build import Part, is_float32
-from serve_llm.engine.model.weight_format import WeightFormat
+from serve_llm.engine.model.weight_format import ScaledNumbers, WeightFormat
 from serve_llm.engine.model.weight_map import WeightRule
 from serve_llm.engine.quantization import mxfp4
 from serve_llm.engine.quantization.packed_integers import CodeMatrix, build_grouped_weight
@@ -95,7 +95,9 @@ class CheckpointLoader:
         if rule.members:
             parent, _, name = rule.module.rpartition(".")
             reader = ModuleReader(self._checkpoint, parent, self._upload)
-            return read_stacked(reader, name, stored, location.tensor_shape, location.ranges)
+            assert isinstance(stored, ScaledNumbers)  # see `weights.load`
+            is_transposed = rule.transform == "transpose"
+            return read_stacked(reader, name, stored, is_transposed, location.tensor_shape, location.ranges)
         reader = ModuleReader(self._checkpoint, rule.module, self._upload)
         if len(location.tensor_shape) != 2:
             raise ModelError(f"{rule.module} is quantised, but is not a linear module")

@@ -80,28 +80,53 @@ def _read_fp8(
 
 
 def read_stacked(
-    reader: ModuleReader, name: str, stored: WeightFormat, shape: Sequence[int], ranges: Sequence[range]
+    reader: ModuleReader,
+    name: str,
+    stored: ScaledNumbers,
+    is_transposed: bool,
+    shape: Sequence[int],
+    ranges: Sequence[range],
 ) -> CodeMatrix:
-    """One matrix of a stack of experts as FBGEMM stores it: `name`, (experts, inputs, outputs), of 8-bit floats, and
-    `name`_scale with a number for each output.
+    """One matrix of a stack of experts of 8-bit floats: the tensor `name`, and another one with the scales.
 
-    shape: (experts, outputs, inputs). ranges: what to read of each, one expert. Raises as `read_module`.
+    is_transposed: whether the stack is (experts, inputs, outputs). shape: (experts, outputs, inputs). ranges: what to
+    read of each, one expert. Raises as `read_module`.
     """
-    if not isinstance(stored, ScaledNumbers) or (stored.kind, stored.strategy) != ("fp8", "channel"):
-        raise ModelError(f"{reader.module}.{name}: stacks of experts are read in FBGEMM's 8-bit floats only")
-    experts, outputs, inputs = shape
     expert, rows, columns = ranges
-    numbers = reader.read(name, (experts, inputs, outputs), (expert, columns, rows), fp8_blocks.DTYPE)
-    codes = numbers[0].view(torch.uint8).T.contiguous()
-    scale_shape = reader.checkpoint.shape(f"{reader.module}.{name}_scale")
-    if scale_shape not in {(experts, 1, outputs), (experts, outputs, 1)}:
+    stored_shape, parts = [shape[1], shape[2]], [rows, columns]
+    block = stored.block
+    if is_transposed:
+        stored_shape.reverse()
+        parts.reverse()
+    numbers = reader.read(name, (shape[0], *stored_shape), (expert, *parts), fp8_blocks.DTYPE)[0]
+    scale_name = f"{name}{stored.scale.removeprefix('weight')}"
+    if stored.strategy != "block":
+        codes = (numbers.view(torch.uint8).T if is_transposed else numbers.view(torch.uint8)).contiguous()
+        scales = _read_stacked_scales(reader, scale_name, stored, shape[0], shape[1], expert, rows)
+        return CodeMatrix(codes, 8, scales, _one_group(columns, codes), shape[2])
+    counts = [-(-size // step) for size, step in zip(stored_shape, block, strict=True)]
+    covered = [range(part.start // step, -(-part.stop // step)) for part, step in zip(parts, block, strict=True)]
+    scales = reader.read(scale_name, (shape[0], *counts), (expert, *covered))[0]
+    first = (parts[0].start - covered[0].start * block[0], parts[1].start - covered[1].start * block[1])
+    if is_transposed:
+        return fp8_blocks.build_matrix(numbers.T.contiguous(), scales.T, (block[1], block[0]), (first[1], first[0]))
+    return fp8_blocks.build_matrix(numbers, scales, block, first)
+
+
+def _read_stacked_scales(
+    reader: ModuleReader, name: str, stored: ScaledNumbers, experts: int, outputs: int, expert: range, rows: range
+) -> Tensor:
+    """(rows, 1) float32, of one expert."""
+    count = 1 if stored.strategy == "tensor" else outputs
+    shape = reader.checkpoint.shape(f"{reader.module}.{name}")
+    if shape[:1] != (experts,) or sorted(shape[1:]) not in ([1] * (len(shape) - 1), [1] * (len(shape) - 2) + [count]):
+        what = "one scale" if count == 1 else f"one scale for each of {outputs} outputs"
         raise ModelError(
-            f"{reader.module}.{name}_scale has shape {list(scale_shape)}, but config.json asks for one scale for each "
-            f"of {outputs} outputs of {experts} experts"
+            f"{reader.module}.{name} has shape {list(shape)}, but config.json asks for {what} of {experts} experts"
         )
-    whole = [expert, *(range(size) for size in scale_shape[1:])]
-    scales = reader.read(f"{name}_scale", scale_shape, whole).float().reshape(-1, 1)[rows.start : rows.stop]
-    return CodeMatrix(codes, 8, scales, _one_group(columns, codes), inputs)
+    whole = [expert, *(range(size) for size in shape[1:])]
+    scales = reader.read(name, shape, whole).float().reshape(-1, 1)
+    return scales.expand(len(rows), 1) if count == 1 else scales[rows.start : rows.stop]
 
 
 def _one_group(columns: range, weight: Tensor) -> Tensor:

@@ -180,6 +180,41 @@ def test_quantised_experts_of_llama_4_are_modules(form: str, tmp_path: Path) -> 
     assert "(down): RowParallelLinear(96 -> 64, float32" not in repr(decoder)
 
 
+def make_stacks(directory: Path, family: str, form: str) -> int:
+    """The experts of a layer are one tensor, as is what they have of scales."""
+    vocab_size = make_packed(directory, family, form)
+    paths = [directory / kind / "model.safetensors" for kind in ("plain", "packed")]
+    plain, stored = map(load_file, paths)
+    for name in [name for name in stored if stored[name].dim() == 3]:
+        experts = [pack_module(weight.float(), form) for weight in stored[name]]
+        plain[name] = torch.stack([whole for _, whole in experts])
+        for suffix in experts[0][0]:
+            if suffix != "input_scale":
+                stored[f"{name.removesuffix('.weight')}.{suffix}"] = torch.stack(
+                    [packed[suffix] for packed, _ in experts]
+                )
+    save_file(plain, paths[0], metadata={"format": "pt"})
+    save_file(stored, paths[1], metadata={"format": "pt"})
+    return vocab_size
+
+
+@pytest.mark.parametrize("form", ["fp8-native", "autofp8", "fbgemm"])
+def test_stacks_of_8_bit_floats(form: str, tmp_path: Path) -> None:
+    prompts = random_prompts(make_stacks(tmp_path, "granitemoe", form))
+    spec, decoder = load(tmp_path / "packed")
+    for prompt, ours in zip(prompts, Harness(spec, decoder, torch.float32).logprobs(prompts), strict=True):
+        assert (ours - reference_logprobs(tmp_path / "plain", prompt)).abs().max() < 5e-4
+    assert spec.grouped is not None
+    form_of_experts = spec.grouped.find_form("layers.1.ffn.experts.0.down")
+    assert form_of_experts is not None and form_of_experts.is_float8
+    requests = [greedy(number, prompt, 6) for number, prompt in enumerate(prompts)]
+    expected = generate(make_engine(tmp_path / "plain", dtype="float32"), requests)
+    whole_experts = {"tensor": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}
+    for grid in ({}, {"tensor": 3}, {"pipeline": 2}, whole_experts):
+        found = generate(make_engine(tmp_path / "packed", dtype="float32", **grid), requests)
+        assert [found[number].token_ids for number in found] == [expected[number].token_ids for number in expected]
+
+
 def make_fbgemm_llama_4(directory: Path) -> int:
     """Experts are stacks of 8-bit floats (experts, inputs, outputs), with scales as transformers declares them."""
     vocab_size = make_packed(directory, "llama4_text", "fbgemm", intermediate_size_mlp=96)

@@ -33,6 +33,7 @@ SIZES: dict[str, dict[str, Any]] = {  # whole words of 32 numbers
     "qwen": {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "kv_channels": 16},
     "bloom": {"hidden_size": 64, "n_head": 4},
     "mpt": {"d_model": 64, "n_heads": 4},
+    "granitemoe": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
     "falcon": {"hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "num_kv_heads": 2},
     "gptj": {"n_embd": 64, "n_inner": 96, "n_head": 4, "rotary_dim": 8},
     "phi3": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
