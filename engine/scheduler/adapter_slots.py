@@ -1,35 +1,136 @@
-"""The adapters that the workers hold: a fixed number of slots; the least recently used one is replaced."""
+"""The adapters that the workers hold: a fixed number of slots; the least recently used one is replaced.
+
+While running sequences use all slots, the adapters that waiting ones need take turns: the adapter whose sequences ran
+longest closes its slot, so that the adapter that has waited longest gets it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from serve_llm.engine.scheduler.sequence import Sequence
+
+
+class _Claim(NamedTuple):
+    """An adapter that waiting sequences need, and that has no slot."""
+
+    priority: int  # the first one's
+    first_step: int  # from which on a slot may be closed for it
 
 
 class AdapterSlots:
     """The scheduler acquires a slot for a sequence when it admits it, and releases it with the sequence's index."""
 
+    # Steps in which an adapter's sequences get ids before its slot may be closed, and steps that an adapter whose slot
+    # was closed waits for a free one before another is closed for it.
+    TURN = 32
+
     def __init__(self, num_slots: int) -> None:
         self._digests = [""] * num_slots  # "": empty
         self._num_users = [0] * num_slots
+        self._num_steps = [0] * num_slots  # the turn's length so far
         self._by_age = list(range(num_slots))  # least recently used first
+        self._claims: dict[str, _Claim] = {}  # by digest; the longest wait first
+        self._closed: int | None = None  # a slot that takes no more sequences, because it is awaited
+        self._step = 0
+        self._has_loaded = False  # the step to be scheduled loads an adapter; another one waits for the next step
 
     def list_admissible(self, waiting: Iterable[Sequence]) -> Iterator[Sequence]:
-        """Those that need no slot or find one, judged when it is their turn. Once one finds none, no later one may take
-        the slot that it waits for."""
-        is_slot_awaited = False
+        """Those that need no slot or find one, judged when it is their turn. They overtake the others. A free slot is
+        for the adapter that has waited longest; if its sequences cannot be admitted now, others may take it."""
+        deferred: list[Sequence] = []
         for sequence in waiting:
-            if sequence.request.adapter is not None:
-                is_slot_awaited = is_slot_awaited or not self.has_room(sequence)
-                if is_slot_awaited:
-                    continue
-            yield sequence
+            if sequence.is_of_batch and deferred:
+                yield from filter(self.has_room, deferred)
+                deferred.clear()
+            if self._is_next(sequence):
+                yield sequence
+            else:
+                deferred.append(sequence)
+        yield from filter(self.has_room, deferred)
+
+    def _is_next(self, sequence: Sequence) -> bool:
+        digest = sequence.adapter_digest
+        if digest not in self._claims:
+            return self.has_room(sequence)
+        return self.has_room(sequence) and digest in self._list_claims()[: self._num_users.count(0)]
 
     def has_room(self, sequence: Sequence) -> bool:
+        """Whether a sequence could be admitted to the next step."""
         digest = sequence.adapter_digest
-        return not digest or digest in self._digests or 0 in self._num_users
+        if not digest:
+            return True
+        if digest in self._digests:
+            return self._digests.index(digest) != self._closed
+        return 0 in self._num_users and not self._has_loaded
+
+    def lacks(self, sequence: Sequence) -> bool:
+        """Whether the workers do not hold the sequence's adapter."""
+        digest = sequence.adapter_digest
+        return bool(digest) and digest not in self._digests
+
+    @property
+    def are_short(self) -> bool:
+        """Whether no slot is free, or adapters wait for those that are."""
+        return bool(self._claims) or self._are_all_in_use
+
+    @property
+    def _are_all_in_use(self) -> bool:
+        """False without slots."""
+        return bool(self._num_users) and 0 not in self._num_users
+
+    def claim(self, lacking: Iterable[Sequence]) -> Sequence | None:
+        """Record which adapters the waiting sequences lack. Returns a sequence for which a slot must be closed, if none
+        is free: the first one of the adapter that has waited longest."""
+        self._closed = None
+        firsts: dict[str, Sequence] = {}
+        for sequence in lacking:
+            first = firsts.setdefault(sequence.adapter_digest, sequence)
+            if sequence.request.priority < first.request.priority:
+                firsts[sequence.adapter_digest] = sequence
+        claims = {digest: _Claim(first.request.priority, 0) for digest, first in firsts.items()}
+        for digest, claim in self._claims.items():
+            if digest in claims:
+                claims[digest] = claims[digest]._replace(first_step=claim.first_step)
+        self._claims = {digest: claims.pop(digest) for digest in self._claims if digest in claims} | claims
+        if not self._are_all_in_use:
+            return None
+        ripe = [digest for digest in self._list_claims() if self._claims[digest].first_step <= self._step]
+        return firsts[ripe[0]] if ripe else None
+
+    def _list_claims(self) -> list[str]:
+        """By priority, then by the time that they have waited."""
+        return sorted(self._claims, key=lambda digest: self._claims[digest].priority)
+
+    def close(self, first: Sequence, running: Iterable[Sequence]) -> list[Sequence]:
+        """Close a slot that the waiting sequence `first` is to get. Returns its users, which must be preempted; none
+        while no turn is over, or while its users compute prompts."""
+        users: dict[int, list[Sequence]] = {}
+        for sequence in running:
+            if sequence.adapter_slot is not None:
+                users.setdefault(sequence.adapter_slot, []).append(sequence)
+        if not first.is_of_batch:
+            for slot, using in users.items():
+                if all(one.is_of_batch for one in using):
+                    self._closed = slot
+                    return using
+        over = [slot for slot, using in users.items() if self._is_turn_over(slot, using, first.request.priority)]
+        if not over:
+            return []
+        ready = [slot for slot in over if all(one.num_unscheduled <= 1 for one in users[slot])]
+        self._closed = max(ready or over, key=self._num_steps.__getitem__)
+        if not ready:
+            return []
+        chosen = users[self._closed]
+        priority = min(one.request.priority for one in chosen)
+        self._claims[self._digests[self._closed]] = _Claim(priority, self._step + self.TURN)
+        return chosen
+
+    def _is_turn_over(self, slot: int, users: Iterable[Sequence], priority: int) -> bool:
+        """Whether a waiting sequence of this priority may have the slot."""
+        return self._num_steps[slot] >= self.TURN and all(one.request.priority >= priority for one in users)
 
     def acquire(self, sequence: Sequence) -> None:
         """Give the sequence the slot of its adapter, if it has one, or else a slot that nobody uses, where the workers
@@ -42,6 +143,13 @@ class AdapterSlots:
         else:
             slot = next(slot for slot in self._by_age if self._num_users[slot] == 0)
             self._digests[slot] = digest
+            self._num_steps[slot] = 0
+            self._claims.pop(digest, None)
+            self._has_loaded = True
+            if slot == self._closed:
+                self._closed = None
+        if self._num_users[slot] == 0 and not self._claims:
+            self._num_steps[slot] = 0
         self._num_users[slot] += 1
         self._by_age.remove(slot)
         self._by_age.append(slot)
@@ -50,7 +158,18 @@ class AdapterSlots:
     def release(self, sequence: Sequence) -> None:
         if sequence.adapter_slot is not None:
             self._num_users[sequence.adapter_slot] -= 1
+            self._num_steps[sequence.adapter_slot] += 1  # so that requests that end at once end a turn too
             sequence.adapter_slot = None
+
+    def count_step(self, sampled: Iterable[Sequence]) -> None:
+        """Count a step that was scheduled, in which these sequences get ids."""
+        self._step += 1
+        self._has_loaded = False
+        if not self._num_users:
+            return
+        for slot in {sequence.adapter_slot for sequence in sampled}:
+            if slot is not None:
+                self._num_steps[slot] += 1
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Raise AssertionError unless the slots in use are those of running sequences."""

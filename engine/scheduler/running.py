@@ -127,6 +127,38 @@ class RunningSequences:
         self._preempt(victim)
         return set()
 
+    def pass_slot_on(self) -> set[int]:
+        """Preempt the sequences of an adapter whose turn is over if the slot is awaited: see `AdapterSlots`.
+
+        Returns their indices instead while one of them is in flight: they must not be scheduled.
+        """
+        if not self._adapters.are_short:
+            return set()
+        first = self._adapters.claim(self._list_lacking())
+        if first is None or not self.has_room(first, self._prefix_cache.find(first)):
+            return set()
+        users = self._adapters.close(first, self)
+        if any(sequence.is_in_flight for sequence in users):
+            return {sequence.req_index for sequence in users if sequence.req_index is not None}
+        for sequence in users:
+            self._preempt(sequence)
+        return set()
+
+    def _list_lacking(self) -> list[Sequence]:
+        """Waiting sequences that lack nothing but a slot for their adapter, or come before those that lack more."""
+        lacking = []
+        is_checked = False
+        for sequence in self._waiting:
+            if self._adapters.lacks(sequence):
+                lacking.append(sequence)
+            elif self.is_full:
+                break
+            elif not is_checked:
+                is_checked = True
+                if not self.has_room(sequence, self._prefix_cache.find(sequence)):
+                    break
+        return lacking
+
     def _preempt(self, sequence: Sequence) -> None:
         self.requeue(sequence)
         self._stats.num_preemptions += 1

@@ -167,6 +167,7 @@ class Scheduler:
         """
         if self._has_both:
             held = self._running.make_way().union(held)
+        held = self._running.pass_slot_on().union(held)
         paused = self._find_paused()
         self._num_active = len(self._running) - len(paused)
         step = PlannedStep(budget, budget, max_drafts=self._limit_drafts())
@@ -179,6 +180,7 @@ class Scheduler:
             active = {req_index for req_index in self._running.by_index if req_index not in paused}
             max_running = -(-len(self._running) // num_batches)
             self._share_with_batches(step, max_running, max_sequences, now, active, held)
+        self._adapters.count_step(self._running.by_index[chunk.req_index] for chunk in step.scheduled if chunk.sample)
         copies = self._prefix_cache.take_copies() if step.scheduled else []
         return SchedulerOutput(step.new_requests, step.scheduled, copies=copies)
 

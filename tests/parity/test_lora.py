@@ -12,6 +12,7 @@ import torch
 
 from serve_llm.common.types import Adapter, FinishReason, Request
 from serve_llm.engine.loop import EngineCore
+from serve_llm.engine.scheduler.adapter_slots import AdapterSlots
 from serve_llm.engine.weights.adapters import AdapterLoader
 from support import packed, packed_floats
 from support.adapters import check_as_peft, describe, make_adapter, merge, write_adapter
@@ -147,6 +148,18 @@ def test_200_adapters_of_which_8_are_resident(root: Path, tmp_path: Path, monkey
     engine = make_engine(checkpoint, max_loras=8, **OPTIONS)
     check_equal(generate(engine, requests), expected)
     assert loaded == [adapter.name for adapter in adapters]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_adapters_that_take_turns(root: Path, monkeypatch: pytest.MonkeyPatch, caching: bool) -> None:
+    """Requests that are preempted, because another adapter gets the slot, go on with the same bits."""
+    checkpoint, adapters = llama(root)
+    requests = ask_all(adapters, temperature=1.0, logprobs=2)
+    expected = generate(make_engine(checkpoint, **OPTIONS), requests)
+    monkeypatch.setattr(AdapterSlots, "TURN", 3)
+    engine = make_engine(checkpoint, max_loras=1, enable_prefix_caching=caching, **OPTIONS)
+    check_equal(generate(engine, requests), expected)
+    assert engine.scheduler.stats().num_preemptions > 0
 
 
 @pytest.mark.parametrize("how", [{}, {"tensor": 2}, {"pipeline": 2}], ids=str)

@@ -67,6 +67,8 @@ class FakeWorkers:
         self.tables: dict[int, list[list[int]]] = {}
         self.slots: dict[tuple[int, int, int], tuple[bool, list[int]]] = {}
         # (group, block, offset) -> whether by the long RoPE factors, and the ids up to there
+        self.adapters: dict[int, str] = {}  # slot -> digest
+        self.used_adapters: dict[int, tuple[int, str]] = {}  # by request index: slot and digest
         self.host: dict[int, dict[tuple[int, int], Any]] = {}  # slot -> content of a block, by (group, offset)
 
     def _copy(self, copy: BlockCopy) -> None:
@@ -81,12 +83,19 @@ class FakeWorkers:
         for copy in batch.copies:
             self._copy(copy)
         for new in batch.new_requests:
+            self.used_adapters.pop(new.req_index, None)
+            if new.adapter is not None and new.adapter_slot is not None:
+                self.adapters[new.adapter_slot] = new.adapter.digest
+                self.used_adapters[new.req_index] = new.adapter_slot, new.adapter.digest
             self.ids[new.req_index], self.held[new.req_index] = list(new.token_ids), []
             self.tables[new.req_index] = [[] for _ in self.groups]
             self.uses_long_rope[new.req_index] = new.uses_long_rope
             self.sampling[new.req_index] = new.sampling
         results = []
         for chunk in batch.scheduled:
+            if chunk.req_index in self.used_adapters:
+                slot, digest = self.used_adapters[chunk.req_index]
+                assert self.adapters[slot] == digest, "another adapter"
             end, held = chunk.start + chunk.count, self.held[chunk.req_index]
             assert chunk.new_token_ids == held[: len(chunk.new_token_ids)], "another id than the one that was sampled"
             self.ids[chunk.req_index] += chunk.new_token_ids

@@ -1,4 +1,4 @@
-"""Slots of adapters: shared, replaced by age, and never taken from a sequence that waited longer."""
+"""Slots of adapters: shared, replaced by age, and passed on in turns."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from serve_llm.engine.scheduler.adapter_slots import AdapterSlots
 from serve_llm.engine.scheduler.sequence import Sequence
 
 
-def build(name: str) -> Sequence:
+def build(name: str, priority: int = 0) -> Sequence:
     """A sequence with the adapter of this name; "": without one."""
     adapter = Adapter(name, f"/{name}", name * 3) if name else None
-    request = Request(id=1, prompt_ids=[1], sampling=Sampling(max_tokens=1, seed=0), adapter=adapter)
+    sampling = Sampling(max_tokens=1, seed=0)
+    request = Request(id=1, prompt_ids=[1], sampling=sampling, adapter=adapter, priority=priority)
     return Sequence(request, (), 1, 0.0)
 
 
@@ -19,8 +20,18 @@ def admit(slots: AdapterSlots, names: str) -> list[Sequence]:
     admitted = []
     for sequence in slots.list_admissible([build(name.strip()) for name in names]):
         slots.acquire(sequence)
+        slots.count_step([])
         admitted.append(sequence)
     return admitted
+
+
+def test_a_step_loads_one_adapter() -> None:
+    slots = AdapterSlots(2)
+    first, second = build("a"), build("b")
+    slots.acquire(first)
+    assert slots.has_room(build("a")) and not slots.has_room(second)
+    slots.count_step([first])
+    assert slots.has_room(second)
 
 
 def test_sequences_share_the_slot_of_their_adapter() -> None:
@@ -30,12 +41,97 @@ def test_sequences_share_the_slot_of_their_adapter() -> None:
     slots.check_integrity(admitted)
 
 
-def test_nobody_overtakes_a_sequence_that_waits_for_a_slot() -> None:
+def test_sequences_whose_adapter_is_there_overtake_one_that_waits_for_a_slot() -> None:
     slots = AdapterSlots(1)
     running = admit(slots, "a")
-    assert [sequence.adapter_digest for sequence in admit(slots, "ba ")] == [""]
-    slots.release(running[0])
-    assert [sequence.adapter_digest for sequence in admit(slots, "ba ")] == ["bbb", ""]
+    more = admit(slots, "ba ")
+    assert [sequence.adapter_digest for sequence in more] == ["aaa", ""]
+    for sequence in [*running, *more]:
+        slots.release(sequence)
+    assert [sequence.adapter_digest for sequence in admit(slots, "ba")] == ["bbb"]
+
+
+def test_a_free_slot_is_for_the_adapter_that_waited_longest() -> None:
+    slots = AdapterSlots(1)
+    (running,) = admit(slots, "a")
+    slots.claim([build("b")])
+    slots.claim([build("c"), build("b")])
+    slots.release(running)
+    assert [sequence.adapter_digest for sequence in admit(slots, "cb")] == ["bbb"]
+
+
+def test_a_free_slot_is_not_kept_for_an_adapter_whose_sequences_cannot_be_admitted() -> None:
+    slots = AdapterSlots(1)
+    (running,) = admit(slots, "a")
+    slots.claim([build("b"), build("c")])
+    slots.release(running)
+    offered = slots.list_admissible([build("c"), build("b")])
+    assert [sequence.adapter_digest for sequence in offered] == ["bbb", "ccc"]  # neither is admitted
+
+
+def count_steps(slots: AdapterSlots, sequences: list[Sequence], number: int) -> None:
+    for _ in range(number):
+        slots.count_step(sequences)
+
+
+def test_a_slot_is_closed_when_a_turn_is_over() -> None:
+    slots = AdapterSlots(2)
+    one, other = admit(slots, "ab")
+    waiting = slots.claim([build("c")])
+    assert waiting is not None
+    count_steps(slots, [one, other], slots.TURN - 1)
+    assert slots.close(waiting, [one, other]) == []
+    count_steps(slots, [other], 1)
+    assert slots.close(waiting, [one, other]) == [other]
+    assert [sequence.adapter_digest for sequence in admit(slots, "ba")] == ["aaa"]
+
+
+def test_prompts_are_finished_before_a_slot_is_given_up() -> None:
+    slots = AdapterSlots(1)
+    (one,) = admit(slots, "a")
+    one.token_ids += [1, 2]  # to be computed
+    waiting = slots.claim([build("b")])
+    assert waiting is not None
+    count_steps(slots, [one], slots.TURN)
+    assert slots.close(waiting, [one]) == []
+    assert not slots.has_room(build("a"))  # others wait, so that the prompts come to an end
+    one.num_scheduled = 2
+    assert slots.close(waiting, [one]) == [one]
+
+
+def test_an_adapter_that_gave_up_its_slot_takes_no_other_at_once() -> None:
+    slots = AdapterSlots(1)
+    (one,) = admit(slots, "a")
+    waiting = slots.claim([build("b")])
+    assert waiting is not None
+    count_steps(slots, [one], slots.TURN)
+    assert slots.close(waiting, [one]) == [one]
+    slots.release(one)
+    (other,) = admit(slots, "ba")
+    count_steps(slots, [other], slots.TURN - 2)
+    assert slots.claim([one]) is None
+    count_steps(slots, [other], 2)
+    assert slots.claim([one]) is one
+
+
+def test_a_turn_goes_on_while_requests_follow_each_other() -> None:
+    slots = AdapterSlots(1)
+    (one,) = admit(slots, "a")
+    waiting = slots.claim([build("b")])
+    assert waiting is not None
+    for _ in range(slots.TURN):
+        slots.release(one)
+        slots.acquire(one)
+    assert slots.close(waiting, [one]) == [one]
+
+
+def test_a_lower_priority_ends_no_turn() -> None:
+    slots = AdapterSlots(1)
+    (one,) = admit(slots, "a")
+    count_steps(slots, [one], slots.TURN)
+    waiting = slots.claim([build("b", priority=1)])
+    assert waiting is not None
+    assert slots.close(waiting, [one]) == []
 
 
 def test_the_least_recently_used_adapter_makes_room() -> None:
