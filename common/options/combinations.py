@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from serve_llm.common.errors import OptionError
 from serve_llm.common.options.schema import Options
+from serve_llm.common.options.speculative import find_mtp_model
 
 
 def check_combinations(options: Options) -> None:
@@ -13,6 +14,7 @@ def check_combinations(options: Options) -> None:
     _check_model_impl(options)
     _check_lora(options)
     _check_offload(options)
+    _check_speculation(options)
     if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
         raise OptionError("--ssl-keyfile and --ssl-certfile must be given together")
 
@@ -73,6 +75,17 @@ def _check_lora(options: Options) -> None:
         raise OptionError(f"--enable-lora cannot be combined with {', '.join(wrong)}")
     if shared := {module.partition("=")[0] for module in options.lora_modules} & set(options.served_model_name):
         raise OptionError(f"--lora-modules: {min(shared)} is also a --served-model-name")
+
+
+def _check_speculation(options: Options) -> None:
+    """Refuse an MTP layer of another checkpoint."""
+    if options.speculative_config is None:
+        return
+    model = find_mtp_model(options.speculative_config)
+    if model not in (None, options.model):
+        raise OptionError(
+            f"--speculative-config: the MTP layer is in the checkpoint of {options.model}, not in {model}; omit 'model'"
+        )
 
 
 def _check_offload(options: Options) -> None:

@@ -15,13 +15,30 @@ PROMPT_LOOKUP = "ngram"
 DRAFT_MODEL = "draft_model"
 EAGLE3 = "eagle3"
 MTP = "mtp"
-OTHER_NAMES = {"deepseek_mtp": MTP, "glm4_moe_mtp": MTP}  # vLLM's older names
+# vLLM's older names
+OTHER_NAMES = {"[ngram]": PROMPT_LOOKUP, "deepseek_mtp": MTP, "glm4_moe_mtp": MTP}
 # Method -> its keys.
 KEYS = {
     PROMPT_LOOKUP: ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
     DRAFT_MODEL: ("num_speculative_tokens", "model", "draft_tensor_parallel_size"),
     EAGLE3: ("num_speculative_tokens", "model", "draft_tensor_parallel_size"),
-    MTP: ("num_speculative_tokens", "draft_tensor_parallel_size"),
+    MTP: ("num_speculative_tokens", "model", "draft_tensor_parallel_size"),
+}
+# What vLLM has beside them -> why not here.
+OTHER_METHODS = {
+    "eagle": "heads of EAGLE 1 and 2 are not read; those of EAGLE-3 are, with 'eagle3'",
+    "medusa": "Medusa heads are not read; EAGLE-3 heads are, with 'eagle3'",
+    "mlp_speculator": "MLP speculators are not read; EAGLE-3 heads are, with 'eagle3'",
+    "suffix": "'ngram' looks for the latest ids in the prompt, the output and recent outputs",
+    "ngram_gpu": "'ngram' looks prompts up on the CPU, beside the steps of the GPU",
+}
+OTHER_KEYS = {
+    "disable_by_batch_size": "by the measured times of steps, no drafts are verified in batches where they cost more "
+    "than they bring; omit it",
+    "disable_logprobs": "log-probabilities are the same with and without drafts; omit it",
+    "quantization": "a draft model is quantised as --quantization says; omit it",
+    "max_model_len": "a draft model takes texts as long as the served model does; omit it",
+    "acceptance_method": "a draft is accepted if it equals the sampled id; omit it",
 }
 
 
@@ -60,7 +77,10 @@ class SpeculativeConfig:
     @classmethod
     def parse(cls, text: str) -> SpeculativeConfig:
         """text: the result of `parse_speculative_config`."""
-        return cls(**json.loads(text))
+        given = json.loads(text)
+        if given["method"] == MTP:
+            given.pop("model", None)  # the served model: see `find_mtp_model`
+        return cls(**given)
 
 
 def parse_speculative_config(value: object) -> str:
@@ -68,14 +88,17 @@ def parse_speculative_config(value: object) -> str:
     given = _read_text(value.strip()) if isinstance(value, str) else value
     if not isinstance(given, Mapping):
         raise ValueError('expected a JSON object, such as {"method": "ngram", "num_speculative_tokens": 4}')
-    method = given.get("method") or (DRAFT_MODEL if given.get("model") is not None else None)
-    method = OTHER_NAMES.get(str(method), method)
+    method, given = _read_method(given)
+    if method in OTHER_METHODS:
+        raise ValueError(f"method {method!r} is not supported: {OTHER_METHODS[method]}")
     if method not in KEYS:
         raise ValueError(
             f"method {method!r} is not supported; use 'ngram' (prompt lookup), 'draft_model' (a small model), "
             "'eagle3' (an EAGLE-3 head) or 'mtp' (the checkpoint's own MTP layer)"
         )
     unknown = [str(key) for key in given if key not in ("method", *KEYS[method])]
+    if unknown and unknown[0] in OTHER_KEYS:
+        raise ValueError(f"{unknown[0]!r} is not supported: {OTHER_KEYS[unknown[0]]}")
     if unknown:
         raise ValueError(f"{unknown[0]!r} is not supported; the keys of {method} are {', '.join(KEYS[method])}")
     given = {key: number for key, number in given.items() if number is not None}
@@ -85,10 +108,32 @@ def parse_speculative_config(value: object) -> str:
     return json.dumps({key: chosen for key, chosen in asdict(config).items() if chosen is not None})
 
 
+def find_mtp_model(text: str) -> str | None:
+    """The model that a configuration for an MTP layer names, which must be the served model; None if it names none.
+    text: the result of `parse_speculative_config`."""
+    given = json.loads(text)
+    return given.get("model") if given["method"] == MTP else None
+
+
 def _read_text(text: str) -> object:
-    if text.startswith(("{", "[")):
-        return json.loads(text)
-    return {"method": text} if text in (*KEYS, *OTHER_NAMES) else {"model": text}
+    if text.startswith(("{", "[")) and text not in OTHER_NAMES:
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{text!r} is not valid JSON: {error}") from None
+    return {"method": text} if text in (*KEYS, *OTHER_NAMES, *OTHER_METHODS) else {"model": text}
+
+
+def _read_method(given: Mapping[str, object]) -> tuple[str | None, Mapping[str, object]]:
+    """The method, and the keys that describe it. vLLM takes the method ngram as the name of a model too."""
+    method = given.get("method")
+    model = given.get("model")
+    method = OTHER_NAMES.get(str(method), method)
+    if model in (PROMPT_LOOKUP, "[ngram]") and method in (None, PROMPT_LOOKUP):
+        return PROMPT_LOOKUP, {key: value for key, value in given.items() if key != "model"}
+    if method is None and model is not None:
+        return DRAFT_MODEL, given
+    return None if method is None else str(method), given
 
 
 def _read_prompt_lookup(given: Mapping[str, object], count: int) -> SpeculativeConfig:
@@ -110,6 +155,8 @@ def _read_draft_model(given: Mapping[str, object], method: str, count: int) -> S
     model = given.get("model")
     if method != MTP and (not isinstance(model, str) or not model):
         raise ValueError(f"method {method} needs 'model', the directory or Hugging Face id of the {what}")
+    if method == MTP and not isinstance(model, str | None):
+        raise ValueError("method mtp: model must be the name of the served model; omit it")
     if given.get("draft_tensor_parallel_size", 1) != 1:
         raise ValueError(f"draft_tensor_parallel_size must be 1: the {what} runs on a single rank")
     return SpeculativeConfig(method=method, num_speculative_tokens=count, model=None if model is None else str(model))
@@ -120,5 +167,5 @@ def _read_count(given: Mapping[str, object], name: str, highest: int) -> int | N
     if number is None:
         return None
     if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= highest:
-        raise ValueError(f"{name} must be a whole number from 1 to {highest}")
+        raise ValueError(f"{name} must be a whole number from 1 to {highest}, not {number!r}")
     return number

@@ -52,6 +52,31 @@ def test_a_method_alone() -> None:
     assert make_options("demo", speculative_config="ngram").speculation == SpeculativeConfig(method="ngram")
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "[ngram]",
+        "ngram",
+        '{"model": "[ngram]"}',
+        '{"model": "ngram"}',
+        '{"method": "ngram", "model": "ngram"}',
+        '{"method": "[ngram]"}',
+    ],
+)
+def test_prompt_lookup_has_several_names(value: str) -> None:
+    for name in ("--speculative-config", "--speculative-model"):
+        options = parse_args(["demo", name, value], {})
+        assert options.speculation == SpeculativeConfig(method="ngram")
+
+
+def test_an_mtp_layer_is_that_of_the_served_model() -> None:
+    for given in ({"method": "mtp"}, {"method": "mtp", "model": "org/m"}, {"method": "deepseek_mtp", "model": "org/m"}):
+        options = make_options("org/m", speculative_config=given)
+        assert options.speculation == SpeculativeConfig(method="mtp", num_speculative_tokens=1)
+    with pytest.raises(OptionError, match="MTP layer is in the checkpoint of org/m, not in org/other; omit 'model'"):
+        make_options("org/m", speculative_config={"method": "mtp", "model": "org/other"})
+
+
 def test_no_value_means_no_drafts() -> None:
     assert make_options("demo").speculation is None
     assert make_options("demo", speculative_config=None).speculation is None
@@ -70,11 +95,17 @@ def test_in_a_file_it_is_an_object(tmp_path: Path) -> None:
     ("value", "words"),
     [
         ("", ["needs 'model'"]),
-        ("{", ["--speculative-config"]),
+        ("{", ["'{' is not valid JSON"]),
+        ("[ngram", ["'[ngram' is not valid JSON"]),
+        ('{"method": "ngram", "disable_by_batch_size": 8}', ["'disable_by_batch_size'", "measured times", "omit it"]),
+        ('{"model": "d", "quantization": "fp8"}', ["'quantization'", "--quantization"]),
+        ('{"method": "medusa", "model": "org/heads"}', ["method 'medusa' is not supported", "'eagle3'"]),
+        ("suffix", ["method 'suffix' is not supported", "'ngram'"]),
+        ('{"method": "ngram", "num_speculative_tokens": 20}', ["num_speculative_tokens", "from 1 to 16, not 20"]),
         ("[]", ["a JSON object"]),
         ('{"num_speculative_tokens": 4}', ["method None", "'ngram'"]),
-        ('{"method": "eagle", "num_speculative_tokens": 4}', ["method 'eagle' is not supported"]),
-        ('{"method": "mtp", "model": "org/head"}', ["'model' is not supported", "mtp"]),
+        ('{"method": "eagle", "num_speculative_tokens": 4}', ["method 'eagle' is not supported", "'eagle3'"]),
+        ('{"method": "mtp", "model": 4}', ["model", "omit it"]),
         ('{"method": "mtp", "draft_tensor_parallel_size": 8}', ["draft_tensor_parallel_size must be 1: the MTP layer"]),
         ('{"method": "ngram", "model": "org/draft"}', ["'model' is not supported"]),
         ('{"method": "ngram", "draft_tensor_parallel_size": 1}', ["'draft_tensor_parallel_size' is not supported"]),
