@@ -6,12 +6,29 @@ import json
 import logging
 import sys
 from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 _UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 
-CURRENT_REQUEST: ContextVar[str] = ContextVar("CURRENT_REQUEST", default="")
-"""X-Request-Id of the HTTP request that is being handled; records logged meanwhile name it in JSON."""
+
+@dataclass
+class LoggedRequest:
+    """An HTTP request, as log records name it."""
+
+    request_id: str  # X-Request-Id
+    traceparent: str = ""  # its span in the format of W3C Trace Context, while it has one
+
+    def describe_span(self) -> dict[str, str]:
+        """The ids of its trace and span, in hexadecimal. Empty without a span."""
+        if not self.traceparent:
+            return {}
+        _, trace_id, span_id, _ = self.traceparent.split("-")
+        return {"trace_id": trace_id, "span_id": span_id}
+
+
+CURRENT_REQUEST: ContextVar[LoggedRequest | None] = ContextVar("CURRENT_REQUEST", default=None)
+"""The HTTP request that is being handled. Records logged meanwhile name its span, and in JSON also its id."""
 
 
 def configure(level: str, process: str = "", format: str = "text") -> None:
@@ -28,7 +45,7 @@ def configure(level: str, process: str = "", format: str = "text") -> None:
     else:
         prefix = f"{process}: " if process else ""
         line = f"%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] {prefix}%(message)s"
-        handler.setFormatter(logging.Formatter(line, datefmt="%m-%d %H:%M:%S"))
+        handler.setFormatter(TextFormatter(line, datefmt="%m-%d %H:%M:%S"))
     number = logging.getLevelNamesMapping()[level.upper()]
     root = logging.getLogger()
     root.handlers = [handler]
@@ -61,9 +78,20 @@ def write_final_error(error: Exception) -> None:
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
+class TextFormatter(logging.Formatter):
+    """One line per record, which ends with trace_id and span_id if the record belongs to a traced request."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        line = super().formatMessage(record)
+        current = CURRENT_REQUEST.get()
+        if current is None:
+            return line
+        return line + "".join(f" {name}={value}" for name, value in current.describe_span().items())
+
+
 class JsonFormatter(logging.Formatter):
-    """One JSON object per record: time (UTC), level, logger, file, line, process, request_id, message, what `extra`
-    added, and exception."""
+    """One JSON object per record: time (UTC), level, logger, file, line, process, request_id, trace_id, span_id,
+    message, what `extra` added, and exception."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -80,8 +108,9 @@ class JsonFormatter(logging.Formatter):
         }
         if self._process:
             fields["process"] = self._process
-        if request_id := CURRENT_REQUEST.get():
-            fields["request_id"] = request_id
+        if (current := CURRENT_REQUEST.get()) is not None:
+            fields["request_id"] = current.request_id
+            fields |= current.describe_span()
         fields["message"] = record.getMessage()
         given = vars(record).items()
         fields |= {name: value for name, value in given if name not in _STANDARD and not name.startswith("_")}

@@ -46,8 +46,9 @@ def _spelling(option: dataclasses.Field[object]) -> str:
         return "`MODEL`"
     if isinstance(option.default, bool):
         return f"`--{name}`, `--no-{name}`"
-    short = option.metadata["short"]
-    return f"`--{name}`" + (f", `-{short}`" if short else "")
+    second = option.metadata["alias"] and f"--{option.metadata['alias']}"
+    second = second or (option.metadata["short"] and f"-{option.metadata['short']}")
+    return f"`--{name}`" + (f", `{second}`" if second else "")
 
 
 def _default(option: dataclasses.Field[object]) -> str:

@@ -20,15 +20,17 @@ def option(
     metavar: str = "",
     flag: str = "",
     short: str = "",
+    alias: str = "",
     nargs: bool = False,
     secret: bool = False,
 ) -> T:
     """A field of a dataclass of options.
 
     metavar: the value's name in --help. flag: the option's name, if it is not the field's. short: a second name on the
-    command line. nargs: one flag takes several values. secret: never shown in logs and errors.
+    command line, with one dash. alias: a second name everywhere. nargs: one flag takes several values. secret: never
+    shown in logs and errors.
     """
-    metadata = {"parse": parse, "help": help, "metavar": metavar, "flag": flag, "short": short}
+    metadata = {"parse": parse, "help": help, "metavar": metavar, "flag": flag, "short": short, "alias": alias}
     return field(default=default, metadata=metadata | {"nargs": nargs, "secret": secret}, repr=not secret)
 
 

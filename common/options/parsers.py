@@ -281,9 +281,10 @@ def parse_metrics_prefix(value: object) -> str:
 
 
 def parse_traces_endpoint(value: object) -> str:
-    """The whole URL, path included, as the environment variable of OpenTelemetry has it."""
-    if not isinstance(value, str) or not re.fullmatch(r"https?://[^/\s]+/[^\s]+", value):
+    """The whole URL, path included, as the environment variable of OpenTelemetry has it, or that of a file."""
+    if not isinstance(value, str) or not re.fullmatch(r"https?://[^/\s]+/[^\s]+|file:///[^\s]*[^\s/]", value):
         raise ValueError(
-            "expected a URL with its path, such as http://localhost:4318/v1/traces (OTLP by HTTP, not gRPC)"
+            "expected a URL with its path, such as http://localhost:4318/v1/traces (OTLP by HTTP, not gRPC), or "
+            "file:///var/log/traces.jsonl"
         )
     return value

@@ -147,8 +147,10 @@ class Options(EngineOptions):
     otlp_traces_endpoint: str | None = option(
         None,
         parse_traces_endpoint,
-        "URL to which OpenTelemetry traces of requests are sent, by OTLP over HTTP (default: no traces)",
+        "URL to which OpenTelemetry traces of requests are sent, by OTLP over HTTP, or file:///PATH, to which they are "
+        "appended as lines of JSON (default: no traces)",
         metavar="URL",
+        alias="otlp-endpoint",
     )
 
     @property

@@ -128,6 +128,8 @@ def make_parser(
             group.add_argument(flag, action="append", metavar=metavar, help=text)
         elif option.metadata["short"]:
             group.add_argument(flag, f"-{option.metadata['short']}", dest=option.name, metavar=metavar, help=text)
+        elif option.metadata["alias"]:
+            group.add_argument(flag, f"--{option.metadata['alias']}", dest=option.name, metavar=metavar, help=text)
         else:
             group.add_argument(flag, dest=option.name, metavar=metavar, help=text)
     return parser
@@ -239,7 +241,8 @@ def _find_option(name: str, value: object, source: str, prefix: str = "") -> Giv
     for option in OPTION_FIELDS:
         flag = option_name(option).replace("-", "_")
         is_negated = isinstance(option.default, bool) and plain == f"no_{flag}"
-        if plain not in (option.name, flag) and not is_negated:
+        names = {option.name, flag, (option.metadata.get("alias") or flag).replace("-", "_")}
+        if plain not in names and not is_negated:
             continue
         if value is None:
             return {}

@@ -35,7 +35,9 @@ class Replay:
     lost_at: float  # clock time; the same for all requests that one death interrupted
     cause: str  # why the engine is gone
     num_tokens: int  # prompt and output tokens that are computed again
+    engine: int  # index of the engine that was lost
     ended_at: float | None = None  # clock time of the next output, or of the next loss before it; None until then
+    next_engine: int | None = None  # index of the engine that computed it then; None until then
 
 
 class TrackedRequest:
@@ -99,12 +101,13 @@ class TrackedRequest:
         """The engine that computed the request is gone. lost_at: clock time."""
         self._end_replay(lost_at)
         num_tokens = len(self.request.prompt_ids) + self.num_received
-        self.replays.append(Replay(lost_at, cause, num_tokens))
+        self.replays.append(Replay(lost_at, cause, num_tokens, self.engine))
         self.meter.count_replayed(num_tokens)
 
     def _end_replay(self, now: float) -> None:
         if self.replays and self.replays[-1].ended_at is None:
             self.replays[-1].ended_at = now
+            self.replays[-1].next_engine = self.engine
 
     def take_back(self, new_id: int) -> None:
         """Prepare `request` for submission to the next engine: what was received is not computed or sent again."""

@@ -33,12 +33,13 @@ ID_BITS = 40  # request ids of a front end begin with its number above these; th
 class RelayedRequest:
     """One engine request of a front end."""
 
-    __slots__ = ("meter", "replays", "sink")
+    __slots__ = ("engine", "meter", "replays", "sink")
 
     def __init__(self, sink: Callable[[Output], None], meter: Meter) -> None:
         """meter: that of engine 0, until the first output."""
         self.sink = sink
         self.meter = meter
+        self.engine = 0  # index of the engine that computed the newest output
         self.replays: list[Replay] = []
 
 
@@ -135,6 +136,7 @@ class RemoteDispatcher:
             request = self._requests.pop(output.id, None) if is_final else self._requests.get(output.id)
             if request is not None:
                 request.meter = meter
+                request.engine = message.engine
                 request.sink(output)
 
     def note_replays(self, message: Replays) -> None:

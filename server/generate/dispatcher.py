@@ -28,6 +28,10 @@ class SubmittedRequest(Protocol):
         """Counts for the engine that computes the request."""
 
     @property
+    def engine(self) -> int:
+        """Index of the engine that computes the request, or was the last to do so."""
+
+    @property
     def replays(self) -> list[Replay]: ...
 
 

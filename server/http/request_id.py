@@ -1,5 +1,5 @@
-"""Request ids; counts by status; and one log line per HTTP request, at level debug, or info if it was refused. It never
-contains prompts, generated text or keys.
+"""Request ids and trace ids of responses; counts by status; and one log line per HTTP request, at level debug, or info
+if it was refused. It never contains prompts, generated text or keys.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_llm.common.logs import CURRENT_REQUEST
+from serve_llm.common.logs import CURRENT_REQUEST, LoggedRequest
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,8 @@ _VALID_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # printable, because the id goes
 
 
 class RequestIdMiddleware:
-    """ASGI middleware: every response gets the client's X-Request-Id, or a new one."""
+    """ASGI middleware: every response gets the client's X-Request-Id, or a new one, and that of a traced request
+    `traceresponse`, which names its span."""
 
     def __init__(self, app: ASGIApp, statuses: Counter[int]) -> None:
         """statuses: counts responses by status."""
@@ -36,7 +37,8 @@ class RequestIdMiddleware:
         client_id = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         request_id = client_id if _VALID_ID.fullmatch(client_id) else uuid.uuid4().hex.encode()
         scope[REQUEST_ID] = request_id.decode()
-        token = CURRENT_REQUEST.set(request_id.decode())
+        current = LoggedRequest(request_id.decode())
+        token = CURRENT_REQUEST.set(current)
         began = time.perf_counter()
         status = 0
 
@@ -45,6 +47,8 @@ class RequestIdMiddleware:
                 nonlocal status
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                if current.traceparent:
+                    message["headers"].append((b"traceresponse", current.traceparent.encode()))
             await send(message)
 
         try:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from serve_llm.common.logs import CURRENT_REQUEST
 from serve_llm.common.options.limits import Limits
 from serve_llm.common.types import LOWEST_PRIORITY
 from serve_llm.server.admission.controller import BodyBudget
@@ -69,9 +70,8 @@ class AppState:
     tracing: Tracing | None = None  # None: there are no traces
     start_time: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
 
-    def read_caller(self, request: Request) -> Caller:
-        """Call it when the request arrives. Raises InvalidRequest if the timeout header is not a positive number."""
-        arrival = self.dispatcher.clock.read()
+    def read_caller(self, request: Request, arrival: float) -> Caller:
+        """arrival: clock time. Raises InvalidRequest if the timeout header is not a positive number."""
         if request.scope.get(IN_BATCH):
             return Caller(request.scope.get(TENANT) or 0, arrival, None, LOWEST_PRIORITY)
         timeout = self.request_timeout
@@ -104,14 +104,17 @@ class AppState:
         return self.owners[request.scope.get(TENANT) or 0]
 
     @contextmanager
-    def trace(self, request: Request, arrival: float) -> Iterator[RequestTrace | None]:
+    def trace(self, request: Request, job: str, arrival: float) -> Iterator[RequestTrace | None]:
         """The trace of a request, which ends with an error that leaves the context; else its generation ends it. None
-        without tracing."""
+        without tracing. job: one of `server.prompt.jobs.JOBS`. arrival: clock time."""
         if self.tracing is None:
             yield None
             return
         attributes = {"http.route": request.scope["path"], "gen_ai.request.id": request.scope[REQUEST_ID]}
-        trace = self.tracing.start(request.headers, attributes, arrival, self.dispatcher.clock)
+        trace = self.tracing.start(request.headers, job, attributes, arrival, self.dispatcher.clock)
+        current = CURRENT_REQUEST.get()
+        if current is not None:
+            current.traceparent = trace.format_traceparent()
         try:
             yield trace
         except BaseException as error:

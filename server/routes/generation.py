@@ -156,8 +156,9 @@ class GenerationResponse(Response, Generic[Builder]):
         Raises RequestError before anything is sent; a later error is the stream's last event. A client that disconnects
         aborts its generation at once.
         """
-        caller = self._state.read_caller(self._request)
-        with self._state.trace(self._request, caller.arrival) as trace:
+        arrival = self._state.dispatcher.clock.read()
+        with self._state.trace(self._request, self._endpoint.job, arrival) as trace:
+            caller = self._state.read_caller(self._request, arrival)
             await self._answer(receive, send, caller, trace)
 
     async def _answer(self, receive: Receive, send: Send, caller: Caller, trace: RequestTrace | None) -> None:
@@ -171,7 +172,7 @@ class GenerationResponse(Response, Generic[Builder]):
         parsed.request.adapter = state.model.find_adapter(parsed.model)
         generation = state.open(parsed.request, caller)
         if trace is not None:
-            headers.append(trace.follow(generation, self._endpoint.job, meta))
+            trace.follow(generation, meta, is_stream=parsed.stream)
         await self.respond(receive, send, Prepared(parsed, generation, builder, headers))
 
     async def parse(self, deadline: float | None) -> Generate:

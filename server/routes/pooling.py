@@ -104,8 +104,9 @@ class PoolingResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Parse and validate, admit, compute, respond. Raises RequestError. A client that disconnects ends it."""
-        caller = self._state.read_caller(self._request)
-        with self._state.trace(self._request, caller.arrival) as trace:
+        arrival = self._state.dispatcher.clock.read()
+        with self._state.trace(self._request, self._job, arrival) as trace:
+            caller = self._state.read_caller(self._request, arrival)
             await self._answer(receive, send, caller, trace)
 
     async def _answer(self, receive: Receive, send: Send, caller: Caller, trace: RequestTrace | None) -> None:
@@ -118,7 +119,7 @@ class PoolingResponse(Response):
         ignored = state.describe_ignored(self._request, parsed.ignored_fields)
         headers: Headers = [(name.encode(), value.encode()) for name, value in ignored.items()]
         if trace is not None:
-            headers.append(trace.follow(generation, self._job, meta))
+            trace.follow(generation, meta)
         with generation:  # admits and submits it
             watch = asyncio.create_task(close_on_disconnect(receive, generation))
             try:

@@ -13,7 +13,7 @@ EXPORT_SECONDS = 2.0  # for the last spans to leave when a process stops
 
 
 def start_tracing(endpoint: str | None) -> Tracing | None:
-    """None without an endpoint. Raises OptionError if OpenTelemetry is not installed."""
+    """None without an endpoint. Raises OptionError if OpenTelemetry is not installed, or a file cannot be written."""
     if endpoint is None:
         return None
     try:
@@ -23,4 +23,13 @@ def start_tracing(endpoint: str | None) -> Tracing | None:
             f"--otlp-traces-endpoint needs OpenTelemetry ({error.name} is missing): "
             "pip install '.[otel]' in the repository"
         ) from None
-    return Tracing(create_exporting_processor(endpoint))
+    try:
+        processor = create_exporting_processor(endpoint)
+    except ModuleNotFoundError as error:
+        raise OptionError(
+            f"--otlp-traces-endpoint {endpoint} needs OpenTelemetry's exporter to files ({error.name} is missing): "
+            "pip install --pre opentelemetry-exporter-otlp-json-file"
+        ) from None
+    except OSError as error:
+        raise OptionError(f"--otlp-traces-endpoint {endpoint}: {error.strerror}") from None
+    return Tracing(processor)

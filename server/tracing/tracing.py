@@ -8,21 +8,34 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
+from urllib.parse import unquote, urlsplit
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from serve_llm.server.metrics.meter import Clock
-from serve_llm.server.tracing.request_trace import RequestTrace, to_nanoseconds
+from serve_llm.server.tracing.request_trace import RequestTrace, name_operation, to_nanoseconds
 
 
 def create_exporting_processor(endpoint: str) -> SpanProcessor:
-    """Exports finished spans in a thread. endpoint: URL that takes traces by OTLP over HTTP."""
+    """Exports finished spans in a thread. endpoint: URL that takes traces by OTLP over HTTP, or that of a file.
+
+    Raises OSError if the file cannot be opened."""
+    parts = urlsplit(endpoint)
+    if parts.scheme == "file":
+        return BatchSpanProcessor(_create_file_exporter(unquote(parts.path)))
     return BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint))
+
+
+def _create_file_exporter(path: str) -> SpanExporter:
+    """Appends a line of OTLP in JSON for each batch of spans."""
+    from opentelemetry.exporter.otlp.json.file import FileSpanExporter  # a package of its own
+
+    return FileSpanExporter(path)
 
 
 class Tracing:
@@ -40,21 +53,23 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def start(
-        self, headers: Mapping[str, str], attributes: Mapping[str, str], arrival: float, clock: Clock
+        self, headers: Mapping[str, str], job: str, attributes: Mapping[str, str], arrival: float, clock: Clock
     ) -> RequestTrace:
         """Start the span of a request, as a child of the span that its headers name (W3C Trace Context).
 
-        arrival: clock time.
+        job: one of `server.prompt.jobs.JOBS`. arrival: clock time.
         """
+        operation = name_operation(job)
+        standard = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "serve_llm"}
         epoch_offset = time.time_ns() - to_nanoseconds(clock.read())
         span = self._tracer.start_span(
-            "llm_request",
+            operation,
             self._propagator.extract(headers),
             SpanKind.SERVER,
-            attributes,
+            {**standard, **attributes},
             start_time=epoch_offset + to_nanoseconds(arrival),
         )
-        return RequestTrace(self._tracer, span, arrival, clock, epoch_offset)
+        return RequestTrace(self._tracer, span, operation, arrival, clock, epoch_offset)
 
     def stop(self) -> None:
         """Export what has ended, which may take as long as the collector's answer."""

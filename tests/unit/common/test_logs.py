@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from serve_llm.common.logs import CURRENT_REQUEST, configure, read_format, write_final_error
+from serve_llm.common.logs import CURRENT_REQUEST, LoggedRequest, configure, read_format, write_final_error
 
 
 def test_form(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +54,7 @@ def test_uvicorn_writes_each_line_once(capsys: pytest.CaptureFixture[str]) -> No
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     configure("info", "engine 1", "json")
     assert read_format() == "json"
-    token = CURRENT_REQUEST.set("abc")
+    token = CURRENT_REQUEST.set(LoggedRequest("abc"))
     logging.getLogger("serve_llm.engine.memory").info("%d%% used", 3, extra={"status": 400, "_of_a_library": 1})
     CURRENT_REQUEST.reset(token)
     try:
@@ -78,6 +78,25 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert "request_id" not in second and second["exception"].endswith("ValueError: two\nlines")
     assert (third["level"], third["message"]) == ("error", "the end")
+
+
+def test_records_of_a_traced_request_name_its_span(capsys: pytest.CaptureFixture[str]) -> None:
+    traced = LoggedRequest("abc", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
+    for kind in ("text", "json"):
+        configure("info", format=kind)
+        token = CURRENT_REQUEST.set(traced)
+        try:
+            raise ValueError("reason")
+        except ValueError:
+            logging.getLogger("serve_llm.server").exception("failed")
+        CURRENT_REQUEST.reset(token)
+        logging.getLogger("serve_llm.server").info("of no request")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].endswith("] failed trace_id=4bf92f3577b34da6a3ce929d0e0e4736 span_id=00f067aa0ba902b7")
+    assert lines[-3].endswith("] of no request")
+    first, second = map(json.loads, lines[-2:])
+    assert first["trace_id"] == "4bf92f3577b34da6a3ce929d0e0e4736" and first["span_id"] == "00f067aa0ba902b7"
+    assert first["request_id"] == "abc" and not {"trace_id", "span_id"} & set(second)
 
 
 def test_the_final_error_as_text(capsys: pytest.CaptureFixture[str]) -> None:

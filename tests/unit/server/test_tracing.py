@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
@@ -13,6 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from serve_llm.common.errors import EngineDead, OptionError
+from serve_llm.common.logs import configure
 from serve_llm.common.options.sources import make_options
 from serve_llm.llm import LLM
 from serve_llm.server.app import create_app
@@ -21,6 +24,7 @@ from serve_llm.server.engines.replicas import Replicas
 from serve_llm.server.metrics.meter import Clock, Meter
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.storage.storage import Storage
+from serve_llm.server.tracing.start import start_tracing
 from serve_llm.server.tracing.tracing import Tracing
 from support.asgi import Call
 from support.fakes import ScriptedEngine, facts
@@ -41,7 +45,7 @@ class Traced(Served):
         return list(self.exporter.get_finished_spans())
 
     def root(self) -> ReadableSpan:
-        (span,) = (span for span in self.spans() if span.name == "llm_request")
+        (span,) = (span for span in self.spans() if span.kind is SpanKind.SERVER)
         return span
 
     def children(self) -> list[ReadableSpan]:
@@ -81,7 +85,7 @@ def serve_traced(model: ServedModel) -> Iterator[Open]:
 
 def test_the_spans_of_a_request(serve_traced: Open) -> None:
     traced = serve_traced(cached_tokens=1)
-    body = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "n": 2}
+    body = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 40, "seed": 3, "n": 2}
     reply = traced.post(
         "/v1/completions", body | {"prompt": "x = 1"}, {"traceparent": PARENT, "X-Request-Id": "request-7"}
     )
@@ -96,9 +100,13 @@ def test_the_spans_of_a_request(serve_traced: Open) -> None:
     assert isinstance(usage, dict) and found == {
         "http.route": "/v1/completions",
         "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "serve_llm",
         "gen_ai.request.id": "request-7",
         "gen_ai.request.model": "demo",
         "gen_ai.request.n": 2,
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.request.seed": 3,
+        "gen_ai.request.top_k": 40.0,
         "gen_ai.request.max_tokens": 5,
         "gen_ai.request.temperature": 0.5,
         "gen_ai.request.top_p": 0.9,
@@ -111,13 +119,16 @@ def test_the_spans_of_a_request(serve_traced: Open) -> None:
         "gen_ai.usage.completion_tokens": 10,
         "gen_ai.usage.output_tokens": 10,
         "gen_ai.usage.cache_read.input_tokens": 1,
+        "serve_llm.engines": (0,),
     }
+    assert root.name == "text_completion demo"
     ends = ("time_to_first_token", "e2e")
     phases = ("time_in_queue", "time_in_model_prefill", "time_in_model_decode", "time_in_model_inference")
     assert set(latencies) == {f"gen_ai.latency.{name}" for name in ends + phases}
     assert all(isinstance(value, float) and value >= 0 for value in latencies.values())
     queue, prefill, decode = traced.children()
     assert [queue.name, prefill.name, decode.name] == ["queue", "prefill", "decode"]
+    assert all(dict(span.attributes or {}) == {"serve_llm.engines": (0,)} for span in (queue, prefill, decode))
     assert queue.end_time == prefill.start_time and prefill.end_time == decode.start_time
     resource = dict(root.resource.attributes)
     assert resource["service.name"] == "serve-llm" and resource["service.version"]
@@ -127,7 +138,16 @@ def test_a_request_without_context_begins_a_trace(serve_traced: Open) -> None:
     traced = serve_traced()
     assert traced.chat(max_tokens=2, stream=True).headers["traceresponse"]
     assert traced.root().parent is None
-    assert (traced.root().attributes or {})["gen_ai.operation.name"] == "chat"
+    found = traced.root().attributes or {}
+    assert found["gen_ai.operation.name"] == "chat" and traced.root().name == "chat demo"
+    assert found["gen_ai.request.stream"] is True
+    assert found["gen_ai.response.time_to_first_chunk"] == found["gen_ai.latency.time_to_first_token"]
+
+
+def test_a_seed_beyond_the_numbers_of_attributes_is_omitted(serve_traced: Open) -> None:
+    traced = serve_traced()
+    assert traced.complete(max_tokens=1, seed=2**64 - 1).status == 200
+    assert "gen_ai.request.seed" not in (traced.root().attributes or {})
 
 
 @pytest.mark.parametrize("header", ["garbage", "00-0-0-01", f"00-{'0' * 32}-00f067aa0ba902b7-01", "\xe9" * 60])
@@ -160,6 +180,7 @@ def test_vectors(serve_traced: Open) -> None:
     ("body", "headers", "error", "status"),
     [
         ({"prompt": "x", "max_tokens": -1}, {}, "InvalidRequest", StatusCode.UNSET),
+        ({"prompt": "x"}, {"X-Request-Timeout": "soon"}, "InvalidRequest", StatusCode.UNSET),
         ({"prompt": "x", "model": "secret name"}, {}, "ModelNotFound", StatusCode.UNSET),
         ({"prompt": "x", "max_tokens": 9}, {"X-Request-Timeout": "0.000000001"}, "DeadlineExceeded", StatusCode.ERROR),
     ],
@@ -168,9 +189,12 @@ def test_refused_requests(
     serve_traced: Open, body: dict[str, object], headers: dict[str, str], error: str, status: StatusCode
 ) -> None:
     traced = serve_traced()
-    assert traced.post("/v1/completions", body, headers).status >= 400
+    reply = traced.post("/v1/completions", body, headers)
     root = traced.root()
+    assert root.context is not None and reply.status >= 400
+    assert reply.headers["traceresponse"].startswith(f"00-{root.context.trace_id:032x}-{root.context.span_id:016x}-")
     assert root.status.status_code is status and (root.attributes or {})["error.type"] == error
+    assert (root.attributes or {})["gen_ai.operation.name"] == "text_completion"
     assert traced.children() == [] and root.events == () and "secret" not in root.to_json()
 
 
@@ -233,9 +257,42 @@ def test_a_request_that_is_replayed_twice_is_one_trace(serve_traced: Open) -> No
         "serve_llm.replay.cause": "killed by signal 9",
         "serve_llm.replay.num_sequences": 2,
         "serve_llm.replay.num_tokens": 2 * (prompt_tokens + 2),
+        "serve_llm.replay.from_engines": (0,),
+        "serve_llm.engines": (0,),
     }
     assert second["serve_llm.replay.cause"] == "no heartbeat"
     assert children[3].end_time == children[4].start_time
+
+
+def test_log_lines_of_a_traced_request_name_its_span(serve_traced: Open, capsys: pytest.CaptureFixture[str]) -> None:
+    traced = serve_traced()
+    configure("info", format="json")
+    traced.post("/v1/completions", {"prompt": "x", "max_tokens": -1}, {"traceparent": PARENT})
+    traced.get("/nowhere")
+    refused, unknown = map(json.loads, capsys.readouterr().err.splitlines())
+    context = traced.root().context
+    assert context is not None and refused["status"] == 400
+    assert (refused["trace_id"], refused["span_id"]) == (TRACE_ID, f"{context.span_id:016x}")
+    assert unknown["status"] == 404 and "trace_id" not in unknown
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "with space.jsonl"
+    for _ in range(2):
+        tracing = start_tracing(path.as_uri())
+        assert tracing is not None
+        tracing.start({}, "chat", {}, 0.0, Clock()).fail(ValueError())
+        tracing.stop()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["name"] for line in lines] == ["chat", "chat"]
+    with pytest.raises(OptionError, match="missing/a: No such file"):
+        start_tracing((tmp_path / "missing" / "a").as_uri())
+
+
+def test_a_file_needs_a_package_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.json.file", None)
+    with pytest.raises(OptionError, match="pip install --pre opentelemetry-exporter-otlp-json-file"):
+        start_tracing("file:///tmp/traces.jsonl")
 
 
 def test_without_tracing_there_is_no_header(served: Served) -> None:
@@ -257,7 +314,15 @@ def test_the_offline_class_refuses_the_option() -> None:
         LLM("demo", otlp_traces_endpoint="http://localhost:4318/v1/traces")
 
 
-@pytest.mark.parametrize("value", ["localhost:4317", "http://localhost:4318", "grpc://a:1/v1/traces", "http:///x", 7])
+@pytest.mark.parametrize(
+    "value",
+    ["localhost:4317", "http://localhost:4318", "grpc://a:1/v1/traces", "http:///x", "file://a.jsonl", "file:///a/", 7],
+)
 def test_bad_endpoints(value: object) -> None:
     with pytest.raises(OptionError, match="expected a URL with its path"):
         make_options("demo", otlp_traces_endpoint=value)
+
+
+def test_a_file_takes_the_traces_of_one_process() -> None:
+    with pytest.raises(OptionError, match="--front-ends starts more"):
+        make_options("demo", otlp_traces_endpoint="file:///tmp/traces.jsonl", front_ends=2)
