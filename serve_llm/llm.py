@@ -67,6 +67,8 @@ class LLM:
         resolved = make_options(model, **options)
         if resolved.otlp_traces_endpoint is not None:
             raise OptionError("otlp_traces_endpoint: only requests over HTTP have traces")
+        if resolved.enable_log_requests:
+            raise OptionError("enable_log_requests: only requests over HTTP are logged")
         if resolved.front_ends > 1:
             raise OptionError("front_ends: only the server has several")
         if resolved.is_scalable:

@@ -54,6 +54,7 @@ from serve_llm.server.routes.adapters import create_adapter_router
 from serve_llm.server.routes.app_state import VERSION, AppState
 from serve_llm.server.routes.batches import create_batch_router
 from serve_llm.server.routes.document import build_openapi
+from serve_llm.server.routes.request_log import RequestLog
 from serve_llm.server.routes.scaling import create_scaling_router
 from serve_llm.server.schema.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from serve_llm.server.schema.batches import BatchCreation
@@ -253,6 +254,7 @@ def _create_state(
         trusts_templates=options.trust_request_chat_template,
         ignores_unknown_fields=options.unknown_fields == "ignore",
     )
+    owners = tuple(map(name_owner, options.api_key))
     return AppState(
         dispatcher=dispatcher,
         model=model,
@@ -266,10 +268,11 @@ def _create_state(
         administrators=frozenset(
             index for index, key in enumerate(options.api_key) if key.startswith(ADMINISTRATOR_PREFIX)
         ),
-        owners=tuple(map(name_owner, options.api_key)) or ("",),
+        owners=owners or ("",),
         response_store=response_store,
         ignores_unknown_fields=context.ignores_unknown_fields,
         tracing=tracing,
+        request_log=RequestLog(model.tokenizer, owners, options.max_log_len) if options.enable_log_requests else None,
     )
 
 

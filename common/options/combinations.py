@@ -17,6 +17,8 @@ def check_combinations(options: Options) -> None:
     _check_speculation(options)
     if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
         raise OptionError("--ssl-keyfile and --ssl-certfile must be given together")
+    if options.max_log_len is not None and not options.enable_log_requests:
+        raise OptionError("--max-log-len needs --enable-log-requests")
     if options.front_ends > 1 and (options.otlp_traces_endpoint or "").startswith("file:"):
         raise OptionError(
             "--otlp-traces-endpoint: a file takes the traces of one process, but --front-ends starts more"

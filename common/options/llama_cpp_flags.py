@@ -128,7 +128,7 @@ LLAMA_CPP: tuple[PeerFlag, ...] = (
     switch("--log-jsonl", "--log-format json"),
     refused("--log-file", "messages go to stderr: add 2> FILE"),
     refused("--log-disable", "--log-level error"),
-    refused("--log-prompts-dir", "prompts are never logged"),
+    refused("--log-prompts-dir", "--enable-log-requests --max-log-len N logs the beginnings of prompts"),
     refused(
         "--log-colors --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps --no-log-jsonl",
         "--log-level and --log-format",

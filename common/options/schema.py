@@ -15,8 +15,10 @@ from serve_llm.common.options.fields import choice_option, option
 from serve_llm.common.options.limits import Limits, parse_limits
 from serve_llm.common.options.parsers import (
     DEFAULT_QUEUE,
+    at_least_one,
     int_between,
     parse_boolean,
+    parse_count,
     parse_duration,
     parse_lora_modules,
     parse_metrics_prefix,
@@ -36,6 +38,18 @@ class Options(EngineOptions):
     Build it with `sources.parse_args` or `sources.make_options`, which check every value.
     """
 
+    enable_log_requests: bool = option(
+        False,
+        parse_boolean,
+        "log a line for each request, at level info: its id, route, model, API key's number and digest, prompt tokens "
+        "and parameters, but no text",
+    )
+    max_log_len: int | None = option(
+        None,
+        at_least_one(parse_count),
+        "with --enable-log-requests, log so many characters of each prompt too (default: none)",
+        metavar="CHARACTERS",
+    )
     host: str = option("127.0.0.1", parse_text, "address to listen on; 0.0.0.0 accepts other machines")
     port: int = option(8000, int_between(0, 65535), "port to listen on; 0 chooses a free one")
     front_ends: int = option(

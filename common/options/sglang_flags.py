@@ -51,7 +51,8 @@ SGLANG: tuple[PeerFlag, ...] = (
     same("--watchdog-timeout", "--step-timeout", "a hung engine is replaced and its requests continue"),
     always("--enable-metrics", "always on; GET /metrics answers", may_be_off=True),
     always("--enable-cache-report", "always on, in usage.prompt_tokens_details", may_be_off=True),
-    refused("--log-requests --log-requests-level", "--log-level debug logs a line per request, without the prompt"),
+    switch("--log-requests", "--enable-log-requests"),
+    neutral("--log-requests-level", "0|1", "--max-log-len N logs the beginnings of prompts too, nothing logs answers"),
     refused("--enable-trace", "--otlp-traces-endpoint URL alone turns traces on"),
     refused("--stream-interval", "omit it; every step's tokens are sent at once"),
     same("--max-loras-per-batch", "--max-loras"),
@@ -90,7 +91,7 @@ SGLANG: tuple[PeerFlag, ...] = (
     refused("--sleep-on-idle --scheduler-recv-interval --num-continuous-decode-steps --pp-*", _BUILT_IN),
     refused("--gc-* --enable-cudagraph-gc --enable-tf32-matmul --*canary* --debug-* --crash-dump-folder", _BUILT_IN),
     refused("--log-level-http --uvicorn-access-log-*", "--log-level is for all messages"),
-    refused("--log-requests-* --decode-log-interval", "--log-level debug logs a line per request, without the prompt"),
+    refused("--log-requests-* --decode-log-interval", "--enable-log-requests logs a line per request, to stderr"),
     refused(
         "--fastapi-root-path --enable-http2 --http2-* --grpc-* --smg-* --sidecar*",
         "put a reverse proxy in front of the server",

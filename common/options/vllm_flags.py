@@ -187,19 +187,17 @@ VLLM: tuple[PeerFlag, ...] = (
     refused("--ssl-ca-certs --ssl-cert-reqs --enable-ssl-refresh", "client certificates: " + _PROXY),
     refused("--disable-fastapi-docs", "GET /openapi.json needs a key like every route, with --api-key"),
     # logs
-    always("--disable-log-requests --no-enable-log-requests", "always so; prompts are never logged", may_be_off=True),
-    refused("--enable-log-requests", "--log-level debug logs a line per request, without the prompt"),
+    switch("--disable-log-requests", "--no-enable-log-requests"),
     refused("--enable-log-outputs --enable-log-deltas --no-enable-log-deltas", "answers are never logged; omit it"),
     refused("--log-error-stack", "an error of the program is logged with its stack; omit it"),
     refused("--aggregate-engine-logging", "always so; one line is for all engines"),
     refused("--enable-logging-iteration-details", "--log-level debug"),
     refused("--kv-cache-metrics* --enable-mfu-metrics", "omit it; docs/metrics.md lists all metrics"),
     refused("--disable-log-stats", "--log-level warning hides the statistics, /metrics keeps them"),
-    refused("--max-log-len", "omit it; prompts are never logged"),
     refused("--uvicorn-log-level", "--log-level is for all messages"),
     refused(
         "--disable-uvicorn-access-log --disable-access-log-for-endpoints",
-        "omit it; served requests are logged at --log-level debug only",
+        "omit it; served requests are logged with --enable-log-requests or --log-level debug only",
     ),
     refused("--log-config-file", "--log-level and --log-format"),
     refused("--collect-detailed-traces", "omit it; --otlp-traces-endpoint sends all spans that there are"),
@@ -213,5 +211,5 @@ VLLM_SAME = (
     "seed tensor-parallel-size pipeline-parallel-size data-parallel-size enable-expert-parallel nnodes node-rank "
     "distributed-executor-backend host port api-key allowed-origins ssl-keyfile ssl-certfile chat-template "
     "trust-request-chat-template generation-config config enable-lora lora-modules max-loras max-lora-rank "
-    "otlp-traces-endpoint kv-events-config"
+    "otlp-traces-endpoint kv-events-config enable-log-requests"
 ).split()

@@ -29,6 +29,7 @@ from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import PromptPool
 from serve_llm.server.prompt.validate import TextRequest
 from serve_llm.server.response.builder import ResponseMeta
+from serve_llm.server.routes.request_log import RequestLog
 from serve_llm.server.storage.responses import ResponseStore
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class AppState:
     response_store: ResponseStore | None = None  # None: responses are not stored
     ignores_unknown_fields: bool = False  # in bodies that `schema.common.parse_by_policy` reads
     tracing: Tracing | None = None  # None: there are no traces
+    request_log: RequestLog | None = None  # None: requests are not logged
     start_time: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
 
     def read_caller(self, request: Request, arrival: float) -> Caller:

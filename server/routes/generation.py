@@ -170,6 +170,8 @@ class GenerationResponse(Response, Generic[Builder]):
         headers = [(name.encode(), value.encode()) for name, value in ignored.items()]
         builder = self._endpoint.create_builder(state.model.tokenizer, parsed, meta)
         parsed.request.adapter = state.model.find_adapter(parsed.model)
+        if state.request_log is not None:
+            state.request_log.write(self._request, parsed.model, parsed.request, is_stream=parsed.stream)
         generation = state.open(parsed.request, caller)
         if trace is not None:
             trace.follow(generation, meta, is_stream=parsed.stream)

@@ -115,6 +115,8 @@ class PoolingResponse(Response):
         parsed = await state.run_prompt_job(self._request, self._job, Pool, caller.deadline)
         meta = state.build_meta(self._id_prefix, parsed.model, parsed.request_id)
         parsed.request.adapter = state.model.find_adapter(parsed.model)
+        if state.request_log is not None:
+            state.request_log.write(self._request, parsed.model, parsed.request)
         generation = state.open(parsed.request, caller)
         ignored = state.describe_ignored(self._request, parsed.ignored_fields)
         headers: Headers = [(name.encode(), value.encode()) for name, value in ignored.items()]
