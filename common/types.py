@@ -153,6 +153,7 @@ class Output(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     prompt_logprobs: list[TokenLogprobs] | None = None  # set once: one per prompt token except the first
     vector: bytes | None = None  # the result of a pooling request: float32, little-endian
     error: str | None = None
+    num_preemptions: int = 0  # since the previous output
 
 
 class OffloadStats(msgspec.Struct, array_like=True):
@@ -200,6 +201,7 @@ class Stats(msgspec.Struct, array_like=True, omit_defaults=True):
     num_forced_tokens: int = 0  # output tokens for which a grammar left no choice, appended without being sampled
     offload_memory: OffloadStats | None = None  # None: no KV is offloaded
     offload_disk: OffloadStats | None = None
+    num_deferred: int = 0  # part of num_waiting: others overtake them
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

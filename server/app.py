@@ -159,6 +159,7 @@ def create_app(
     none yet. tracing: None: there are no traces. front_ends: processes that answer clients instead of this one and
     forward some requests to it. scaler: None: the number of engines is fixed."""
     adapters = adapters or AdapterRegistry(replicas.facts, options.max_lora_rank, model.names, options.download_dir)
+    replicas.usage.watch_adapters(adapters.adapters)
     admission = AdmissionController(replicas, options.max_queue)
     counts = _create_counts(
         admission.refused,

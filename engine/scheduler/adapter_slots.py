@@ -35,21 +35,29 @@ class AdapterSlots:
         self._claims: dict[str, _Claim] = {}  # by digest; the longest wait first
         self._closed: int | None = None  # a slot that takes no more sequences, because it is awaited
         self._step = 0
+        self.num_deferred = 0  # waiting sequences that found no slot since `list_admissible` began
         self._has_loaded = False  # the step to be scheduled loads an adapter; another one waits for the next step
 
     def list_admissible(self, waiting: Iterable[Sequence]) -> Iterator[Sequence]:
         """Those that need no slot or find one, judged when it is their turn. They overtake the others. A free slot is
         for the adapter that has waited longest; if its sequences cannot be admitted now, others may take it."""
         deferred: list[Sequence] = []
+        self.num_deferred = 0
         for sequence in waiting:
             if sequence.is_of_batch and deferred:
-                yield from filter(self.has_room, deferred)
+                yield from self._list_ready(deferred)
                 deferred.clear()
             if self._is_next(sequence):
                 yield sequence
             else:
                 deferred.append(sequence)
-        yield from filter(self.has_room, deferred)
+                self.num_deferred += 1
+        yield from self._list_ready(deferred)
+
+    def _list_ready(self, deferred: Iterable[Sequence]) -> Iterator[Sequence]:
+        for sequence in filter(self.has_room, deferred):
+            self.num_deferred -= 1
+            yield sequence
 
     def _is_next(self, sequence: Sequence) -> bool:
         digest = sequence.adapter_digest

@@ -62,6 +62,9 @@ def _build_output(sequence: Sequence, result: RunnerOutput) -> Output:
         sequence.is_admission_reported = True
         output.cached_tokens = sequence.cached_tokens
         output.queued_seconds = sequence.queued_seconds
+    if sequence.num_preemptions:
+        output.num_preemptions = sequence.num_preemptions
+        sequence.num_preemptions = 0
     if sequence.wants_prompt_logprobs:
         output.prompt_logprobs = sequence.prompt_logprobs
         sequence.prompt_logprobs = []

@@ -161,6 +161,7 @@ class RunningSequences:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.requeue(sequence)
+        sequence.num_preemptions += 1
         self._stats.num_preemptions += 1
 
     def requeue(self, sequence: Sequence) -> None:

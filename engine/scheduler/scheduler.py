@@ -72,6 +72,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_before_batches = 0  # live sequences that batches give way to
         self._num_active = 0  # running ones that are not paused
+        self._num_deferred = 0  # waiting ones that the newest step has passed over
         self._batch_share = BatchShare(max_chunk if whole_prompts else BatchShare.MOST)
         self._stats = Stats()
         self._running = RunningSequences(
@@ -145,6 +146,7 @@ class Scheduler:
         """Counters so far and current gauges. The caller fills in num_steps and step_tokens."""
         self._stats.num_running = len(self._running)
         self._stats.num_waiting = len(self._waiting)
+        self._stats.num_deferred = min(self._num_deferred, len(self._waiting))
         self._stats.kv_cache_usage = self._pool.usage
         return self._stats
 
@@ -170,6 +172,7 @@ class Scheduler:
         held = self._running.pass_slot_on().union(held)
         paused = self._find_paused()
         self._num_active = len(self._running) - len(paused)
+        self._num_deferred = 0
         step = PlannedStep(budget, budget, max_drafts=self._limit_drafts())
         max_running = -(-self._num_active // num_batches)
         max_sequences = -(-(len(self._running) + len(self._waiting)) // num_batches)
@@ -305,6 +308,7 @@ class Scheduler:
         long prompt while another long prompt is being computed.
         """
         has_long_prefill = any(sequence.is_long_prefill for sequence in self._running)
+        num_overtaken = 0
         for sequence in self._adapters.list_admissible(self._waiting):
             if step.budget <= 0 or step.num_sequences >= max_sequences or self._running.is_full:
                 break
@@ -317,6 +321,7 @@ class Scheduler:
             can_wait = not sequence.num_output and not self._whole_prompts
             is_long = can_wait and len(sequence.token_ids) - num_cached > step.max_tokens
             if (is_long and has_long_prefill) or self._prefix_cache.must_wait(sequence, num_cached):
+                num_overtaken += 1
                 continue
             if not self._running.admit(sequence, num_cached, now):
                 break
@@ -328,6 +333,7 @@ class Scheduler:
             self._running.allocate(sequence, count)
             step.scheduled.append(sequence.schedule(count))
             step.budget -= count
+        self._num_deferred = num_overtaken + self._adapters.num_deferred
 
     def _schedule_long_prefill(self, step: PlannedStep, sequence: Sequence) -> None:
         """Schedule the long prompt with the tokens set aside for it, and the rest of the budget if blocks are free."""

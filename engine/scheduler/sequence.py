@@ -57,6 +57,7 @@ class Sequence:
         "num_computed",
         "num_delivered",
         "num_pending_ids",
+        "num_preemptions",
         "num_prompt",
         "num_scheduled",
         "num_sent_ids",
@@ -97,6 +98,7 @@ class Sequence:
         self.cached_tokens: int | None = None  # at the first admission
         self.queued_seconds: float | None = None
         self.is_admission_reported = False  # cached_tokens and queued_seconds were sent
+        self.num_preemptions = 0  # since its last output
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.are_prompt_logprobs_sent = False
         self.num_delivered = len(self.token_ids)  # prompt, and output ids that the request's outputs have carried

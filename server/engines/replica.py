@@ -88,7 +88,9 @@ class Replica:
             if tier is not None:
                 tier.num_blocks = 0
                 tier.num_bytes = 0
-        self._past = msgspec.structs.replace(stats, num_running=0, num_waiting=0, kv_cache_usage=0.0, step_tokens=0)
+        self._past = msgspec.structs.replace(
+            stats, num_running=0, num_waiting=0, num_deferred=0, kv_cache_usage=0.0, step_tokens=0
+        )
         self.is_lost = True
 
     def replace(self, engine: EngineHandle) -> None:

@@ -57,6 +57,7 @@ class Choice:
         self._generation = generation
         self._is_first = choice == 0  # the prompt's tokens are counted with its first choice
         self.times = ChoiceTimes(arrival)
+        self._num_preemptions = 0
         self._has_changed = False
 
     def receive(self, output: Output) -> None:
@@ -70,6 +71,7 @@ class Choice:
             logger.exception("the output of request %d could not be turned into text", output.id)
             self._generation.fail(GenerationFailed("the output could not be turned into text"))
             return
+        self._num_preemptions += output.num_preemptions
         if self.times.last_token is None:
             self._begin(output)
         meter = self.submitted.meter
@@ -89,7 +91,8 @@ class Choice:
     def end(self, reason: FinishReason) -> None:
         """Count the choice, which has ended."""
         max_tokens = self.engine_request.sampling.max_tokens
-        self.submitted.meter.count_finished(reason, self.output.num_tokens, max_tokens, self.times)
+        meter = self.submitted.meter
+        meter.count_finished(reason, self.output.num_tokens, max_tokens, self.times, self._num_preemptions)
 
     def _begin(self, output: Output) -> None:
         self.cached_tokens = output.cached_tokens or 0

@@ -21,6 +21,7 @@ _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 
 _DURATION = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
 _CHOICES = (1, 2, 5, 10, 20)
+_PREEMPTIONS = (0, 1, 2, 3, 4, 5, 10, 20)
 _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # Why an engine process was replaced; docs/metrics.md explains each.
 RESTART_REASONS = ("killed", "exited", "failed", "rank", "hung", "step_timeout", "start", "peer")
@@ -157,6 +158,7 @@ class Meter:
         self.max_generation_tokens = Histogram(_TOKENS)
         self.request_prompt_tokens = Histogram(_TOKENS)
         self.request_generation_tokens = Histogram(_TOKENS)
+        self.request_preemptions = Histogram(_PREEMPTIONS)
         self.step_tokens = Histogram(_STEP_TOKENS)
         self.restarts = dict.fromkeys(RESTART_REASONS, 0)
         self.replayed_requests = 0
@@ -199,9 +201,12 @@ class Meter:
         self.replayed_requests += 1
         self.replayed_tokens += num_tokens
 
-    def count_finished(self, reason: FinishReason, num_tokens: int, max_tokens: int, times: ChoiceTimes) -> None:
+    def count_finished(
+        self, reason: FinishReason, num_tokens: int, max_tokens: int, times: ChoiceTimes, num_preemptions: int
+    ) -> None:
         """Count a finished choice with `num_tokens` generated tokens, of which there could have been `max_tokens`."""
         self.finished[reason] += 1
+        self.request_preemptions.observe(num_preemptions)
         self.request_generation_tokens.observe(num_tokens)
         self.params_max_tokens.observe(max_tokens)
         self.request_latency.observe(self.clock.read() - times.arrival)

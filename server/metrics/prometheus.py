@@ -47,6 +47,7 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         for name, text, gauge in _GAUGES:
             yield self._family(GaugeMetricFamily, name, text, gauge)
+        yield self._waiting_by_reason()
         for name, text, counter in _COUNTERS:
             yield self._family(CounterMetricFamily, name, text, counter)
         for name, text, count in _DRAFTS:
@@ -63,6 +64,11 @@ class EngineCollector(Collector):
         yield from self._collect_usage(self._usage)
         for name, text, histogram in _HISTOGRAMS:
             yield self._histogram(name, text, histogram)
+        if self._prefix == VLLM_PREFIX:
+            for name, text, gauge in _OLD_GAUGES:
+                yield self._family(GaugeMetricFamily, name, text, gauge)
+            for name, text, histogram in _OLD_HISTOGRAMS:
+                yield self._histogram(name, text, histogram)
         if any(engine.ready for engine in self._engines):
             yield self._cache_config()
 
@@ -126,6 +132,15 @@ class EngineCollector(Collector):
                 family.add_metric([*labels, str(value)], count)
         return family
 
+    def _waiting_by_reason(self) -> Metric:
+        name = self._prefix + "num_requests_waiting_by_reason"
+        family = GaugeMetricFamily(name, "Requests waiting in the engine by reason.", labels=[*_LABELS, "reason"])
+        for labels, engine in self._labelled_engines():
+            stats = engine.stats
+            family.add_metric([*labels, "capacity"], stats.num_waiting - stats.num_deferred)
+            family.add_metric([*labels, "deferred"], stats.num_deferred)
+        return family
+
     def _by_source(self, name: str, text: str, count: Callable[[Stats], int]) -> Metric:
         """Counts of drafts. An engine has one source of them."""
         family = CounterMetricFamily(self._prefix + name, text, labels=[*_LABELS, "source"])
@@ -177,6 +192,7 @@ class EngineCollector(Collector):
         return family
 
 
+VLLM_PREFIX = "vllm:"
 _LABELS = ("model_name", "engine")
 _GAUGES: tuple[tuple[str, str, Callable[[Stats, Meter], float]], ...] = (
     ("num_requests_running", "Requests being computed.", lambda stats, _: stats.num_running),
@@ -224,8 +240,20 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[Meter], Histogram]], ...] = (
     ("request_max_num_generation_tokens", "Tokens of a longest choice.", lambda meter: meter.max_generation_tokens),
     ("request_prompt_tokens", "Prompt tokens of a request.", lambda meter: meter.request_prompt_tokens),
     ("request_generation_tokens", "Generated tokens of a choice.", lambda meter: meter.request_generation_tokens),
+    ("request_num_preemptions", "Preemptions of a choice.", lambda meter: meter.request_preemptions),
     ("iteration_tokens_total", "Tokens computed in a step.", lambda meter: meter.step_tokens),
     ("recovery_seconds", "From an engine's end until another is ready.", lambda meter: meter.recovery),
+)
+# Names that vLLM had before, for dashboards that still use them.
+_OLD_GAUGES: tuple[tuple[str, str, Callable[[Stats, Meter], float]], ...] = (
+    ("gpu_cache_usage_perc", "Old name of kv_cache_usage_perc.", lambda stats, _: stats.kv_cache_usage),
+)
+_OLD_HISTOGRAMS: tuple[tuple[str, str, Callable[[Meter], Histogram]], ...] = (
+    (
+        "time_per_output_token_seconds",
+        "Old name of inter_token_latency_seconds.",
+        lambda meter: meter.inter_token_latency,
+    ),
 )
 _KEY_USAGES: tuple[tuple[str, str, Callable[[UsageTotals], int]], ...] = (
     ("key_requests", "Requests by API key.", lambda used: used.num_requests),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from serve_llm.common.types import Request
@@ -22,16 +22,28 @@ class UsageCounter:
     """UsageTotals by label, in the order in which the labels were first seen."""
 
     def __init__(self) -> None:
+        self.current: Container[str] | None = None  # labels that are in use; None: all are
         self._usages = {OTHERS: UsageTotals()}  # so that the metrics exist from the start
 
     def count(self, label: str, prompt_tokens: int, generation_tokens: int) -> None:
-        """Count one choice. With too many labels already, a new one counts as OTHERS."""
-        if label not in self._usages and len(self._usages) > MAX_LABELS:
+        """Count one choice. With too many labels already, a new one takes the place of the oldest that is not in use,
+        and counts as OTHERS if all are."""
+        if label not in self._usages and len(self._usages) > MAX_LABELS and not self._drop_oldest():
             label = OTHERS
         usage = self._usages.setdefault(label, UsageTotals())
         usage.num_requests += 1
         usage.prompt_tokens += prompt_tokens
         usage.generation_tokens += generation_tokens
+
+    def _drop_oldest(self) -> bool:
+        """False if every label is in use."""
+        if self.current is None:
+            return False
+        oldest = next((label for label in self._usages if label != OTHERS and label not in self.current), None)
+        if oldest is None:
+            return False
+        del self._usages[oldest]
+        return True
 
     def items(self) -> Iterator[tuple[str, UsageTotals]]:
         yield from self._usages.items()
@@ -43,6 +55,10 @@ class UsageMeter:
     def __init__(self) -> None:
         self.by_key = UsageCounter()  # by the index of the API key; "0" without keys
         self.by_adapter = UsageCounter()  # by name; the base model is not in it
+
+    def watch_adapters(self, loaded: Container[str]) -> None:
+        """loaded: the names of the adapters that are served now; it changes with them."""
+        self.by_adapter.current = loaded
 
     def count(self, request: Request, num_generated: int | None) -> None:
         """Count a request that has ended. num_generated: tokens received; None if it has had no output."""

@@ -38,7 +38,12 @@ class RequestLog:
             parameters["stream"] = True
         path = http_request.url.path
         num_tokens = sum(map(len, request.prompts))
-        fields: dict[str, object] = {"path": path, "model": model, "prompt_tokens": num_tokens, "parameters": parameters}
+        fields: dict[str, object] = {
+            "path": path,
+            "model": model,
+            "prompt_tokens": num_tokens,
+            "parameters": parameters,
+        }
         line = f"request {http_request.scope[REQUEST_ID]}: {path}, model {model}"
         tenant: int | None = http_request.scope.get(TENANT)
         if tenant is not None:

@@ -24,6 +24,7 @@ Serve = Callable[..., Served]
 NAMES = {
     "num_requests_running": "gauge",
     "num_requests_waiting": "gauge",
+    "num_requests_waiting_by_reason": "gauge",
     "kv_cache_usage_perc": "gauge",
     "prompt_tokens": "counter",
     "generation_tokens": "counter",
@@ -76,12 +77,14 @@ NAMES = {
     "request_max_num_generation_tokens": "histogram",
     "request_prompt_tokens": "histogram",
     "request_generation_tokens": "histogram",
+    "request_num_preemptions": "histogram",
     "iteration_tokens_total": "histogram",
     "recovery_seconds": "histogram",
     "cache_config_info": "gauge",
 }
 
 
+OLD_NAMES = {"gpu_cache_usage_perc": "gauge", "time_per_output_token_seconds": "histogram"}  # of vLLM
 OF_SERVER = ("requests_refused", "ignored_fields", "http_requests", "stored_responses", "stored_response_bytes")
 OF_SERVER += ("evicted_responses", "batch_requests_running", "batch_requests", "front_ends", "front_end_restarts")
 OF_SERVER += ("engines_ready",)
@@ -95,7 +98,8 @@ def test_names_and_labels(serve: Serve, prefix: str) -> None:
     reply = served.get("/metrics")
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
     families = [one for one in text_string_to_metric_families(reply.content.decode()) if one.name.startswith(prefix)]
-    assert {family.name.removeprefix(prefix): family.type for family in families} == NAMES
+    expected = NAMES | OLD_NAMES if prefix == "vllm:" else NAMES
+    assert {family.name.removeprefix(prefix): family.type for family in families} == expected
     for family in families:
         assert family.samples and family.documentation
         for sample in family.samples:
@@ -152,10 +156,35 @@ def test_the_number_of_labels_is_bounded() -> None:
     assert (by_key.num_requests, by_key.prompt_tokens, by_key.generation_tokens) == (301, 600, 900)
 
 
+def test_an_adapter_that_is_no_longer_loaded_makes_room() -> None:
+    usage = UsageMeter()
+    loaded = {f"adapter-{number}" for number in range(MAX_LABELS)}
+    usage.watch_adapters(loaded)
+
+    def count(name: str) -> None:
+        adapter = Adapter(name=name, directory="", digest="")
+        usage.count(Request(id=1, prompt_ids=[1], sampling=Sampling(max_tokens=9, seed=1), adapter=adapter), 3)
+
+    for name in sorted(loaded):
+        count(name)
+    loaded.add("new")
+    count("new")
+    assert dict(usage.by_adapter.items())[OTHERS].num_requests == 1
+    loaded.discard("adapter-7")
+    count("adapter-7")  # a request that had begun before
+    count("new")
+    counted = dict(usage.by_adapter.items())
+    assert "adapter-7" not in counted and counted["new"].num_requests == 1 and len(counted) == MAX_LABELS + 1
+
+
 def test_gauges_show_the_newest_engine_stats(served: Served) -> None:
     drafts = {"num_drafts": 7, "num_draft_tokens": 21, "num_accepted_tokens": 9, "num_forced_tokens": 4}
-    served.engine.stats = Stats(3, 2, 0.25, 100, 40, 5, **drafts)
+    served.engine.stats = Stats(3, 2, 0.25, 100, 40, 5, **drafts, num_deferred=1)
     text = served.get("/metrics").content.decode()
+    waiting = dict(
+        re.findall(r'^serve_llm_num_requests_waiting_by_reason{.*reason="(\w+)"} (\S+)$', text, re.MULTILINE)
+    )
+    assert waiting == {"capacity": "1.0", "deferred": "1.0"}
     for name, value in (
         ("num_requests_running", 3),
         ("num_requests_waiting", 2),
@@ -240,12 +269,13 @@ def test_times_of_a_choice_add_up() -> None:
     choice.last_token = meter.count_tokens(1, None)
     meter.count_step(Stats())
     choice.last_token = meter.count_tokens(1, choice.last_token)
-    meter.count_finished(FinishReason.STOP, 2, 9, choice)
+    meter.count_finished(FinishReason.STOP, 2, 9, choice, 3)
     found = (meter.time_to_first_token, meter.queue_time, meter.prefill_time, meter.decode_time, meter.inference_time)
     assert [one.sum for one in found] == [9, 5, 3, 2, 5] and meter.request_latency.sum == 12
     unscheduled = ChoiceTimes(arrival=1.0)
     meter.clock.read = lambda: 14.0
-    meter.count_finished(FinishReason.ABORT, 0, 9, unscheduled)
+    meter.count_finished(FinishReason.ABORT, 0, 9, unscheduled, 0)
+    assert (meter.request_preemptions.sum, meter.request_preemptions.cumulative_buckets()[0]) == (3, ("0.0", 1))
     assert meter.inference_time.cumulative_buckets()[-1] == ("+Inf", 1)
 
 

@@ -63,7 +63,9 @@ def test_the_beginning_of_each_prompt_if_it_is_asked_for(serve: Serve, caplog: p
 def test_vectors(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     model_facts = facts(generates=False, pooling_task="embed", vector_size=3)
-    served = serve(script=lambda request: (1.0, 0.0, 0.0), model_facts=model_facts, options={"enable_log_requests": True})
+    served = serve(
+        script=lambda request: (1.0, 0.0, 0.0), model_facts=model_facts, options={"enable_log_requests": True}
+    )
     assert served.post("/v1/embeddings", {"input": ["hidden", "b"]}).status == 200
     (line,) = read_lines(caplog)
     assert "/v1/embeddings, model demo, " in line and line.endswith(" prompt tokens") and "hidden" not in line

@@ -46,6 +46,7 @@ def test_sequences_whose_adapter_is_there_overtake_one_that_waits_for_a_slot() -
     running = admit(slots, "a")
     more = admit(slots, "ba ")
     assert [sequence.adapter_digest for sequence in more] == ["aaa", ""]
+    assert slots.num_deferred == 1
     for sequence in [*running, *more]:
         slots.release(sequence)
     assert [sequence.adapter_digest for sequence in admit(slots, "ba")] == ["bbb"]

@@ -83,8 +83,18 @@ def test_a_prefix_that_is_being_computed_is_waited_for() -> None:
     first = scheduler.schedule(64, 0.0)
     assert [(chunk.start, chunk.count) for chunk in first.scheduled] == [(0, 13)]
     scheduler.update_from_output(first, workers.execute(first))
+    assert (scheduler.stats().num_waiting, scheduler.stats().num_deferred) == (2, 2)
     second = scheduler.schedule(64, 1.0)
     assert [(chunk.start, chunk.count) for chunk in second.scheduled] == [(12, 1), (12, 1)]
+    assert scheduler.stats().num_deferred == 0
+
+
+def test_who_waits_for_room_is_not_deferred() -> None:
+    scheduler = make(max_num_seqs=1)
+    for number in range(3):
+        scheduler.add(Request(id=number, prompt_ids=[number], sampling=Sampling(max_tokens=1, seed=0)), 0.0)
+    scheduler.schedule(64, 0.0)
+    assert (scheduler.stats().num_waiting, scheduler.stats().num_deferred) == (2, 0)
 
 
 def test_a_request_that_was_cut_goes_on_from_its_ids() -> None:
@@ -113,6 +123,7 @@ def test_full_pool_preempts_the_last_and_both_finish() -> None:
     arrivals = {0: [(Request(id=n, prompt_ids=[n] * 5, sampling=sampling), False) for n in range(2)]}
     got = drive(scheduler, FakeWorkers(FULL), arrivals, 64, 1)
     assert scheduler.stats().num_preemptions > 0
+    assert sum(o.num_preemptions for outputs in got.values() for o in outputs) == scheduler.stats().num_preemptions
     for number in range(2):
         request = Request(id=number, prompt_ids=[number] * 5, sampling=sampling)
         assert [i for o in got[number] for i in o.token_ids] == expected_output(request)[0]
