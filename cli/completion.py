@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from serve_llm.common.errors import OptionError
@@ -67,9 +67,26 @@ def _make_chat_parser() -> argparse.ArgumentParser:
     return create_parser()
 
 
-def _make_bench_parser() -> argparse.ArgumentParser:
-    """The options of `bench serve`, which has most of them."""
+def _make_bench_serve_parser() -> argparse.ArgumentParser:
     from serve_llm.cli.bench.serve import create_parser
+
+    return create_parser()
+
+
+def _make_bench_latency_parser() -> argparse.ArgumentParser:
+    from serve_llm.cli.bench.offline import create_latency_parser
+
+    return create_latency_parser()
+
+
+def _make_bench_throughput_parser() -> argparse.ArgumentParser:
+    from serve_llm.cli.bench.offline import create_throughput_parser
+
+    return create_throughput_parser()
+
+
+def _make_bench_start_parser() -> argparse.ArgumentParser:
+    from serve_llm.cli.bench.start import create_parser
 
     return create_parser()
 
@@ -94,12 +111,15 @@ def _make_completion_parser() -> argparse.ArgumentParser:
     return argparse.ArgumentParser("serve-llm completion")
 
 
-# Command -> its parser; "" is the server's, whose first argument is a model.
+# Command, of one word or two -> its parser; "" is the server's, whose first argument is a model.
 PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "": make_parser,
     "serve": make_parser,
     "chat": _make_chat_parser,
-    "bench": _make_bench_parser,
+    "bench serve": _make_bench_serve_parser,
+    "bench latency": _make_bench_latency_parser,
+    "bench throughput": _make_bench_throughput_parser,
+    "bench start": _make_bench_start_parser,
     "top": _make_top_parser,
     "scale": _make_scale_parser,
     "plan": _make_plan_parser,
@@ -109,6 +129,8 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "convert": _make_convert_parser,
     "completion": _make_completion_parser,
 }
+# Command -> the words that may follow it.
+SECOND_WORDS = {"bench": ("serve", "latency", "throughput", "start"), "completion": tuple(INSTALL)}
 
 
 def read_options(parser: argparse.ArgumentParser) -> list[CompletedOption]:
@@ -134,26 +156,36 @@ def format_script(shell: str, commands: Mapping[str, Sequence[CompletedOption]])
 
 def _format_bash(commands: Mapping[str, Sequence[CompletedOption]]) -> str:
     """Functions that are pure lists of words, and one that chooses."""
-    names = [name for name in commands if name]
+    names = _find_first_words(commands)
     flag_cases = []
     value_cases = []
     for command, options in commands.items():
         flags = " ".join(name for option in options for name in option.names)
-        flag_cases.append(f"        {command or '*'}) words='{flags}' ;;")
+        pattern = f'"{command}"' if command else "*"
+        flag_cases.append(f"        {pattern}) words='{flags}' ;;")
         for option in options:
-            pattern = "|".join(f"{command or '-'}:{name}" for name in option.names)
+            pattern = "|".join(f'"{command or "-"}:{name}"' for name in option.names)
             if option.values:
                 value_cases.append(f"        {pattern}) words='{' '.join(option.values)}'; files={_flag(option)} ;;")
             elif option.takes_value:
                 value_cases.append(f"        {pattern}) words=''; files={_flag(option)} ;;")
     # The server's options come last in the first case, because its pattern matches everything.
     flag_cases.sort(key=lambda line: line.lstrip().startswith("*"))
+    second_cases = [
+        f"                        2:{command}) words='{' '.join(words)}'; files=\"\" ;;"
+        for command, words in SECOND_WORDS.items()
+    ]
     return _BASH.format(
         names=" ".join([*names, "demo"]),
         pattern="|".join(names),
         flags="\n".join(flag_cases),
         values="\n".join(value_cases),
+        seconds="\n".join(second_cases),
     )
+
+
+def _find_first_words(commands: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(command.partition(" ")[0] for command in commands if command))
 
 
 def _flag(option: CompletedOption) -> str:
@@ -166,6 +198,7 @@ _serve_llm() {{
     case "${{COMP_WORDS[1]}}" in
         {pattern}) [ "$COMP_CWORD" -gt 1 ] && command="${{COMP_WORDS[1]}}" ;;
     esac
+    [ "$command" = bench ] && [ "$COMP_CWORD" -gt 2 ] && command="bench ${{COMP_WORDS[2]}}"
     case "$command:$previous" in
 {values}
         *)
@@ -175,7 +208,11 @@ _serve_llm() {{
                     case "$command" in
 {flags}
                     esac ;;
-                *) [ "$COMP_CWORD" -eq 1 ] && words='{names}' ;;
+                *)
+                    case "$COMP_CWORD:$command" in
+                        1:*) words='{names}' ;;
+{seconds}
+                    esac ;;
             esac ;;
     esac
     COMPREPLY=($(compgen -W "$words" -- "$current"))
@@ -188,20 +225,26 @@ complete -o filenames -F _serve_llm serve-llm
 
 def _format_zsh(commands: Mapping[str, Sequence[CompletedOption]]) -> str:
     """zsh's _arguments takes the options with their help."""
-    lines = ["#compdef serve-llm", "_serve_llm() {", "    local -a options", '    case "${words[2]}" in']
+    lines = ["#compdef serve-llm", "_serve_llm() {", "    local -a options", '    case "${words[2]} ${words[3]}" in']
     for command, options in sorted(commands.items(), key=lambda item: not item[0]):
-        lines.append(f"        {command or '*'})")
+        pattern = f"'{command}'" if " " in command else f"'{command} '*"
+        lines.append(f"        {pattern if command else '*'})")
         lines.append("            options=(")
         lines += [
             f"                {_quote(_zsh_argument(name, option))}" for option in options for name in option.names
         ]
         lines += ["            ) ;;"]
-    names = " ".join([*filter(None, commands), "demo"])
+    names = " ".join([*_find_first_words(commands), "demo"])
     lines += [
         "    esac",
         "    if (( CURRENT == 2 )) && [[ ${words[2]} != -* ]]; then",
         f"        compadd -- {names}",
         "        _files",
+    ]
+    for first, seconds in SECOND_WORDS.items():
+        lines.append(f"    elif (( CURRENT == 3 )) && [[ ${{words[2]}} == {first} && ${{words[3]}} != -* ]]; then")
+        lines.append(f"        compadd -- {' '.join(seconds)}")
+    lines += [
         "    else",
         "        _arguments -S $options '*:file:_files'",
         "    fi",
@@ -222,12 +265,18 @@ def _zsh_argument(name: str, option: CompletedOption) -> str:
 
 
 def _format_fish(commands: Mapping[str, Sequence[CompletedOption]]) -> str:
-    names = [name for name in commands if name]
+    names = _find_first_words(commands)
     lines = [f"complete -c serve-llm -n __fish_use_subcommand -a {_quote(' '.join([*names, 'demo']))}"]
+    for first, seconds in SECOND_WORDS.items():
+        words = " ".join(seconds)
+        condition = f"__fish_seen_subcommand_from {first}; and not __fish_seen_subcommand_from {words}"
+        lines.append(f"complete -c serve-llm -n {_quote(condition)} -f -a {_quote(words)}")
     for command, options in commands.items():
-        condition = f"__fish_seen_subcommand_from {command}"
+        condition = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in command.split())
         if not command:
             condition = f"not __fish_seen_subcommand_from {' '.join(names)}"
+        elif command in SECOND_WORDS["bench"]:
+            condition += "; and not __fish_seen_subcommand_from bench"
         for option in options:
             lines.append(_fish_line(condition, option))
     return "\n".join(lines) + "\n"

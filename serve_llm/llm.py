@@ -54,6 +54,7 @@ T = TypeVar("T")
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 PreparedPrompt = tuple[str | None, TextRequest]  # the prompt's text, None if it was given as ids
+UseTqdm = bool | Callable[..., "tqdm[Any]"]  # whether a bar is shown, or what to call instead of tqdm
 
 
 class LLM:
@@ -102,7 +103,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         *,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
@@ -123,7 +124,7 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -164,7 +165,7 @@ class LLM:
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         *,
         dimensions: int | None = None,
         truncate_prompt_tokens: int | None = None,
@@ -179,7 +180,7 @@ class LLM:
         return self._pool(pooling_jobs.embed, bodies, build, use_tqdm)
 
     def classify(
-        self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True, *, truncate_prompt_tokens: int | None = None
+        self, prompts: Prompt | Sequence[Prompt], use_tqdm: UseTqdm = True, *, truncate_prompt_tokens: int | None = None
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """The probabilities of each prompt's classes. Raises as `generate` does."""
         fields = {"truncate_prompt_tokens": truncate_prompt_tokens}
@@ -196,7 +197,7 @@ class LLM:
         self,
         queries: str | Sequence[str],
         documents: str | Sequence[str],
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         *,
         truncate_prompt_tokens: int | None = None,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
@@ -274,9 +275,9 @@ class LLM:
             request.adapter = None if one is None else self._run(self._adapters.obtain(one))
         return prepared
 
-    def _complete(self, prepared: Sequence[PreparedPrompt], use_tqdm: bool) -> list[RequestOutput]:
+    def _complete(self, prepared: Sequence[PreparedPrompt], use_tqdm: UseTqdm) -> list[RequestOutput]:
         generations = [self._generator.open(request) for _, request in prepared]
-        with tqdm(total=len(prepared), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        with _create_bar(use_tqdm, len(prepared)) as bar:
             results = self._run(_run_all(generations, bar))
         return [
             self._build_output(text, generation, deltas)
@@ -307,12 +308,12 @@ class LLM:
         job: Callable[[bytes, Context], Pool],
         bodies: Sequence[Mapping[str, object]],
         build: Callable[[Pool, list[bytes]], VectorOutput],
-        use_tqdm: bool,
+        use_tqdm: UseTqdm,
     ) -> list[PoolingRequestOutput[VectorOutput]]:
         """One request per body, of the route that `job` belongs to, all together."""
         pools = [job(msgspec.json.encode(body), self._context) for body in bodies]
         generations = [self._generator.open(pool.request) for pool in pools]
-        with tqdm(total=len(pools), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        with _create_bar(use_tqdm, len(pools)) as bar:
             results = self._run(_run_all(generations, bar))
         outputs = []
         for pool, deltas in zip(pools, results, strict=True):
@@ -333,6 +334,12 @@ class LLM:
 
 async def _create_supervisor(options: Options, directory: str) -> Supervisor:
     return Supervisor(options, directory)
+
+
+def _create_bar(use_tqdm: UseTqdm, total: int) -> tqdm[Any]:
+    if isinstance(use_tqdm, bool):
+        return tqdm(total=total, desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True)
+    return use_tqdm(total=total, desc="Processed prompts", dynamic_ncols=True)
 
 
 async def _run_all(generations: list[Generation], bar: tqdm[Any]) -> list[list[Delta]]:

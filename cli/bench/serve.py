@@ -27,6 +27,7 @@ from serve_llm.cli.bench.datasets import (
     make_random,
     read_conversations,
 )
+from serve_llm.cli.bench.goodput import count_met, parse_objectives
 from serve_llm.cli.bench.report import (
     TITLES,
     count_tokens,
@@ -72,12 +73,13 @@ def create_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--base-url", metavar="URL", help="the same as URL")
+    add("--host", help="of a running server, instead of a URL; 127.0.0.1 if only --port is given")
+    add("--port", type=positive_int, help="of a running server; 8000 if only --host is given")
     add("--model", metavar="NAME", help="name of the model at a URL; the first one if not given")
     add("--api-key", metavar="KEY", help="key of the server; SERVE_LLM_API_KEY if not given")
     add("--backend", choices=sorted(PATHS), default="openai", help="openai, vllm: completions; openai-chat: chat")
     add("--endpoint", metavar="PATH", help="path of the route, if it is not the backend's")
-    add("--dataset-name", choices=("random", "sharegpt", "prefix-repetition"), default="random", help="kind of prompts")
-    add("--dataset-path", metavar="FILE", help="JSON or JSONL of sharegpt")
+    add_dataset_name(parser)
     add("--num-prompts", type=positive_int, default=1000, metavar="N", help="requests in all")
     add(
         "--request-rate",
@@ -94,16 +96,7 @@ def create_parser() -> argparse.ArgumentParser:
     add("--random-range-ratio", type=float, default=0.0, metavar="SHARE", help="by which both lengths vary")
     add("--random-prefix-len", type=int, default=0, metavar="TOKENS", help="shared by all prompts, before their own")
     add("--sharegpt-output-len", type=positive_int, metavar="TOKENS", help="of an answer, instead of the file's")
-    add("--prefix-repetition-prefix-len", type=positive_int, default=256, metavar="TOKENS", help="of a prefix")
-    add(
-        "--prefix-repetition-suffix-len",
-        type=positive_int,
-        default=256,
-        metavar="TOKENS",
-        help="of a prompt's own part",
-    )
-    add("--prefix-repetition-num-prefixes", type=positive_int, default=10, metavar="N", help="different prefixes")
-    add("--prefix-repetition-output-len", type=positive_int, default=128, metavar="TOKENS", help="of an answer")
+    add_prefix_repetition(parser)
     add(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
@@ -113,6 +106,13 @@ def create_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of prompts and arrivals")
     add("--percentile-metrics", default=",".join(TITLES), metavar="NAMES", help="rows of the table")
     add("--metric-percentiles", default="99", metavar="NUMBERS", help="percentiles, with commas")
+    add(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="objectives such as ttft:200 tpot:50 e2el:3000; requests per second that meet all are counted",
+    )
     add("--save-result", action="store_true", help="write the figures as JSON")
     add("--result-dir", default=".", metavar="DIR", help="of that file")
     add("--result-filename", metavar="FILE", help="its name; made of rate, model and time if not given")
@@ -121,15 +121,57 @@ def create_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def add_dataset_name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dataset-name",
+        type=lambda name: name.replace("_", "-"),  # vLLM writes prefix_repetition
+        choices=("random", "sharegpt", "prefix-repetition"),
+        default="random",
+        help="kind of prompts",
+    )
+    parser.add_argument("--dataset-path", metavar="FILE", help="JSON or JSONL of sharegpt")
+
+
+def add_prefix_repetition(parser: argparse.ArgumentParser) -> None:
+    for name, default, metavar, text in (
+        ("prefix-len", 256, "TOKENS", "of a prefix"),
+        ("suffix-len", 256, "TOKENS", "of a prompt's own part"),
+        ("num-prefixes", 10, "N", "different prefixes"),
+        ("output-len", 128, "TOKENS", "of an answer"),
+    ):
+        parser.add_argument(
+            f"--prefix-repetition-{name}", type=positive_int, default=default, metavar=metavar, help=text
+        )
+
+
+def check_dataset(options: argparse.Namespace) -> None:
+    """Raises OptionError."""
+    if options.dataset_name == "sharegpt" and not options.dataset_path:
+        raise OptionError("--dataset-path: sharegpt needs a file of conversations")
+    if options.dataset_name != "sharegpt" and options.dataset_path:
+        raise OptionError("--dataset-path belongs to --dataset-name sharegpt")
+
+
+def find_target(target: str, options: argparse.Namespace) -> str:
+    """The URL or model. target: the first argument, or the usual URL. Raises OptionError."""
+    is_given = target != split_target([])[0]
+    has_place = options.host is not None or options.port is not None
+    if is_given + has_place + bool(options.base_url) > 1:
+        name = "--base-url" if options.base_url else "--host, --port"
+        raise OptionError(f"{name}: the server is given twice")
+    if has_place:
+        host = options.host or "127.0.0.1"
+        return f"http://{f'[{host}]' if ':' in host else host}:{options.port or 8000}"
+    return options.base_url or target
+
+
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Returns the exit code: 1 if a request failed. Raises ServeError."""
     target, rest = split_target(argv)
     options, server_arguments = create_parser().parse_known_args(rest)
-    if options.base_url:
-        if target != split_target([])[0]:
-            raise OptionError("--base-url: the server is given twice")
-        target = options.base_url
+    target = find_target(target, options)
     metrics, percentiles = check_options(options)
+    objectives = parse_objectives(options.goodput)
     # The environment's key may be several, of which one is enough.
     api_key = options.api_key or environ.get("SERVE_LLM_API_KEY", "").split(",")[0] or None
     with contextlib.ExitStack() as stack:
@@ -152,6 +194,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         "burstiness": options.burstiness,
         "max_concurrency": options.max_concurrency,
     } | summarize_replies(replies, seconds, percentiles)
+    result["request_goodput"] = count_met(find_good(replies), objectives) / seconds if objectives else None
     sys.stdout.write(format_result(result, metrics, percentiles))
     if options.save_result:
         name = f"{options.backend}-{result['request_rate']}qps-{Path(model).name}-{result['date']}.json"
@@ -174,10 +217,7 @@ def check_options(options: argparse.Namespace) -> tuple[list[str], list[float]]:
         percentiles = [-1.0]
     if not all(0 <= percent <= 100 for percent in percentiles):
         raise OptionError(f"--metric-percentiles: expected numbers from 0 to 100, not {options.metric_percentiles}")
-    if options.dataset_name == "sharegpt" and not options.dataset_path:
-        raise OptionError("--dataset-path: sharegpt needs a file of conversations")
-    if options.dataset_name != "sharegpt" and options.dataset_path:
-        raise OptionError("--dataset-path belongs to --dataset-name sharegpt")
+    check_dataset(options)
     if not 0 <= options.random_range_ratio < 1:
         raise OptionError("--random-range-ratio: expected a number from 0 to below 1")
     for name in ("num_warmups", "random_prefix_len"):
@@ -304,6 +344,11 @@ def format_result(result: Mapping[str, Any], metrics: Sequence[str], percentiles
         format_row("Total input tokens:", result["total_input_tokens"]),
         format_row("Total generated tokens:", result["total_output_tokens"]),
         format_row("Request throughput (req/s):", result["request_throughput"]),
+        *(
+            []
+            if result["request_goodput"] is None
+            else [format_row("Request goodput (req/s):", result["request_goodput"])]
+        ),
         format_row("Output token throughput (tok/s):", result["output_throughput"]),
         format_row("Total token throughput (tok/s):", result["total_token_throughput"]),
     ]

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from serve_llm.cli.api_client import ApiClient
+from serve_llm.cli.bench.chart import Chart, write_charts
 from serve_llm.cli.bench.client import StreamClient
 from serve_llm.cli.bench.report import format_row, format_title, summarize_times, write_json
 from serve_llm.cli.bench.serve import positive_int
@@ -26,6 +27,7 @@ def create_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--num-iters", type=positive_int, default=3, metavar="N", help="starts (default: 3)")
     parser.add_argument("--output-json", metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--plot", metavar="FILE", help="draw the times of the starts as SVG")
     return parser
 
 
@@ -53,6 +55,12 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     sys.stdout.write("\n".join(rows) + "\n")
     if options.output_json is not None:
         write_json(Path(options.output_json), result | {"serving_ms": serving, "first_token_ms": first_token})
+    if options.plot is not None:
+        charts = [
+            Chart(title, "start", "ms", list(enumerate(times, 1)))
+            for title, times in (("Serving", serving), ("First token", first_token))
+        ]
+        write_charts(Path(options.plot), f"Starts of {model}", charts)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_llm.common.options.peer_flag import PeerFlag, always, refused, same, switch
+from serve_llm.common.options.peer_flag import PeerFlag, always, neutral, refused, same, switch
 
 _CHOSEN = "omit it; the kernels are chosen by device and instruction set"
 _DRAFTS = "--speculative-config says how drafts are made and how long they are"

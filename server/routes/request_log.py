@@ -1,7 +1,7 @@
 """--enable-log-requests: one line for each request of text or vectors, once it has been parsed.
 
-A line holds numbers and names. Texts that a client chose (prompts, stop strings, schemas, salts) are left out or counted.
-Only --max-log-len adds the beginnings of prompts. Generated text and keys are never logged.
+A line holds numbers and names. Texts that a client chose (prompts, stop strings, schemas, salts) are left out or
+counted. Only --max-log-len adds the beginnings of prompts. Generated text and keys are never logged.
 """
 
 from __future__ import annotations

@@ -51,15 +51,33 @@ def test_offline(tmp_path: Path) -> None:
     assert "Batches:                               2\n" in table
     result = json.loads((tmp_path / "l.json").read_text())
     assert len(result["latencies"]) == 2 and 0 < result["median_batch_ms"] <= result["p99_batch_ms"]
-    table = bench("throughput", "demo", "--num-prompts", "6", *lengths)
+    table = bench("throughput", "demo", "--num-prompts", "6", *lengths, "--plot", str(tmp_path / "t.svg"))
+    assert "Answered requests" in (tmp_path / "t.svg").read_text()
     assert (
         "Total generated tokens:                24\n" in table
         and "Total input tokens:                    96\n" in table
     )
 
 
+@pytest.mark.slow
+def test_offline_datasets(tmp_path: Path) -> None:
+    prefixes = ("--prefix-repetition-prefix-len", "32", "--prefix-repetition-suffix-len", "4")
+    more = ("--prefix-repetition-num-prefixes", "2", "--prefix-repetition-output-len", "3")
+    table = bench("throughput", "demo", "--num-prompts", "4", "--dataset-name", "prefix_repetition", *prefixes, *more)
+    assert f"Total input tokens:                    {4 * 36}\n" in table
+    assert "Total generated tokens:                12\n" in table
+    conversations = tmp_path / "chats.jsonl"
+    turns = [{"from": "human", "value": "Hello!"}, {"from": "gpt", "value": "Hello there, how are you?"}]
+    conversations.write_text(json.dumps({"conversations": turns}))
+    data = ("--dataset-name", "sharegpt", "--dataset-path", str(conversations))
+    table = bench("throughput", "demo", "--num-prompts", "2", *data, "--output-len", "5")
+    assert "Total generated tokens:                10\n" in table
+
+
 def test_start(tmp_path: Path) -> None:
-    table = bench("start", "demo", "--num-iters", "1", "--max-num-seqs", "2", "--output-json", str(tmp_path / "s.json"))
+    written = ("--output-json", str(tmp_path / "s.json"), "--plot", str(tmp_path / "s.svg"))
+    table = bench("start", "demo", "--num-iters", "1", "--max-num-seqs", "2", *written)
+    assert "Starts of demo" in (tmp_path / "s.svg").read_text()
     assert "First token after, median (ms):" in table
     result = json.loads((tmp_path / "s.json").read_text())
     assert result["first_token_ms"][0] > result["serving_ms"][0] > 0

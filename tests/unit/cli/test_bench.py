@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from serve_llm.cli.api_client import ApiClient
-from serve_llm.cli.bench import chart, command, datasets, report, serve
+from serve_llm.cli.bench import chart, command, datasets, goodput, report, serve
 from serve_llm.cli.bench.client import StreamUsage, TimedReply
 from serve_llm.common.errors import OptionError
 from support.scripted_api import ScriptedApi, serve_script
@@ -128,6 +128,42 @@ def test_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert headings == ["scripted, random", *report.TITLES.values(), "Output tokens", "Requests"]
 
 
+def test_the_server_by_host_and_port(capsys: pytest.CaptureFixture[str]) -> None:
+    with serve_script(answers(3)) as api:
+        host, port = api.url.removeprefix("http://").split(":")
+        arguments = ["--backend", "openai-chat", "--dataset-name", "prefix_repetition"]
+        lengths = ["--prefix-repetition-prefix-len", "3", "--prefix-repetition-suffix-len", "2"]
+        place = ["--host", host, "--port", port]
+        assert command.main(["serve", *place, "--num-prompts", "3", *arguments, *lengths], {}) == 0
+    sent = [body for body in api.bodies if "messages" in body]
+    assert len(sent) == 3 and all(len(body["messages"][0]["content"].split()) == 5 for body in sent)
+    parse = serve.create_parser().parse_args
+    usual = "http://127.0.0.1:8000"
+    assert serve.find_target(usual, parse([])) == usual
+    assert serve.find_target(usual, parse(["--port", "9"])) == "http://127.0.0.1:9"
+    assert serve.find_target(usual, parse(["--host", "fd00::1"])) == "http://[fd00::1]:8000"
+
+
+def test_goodput(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    replies = [
+        TimedReply(0.0, 4.0, [1.0, 2.0, 4.0], StreamUsage(4, 3)),
+        TimedReply(1.0, 2.0, [2.0], StreamUsage(4, 1)),
+    ]
+    for words_, met in (
+        (["ttft:1000"], 2),
+        (["ttft:1000", "e2el:3999"], 1),
+        (["tpot:1499"], 1),
+        (["ttft:999"], 0),
+    ):
+        assert goodput.count_met(replies, goodput.parse_objectives(words_)) == met
+    with serve_script(answers(3)) as api:
+        saved = ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json"]
+        assert run(api, "--backend", "openai-chat", *saved, "--goodput", "ttft:60000", "tpot:60000") == 0
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["request_goodput"] == result["request_throughput"] > 0
+    assert "Request goodput (req/s):" in capsys.readouterr().out
+
+
 def test_plots_of_a_known_course_of_events() -> None:
     replies = [
         TimedReply(10.0, 14.0, [11.0, 14.0], StreamUsage(4, 4)),
@@ -191,6 +227,10 @@ def test_a_failed_request_is_counted_and_named(capsys: pytest.CaptureFixture[str
         ("serve --num-warmups -1", "--num-warmups"),
         ("serve --zzz", "unknown option --zzz"),
         ("serve demo --base-url http://h", "--base-url: the server is given twice"),
+        ("serve demo --port 1", "--host, --port: the server is given twice"),
+        ("serve --goodput ttft:x", "--goodput: expected ttft, tpot, e2el with milliseconds, such as ttft:200"),
+        ("serve --goodput itl:5", "not 'itl:5'"),
+        ("throughput demo --dataset-name sharegpt", "--dataset-path: sharegpt needs"),
         ("latency", "no model"),
         ("latency demo --port 1", "unknown option --port"),
         ("throughput demo --num-iters 2", "unknown option --num-iters"),

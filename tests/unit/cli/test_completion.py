@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from serve_llm.cli import completion
+from serve_llm.cli.bench.command import BENCHMARKS
 from serve_llm.cli.main import COMMANDS
 from serve_llm.common.errors import OptionError
 from serve_llm.common.options.fields import option_name
@@ -30,7 +31,9 @@ def complete(script: str, folder: Path, *words: str) -> set[str]:
 
 
 def test_every_command_is_completed() -> None:
-    assert set(completion.PARSERS) == {"", *COMMANDS}
+    assert {command.partition(" ")[0] for command in completion.PARSERS} == {"", *COMMANDS}
+    assert completion.SECOND_WORDS["bench"] == tuple(BENCHMARKS)
+    assert {f"bench {word}" for word in BENCHMARKS} <= set(completion.PARSERS)
 
 
 def test_bash(scripts: dict[str, str], tmp_path: Path) -> None:
@@ -46,6 +49,26 @@ def test_bash(scripts: dict[str, str], tmp_path: Path) -> None:
     assert "--gpu" in complete(script, tmp_path, "serve-llm", "plan", "demo", "--gp")
     assert complete(script, tmp_path, "serve-llm", "plan", "demo", "--host") == set()
     assert complete(script, tmp_path, "serve-llm", "run-batch", "demo", "-i", "o") == {"options.yaml"}
+
+
+def test_bash_completes_second_words_and_their_options(scripts: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    script = scripts["bash"]
+    assert complete(script, tmp_path, "serve-llm", "bench", "") == {"serve", "latency", "throughput", "start"}
+    assert complete(script, tmp_path, "serve-llm", "completion", "z") == {"zsh"}
+    assert complete(script, tmp_path, "serve-llm", "bench", "serve", "--good") == {"--goodput"}
+    assert complete(script, tmp_path, "serve-llm", "bench", "start", "--good") == set()
+    assert complete(script, tmp_path, "serve-llm", "bench", "start", "--num-i") == {"--num-iters"}
+    assert complete(script, tmp_path, "serve-llm", "bench", "latency", "demo", "--batch-s") == {"--batch-size"}
+    assert complete(script, tmp_path, "serve-llm", "bench", "throughput", "--dtype", "b") == {"bfloat16"}
+    assert complete(script, tmp_path, "serve-llm", "bench", "throughput", "check") == {"checkpoint"}
+
+
+def test_zsh_and_fish_have_second_words(scripts: dict[str, str]) -> None:
+    assert "compadd -- serve latency throughput start" in scripts["zsh"]
+    assert "'bench start')" in scripts["zsh"] and "'plan '*)" in scripts["zsh"]
+    assert "-f -a 'serve latency throughput start'" in scripts["fish"] and "-f -a 'bash zsh fish'" in scripts["fish"]
+    assert "'__fish_seen_subcommand_from bench; and __fish_seen_subcommand_from start' -l num-iters" in scripts["fish"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
