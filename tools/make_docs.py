@@ -1,6 +1,5 @@
-"""Generate the tables of four pages: docs/options.md, from `Options` and `Limits`; docs/models.md, from the model
-families; docs/from-other-engines.md, from the tables that translate other engines' options; and docs/features.md, from
-tests/features.toml.
+"""Generate the tables of pages: docs/options.md, from `Options` and `Limits`; docs/models.md, from the model families;
+docs/from-*.md, from the tables that translate other engines' options; and docs/features.md, from tests/features.toml.
 
 Only text between the marker lines is replaced. With --check, only report whether the pages are current.
 """
@@ -21,8 +20,15 @@ from serve_llm.common.options.sources import ENVIRONMENT_PREFIX
 DOCS = Path(__file__).parent.parent / "docs"
 OPTIONS_PAGE = DOCS / "options.md"
 MODELS_PAGE = DOCS / "models.md"
-PEERS_PAGE = DOCS / "from-other-engines.md"
 FEATURES_PAGE = DOCS / "features.md"
+# Page -> its tables, see `peers_page.table`.
+PEER_PAGES = {
+    "from-vllm.md": ("vLLM",),
+    "from-sglang.md": ("SGLang",),
+    "from-llama-cpp.md": ("llama.cpp",),
+    "from-ollama.md": ("commands",),
+    "from-other-engines.md": ("variables", "fields", "metrics"),
+}
 OPTIONS = ("<!-- options: begin (make docs) -->", "<!-- options: end -->")
 MODELS = ("<!-- models: begin (make docs) -->", "<!-- models: end -->")
 MATRIX = ("<!-- matrix: begin (make docs) -->", "<!-- matrix: end -->")
@@ -77,7 +83,7 @@ def models_table() -> str:
 
 
 def peers_table(kind: str) -> str:
-    """One part of docs/from-other-engines.md."""
+    """One table of docs/from-*.md."""
     sys.path.insert(0, str(Path(__file__).parent))
     import peers_page
 
@@ -99,9 +105,12 @@ PAGES: dict[Path, dict[tuple[str, str], Callable[[], str]]] = {
         MATRIX: functools.partial(features_table, "matrix"),
         EVIDENCE: functools.partial(features_table, "evidence"),
     },
-    PEERS_PAGE: {
-        (f"<!-- {kind}: begin (make docs) -->", f"<!-- {kind}: end -->"): functools.partial(peers_table, kind)
-        for kind in ("vLLM", "SGLang", "llama.cpp", "commands", "variables", "fields", "metrics")
+    **{
+        DOCS / name: {
+            (f"<!-- {kind}: begin (make docs) -->", f"<!-- {kind}: end -->"): functools.partial(peers_table, kind)
+            for kind in kinds
+        }
+        for name, kinds in PEER_PAGES.items()
     },
 }
 

@@ -1,4 +1,4 @@
-"""The tables of docs/from-other-engines.md: options, commands, request fields and metrics of other engines."""
+"""The tables of docs/from-*.md: options, commands, request fields and metrics of other engines."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Options of vLLM, SGLang and llama.cpp, and their counterparts here.
 
 `sources` reads the tables when an option is unknown: an equivalent option is accepted with a notice, everything else is
-an error that says what to do. docs/from-other-engines.md shows the same tables.
+an error that says what to do. docs/from-*.md show the same tables.
 """
 
 from __future__ import annotations

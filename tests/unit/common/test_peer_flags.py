@@ -150,7 +150,7 @@ def peers_page() -> ModuleType:
 
 
 def test_the_page_has_every_row(peers_page: ModuleType) -> None:
-    page = (ROOT / "docs" / "from-other-engines.md").read_text(encoding="utf-8")
+    page = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("from-*.md")))
     for kind in ("vLLM", "SGLang", "llama.cpp", "commands", "variables", "fields", "metrics"):
         assert f"<!-- {kind}: begin (make docs) -->\n{peers_page.table(kind)}\n<!-- {kind}: end -->" in page, (
             "make docs"
