@@ -23,7 +23,8 @@ from serve_llm.common.errors import OptionError
 from serve_llm.common.options.sources import make_parser, read_command_line
 
 # The options of an engine; the class LLM has neither HTTP nor stored batches.
-ENGINE_FIELDS = [option for option in BATCH_FIELDS if option.name not in ("responses_store", "batches_dir")]
+_OF_SERVER = ("responses_store", "batches_dir", "enable_log_requests", "max_log_len", "otlp_traces_endpoint")
+ENGINE_FIELDS = [option for option in BATCH_FIELDS if option.name not in _OF_SERVER]
 _ENGINE_NAMES = {option.name for option in ENGINE_FIELDS} | {"help", "version", "config"}
 PERCENTILES = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
 

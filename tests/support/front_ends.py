@@ -17,6 +17,7 @@ from serve_llm.server.front_ends.relay import Relay
 from serve_llm.server.generate.dispatcher import LocalDispatcher
 from serve_llm.server.metrics.meter import ServerCounts
 from serve_llm.server.prompt.pool import PromptPool
+from serve_llm.server.tracing.tracing import Tracing
 from support.serving import Served
 
 
@@ -38,7 +39,9 @@ def find_replicas(served: Served) -> Replicas:
     return served.admission._replicas
 
 
-def link(served: Served, number: int = 1, options: dict[str, object] | None = None) -> LinkedFrontEnd:
+def link(
+    served: Served, number: int = 1, options: dict[str, object] | None = None, tracing: Tracing | None = None
+) -> LinkedFrontEnd:
     """number: of the front end. options: those that `served` has."""
     replicas = find_replicas(served)
 
@@ -72,6 +75,6 @@ def link(served: Served, number: int = 1, options: dict[str, object] | None = No
     dispatcher = RemoteDispatcher(replicas.facts, len(replicas.engines), number, send_to_relay)
     adapters = AdapterRegistry(replicas.facts, 16, served.model.names)
     built = create_front_end_app(
-        dispatcher, served.model, make_options("demo", **(options or {})), adapters, dispatcher.refused, None, 0
+        dispatcher, served.model, make_options("demo", **(options or {})), adapters, dispatcher.refused, tracing, 0
     )
     return LinkedFrontEnd(built.app, dispatcher, relay, built.counts, built.prompts)

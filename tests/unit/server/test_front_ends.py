@@ -7,12 +7,15 @@ import json
 from collections.abc import Callable
 
 import pytest
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from serve_llm.common.errors import EngineDead, OptionError
 from serve_llm.common.options.sources import make_options
 from serve_llm.server.assemble import assemble
 from serve_llm.server.front_ends.channel import MessageChannel
 from serve_llm.server.metrics.meter import Clock, Meter
+from serve_llm.server.tracing.tracing import Tracing
 from support.asgi import Call, fetch
 from support.fakes import ScriptedEngine
 from support.front_ends import LinkedFrontEnd, find_replicas, link
@@ -174,6 +177,31 @@ def test_streams_of_every_front_end_continue_on_another_engine_process(serve: Se
             events = (await call.reply()).events()
             assert [one for event in events for one in event["choices"][0]["token_ids"]] == expected
             assert front_end.dispatcher.num_open == 0
+
+    asyncio.run(scenario())
+
+
+def test_spans_of_a_front_end_name_the_engines(serve: Serve) -> None:
+    served = serve(automatic=False, num_engines=2)
+    exporter = InMemorySpanExporter()
+    front_end = link(served, tracing=Tracing(SimpleSpanProcessor(exporter)))
+
+    async def scenario() -> None:
+        call = complete(front_end)
+        while not any(engine.open for engine in served.engines):
+            await asyncio.sleep(0)
+        (lost,) = (index for index, engine in enumerate(served.engines) if engine.open)
+        served.engines[lost].step()
+        while not front_end.dispatcher.meters[lost].generation_tokens:
+            await asyncio.sleep(0)
+        find_replicas(served).lose({lost: []}, EngineDead("it died"))
+        while served.engines[1 - lost].open:
+            served.engines[1 - lost].step()
+        assert (await call.reply()).status == 200
+        spans = {span.name: dict(span.attributes or {}) for span in exporter.get_finished_spans()}
+        assert spans["prefill"]["serve_llm.engines"] == (lost,) and spans["decode"]["serve_llm.engines"] == (0, 1)
+        assert spans["replay"]["serve_llm.replay.from_engines"] == (lost,)
+        assert spans["replay"]["serve_llm.engines"] == (1 - lost,)
 
     asyncio.run(scenario())
 
