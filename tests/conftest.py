@@ -7,6 +7,8 @@ Triton's kernels run in its interpreter, which must be said before anything impo
 
 A test may configure logging as a daemon does; afterwards the loggers are as they were.
 
+A test with the marker `pairs` must use the features that it names together: see `support.observed`.
+
 Hypothesis draws the same examples in every run; `--hypothesis-profile random` draws new ones.
 """
 
@@ -14,7 +16,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import settings
@@ -50,6 +54,59 @@ def restore_loggers() -> Iterator[None]:
     for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
         logger.handlers, logger.propagate = handlers, propagate
         logger.setLevel(level)
+
+
+@dataclass
+class PairsOfTest:
+    """What is known of a test function with the marker `pairs`, or of its slow items."""
+
+    pairs: set[str] = field(default_factory=set)
+    required: set[str] = field(default_factory=set)  # ids of the items that use all pairs together
+    done: set[str] = field(default_factory=set)
+    seen: set[frozenset[str]] = field(default_factory=set)
+
+
+PAIRS = pytest.StashKey[dict[tuple[str, bool], PairsOfTest]]()
+
+
+def find_group(item: pytest.Item) -> tuple[str, bool]:
+    """Of the items that use pairs of features together: a function's name, and whether they are slow."""
+    return item.nodeid.partition("[")[0], item.get_closest_marker("slow") is not None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    """The items of a function that are not slow must use the pairs of its markers without `slow`, the others those of
+    all its markers but these; a function that is slow as a whole, all pairs."""
+    groups: defaultdict[tuple[str, bool], PairsOfTest] = defaultdict(PairsOfTest)
+    config.stash[PAIRS] = groups
+    if any("[" in argument for argument in config.args):
+        return  # only some items of a function were collected
+    marked = [item for item in items if item.get_closest_marker("pairs") is not None]
+    quick = {find_group(item)[0] for item in marked if not find_group(item)[1]}
+    for item in marked:
+        name, is_slow = find_group(item)
+        group = groups[name, is_slow]
+        group.required.add(item.nodeid)
+        for marker in item.iter_markers("pairs"):
+            if name not in quick or marker.kwargs.get("slow", False) == is_slow:
+                group.pairs.update(marker.args)
+
+
+@pytest.fixture(autouse=True)
+def observe_pairs(request: pytest.FixtureRequest) -> Iterator[None]:
+    group = request.config.stash[PAIRS].get(find_group(request.node))
+    if group is None or not group.pairs:
+        yield
+        return
+    from support.observed import Observer, find_missing
+
+    with Observer() as observer:
+        yield
+    group.seen |= observer.find_pairs()
+    group.done.add(request.node.nodeid)
+    if group.done >= group.required and (missing := find_missing(sorted(group.pairs), group.seen)):
+        pytest.fail(f"the test does not use these features together: {', '.join(missing)}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,5 +1,5 @@
 """Generate the tables of pages: docs/options.md, from `Options` and `Limits`; docs/models.md, from the model families;
-docs/from-*.md, from the tables that translate other engines' options; and docs/features.md, from tests/features.toml.
+docs/from-*.md, from the tables that translate other engines' options; and docs/features.md, from tests' markers.
 
 Only text between the marker lines is replaced. With --check, only report whether the pages are current.
 """

@@ -95,6 +95,11 @@ class RequestBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @classmethod
+    def explain_unknown(cls, name: str) -> str | None:
+        """Why there is no such field, if a client may expect it; None if there is no reason to."""
+        return None
+
 
 class TranslatedBody(BaseModel):
     """A body of another API: strict in its values; unknown fields are ignored."""
@@ -311,6 +316,8 @@ def _find_unknown_fields(kind: type[Body], values: dict[str, Any]) -> list[str]:
 
 
 def _build_unknown_field_error(kind: type[Body], name: str) -> InvalidRequest:
+    if issubclass(kind, RequestBody) and (reason := kind.explain_unknown(name)):
+        return Unsupported(f"{name} is not supported; {reason}", name)
     close = difflib.get_close_matches(name, kind.model_fields, n=1)
     suggestion = f"; did you mean {close[0]}?" if close else ""
     return InvalidRequest(f"unknown field {name}{suggestion}", name)

@@ -12,7 +12,7 @@ from serve_llm.common.options.limits import Limits
 from serve_llm.server.http.errors import InvalidRequest, Unsupported
 from serve_llm.server.prompt.chat_turn import ChatTurn
 from serve_llm.server.sampling_params import SamplingParams
-from serve_llm.server.schema.chat import Messages, TemplateBody
+from serve_llm.server.schema.chat import ChatRequest, Messages, TemplateBody
 from serve_llm.server.schema.common import (
     Ignored,
     RequestBody,
@@ -22,9 +22,14 @@ from serve_llm.server.schema.common import (
     check_cache_salt,
     ranged,
 )
-from serve_llm.server.schema.completions import Prompt
+from serve_llm.server.schema.completions import CompletionRequest, Prompt
 from serve_llm.server.schema.peer_fields import check_neutral, neutral
 
+_GENERATION_FIELDS = {*ChatRequest.model_fields, *CompletionRequest.model_fields} - {
+    *TemplateBody.model_fields,
+    "messages",
+    "prompt",
+}
 Dimensions = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
@@ -59,6 +64,12 @@ class PoolingBody(RequestBody):
     padding: object | None = neutral("do_not_pad")
     mm_processor_kwargs: object | None = neutral({})
     media_io_kwargs: object | None = neutral({})
+
+    @classmethod
+    def explain_unknown(cls, name: str) -> str | None:
+        if name in _GENERATION_FIELDS:
+            return "it concerns generated text, and this route generates none"
+        return None
 
     def check(self, limits: Limits) -> None:
         """Check what types cannot express. Raises InvalidRequest, Unsupported."""

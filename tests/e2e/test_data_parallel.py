@@ -73,6 +73,7 @@ def usage(daemon: Daemon, prompt: str) -> dict[str, int]:
         return found
 
 
+@pytest.mark.pairs("prefix cache + DP")
 def test_prompts_that_share_a_prefix_go_to_the_same_engine(two: Daemon) -> None:
     prefixes = [[1000 + number] * 800 for number in range(4)]
     before = [two.metrics(engine)["serve_llm_prefix_cache_hits_total"] for engine in (0, 1)]
@@ -83,6 +84,7 @@ def test_prompts_that_share_a_prefix_go_to_the_same_engine(two: Daemon) -> None:
     assert hits == [2 * 2 * 800] * 2, "two prefixes at home on each engine, each found by all but its first request"
 
 
+@pytest.mark.pairs("prefix cache + n", "n + DP")
 def test_choices_of_a_prompt_compute_it_once(two: Daemon) -> None:
     before = two.metrics()["serve_llm_prefix_cache_hits_total"]
     texts(two, prompt=[3000] * 801, max_tokens=1, n=4, temperature=1.0)

@@ -69,6 +69,7 @@ def test_streams_on_both_one_idle_and_none(model: str, undisturbed: Streams) -> 
         assert not [line for line in daemon.log if re.search("WARNING|ERROR|Traceback", line) and "kernel" not in line]
 
 
+@pytest.mark.pairs("EP + replay")
 def test_when_one_is_killed_all_are_replaced_and_the_streams_go_on(model: str, undisturbed: Streams) -> None:
     with Daemon(model, *SMALL, *TWO) as daemon:
         daemon.wait_until_serving()
@@ -116,6 +117,7 @@ def test_ranks_of_one_engine(model: str) -> None:
         assert Streams(daemon.wait_until_serving(), bodies).finish() == expected
 
 
+@pytest.mark.pairs("grammar + EP", "TP + DP")
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["-tp", "-pp"])
 def test_ranks_of_each_engine(split: str, model: str) -> None:

@@ -62,6 +62,7 @@ def with_models(names: list[str | None]) -> list[dict[str, object]]:
     return [body | {"model": names[number % len(names)]} for number, body in enumerate(bodies)]
 
 
+@pytest.mark.pairs("LoRA + replay")
 def test_streams_with_adapters_survive_their_engine(adapters: list[str], tmp_path: Path) -> None:
     directory = tmp_path / "second"
     shutil.copytree(adapters[1], directory)
@@ -82,6 +83,7 @@ def test_streams_with_adapters_survive_their_engine(adapters: list[str], tmp_pat
         assert re.search("the files of the adapter b have changed since it was loaded", json.dumps(message))
 
 
+@pytest.mark.pairs("LoRA + tools", "LoRA + DP", "tools + int8", "tools + logprobs", "int8 + DP", "int8 + replay")
 @pytest.mark.slow
 def test_two_engines_with_drafts_one_of_which_is_killed(adapters: list[str], tmp_path: Path) -> None:
     """Tool calls, grammars, choices and log-probabilities, each of the base model or an adapter."""

@@ -171,6 +171,7 @@ def test_a_follower_that_dies_is_named_and_leaves_nothing() -> None:
         assert ends(*ranks)
 
 
+@pytest.mark.pairs("PP + replay")
 @pytest.mark.slow
 def test_a_rank_that_dies_on_the_other_host_costs_no_stream_and_the_node_joins_again(continuations: list[str]) -> None:
     with serving("-pp", "2") as (master, follower):

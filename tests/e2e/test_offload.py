@@ -10,6 +10,8 @@ import time
 import urllib.request
 from pathlib import Path
 
+import pytest
+
 from support.daemon import Daemon
 
 # A cache for one prompt and a half, host memory for two.
@@ -44,6 +46,7 @@ def wait_until_open(daemon: Daemon, num_engines: int) -> None:
         time.sleep(0.05)  # between looks
 
 
+@pytest.mark.pairs("DP + KV offload")
 def test_engines_share_a_directory(server: Daemon, tmp_path: Path) -> None:
     server.wait_until_serving()
     expected = texts(server)

@@ -104,6 +104,7 @@ def test_neither_a_deadline_nor_the_end_waits_for_the_next_engine() -> None:
         assert not psutil.wait_procs(children, timeout=5)[1]
 
 
+@pytest.mark.pairs("grammar + replay", "logprobs + DP", "logprobs + replay", "n + replay", "DP + replay")
 def test_replicas_take_over() -> None:
     with Daemon(*SMALL, "-dp", "2") as daemon:
         undisturbed = Streams(daemon.wait_until_serving(), mixed(12)).finish()
@@ -117,6 +118,7 @@ def test_replicas_take_over() -> None:
         assert len(daemon.engine_pids()) == 2
 
 
+@pytest.mark.pairs("TP + replay")
 @pytest.mark.parametrize("number", mostly_slow([signal.SIGKILL, signal.SIGSTOP], [signal.SIGKILL]))
 def test_a_rank_killed_or_stopped(number: signal.Signals) -> None:
     with Daemon(*SMALL, "-tp", "2") as daemon:

@@ -64,6 +64,7 @@ def test_example(server: Daemon) -> None:
     assert re.search(r"-> (yes|no)\n", done.stdout) and re.search(r"-> \d{4}-\d{2}-\d{2}\n", done.stdout)
 
 
+@pytest.mark.pairs("grammar + n", "grammar + DP", "int4 + DP", "DP + embeddings")
 def test_offline_over_two_engines() -> None:
     params = [
         SamplingParams(
@@ -89,6 +90,7 @@ def test_offline_over_two_engines() -> None:
         jsonschema.validate(json.loads(choice.text), SCHEMA)
 
 
+@pytest.mark.pairs("grammar + TP", "grammar + PP", "PP + DP")
 @pytest.mark.parametrize(
     "how", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "data_parallel_size": 2}], ids=str
 )

@@ -54,6 +54,7 @@ def client(tool_server: Daemon) -> Iterator[OpenAI]:
         yield client
 
 
+@pytest.mark.pairs("tools + n")
 def test_parsed_arguments(client: OpenAI) -> None:
     how: dict[str, Any] = {"model": "demo", "messages": TALK, "seed": 5, "parallel_tool_calls": False}
     tools = [openai.pydantic_function_tool(get_weather)]
@@ -145,6 +146,7 @@ def test_offline(files: dict[str, str], caplog: pytest.LogCaptureFixture) -> Non
                 jsonschema.validate(json.loads(call.arguments), WEATHER["function"]["parameters"])
 
 
+@pytest.mark.pairs("tools + replay")
 def test_a_call_survives_its_engine(tool_server: Daemon, client: OpenAI) -> None:
     tool = {"type": "function", "function": {"name": "note", "parameters": {
         "type": "object", "properties": {"text": {"type": "string", "minLength": 300, "maxLength": 400}},

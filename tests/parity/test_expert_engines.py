@@ -46,6 +46,7 @@ def same(found: dict[int, Result], expected: dict[int, Result]) -> None:
         )
 
 
+@pytest.mark.pairs("logprobs + EP", "DP + EP")
 @pytest.mark.parametrize(("engines", "tensor"), ENGINE_GRIDS)
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_as_one_engine(family: str, engines: int, tensor: int, root: Path, tmp_path: Path) -> None:

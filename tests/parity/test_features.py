@@ -83,6 +83,29 @@ def make_calls(first: int, count: int) -> list[Request]:
     ]
 
 
+@pytest.mark.pairs(
+    "speculation + LoRA",
+    "speculation + int4",
+    "LoRA + grammar",
+    "LoRA + n",
+    "grammar + int8",
+    "grammar + int4",
+    "tools + int4",
+    "tools + prefix cache",
+    "tools + TP",
+    "tools + PP",
+    "int8 + prefix cache",
+    "int8 + logprobs",
+    "int8 + n",
+    "int4 + prefix cache",
+    "int4 + logprobs",
+    "int4 + n",
+    "prefix cache + TP",
+    "prefix cache + PP",
+    "logprobs + n",
+    "n + TP",
+    "n + PP",
+)
 @pytest.mark.parametrize("how", HOWS)
 def test_a_crowd_of_all_kinds(how: str, root: Path) -> None:
     requests = make_requests(root)
@@ -124,6 +147,7 @@ def test_preemption(more: dict[str, object], root: Path) -> None:
     assert small.scheduler.stats().num_preemptions > 0
 
 
+@pytest.mark.pairs("int4 + replay", "prefix cache + replay")
 @pytest.mark.parametrize("how", ["one rank", "int4"])
 def test_a_replay_goes_on_with_the_same_adapter_and_drafts(how: str, root: Path) -> None:
     requests = make_requests(root)
@@ -141,6 +165,17 @@ def test_a_replay_goes_on_with_the_same_adapter_and_drafts(how: str, root: Path)
     assert_drafted(engine)
 
 
+@pytest.mark.pairs(
+    "LoRA + EP",
+    "int8 + EP",
+    "int4 + EP",
+    "prefix cache + EP",
+    "n + EP",
+    "tools + EP",
+    "fp8 + DP",
+    "fp8 + EP",
+    "EP + embeddings",
+)
 @pytest.mark.parametrize("quantization", ["auto", "int8", "int4-g32", "fp8 checkpoint"])
 def test_engines_that_share_experts(quantization: str, tmp_path: Path) -> None:
     """Two choices of each prompt; the second prompt of an adapter begins with the first one. Beside them a call and a
@@ -173,6 +208,13 @@ def test_engines_that_share_experts(quantization: str, tmp_path: Path) -> None:
     assert_drafted(engines[0])
 
 
+@pytest.mark.pairs(
+    "speculation + embeddings",
+    "int8 + embeddings",
+    "int4 + embeddings",
+    "prefix cache + embeddings",
+    "PP + embeddings",
+)
 @pytest.mark.parametrize("how", HOWS)
 def test_vectors_beside_generation(how: str, tmp_path: Path) -> None:
     """Vectors are of the base model, whatever the requests beside them want."""
@@ -197,6 +239,17 @@ def test_vectors_beside_generation(how: str, tmp_path: Path) -> None:
         assert vector.equal(vectors[number])
 
 
+@pytest.mark.pairs(
+    "speculation + fp8",
+    "LoRA + fp8",
+    "fp8 + prefix cache",
+    "fp8 + logprobs",
+    "fp8 + n",
+    "fp8 + replay",
+    "grammar + fp8",
+    "tools + fp8",
+    "fp8 + embeddings",
+)
 def test_weights_stored_as_fp8(tmp_path: Path) -> None:
     """Adapters, drafts, choices, calls, vectors, cached prefixes and replays over a checkpoint of 8-bit floats."""
     make_packed(tmp_path, "llama", "fp8-block", vocab_size=VOCAB_SIZE)

@@ -41,6 +41,7 @@ def test_close_to_the_float_model(family: str, tmp_path: Path) -> None:
     assert 0.001 < (ours - exact).norm() / spread.norm() < 0.35
 
 
+@pytest.mark.pairs("int4 + TP", "int4 + PP")
 def test_several_ranks(tmp_path: Path) -> None:
     """Stages change nothing; with tensor parallelism groups begin with each rank's share."""
     wanted = random_requests(make_checkpoint(tmp_path, "llama", std=0.1, **SIZES[""], **HEADS))

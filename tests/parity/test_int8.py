@@ -176,6 +176,7 @@ def requests(vocab_size: int, num_tokens: int = 6) -> list[Request]:
     ]
 
 
+@pytest.mark.pairs("int8 + TP", "int8 + PP")
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_several_ranks(family: str, stored: bool, tmp_path: Path) -> None:

@@ -162,6 +162,7 @@ def test_adapters_that_take_turns(root: Path, monkeypatch: pytest.MonkeyPatch, c
     assert engine.scheduler.stats().num_preemptions > 0
 
 
+@pytest.mark.pairs("LoRA + embeddings")
 @pytest.mark.parametrize("how", [{}, {"tensor": 2}, {"pipeline": 2}], ids=str)
 def test_vectors(how: dict[str, int], tmp_path: Path) -> None:
     """Of prompts with an adapter they are those of the merged model, also beside those of the base model."""
@@ -184,6 +185,7 @@ def test_vectors(how: dict[str, int], tmp_path: Path) -> None:
             assert (found[number] - found[number + 3]).abs().max() > 0.01
 
 
+@pytest.mark.pairs("LoRA + logprobs")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_same_bits_alone_and_in_a_crowd(root: Path, dtype: str) -> None:
     checkpoint, adapters = llama(root)
@@ -195,6 +197,7 @@ def test_same_bits_alone_and_in_a_crowd(root: Path, dtype: str) -> None:
         check_equal(generate(engine, [request]), crowd)
 
 
+@pytest.mark.pairs("LoRA + TP", "LoRA + PP")
 @pytest.mark.parametrize(
     ("family", "tensor", "pipeline", "use_dora"),
     mostly_slow(
@@ -235,6 +238,7 @@ def test_several_ranks(family: str, tensor: int, pipeline: int, use_dora: bool, 
     }
 
 
+@pytest.mark.pairs("LoRA + int8", "LoRA + int4")
 @pytest.mark.parametrize("quantization", ["int8", "int4-g32"])
 def test_quantised_bases(root: Path, quantization: str) -> None:
     """Rows without an adapter are those of the quantised model, and an adapter of zeros changes no row."""
@@ -284,6 +288,7 @@ def test_dora_that_changes_nothing(quantization: str, root: Path, tmp_path: Path
             assert plain.logprob == pytest.approx(scaled.logprob, abs=1e-3)
 
 
+@pytest.mark.pairs("LoRA + prefix cache")
 def test_prefixes_are_shared_within_an_adapter_only(root: Path, tmp_path: Path) -> None:
     checkpoint, adapters = llama(root)
     engine = make_engine(checkpoint, **OPTIONS)

@@ -87,6 +87,15 @@ def check(engine: EngineCore, turns: Sequence[Sequence[Request]], expected: dict
 FAST = ("int8 cache, windows, two ranks", "latent")
 
 
+@pytest.mark.pairs("prefix cache + KV offload", "logprobs + KV offload", "TP + KV offload")
+@pytest.mark.pairs(
+    "speculation + KV offload",
+    "int8 + KV offload",
+    "PP + KV offload",
+    "fp8 + KV offload",
+    "EP + KV offload",
+    slow=True,
+)
 @pytest.mark.parametrize("how", mostly_slow([*HOWS], FAST))
 def test_same_bits(how: str, tmp_path: Path) -> None:
     family, options = HOWS[how]
@@ -96,6 +105,7 @@ def test_same_bits(how: str, tmp_path: Path) -> None:
     check(make_engine(tmp_path, **OPTIONS | options | small_cache(tmp_path, **options)), turns, expected)
 
 
+@pytest.mark.pairs("LoRA + KV offload", "replay + KV offload")
 def test_adapters_and_preemption(tmp_path: Path) -> None:
     vocab_size = make_checkpoint(tmp_path / "base", "llama")
     adapters = [None, make_adapter(tmp_path / "base", tmp_path / "adapter", "llama")]
@@ -113,6 +123,7 @@ def test_adapters_and_preemption(tmp_path: Path) -> None:
         assert result.token_ids == expected[number - 200].token_ids[3:]
 
 
+@pytest.mark.pairs("grammar + KV offload", "tools + KV offload", "int4 + KV offload", "n + KV offload")
 @pytest.mark.parametrize("weights", [{}, {"quantization": "int4-g32"}], ids=["bfloat16", "int4"])
 def test_grammars_calls_and_choices(weights: dict[str, object]) -> None:
     """Two choices of every conversation, a third of which must be JSON and a third a call."""
@@ -135,6 +146,7 @@ def test_grammars_calls_and_choices(weights: dict[str, object]) -> None:
     check(make_engine(demo(), **options | small_cache(demo(), **weights)), turns, expected)
 
 
+@pytest.mark.pairs("embeddings + KV offload")
 def test_vectors(tmp_path: Path) -> None:
     """Prompts that come again, after others have taken their place."""
     vocab_size = make_pooled_checkpoint(tmp_path, "Qwen3Model")

@@ -39,6 +39,7 @@ def test_every_format(family: str, form: str, tmp_path: Path) -> None:
         assert (ours - reference_logprobs(tmp_path / "plain", prompt)).abs().max() < 5e-4
 
 
+@pytest.mark.pairs("fp8 + TP", "fp8 + PP")
 @pytest.mark.parametrize("form", ["fp8-block", "int8-static", "int4-in-bytes", "nvfp4", "nf4-nested"])
 def test_several_ranks(form: str, tmp_path: Path) -> None:
     prompts = random_prompts(make_packed(tmp_path, "llama", form))

@@ -76,6 +76,7 @@ def check(results: dict[int, Result], expected: dict[int, Result]) -> None:
             assert abs(ours.logprob - theirs.logprob) < TOLERANCE
 
 
+@pytest.mark.pairs("logprobs + TP", "logprobs + PP")
 @pytest.mark.parametrize(("tensor", "pipeline"), mostly_slow(GRIDS, [(3, 1), (1, 2)]))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_as_one_rank(family: str, tensor: int, pipeline: int, root: Path) -> None:
@@ -84,6 +85,8 @@ def test_as_one_rank(family: str, tensor: int, pipeline: int, root: Path) -> Non
     check(generate(engine, wanted, arrivals=[number // 3 for number in range(len(wanted))]), expected)
 
 
+@pytest.mark.pairs("TP + EP")
+@pytest.mark.pairs("PP + EP", slow=True)
 @pytest.mark.parametrize(("tensor", "pipeline"), mostly_slow(EXPERT_GRIDS, [(3, 1)]))
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_whole_experts(family: str, tensor: int, pipeline: int, root: Path) -> None:
@@ -93,6 +96,7 @@ def test_whole_experts(family: str, tensor: int, pipeline: int, root: Path) -> N
     check(generate(engine, wanted), expected)
 
 
+@pytest.mark.pairs("TP + PP")
 @pytest.mark.parametrize("family", ["mistral", "gpt2", "deepseek_v3", "llama4_text"])
 def test_small_chunks_and_preemption(family: str, root: Path) -> None:
     directory, wanted, expected = case(family, root)

@@ -61,6 +61,7 @@ class CopyRecorder(TorchDispatchMode):
 
 
 class TestDecoders:
+    @pytest.mark.pairs("TP + embeddings")
     @pytest.mark.parametrize("tensor", [1, 2])
     @pytest.mark.parametrize("architecture", DECODERS)
     def test_in_chunks_beside_each_other(self, architecture: str, tensor: int, tmp_path: Path) -> None:

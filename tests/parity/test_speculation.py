@@ -38,6 +38,7 @@ def case(family: str, root: Path, **overrides: object) -> tuple[Path, list[Reque
 FEW = ["llama", "mistral", "gemma3_text", "gpt2", "mixtral", "deepseek_v3", "gpt_oss"]
 
 
+@pytest.mark.pairs("speculation + prefix cache", "speculation + logprobs", "speculation + n")
 @pytest.mark.parametrize("family", mostly_slow(FAMILIES, FEW))
 def test_every_family(family: str, root: Path) -> None:
     directory, requests = case(family, root)
@@ -60,6 +61,7 @@ HOWS: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.pairs("speculation + int8", "speculation + TP", "speculation + PP")
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("how", HOWS)
 def test_every_way_to_compute(how: str, family: str, root: Path) -> None:
@@ -96,6 +98,7 @@ def test_ten_families(family: str, ranks: str, tmp_path: Path, monkeypatch: pyte
     assert_drafted(engine)
 
 
+@pytest.mark.pairs("speculation + EP")
 def test_engines_that_share_experts(root: Path, tmp_path: Path) -> None:
     directory, requests = case("mixtral", root)
     expected = generate(make_engine(directory, **OFF), requests)
@@ -118,6 +121,7 @@ def test_preemption(root: Path) -> None:
     assert small.scheduler.stats().num_preemptions > 0
 
 
+@pytest.mark.pairs("speculation + replay")
 def test_a_replayed_request_continues_with_drafts(root: Path) -> None:
     directory, requests = case("llama", root)
     expected = generate(make_engine(directory, **OFF), requests)

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from support.namespaces import Machine
+from support.registered import DAEMONS
 
 START_SECONDS = 300.0  # several ranks import torch on a machine that may be busy
 SERVE_LLM = str(Path(sys.executable).with_name("serve-llm"))
@@ -36,6 +37,7 @@ class Daemon:
         inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         env = inherited | (environ or {})
         self._machine = machine
+        DAEMONS[self] = arguments
         if machine is not None:
             self.process = machine.popen(*command, env=env, stderr=subprocess.PIPE)
         else:

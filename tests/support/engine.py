@@ -18,6 +18,7 @@ from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.parallel.dp_sync import DPStepSync
 from serve_llm.engine.parallel.layout import ParallelLayout
 from support.ranks import Meeting, Ranks, ThreadExecutor, run_together
+from support.registered import ENGINES, BuiltEngine
 from support.resolved import resolve_all
 
 
@@ -43,7 +44,10 @@ def make_engine(
     else:
         ranks = Ranks(spec, ParallelLayout(tensor, pipeline), split, layers)
         executor = ThreadExecutor(config, spec, weights, ranks)
-    return EngineCore(config, executor, draft_model=draft_model)
+    engine = EngineCore(config, executor, draft_model=draft_model)
+    sizes = max(tensor, config.tensor_parallel_size), max(pipeline, config.pipeline_parallel_size)
+    ENGINES[engine] = BuiltEngine(config, *sizes)
+    return engine
 
 
 def make_draft_model(options: EngineOptions, config: Config) -> DraftModel | None:
@@ -77,7 +81,9 @@ def make_engines(
         )
         executor = ThreadExecutor(config, spec, weights, ranks)
         synced = SyncedExecutor(executor, DPStepSync(meeting, index, engines))
-        return EngineCore(config, synced, draft_model=make_draft_model(chosen, config))
+        engine = EngineCore(config, synced, draft_model=make_draft_model(chosen, config))
+        ENGINES[engine] = BuiltEngine(config, tensor, pipeline)
+        return engine
 
     return [make(index) for index in range(engines)]
 

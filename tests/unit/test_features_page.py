@@ -1,18 +1,20 @@
-"""docs/features.md: every pair of features has a test that exists or a refusal that the product gives."""
+"""docs/features.md: every pair of features has a test that uses both, or a refusal."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from support.engine import generate, greedy, make_engine
+from support.observed import Observer, find_missing
+from support.pooled import pooling_request
 from support.scripts import load_script
+from support.tiny import make_checkpoint
 
 ROOT = Path(__file__).parents[2]
-PRODUCT = ("cli", "common", "engine", "kernels", "server", "serve_llm")
 
 
 @pytest.fixture(scope="module")
@@ -20,52 +22,54 @@ def features_page() -> ModuleType:
     return load_script(ROOT / "tools" / "features_page.py")
 
 
-def find_tests(path: Path) -> set[str]:
-    """Names of a file's tests, those of classes as CLASS::NAME."""
-    names = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}::{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
-    return names
-
-
-def list_texts() -> Iterator[str]:
-    """Texts in the product's code, with {} for what an f-string puts in."""
-    for folder in PRODUCT:
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.JoinedStr):
-                    parts = (str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
-                    yield "".join(parts)
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    yield node.value
-
-
-def test_every_pair_is_there_once(features_page: ModuleType) -> None:
+def test_every_pair_is_tested_or_refused(features_page: ModuleType) -> None:
     pairs = features_page.read_pairs()
-    found = [*pairs.tested, *pairs.refused, *pairs.untested]
-    assert sorted(found) == sorted(pairs.list_expected())
-
-
-def test_the_tests_exist(features_page: ModuleType) -> None:
-    known: dict[str, set[str]] = {}
-    for pair, test in features_page.read_pairs().tested.items():
-        file, _, name = test.partition("::")
-        if file not in known:
-            known[file] = find_tests(ROOT / "tests" / file)
-        assert name in known[file], f"{pair}: there is no {test}"
-
-
-def test_the_refusals_are_messages_of_the_product(features_page: ModuleType) -> None:
-    texts = list(list_texts())
-    for pair, message in features_page.read_pairs().refused.items():
-        assert any(message in text for text in texts), f"{pair}: nothing says {message!r}"
+    assert pairs.list_unknown() == []
+    assert pairs.list_untested() == []
+    assert not set(pairs.tested) & set(pairs.refused)
 
 
 def test_the_marks_of_a_pair(features_page: ModuleType) -> None:
-    pairs = features_page.FeaturePairs(["a", "b", "c", "d"], ["c", "d"], {"a + b": "t"}, {"a + c": "m"}, ["a + d"])
+    pairs = features_page.FeaturePairs(
+        ("a", "b", "c", "d"), ("c", "d"), {"a + b": ["t"], "x + y": ["t"]}, {"a + c": "m"}
+    )
     assert pairs.list_expected() == ["a + b", "a + c", "a + d", "b + c", "b + d"]
     assert [pairs.find_mark(f"a + {other}") for other in "bcd"] == ["yes", "no", "?"]
     assert pairs.find_mark("c + d") == ""
+    assert pairs.list_unknown() == ["x + y"]
+    assert pairs.list_untested() == ["a + d", "b + c", "b + d"]
+
+
+def test_markers_are_found(features_page: ModuleType) -> None:
+    source = """
+@pytest.mark.slow
+@pytest.mark.pairs("a + b", "a + c")
+def test_one(): ...
+class TestTwo:
+    @pytest.mark.pairs("b + c")
+    def test_three(self): ...
+"""
+    found = list(features_page.find_marks(ast.parse(source).body, "f.py::"))
+    assert found == [("a + b", "f.py::test_one"), ("a + c", "f.py::test_one"), ("b + c", "f.py::TestTwo::test_three")]
+
+
+def test_a_pair_is_seen_only_where_both_features_are_in_use(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    options = {"block_size": 8, "runner": "generate", "convert": "embed"}
+    with Observer() as observer:
+        engine = make_engine(tmp_path, tensor=2, **options)
+        ids = [5, 17, 101, 44] * 4
+        generate(engine, [greedy(0, ids, 3, logprobs=1), greedy(1, [9, 8], 3, temperature=1.0, choice=1)])
+        generate(engine, [pooling_request(2, ids)])
+        generate(make_engine(tmp_path, quantization="int8", **options), [greedy(3, [7], 2)])
+    seen = observer.find_pairs()
+    assert find_missing(["logprobs + TP", "n + TP", "prefix cache + embeddings", "TP + embeddings"], seen) == []
+    wrong = [
+        "logprobs + n",
+        "int8 + TP",
+        "int8 + logprobs",
+        "prefix cache + logprobs",
+        "speculation + TP",
+        "TP + replay",
+    ]
+    assert find_missing(wrong, seen) == wrong

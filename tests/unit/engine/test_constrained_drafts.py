@@ -66,6 +66,7 @@ def expected() -> dict[int, Result]:
     return generate(make_engine(demo(), **OPTIONS), make_requests())
 
 
+@pytest.mark.pairs("speculation + grammar")
 @pytest.mark.parametrize("how", HOWS)
 def test_same_output(how: str, expected: dict[int, Result]) -> None:
     engine = draft_from(make_engine(demo(), **(ON | HOWS[how])), make_requests(), expected)

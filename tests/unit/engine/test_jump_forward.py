@@ -165,6 +165,7 @@ def test_continued_from_any_id(engine: EngineCore) -> None:
                 assert len(rest.logprobs) == len(whole.logprobs[cut:])
 
 
+@pytest.mark.pairs("grammar + prefix cache", "prefix cache + logprobs")
 def test_choices_and_cached_prefixes(engine: EngineCore, one_by_one: EngineCore) -> None:
     """A prefix that another choice has cached hides no log-probabilities."""
     request = constrained(0, grammars()[1], "class Stack:\n    pass\n" * 8, logprobs=1)

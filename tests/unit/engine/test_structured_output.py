@@ -200,6 +200,7 @@ def test_choices_and_cached_prefixes(engine: EngineCore) -> None:
     assert again[0].cached_tokens
 
 
+@pytest.mark.pairs("grammar + logprobs")
 def test_logprobs_are_the_models_own(engine: EngineCore) -> None:
     free = generate(engine, [constrained(1, "", temperature=0.0, logprobs=3, max_tokens=1)])[1]
     bound = generate(engine, [constrained(1, compile_grammar(choice=["zebra"]), logprobs=3, max_tokens=1)])[1]

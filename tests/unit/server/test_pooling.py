@@ -23,6 +23,7 @@ from serve_llm.server.prompt.reranker_prompt import SUFFIX
 from serve_llm.server.prompt.validate import prepare_pooling
 from serve_llm.server.routes.pooling import PAUSE_BYTES
 from support.fakes import ScriptedEngine, facts
+from support.refused_pairs import FIELDS, REFUSALS
 from support.serving import Served
 
 Serve = Callable[..., Served]
@@ -320,6 +321,7 @@ def test_the_prompt_of_qwen3_reranker(serve: Serve, model: ServedModel) -> None:
     assert shorter.endswith(SUFFIX) and len(shorter) < len(text)
 
 
+@pytest.mark.pairs("replay + embeddings")
 def test_a_request_survives_its_engine(model: ServedModel) -> None:
     async def run() -> list[bytes | None]:
         engines = [
@@ -335,3 +337,20 @@ def test_a_request_survives_its_engine(model: ServedModel) -> None:
             return [delta.vector for delta in await generation.whole()]
 
     assert asyncio.run(run()) == [array("f", VECTORS[1]).tobytes(), array("f", VECTORS[2]).tobytes()]
+
+
+@pytest.mark.parametrize(("pair", "field", "message"), REFUSALS)
+def test_pairs_of_features_that_are_refused(serve: Serve, pair: str, field: str, message: str) -> None:
+    served = serve(script=by_length, model_facts=facts(**EMBEDDER | {"generates": True}))
+    reply = served.post("/v1/embeddings", {"input": [[5]], "model": "demo", field: FIELDS[field]})
+    error = reply.json()["error"]
+    assert (reply.status, error["message"], error["param"], error["code"]) == (400, message, field, "unsupported"), pair
+
+
+def test_fields_of_generated_text_are_explained_on_every_route(serve: Serve) -> None:
+    served = serve_embedder(serve)
+    for path in ("/v1/embeddings", "/pooling", "/classify", "/score", "/rerank"):
+        error = served.post(path, {"temperature": 0.5}).json()["error"]
+        assert error["message"].startswith("temperature is not supported; it concerns generated text")
+    error = served.post("/v1/embeddings", {"input": [[5]], "prompt": "x"}).json()["error"]
+    assert error["message"].startswith("unknown field prompt")

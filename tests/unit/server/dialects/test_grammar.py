@@ -183,6 +183,7 @@ def test_the_choice_of_tools_and_of_several_calls_is_enforced(dialect: Dialect) 
     assert accepts(tokenizer, named, once)
 
 
+@pytest.mark.pairs("grammar + tools")
 @pytest.mark.parametrize("dialect", SAMPLED, ids=lambda dialect: dialect.name)
 def test_content_has_its_form_beside_reasoning_and_calls(dialect: Dialect) -> None:
     tokenizer = get_tokenizer(dialect, True)

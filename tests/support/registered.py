@@ -1,0 +1,19 @@
+"""What tests have started, for `support.observed`. Kept apart because it imports nothing of the product."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+
+class BuiltEngine(NamedTuple):
+    """An engine of this process."""
+
+    config: Any  # `Config`
+    tensor: int  # ranks of a stage
+    pipeline: int  # stages
+
+
+ENGINES: weakref.WeakKeyDictionary[Any, BuiltEngine] = weakref.WeakKeyDictionary()
+DAEMONS: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
+"""`Daemon` -> its arguments."""
