@@ -164,9 +164,8 @@ class Speculator(ABC):
 
     def _judge(self, sequence: Sequence, first_rate: float) -> _Drafter | None:
         """The sequence's drafter, after its guess was compared with the ids that came; None if it must have none."""
-        sampling = sequence.sampling
-        if not sequence.num_output or (sampling.thinking is not None and not sampling.grammar):
-            return None  # the end of its reasoning is no grammar that drafts could be checked by
+        if not sequence.num_output:
+            return None
         drafter = self._drafters.get(sequence.request.id)
         if drafter is None:
             drafter = self._drafters[sequence.request.id] = _Drafter([], 0, first_rate)

@@ -112,7 +112,9 @@ class StructuredOutputManager:
         """Take in the ids of a result, up to the one that ends the text, and add those that must follow."""
         for number, token_id in enumerate(result.accepted_ids):
             state.advance(token_id)
-            if state.has_ended or state.is_complete or state.error:
+            # Without a grammar, ids after the end of the budget were sampled freely; now the end is forced.
+            is_budget_spent = state.matcher is None and bool(state.forced_ids)
+            if state.has_ended or state.is_complete or state.error or is_budget_spent:
                 result.cut(number)
                 break
         else:

@@ -102,7 +102,10 @@ class MaskFiller:
         if state.forced_ids:
             _set_bit(mask, state.forced_ids[0], True)
             return mask
-        if state.matcher is None or state.error:
+        if state.error:
+            return mask
+        if state.matcher is None:  # after drafts that are forced
+            mask[:] = -1
             return mask
         fill_next_token_bitmask(state.matcher, masks, 0)
         if state.matcher.is_error():

@@ -75,6 +75,26 @@ def test_same_output(how: str, expected: dict[int, Result]) -> None:
     assert_drafted(engine)
 
 
+@pytest.mark.parametrize("how", HOWS)
+def test_thinking_budgets_without_a_grammar(how: str) -> None:
+    """Drafts are verified up to the end of the budget, which is forced, and after it."""
+    styles: list[dict[str, object]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "logprobs": 2},
+        {"temperature": 1.0, "bad_words_ids": ((5, 6),)},  # nothing is appended without being sampled
+    ]
+    requests = []
+    for number in range(24):
+        budget = ThinkingBudget(num_tokens=number // 2, close_ids=tuple(ids_of("</think>")), is_open=True)
+        style = {"max_tokens": 40, "thinking": budget} | styles[number % 3]
+        requests.append(constrained(number, "", "x = 1\n" * 3, **style))
+    expected = generate(make_engine(demo(), **OPTIONS), requests)
+    engine = draft_from(make_engine(demo(), **(ON | HOWS[how])), requests, expected)
+    assert_equal(generate(engine, requests), expected, is_exact=how not in ("two ranks", "one by one"))
+    assert_drafted(engine)
+    assert engine.scheduler.stats().num_accepted_tokens > 200
+
+
 def test_same_output_with_steps_in_flight(expected: dict[int, Result], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = draft_from(make_gpu_engine(demo(), monkeypatch, **ON), make_requests(), expected)
     assert_equal(generate(engine, make_requests()), expected, is_exact=False)
