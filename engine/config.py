@@ -90,6 +90,7 @@ class Config:
     speculation: SpeculativeConfig | None = None  # verify drafts; None: none
     generates: bool = True  # the model has its LM head
     max_loras: int = 0  # adapters that a rank holds at a time; 0: requests have none
+    max_cpu_loras: int = 0  # adapters that a rank keeps in host memory, those in slots included
     max_lora_rank: int = 16
     pooling: PoolingConfig | None = None  # None: as the model's family says, if the model takes pooling requests
 
@@ -209,6 +210,7 @@ def resolve(
         generates=generates,
         pooling=pooling,
         max_loras=options.max_loras if options.enable_lora else 0,
+        max_cpu_loras=(options.max_cpu_loras or options.max_loras) if options.enable_lora else 0,
         max_lora_rank=options.max_lora_rank,
     )
 

@@ -46,6 +46,7 @@ SERVER_OPTIONS = (
     "speculative_config",
     "enable_lora",
     "max_loras",
+    "max_cpu_loras",
     "max_lora_rank",
 )
 HARDWARE_FIELDS = dataclasses.fields(HardwareOptions)
@@ -108,7 +109,8 @@ def format_text(plan: MemoryPlan, options: Options) -> str:
     lines += _format_table(chosen)
     lines.append("")
     if config.max_loras:
-        ranks = f"{config.max_loras} adapters of rank {config.max_lora_rank}"
+        num_held = config.max_cpu_loras if config.device == "cpu" else config.max_loras
+        ranks = f"{num_held} adapters of rank {config.max_lora_rank}"
         lines.append(f"Weights include up to {size_text(max(rank.adapters for rank in chosen.ranks))} for {ranks}")
     if chosen.ranks[0].draft_model:
         lines.append(f"Weights of rank 0 include {size_text(chosen.ranks[0].draft_model)} for the draft model")

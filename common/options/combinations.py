@@ -69,7 +69,11 @@ def _check_lora(options: Options) -> None:
     if not options.enable_lora:
         if options.lora_modules:
             raise OptionError("--lora-modules needs --enable-lora")
+        if options.max_cpu_loras is not None:
+            raise OptionError("--max-cpu-loras needs --enable-lora")
         return
+    if options.max_cpu_loras is not None and options.max_cpu_loras < options.max_loras:
+        raise OptionError(f"--max-cpu-loras: {options.max_cpu_loras} is less than --max-loras {options.max_loras}")
     refused = {
         "--model-impl transformers": options.model_impl != "auto",
         "--runner pooling": options.runner == "pooling",

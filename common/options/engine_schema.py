@@ -202,6 +202,12 @@ class EngineOptions:
     )
     enable_lora: bool = option(False, parse_boolean, "serve LoRA adapters, which requests name as their model")
     max_loras: int = option(4, int_between(1, 1024), "adapters that each rank holds in memory at a time")
+    max_cpu_loras: int | None = option(
+        None,
+        int_between(1, 65536),
+        "adapters that each rank keeps in host memory, so that they need not be read from files again "
+        "(default: --max-loras)",
+    )
     max_lora_rank: int = option(16, int_between(1, 512), "highest rank of an adapter")
     seed: int | None = option(
         None,

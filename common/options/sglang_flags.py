@@ -100,7 +100,7 @@ SGLANG: tuple[PeerFlag, ...] = (
     refused("--allow-auto-truncate", "truncate_prompt_tokens is a field of a request"),
     refused(
         "--max-loaded-loras --max-lora-chunk-size --lora-eviction-policy --lora-backend --experts-shared-outer-loras",
-        "--max-loras is the number in memory; others are read from their files again",
+        "--max-cpu-loras is the number in host memory; others are read from their files again",
     ),
     refused("--enable-response-store", "--responses-store keeps what /v1/responses answered"),
     refused("--otlp-service-name --trace-modules", "export OTEL_SERVICE_NAME; --otlp-traces-endpoint sends all spans"),

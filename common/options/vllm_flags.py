@@ -109,7 +109,6 @@ VLLM: tuple[PeerFlag, ...] = (
     neutral("--guided-decoding-backend", "auto|guidance", "omit it; llguidance enforces schemas and grammars"),
     refused("--guided-decoding-*", "omit it; llguidance enforces schemas and grammars"),
     refused("--structured-outputs-config", "omit it; llguidance enforces schemas and grammars"),
-    refused("--max-cpu-loras", "--max-loras is the number in memory; others are read from their files again"),
     refused(
         "--lora-dtype --lora-extra-vocab-size --lora-target-modules --long-lora-* --qlora-* --enable-lora-bias "
         "--enable-tower-connector-lora --specialize-active-lora",
@@ -210,6 +209,6 @@ VLLM_SAME = (
     "max-model-len max-num-seqs max-num-batched-tokens gpu-memory-utilization enforce-eager kv-cache-dtype block-size "
     "seed tensor-parallel-size pipeline-parallel-size data-parallel-size enable-expert-parallel nnodes node-rank "
     "distributed-executor-backend host port api-key allowed-origins ssl-keyfile ssl-certfile chat-template "
-    "trust-request-chat-template generation-config config enable-lora lora-modules max-loras max-lora-rank "
-    "otlp-traces-endpoint kv-events-config enable-log-requests"
+    "trust-request-chat-template generation-config config enable-lora lora-modules max-loras max-cpu-loras "
+    "max-lora-rank otlp-traces-endpoint kv-events-config enable-log-requests"
 ).split()

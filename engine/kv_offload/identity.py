@@ -35,6 +35,7 @@ IRRELEVANT = (
     "jump_forward",
     "speculation",
     "kv_events",
+    "max_cpu_loras",
     "max_loras",
     "max_lora_rank",
     "pooling",

@@ -167,15 +167,17 @@ def map_parameters(spec: ModelSpec, weight_map: WeightMap) -> dict[str, WeightRu
 
 
 def count_adapter_bytes(spec: ModelSpec, shard: Shard, config: Config) -> int:
-    """Most bytes that adapters take on this rank: slots full of adapters of the highest rank with DoRA's two numbers
-    per output, a step's products, and a part of a weight that is read while one is loaded."""
+    """Most bytes that adapters take on this rank: slots, and on a CPU what is kept beside them, full of adapters of the
+    highest rank with DoRA's two numbers per output, a step's products, and a part of a weight that is read while one is
+    loaded."""
     if config.max_loras == 0:
         return 0
     layers = [*_list_linear_layers(spec, shard), *_list_outer_layers(spec, shard)]
     sizes = [layer.num_own_outputs + layer.num_own_inputs for layer in layers]
     products = [_count_product(layer, config.max_lora_rank) for layer in layers]
-    slots = config.max_loras * config.max_lora_rank * sum(sizes)
-    scales = config.max_loras * 2 * sum(layer.num_own_outputs for layer in layers)
+    num_held = max(config.max_loras, config.max_cpu_loras) if config.device == "cpu" else config.max_loras
+    slots = num_held * config.max_lora_rank * sum(sizes)
+    scales = num_held * 2 * sum(layer.num_own_outputs for layer in layers)
     read = 3 * min(MAX_READ_ELEMENTS, max((layer.outputs * layer.inputs for layer in layers), default=0))
     return (slots + max(products, default=0)) * config.element_bytes + (scales + read) * FLOAT32_BYTES
 

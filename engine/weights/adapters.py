@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,11 +32,20 @@ from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 from serve_llm.engine.weights.parameters import locate
 from serve_llm.kernels.registry import Kernels
 
+Kept = TypeVar("Kept")
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+class _BuiltAdapter(NamedTuple):
+    """An adapter's products on this rank."""
+
+    products: list[LowRankProduct | None]  # in the order of `LoRALayers.layers`; None where it changes nothing
+    embedding: EmbeddingProduct | None
+
+
 class AdapterLoader:
-    """The adapters of one rank."""
+    """The adapters of one rank: in slots on its device, and more of them in host memory, where a slot is filled from
+    without reading files. On a CPU those are built already, on a GPU they are as the files have them."""
 
     def __init__(
         self,
@@ -47,9 +57,11 @@ class AdapterLoader:
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
+        max_kept: int = 0,
         engines: int = 1,
     ) -> None:
-        """dtype: the model's. engines: that share experts."""
+        """dtype: the model's. max_kept: adapters in host memory, those in slots included. engines: that share
+        experts."""
         self.layers = layers
         self._targets = find_lora_targets(spec, weight_map, engines=engines)
         self._rules = map_parameters(spec, weight_map)
@@ -59,21 +71,20 @@ class AdapterLoader:
         self._dtype = dtype
         self._device = device
         self._digests: dict[int, str] = {}  # by slot
+        self._max_kept = max_kept
+        # By digest, the latest last.
+        self._contents: OrderedDict[str, AdapterContents] = OrderedDict()
+        self._built: OrderedDict[str, _BuiltAdapter] = OrderedDict()
 
     def load(self, slot: int, adapter: Adapter) -> None:
         """Put the adapter into the slot, unless it is there. Raises EngineError if its files are not what they were."""
         if self._digests.get(slot) == adapter.digest:
             return
         self._digests.pop(slot, None)
-        try:
-            contents = read_adapter(Path(adapter.directory), self._targets, self._max_rank)
-        except AdapterError as error:
-            raise EngineError(f"the adapter {adapter.name} cannot be loaded again: {error}") from error
-        if contents.digest != adapter.digest:
-            raise EngineError(f"the files of the adapter {adapter.name} have changed while it was being loaded")
-        stacks = _Stacks(contents)
-        for layer in self.layers.layers:
-            product = self._build_product(layer, contents, stacks)
+        built = self._built.get(adapter.digest) or self._build(self._read(adapter))
+        if self._device.type == "cpu":
+            self._keep(self._built, adapter.digest, built)
+        for layer, product in zip(self.layers.layers, built.products, strict=True):
             if product is None:
                 layer.products.pop(slot, None)
             else:
@@ -81,15 +92,45 @@ class AdapterLoader:
         for experts in self.layers.experts:
             experts.update(slot)
         if self.layers.embedding is not None:
-            embedded = self._build_embedding(self.layers.embedding, contents)
-            if embedded is None:
+            if built.embedding is None:
                 self.layers.embedding.products.pop(slot, None)
             else:
-                self.layers.embedding.products[slot] = embedded
+                self.layers.embedding.products[slot] = built.embedding
+        self._digests[slot] = adapter.digest
+
+    def _read(self, adapter: Adapter) -> AdapterContents:
+        """Raises EngineError if the files are not what they were."""
+        contents = self._contents.get(adapter.digest)
+        if contents is None:
+            try:
+                contents = read_adapter(Path(adapter.directory), self._targets, self._max_rank)
+            except AdapterError as error:
+                raise EngineError(f"the adapter {adapter.name} cannot be loaded again: {error}") from error
+            if contents.digest != adapter.digest:
+                raise EngineError(f"the files of the adapter {adapter.name} have changed while it was being loaded")
+        if self._device.type != "cpu":
+            self._keep(self._contents, adapter.digest, contents)
+        return contents
+
+    def _keep(self, kept: OrderedDict[str, Kept], digest: str, adapter: Kept) -> None:
+        """Keep an adapter in host memory, in place of the least recently used one that is in no slot."""
+        kept[digest] = adapter
+        kept.move_to_end(digest)
+        in_use = {digest, *self._digests.values()}
+        others = [other for other in kept if other not in in_use]
+        for other in others[: max(0, len(kept) - self._max_kept)]:
+            del kept[other]
+
+    def _build(self, contents: AdapterContents) -> _BuiltAdapter:
+        stacks = _Stacks(contents)
+        products = [self._build_product(layer, contents, stacks) for layer in self.layers.layers]
+        embedding = None
+        if self.layers.embedding is not None:
+            embedding = self._build_embedding(self.layers.embedding, contents)
         uses_dora = any(module.magnitude is not None for module in contents.modules.values())
         if uses_dora and self.layers.base_weights is not None:
             self.layers.base_weights.release()
-        self._digests[slot] = adapter.digest
+        return _BuiltAdapter(products, embedding)
 
     def _build_product(self, layer: LoRALinear, contents: AdapterContents, stacks: _Stacks) -> LowRankProduct | None:
         """None if the adapter does not change the layer."""

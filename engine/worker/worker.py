@@ -164,6 +164,7 @@ class Worker:
                 lora,
                 kernels,
                 max_rank=config.max_lora_rank,
+                max_kept=config.max_cpu_loras,
                 dtype=self._dtype,
                 device=self._device,
                 engines=config.expert_engines,

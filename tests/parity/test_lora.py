@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -12,11 +11,10 @@ import torch
 
 from serve_llm.common.types import Adapter, FinishReason, Request
 from serve_llm.engine.loop import EngineCore
-from serve_llm.engine.scheduler.adapter_slots import AdapterSlots
-from serve_llm.engine.weights.adapters import AdapterLoader
 from support import packed, packed_floats
-from support.adapters import check_as_peft, describe, make_adapter, merge, write_adapter
-from support.engine import Result, generate, greedy, make_engine
+from support.adapter_requests import OPTIONS, PROMPTS, ask, ask_all, check_equal, llama
+from support.adapters import check_as_peft, describe, make_adapter, merge
+from support.engine import generate, make_engine
 from support.matrix import mostly_slow
 from support.pooled import compute_vectors, pooling_request
 from support.tiny import make_checkpoint
@@ -55,42 +53,11 @@ CASES = [  # family, rank, and the fields of LoraConfig that differ
     ("llama4_text", 8, {"target_modules": ["v_proj", "gate_proj", "up_proj", "down_proj"]}),
 ]
 FAST = (CASES[0], CASES[2], CASES[3], CASES[4], CASES[14], CASES[15], CASES[18], CASES[26])
-PROMPTS = [[5, 17, 101, 44, 9, 230, 61], [7] * 19, [300, 2, 45]]
-OPTIONS = {"enable_lora": True, "max_lora_rank": 128, "block_size": 8}
-NUM_TOKENS = 6
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("adapters")
-
-
-@lru_cache(maxsize=1)
-def llama(root: Path) -> tuple[Path, list[Adapter | None]]:
-    """A checkpoint, and no adapter or one of four, of different ranks, the last one with DoRA."""
-    checkpoint = root / "llama"
-    make_checkpoint(checkpoint, "llama", head_dim=16)
-    adapters = [make_adapter(checkpoint, root / f"llama{rank}", seed=rank, r=rank) for rank in (2, 4, 9)]
-    adapters.append(make_adapter(checkpoint, root / "llama-dora", seed=3, r=3, use_dora=True))
-    return checkpoint, [None, *adapters]
-
-
-def ask(number: int, prompt: list[int], adapter: Adapter | None, **sampling: object) -> Request:
-    request = greedy(number, prompt, NUM_TOKENS, **sampling)
-    return msgspec.structs.replace(request, adapter=adapter)
-
-
-def ask_all(adapters: list[Adapter | None], **sampling: object) -> list[Request]:
-    """Each prompt with each adapter."""
-    pairs = [(prompt, adapter) for prompt in PROMPTS for adapter in adapters]
-    return [ask(number, prompt, adapter, **sampling) for number, (prompt, adapter) in enumerate(pairs)]
-
-
-def check_equal(results: dict[int, Result], expected: dict[int, Result]) -> None:
-    """To the last bit."""
-    for number, result in results.items():
-        assert result.token_ids == expected[number].token_ids
-        assert result.logprobs == expected[number].logprobs
 
 
 @pytest.mark.parametrize(("family", "rank", "config"), mostly_slow(CASES, FAST))
@@ -126,40 +93,6 @@ def test_eight_adapters_in_a_batch_of_16_rows(family: str, tmp_path: Path) -> No
     merge(checkpoint, tmp_path / "adapter1", tmp_path / "merged")
     merged = generate(make_engine(tmp_path / "merged", block_size=8), [ask(1, PROMPTS[1], None)])
     assert merged[1].token_ids == results[1].token_ids
-
-
-@pytest.mark.slow
-def test_200_adapters_of_which_8_are_resident(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is loaded once, requests are answered in their order, and each as if all adapters were resident."""
-    checkpoint, _ = llama(root)
-    layers = {f"model.layers.{layer}.self_attn.o_proj": (60, 96) for layer in range(3)}
-    adapters = [write_adapter(tmp_path / str(number), layers, 2 + number % 5, number) for number in range(200)]
-    requests = [ask(number, PROMPTS[number // 2 % 3], adapters[number // 2]) for number in range(400)]
-    expected = generate(make_engine(checkpoint, max_loras=200, **OPTIONS), requests)
-    loaded = []
-    load = AdapterLoader.load
-
-    def count(self: AdapterLoader, slot: int, adapter: Adapter) -> None:
-        if self._digests.get(slot) != adapter.digest:
-            loaded.append(adapter.name)
-        load(self, slot, adapter)
-
-    monkeypatch.setattr(AdapterLoader, "load", count)
-    engine = make_engine(checkpoint, max_loras=8, **OPTIONS)
-    check_equal(generate(engine, requests), expected)
-    assert loaded == [adapter.name for adapter in adapters]
-
-
-@pytest.mark.parametrize("caching", [True, False])
-def test_adapters_that_take_turns(root: Path, monkeypatch: pytest.MonkeyPatch, caching: bool) -> None:
-    """Requests that are preempted, because another adapter gets the slot, go on with the same bits."""
-    checkpoint, adapters = llama(root)
-    requests = ask_all(adapters, temperature=1.0, logprobs=2)
-    expected = generate(make_engine(checkpoint, **OPTIONS), requests)
-    monkeypatch.setattr(AdapterSlots, "TURN", 3)
-    engine = make_engine(checkpoint, max_loras=1, enable_prefix_caching=caching, **OPTIONS)
-    check_equal(generate(engine, requests), expected)
-    assert engine.scheduler.stats().num_preemptions > 0
 
 
 @pytest.mark.pairs("LoRA + embeddings")

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_llm.common.errors import OptionError
 from serve_llm.common.options.parsers import (
     parse_bytes,
     parse_count,
@@ -14,6 +15,7 @@ from serve_llm.common.options.parsers import (
     parse_positive_ints,
     parse_quantization,
 )
+from serve_llm.common.options.sources import make_options
 
 
 @pytest.mark.parametrize(
@@ -113,3 +115,10 @@ def test_lora_modules(value: object) -> None:
 def test_bad_lora_modules(value: object, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         parse_lora_modules(value)
+
+
+def test_adapters_in_host_memory_are_no_fewer_than_those_in_slots() -> None:
+    with pytest.raises(OptionError, match=r"^--max-cpu-loras: 3 is less than --max-loras 4$"):
+        make_options("demo", enable_lora=True, max_cpu_loras=3)
+    with pytest.raises(OptionError, match=r"^--max-cpu-loras needs --enable-lora$"):
+        make_options("demo", max_cpu_loras=8)
