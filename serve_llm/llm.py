@@ -53,6 +53,7 @@ from serve_llm.server.schema.common import validate_body
 T = TypeVar("T")
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
+AdapterChoice = LoRARequest | str  # an adapter, or the name of one that is loaded
 PreparedPrompt = tuple[str | None, TextRequest]  # the prompt's text, None if it was given as ids
 UseTqdm = bool | Callable[..., "tqdm[Any]"]  # whether a bar is shown, or what to call instead of tqdm
 
@@ -105,13 +106,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,
         *,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue all prompts together. Returns the outputs in the order of the prompts.
 
         prompts: a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}, or a list of these.
         sampling_params: one for all, or one for each; by default those of the model's generation_config.json.
-        lora_request: an adapter for all, or one or None for each; needs enable_lora=True.
+        lora_request: an adapter for all, or one or None for each: a `LoRARequest`, or the name of an adapter that is
+            loaded, by an earlier `LoRARequest` or `lora_modules`; needs enable_lora=True.
         Raises InvalidRequest (a ValueError) before anything runs if a prompt or parameter is invalid, AdapterError if
         an adapter cannot be served, and GenerationFailed if the engine fails.
         """
@@ -134,7 +136,7 @@ class LLM:
         tool_choice: str | Mapping[str, object] | None = None,
         parallel_tool_calls: bool = True,
         reasoning_effort: str | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of them, with messages and tools as in OpenAI's API.
 
@@ -261,14 +263,15 @@ class LLM:
     def _add_adapters(
         self,
         prepared: Sequence[PreparedPrompt],
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+        lora_request: AdapterChoice | Sequence[AdapterChoice | None] | None,
     ) -> Sequence[PreparedPrompt]:
         """The prompts, with their adapters."""
         if lora_request is None:
             return prepared
         if not self._options.enable_lora:
             raise InvalidRequest("adapters need LLM(..., enable_lora=True)", "lora_request")
-        wanted = [lora_request] * len(prepared) if isinstance(lora_request, LoRARequest) else lora_request
+        wanted: Sequence[AdapterChoice | None]
+        wanted = [lora_request] * len(prepared) if isinstance(lora_request, LoRARequest | str) else lora_request
         if len(wanted) != len(prepared):
             raise InvalidRequest(f"{len(wanted)} lora_requests for {len(prepared)} prompts", "lora_request")
         for (_, request), one in zip(prepared, wanted, strict=True):

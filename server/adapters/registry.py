@@ -85,8 +85,16 @@ class AdapterRegistry:
             name, _, directory = module.partition("=")
             await self.load(name, directory)
 
-    async def obtain(self, request: LoRARequest) -> Adapter:
-        """The adapter of an offline request, loaded if it is new or its files have changed. Raises as `load` does."""
+    async def obtain(self, request: LoRARequest | str) -> Adapter:
+        """The adapter of an offline request, loaded if it is new or its files have changed; or the one of a name.
+        Raises as `load` does, and InvalidRequest if there is none of this name."""
+        if isinstance(request, str):
+            if request not in self.adapters:
+                raise InvalidRequest(
+                    f"there is no adapter {request}; load it with LoRARequest({request!r}, path) or lora_modules",
+                    "lora_request",
+                )
+            return self.adapters[request]
         known = self.adapters.get(request.lora_name)
         if known is not None and self._sources[request.lora_name] == request.lora_path:
             try:

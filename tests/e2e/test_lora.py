@@ -43,10 +43,12 @@ def test_offline_on_one_rank_and_on_two(adapters: list[str]) -> None:
     for ranks in (1, 2):
         with LLM("demo", enable_lora=True, kv_cache_memory="64MiB", tensor_parallel_size=ranks, dtype="float32") as llm:
             outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=[None, first, second])
-            again = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=second)
+            again = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=second.lora_name)
             base = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
             with pytest.raises(AdapterError, match="is not a directory"):
                 llm.generate(PROMPTS[0], GREEDY, lora_request=LoRARequest("third", "/nowhere"))
+            with pytest.raises(InvalidRequest, match=r"no adapter fourth; load it with LoRARequest\('fourth', path\)"):
+                llm.generate(PROMPTS[0], GREEDY, lora_request="fourth")
             with pytest.raises(InvalidRequest, match="2 lora_requests for 3 prompts"):
                 llm.generate(PROMPTS, GREEDY, lora_request=[first, second])
         texts = [output.outputs[0].text for output in outputs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from serve_llm.common.types import LoRATarget
+from serve_llm.server.adapters.registry import AdapterRegistry, LoRARequest
+from serve_llm.server.http.errors import InvalidRequest
 from support.asgi import Reply
 from support.fakes import facts
 from support.serving import Served
@@ -190,3 +193,14 @@ def test_fingerprints_follow_the_adapter(server: Served, tmp_path: Path) -> None
     load(server, "sql", write_adapter(tmp_path / "a"))
     prints = [ask(server, name)[0].json()["system_fingerprint"] for name in ("demo", "sql", "sql")]
     assert prints[0] != prints[1] == prints[2]
+
+
+def test_the_name_of_a_loaded_adapter_is_enough_offline(tmp_path: Path) -> None:
+    async def run() -> None:
+        registry = AdapterRegistry(FACTS, 16, ["demo"])
+        with pytest.raises(InvalidRequest, match=r"there is no adapter sql; load it with LoRARequest\('sql', path\)"):
+            await registry.obtain("sql")
+        loaded = await registry.obtain(LoRARequest("sql", write_adapter(tmp_path / "sql")))
+        assert await registry.obtain("sql") == loaded
+
+    asyncio.run(run())
