@@ -90,9 +90,12 @@ def test_eight_adapters_in_a_batch_of_16_rows(family: str, tmp_path: Path) -> No
     requests = [ask(number, PROMPTS[number % 3], adapters[number % 8]) for number in range(16)]
     results = generate(make_engine(checkpoint, max_loras=8, **OPTIONS), requests)
     check_as_peft(checkpoint, requests, results)
-    merge(checkpoint, tmp_path / "adapter1", tmp_path / "merged")
-    merged = generate(make_engine(tmp_path / "merged", block_size=8), [ask(1, PROMPTS[1], None)])
-    assert merged[1].token_ids == results[1].token_ids
+    for number in range(8):
+        directory = tmp_path / f"merged{number}"
+        merge(checkpoint, tmp_path / f"adapter{number}", directory)
+        plain = [ask(row, PROMPTS[row % 3], None) for row in (number, number + 8)]
+        for row, merged in generate(make_engine(directory, block_size=8), plain).items():
+            assert merged.token_ids == results[row].token_ids
 
 
 @pytest.mark.pairs("LoRA + embeddings")

@@ -12,13 +12,24 @@ import pytest
 import torch
 
 from serve_llm.common.types import Request, Sampling
+from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.structured_output import state
 from serve_llm.engine.worker.input_batch import BatchArrays
-from support.engine import generate, generate_together, make_engine, make_engines
+from support.engine import Result, generate, generate_together, make_engine, make_engines
 from support.gpu_path import graphs_of, make_gpu_engine
 from support.grammars import CALL, EOS, VOCAB_SIZE, compile_grammar, constrained, demo, ids_of
 from support.matrix import mostly_slow
-from support.speculation import ARRIVALS, NGRAM, assert_drafted, assert_equal, draft_freely, draft_from, make_requests
+from support.speculation import (
+    ARRIVALS,
+    NGRAM,
+    RisingCost,
+    assert_drafted,
+    assert_equal,
+    draft_freely,
+    draft_from,
+    make_requests,
+    watch_lengths,
+)
 from support.tiny import FAMILIES, make_checkpoint
 
 ON: dict[str, object] = {"speculative_config": NGRAM, "block_size": 8}
@@ -96,6 +107,27 @@ def test_ten_families(family: str, ranks: str, tmp_path: Path, monkeypatch: pyte
     engine = draft_from(make_engine(tmp_path, **ON, **how), requests, expected)
     assert_equal(generate(engine, requests), expected)
     assert_drafted(engine)
+    adaptive = draft_from(make_engine(tmp_path, **ON, **how), requests, expected, wrong_every=3)
+    check_adaptive(adaptive, requests, expected)
+
+
+def check_adaptive(engine: EngineCore, requests: list[Request], expected: dict[int, Result]) -> None:
+    """Lengths that follow acceptance and the size of the batch, and none in large batches, give the same output."""
+    assert engine._speculator is not None
+    engine._speculator.row_cost = RisingCost()
+    lengths = watch_lengths(engine)
+    assert_equal(generate(engine, requests), expected)  # all at once
+    assert_equal(generate(engine, requests, [6 * number for number in range(len(requests))]), expected)
+    assert_drafted(engine)
+    assert {length for num_running, length in lengths if num_running >= 12} == {0}
+    assert len({length for num_running, length in lengths if num_running < 12}) > 2
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_lengths_that_adapt(family: str, root: Path) -> None:
+    directory, requests = case(family, root)
+    expected = generate(make_engine(directory, **OFF), requests)
+    check_adaptive(draft_from(make_engine(directory, **ON), requests, expected, wrong_every=3), requests, expected)
 
 
 @pytest.mark.pairs("speculation + EP")

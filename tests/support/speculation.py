@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -86,6 +87,33 @@ class FreeRows(RowCost):
 
     def find_step_seconds(self, num_rows: int) -> float:
         return 0.0
+
+
+class RisingCost(RowCost):
+    """The larger the batch, the more a row costs: with 12 sequences as much as an id, so that no draft is worth it."""
+
+    def share(self, num_rows: int) -> float:
+        return min(1.0, num_rows / 12)
+
+    def find_step_seconds(self, num_rows: int) -> float:
+        return 0.0
+
+
+def watch_lengths(engine: EngineCore) -> list[tuple[int, int]]:
+    """Of each choice of drafts from now on: the running sequences, and the number of drafts."""
+    speculator = engine._speculator
+    assert speculator is not None
+    choose = speculator.choose
+    lengths: list[tuple[int, int]] = []
+
+    def watch(sequence: Any, most: int, num_running: int) -> list[int]:
+        drafts = choose(sequence, most, num_running)
+        if most:
+            lengths.append((num_running, len(drafts)))
+        return drafts
+
+    speculator.choose = watch
+    return lengths
 
 
 def draft_freely(engine: EngineCore) -> EngineCore:
