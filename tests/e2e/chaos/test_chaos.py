@@ -8,6 +8,7 @@ With `pytest -s` it prints the figures of docs/reliability.md.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -22,7 +23,10 @@ from typing import NamedTuple
 import psutil
 import pytest
 
+from serve_llm.common.hub import resolve_model
+from support.adapters import make_adapter
 from support.daemon import Daemon
+from support.speculation import NGRAM
 from support.streams import Streams, chats, mixed
 from support.tools import write_files
 
@@ -118,12 +122,28 @@ class Chaos:
         return [float(found[1]) for found in lines if found]
 
 
+ADAPTERS = ("a", "b", "c")
+NUM_SLOTS = 2  # so that adapters take turns
+
+
+def turn_on_drafts_and_adapters(directory: Path) -> list[str]:
+    """Options."""
+    modules = []
+    for seed, name in enumerate(ADAPTERS):
+        modules.append(
+            f"{name}={make_adapter(resolve_model('demo'), directory / name, seed=seed, scale=0.1).directory}"
+        )
+    slots = ("--max-loras", str(NUM_SLOTS), "--max-cpu-loras", str(len(ADAPTERS)))
+    return ["--enable-lora", *slots, "--lora-modules", *modules, "--speculative-config", json.dumps(NGRAM)]
+
+
 KINDS = ("death", "during recovery", "two in a row", "hang")
 
 
-def run(chaos: Chaos, rounds: int) -> None:
+def run(chaos: Chaos, rounds: int, models: tuple[str, ...]) -> None:
+    """models: that the requests name in turn."""
     url = chaos.daemon.wait_until_serving()
-    bodies = [*mixed(), *chats()]
+    bodies = [body | {"model": models[number % len(models)]} for number, body in enumerate([*mixed(), *chats()])]
     undisturbed = Streams(url, bodies).finish()
     num_events = undisturbed.num_events
     seen: set[int] = set()
@@ -153,17 +173,28 @@ def run(chaos: Chaos, rounds: int) -> None:
 LONG = pytest.mark.long
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's
 @pytest.mark.parametrize(
-    ("grid", "rounds"),
+    ("grid", "rounds", "has_both"),
     [
-        pytest.param((2, 2), 4, id="2 x 2 ranks", marks=pytest.mark.slow),
-        pytest.param((1, 1), 50, id="one rank, long", marks=LONG),
-        pytest.param((2, 2), 50, id="2 x 2 ranks, long", marks=LONG),
+        pytest.param((2, 2), 4, False, id="2 x 2 ranks", marks=pytest.mark.slow),
+        pytest.param((1, 1), 4, True, id="one rank, drafts and adapters", marks=pytest.mark.slow),
+        pytest.param((1, 1), 50, False, id="one rank, long", marks=LONG),
+        pytest.param((2, 2), 50, False, id="2 x 2 ranks, long", marks=LONG),
+        pytest.param((1, 1), 50, True, id="one rank, drafts and adapters, long", marks=LONG),
+        pytest.param((2, 2), 50, True, id="2 x 2 ranks, drafts and adapters, long", marks=LONG),
     ],
 )
-def test_chaos(grid: tuple[int, int], rounds: int, tmp_path: Path) -> None:
+def test_chaos(grid: tuple[int, int], rounds: int, has_both: bool, tmp_path: Path) -> None:
+    """has_both: drafts, and adapters that take turns."""
     tensor, pipeline = grid
-    files = [word for pair in write_files(tmp_path).items() for word in pair]
-    with Daemon(*OPTIONS, *files, "-tp", str(tensor), "-pp", str(pipeline)) as daemon:
+    options = [word for pair in write_files(tmp_path).items() for word in pair]
+    if has_both:
+        options += turn_on_drafts_and_adapters(tmp_path)
+    with Daemon(*OPTIONS, *options, "-tp", str(tensor), "-pp", str(pipeline)) as daemon:
         daemon.wait_until_serving()
-        run(Chaos(daemon, random.Random(SEED), tensor * pipeline), rounds)
+        models = ("demo", *ADAPTERS) if has_both else ("demo",)
+        run(Chaos(daemon, random.Random(SEED), tensor * pipeline), rounds, models)
+        if has_both:
+            metrics = daemon.metrics()
+            assert metrics["serve_llm_spec_decode_num_accepted_tokens_total"] > 0
