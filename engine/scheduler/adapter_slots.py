@@ -43,11 +43,13 @@ class AdapterSlots:
         for the adapter that has waited longest; if its sequences cannot be admitted now, others may take it."""
         deferred: list[Sequence] = []
         self.num_deferred = 0
+        first = set(self._list_claims()[: self._num_users.count(0)])
         for sequence in waiting:
             if sequence.is_of_batch and deferred:
                 yield from self._list_ready(deferred)
                 deferred.clear()
-            if self._is_next(sequence):
+            digest = sequence.adapter_digest
+            if self.has_room(sequence) and (digest in first or digest not in self._claims):
                 yield sequence
             else:
                 deferred.append(sequence)
@@ -58,12 +60,6 @@ class AdapterSlots:
         for sequence in filter(self.has_room, deferred):
             self.num_deferred -= 1
             yield sequence
-
-    def _is_next(self, sequence: Sequence) -> bool:
-        digest = sequence.adapter_digest
-        if digest not in self._claims:
-            return self.has_room(sequence)
-        return self.has_room(sequence) and digest in self._list_claims()[: self._num_users.count(0)]
 
     def has_room(self, sequence: Sequence) -> bool:
         """Whether a sequence could be admitted to the next step."""
