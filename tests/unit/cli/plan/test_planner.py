@@ -286,6 +286,15 @@ def test_adapters_take_room() -> None:
     assert small.suggested is not None and small.suggested.layout.size > 1
 
 
+@pytest.mark.parametrize(("device", "num_held"), [("cpu", 6), ("cuda", 2)])
+def test_adapters_in_host_memory_take_room_on_a_cpu(device: str, num_held: int) -> None:
+    machine = {"memory": 64 * GIB}
+    given: dict[str, object] = {"device": device, "enable_lora": True, "dtype": "float32"}
+    found = plan(published.LLAMA_8B, machine, **given, max_loras=2, max_cpu_loras=6).chosen
+    expected = plan(published.LLAMA_8B, machine, **given, max_loras=num_held).chosen
+    assert found.ranks[0].adapters == expected.ranks[0].adapters
+
+
 def test_a_draft_model_takes_room_beside_the_first_rank(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(published.LLAMA_1B))
     given: dict[str, object] = {"tensor_parallel_size": 2, "max_model_len": 8192}
