@@ -47,6 +47,7 @@ from serve_llm.engine.model.families import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen_vl,
     smollm3,
     stablelm,
     starcoder2,
@@ -97,12 +98,35 @@ FAMILIES: dict[str, Read] = {
     "Llama4ForConditionalGeneration": multimodal.read_text_part(
         "Llama4ForConditionalGeneration", {"llama4_text": llama4.read}
     ),
-    "LlavaForConditionalGeneration": multimodal.read_text_part(
-        "LlavaForConditionalGeneration",
-        {"llama": llama.read, "mistral": mistral.read, "qwen2": qwen2.read, "qwen3": qwen3.read},
-    ),
+    **{
+        name: multimodal.read_text_part(
+            name, {"llama": llama.read, "mistral": mistral.read, "qwen2": qwen2.read, "qwen3": qwen3.read}
+        )
+        for name in (
+            "InternVLForConditionalGeneration",
+            "LlavaForConditionalGeneration",
+            "LlavaNextForConditionalGeneration",
+            "LlavaOnevisionForConditionalGeneration",
+        )
+    },
     "Mistral3ForConditionalGeneration": multimodal.read_text_part(
         "Mistral3ForConditionalGeneration", {"mistral": mistral.read}
+    ),
+    **{
+        name: multimodal.read_text_part(name, {"llama": llama.read}, multimodal.CONNECTED, *multimodal.CONNECTOR_KEYS)
+        for name in ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
+    },
+    "Qwen2VLForConditionalGeneration": multimodal.read_flat_text_part(
+        "Qwen2VLForConditionalGeneration", "qwen2_vl", qwen_vl.read_qwen2_vl
+    ),
+    "Qwen2_5_VLForConditionalGeneration": multimodal.read_flat_text_part(
+        "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", qwen_vl.read_qwen2_vl
+    ),
+    "Qwen3VLForConditionalGeneration": multimodal.read_text_part(
+        "Qwen3VLForConditionalGeneration", {"qwen3_vl_text": qwen_vl.read_qwen3_vl}, multimodal.VISUAL
+    ),
+    "Qwen3VLMoeForConditionalGeneration": multimodal.read_text_part(
+        "Qwen3VLMoeForConditionalGeneration", {"qwen3_vl_moe_text": qwen_vl.read_qwen3_vl_moe}, multimodal.VISUAL
     ),
     "Olmo2ForCausalLM": olmo2.read,
     "OPTForCausalLM": opt.read,

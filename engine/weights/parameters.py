@@ -6,6 +6,7 @@ A parameter may be some rows of a tensor that holds several, transposed, one of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ class CheckpointLoader:
         """See `WeightLoader`. Raises ModelError if the tensor has another shape or kind of numbers than the model."""
         if name not in self._sources:
             raise ModelError(f"no tensor of the checkpoint is known to fill {name}")
-        source = self._sources[name]
+        source = self._orient(self._sources[name], shape)
         rule = source.rule
         location = locate(name, rule, shape, part)
         if rule.format is not None:
@@ -77,9 +78,9 @@ class CheckpointLoader:
 
     def read_grouped(self, name: str, shape: tuple[int, int], part: Part) -> GroupedWeight | None:
         """See `GroupedWeightLoader`. Raises ModelError as `__call__` does."""
-        source = self._sources.get(name)
-        if source is None:
+        if name not in self._sources:
             return None
+        source = self._orient(self._sources[name], shape)
         location = locate(name, source.rule, shape, part)
         if source.rule.format is not None:
             matrix = self._read_module(source.rule, source.rule.format, location)
@@ -89,6 +90,17 @@ class CheckpointLoader:
         else:
             weight = self._read_blocks(source, location)
         return None if weight is None else weight.map_rows(location.select)
+
+    def _orient(self, source: Source, shape: tuple[int, ...]) -> Source:
+        """The source of a matrix of this shape in a stack that some versions of transformers write as (experts,
+        outputs, inputs), although others, and its publishers, write (experts, inputs, outputs)."""
+        rule = source.rule
+        if not rule.members or rule.transform != "transpose":
+            return source
+        outputs = sum(rule.sizes) or shape[0] * len(rule.parameters) // rule.members
+        if outputs == shape[1] or self._checkpoint.shape(source.tensor) != (rule.members, outputs, shape[1]):
+            return source
+        return Source(source.tensor, replace(rule, transform="none"))
 
     def _read_module(self, rule: WeightRule, stored: WeightFormat, location: Location) -> CodeMatrix:
         """On the model's device."""

@@ -29,18 +29,22 @@ from support.tiny import config_of
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7, 9, 5]
 
 
-def as_published(directory: Path) -> None:
+def as_published(directory: Path, architecture: str) -> None:
     """Name the tensors as the publishers do, or else as transformers 5 holds them in memory."""
     path = directory / "model.safetensors"
     tensors = load_file(path)
-    inside = any(name.startswith("model.language_model.") for name in tensors)
-    pairs = [("model.language_model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")]
-    pairs += [(f"model.{part}.", f"{part}.") for part in ("vision_tower", "multi_modal_projector")]
+    parts = ("vision_tower", "multi_modal_projector", "visual", "vision_model", "connector", "image_newline")
+    held = [(f"model.{part}", part) for part in parts]
+    if architecture.startswith("Qwen"):
+        held.append(("model.language_model.", "model."))
+    else:
+        held += [("model.language_model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")]
+    is_held = any(name.startswith(("model.language_model.", "model.text_model.")) for name in tensors)
     renamed = {}
     for name, tensor in tensors.items():
-        for held, published in pairs if inside else [(second, first) for first, second in pairs]:
-            if name.startswith(held):
-                name = published + name.removeprefix(held)
+        for old, new in held if is_held else [(second, first) for first, second in held]:
+            if name.startswith(old):
+                name = new + name.removeprefix(old)
                 break
         renamed[name] = tensor
     assert renamed.keys() != tensors.keys()
@@ -50,12 +54,13 @@ def as_published(directory: Path) -> None:
 @pytest.mark.parametrize("architecture", TEXT)
 def test_the_text_part(architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_multimodal_checkpoint(tmp_path, architecture)
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    experts = {"experts_implementation": "eager"} if "Moe" in architecture else {}
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, **experts).eval()
     with torch.inference_mode():
         theirs = model(input_ids=torch.tensor([PROMPT])).logits[0].log_softmax(-1)
     for rename in (False, True):
         if rename:
-            as_published(tmp_path)
+            as_published(tmp_path, architecture)
         spec, decoder = load(tmp_path)
         (ours,) = Harness(spec, decoder, torch.float32).logprobs([PROMPT])
         assert (ours - theirs).abs().max() < 3e-4
@@ -63,7 +68,7 @@ def test_the_text_part(architecture: str, tmp_path: Path, caplog: pytest.LogCapt
     requests = [greedy(1, PROMPT, 5)]
     one = generate(make_engine(tmp_path, dtype="float32"), requests)[1].token_ids
     assert one[0] == int(theirs[-1].argmax())
-    assert f"Serving the text part of {architecture}: the weights of vision_tower" in caplog.text
+    assert f"Serving the text part of {architecture}: the weights of vis" in caplog.text
     assert generate(make_engine(tmp_path, dtype="float32", tensor=2, pipeline=2), requests)[1].token_ids == one
 
 
@@ -83,6 +88,86 @@ def test_the_dtype_may_be_that_of_the_text_part(tmp_path: Path) -> None:
     spec, _ = startup.read_spec(make_options("m"), str(tmp_path), raw)
     config, _ = startup.resolve_config(make_options("m", device="cpu"), str(tmp_path), raw, spec)
     assert config.dtype == "bfloat16"
+
+
+def test_stacks_as_qwen_publishes_them(tmp_path: Path) -> None:
+    """As (experts, inputs, outputs); transformers writes outputs first."""
+    make_multimodal_checkpoint(tmp_path, "Qwen3VLMoeForConditionalGeneration")
+    expected = Harness(*load(tmp_path), torch.float32).logprobs([PROMPT])[0]
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    stacks = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".mlp.experts." in name}
+    assert stacks and all(tensor.dim() == 3 for tensor in stacks.values())
+    save_file(tensors | stacks, path)
+    assert torch.equal(Harness(*load(tmp_path), torch.float32).logprobs([PROMPT])[0], expected)
+    numbers, scales = {}, {}
+    for name, tensor in stacks.items():
+        scale = torch.rand(len(tensor), -(-tensor.shape[1] // 24), -(-tensor.shape[2] // 40)) * 0.001 + 0.01
+        whole = scale.repeat_interleave(24, 1).repeat_interleave(40, 2)[:, : tensor.shape[1], : tensor.shape[2]]
+        numbers[name], scales[f"{name}_scale_inv"] = (tensor / whole).to(torch.float8_e4m3fn), scale
+        stacks[name] = numbers[name].float() * whole
+    save_file(tensors | stacks, path)
+    expected = Harness(*load(tmp_path), torch.float32).logprobs([PROMPT])[0]
+    save_file(tensors | numbers | scales, path)
+    stored = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 40]}
+    (tmp_path / "config.json").write_text(json.dumps(read_config(tmp_path) | {"quantization_config": stored}))
+    assert (Harness(*load(tmp_path), torch.float32).logprobs([PROMPT])[0] - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("keeps_text_config", [False, True])
+def test_qwens_decoder_may_be_described_beside_the_images(keeps_text_config: bool) -> None:
+    """As Qwen published it, and as transformers 4.52 to 4.56 wrote it."""
+    raw = multimodal_config_of("Qwen2_5_VLForConditionalGeneration")
+    expected, _ = read_model(raw)
+    text = raw["text_config"]
+    scaling = {"type": "mrope", "mrope_section": [2, 2, 1]}
+    base = text["rope_parameters"]["rope_theta"]
+    flat = {key: value for key, value in text.items() if key not in ("rope_parameters", "model_type")}
+    flat |= {"rope_scaling": scaling, "rope_theta": base, "vision_token_id": 7} | raw
+    if not keeps_text_config:
+        del flat["text_config"]
+    assert read_model(flat)[0] == expected
+    with pytest.raises(ModelError, match="unknown keys, which may mean another computation: leaf"):
+        read_model(flat | {"leaf": 1})
+
+
+def test_published_smolvlm() -> None:
+    """As HuggingFaceTB/SmolVLM-256M-Instruct has it."""
+    raw = {
+        "architectures": ["Idefics3ForConditionalGeneration"],
+        "image_token_id": 49190,
+        "model_type": "idefics3",
+        "scale_factor": 4,
+        "text_config": {
+            "_flash_attn_2_enabled": True,
+            "architectures": ["VLlama3ForCausalLM"],
+            "head_dim": 64,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "is_llama_config": True,
+            "max_position_embeddings": 8192,
+            "model_type": "llama",
+            "neftune_noise_alpha": 0.0,
+            "num_attention_heads": 9,
+            "num_hidden_layers": 30,
+            "num_key_value_heads": 3,
+            "perceiver_config": {"model_type": "vllama3", "qk_layer_norms_perceiver": False},
+            "pixel_shuffle_factor": 4,
+            "qk_layer_norms": False,
+            "rope_interleaved": False,
+            "rope_theta": 100000,
+            "tie_word_embeddings": False,
+            "use_resampler": False,
+            "vocab_size": 49280,
+        },
+        "tie_word_embeddings": False,
+        "vision_config": {"model_type": "idefics3"},
+    }
+    spec, _ = read_model(raw)
+    assert len(spec.layers) == 30 and spec.max_position == 8192 and not spec.tie_word_embeddings
+    raw["text_config"] = {**raw["text_config"], "qk_layer_norms": True}  # type: ignore[dict-item]
+    with pytest.raises(ModelError, match="qk_layer_norms is not supported"):
+        read_model(raw)
 
 
 def test_published_gemma3_leaves_out_defaults() -> None:

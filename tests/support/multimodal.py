@@ -11,11 +11,20 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConf
 
 from support.tiny import config_of
 
-TEXT = {  # architecture -> its model_type, and that of its text part
+TEXT = {  # architecture -> its model_type, and the family of its text part
     "Gemma3ForConditionalGeneration": ("gemma3", "gemma3_text"),
+    "Idefics3ForConditionalGeneration": ("idefics3", "llama"),
+    "InternVLForConditionalGeneration": ("internvl", "qwen2"),
     "Llama4ForConditionalGeneration": ("llama4", "llama4_text"),
     "LlavaForConditionalGeneration": ("llava", "llama"),
+    "LlavaNextForConditionalGeneration": ("llava_next", "mistral"),
+    "LlavaOnevisionForConditionalGeneration": ("llava_onevision", "qwen2"),
     "Mistral3ForConditionalGeneration": ("mistral3", "mistral"),
+    "Qwen2VLForConditionalGeneration": ("qwen2_vl", "qwen2"),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", "qwen2"),
+    "Qwen3VLForConditionalGeneration": ("qwen3_vl", "qwen3"),
+    "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe", "qwen3_moe"),
+    "SmolVLMForConditionalGeneration": ("smolvlm", "llama"),
 }
 VISION: dict[str, Any] = {
     "hidden_size": 16,
@@ -24,6 +33,15 @@ VISION: dict[str, Any] = {
     "num_attention_heads": 2,
     "image_size": 28,
     "patch_size": 14,
+}
+QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 14,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
 }
 
 
@@ -48,13 +66,27 @@ def _config(architecture: str) -> PreTrainedConfig:
     text = {key: value for key, value in config_of(text_type).items() if key != "architectures"}
     kinds = {
         "gemma3": "siglip_vision_model",
+        "idefics3": "idefics3_vision",
+        "internvl": "internvl_vision",
         "llama4": "llama4_vision_model",
         "llava": "clip_vision_model",
+        "llava_next": "clip_vision_model",
+        "llava_onevision": "siglip_vision_model",
         "mistral3": "pixtral",
+        "smolvlm": "smolvlm_vision",
     }
-    vision = VISION | {"model_type": kinds[model_type]}
-    config = AutoConfig.for_model(
-        model_type, text_config=text, vision_config=vision, tie_word_embeddings=model_type == "gemma3"
-    )
+    if model_type.startswith("qwen"):
+        text["model_type"] = f"{model_type}_text"
+        if "qwen2" in model_type:
+            del text["head_dim"]  # which it does not read
+        sections = [2, 2, 1] if "qwen2" in model_type else [3, 2, 2]
+        text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": sections}
+        vision = QWEN_VISION | {"out_hidden_size": text["hidden_size"], "model_type": f"{model_type}_vision"}
+        if model_type == "qwen2_vl":
+            vision = QWEN_VISION | {"hidden_size": text["hidden_size"], "embed_dim": 16, "mlp_ratio": 2}
+    else:
+        vision = VISION | {"model_type": kinds[model_type]}
+    is_tied = model_type in ("gemma3", "qwen3_vl")
+    config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision, tie_word_embeddings=is_tied)
     config.architectures = [architecture]
     return config

@@ -8,6 +8,7 @@ from dataclasses import replace
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.spec import LayerSpec, MLPSpec, ModelSpec, MoESpec, RouterSpec
+from serve_llm.engine.model.weight_map import WeightRule
 
 IN_TRAINING = (
     "output_router_logits",
@@ -22,6 +23,31 @@ def read_router(config: ConfigReader, num_experts: int, default_top_k: int, norm
     if top_k > num_experts:
         raise ModelError(f"config.json: num_experts_per_tok is {top_k}, but there are {num_experts} experts")
     return RouterSpec(num_experts, top_k, renormalise=normalise)
+
+
+def transposed_stacks(spec: ModelSpec, module: str) -> list[WeightRule]:
+    """Rules for layers whose experts are in one tensor, (experts, inputs, outputs). module: the name of its module."""
+    counts = {}
+    for index, layer in enumerate(spec.layers):
+        if isinstance(layer.ffn, MoESpec):
+            counts[index] = layer.ffn.router.num_experts
+    return [
+        WeightRule(
+            f"{module}.{source}",
+            tuple(f"layers.{{layer}}.ffn.experts.{{member}}.{name}.weight" for name in names),
+            "transpose",
+            layers=tuple(counts),
+            members=max(counts.values()),
+        )
+        for source, names in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",)))
+        if counts
+    ]
+
+
+def holds_stacks(config: ConfigReader) -> bool:
+    """Whether experts are stored so: as modules of their own if they are quantised, except for 8-bit floats."""
+    quantized = config.inner("quantization_config")
+    return quantized is None or quantized.text("quant_method") in ("fbgemm_fp8", "fp8")
 
 
 def with_experts(

@@ -3,18 +3,23 @@ others, experts that read their tokens times the router's score, and a shared ex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.decoder import map_attention, read_decoder
-from serve_llm.engine.model.families.experts import IN_TRAINING, read_router, with_experts
+from serve_llm.engine.model.families.experts import (
+    IN_TRAINING,
+    holds_stacks,
+    read_router,
+    transposed_stacks,
+    with_experts,
+)
 from serve_llm.engine.model.families.names import ATTENTION, PRE_NORMS, weights
 from serve_llm.engine.model.families.smollm3 import read_rope_layers
 from serve_llm.engine.model.rope_spec import Llama3Scaling
-from serve_llm.engine.model.spec import AttentionSpec, MLPSpec, ModelSpec, MoESpec, NormSpec, QueryTemperature
-from serve_llm.engine.model.weight_map import WeightMap, WeightRule
+from serve_llm.engine.model.spec import AttentionSpec, MLPSpec, ModelSpec, NormSpec, QueryTemperature
+from serve_llm.engine.model.weight_map import WeightMap
 
 NAMES = {
     **PRE_NORMS,
@@ -23,7 +28,7 @@ NAMES = {
     **{f"feed_forward.{name}_proj": f"ffn.{name}" for name in ("gate", "up", "down")},  # in layers without experts
     **{f"feed_forward.shared_expert.{name}_proj": f"ffn.shared.{name}" for name in ("gate", "up", "down")},
 }
-EXPERTS = {  # in quantised checkpoints other than FBGEMM's: modules
+EXPERTS = {  # as modules, see `holds_stacks`
     f"feed_forward.experts.{{member}}.{name}_proj": f"ffn.experts.{{member}}.{name}" for name in ("gate", "up", "down")
 }
 
@@ -57,12 +62,13 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     sparse = _read_sparse_layers(config, num_layers)
     spec = with_experts(_read_attention(config, dense), router, width, width, where=sparse.__contains__)
     config.ignore(*IN_TRAINING, "for_llm_compressor")
-    quantized = config.inner("quantization_config")
+    is_stacked = holds_stacks(config)
     config.done()
-    if quantized is not None and quantized.text("quant_method") != "fbgemm_fp8":
+    if not is_stacked:
         return spec, weights(spec, NAMES | EXPERTS)
     named = weights(spec, NAMES)
-    return spec, replace(named, rules=(*named.rules, *_stacks(spec, sparse)))
+    stacks = transposed_stacks(spec, "model.layers.{layer}.feed_forward.experts")
+    return spec, replace(named, rules=(*named.rules, *stacks))
 
 
 def _read_attention(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
@@ -102,19 +108,3 @@ def _read_sparse_layers(config: ConfigReader, num_layers: int) -> tuple[int, ...
     step = config.integer("interleave_moe_layer_step", 1)
     listed = config.integers("moe_layers", highest=num_layers - 1)
     return tuple(range(step - 1, num_layers, step)) if listed is None else listed
-
-
-def _stacks(spec: ModelSpec, sparse: Sequence[int]) -> list[WeightRule]:
-    """All experts of a layer are in one tensor, as (experts, inputs, outputs)."""
-    members = next((layer.ffn.router.num_experts for layer in spec.layers if isinstance(layer.ffn, MoESpec)), 0)
-    return [
-        WeightRule(
-            f"model.layers.{{layer}}.feed_forward.experts.{source}",
-            tuple(f"layers.{{layer}}.ffn.experts.{{member}}.{name}.weight" for name in names),
-            "transpose",
-            layers=tuple(sparse),
-            members=members,
-        )
-        for source, names in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",)))
-        if members
-    ]

@@ -14,11 +14,14 @@ from serve_llm.engine.model.weight_map import WeightMap
 
 Read = Callable[[ConfigReader], tuple[ModelSpec, WeightMap]]
 
-OTHER_PARTS = ("vision_tower", "vision_model", "multi_modal_projector")
+VISION_TOWER = ("vision_tower", "vision_model", "multi_modal_projector", "image_newline")
+VISUAL = ("visual",)  # Qwen's name
+CONNECTED = ("vision_model", "connector")  # those of Idefics and SmolVLM
 # How names of the text part begin, in files as published and as transformers 5 holds them, and as its family has them.
 PREFIXES = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
     ("language_model.lm_head", "lm_head"),
 )
 # What describes images, and where they stand in a prompt.
@@ -26,25 +29,58 @@ IMAGE_KEYS = (
     *("vision_config", "image_token_index", "image_token_id", "boi_token_index", "eoi_token_index"),
     *("mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
     *("vision_feature_layer", "vision_feature_select_strategy", "image_seq_length", "ignore_index"),
-    "image_grid_pinpoints",
+    *("image_grid_pinpoints", "video_token_id", "video_token_index", "vision_start_token_id", "vision_end_token_id"),
+    *("vision_token_id", "vision_aspect_ratio", "use_image_newline_parameter", "downsample_ratio"),
 )
+CONNECTOR_KEYS = ("scale_factor", "_pad_token_id")  # beside text_config of Idefics 3 and SmolVLM
+OLD_CONNECTOR_KEYS = ("perceiver_config", "pixel_shuffle_factor")  # in it; nothing reads them
 
 
-def read_text_part(architecture: str, read_by_type: Mapping[str, Read]) -> Read:
-    """The reader of a model whose text_config is one of these, by its model_type."""
+def read_text_part(
+    architecture: str, read_by_type: Mapping[str, Read], parts: tuple[str, ...] = VISION_TOWER, *more_keys: str
+) -> Read:
+    """The reader of a model whose text_config is one of these, by its model_type. parts: modules that are not served.
+    more_keys: further keys about images."""
 
     def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         text = config.needed("text_config")
         text.inherit("quantization_config", config)
-        read_text = read_by_type[
-            text.choice("model_type", {name: name for name in read_by_type}, next(iter(read_by_type)))
-        ]
-        spec, weights = read_text(text)
-        is_tied = config.flag("tie_word_embeddings", spec.tie_word_embeddings)
-        config.ignore(*IMAGE_KEYS)
-        config.done()
-        ignored = tuple(rf"(model\.)?{part}\..*" for part in OTHER_PARTS)
-        weights = replace(weights, prefixes=PREFIXES, ignored=(*weights.ignored, *ignored), other_parts=OTHER_PARTS)
-        return replace(spec, architecture=architecture, tie_word_embeddings=is_tied), weights
+        config.ignore(*more_keys)
+        return _read_parts(config, text, architecture, read_by_type, parts)
 
     return read
+
+
+def read_flat_text_part(architecture: str, kind: str, read_text: Read) -> Read:
+    """As `read_text_part`, of Qwen, where the decoder's keys may be beside vision_config, or in both places. kind: the
+    model_type."""
+
+    def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
+        text = config.inner("text_config")
+        if text is None:
+            return _read_parts(config, config, architecture, {kind: read_text}, VISUAL)
+        text.inherit("quantization_config", config)
+        config.ignore("rope_scaling", "rope_theta", *(key for key in text.keys if key != "tie_word_embeddings"))
+        return _read_parts(config, text, architecture, {f"{kind}_text": read_text}, VISUAL)
+
+    return read
+
+
+def _read_parts(
+    config: ConfigReader,
+    text: ConfigReader,
+    architecture: str,
+    read_by_type: Mapping[str, Read],
+    parts: tuple[str, ...],
+) -> tuple[ModelSpec, WeightMap]:
+    types = {name: name for name in read_by_type}
+    read_text = read_by_type[text.choice("model_type", types, next(iter(types)))]
+    config.ignore(*IMAGE_KEYS)
+    text.ignore(*IMAGE_KEYS, *OLD_CONNECTOR_KEYS)
+    text.refuse("qk_layer_norms", "use_resampler")
+    spec, weights = read_text(text)
+    is_tied = config.flag("tie_word_embeddings", False) or spec.tie_word_embeddings
+    config.done()
+    ignored = tuple(rf"(model\.)?{part}(\..*)?" for part in parts)
+    weights = replace(weights, prefixes=PREFIXES, ignored=(*weights.ignored, *ignored), other_parts=parts)
+    return replace(spec, architecture=architecture, tie_word_embeddings=is_tied), weights

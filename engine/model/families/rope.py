@@ -10,6 +10,7 @@ from serve_llm.engine.model import rope_spec as ropes
 from serve_llm.engine.model.config import ConfigReader
 
 KINDS = {kind: kind for kind in ("default", "linear", "dynamic", "llama3", "yarn", "longrope")} | {"su": "longrope"}
+KINDS["mrope"] = "default"  # positions have several coordinates, which are equal for text
 DEFAULT_BASE = 10000.0
 
 
@@ -42,8 +43,7 @@ def read_rope(
     if scaling is None:
         return ropes.RopeSpec(base, rotary_dim=rotary_dim), max_position
     base = scaling.number("rope_theta", base)
-    older = scaling.choice("type", KINDS, "default")
-    kind = scaling.choice("rope_type", KINDS, older)
+    kind = scaling.choice("rope_type", KINDS, scaling.choice("type", KINDS, "default"))
     if kind == "longrope":
         rope, context = ropes.RopeSpec(base, _long(config, scaling, max_position, dims // 2)), max_position
     else:

@@ -162,7 +162,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family: str) -> None:
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling: long_factor is missing"),
         ({"rope_scaling": {"rope_type": "su", "long_factor": [1.0]}}, "long_factor must be a list of 5 numbers"),
         ({"rope_scaling": {"rope_type": "longrope", "long_factor": [1, 2, 3, 4, "5"]}}, r"long_factor\[4\] must be"),
-        ({"rope_scaling": {"type": "mrope"}}, "type 'mrope' is not supported"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 1]}}, "unknown keys.*mrope_section"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
         ({"rope_scaling": 2.0}, "rope_scaling must be an object"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "unknown keys.*partial_rotary"),
