@@ -137,6 +137,8 @@ _STORED_FORMATS = (
     "nvfp4",
     "gguf",
     "auto-round",
+    "torchao",
+    "fbgemm",
 )
 
 

@@ -12,6 +12,7 @@ from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.weight_format import (
     FormatGroup,
+    MxFp4,
     NvFp4,
     PackedIntegers,
     ScaledNumbers,
@@ -124,6 +125,7 @@ def _read_numbers(weights: ConfigReader, stored: str | None) -> WeightFormat:
         "float-quantized": _read_fp8,
         "naive-quantized": _read_fp8,
         "nvfp4-pack-quantized": _read_nvfp4,
+        "mxfp4-pack-quantized": _read_mxfp4,
     }
     if stored not in readers:
         raise ModelError(
@@ -173,6 +175,16 @@ def _read_nvfp4(weights: ConfigReader) -> WeightFormat:
     weights.only("group_size", 16)
     weights.empty("actorder", "block_structure")
     return NvFp4()
+
+
+def _read_mxfp4(weights: ConfigReader) -> WeightFormat:
+    weights.only("num_bits", 4)
+    weights.only("type", "float")
+    weights.only("symmetric", None, True)
+    weights.only("strategy", "group")
+    weights.only("group_size", 32)
+    weights.empty("actorder", "block_structure")
+    return MxFp4()
 
 
 def _read_packed(weights: ConfigReader) -> WeightFormat:

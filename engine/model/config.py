@@ -230,6 +230,13 @@ class ConfigReader:
             self._objects[key] = ConfigReader(value, f"{self._where}: {key}", inside, f"{self._path}{key}.")
         return self._objects[key]
 
+    def last(self, key: str) -> ConfigReader | None:
+        """As `inner`, or of the last object of a list."""
+        value = self._values.get(key)
+        if isinstance(value, list) and value:
+            self._values[key] = value[-1]
+        return self.inner(key)
+
     def needed(self, key: str) -> ConfigReader:
         """As `inner`, of what must be there."""
         found = self.inner(key)

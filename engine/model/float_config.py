@@ -69,7 +69,8 @@ def read_bitsandbytes(config: ConfigReader) -> MarkedModules:
     config.ignore("_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "llm_int8_enable_fp32_cpu_offload")
     config.ignore("llm_int8_has_fp16_weight", "llm_int8_threshold")
     unconverted = config.names("llm_int8_skip_modules") or ()
-    config.only("bnb_4bit_quant_storage", None, "uint8")
+    storages = {"uint8": "1", "int8": "1", "float16": "2", "bfloat16": "2", "float32": "4"}
+    item_bytes = int(config.choice("bnb_4bit_quant_storage", storages, "uint8"))
     types: dict[str, Literal["nf4", "fp4"]] = {"nf4": "nf4", "fp4": "fp4"}
     quant_type = config.choice("bnb_4bit_quant_type", types, "fp4")
     is_nested = config.flag("bnb_4bit_use_double_quant", False)
@@ -77,4 +78,4 @@ def read_bitsandbytes(config: ConfigReader) -> MarkedModules:
         raise ModelError("config.json: quantization_config: one of load_in_4bit and load_in_8bit must be true")
     if is_int8:
         return MarkedModules(ScaledNumbers("int8", "channel", scale="SCB", divisor=127.0), unconverted)
-    return MarkedModules(BitsAndBytes4(quant_type, is_nested), unconverted)
+    return MarkedModules(BitsAndBytes4(quant_type, is_nested, item_bytes), unconverted)

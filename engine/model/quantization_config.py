@@ -10,12 +10,13 @@ from serve_llm.engine.model.compressed_tensors_config import Int8Checkpoint, rea
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.float_config import read_bitsandbytes, read_fbgemm, read_fp8, read_modelopt
 from serve_llm.engine.model.gguf_config import GGUFTensors, read_gguf_config
+from serve_llm.engine.model.torchao_config import read_torchao
 from serve_llm.engine.model.weight_format import QuantizedModules
 
 
 def read_quantization_config(config: ConfigReader) -> Int8Checkpoint | GGUFTensors | QuantizedModules:
     """Raises ModelError for anything that is not supported, and OptionError as `ConfigReader.done` does."""
-    names = ("auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "modelopt")
+    names = "auto-round awq bitsandbytes compressed-tensors fbgemm_fp8 fp8 gguf gptq modelopt torchao".split()
     method = config.choice("quant_method", {name: name for name in names}, "")
     result: Int8Checkpoint | GGUFTensors | QuantizedModules
     if method == "awq":
@@ -32,6 +33,8 @@ def read_quantization_config(config: ConfigReader) -> Int8Checkpoint | GGUFTenso
         result = read_fbgemm(config)
     elif method == "modelopt":
         result = read_modelopt(config)
+    elif method == "torchao":
+        result = read_torchao(config)
     elif method == "bitsandbytes":
         result = read_bitsandbytes(config)
     else:

@@ -6,8 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from serve_llm.engine.model.quantization_spec import GroupedForm
+from serve_llm.engine.model.quantization_spec import MXFP4, GroupedForm
 
+Strategy = Literal["tensor", "channel", "block"]
 # Numbers by which activations, queries, keys or values would be rounded to a KV cache or for attention of 8 bits or
 # less, as regular expressions for the names of tensors. Attention is not quantised as they say.
 ATTENTION_SCALES = (
@@ -67,15 +68,17 @@ class ScaledNumbers:
     """
 
     kind: Literal["fp8", "int8"]
-    strategy: Literal["tensor", "channel", "block"]
+    strategy: Strategy
     block: tuple[int, int] = (0, 0)  # outputs and inputs that share a scale, with strategy "block"
     scale: str = "weight_scale"
     other_scale: str = ""  # what some writers call it
     divisor: float = 1.0  # scales are divided by it
-    bits: int = 8  # in int8, which may hold integers of 4 bits
+    bits: int = 8  # in int8, which may hold integers of fewer bits
     has_zeros: bool = False  # integers have zero points, stored like the scales
+    weight: str = "weight"
+    zero_point: str = "weight_zero_point"  # without has_zeros it is all 0, if it is there
+    has_float32_scales: bool = False  # instead of 16 bits, in int8
 
-    weight = "weight"
     optional = (
         "input_scale",
         "input_zero_point",
@@ -83,6 +86,7 @@ class ScaledNumbers:
         "activation_scale_ub",
         "weight_shape",
         "weight_format",
+        "_weight_zero_point",
     )
 
     @property
@@ -91,14 +95,14 @@ class ScaledNumbers:
 
     @property
     def required(self) -> tuple[str, ...]:
-        return (self.scale, "weight_zero_point") if self.has_zeros else (self.scale,)
+        return (self.scale, self.zero_point) if self.has_zeros else (self.scale,)
 
     @property
     def form(self) -> GroupedForm:
         size = self.block[1] if self.strategy == "block" else None
         if self.kind == "int8":
-            scale_bytes = 2 if self.divisor == 1 else 4  # quotients fill 32 bits
-            return GroupedForm(self.bits, size, self.has_zeros, scale_bytes=scale_bytes)
+            scale_bytes = 2 if self.divisor == 1 and not self.has_float32_scales else 4  # quotients fill 32 bits
+            return GroupedForm(4 if self.bits <= 4 else 8, size, self.has_zeros, scale_bytes=scale_bytes)
         return GroupedForm(8, size, has_zeros=False, scale_bytes=4, is_float8=True)
 
 
@@ -132,11 +136,41 @@ class NvFp4:
 
 
 @dataclass(frozen=True)
+class MxFp4:
+    """4-bit floats (e2m1), two in a byte, with a power of two per 32 inputs: "mxfp4-pack-quantized" of
+    compressed-tensors."""
+
+    weight = "weight_packed"
+    marker = "weight_packed"
+    required = ("weight_scale",)
+    optional = ()
+    form = MXFP4
+
+
+@dataclass(frozen=True)
+class TorchaoInt4:
+    """torchao's `Int4Tensor`: integers from -8 to 7, two in a byte, with a scale and a floating-point offset for each
+    group of inputs."""
+
+    group_size: int
+
+    weight = "_weight_qdata"
+    marker = "_weight_qdata"
+    required = ("_weight_scale", "_weight_zero_point")
+    optional = ()
+
+    @property
+    def form(self) -> GroupedForm:
+        return GroupedForm(4, self.group_size, has_zeros=True, scale_bytes=4)
+
+
+@dataclass(frozen=True)
 class BitsAndBytes4:
     """bitsandbytes' 4 bits: indices of a table, two in a byte, with a scale per block that may be quantised too."""
 
     quant_type: Literal["nf4", "fp4"]
     is_nested: bool  # scales are quantised
+    item_bytes: int = 1  # bytes are stored as numbers of this size, of any type
 
     weight = "weight"
     optional = ()
@@ -155,7 +189,7 @@ class BitsAndBytes4:
         return GroupedForm(4, 64, has_zeros=False, scale_bytes=4, has_table=True)
 
 
-WeightFormat = PackedIntegers | ScaledNumbers | NvFp4 | BitsAndBytes4
+WeightFormat = PackedIntegers | ScaledNumbers | NvFp4 | MxFp4 | TorchaoInt4 | BitsAndBytes4
 
 
 class QuantizedModules(Protocol):

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from serve_llm.common.errors import ModelError
-from serve_llm.engine.model.weight_format import BitsAndBytes4, NvFp4, PackedIntegers, ScaledNumbers, WeightFormat
+from serve_llm.engine.model.weight_format import (
+    BitsAndBytes4,
+    MxFp4,
+    NvFp4,
+    PackedIntegers,
+    ScaledNumbers,
+    TorchaoInt4,
+    WeightFormat,
+)
 from serve_llm.engine.quantization import fp8_blocks, mxfp4
 from serve_llm.engine.quantization.packed_integers import CodeMatrix
 from serve_llm.engine.weights.quantised import ModuleReader, read_integers
@@ -31,6 +39,10 @@ def read_module(
         return read_integers(reader, stored, shape, rows, columns)
     if isinstance(stored, NvFp4):
         return _read_nvfp4(reader, stored, shape, rows, columns)
+    if isinstance(stored, MxFp4):
+        return _read_mxfp4(reader, stored, shape, rows, columns)
+    if isinstance(stored, TorchaoInt4):
+        return _read_torchao_int4(reader, stored, shape, rows, columns)
     if isinstance(stored, BitsAndBytes4):
         return _read_bits_and_bytes(reader, stored, shape, rows, columns)
     if stored.kind == "fp8":
@@ -41,10 +53,12 @@ def read_module(
 def _read_int8(
     reader: ModuleReader, stored: ScaledNumbers, shape: tuple[int, int], rows: range, columns: range
 ) -> CodeMatrix:
-    integers = reader.read("weight", shape, (rows, columns), torch.int8)
+    integers = reader.read(stored.weight, shape, (rows, columns), torch.int8)
     middle = 2 ** (stored.bits - 1)
     if stored.bits < 8 and integers.numel() and not -middle <= integers.min() <= integers.max() < middle:
-        raise ModelError(f"{reader.module}.weight has numbers beyond the {stored.bits} bits that config.json names")
+        raise ModelError(
+            f"{reader.module}.{stored.weight} has numbers beyond the {stored.bits} bits that config.json names"
+        )
     size = stored.block[1] if stored.strategy == "block" else shape[1]
     groups = range(columns.start // size, -(-columns.stop // size)) if stored.strategy == "block" else range(1)
 
@@ -56,7 +70,11 @@ def _read_int8(
     scales = read_groups(stored.scale, None) / stored.divisor
     zeros = torch.full_like(scales, middle)
     if stored.has_zeros:
-        zeros += read_groups("weight_zero_point", torch.int8)
+        zeros += read_groups(stored.zero_point, torch.int8)
+    elif reader.has(stored.zero_point) and read_groups(stored.zero_point, torch.int8).any():
+        raise ModelError(
+            f"{reader.module}.{stored.zero_point} is not 0, but config.json says that weights are symmetric"
+        )
     codes = (integers.view(torch.uint8) + middle) & (2**stored.bits - 1)  # less `middle` it is the number
     group_of = torch.arange(columns.start, columns.stop, device=codes.device) // size - groups.start
     return CodeMatrix(codes, stored.bits, scales, group_of, size, zeros=zeros)
@@ -65,7 +83,7 @@ def _read_int8(
 def _read_fp8(
     reader: ModuleReader, stored: ScaledNumbers, shape: tuple[int, int], rows: range, columns: range
 ) -> CodeMatrix:
-    numbers = reader.read("weight", shape, (rows, columns), fp8_blocks.DTYPE)
+    numbers = reader.read(stored.weight, shape, (rows, columns), fp8_blocks.DTYPE)
     if stored.strategy != "block":
         scales = _read_row_numbers(reader, stored, stored.scale, shape[0], rows)
         return CodeMatrix(numbers.view(torch.uint8), 8, scales, _one_group(columns, numbers), shape[1])
@@ -158,22 +176,50 @@ def _read_row_numbers(
 
 def _read_nvfp4(reader: ModuleReader, stored: NvFp4, shape: tuple[int, int], rows: range, columns: range) -> CodeMatrix:
     outputs, inputs = shape
-    if inputs % NVFP4_GROUP:
-        raise ModelError(f"{reader.module}: rows of {inputs} inputs are not whole groups of {NVFP4_GROUP}")
-    size, groups = NVFP4_GROUP, range(columns.start // NVFP4_GROUP, -(-columns.stop // NVFP4_GROUP))
-    whole = range(groups.start * size // 2, groups.stop * size // 2)
-    packed = reader.read(stored.weight, (outputs, inputs // 2), (rows, whole), torch.uint8)
-    skipped = columns.start - groups.start * size
-    scales = reader.read("weight_scale", (outputs, inputs // size), (rows, groups), torch.float8_e4m3fn)
+    codes, groups, group_of = _read_nibbles(reader, stored.weight, shape, NVFP4_GROUP, rows, columns)
+    scales = reader.read("weight_scale", (outputs, inputs // NVFP4_GROUP), (rows, groups), torch.float8_e4m3fn)
     whole_scale = reader.read(stored.marker, reader.checkpoint.shape(f"{reader.module}.{stored.marker}")).float()
     if whole_scale.numel() != 1:
         raise ModelError(f"{reader.module}.{stored.marker} has shape {list(whole_scale.shape)}, but must be one number")
     divisor = whole_scale if stored.layout == "compressed" else 1 / whole_scale
     divisors = divisor.flatten().expand(len(rows)).contiguous()
-    group_of = (torch.arange(len(columns), device=packed.device) + skipped) // size
+    table = build_e2m1_table(codes.device)
+    return CodeMatrix(codes, 4, scales, group_of, NVFP4_GROUP, divisors=divisors, table=table)
+
+
+def _read_mxfp4(reader: ModuleReader, stored: MxFp4, shape: tuple[int, int], rows: range, columns: range) -> CodeMatrix:
+    codes, groups, group_of = _read_nibbles(reader, stored.weight, shape, mxfp4.BLOCK, rows, columns)
+    scales = reader.read("weight_scale", (shape[0], shape[1] // mxfp4.BLOCK), (rows, groups), torch.uint8)
+    exponents = scales.view(torch.float8_e8m0fnu)
+    return CodeMatrix(codes, 4, exponents, group_of, mxfp4.BLOCK, table=build_e2m1_table(codes.device))
+
+
+def _read_torchao_int4(
+    reader: ModuleReader, stored: TorchaoInt4, shape: tuple[int, int], rows: range, columns: range
+) -> CodeMatrix:
+    """Scales and offsets are (groups, outputs)."""
+    codes, groups, group_of = _read_nibbles(reader, stored.weight, shape, stored.group_size, rows, columns)
+    whole = (shape[1] // stored.group_size, shape[0])
+    scales = reader.read("_weight_scale", whole, (groups, rows)).float().T.contiguous()
+    offsets = reader.read("_weight_zero_point", whole, (groups, rows)).float().T
+    zeros = torch.where(scales == 0, 0, 8 - offsets / scales)
+    return CodeMatrix(codes ^ 8, 4, scales, group_of, stored.group_size, zeros=zeros.contiguous())
+
+
+def _read_nibbles(
+    reader: ModuleReader, suffix: str, shape: tuple[int, int], size: int, rows: range, columns: range
+) -> tuple[Tensor, range, Tensor]:
+    """Codes of rows of whole groups of `size`, two in a byte, the first in the lower half: (rows, columns), the groups
+    that they are in, and the number of each column's group among these."""
+    outputs, inputs = shape
+    if inputs % size:
+        raise ModelError(f"{reader.module}: rows of {inputs} inputs are not whole groups of {size}")
+    groups = range(columns.start // size, -(-columns.stop // size))
+    whole = range(groups.start * size // 2, groups.stop * size // 2)
+    packed = reader.read(suffix, (outputs, inputs // 2), (rows, whole), torch.uint8)
+    skipped = columns.start - groups.start * size
     codes = mxfp4.unpack(packed)[:, skipped : skipped + len(columns)].contiguous()
-    table = build_e2m1_table(packed.device)
-    return CodeMatrix(codes, 4, scales, group_of, size, divisors=divisors, table=table)
+    return codes, groups, (torch.arange(len(columns), device=packed.device) + skipped) // size
 
 
 def _read_bits_and_bytes(
@@ -188,9 +234,11 @@ def _read_bits_and_bytes(
     block, offset, nested_block = _read_state(reader, stored, shape)
     size = math.gcd(block, inputs)
     numbers = range(rows.start * inputs, rows.stop * inputs)
-    packed_bytes = range(numbers.start // 2, -(-numbers.stop // 2))
-    packed = reader.read("weight", (-(-outputs * inputs // 2), 1), (packed_bytes, range(1)), torch.uint8)
-    skipped = numbers.start - 2 * packed_bytes.start
+    per_item = 2 * stored.item_bytes
+    items = range(numbers.start // per_item, -(-numbers.stop // per_item))
+    dtype = torch.uint8 if stored.item_bytes == 1 else None
+    packed = reader.read("weight", (-(-outputs * inputs // per_item), 1), (items, range(1)), dtype).view(torch.uint8)
+    skipped = numbers.start - per_item * items.start
     codes = torch.stack((packed >> 4, packed & 0xF), -1).flatten()[skipped : skipped + len(numbers)]
     count = -(-outputs * inputs // block)
     blocks = range(numbers.start // block, -(-numbers.stop // block))
@@ -200,6 +248,10 @@ def _read_bits_and_bytes(
         outer = reader.read("weight.nested_absmax", (-(-count // nested_block),)).float()
         positions = torch.arange(blocks.start, blocks.stop, device=outer.device)
         absmax = values[indices] * outer[positions // nested_block] + offset
+    elif len(reader.checkpoint.shape(f"{reader.module}.weight.absmax")) == 2 and inputs % block == 0:
+        # bitsandbytes writes a model so after it was used on a CPU.
+        per_row = inputs // block
+        absmax = reader.read("weight.absmax", (per_row, outputs), (range(per_row), rows)).float().T.flatten()
     else:
         absmax = reader.read("weight.absmax", (count,), (blocks,)).float()
     groups = range(columns.start // size, -(-columns.stop // size))

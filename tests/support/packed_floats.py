@@ -35,6 +35,21 @@ def _compressed(stored: str, weights: dict[str, Any], activations: dict[str, Any
     }
 
 
+def _torchao(kind: str, **settings: Any) -> dict[str, Any]:
+    data = {
+        key: {"_type": value[0], "_data": value[1]} if isinstance(value, tuple) else value
+        for key, value in settings.items()
+    }
+    return {
+        "quant_method": "torchao",
+        "quant_type": {"default": {"_type": kind, "_version": 2, "_data": data}},
+        "include_input_output_embeddings": False,
+        "modules_to_not_convert": None,
+        "untie_embedding_weights": False,
+    }
+
+
+ROW = {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
 STATIC = {"strategy": "tensor"}
@@ -69,6 +84,36 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"bnb_4bit_compute_dtype": "bfloat16", "_load_in_4bit": True},
     "nf4-nested": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     | {"bnb_4bit_use_double_quant": True},
+    "nf4-bfloat16": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    | {"bnb_4bit_quant_storage": "bfloat16"},
+    "nf4-of-cpu": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "mxfp4": _compressed(
+        "mxfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+        | {"scale_dtype": "torch.uint8"},
+        None,
+    ),
+    "torchao-fp8": _torchao("Float8WeightOnlyConfig", weight_dtype=("torch.dtype", "float8_e4m3fn"), granularity=ROW),
+    "torchao-fp8-dynamic": _torchao(
+        "Float8DynamicActivationFloat8WeightConfig",
+        activation_dtype=("torch.dtype", "float8_e4m3fn"),
+        granularity=[{"_type": "PerTensor", "_version": 1, "_data": {}}] * 2,
+        packing_format=("Float8PackingFormat", "PLAIN"),
+    ),
+    "torchao-int8": _torchao("Int8WeightOnlyConfig", granularity=ROW, group_size=None),
+    "torchao-int4-in-bytes": _torchao(
+        "Int8DynamicActivationIntxWeightConfig",
+        weight_dtype=("torch.dtype", "int4"),
+        weight_granularity={"_type": "PerGroup", "_version": 1, "_data": {"group_size": 16}},
+        weight_mapping_type=("MappingType", "ASYMMETRIC"),
+        intx_packing_format=("IntxPackingFormat", "UNPACKED_TO_INT8"),
+    ),
+    "torchao-int4": _torchao(
+        "Int4WeightOnlyConfig",
+        group_size=32,
+        int4_packing_format=("Int4PackingFormat", "PLAIN"),
+        set_inductor_config=True,
+    ),
     "bitsandbytes-int8": {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0},
 }
 
@@ -83,6 +128,8 @@ def pack_module(weight: Tensor, form: str) -> Packed:
         else:
             stored = {"weight_scale": scale, "input_scale": torch.tensor([0.1])}
         return {"weight": numbers, **stored}, numbers.float() * scale
+    if form.startswith("torchao"):
+        return _pack_torchao(weight, form)
     if form in ("fp8-channel", "fbgemm"):
         scale = weight.abs().amax(1, keepdim=True) / 448
         numbers = (weight / scale).to(torch.float8_e4m3fn)
@@ -120,16 +167,55 @@ def pack_module(weight: Tensor, form: str) -> Packed:
             return stored | {"weight_scale": scale}, (E2M1[codes] * factors).flatten(1)
         tensors = {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": whole_scale}
         return tensors | {"input_global_scale": torch.ones(1)}, (E2M1[codes] * factors).flatten(1)
-    return _pack_nf4(weight, is_nested=form == "nf4-nested")
+    if form == "mxfp4":
+        groups = weight.view(outputs, -1, 32)
+        exponents = (groups.abs().amax(-1) / 6).log2().ceil()
+        factors = exponents.exp2().unsqueeze(-1)
+        codes = ((groups / factors).unsqueeze(-1) - E2M1).abs().argmin(-1)
+        packed = (codes[..., ::2] | codes[..., 1::2] << 4).flatten(1).byte()
+        return {"weight_packed": packed, "weight_scale": (exponents + 127).byte()}, (E2M1[codes] * factors).flatten(1)
+    return _pack_nf4(weight, form)
 
 
-def _pack_nf4(weight: Tensor, is_nested: bool) -> Packed:
+def _pack_torchao(weight: Tensor, form: str) -> Packed:
+    outputs = len(weight)
+    names = {"weight": "_weight_qdata", "weight_scale": "_weight_scale", "weight_zero_point": "_weight_zero_point"}
+    if form == "torchao-int4":
+        groups = weight.view(outputs, -1, 32)
+        scale = ((groups.amax(-1) - groups.amin(-1)) / 15).bfloat16()
+        offset = (groups.amin(-1) + scale.float() * 8).bfloat16()
+        codes = ((groups - offset.unsqueeze(-1).float()) / scale.unsqueeze(-1).float()).round().clamp(-8, 7)
+        nibbles = codes.flatten(1).to(torch.int8).view(torch.uint8) & 0xF
+        stored = {
+            "weight": nibbles[:, ::2] | nibbles[:, 1::2] << 4,
+            "weight_scale": scale.T,
+            "weight_zero_point": offset.T,
+        }
+        whole = (codes * scale.unsqueeze(-1).float() + offset.unsqueeze(-1).float()).flatten(1)
+    elif form == "torchao-int8":
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        numbers = (weight / scale).round().to(torch.int8)
+        stored = {"weight": numbers, "weight_scale": scale}
+        stored["weight_zero_point"] = torch.zeros(outputs, 1, dtype=torch.int8)
+        whole = numbers * scale
+    else:
+        known = {"torchao-fp8": "fp8-channel", "torchao-fp8-dynamic": "fp8-tensor"}
+        stored, whole = pack_module(weight, known.get(form, "int4-in-bytes"))
+        stored.pop("input_scale", None)
+        if form == "torchao-fp8-dynamic":
+            stored["weight_scale"] = stored["weight_scale"].view(1, 1)
+    return {names[suffix]: tensor for suffix, tensor in stored.items()}, whole
+
+
+def _pack_nf4(weight: Tensor, form: str) -> Packed:
     count = weight.numel()
     blocks = torch.nn.functional.pad(weight.flatten(), (0, -count % 32)).view(-1, 32)
     absmax = blocks.abs().amax(-1)
     state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 32, "dtype": "bfloat16", "shape": list(weight.shape)}
     tensors: dict[str, Tensor] = {"weight.quant_map": NF4.clone(), "weight.absmax": absmax}
-    if is_nested:
+    if form == "nf4-of-cpu":
+        tensors["weight.absmax"] = absmax.view(len(weight), -1).T
+    if form == "nf4-nested":
         offset = float(absmax.mean())
         values = torch.linspace(-1, 1, 256)
         outer = torch.stack([part.abs().max() for part in (absmax - offset).split(8)])
@@ -141,6 +227,8 @@ def _pack_nf4(weight: Tensor, is_nested: bool) -> Packed:
     codes = ((blocks / absmax.unsqueeze(-1)).unsqueeze(-1) - NF4).abs().argmin(-1).flatten()
     packed = torch.nn.functional.pad(codes[:count], (0, count % 2))
     tensors["weight"] = (packed[::2] << 4 | packed[1::2]).byte().unsqueeze(1)
+    if form == "nf4-bfloat16":
+        tensors["weight"] = tensors["weight"].view(-1).view(torch.bfloat16).unsqueeze(1)
     tensors["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     return tensors, (NF4[codes].view(-1, 32) * absmax.unsqueeze(-1)).flatten()[:count].view(weight.shape)
 

@@ -81,8 +81,9 @@ def test_decimals_are_exact(whole: int, thousandths: int) -> None:
 
 
 def test_a_quantization_that_a_checkpoint_has_needs_no_option() -> None:
-    with pytest.raises(ValueError, match="a checkpoint that is stored as awq_marlin needs no option; expected auto, "):
-        parse_quantization("awq_marlin")
+    for name in ("awq_marlin", "torchao"):
+        with pytest.raises(ValueError, match=f"a checkpoint that is stored as {name} needs no option; expected auto, "):
+            parse_quantization(name)
     assert parse_quantization("INT8") == "int8"
 
 
