@@ -50,11 +50,10 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
 
 
 def _is_mxfp4(config: ConfigReader) -> bool:
-    """Whether the experts' weights are stored as MXFP4."""
+    """Whether the experts' weights are stored as MXFP4. In other formats they are as without any, or 8-bit floats."""
     stored = config.inner("quantization_config")
-    if stored is None or stored.text("quant_method") == "gguf":
+    if stored is None or stored.text("quant_method") != "mxfp4":
         return False
-    stored.choice("quant_method", {"mxfp4": "mxfp4"}, "")
     stored.ignore("modules_to_not_convert")  # all but the experts
     stored.done()
     return True

@@ -178,7 +178,7 @@ def test_gpt_oss() -> None:
     for change, message in (
         ({"swiglu_limit": 5.0}, "swiglu_limit other than 7.0"),
         ({"rope_scaling": None}, "rope_scaling is missing"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8' is not supported"),
+        ({"quantization_config": {"quant_method": "fp6"}}, "quant_method 'fp6' is not supported"),
         ({"quantization_config": {"quant_method": "mxfp4", "more": 1}}, "quantization_config: unknown keys.*: more"),
     ):
         with pytest.raises(ModelError, match=message):
