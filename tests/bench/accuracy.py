@@ -36,6 +36,7 @@ WAYS = {  # dtype, --quantization, dtype of the KV cache
     "float32": (torch.float32, "none", torch.float32),
     "bf16": (torch.bfloat16, "none", torch.bfloat16),
     "int8": (torch.bfloat16, "int8", torch.bfloat16),
+    "fp8": (torch.bfloat16, "fp8", torch.bfloat16),  # weights alone, as on a CPU
     "int4-g32": (torch.bfloat16, "int4-g32", torch.bfloat16),
     "int4": (torch.bfloat16, "int4", torch.bfloat16),
     "int4-g128": (torch.bfloat16, "int4-g128", torch.bfloat16),
@@ -62,6 +63,8 @@ def quantise(spec: ModelSpec, quantization: str) -> ModelSpec:
     """The spec with the option's effect."""
     if quantization in INT4_GROUP_SIZES:
         return spec.with_int4(INT4_GROUP_SIZES[quantization])
+    if quantization == "fp8":
+        return spec.with_fp8_weights()
     return spec.with_int8() if quantization == "int8" else spec
 
 

@@ -1,14 +1,18 @@
-"""`serve-llm model.gguf`: one file is a whole model, with its tokenizer and chat template."""
+"""`serve-llm model.gguf`: one file is a whole model, with its tokenizer and chat template; and bad quantised files."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from openai import OpenAI
 
 from serve_llm import LLM, SamplingParams
 from support.daemon import Daemon
 from support.gguf_files import make_gguf
+from support.packed import Packing, make_packed
+from support.quantised import edit_config
+from support.tiny import make_tokenizer
 
 SIZES = ("--kv-cache-memory", "32MiB", "--dtype", "float32")
 PROMPT = "The quick brown fox"
@@ -38,3 +42,20 @@ def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
     with Daemon(str(path), *SIZES, environ={"XDG_CACHE_HOME": str(tmp_path / "cache")}) as daemon:
         assert daemon.wait(60) == 3
         assert any("tensor blk.1" in line and "cut short" in line for line in daemon.log)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"group_size": 64}, "q_proj.qzeros has shape [4, 8], but config.json asks for [1, 8]"),
+        ({"zero_point": False}, "q_proj.qzeros has zero point "),
+        ({"version": "gemv"}, "quantization_config: version 'gemv' is not supported"),
+    ],
+)
+def test_a_packed_checkpoint_that_does_not_fit(change: dict[str, object], message: str, tmp_path: Path) -> None:
+    make_tokenizer(tmp_path / "packed" / "tokenizer", make_packed(tmp_path, "llama", Packing("awq")))
+    edit_config(tmp_path / "packed", lambda config: config.update(change))
+    tokenizer = ("--tokenizer", str(tmp_path / "packed" / "tokenizer"))
+    with Daemon(str(tmp_path / "packed"), *SIZES, *tokenizer) as daemon:
+        assert daemon.wait(60) == 3
+        assert any(message in line for line in daemon.log)

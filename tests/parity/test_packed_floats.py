@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from serve_llm.common.errors import ModelError
+from serve_llm.common.hub import resolve_model
 from support.engine import generate, greedy, make_engine
 from support.forward import Harness, load
 from support.matrix import mostly_slow
-from support.packed_floats import CONFIGS, FLOAT8, make_packed, pack_module
+from support.packed_floats import CONFIGS, FLOAT8, make_packed, pack_checkpoint, pack_module
 from support.quantised import edit_config
 from support.reference import reference_logprobs
 
-PAIRS = [(family, form) for family in ("llama", "qwen3_moe", "phi3", "opt", "deepseek_v3") for form in CONFIGS]
+FAMILIES = ("llama", "qwen3_moe", "phi3", "opt", "deepseek_v3", "gemma3_text", "gpt_neox", "glm")
+PAIRS = [(family, form) for family in FAMILIES for form in CONFIGS]
 FAST_PAIRS = [("llama", form) for form in CONFIGS] + [
     ("qwen3_moe", "nvfp4"),
     ("phi3", "fp8-channel"),
@@ -39,15 +42,38 @@ def test_every_format(family: str, form: str, tmp_path: Path) -> None:
         assert (ours - reference_logprobs(tmp_path / "plain", prompt)).abs().max() < 5e-4
 
 
+RANKED = [(family, form) for family in ("llama", "qwen3_moe", "gpt_neox") for form in CONFIGS]
+FAST_RANKED = [
+    ("llama", form)
+    for form in ("fp8-block", "int8-static", "int4-in-bytes", "nvfp4", "nf4-nested", "mxfp4", "torchao-int4")
+]
+FAST_RANKED += [("qwen3_moe", "fp8-native"), ("gpt_neox", "bitsandbytes-int8")]
+
+
 @pytest.mark.pairs("fp8 + TP", "fp8 + PP")
-@pytest.mark.parametrize("form", ["fp8-block", "int8-static", "int4-in-bytes", "nvfp4", "nf4-nested"])
-def test_several_ranks(form: str, tmp_path: Path) -> None:
-    prompts = random_prompts(make_packed(tmp_path, "llama", form))
+@pytest.mark.parametrize(("family", "form"), mostly_slow(RANKED, FAST_RANKED))
+def test_several_ranks(family: str, form: str, tmp_path: Path) -> None:
+    compare_ranks(tmp_path, random_prompts(make_packed(tmp_path, family, form)))
+
+
+def compare_ranks(directory: Path, prompts: list[list[int]]) -> None:
     wanted = [greedy(number, prompt, 6) for number, prompt in enumerate(prompts)]
-    expected = generate(make_engine(tmp_path / "plain", dtype="float32"), wanted)
+    expected = generate(make_engine(directory / "plain", dtype="float32"), wanted)
     for grid in ({"tensor": 2}, {"tensor": 3}, {"pipeline": 2}):
-        results = generate(make_engine(tmp_path / "packed", dtype="float32", **grid), wanted)
+        results = generate(make_engine(directory / "packed", dtype="float32", **grid), wanted)
         assert [results[n].token_ids for n in results] == [expected[n].token_ids for n in expected]
+
+
+@pytest.mark.parametrize("form", mostly_slow(CONFIGS, ("fp8-native", "nvfp4", "nf4")))
+def test_trained_weights(form: str, tmp_path: Path) -> None:
+    """Those of the demo model."""
+    shutil.copytree(resolve_model("demo"), tmp_path / "plain")
+    pack_checkpoint(tmp_path, form)
+    spec, decoder = load(tmp_path / "packed")
+    prompt = list(range(5, 45))
+    (ours,) = Harness(spec, decoder, torch.float32).logprobs([prompt])
+    assert (ours - reference_logprobs(tmp_path / "plain", prompt)).abs().max() < 1e-3
+    compare_ranks(tmp_path, [prompt])
 
 
 @pytest.mark.parametrize("sizes", [{"hidden_size": 48, "intermediate_size": 37}, {"hidden_size": 52, "head_dim": 10}])
@@ -58,11 +84,7 @@ def test_rows_that_are_not_whole_blocks(form: str, sizes: dict[str, int], tmp_pa
     spec, decoder = load(tmp_path / "packed")
     for prompt, ours in zip(prompts, Harness(spec, decoder, torch.float32).logprobs(prompts), strict=True):
         assert (ours - reference_logprobs(tmp_path / "plain", prompt)).abs().max() < 5e-4
-    wanted = [greedy(number, prompt, 6) for number, prompt in enumerate(prompts)]
-    expected = generate(make_engine(tmp_path / "plain", dtype="float32"), wanted)
-    for grid in ({"tensor": 2}, {"tensor": 3}, {"pipeline": 2}):
-        results = generate(make_engine(tmp_path / "packed", dtype="float32", **grid), wanted)
-        assert [results[n].token_ids for n in results] == [expected[n].token_ids for n in expected]
+    compare_ranks(tmp_path, prompts)
 
 
 ATTENTION_GROUP = {"targets": ["LlamaAttention"], "weights": None, "input_activations": FLOAT8 | {"strategy": "tensor"}}
@@ -214,6 +236,25 @@ def test_stacks_of_8_bit_floats(form: str, tmp_path: Path) -> None:
     for grid in ({}, {"tensor": 3}, {"pipeline": 2}, whole_experts):
         found = generate(make_engine(tmp_path / "packed", dtype="float32", **grid), requests)
         assert [found[number].token_ids for number in found] == [expected[number].token_ids for number in expected]
+
+
+@pytest.mark.parametrize("form", ["autofp8", "nf4", "torchao-int8"])
+def test_gpt_oss_in_other_formats_than_its_own(form: str, tmp_path: Path) -> None:
+    """Its experts are stacks, which 8-bit floats may fill."""
+    prompts = random_prompts(make_packed(tmp_path, "gpt_oss", form))
+    if form == "autofp8":
+        paths = [tmp_path / kind / "model.safetensors" for kind in ("plain", "packed")]
+        plain, stored = map(load_file, paths)
+        for name in [name for name in stored if stored[name].dim() == 3]:
+            scales = stored[name].abs().amax((1, 2), keepdim=True) / 448
+            stored[name] = (stored[name] / scales).to(torch.float8_e4m3fn)
+            plain[name], stored[f"{name}_scale"] = stored[name].float() * scales, scales
+        save_file(plain, paths[0], metadata={"format": "pt"})
+        save_file(stored, paths[1], metadata={"format": "pt"})
+    spec, decoder = load(tmp_path / "packed")
+    for prompt, ours in zip(prompts, Harness(spec, decoder, torch.float32).logprobs(prompts), strict=True):
+        assert (ours - reference_logprobs(tmp_path / "plain", prompt)).abs().max() < 5e-4
+    compare_ranks(tmp_path, prompts)
 
 
 def make_fbgemm_llama_4(directory: Path) -> int:

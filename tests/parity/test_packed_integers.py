@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from serve_llm.common.errors import ModelError
+from serve_llm.common.hub import resolve_model
 from support.engine import generate, greedy, make_engine
 from support.forward import Harness, load
 from support.matrix import mostly_slow
-from support.packed import SCALED, Packing, make_packed
+from support.packed import SCALED, Packing, make_packed, pack_checkpoint
 from support.quantised import is_linear
 from support.reference import reference_logprobs
 
@@ -88,10 +90,14 @@ def test_modules_of_gpt2(tmp_path: Path) -> None:
     check(tmp_path, make_packed(tmp_path, "gpt2", PACKINGS["gptq"], choose=lambda name: name.endswith(names)))
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq-order", "gptq-3", "w4a16-asymmetric"])
-def test_several_ranks(name: str, tmp_path: Path) -> None:
+RANKED = [(family, name) for family in ("llama", "qwen3_moe", "gpt_neox", "deepseek_v3") for name in PACKINGS]
+FAST_RANKED = [("llama", name) for name in ("awq", "gptq-order", "gptq-3", "w4a16-asymmetric")] + [("qwen3_moe", "awq")]
+
+
+@pytest.mark.parametrize(("family", "name"), mostly_slow(RANKED, FAST_RANKED))
+def test_several_ranks(family: str, name: str, tmp_path: Path) -> None:
     """Ranks begin amid words and groups."""
-    prompts = random_prompts(make_packed(tmp_path, "llama", PACKINGS[name]))
+    prompts = random_prompts(make_packed(tmp_path, family, PACKINGS[name]))
     compare_ranks(tmp_path, prompts, [{}, {"tensor": 2}, {"tensor": 3}, {"pipeline": 2}])
 
 
@@ -101,6 +107,15 @@ def compare_ranks(directory: Path, prompts: list[list[int]], grids: list[dict[st
     for grid in grids:
         results = generate(make_engine(directory / "packed", dtype="float32", **grid), wanted)
         assert [results[number].token_ids for number in expected] == [one.token_ids for one in expected.values()]
+
+
+@pytest.mark.parametrize("name", mostly_slow(PACKINGS, ("awq", "gptq-order", "w8a16")))
+def test_trained_weights(name: str, tmp_path: Path) -> None:
+    """Those of the demo model."""
+    shutil.copytree(resolve_model("demo"), tmp_path / "plain")
+    pack_checkpoint(tmp_path / "plain", tmp_path / "packed", PACKINGS[name])
+    check(tmp_path, 4096)
+    compare_ranks(tmp_path, random_prompts(4096), [{}, {"tensor": 3}, {"pipeline": 2}])
 
 
 def test_the_head_and_biases_of_zeros(tmp_path: Path) -> None:
