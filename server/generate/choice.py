@@ -68,7 +68,8 @@ class Choice:
         try:
             num_tokens = self.output.push(output)
         except Exception:  # a bug in one request must not stop the client's loop and with it every other stream
-            logger.exception("the output of request %d could not be turned into text", output.id)
+            with self._generation.as_current():
+                logger.exception("the output of request %d could not be turned into text", output.id)
             self._generation.fail(GenerationFailed("the output could not be turned into text"))
             return
         self._num_preemptions += output.num_preemptions

@@ -10,12 +10,14 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
+from serve_llm.common.logs import CURRENT_REQUEST
 from serve_llm.common.types import FinishReason
 from serve_llm.server.admission.controller import AdmissionRequest
 from serve_llm.server.dialects.parser import DialectParser
@@ -107,6 +109,7 @@ class Generation:
         self._changed: list[Choice] = []  # choices with something new
         self.error: RequestError | None = None  # with which all choices have ended
         self.on_end: Callable[[Generation], None] | None = None  # called once, when it is left
+        self._logged_request = CURRENT_REQUEST.get()
 
     def __enter__(self) -> Self:
         """Raises Unavailable when the server cannot take the request now, DeadlineExceeded when it comes too late. In a
@@ -169,12 +172,22 @@ class Generation:
         try:
             goes_on = self._push()
         except Exception:
-            logger.exception("the output of a request could not be sent")
+            with self.as_current():
+                logger.exception("the output of a request could not be sent")
             self.fail(GenerationFailed("internal error; the server's log says more"))
             return
         if not goes_on:
             self._push = None
             self._wake()
+
+    @contextmanager
+    def as_current(self) -> Iterator[None]:
+        """For log records that are written outside of the request's own task, as when outputs arrive: they name it."""
+        token = CURRENT_REQUEST.set(self._logged_request)
+        try:
+            yield
+        finally:
+            CURRENT_REQUEST.reset(token)
 
     def take_changed(self) -> list[Delta]:
         """One delta for each choice that has something new."""

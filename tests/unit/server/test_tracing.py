@@ -21,6 +21,7 @@ from serve_llm.llm import LLM
 from serve_llm.server.app import create_app
 from serve_llm.server.assemble import assemble
 from serve_llm.server.engines.replicas import Replicas
+from serve_llm.server.generate.output import OutputProcessor
 from serve_llm.server.metrics.meter import Clock, Meter
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.storage.storage import Storage
@@ -274,6 +275,29 @@ def test_log_lines_of_a_traced_request_name_its_span(serve_traced: Open, capsys:
     assert context is not None and refused["status"] == 400
     assert (refused["trace_id"], refused["span_id"]) == (TRACE_ID, f"{context.span_id:016x}")
     assert unknown["status"] == 404 and "trace_id" not in unknown
+
+
+def test_an_error_while_outputs_arrive_is_logged_with_the_span(
+    serve_traced: Open, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced = serve_traced(automatic=False)
+    configure("info", format="json")
+
+    def push(*_: object) -> int:
+        raise ValueError("a bug")
+
+    async def run() -> None:
+        call = Call(traced.app, "POST", "/v1/completions", {"prompt": "x"}, {"traceparent": PARENT})
+        while not traced.engine.open:
+            await asyncio.sleep(0)
+        monkeypatch.setattr(OutputProcessor, "push", push)
+        traced.engine.step()
+        assert (await call.reply()).status == 500
+
+    asyncio.run(run())
+    (record,) = map(json.loads, capsys.readouterr().err.splitlines())
+    assert "could not be turned into text" in record["message"] and record["trace_id"] == TRACE_ID
+    assert record["request_id"]
 
 
 def test_a_file(tmp_path: Path) -> None:
