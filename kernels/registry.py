@@ -27,6 +27,7 @@ from serve_llm.kernels import (
     norm,
     quantise_int4,
     rope,
+    table,
     torch_sampling,
 )
 from serve_llm.kernels.backends import flash_attention, triton_kernels
@@ -63,6 +64,8 @@ class Kernels:
     pack_int8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
     pack_fp8: Callable[[Tensor, Tensor, Tensor | None], linear.Linear]
     pack_grouped: Callable[[GroupedWeight, Tensor | None, torch.dtype], linear.Linear]
+    pack_int8_table: Callable[[Tensor, Tensor, Tensor | None, torch.dtype], table.Table]
+    pack_grouped_table: Callable[[GroupedWeight, Tensor | None, torch.dtype], table.Table]
     quantise_int4: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
     pack_experts: Callable[..., moe.Experts]
     capturable: bool = False  # CUDA graphs may capture them: they read lengths on the device and do not synchronise
@@ -95,6 +98,8 @@ PORTABLE = Kernels(
     pack_int8=linear_int8.pack_int8,
     pack_fp8=linear_fp8.pack_fp8,
     pack_grouped=linear_grouped.pack_grouped,
+    pack_int8_table=table.pack_int8_table,
+    pack_grouped_table=table.pack_grouped_table,
     quantise_int4=quantise_int4.quantise_int4,
     pack_experts=moe.pack_experts,
 )
@@ -222,6 +227,18 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
             return linear_grouped.pack_grouped(weight, bias, model_dtype, pack=pack)
         return grouped_packer.pack(weight, bias)
 
+    def pack_int8_table(weight: Tensor, scale: Tensor, bias: Tensor | None, model_dtype: torch.dtype) -> table.Table:
+        if weight.numel() == 0:
+            return table.pack_int8_table(weight, scale, bias, model_dtype)
+        kind = LayerKind(f"{found.variant} from int8", weight.shape[0], weight.shape[1], dtype)
+        packed = packer.pack_int8_table(weight, scale, bias, model_dtype, rows.quantise_rows)
+        return packed._replace(multiply=guard.make_invariant(packed.multiply, kind))
+
+    def pack_grouped_table(weight: GroupedWeight, bias: Tensor | None, model_dtype: torch.dtype) -> table.Table:
+        if grouped_packer is None or not grouped_packer.packs(weight):
+            return table.pack_grouped_table(weight, bias, model_dtype)
+        return grouped_packer.pack_table(weight, bias, model_dtype)
+
     return replace(
         PORTABLE,
         paged_attention=found.paged_attention,
@@ -242,6 +259,8 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
         pack_heads=partial(linear.pack_heads, pack=pack),
         pack_int8=pack_int8,
         pack_grouped=pack_grouped,
+        pack_int8_table=pack_int8_table,
+        pack_grouped_table=pack_grouped_table,
         quantise_int4=rows.quantise_int4,
     )
 

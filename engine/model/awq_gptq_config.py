@@ -18,7 +18,7 @@ from serve_llm.engine.model.weight_format import DynamicModules, PackedIntegers
 CALIBRATION = (  # how scales were found, and which kernels the writer's machine used
     "act_group_aware backend batch_size block_name_to_quantize cache_block_outputs cache_examples_on_gpu "
     "damp_auto_increment damp_percent dataset disable_exllama do_fuse exllama_config fuse_max_seq_len hyb_act "
-    "is_marlin_format lm_head max_input_length meta model_file_base_name model_name_or_path model_seqlen "
+    "is_marlin_format max_input_length meta model_file_base_name model_name_or_path model_seqlen "
     "module_name_preceding_first_block modules_in_block_to_quantize modules_to_fuse mse offload_to_disk "
     "offload_to_disk_path static_groups tokenizer true_sequential use_cuda_fp16 use_exllama "
     # AutoRound's; activations are not rounded
@@ -96,7 +96,8 @@ def _read_whole(config: ConfigReader, whole: PackedIntegers, unconverted: tuple[
     config.only("data_type", None, "int")
     config.empty("activation", "regex_config", "rotation", "rotation_configs", "super_bits", "super_group_size")
     config.ignore(*CALIBRATION)
-    return DynamicModules(whole, _read_rules(config, whole), unconverted)
+    packs_head = config.flag("lm_head", False)
+    return DynamicModules(whole, _read_rules(config, whole), unconverted, packs_head)
 
 
 def _read_rules(config: ConfigReader, whole: PackedIntegers) -> tuple[Rule, ...]:

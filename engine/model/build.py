@@ -124,7 +124,7 @@ class ModelBuilder:
     def parameter(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
         """A parameter that is used as it is. shape: of the whole."""
         tensor = self._load_copy(name, shape, part)
-        self._describe_parameter(name, tensor, shape)
+        self.describe_share(name, tensor, shape)
         return tensor
 
     def table(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
@@ -134,7 +134,7 @@ class ModelBuilder:
         memory.
         """
         tensor = self.load(self.prefix + name, shape, part)
-        self._describe_parameter(name, tensor, shape)
+        self.describe_share(name, tensor, shape)
         return tensor
 
     def replicated_linear(self, name: str, outputs: int, inputs: int) -> Linear:
@@ -346,9 +346,10 @@ class ModelBuilder:
     def _load_copy(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         return self.load(self.prefix + name, shape, part).clone(memory_format=torch.contiguous_format)
 
-    def _describe_parameter(self, name: str, tensor: Tensor, whole: Sequence[int]) -> None:
+    def describe_share(self, name: str, tensor: Tensor, whole: Sequence[int], form: str = "") -> None:
+        """Record a parameter of which this rank has `tensor`. form: how it is held; "" for the tensor's dtype."""
         sizes = " x ".join(_share(size, of) for size, of in zip(tensor.shape, whole, strict=True))
-        self.scoped(name).describe(f"{sizes}, {_dtype_name(tensor.dtype)}")
+        self.scoped(name).describe(f"{sizes}, {form or _dtype_name(tensor.dtype)}")
 
     def _describe_linear(self, kind: str, names: Iterable[str], sizes: str, form: str, bias: bool) -> None:
         self.scoped("+".join(names)).describe(f"{kind}({sizes}, {form}{', bias' if bias else ''})")

@@ -12,19 +12,17 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from serve_llm.engine.model.build import Forward, ModelBuilder, Part
+from serve_llm.engine.model.build import Forward, ModelBuilder
 from serve_llm.engine.model.dispatch import ExpertDispatch
 from serve_llm.engine.model.embedding import Embed, build_embedding
 from serve_llm.engine.model.inputs import NO_KV, AttentionInputs, GroupInputs, StepInputs
 from serve_llm.engine.model.layer import DecoderLayer, build_layer
-from serve_llm.engine.model.lora import LoRAPart
 from serve_llm.engine.model.pooler import Pooler, build_pooler
 from serve_llm.engine.model.rope import ComputeAngles, build_angles
 from serve_llm.engine.model.rope_spec import RopeSpec
 from serve_llm.engine.model.spec import AttentionSpec, LayerSpec, ModelSpec, QueryTemperature
+from serve_llm.engine.model.vocabulary import VocabularyTables
 from serve_llm.engine.parallel.groups import PipelineLink
-from serve_llm.engine.quantization import int8
-from serve_llm.kernels.linear import Linear
 
 
 class Decoder:
@@ -170,13 +168,11 @@ def build_decoder(spec: ModelSpec, builder: ModelBuilder, device: torch.device) 
     """Build the part of the model that belongs to the builder's shard."""
     shard = builder.shard
     groups = builder.groups
-    embedding_shape = (spec.vocab_size, spec.embedding_size or spec.hidden_size)
-    vocabulary = Part(0, shard.vocabulary(spec.vocab_size))
-    embedding_weight = None
+    tables = VocabularyTables(spec, builder)
     embed = None
     if groups.previous is None:
-        embedding_weight = builder.table("embedding.weight", *embedding_shape, part=vocabulary)
-        embed = build_embedding(spec, embedding_weight, builder)
+        look_up = tables.load_embedding(has_head=spec.lm_head and groups.next is None)
+        embed = build_embedding(spec, look_up, builder)
     layers = [
         build_layer(spec.layers[index], spec.hidden_size, builder.scoped(f"layers.{index}")) for index in shard.layers
     ]
@@ -185,8 +181,7 @@ def build_decoder(spec: ModelSpec, builder: ModelBuilder, device: torch.device) 
     if groups.next is None:
         final_norm = _build_final_norm(spec, builder)
         if spec.lm_head:
-            tied_weight = embedding_weight if spec.tie_word_embeddings else None
-            lm_head = [*final_norm, *build_lm_head(spec, tied_weight, builder)]
+            lm_head = [*final_norm, *build_lm_head(spec, tables)]
         if spec.pooler is not None:
             pooler = build_pooler(spec, spec.pooler, final_norm, builder)
     group_of_layer = {layer: index for index, group in enumerate(spec.kv_groups) for layer in group.layers}
@@ -227,38 +222,15 @@ def _build_final_norm(spec: ModelSpec, builder: ModelBuilder) -> list[Forward]:
     return steps
 
 
-def build_lm_head(spec: ModelSpec, tied_weight: Tensor | None, builder: ModelBuilder) -> list[Forward]:
-    """What computes logits from normed hidden states, in order.
-
-    tied_weight: that of the embedding where it is also the head's and this rank has it already.
-    """
-    embedding_size = spec.embedding_size or spec.hidden_size
-    vocabulary = Part(0, builder.shard.vocabulary(spec.vocab_size))
-    builder.scoped("head").describe(
-        "VocabParallelLMHead" + (" (tied to the embedding)" if tied_weight is not None else "")
-    )
-    weight = tied_weight
-    if weight is None:
-        name = "embedding.weight" if spec.tie_word_embeddings else "head.weight"
-        weight = builder.table(name, spec.vocab_size, embedding_size, part=vocabulary)
-    bias = builder.parameter("head.bias", spec.vocab_size, part=vocabulary) if spec.lm_head_bias else None
-    linear = _pack_int8(weight, bias, builder) if spec.int8_lm_head else builder.kernels.pack(weight, bias)
-    if builder.lora is not None:
-        part = LoRAPart((spec.vocab_size, embedding_size), range(embedding_size), vocabulary.range)
-        linear = builder.lora.wrap_head(linear, bias, part)
-    steps: list[Forward] = [linear]
+def build_lm_head(spec: ModelSpec, tables: VocabularyTables) -> list[Forward]:
+    """What computes logits from normed hidden states, in order."""
+    steps: list[Forward] = [tables.load_head()]
     if spec.logits_multiplier != 1.0:
         steps.append(lambda logits: logits.mul_(spec.logits_multiplier))
     softcap = spec.logits_softcap
     if softcap is not None:
         steps.append(lambda logits: logits.div_(softcap).tanh_().mul_(softcap))
     return steps
-
-
-def _pack_int8(weight: Tensor, bias: Tensor | None, builder: ModelBuilder) -> Linear:
-    """A linear layer with weights in int8."""
-    numbers, scales = int8.quantise(weight)
-    return builder.kernels.pack_int8(numbers, scales, bias)
 
 
 def _build_ropes(layers: Sequence[LayerSpec], device: torch.device) -> tuple[list[ComputeAngles], list[int]]:

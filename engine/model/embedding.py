@@ -13,24 +13,25 @@ from serve_llm.engine.model.inputs import StepInputs
 from serve_llm.engine.model.lora import LoRAEmbedding
 from serve_llm.engine.model.spec import LearnedPositions, ModelSpec
 from serve_llm.engine.parallel.groups import ProcessGroup
+from serve_llm.kernels.table import LookUp
 
 Embed = Callable[[StepInputs], Tensor]  # (tokens, hidden_size)
 
 
-def build_embedding(spec: ModelSpec, weight: Tensor, builder: ModelBuilder) -> Embed:
+def build_embedding(spec: ModelSpec, look_up: LookUp, builder: ModelBuilder) -> Embed:
     """The embedding of the first stage, with its multiplier, projection, learned positions, token types and norm where
     the model has them.
 
-    weight: (this rank's rows of the vocabulary, embedding size).
+    look_up: of this rank's rows of the vocabulary.
     """
     builder.scoped("embedding").describe("VocabParallelEmbedding")
     ids = builder.shard.vocabulary(spec.vocab_size)
     adapters = None if builder.lora is None else builder.lora.add_embedding(ids)
-    embed = _vocab_parallel_embedding(weight, ids, builder.groups.tensor, adapters)
+    embed = _vocab_parallel_embedding(look_up, ids, builder.groups.tensor, adapters)
     if spec.embedding_multiplier != 1.0:
         multiplier = spec.embedding_multiplier
         if spec.rounds_embedding_multiplier:
-            multiplier = float(torch.tensor(multiplier, dtype=weight.dtype))
+            multiplier = float(torch.tensor(multiplier, dtype=builder.dtype))
         embed = _with_multiplier(embed, multiplier)
     if spec.embedding_size is not None:
         embed = _then(embed, builder.replicated_linear("project_in", spec.hidden_size, spec.embedding_size))
@@ -44,19 +45,17 @@ def build_embedding(spec: ModelSpec, weight: Tensor, builder: ModelBuilder) -> E
 
 
 def _vocab_parallel_embedding(
-    weight: Tensor, rows: range, group: ProcessGroup, adapters: LoRAEmbedding | None
+    look_up: LookUp, rows: range, group: ProcessGroup, adapters: LoRAEmbedding | None
 ) -> Embed:
-    """rows: the token ids whose embeddings are in `weight`."""
+    """rows: the token ids whose embeddings this rank has."""
     if group.size == 1:
-        return _with_adapters(lambda inputs: functional.embedding(inputs.ids, weight), adapters)
-    if not rows:
-        weight = weight.new_zeros(1, weight.shape[1])  # a lookup needs a row even if its result is masked
+        return _with_adapters(lambda inputs: look_up(inputs.ids), adapters)
 
     def embed(inputs: StepInputs) -> Tensor:
         """Look up the ids of this rank, and leave zeros for all others."""
         ids = inputs.ids
         is_elsewhere = (ids < rows.start) | (ids >= rows.stop)
-        hidden = functional.embedding((ids - rows.start).masked_fill_(is_elsewhere, 0), weight)
+        hidden = look_up((ids - rows.start).masked_fill_(is_elsewhere, 0))
         return hidden.masked_fill_(is_elsewhere.unsqueeze(1), 0.0)
 
     embed_own = _with_adapters(embed, adapters)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from serve_llm.engine.model.build import Forward, ModelBuilder
 from serve_llm.engine.model.decoder import build_lm_head
@@ -22,6 +21,8 @@ from serve_llm.engine.model.norm import Norm
 from serve_llm.engine.model.pooler import Pooler
 from serve_llm.engine.model.rope import ComputeAngles, build_angles
 from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.vocabulary import VocabularyTables
+from serve_llm.kernels.table import LookUp
 
 
 @dataclass(eq=False, repr=False)
@@ -29,7 +30,7 @@ class MTPHead:
     """See `DraftHead`."""
 
     spec: ModelSpec
-    embedding: Tensor
+    look_up: LookUp  # rows of the embedding
     model_norm: Norm  # the served model's final norm
     embedding_norm: Norm
     hidden_norm: Norm
@@ -61,7 +62,7 @@ class MTPHead:
         self, inputs: StepInputs, caches: Sequence[Tensor], rows: Tensor | None, received: Tensor | None
     ) -> Tensor:
         """See `Decoder.run_layers`."""
-        embedded = functional.embedding(inputs.ids, self.embedding)
+        embedded = self.look_up(inputs.ids)
         states = torch.zeros_like(embedded) if self.states is None else self.states
         hidden = self.projection(torch.cat((self.embedding_norm(embedded), self.hidden_norm(states)), dim=-1))
         attention_inputs = AttentionInputs(
@@ -96,17 +97,18 @@ def build_mtp_head(model: ModelSpec, builder: ModelBuilder) -> MTPHead:
     own = builder.scoped("mtp")
     layer = build_layer(layer_spec, width, builder.scoped(f"layers.{len(model.layers) - 1}"))
     layer.next_norm = own.norm("final_norm", spec.final_norm, width)
-    embedding = builder.table("embedding.weight", spec.vocab_size, width)
+    tables = VocabularyTables(spec, builder)
+    look_up = tables.load_embedding(has_head=True)
     reads_back = any(experts.reads_back for experts in builder.experts)
     return MTPHead(
         spec=spec,
-        embedding=embedding,
+        look_up=look_up,
         model_norm=builder.norm("final_norm", spec.final_norm, width),
         embedding_norm=own.norm("embedding_norm", layer_spec.norm, width),
         hidden_norm=own.norm("hidden_norm", layer_spec.norm, width),
         projection=own.unquantised_linear({"projection": width}, 2 * width),
         layer=layer,
         compute_angles=build_angles(attention.rope, attention.rope_dim, builder.device),
-        lm_head=build_lm_head(spec, embedding if spec.tie_word_embeddings else None, builder),
+        lm_head=build_lm_head(spec, tables),
         capturable=builder.kernels.capturable and not reads_back,
     )

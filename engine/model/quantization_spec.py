@@ -49,17 +49,23 @@ FLOAT8 = GroupedForm(8, None, has_zeros=False, scale_bytes=4, is_float8=True)  #
 
 @dataclass(frozen=True)
 class GroupedSpec:
-    """Which linear layers have weights in a `GroupedForm`. Embedding and LM head never do."""
+    """Which linear layers have weights in a `GroupedForm`."""
 
     in_checkpoint: bool  # the checkpoint stores them so; otherwise they are quantised while loading
     default: GroupedForm | None
     others: Mapping[str, GroupedForm | None] = field(default_factory=dict, hash=False)  # by linear layer
+    embedding: GroupedForm | None = None  # None: not as integers
+    head: GroupedForm | None = None  # the same of the LM head, where it is not tied to the embedding
 
     @property
     def is_float8(self) -> bool:
         """Whether all quantised layers have 8-bit floats."""
-        forms = (self.default, *self.others.values())
-        return all(form is None or form.is_float8 for form in forms)
+        return all(form.is_float8 for form in self.layer_forms)
+
+    @property
+    def layer_forms(self) -> list[GroupedForm]:
+        """Those of the quantised layers."""
+        return [form for form in (self.default, *self.others.values()) if form is not None]
 
     def find_form(self, linear_layer: str) -> GroupedForm | None:
         """None: in the model's dtype. linear_layer: such as "layers.3.attention.q"."""

@@ -190,7 +190,11 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
     if isinstance(stored, GGUFTensors):
         spec, weights = apply_gguf(stored, spec, weights)
         types = stored
-        return replace(spec, grouped=_grouped(lambda rule: types.find_form(rule.source), spec, weights)), weights
+        grouped = _grouped(lambda rule: types.find_form(rule.source), spec, weights)
+        embedding, head = types.find_form(weights.embedding), types.find_form(weights.head)
+        if grouped is not None or embedding is not None or head is not None:
+            grouped = replace(grouped or GroupedSpec(in_checkpoint=True, default=None), embedding=embedding, head=head)
+        return replace(spec, grouped=grouped), weights
     if isinstance(stored, Int8Checkpoint):
         return replace(spec, int8=_int8(stored, spec, weights)), weights
     modules = stored
@@ -203,7 +207,11 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
             return None
         return form
 
-    return replace(spec, grouped=_grouped(find_form, spec, weights)), replace(weights, quantized=stored)
+    grouped = _grouped(find_form, spec, weights)
+    if grouped is not None:
+        spellings = weights.list_spellings(weights.head.removesuffix(".weight"))
+        grouped = replace(grouped, head=stored.find_head_form(*spellings))
+    return replace(spec, grouped=grouped), replace(weights, quantized=stored)
 
 
 def apply_engine_config(spec: ModelSpec, settings: Settings) -> ModelSpec:
@@ -215,6 +223,16 @@ def apply_engine_config(spec: ModelSpec, settings: Settings) -> ModelSpec:
         spec = replace(spec, pooler=build_pooler_spec(settings.pooling), lm_head=settings.generates)
     if settings.enable_expert_parallel:
         spec = spec.with_expert_parallel()
+    spec = _apply_quantization(spec, settings)
+    if settings.device == "cpu":
+        return spec.with_packed_tables(rounds=settings.dtype == "bfloat16")
+    if spec.grouped is not None:  # GPUs hold embedding and LM head in the model's dtype
+        spec = replace(spec, grouped=replace(spec.grouped, embedding=None, head=None))
+    return spec
+
+
+def _apply_quantization(spec: ModelSpec, settings: Settings) -> ModelSpec:
+    """The effect of --quantization."""
     if settings.quantization == "fp8":
         return spec.with_fp8() if settings.rounds_to_fp8 else spec.with_fp8_weights()
     if settings.quantization in INT4_GROUP_SIZES:

@@ -250,6 +250,7 @@ class ModelSpec:
     logits_softcap: float | None = None  # as in `AttentionSpec`; applied after the multiplier
     int8: Int8Spec | None = None  # None: no linear layer of the layers runs in int8
     int8_lm_head: bool = False  # the weights of the LM head are int8, quantised while loading
+    int8_embedding: bool = False  # the embedding is the LM head's int8 numbers, to which it is tied
     fp8: bool = False  # quantise the layers' linear layers to 8-bit floats (W8A8) while loading
     grouped: GroupedSpec | None = None  # excludes int8 and fp8
     lm_head: bool = True  # False: the model only returns vectors
@@ -280,7 +281,8 @@ class ModelSpec:
 
     def with_fp8_weights(self) -> ModelSpec:
         """Run linear layers with weights of 8-bit floats, quantised while loading unless the checkpoint stores such."""
-        if self.grouped is not None and self.grouped.in_checkpoint and self.grouped.is_float8:
+        grouped = self.grouped
+        if grouped is not None and grouped.in_checkpoint and grouped.layer_forms and grouped.is_float8:
             return self
         return replace(self, grouped=GroupedSpec(in_checkpoint=False, default=FLOAT8))
 
@@ -296,6 +298,26 @@ class ModelSpec:
             return self
         form = GroupedForm(4, group_size, has_zeros=True)
         return replace(self, grouped=GroupedSpec(in_checkpoint=False, default=form), int8_lm_head=self.lm_head)
+
+    def with_packed_tables(self, rounds: bool) -> ModelSpec:
+        """Hold the LM head, and an embedding that is tied to it, in 8 bits where the layers are quantised: as the
+        checkpoint stores them, else, if `rounds`, in int8."""
+        is_quantised = self.int8 is not None or self.fp8 or self.grouped is not None
+        rounds_head = rounds and is_quantised and self.lm_head and self.head_form is None
+        is_int8 = self.int8_lm_head or rounds_head
+        return replace(self, int8_lm_head=is_int8, int8_embedding=is_int8 and rounds and self.tie_word_embeddings)
+
+    @property
+    def embedding_form(self) -> GroupedForm | None:
+        """The form of the embedding in which the checkpoint stores it; None: another."""
+        return None if self.grouped is None else self.grouped.embedding
+
+    @property
+    def head_form(self) -> GroupedForm | None:
+        """The same of the LM head."""
+        if self.grouped is None:
+            return None
+        return self.grouped.embedding if self.tie_word_embeddings else self.grouped.head
 
     @property
     def has_experts(self) -> bool:

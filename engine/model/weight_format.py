@@ -207,6 +207,10 @@ class QuantizedModules(Protocol):
         found = self.find_format(*spellings)
         return None if found is None else found.form
 
+    def find_head_form(self, *spellings: str) -> GroupedForm | None:
+        """The same of the LM head."""
+        return None
+
 
 @dataclass(frozen=True)
 class FormatGroup:
@@ -229,6 +233,9 @@ class TargetedModules(QuantizedModules):
         named = [group for group in self.groups if any(_matches(target, *spellings) for target in group.targets)]
         linear = [group for group in self.groups if "Linear" in group.targets]
         return next((group.format for group in (*named, *linear)), None)
+
+    def find_head_form(self, *spellings: str) -> GroupedForm | None:
+        return self.find_form(*spellings)
 
 
 def _matches(target: str, *spellings: str) -> bool:
@@ -262,6 +269,7 @@ class DynamicModules(QuantizedModules):
     format: PackedIntegers
     rules: tuple[tuple[str, WeightFormat | None], ...] = ()  # regular expression for the start of a name, its format
     unconverted: tuple[str, ...] = ()  # parts of names of modules without the tensors of the format
+    packs_head: bool = False
 
     def find_format(self, *spellings: str) -> WeightFormat | None:
         for pattern, own_format in self.rules:
@@ -272,3 +280,6 @@ class DynamicModules(QuantizedModules):
     def find_form(self, *spellings: str) -> GroupedForm | None:
         left_out = any(part in name for part in self.unconverted for name in spellings)
         return None if left_out else super().find_form(*spellings)
+
+    def find_head_form(self, *spellings: str) -> GroupedForm | None:
+        return self.find_form(*spellings) if self.packs_head else None

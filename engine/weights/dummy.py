@@ -43,7 +43,8 @@ def build_dummy_group_loader(seed: int, spec: GroupedSpec, device: torch.device)
 
     def load(name: str, shape: tuple[int, int], part: Part) -> GroupedWeight | None:
         layer = find_linear_layer(name)
-        form = None if layer is None else spec.find_form(layer)
+        outside = {"embedding.weight": spec.embedding, "head.weight": spec.head}
+        form = outside.get(name) if layer is None else spec.find_form(layer)
         if form is None or (form.has_order and part.dimension == 1 and len(part.range) < shape[1]):
             return None
         weight = _build_weight(form, shape, _seeded(seed, name, device), device)

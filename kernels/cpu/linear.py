@@ -19,6 +19,7 @@ from serve_llm.kernels.cpu.library import Library, check_sources
 from serve_llm.kernels.huge_pages import use_huge_pages
 from serve_llm.kernels.linear import Linear
 from serve_llm.kernels.linear_int8 import ZERO_POINT, Quantise, quantise_rows
+from serve_llm.kernels.table import Table, look_up_in_parts
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # `Kind` in linear.h
 UNIT = 4  # bytes
@@ -68,6 +69,13 @@ class Packer:
         if weight.numel() == 0:
             return partial(_constant, weight.shape[0], bias)
         return _PackedInt8(self, weight, scale, bias, quantise)
+
+    def pack_int8_table(
+        self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype, quantise: Quantise
+    ) -> Table:
+        """See `kernels.table.pack_int8_table`. There must be rows."""
+        packed = _PackedInt8(self, weight, scale, bias, quantise)
+        return Table(packed, partial(packed.look_up, dtype))
 
 
 class _Packed:
@@ -127,13 +135,26 @@ class _PackedInt8(_Packed):
     def __init__(self, packer: Packer, weight: Tensor, scale: Tensor, bias: Tensor | None, quantise: Quantise) -> None:
         super().__init__(packer, [weight], bias)
         self._quantise = quantise
+        self._inputs, self._units = weight.shape[1], self._product.units
         self._product.weight_scale = self._by_panel(scale.flatten())
+        self._scales = self._tensors[-1]
         self._product.start = self._by_panel(weight.sum(1, dtype=torch.int32) * -ZERO_POINT)
 
     def __call__(self, x: Tensor) -> Tensor:
         numbers, scales = self._quantise(x)
         self._product.x_scale = scales.data_ptr()
         return self._multiply(numbers, x.dtype)
+
+    def look_up(self, dtype: torch.dtype, ids: Tensor) -> Tensor:
+        """Rows of the weight: (rows, inputs) of `dtype`."""
+        panels = self._tensors[0].view(-1, self._units, self._columns)
+
+        def look_up_few(few: Tensor) -> Tensor:
+            words = panels[few // self._columns, :, few % self._columns].contiguous()
+            numbers = words.view(torch.int8)[:, : self._inputs]
+            return (numbers * self._scales[few].unsqueeze(1)).to(dtype)
+
+        return look_up_in_parts(look_up_few, ids)
 
 
 def _row_bytes(weight: Tensor) -> int:

@@ -8,6 +8,8 @@ are float16 or bfloat16 where that is exact, else float32.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,10 +19,12 @@ from serve_llm.kernels.cpu.library import Library, check_sources
 from serve_llm.kernels.huge_pages import use_huge_pages
 from serve_llm.kernels.linear import Linear
 from serve_llm.kernels.linear_grouped import GroupedWeight, find_scale_dtype, spread_nan
+from serve_llm.kernels.table import Table, look_up_in_parts
 
 FOUR_BITS, TABLE, EIGHT_BITS, FLOAT8 = range(4)  # `Coding` in grouped.h
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e8m0fnu, torch.float8_e4m3fn)  # `ScaleType`
 WORD_BITS = 32
+FOUR = 4  # bits
 PANELS_AT_ONCE = 64  # while packing, to keep temporary memory small
 
 
@@ -75,6 +79,11 @@ class GroupedPacker:
         """The layer, for a weight that `packs` accepts. x may be of bfloat16 or float32."""
         return _PackedGroups(self, weight, bias)
 
+    def pack_table(self, weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> Table:
+        """See `kernels.table.pack_grouped_table`, for a weight that `packs` accepts."""
+        packed = _PackedGroups(self, weight, bias)
+        return Table(packed, partial(packed.look_up, dtype))
+
 
 class _PackedGroups:
     def __init__(self, packer: GroupedPacker, weight: GroupedWeight, bias: Tensor | None) -> None:
@@ -117,6 +126,33 @@ class _PackedGroups:
             group_units=group_units,
         )
         self._reference = ctypes.addressof(self._product)
+        self._columns, self._inputs = columns, inputs
+        nothing = torch.empty(0)
+        self._form = replace(weight, codes=nothing, scales=nothing, zeros=None, minimums=None, divisors=None)
+
+    def look_up(self, dtype: torch.dtype, ids: Tensor) -> Tensor:
+        """Rows of the weight: (rows, inputs) of `dtype`."""
+        return look_up_in_parts(lambda few: self._unpack_rows(few).dequantise().to(dtype), ids)
+
+    def _unpack_rows(self, ids: Tensor) -> GroupedWeight:
+        words, scales, zeros, minimums, _, divisors, _ = self._tensors
+        panels, places = ids // self._columns, ids % self._columns
+        assert words is not None and scales is not None
+        found = words[panels, :, places].contiguous().view(torch.uint8)
+        if self._form.bits == FOUR:
+            found = torch.stack((found & 0xF, found >> 4), -1).flatten(1)
+
+        def pick(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[panels, :, places]
+
+        return replace(
+            self._form,
+            codes=found[:, : self._inputs],
+            scales=scales[panels, :, places],
+            zeros=pick(zeros),
+            minimums=pick(minimums),
+            divisors=None if divisors is None else divisors[ids],
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._order is not None:

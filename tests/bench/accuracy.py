@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,9 +32,10 @@ from serve_llm.engine.model.spec import ModelSpec
 from support import published
 from support.forward import Harness, load_whole, read_spec
 
-WAYS = {  # dtype, --quantization, dtype of the KV cache
+WAYS = {  # dtype, --quantization or "head" for the LM head and a tied embedding alone, dtype of the KV cache
     "float32": (torch.float32, "none", torch.float32),
     "bf16": (torch.bfloat16, "none", torch.bfloat16),
+    "int8 head": (torch.bfloat16, "head", torch.bfloat16),
     "int8": (torch.bfloat16, "int8", torch.bfloat16),
     "fp8": (torch.bfloat16, "fp8", torch.bfloat16),  # weights alone, as on a CPU
     "int4-g32": (torch.bfloat16, "int4-g32", torch.bfloat16),
@@ -59,13 +60,17 @@ class Model:
         return SimpleNamespace(logits=rows[None])
 
 
-def quantise(spec: ModelSpec, quantization: str) -> ModelSpec:
-    """The spec with the option's effect."""
+def quantise(spec: ModelSpec, quantization: str, dtype: torch.dtype) -> ModelSpec:
+    """The spec as it is served on a CPU."""
     if quantization in INT4_GROUP_SIZES:
-        return spec.with_int4(INT4_GROUP_SIZES[quantization])
-    if quantization == "fp8":
-        return spec.with_fp8_weights()
-    return spec.with_int8() if quantization == "int8" else spec
+        spec = spec.with_int4(INT4_GROUP_SIZES[quantization])
+    elif quantization == "int8":
+        spec = spec.with_int8()
+    elif quantization == "fp8":
+        spec = spec.with_fp8_weights()
+    elif quantization == "head":
+        spec = replace(spec, int8_lm_head=True)
+    return spec.with_packed_tables(rounds=dtype == torch.bfloat16)
 
 
 def bits_per_byte(num_files: int) -> dict[str, float]:
@@ -80,7 +85,7 @@ def bits_per_byte(num_files: int) -> dict[str, float]:
     for name, (dtype, quantization, cache) in WAYS.items():
         if dtype == torch.float32:
             continue
-        chosen = quantise(spec, quantization)
+        chosen = quantise(spec, quantization, dtype)
         model = Model(chosen, load_whole(directory, chosen, weight_map, dtype=dtype), cache)
         found[name] = demo_eval.held_out_bits(model, documents)[0] / num_bytes
         print(f"demo model, {len(files)} held-out files, {name} {found[name]:.5f} bits per byte", flush=True)
@@ -94,7 +99,7 @@ def random_model(name: str, num_layers: int) -> dict[str, tuple[float, float]]:
     prompts = [[rng.randrange(spec.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(2)]
     logits: dict[str, Tensor] = {}
     for way, (dtype, quantization, cache) in WAYS.items():
-        chosen = quantise(spec, quantization)
+        chosen = quantise(spec, quantization, dtype)
         decoder = load_whole(Path(), chosen, weight_map, dtype=dtype, load_format="dummy", seed=1)
         rows = torch.cat(Harness(chosen, decoder, cache).logprobs(prompts))
         logits[way] = rows - rows.mean(-1, keepdim=True)

@@ -44,6 +44,8 @@ REFERENCE = Kernels(
     pack_int8=linear_int8.pack_int8,
     pack_fp8=linear_fp8.pack_fp8,
     pack_grouped=linear_grouped.pack_grouped,
+    pack_int8_table=PORTABLE.pack_int8_table,
+    pack_grouped_table=PORTABLE.pack_grouped_table,
     quantise_int4=quantise_int4,
     pack_experts=moe.pack_experts,
 )

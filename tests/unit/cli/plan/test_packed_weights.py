@@ -33,7 +33,7 @@ GRIDS = [(1, 1), (2, 1), (3, 1), (1, 2)]
 def panels_of_this_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     path = library.find()
     assert path is not None
-    monkeypatch.setattr("serve_llm.cli.plan.weights.PANEL_OUTPUTS", GroupedPacker(library.Library(path)).columns)
+    monkeypatch.setattr("serve_llm.cli.plan.parameters.PANEL_OUTPUTS", GroupedPacker(library.Library(path)).columns)
 
 
 def count_held(directory: Path, layout: ParallelLayout, device: str, **options: object) -> tuple[list[int], list[int]]:
@@ -47,7 +47,7 @@ def count_held(directory: Path, layout: ParallelLayout, device: str, **options: 
         worker = Worker(config, spec, weight_map, ranks.shards[rank], ranks.neighbours[rank])
         return resident.weight_bytes(worker._decoder)
 
-    counted = [weight_bytes(spec, shard, 4, device).held for shard in ranks.shards]
+    counted = [weight_bytes(spec, shard, config.element_bytes, device).held for shard in ranks.shards]
     return run_together(layout.size, load, ranks.abort), counted
 
 
@@ -90,6 +90,28 @@ def test_gguf_files(family: str, storage: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make_gguf(tmp_path, family, storage)
     check(resolve_model(str(tmp_path / "model.gguf")))
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_embedding_and_head_of_packed_checkpoints(is_tied: bool, dtype: str, tmp_path: Path) -> None:
+    make_packed(tmp_path, "llama", Packing("awq"), tie_word_embeddings=is_tied)
+    check(tmp_path / "packed", dtype=dtype)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_embedding_and_head_while_loading(is_tied: bool, quantization: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", **(SIZES[""] | HEADS), tie_word_embeddings=is_tied)
+    check(tmp_path, dtype="bfloat16", quantization=quantization)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_embedding_and_head_of_gguf_files(is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    others = {"tokens.weight": "Q4_K", "lm_head.weight": "Q6_K"}
+    make_gguf(tmp_path, "llama", "Q4_K", others=others, tie_word_embeddings=is_tied)
+    check(resolve_model(str(tmp_path / "model.gguf")), dtype="bfloat16")
 
 
 @pytest.mark.parametrize(

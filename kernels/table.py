@@ -1,0 +1,55 @@
+"""A packed matrix that is multiplied as a linear layer and whose rows are looked up: an LM head and the embedding that
+is tied to it, or either of them alone. Knows tensors only.
+
+The versions here are the definition: they hold the matrix once for each use. `kernels.cpu` holds it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from serve_llm.kernels import linear, linear_int8
+from serve_llm.kernels.linear import Linear
+from serve_llm.kernels.linear_grouped import GroupedWeight
+
+ROWS_AT_ONCE = 128  # looked up at a time, to keep temporary memory small
+
+LookUp = Callable[[Tensor], Tensor]  # (rows,) int64 -> (rows, inputs)
+
+
+class Table(NamedTuple):
+    multiply: Linear
+    look_up: LookUp  # in the dtype of the model; any ids if the matrix has no rows, and zeros then
+
+
+def pack_int8_table(weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Table:
+    """weight, scale, bias: see `kernels.linear_int8.pack_int8`. dtype: of looked-up rows, which are weight * scale."""
+
+    def look_up(ids: Tensor) -> Tensor:
+        return (weight[ids] * scale[ids]).to(dtype)
+
+    return Table(linear_int8.pack_int8(weight, scale, bias), look_up if len(weight) else zeros(weight.shape[1], dtype))
+
+
+def pack_grouped_table(weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> Table:
+    """weight, bias: see `kernels.linear_grouped.pack_grouped`. dtype: of looked-up rows, and of the product."""
+    dense = weight.dequantise().to(dtype)
+    look_up = (lambda ids: functional.embedding(ids, dense)) if len(dense) else zeros(dense.shape[1], dtype)
+    return Table(linear.pack(dense, bias), look_up)
+
+
+def zeros(inputs: int, dtype: torch.dtype) -> LookUp:
+    """For a matrix without rows."""
+    return lambda ids: torch.zeros((len(ids), inputs), dtype=dtype, device=ids.device)
+
+
+def look_up_in_parts(look_up: LookUp, ids: Tensor) -> Tensor:
+    """The rows, looked up few at a time."""
+    if len(ids) <= ROWS_AT_ONCE:
+        return look_up(ids)
+    return torch.cat([look_up(part) for part in torch.split(ids, ROWS_AT_ONCE)])
