@@ -1,7 +1,7 @@
 """Translate the vocabulary in a GGUF file to tokenizer.json and tokenizer_config.json. No torch.
 
-Two models are known: "gpt2", byte-level BPE whose way of cutting text into words tokenizer.ggml.pre names, and "llama",
-sentencepiece's BPE with a score for each token instead of merges.
+Three models are known: "gpt2", byte-level BPE whose way of cutting text into words tokenizer.ggml.pre names, "llama",
+sentencepiece's BPE with a score for each token instead of merges, and "bert", WordPiece.
 """
 
 from __future__ import annotations
@@ -13,29 +13,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from serve_llm.common.errors import ModelError
 from serve_llm.common.gguf.file import GGUFFile
+from serve_llm.common.gguf.word_pieces import FIRST, LAST, UNKNOWN, build_word_pieces, restore_pieces
+from serve_llm.common.gguf.words import WHOLE_WORDS, WORDS
 
 SPACE = "\u2581"  # sentencepiece's mark for a space
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-LLAMA3_WORDS = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_MARKS}|{_SPACES}"
-QWEN2_WORDS = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_MARKS}|{_SPACES}"
-_CASES = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
-_PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
-TEKKEN_WORDS = rf"{_CASES[0]}|{_CASES[1]}|\p{{N}}|{_PATHS}|{_SPACES}"
-GPT4O_WORDS = rf"{_CASES[0]}{_CONTRACTIONS}?|{_CASES[1]}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_PATHS}|{_SPACES}"
-WORDS = {  # tokenizer.ggml.pre -> what one word matches
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), LLAMA3_WORDS),
-    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez"), QWEN2_WORDS),
-    "tekken": TEKKEN_WORDS,
-    "gpt-4o": GPT4O_WORDS,
-}
-GPT2_WORDS = ("gpt-2", "olmo", "phi-2")  # the words of GPT-2
-DIGIT_WORDS = ("smollm", "starcoder", "refact", "command-r")  # the same after each digit is cut off
-# A word that is a token is not merged, and a text begins with BOS unless the file says otherwise.
-WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
 END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 END_OF_CALL = ("<|return|>", "<|call|>", "<|endoftext|>")  # gpt-oss ends messages within a turn with <|end|>
 TEMPLATE = "tokenizer.chat_template"
@@ -133,12 +114,15 @@ def build_tokenizer(vocabulary: Vocabulary) -> str:
         tokenizer = _build_byte_level(vocabulary)
     elif vocabulary.model == "llama":
         tokenizer = _build_sentencepiece(vocabulary)
+    elif vocabulary.model == "bert":
+        tokenizer = _build_bert(vocabulary)
     else:
         raise vocabulary.refuse(
-            "tokenizer.ggml.model", f"{vocabulary.model!r} is not supported (supported: gpt2, llama)"
+            "tokenizer.ggml.model", f"{vocabulary.model!r} is not supported (supported: bert, gpt2, llama)"
         )
     _add_tokens(tokenizer, vocabulary)
-    _add_template(tokenizer, vocabulary)
+    if vocabulary.model != "bert":
+        _add_template(tokenizer, vocabulary)
     content: str = tokenizer.to_str()
     return content
 
@@ -173,20 +157,33 @@ def _build_byte_level(vocabulary: Vocabulary) -> Tokenizer:
     pre = vocabulary.pre
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     tokenizer = Tokenizer(models.BPE(ids, vocabulary.merges, ignore_merges=pre in WHOLE_WORDS))
-    if pre in WORDS:
-        steps = [
-            pre_tokenizers.Split(Regex(WORDS[str(pre)]), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    elif pre in GPT2_WORDS or pre in DIGIT_WORDS:
-        digits = [pre_tokenizers.Digits(individual_digits=True)] if pre in DIGIT_WORDS else []
-        steps = [*digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
-    else:
-        supported = ", ".join(sorted((*WORDS, *GPT2_WORDS, *DIGIT_WORDS)))
-        raise vocabulary.refuse("tokenizer.ggml.pre", f"{pre!r} is not supported (supported: {supported})")
+    if pre not in WORDS:
+        raise vocabulary.refuse(
+            "tokenizer.ggml.pre", f"{pre!r} is not supported (supported: {', '.join(sorted(WORDS))})"
+        )
+    steps = [pre_tokenizers.Split(Regex(words), behavior="isolated") for words in WORDS[str(pre)]]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _build_bert(vocabulary: Vocabulary) -> Tokenizer:
+    is_special = [kind in (TokenType.CONTROL, TokenType.UNKNOWN) for kind in vocabulary.types]
+    pieces = restore_pieces(vocabulary.tokens, is_special)
+    if len(set(pieces)) < len(pieces):
+        raise vocabulary.refuse("tokenizer.ggml.tokens", "names a token twice")
+
+    def find(name: str, *keys: str) -> str:
+        """The token that one of the keys names, else that of this name."""
+        ids = [vocabulary.token_id(f"tokenizer.ggml.{key}_token_id") for key in keys]
+        found = next((pieces[token_id] for token_id in ids if token_id is not None), name)
+        if found not in pieces:
+            raise vocabulary.refuse("tokenizer.ggml.tokens", f"has no {name}")
+        return found
+
+    first, last = find(FIRST, "cls", "bos"), find(LAST, "seperator", "separator", "eos")  # the first as gguf spells it
+    return build_word_pieces(pieces, find(UNKNOWN, "unknown"), first, last)
 
 
 def _build_sentencepiece(vocabulary: Vocabulary) -> Tokenizer:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from serve_llm.common.errors import ModelError
 from serve_llm.common.gguf.architectures import ARCHITECTURES
@@ -253,6 +253,14 @@ def test_byte_level_vocabulary(tmp_path: Path) -> None:
         ("tekken", "It 's _ 1 2 3 4 5 !/N __ _x _camel Case"),
         ("gpt-4o", "It's _ 123 45 !/N __ _x _camel Case"),
         ("smollm", "It 's _ 1 2 3 4 5 !/ N__ _x _camelCase"),
+        ("falcon3", "It 's _ 123 45 !/N __ _x _camelCase"),
+        ("seed-coder", "It 's _ 1 2 3 4 5 !/ N __ _x _camelCase"),
+        ("deepseek-llm", "It ' s _ 12345 !/ N __ _x _camelCase"),
+        ("deepseek-coder", "It ' s _ 1 2 3 4 5 !/ N __ _x _camelCase"),
+        ("deepseek-v3", "It 's _ 123 45 !/N __ _x _camelCase"),
+        ("falcon", "It ' s _ 123 45 !/ N__ _x _camelCase"),
+        ("bloom", "It's _12345 ! / N__ _x _camelCase"),
+        ("default", "It ' s _ 123 45 !/ N__ _x _camelCase"),
     ],
 )
 def test_words_of_known_vocabularies(pre: str, words: str, tmp_path: Path) -> None:
@@ -296,6 +304,41 @@ def test_sentencepiece_vocabulary() -> None:
         assert ours.decode(expected) == original.decode(expected)
 
 
+def word_pieces(*, is_cased: bool) -> tuple[Tokenizer, list[str]]:
+    """WordPiece as BERT has it, trained on a few lines, and its tokens in order."""
+    original = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    original.normalizer = normalizers.BertNormalizer(lowercase=not is_cased)
+    original.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    original.decoder = decoders.WordPiece()
+    special = ["[PAD]", "[unused0]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    original.train_from_iterator([TEXT], trainers.WordPieceTrainer(vocab_size=120, special_tokens=special))
+    vocab = original.get_vocab()
+    frame = {"single": "[CLS] $A [SEP]", "pair": "[CLS] $A [SEP] $B:1 [SEP]:1"}
+    original.post_processor = processors.TemplateProcessing(
+        **frame, special_tokens=[(token, vocab[token]) for token in ("[CLS]", "[SEP]")]
+    )
+    return original, sorted(vocab, key=lambda token: vocab[token])
+
+
+@pytest.mark.parametrize("is_cased", [False, True])
+def test_word_pieces(is_cased: bool) -> None:
+    """As the converter marks them: pieces that begin a word."""
+    original, tokens = word_pieces(is_cased=is_cased)
+    kinds = [3 if token.startswith("[") and token != "[unused0]" else 1 for token in tokens]
+    marked = [
+        token if kind == 3 else token[2:] if token.startswith("##") else f"\u2581{token}"
+        for token, kind in zip(tokens, kinds, strict=True)
+    ]
+    ids = {} if is_cased else {"unknown_token_id": 2, "cls_token_id": 3, "seperator_token_id": 4}
+    ours = Tokenizer.from_str(build_tokenizer(vocabulary(marked, model="bert", token_type=kinds, **ids)))
+    assert ours.get_vocab() == original.get_vocab()
+    for sample in (*TEXTS, TEXT, "unbelievable thoughts", "na\u00efve [MASK]"):
+        assert ours.encode(sample).ids == original.encode(sample).ids
+        assert ours.decode(ours.encode(sample).ids) == original.decode(original.encode(sample).ids)
+    pair, expected = ours.encode("the fox", "the dog"), original.encode("the fox", "the dog")
+    assert (pair.ids, pair.type_ids) == (expected.ids, expected.type_ids)
+
+
 def test_names_of_special_tokens() -> None:
     tokens = ["a", "<s>", "</s>", "<|im_end|>", "<|eot_id|>"]
     kinds = [1, 3, 3, 3, 1]
@@ -317,6 +360,7 @@ def test_a_turn_of_gpt_oss_goes_on_after_a_message() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        ({"model": "bert"}, r"tokenizer.ggml.tokens has no \[CLS\]; .* --tokenizer"),
         ({"model": "t5"}, "tokenizer.ggml.model 't5' is not supported .* --tokenizer"),
         ({"model": "gpt2", "pre": "viking"}, "tokenizer.ggml.pre 'viking' is not supported .* --tokenizer"),
         ({"model": "gpt2", "pre": "gpt-2", "merges": ["ab"]}, "tokenizer.ggml.merges must be pairs of texts, not 'ab'"),
