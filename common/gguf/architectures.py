@@ -35,6 +35,19 @@ QWEN_EXPERTS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+ROUTED_EXPERTS = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+EXPERT_GROUPS = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
+LAYER_NORM = {"attention.layer_norm_epsilon": "layer_norm_epsilon"}
+NO_KV_HEADS = {"num_key_value_heads": "", "head_dim": ""}
+NO_ROPE = {**NO_KV_HEADS, "rope_theta": ""}
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,8 @@ class GGUFArchitecture:
     flags: Mapping[str, str] = field(default_factory=dict)  # key of config.json -> tensor of a layer that it stands for
     has_partial_rotary: bool = False  # rope may rotate a part of each head
     truncates_yarn: bool = True  # yarn scaling rounds the dimensions between which it blends
+    has_own_heads: bool = False  # the sizes of heads are adapted, see `common.gguf.adaptations`
+    names: Mapping[str, str] = field(default_factory=dict)  # usual key of config.json -> the family's; "" for none
     scales_by_width: int | None = None  # number of layers of the model that scales scores by hidden size / heads
 
 
@@ -122,6 +137,90 @@ ARCHITECTURES = {
         {"attention.layer_norm_epsilon": "norm_eps"},
         flags={"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"},
         has_partial_rotary=True,
+    ),
+    "deepseek2": GGUFArchitecture(  # also DeepSeek-V3
+        "DeepseekV2ForCausalLM",
+        RMS_NORM | ROUTED_EXPERTS | {"attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank"},
+        has_own_heads=True,
+        names={"num_key_value_heads": ""},
+    ),
+    "glm4moe": GGUFArchitecture(
+        "Glm4MoeForCausalLM",
+        RMS_NORM | ROUTED_EXPERTS | EXPERT_GROUPS,
+        flags={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
+        has_partial_rotary=True,
+    ),
+    "granitemoe": GGUFArchitecture(
+        "GraniteMoeForCausalLM",
+        RMS_NORM
+        | MULTIPLIERS
+        | {
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+        },
+        flags={"attention_bias": "attn_q.bias"},
+    ),
+    "falcon": GGUFArchitecture(
+        "FalconForCausalLM",
+        LAYER_NORM,
+        flags={"bias": "attn_qkv.bias"},
+        names={"intermediate_size": "ffn_hidden_size", "head_dim": ""},
+    ),
+    "gptneox": GGUFArchitecture(
+        "GPTNeoXForCausalLM",
+        {"attention.layer_norm_epsilon": "layer_norm_eps", "use_parallel_residual": "use_parallel_residual"},
+        flags={"attention_bias": "attn_qkv.bias"},
+        has_partial_rotary=True,
+        names={**NO_KV_HEADS, "partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
+    ),
+    "gpt2": GGUFArchitecture(
+        "GPT2LMHeadModel",
+        LAYER_NORM,
+        names=NO_ROPE
+        | {
+            "hidden_size": "n_embd",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "intermediate_size": "n_inner",
+            "max_position_embeddings": "n_positions",
+        },
+    ),
+    "bloom": GGUFArchitecture(
+        "BloomForCausalLM",
+        LAYER_NORM,
+        names=NO_ROPE
+        | {
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "intermediate_size": "n_inner",
+            "max_position_embeddings": "seq_length",
+        },
+    ),
+    "mpt": GGUFArchitecture(
+        "MptForCausalLM",
+        LAYER_NORM,
+        names=NO_ROPE
+        | {
+            "hidden_size": "d_model",
+            "num_hidden_layers": "n_layers",
+            "num_attention_heads": "n_heads",
+            "max_position_embeddings": "max_seq_len",
+        },
+    ),
+    "qwen": GGUFArchitecture(
+        "QWenLMHeadModel",
+        {"attention.layer_norm_rms_epsilon": "layer_norm_epsilon"},
+        names={"num_key_value_heads": "", "head_dim": "kv_channels", "rope_theta": "rotary_emb_base"},
+    ),
+    "bert": GGUFArchitecture(
+        "BertModel", {"attention.layer_norm_epsilon": "layer_norm_eps"}, {"hidden_act": "gelu"}, names=NO_ROPE
+    ),
+    "nomic-bert": GGUFArchitecture(
+        "NomicBertModel",
+        {"attention.layer_norm_epsilon": "layer_norm_eps"},
+        {"hidden_act": "silu", "rope_theta": 1000.0},
+        names=NO_KV_HEADS,
     ),
 }
 MIXTRAL = GGUFArchitecture(  # "llama" with experts

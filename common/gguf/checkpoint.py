@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from serve_llm.common.errors import ModelError
-from serve_llm.common.gguf.config import build_config
+from serve_llm.common.gguf.config import build_config, read_pooling
 from serve_llm.common.gguf.file import GGUFFile
 from serve_llm.common.gguf.parts import list_parts, name_part, read_parts
 
@@ -52,7 +52,7 @@ def _translate(file: GGUFFile) -> dict[str, str]:
     from serve_llm.common.gguf.tokenizer import Vocabulary, build_tokenizer, build_tokenizer_config, find_eos_ids
 
     config = build_config(file)
-    contents: dict[str, str] = {}
+    contents = _describe_pooling(read_pooling(file))
     try:
         vocabulary = Vocabulary(file)
         config["eos_token_id"] = find_eos_ids(vocabulary)
@@ -63,10 +63,23 @@ def _translate(file: GGUFFile) -> dict[str, str]:
     return contents | {"config.json": json.dumps(config)}
 
 
+def _describe_pooling(pooling: str | None) -> dict[str, str]:
+    """Files of sentence-transformers that say how embeddings are made. Vectors have length 1, as from llama.cpp."""
+    if pooling is None:
+        return {}
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
+    return {
+        "modules.json": json.dumps(modules),
+        "1_Pooling/config.json": json.dumps({"pooling_mode": pooling}),
+    }
+
+
 def _write_directory(target: Path, texts: dict[str, str], paths: list[Path]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
         for name, text in texts.items():
+            (Path(work) / name).parent.mkdir(exist_ok=True)
             (Path(work) / name).write_text(text, encoding="utf-8")
         (Path(work) / LINK).symlink_to(paths[0])
         for number, path in enumerate(paths[1:], start=2):

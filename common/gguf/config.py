@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 
 from serve_llm.common.errors import ModelError, UnsupportedModel
+from serve_llm.common.gguf.adaptations import ADAPTATIONS
 from serve_llm.common.gguf.architectures import ARCHITECTURES, COMMON, IGNORED, MIXTRAL, GGUFArchitecture
 from serve_llm.common.gguf.file import GGUFFile
 
@@ -21,12 +22,26 @@ DEFAULT_ROPE_BASE = 10000.0
 LARGEST_HEAD = 1 << 16
 # Metadata beside the architecture's; the last is a publisher's.
 NAMESPACES = ("general.", "tokenizer.", "quantize.", "split.", "mradermacher.")
-EMPTY_WHEN_ZERO = ("expert_count", "expert_used_count", "attention.sliding_window")
+EMPTY_WHEN_ZERO = ("expert_count", "expert_used_count", "attention.sliding_window", "attention.q_lora_rank")
+POOLING = "pooling_type"
+POOLING_TYPES = {1: "mean", 2: "cls", 3: "lasttoken"}  # as sentence-transformers calls them; 0 for none
 
 
 def build_config(file: GGUFFile) -> dict[str, object]:
     """The config.json. Raises UnsupportedModel for another architecture, ModelError that names the key otherwise."""
     return _Translation(file).translate()
+
+
+def read_pooling(file: GGUFFile) -> str | None:
+    """How hidden states become an embedding, if the file says so. Raises ModelError for a way that is not supported."""
+    key = f"{file.metadata.get('general.architecture')}.{POOLING}"
+    kind = file.metadata.get(key)
+    if kind in (None, 0):
+        return None
+    if not isinstance(kind, int) or kind not in POOLING_TYPES:
+        supported = ", ".join(f"{number} for {name}" for number, name in POOLING_TYPES.items())
+        raise ModelError(f"{file.path}: {key} {kind!r} is not supported (supported: {supported})")
+    return POOLING_TYPES[kind]
 
 
 class _Translation:
@@ -65,22 +80,31 @@ class _Translation:
             **self._known.constants,
         }
         for key, translated in (COMMON | dict(self._known.keys)).items():
-            value = self._take(key)
+            value = self.take(key)
             if value is not None:
                 config[translated] = value
         config |= {flag: f"blk.0.{tensor}" in tensors for flag, tensor in self._known.flags.items()}
-        self._add_heads(config)
+        if not self._known.has_own_heads:
+            self._add_heads(config)
         self._add_rope_scaling(config)
+        for adapt in ADAPTATIONS.get(self._name, ()):
+            adapt(config, self)
+        for usual, name in self._known.names.items():
+            if usual in config:
+                value = config.pop(usual)
+                config |= {name: value} if name else {}
+        self.take(POOLING)
         if unknown := sorted(f"{self._name}.{key}" for key in self._rest.keys() - set(IGNORED)):
             raise ModelError(
                 f"{self._file.path}: unknown metadata keys, which may mean another computation: {', '.join(unknown)}"
             )
+        unused = config.pop("num_nextn_predict_layers", 0)
         types = {name: tensor.type.name for name, tensor in sorted(tensors.items())}
         config["quantization_config"] = {
             "quant_method": "gguf",
             "architecture": self._name,
             "tensors": {name: kind for name, kind in types.items() if kind not in FLOAT_TYPES},
-        }
+        } | ({"unused_layers": unused} if unused else {})
         return config
 
     def _check_file(self) -> None:
@@ -96,11 +120,11 @@ class _Translation:
     def _add_heads(self, config: dict[str, object]) -> None:
         """The size of heads, the part of it that rope rotates, and the scale of scores."""
         width, heads = (self._size(config, key) for key in ("hidden_size", "num_attention_heads"))
-        config["head_dim"] = self._take("attention.key_length") or width // heads
+        config["head_dim"] = self.take("attention.key_length") or width // heads
         head_dim = self._size(config, "head_dim")
-        if self._take("attention.value_length") not in (None, head_dim):
+        if self.take("attention.value_length") not in (None, head_dim):
             raise self._refused(f"{self._name}.attention.value_length", f"differs from key_length {head_dim}")
-        rotated = self._take("rope.dimension_count")
+        rotated = self.take("rope.dimension_count")
         if self._known.has_partial_rotary and isinstance(rotated, int):
             config["partial_rotary_factor"] = (rotated + 0.5) / head_dim  # times head_dim, rounded down, is `rotated`
         elif rotated not in (None, head_dim):
@@ -110,10 +134,10 @@ class _Translation:
             config["query_pre_attn_scalar"] = width // heads if is_scaled else head_dim
 
     def _add_rope_scaling(self, config: dict[str, object]) -> None:
-        kind = self._take("rope.scaling.type") or "none"
-        factor = self._take("rope.scaling.factor")
-        original = self._take("rope.scaling.original_context_length")
-        attention_factor = self._take("rope.scaling.attn_factor")
+        kind = self.take("rope.scaling.type") or "none"
+        factor = self.take("rope.scaling.factor")
+        original = self.take("rope.scaling.original_context_length")
+        attention_factor = self.take("rope.scaling.attn_factor")
         scaling: dict[str, object]
         if LONG_FACTORS in self._file.tensors:
             scaling = {
@@ -167,8 +191,22 @@ class _Translation:
             raise ModelError(f"{self._file.path}: {self._name}.{names[key]} must be a number above 0, but is {value!r}")
         return value
 
-    def _take(self, key: str) -> object:
+    def take(self, key: str) -> object:
+        """See `Metadata`, as of the other methods without an underscore."""
         return self._rest.pop(key, None)
+
+    def take_size(self, key: str) -> int:
+        value = self.take(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ModelError(f"{self._file.path}: {self._name}.{key} must be a number above 0, but is {value!r}")
+        return value
+
+    def find_shape(self, tensor: str) -> tuple[int, ...] | None:
+        stored = self._file.tensors.get(tensor)
+        return None if stored is None else stored.shape
+
+    def refuse(self, key: str, why: str) -> ModelError:
+        return self._refused(f"{self._name}.{key}", why)
 
     def _refused(self, key: str, why: str) -> ModelError:
         return ModelError(f"{self._file.path}: {key} {self._file.metadata.get(key)!r} {why}")

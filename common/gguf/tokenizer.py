@@ -161,8 +161,8 @@ def _build_byte_level(vocabulary: Vocabulary) -> Tokenizer:
         raise vocabulary.refuse(
             "tokenizer.ggml.pre", f"{pre!r} is not supported (supported: {', '.join(sorted(WORDS))})"
         )
-    steps = [pre_tokenizers.Split(Regex(words), behavior="isolated") for words in WORDS[str(pre)]]
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    splits = [pre_tokenizers.Split(Regex(words), behavior="isolated") for words in WORDS[str(pre)]]
+    steps = [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -32,7 +32,7 @@ FORMS = {
     "MXFP4": MXFP4,
 }
 # Their query and key rows are stored in the order of rope that rotates adjacent dimensions together.
-INTERLEAVED = ("llama", "granite", "smollm3")
+INTERLEAVED = ("llama", "granite", "granitemoe", "smollm3")
 NAMES = {  # parameters of a layer -> name after "blk.N."
     "attention_norm": "attn_norm",
     "attention_post_norm": "post_attention_norm",
@@ -44,6 +44,11 @@ NAMES = {  # parameters of a layer -> name after "blk.N."
     "attention.q attention.k attention.v": "attn_qkv",
     "attention.output": "attn_output",
     "attention.sinks": "attn_sinks",
+    "attention.q_down": "attn_q_a",
+    "attention.q_up": "attn_q_b",
+    "attention.kv_down": "attn_kv_a_mqa",
+    "attention.kv_norm": "attn_kv_a_norm",
+    "attention.kv_up": "attn_kv_b",
     "attention.q_norm": "attn_q_norm",
     "attention.k_norm": "attn_k_norm",
     "attention.q_norm.{member}": "attn_q_norm",
@@ -53,6 +58,7 @@ NAMES = {  # parameters of a layer -> name after "blk.N."
     "ffn.gate ffn.up": "ffn_up",
     "ffn.down": "ffn_down",
     "ffn.router": "ffn_gate_inp",
+    "ffn.router.correction": "exp_probs_b.bias",
     "ffn.experts.{member}.gate": "ffn_gate_exps",
     "ffn.experts.{member}.up": "ffn_up_exps",
     "ffn.experts.{member}.down": "ffn_down_exps",
@@ -61,9 +67,23 @@ NAMES = {  # parameters of a layer -> name after "blk.N."
     "ffn.shared.up": "ffn_up_shexp",
     "ffn.shared.down": "ffn_down_shexp",
 }
-GPT_OSS_NORMS = {"ffn_norm": "post_attention_norm"}
 OUTPUT_NORMS = {"attention_norm": "post_attention_norm", "ffn_norm": "post_ffw_norm"}  # with norm position "output"
-OUTSIDE = {"final_norm": "output_norm", "head": "output"}
+ENCODER_NORMS = {"attention_norm": "attn_output_norm", "ffn_norm": "layer_output_norm"}
+OWN_NAMES = {  # by architecture
+    "gpt-oss": {"ffn_norm": "post_attention_norm"},
+    "glm4moe": {"ffn_norm": "post_attention_norm"},
+    "deepseek2": {"attention.q_norm": "attn_q_a_norm"},
+    "bert": ENCODER_NORMS,
+    "nomic-bert": ENCODER_NORMS,
+}
+FALCON_NORMS = {"attention_norm": "attn_norm_2", "ffn_norm": "attn_norm"}  # where each has its own
+OUTSIDE = {
+    "final_norm": "output_norm",
+    "head": "output",
+    "positions": "position_embd",
+    "token_types": "token_types",
+    "embedding_norm": "token_embd_norm",
+}
 ROPE_FACTORS = r"rope_freqs\.weight|rope_factors_(long|short)\.weight"  # read with the metadata
 IN_LAYER = "layers.{layer}."
 
@@ -74,6 +94,7 @@ class GGUFTensors:
 
     architecture: str  # general.architecture
     types: Mapping[str, str]
+    unused_layers: int = 0  # those after the last, which predict several tokens
 
     def find_form(self, tensor: str) -> GroupedForm | None:
         """In which a weight stays in memory. tensor: as in the file. None: in the model's dtype."""
@@ -83,11 +104,12 @@ class GGUFTensors:
 def read_gguf_config(config: ConfigReader) -> GGUFTensors:
     """The caller ends with config.done()."""
     architecture = config.text("architecture") or ""
+    unused = config.integer("unused_layers", 0, lowest=0, highest=100)
     tensors = config.inner("tensors")
     if tensors is None:
-        return GGUFTensors(architecture, {})
+        return GGUFTensors(architecture, {}, unused)
     names = {name: name for name in FORMS}
-    types = GGUFTensors(architecture, {tensor: tensors.choice(tensor, names, "") for tensor in tensors.keys})
+    types = GGUFTensors(architecture, {tensor: tensors.choice(tensor, names, "") for tensor in tensors.keys}, unused)
     tensors.done()
     return types
 
@@ -96,15 +118,19 @@ def apply_gguf(stored: GGUFTensors, spec: ModelSpec, weights: WeightMap) -> tupl
     """The model of a family as a GGUF file stores it. Raises ModelError for tensors that have no name there."""
     if stored.architecture in INTERLEAVED:
         spec = replace(spec, layers=tuple(_interleave(layer) for layer in spec.layers))
-    is_output = spec.layers[0].norm_position == "output"
-    names = NAMES | (OUTPUT_NORMS if is_output else {})
-    names |= GPT_OSS_NORMS if stored.architecture == "gpt-oss" else {}
+    position = spec.layers[0].norm_position
+    names = NAMES | (OUTPUT_NORMS if position == "output" else {}) | OWN_NAMES.get(stored.architecture, {})
+    if stored.architecture == "falcon" and position == "parallel_two_norms":
+        names |= FALCON_NORMS
+    parts = [part for rule in weights.rules for part in _split(rule, names)]
+    num_layers = len(spec.layers)
+    unused = tuple(rf"blk\.{index}\..*" for index in range(num_layers, num_layers + stored.unused_layers))
     renamed = WeightMap(
-        rules=tuple(_rename(part, names, spec.architecture) for rule in weights.rules for part in _split_stack(rule)),
+        rules=tuple(_rename(part, names, spec.architecture) for part in parts),
         embedding="token_embd.weight",
         head="output.weight",
         prefix="",
-        ignored=(ROPE_FACTORS,),
+        ignored=(ROPE_FACTORS, *unused),
     )
     return spec, renamed
 
@@ -117,9 +143,11 @@ def _interleave(layer: LayerSpec) -> LayerSpec:
     return replace(layer, attention=replace(attention, rope=replace(attention.rope, interleaved=True)))
 
 
-def _split_stack(rule: WeightRule) -> list[WeightRule]:
-    """A rule for each projection of experts whose rows are in one stack in other checkpoints."""
-    if not rule.members or rule.scales:
+def _split(rule: WeightRule, names: Mapping[str, str]) -> list[WeightRule]:
+    """A rule for each projection whose rows are in one tensor or stack in other checkpoints, but not in GGUF files."""
+    key = " ".join(re.sub(r"\.(weight|bias)$", "", one.removeprefix(IN_LAYER)) for one in rule.parameters)
+    is_split = rule.members or (len(rule.parameters) > 1 and key not in names)
+    if not is_split or rule.scales:
         return [rule]
     return [replace(rule, parameters=(parameter,), sizes=()) for parameter in rule.parameters]
 
@@ -139,4 +167,5 @@ def _rename(rule: WeightRule, names: Mapping[str, str], architecture: str) -> We
         name = OUTSIDE.get(parameters[0])
     if name is None or rule.scales:
         raise ModelError(f"{re.sub(r'[{}]', '', rule.source)} of a {architecture} has no name in GGUF files")
-    return replace(rule, source=f"{name}.{kinds[0]}", transform="none", groups=1)
+    source = name if name.endswith(".bias") else f"{name}.{kinds[0]}"
+    return replace(rule, source=source, transform="none", groups=1)

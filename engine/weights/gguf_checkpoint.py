@@ -18,11 +18,16 @@ from serve_llm.engine.quantization.gguf_blocks import unpack_blocks
 from serve_llm.kernels.linear_grouped import GroupedWeight
 
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+KEY_PART, VALUE_PART, JOINT = "attn_k_b.weight", "attn_v_b.weight", "attn_kv_b.weight"
 ROW_SUFFIX = "_inp_shexp.weight"  # a matrix of one row, which some files store as a vector
 
 
 class GGUFCheckpoint:
-    """Raises ModelError if the file cannot be read."""
+    """Where a file has the key and value up-projections of latent attention as two tensors, (heads, latent size, key
+    size) and (heads, value size, latent size), they are read as the one that other checkpoints have.
+
+    Raises ModelError if the file cannot be read.
+    """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         """paths: the file, or the parts of the model in their order."""
@@ -32,9 +37,31 @@ class GGUFCheckpoint:
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(self._tensors)
+        joined = [name for name in self._tensors if name.endswith(KEY_PART) and self._find_value_part(name)]
+        parts = {part for name in joined for part in (name, self._find_value_part(name))}
+        return frozenset((self._tensors.keys() - parts) | {name.replace(KEY_PART, JOINT) for name in joined})
+
+    def _find_value_part(self, key_part: str) -> str:
+        """The name of the other tensor; empty if the two cannot be joined."""
+        name = key_part.replace(KEY_PART, VALUE_PART)
+        if name not in self._tensors:
+            return ""
+        shapes = self._tensors[key_part].shape, self._tensors[name].shape
+        fits = all(len(shape) == 3 for shape in shapes) and shapes[0][:2] == (shapes[1][0], shapes[1][2])
+        return name if fits else ""
+
+    def _read_joint(self, name: str) -> Tensor:
+        keys = self.read(name.replace(JOINT, KEY_PART))
+        values = self.read(name.replace(JOINT, VALUE_PART))
+        return torch.cat((keys.mT, values), 1).flatten(0, 1)
+
+    def _is_joint(self, name: str) -> bool:
+        return name.endswith(JOINT) and name not in self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if self._is_joint(name):
+            heads, rank, key_size = self._tensors[name.replace(JOINT, KEY_PART)].shape
+            return heads * (key_size + self._tensors[name.replace(JOINT, VALUE_PART)].shape[1]), rank
         shape = self._tensors[name].shape
         return (1, *shape) if name.endswith(ROW_SUFFIX) and len(shape) == 1 else shape
 
@@ -43,9 +70,11 @@ class GGUFCheckpoint:
 
         Do not write to it: its memory may be the mapped file.
         """
-        stored = self._tensors[name]
         if part is None:
             part = tuple(range(size) for size in self.shape(name))
+        if self._is_joint(name):
+            return self._read_joint(name)[tuple(slice(one.start, one.stop) for one in part)]
+        stored = self._tensors[name]
         sizes = [len(dimension) for dimension in part]
         if stored.type.name not in FLOAT_TYPES:
             weight = self.read_grouped(name, part)
@@ -62,9 +91,9 @@ class GGUFCheckpoint:
 
         upload: copies blocks to the device on which they are unpacked.
         """
-        stored = self._tensors[name]
-        if stored.type.name in FLOAT_TYPES:
+        if self._is_joint(name) or self._tensors[name].type.name in FLOAT_TYPES:
             return None
+        stored = self._tensors[name]
         shape = self.shape(name)
         if len(shape) == 1:
             shape, part = (1, *shape), (range(1), *part)

@@ -1,0 +1,129 @@
+"""What config.json has of some architectures that is no translation of one metadata key, by general.architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from serve_llm.common.errors import ModelError
+
+Config = dict[str, object]
+SIGMOID = 2  # expert_gating_func; 1 is softmax
+# Older files lack expert_group_count and expert_group_used_count: by number of experts, of DeepSeek-V2 and V3.
+DEFAULT_GROUPS = {160: (8, 3), 256: (8, 4)}
+YARN_LOG_FACTOR = 0.1  # yarn_log_multiplier over mscale_all_dim
+
+
+class Metadata(Protocol):
+    """What is left of a file's metadata, and its tensors."""
+
+    def take(self, key: str) -> object:
+        """Remove and return the value of an architecture's key, None if it is absent."""
+
+    def take_size(self, key: str) -> int:
+        """The same for a number above 0. Raises ModelError otherwise."""
+
+    def find_shape(self, tensor: str) -> tuple[int, ...] | None:
+        """None if the file lacks the tensor."""
+
+    def refuse(self, key: str, why: str) -> ModelError:
+        """The error for the value of a key."""
+
+
+def _adapt_deepseek(config: Config, file: Metadata) -> None:
+    is_v3 = file.take("expert_gating_func") == SIGMOID
+    config["architectures"] = [f"Deepseek{'V3' if is_v3 else 'V2'}ForCausalLM"]
+    default = DEFAULT_GROUPS.get(_integer(config.get("n_routed_experts")), (1, 1))
+    count, used = file.take("expert_group_count"), file.take("expert_group_used_count")
+    config["n_group"], config["topk_group"] = (count, used) if count else default
+    is_grouped = config["n_group"] != 1
+    config["topk_method"] = "noaux_tc" if is_v3 else "group_limited_greedy" if is_grouped else "greedy"
+    rotated = file.take_size("rope.dimension_count")
+    # With "mla", of a head; without it, of the latent vector in files that have both.
+    latent_sizes = [file.take(f"attention.{kind}_length") for kind in ("key", "value")]
+    own_sizes = [file.take(f"attention.{kind}_length_mla") for kind in ("key", "value")]
+    key, value = (_integer(own or latent) for own, latent in zip(own_sizes, latent_sizes, strict=True))
+    if key <= rotated or value < 1:
+        raise file.refuse("attention.key_length", f"does not fit rope.dimension_count {rotated}")
+    config |= {"qk_rope_head_dim": rotated, "qk_nope_head_dim": key - rotated, "v_head_dim": value}
+    config.setdefault("q_lora_rank", None)
+    _add_unused_layers(config, file)
+
+
+def _adapt_yarn(config: Config, file: Metadata) -> None:
+    multiplier, scaling = file.take("rope.scaling.yarn_log_multiplier"), config.get("rope_scaling")
+    if isinstance(multiplier, float) and isinstance(scaling, dict):
+        scale = round(multiplier / YARN_LOG_FACTOR, 6)
+        config["rope_scaling"] = scaling | {"mscale": scale, "mscale_all_dim": scale}
+
+
+def _adapt_glm_moe(config: Config, file: Metadata) -> None:
+    if file.take("expert_gating_func") not in (None, SIGMOID):
+        raise file.refuse("expert_gating_func", f"is not supported (supported: {SIGMOID})")
+    _add_unused_layers(config, file)
+
+
+def _add_unused_layers(config: Config, file: Metadata) -> None:
+    """Layers that predict several tokens are counted among the blocks."""
+    more = _integer(file.take("nextn_predict_layers"))
+    config["num_hidden_layers"] = _integer(config.get("num_hidden_layers")) - more
+    config["num_nextn_predict_layers"] = more
+
+
+def _adapt_granite_moe(config: Config, file: Metadata) -> None:
+    if config.get("shared_intermediate_size"):
+        config["architectures"] = ["GraniteMoeSharedForCausalLM"]
+
+
+def _adapt_falcon(config: Config, file: Metadata) -> None:
+    layout = file.take("tensor_data_layout")
+    if layout not in (None, "jploski"):
+        raise file.refuse("tensor_data_layout", "is not supported (supported: jploski)")
+    kv_heads = config.pop("num_key_value_heads", None) or config["num_attention_heads"]
+    if kv_heads == 1:
+        config["multi_query"] = True
+        return
+    norms = 1 if file.find_shape("blk.0.attn_norm_2.weight") is None else 2
+    config |= {"num_kv_heads": kv_heads, "new_decoder_architecture": True, "num_ln_in_parallel_attn": norms}
+
+
+def _adapt_mpt(config: Config, file: Metadata) -> None:
+    bias = file.take("attention.max_alibi_bias")
+    if not bias:
+        raise file.refuse("attention.max_alibi_bias", "is not supported: the positions must be those of ALiBi")
+    clip = file.take("attention.clamp_kqv") or None
+    config["attn_config"] = {"alibi": True, "alibi_bias_max": bias, "clip_qkv": clip}
+    width, inner = _integer(config["hidden_size"]), _integer(config.pop("intermediate_size", None))
+    config["expansion_ratio"], rest = divmod(inner, width)
+    if rest:
+        raise file.refuse("feed_forward_length", f"is not a multiple of embedding_length {width}")
+
+
+def _adapt_qwen(config: Config, file: Metadata) -> None:
+    config["seq_length"] = config.get("max_position_embeddings")
+
+
+def _adapt_encoder(config: Config, file: Metadata) -> None:
+    if file.take("attention.causal") not in (None, False):
+        raise file.refuse("attention.causal", "is not supported (supported: false)")
+    types = file.find_shape("token_types.weight")
+    config["type_vocab_size"] = 0 if types is None else types[0]
+    positions = file.find_shape("position_embd.weight")
+    if positions is not None:  # without those before the first in RoBERTa's table
+        config["max_position_embeddings"] = positions[0]
+
+
+def _integer(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+ADAPTATIONS: Mapping[str, tuple[Callable[[Config, Metadata], None], ...]] = {
+    "deepseek2": (_adapt_deepseek, _adapt_yarn),
+    "glm4moe": (_adapt_glm_moe,),
+    "granitemoe": (_adapt_granite_moe,),
+    "falcon": (_adapt_falcon,),
+    "mpt": (_adapt_mpt,),
+    "qwen": (_adapt_qwen,),
+    "bert": (_adapt_encoder,),
+    "nomic-bert": (_adapt_encoder,),
+}

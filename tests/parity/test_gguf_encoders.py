@@ -1,0 +1,102 @@
+"""GGUF files of embedding models return the vectors that transformers' hidden states give."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from gguf import GGUFWriter
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+
+from serve_llm.common.errors import ModelError, OptionError
+from serve_llm.common.hub import resolve_model
+from serve_llm.server.prompt.tokenizer import load_tokenizer
+from support.engine import make_engine
+from support.gguf_files import make_gguf
+from support.gguf_pieces import write_tensors
+from support.pooled import compute_vectors, make_pooled_checkpoint, pooling_request, reference_hidden
+
+POOLING = {"mean": gguf.PoolingType.MEAN, "cls": gguf.PoolingType.CLS}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+PROMPTS = [[3], [5, 7, 11, 2, 9], list(range(20, 90))]
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def make_encoder(directory: Path, architecture: str, pooling: gguf.PoolingType, storage: str = "Q8_0") -> None:
+    """A random model in directory/model.gguf, and the same numbers in float32 in directory/plain."""
+    plain = directory / "plain"
+    vocab_size = make_pooled_checkpoint(plain, architecture, **SIZES)
+    config: dict[str, Any] = json.loads((plain / "config.json").read_text())
+    is_nomic = architecture.startswith("Nomic")
+    name = "nomic-bert" if is_nomic else "bert"
+    writer = GGUFWriter(directory / "model.gguf", name)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_layer_norm_eps(config["layer_norm_eps"])
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(pooling)
+    if is_nomic:
+        writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_tokenizer_model("bert")
+    words = [f"\u2581word{number}" for number in range(vocab_size - len(SPECIAL))]
+    writer.add_token_list([*SPECIAL, *words])
+    writer.add_token_types([3] * len(SPECIAL) + [1] * len(words))
+    tensors = load_file(plain / "model.safetensors")
+    pieces = {key: [tensor] for key, tensor in tensors.items() if not key.startswith("pooler.")}
+    if architecture == "RobertaModel":  # the converter leaves the rows before the first position away
+        (table,) = pieces["embeddings.position_embeddings.weight"]
+        pieces["embeddings.position_embeddings.weight"] = [table[config["pad_token_id"] + 1 :]]
+    architecture_number = gguf.MODEL_ARCH.NOMIC_BERT if is_nomic else gguf.MODEL_ARCH.BERT
+    write_tensors(writer, tensors, pieces, gguf.get_tensor_name_map(architecture_number, 3), storage)
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pooling"), [("BertModel", "cls"), ("RobertaModel", "mean"), ("NomicBertModel", "mean")]
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_encoders(architecture: str, pooling: str, ranks: int, tmp_path: Path) -> None:
+    make_encoder(tmp_path, architecture, POOLING[pooling])
+    engine = make_engine(resolve_model(str(tmp_path / "model.gguf")), dtype="float32", tensor=ranks)
+    vectors = compute_vectors(engine, [pooling_request(number, ids) for number, ids in enumerate(PROMPTS)])
+    for number, ids in enumerate(PROMPTS):
+        hidden = reference_hidden(tmp_path / "plain", architecture, ids)
+        expected = functional.normalize(hidden[0] if pooling == "cls" else hidden.mean(0), dim=0)
+        assert (vectors[number] - expected).abs().max() < 1e-4
+
+
+def test_their_tokenizer_and_pooling(tmp_path: Path) -> None:
+    make_encoder(tmp_path, "BertModel", gguf.PoolingType.NONE, "F32")
+    directory = resolve_model(str(tmp_path / "model.gguf"))
+    assert load_tokenizer(directory).encode("Word3 word7", add_special_tokens=True) == [2, 8, 12, 3]
+    with pytest.raises(OptionError, match=r"--pooling-type: .* give cls or mean"):
+        make_engine(directory)
+    make_encoder(tmp_path / "reranker", "BertModel", gguf.PoolingType.RANK, "F32")
+    with pytest.raises(ModelError, match=r"bert\.pooling_type 4 is not supported \(supported: 1 for mean, 2 for cls"):
+        resolve_model(str(tmp_path / "reranker" / "model.gguf"))
+
+
+def test_a_decoder_that_pools_its_last_token(tmp_path: Path) -> None:
+    """As Qwen3-Embedding."""
+    make_gguf(tmp_path, "qwen3", metadata={"qwen3.pooling_type": 3}, tie_word_embeddings=True)
+    directory = resolve_model(str(tmp_path / "model.gguf"))
+    found, expected = (
+        compute_vectors(engine, [pooling_request(0, PROMPTS[1])])[0]
+        for engine in (
+            make_engine(directory, dtype="float32"),
+            make_engine(tmp_path / "plain", dtype="float32", convert="embed", runner="pooling"),
+        )
+    )
+    assert (found - expected).abs().max() < 1e-4
