@@ -1,7 +1,8 @@
 """Translate the vocabulary in a GGUF file to tokenizer.json and tokenizer_config.json. No torch.
 
-Three models are known: "gpt2", byte-level BPE whose way of cutting text into words tokenizer.ggml.pre names, "llama",
-sentencepiece's BPE with a score for each token instead of merges, and "bert", WordPiece.
+Four models are known: "gpt2", byte-level BPE whose way of cutting text into words tokenizer.ggml.pre names, "llama",
+sentencepiece's BPE with a score for each token instead of merges, "bert", WordPiece, and "t5", sentencepiece's
+unigrams.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from serve_llm.common.errors import ModelError
 from serve_llm.common.gguf.file import GGUFFile
+from serve_llm.common.gguf.unigram import build_unigram
 from serve_llm.common.gguf.word_pieces import FIRST, LAST, UNKNOWN, build_word_pieces, restore_pieces
 from serve_llm.common.gguf.words import WHOLE_WORDS, WORDS
 
@@ -81,6 +83,12 @@ class Vocabulary:
             raise self._wrong(key, "true or false")
         return found
 
+    def bytes(self, key: str) -> bytes:
+        found = self._file.metadata.get(key, [])
+        if not isinstance(found, list) or not all(isinstance(one, int) for one in found):
+            raise self._wrong(key, "a list of bytes")
+        return bytes(one & 0xFF for one in found)  # some writers have signed ones
+
     def refuse(self, key: str, why: str) -> ModelError:
         return ModelError(f"{self._file.path}: {key} {why}; choose another tokenizer with --tokenizer")
 
@@ -116,9 +124,11 @@ def build_tokenizer(vocabulary: Vocabulary) -> str:
         tokenizer = _build_sentencepiece(vocabulary)
     elif vocabulary.model == "bert":
         tokenizer = _build_bert(vocabulary)
+    elif vocabulary.model == "t5":
+        tokenizer = _build_unigram(vocabulary)
     else:
         raise vocabulary.refuse(
-            "tokenizer.ggml.model", f"{vocabulary.model!r} is not supported (supported: bert, gpt2, llama)"
+            "tokenizer.ggml.model", f"{vocabulary.model!r} is not supported (supported: bert, gpt2, llama, t5)"
         )
     _add_tokens(tokenizer, vocabulary)
     if vocabulary.model != "bert":
@@ -184,6 +194,21 @@ def _build_bert(vocabulary: Vocabulary) -> Tokenizer:
 
     first, last = find(FIRST, "cls", "bos"), find(LAST, "seperator", "separator", "eos")  # the first as gguf spells it
     return build_word_pieces(pieces, find(UNKNOWN, "unknown"), first, last)
+
+
+def _build_unigram(vocabulary: Vocabulary) -> Tokenizer:
+    if not vocabulary.scores:
+        raise vocabulary.refuse("tokenizer.ggml.scores", "is missing")
+    try:
+        return build_unigram(
+            vocabulary.tokens,
+            [float(score) for score in vocabulary.scores],
+            vocabulary.token_id("tokenizer.ggml.unknown_token_id"),
+            vocabulary.bytes("tokenizer.ggml.precompiled_charsmap"),
+            joins_spaces=vocabulary.flag("tokenizer.ggml.remove_extra_whitespaces", True),
+        )
+    except ValueError as error:
+        raise vocabulary.refuse("tokenizer.ggml.precompiled_charsmap", f"cannot be read: {error}") from None
 
 
 def _build_sentencepiece(vocabulary: Vocabulary) -> Tokenizer:

@@ -361,7 +361,7 @@ def test_a_turn_of_gpt_oss_goes_on_after_a_message() -> None:
     ("more", "message"),
     [
         ({"model": "bert"}, r"tokenizer.ggml.tokens has no \[CLS\]; .* --tokenizer"),
-        ({"model": "t5"}, "tokenizer.ggml.model 't5' is not supported .* --tokenizer"),
+        ({"model": "rwkv"}, "tokenizer.ggml.model 'rwkv' is not supported .* --tokenizer"),
         ({"model": "gpt2", "pre": "viking"}, "tokenizer.ggml.pre 'viking' is not supported .* --tokenizer"),
         ({"model": "gpt2", "pre": "gpt-2", "merges": ["ab"]}, "tokenizer.ggml.merges must be pairs of texts, not 'ab'"),
         ({"model": "gpt2", "pre": "gpt-2", "merges": [1]}, "tokenizer.ggml.merges must be a list of texts"),
