@@ -11,6 +11,7 @@ Config = dict[str, object]
 SIGMOID = 2  # expert_gating_func; 1 is softmax
 # Older files lack expert_group_count and expert_group_used_count: by number of experts, of DeepSeek-V2 and V3.
 DEFAULT_GROUPS = {160: (8, 3), 256: (8, 4)}
+MAVERICK_EXPERTS = 128  # this model of Llama 4 has no norms of queries and keys
 YARN_LOG_FACTOR = 0.1  # yarn_log_multiplier over mscale_all_dim
 
 
@@ -70,6 +71,15 @@ def _add_unused_layers(config: Config, file: Metadata) -> None:
     config["num_nextn_predict_layers"] = more
 
 
+def _adapt_llama4(config: Config, file: Metadata) -> None:
+    """What files do not say is the same in all published models, or follows from the number of experts."""
+    config["intermediate_size_mlp"] = config.pop("intermediate_size", None)
+    config["intermediate_size"] = config.pop("moe_intermediate_size", None)
+    config["use_qk_norm"] = config.get("num_local_experts") != MAVERICK_EXPERTS
+    if file.take("attention.sliding_window") == 0:
+        raise file.refuse("attention.sliding_window", "is not supported: some layers must attend within chunks")
+
+
 def _adapt_granite_moe(config: Config, file: Metadata) -> None:
     if config.get("shared_intermediate_size"):
         config["architectures"] = ["GraniteMoeSharedForCausalLM"]
@@ -120,6 +130,7 @@ def _integer(value: object) -> int:
 ADAPTATIONS: Mapping[str, tuple[Callable[[Config, Metadata], None], ...]] = {
     "deepseek2": (_adapt_deepseek, _adapt_yarn),
     "glm4moe": (_adapt_glm_moe,),
+    "llama4": (_adapt_llama4,),
     "granitemoe": (_adapt_granite_moe,),
     "falcon": (_adapt_falcon,),
     "mpt": (_adapt_mpt,),

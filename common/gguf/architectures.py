@@ -150,6 +150,23 @@ ARCHITECTURES = {
         flags={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
         has_partial_rotary=True,
     ),
+    "llama4": GGUFArchitecture(
+        "Llama4ForCausalLM",
+        RMS_NORM
+        | {
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        {
+            "attention_chunk_size": 8192,
+            "no_rope_layer_interval": 4,
+            "attn_temperature_tuning": True,
+            "attn_scale": 0.1,
+            "floor_scale": 8192,
+        },
+    ),
     "granitemoe": GGUFArchitecture(
         "GraniteMoeForCausalLM",
         RMS_NORM

@@ -32,6 +32,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # as in `gguf_files`
     "deepseek_v2": ("deepseek2", {**LATENT, "q_lora_rank": None, "rope_parameters": YARN}),
     "deepseek_v3": ("deepseek2", LATENT),
     "glm4_moe": ("glm4moe", {**SIZES, **MOE, "num_key_value_heads": 2, "head_dim": 32}),
+    "llama4_text": (
+        "llama4",
+        {**SIZES, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 64}
+        | {"intermediate_size_mlp": 96, "num_local_experts": 4, "interleave_moe_layer_step": 2, "attn_scale": 0.1}
+        | {"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "floor_scale": 8192},
+    ),
     "granitemoe": ("granitemoe", {**SIZES, "intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 32}),
     "granitemoeshared": (
         "granitemoe",
@@ -58,7 +64,7 @@ def make_gguf(directory: Path, family: str, storage: str = "Q8_0", **overrides: 
     add_vocabulary(writer, directory / "plain")
     plain = load_file(directory / "plain" / "model.safetensors")
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    write_tensors(writer, plain, list_pieces(family, config, plain), gguf.get_tensor_name_map(number, 3), storage)
+    write_tensors(writer, plain, list_pieces(family, config, plain), gguf.get_tensor_name_map(number, 4), storage)
     save_file(plain, directory / "plain" / "model.safetensors", metadata={"format": "pt"})
     return vocab_size
 
@@ -111,6 +117,11 @@ def list_pieces(family: str, config: dict[str, Any], plain: dict[str, Tensor]) -
             nope = config["qk_nope_head_dim"]
             pieces[name.replace("kv_b_proj", "k_b_proj")] = [per_head[:, :nope].transpose(1, 2)]
             pieces[name.replace("kv_b_proj", "v_b_proj")] = [per_head[:, nope:]]
+        elif name.endswith("experts.gate_up_proj"):
+            gate, up = tensor.mT.chunk(2, dim=1)
+            pieces |= {name.replace("gate_up", part) + ".weight": [one] for part, one in (("gate", gate), ("up", up))}
+        elif name.endswith("feed_forward.experts.down_proj"):
+            pieces[f"{name}.weight"] = [tensor.mT]
         elif ".experts." in name:
             before, _, rest = name.partition(".experts.")
             pieces.setdefault(f"{before}.experts.{rest.partition('.')[2]}", []).append(tensor[None])
@@ -165,7 +176,8 @@ def add_metadata(writer: GGUFWriter, config: dict[str, Any], architecture: str) 
     writer.add_context_length(first("max_position_embeddings", "n_positions", "seq_length", "max_seq_len") or 2048)
     writer.add_embedding_length(width)
     writer.add_block_count(first("num_hidden_layers", "n_layer", "n_layers"))
-    writer.add_feed_forward_length(first("ffn_hidden_size", "intermediate_size", "n_inner") or 4 * width)
+    if architecture != "llama4":
+        writer.add_feed_forward_length(first("ffn_hidden_size", "intermediate_size", "n_inner") or 4 * width)
     writer.add_head_count(heads)
     for key in ("layer_norm_epsilon", "layer_norm_eps"):
         if key in config:
@@ -232,6 +244,15 @@ def add_glm(writer: GGUFWriter, config: dict[str, Any], heads: int) -> None:
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
+def add_llama4(writer: GGUFWriter, config: dict[str, Any], heads: int) -> None:
+    add_heads(writer, config, heads)
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_feed_forward_length(config["intermediate_size_mlp"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
+
+
 def add_falcon(writer: GGUFWriter, config: dict[str, Any], heads: int) -> None:
     writer.add_tensor_data_layout("jploski")
     writer.add_head_count_kv(config["num_kv_heads"])
@@ -260,6 +281,7 @@ def add_nothing(writer: GGUFWriter, config: dict[str, Any], heads: int) -> None:
 ADD: dict[str, Callable[[GGUFWriter, dict[str, Any], int], None]] = {
     "deepseek2": add_deepseek,
     "glm4moe": add_glm,
+    "llama4": add_llama4,
     "granitemoe": add_heads,
     "falcon": add_falcon,
     "gptneox": add_neox,
