@@ -8,6 +8,7 @@ from typing import Protocol
 from serve_llm.common.errors import ModelError
 
 Config = dict[str, object]
+JOINS_QKV, UNUSED_LAYERS = "joins_qkv", "unused_layers"  # keys of quantization_config
 SIGMOID = 2  # expert_gating_func; 1 is softmax
 # Older files lack expert_group_count and expert_group_used_count: by number of experts, of DeepSeek-V2 and V3.
 DEFAULT_GROUPS = {160: (8, 3), 256: (8, 4)}
@@ -68,7 +69,8 @@ def _add_unused_layers(config: Config, file: Metadata) -> None:
     """Layers that predict several tokens are counted among the blocks."""
     more = _integer(file.take("nextn_predict_layers"))
     config["num_hidden_layers"] = _integer(config.get("num_hidden_layers")) - more
-    config["num_nextn_predict_layers"] = more
+    if more:
+        config[UNUSED_LAYERS] = more
 
 
 def _adapt_llama4(config: Config, file: Metadata) -> None:
@@ -83,6 +85,13 @@ def _adapt_llama4(config: Config, file: Metadata) -> None:
 def _adapt_granite_moe(config: Config, file: Metadata) -> None:
     if config.get("shared_intermediate_size"):
         config["architectures"] = ["GraniteMoeSharedForCausalLM"]
+
+
+def _adapt_glm(config: Config, file: Metadata) -> None:
+    """Files of THUDM's own checkpoints have queries, keys and values in one tensor, those of transformers' apart."""
+    if file.find_shape("blk.0.attn_qkv.weight") is not None:
+        config["attention_bias"] = file.find_shape("blk.0.attn_qkv.bias") is not None
+        config[JOINS_QKV] = True
 
 
 def _adapt_falcon(config: Config, file: Metadata) -> None:
@@ -132,6 +141,7 @@ ADAPTATIONS: Mapping[str, tuple[Callable[[Config, Metadata], None], ...]] = {
     "glm4moe": (_adapt_glm_moe,),
     "llama4": (_adapt_llama4,),
     "granitemoe": (_adapt_granite_moe,),
+    "chatglm": (_adapt_glm,),
     "falcon": (_adapt_falcon,),
     "mpt": (_adapt_mpt,),
     "qwen": (_adapt_qwen,),

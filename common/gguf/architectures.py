@@ -178,6 +178,7 @@ ARCHITECTURES = {
         },
         flags={"attention_bias": "attn_q.bias"},
     ),
+    "chatglm": GGUFArchitecture("GlmForCausalLM", flags={"attention_bias": "attn_q.bias"}, has_partial_rotary=True),
     "falcon": GGUFArchitecture(
         "FalconForCausalLM",
         LAYER_NORM,

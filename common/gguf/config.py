@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 
 from serve_llm.common.errors import ModelError, UnsupportedModel
-from serve_llm.common.gguf.adaptations import ADAPTATIONS
+from serve_llm.common.gguf.adaptations import ADAPTATIONS, JOINS_QKV, UNUSED_LAYERS
 from serve_llm.common.gguf.architectures import ARCHITECTURES, COMMON, IGNORED, MIXTRAL, GGUFArchitecture
 from serve_llm.common.gguf.file import GGUFFile
 
@@ -98,13 +98,13 @@ class _Translation:
             raise ModelError(
                 f"{self._file.path}: unknown metadata keys, which may mean another computation: {', '.join(unknown)}"
             )
-        unused = config.pop("num_nextn_predict_layers", 0)
+        stored_as = {key: config.pop(key) for key in (JOINS_QKV, UNUSED_LAYERS) if key in config}
         types = {name: tensor.type.name for name, tensor in sorted(tensors.items())}
         config["quantization_config"] = {
             "quant_method": "gguf",
             "architecture": self._name,
             "tensors": {name: kind for name, kind in types.items() if kind not in FLOAT_TYPES},
-        } | ({"unused_layers": unused} if unused else {})
+        } | stored_as
         return config
 
     def _check_file(self) -> None:

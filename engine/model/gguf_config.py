@@ -7,7 +7,7 @@ from the parameters that it fills.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from serve_llm.common.errors import ModelError
@@ -95,6 +95,7 @@ class GGUFTensors:
     architecture: str  # general.architecture
     types: Mapping[str, str]
     unused_layers: int = 0  # those after the last, which predict several tokens
+    joins_qkv: bool = False  # queries, keys and values are in one tensor where the family has them apart
 
     def find_form(self, tensor: str) -> GroupedForm | None:
         """In which a weight stays in memory. tensor: as in the file. None: in the model's dtype."""
@@ -104,14 +105,13 @@ class GGUFTensors:
 def read_gguf_config(config: ConfigReader) -> GGUFTensors:
     """The caller ends with config.done()."""
     architecture = config.text("architecture") or ""
-    unused = config.integer("unused_layers", 0, lowest=0, highest=100)
-    tensors = config.inner("tensors")
-    if tensors is None:
-        return GGUFTensors(architecture, {}, unused)
-    names = {name: name for name in FORMS}
-    types = GGUFTensors(architecture, {tensor: tensors.choice(tensor, names, "") for tensor in tensors.keys}, unused)
-    tensors.done()
-    return types
+    unused, joins_qkv = config.integer("unused_layers", 0, lowest=0, highest=100), config.flag("joins_qkv", False)
+    types: dict[str, str] = {}
+    if (tensors := config.inner("tensors")) is not None:
+        names = {name: name for name in FORMS}
+        types = {tensor: tensors.choice(tensor, names, "") for tensor in tensors.keys}
+        tensors.done()
+    return GGUFTensors(architecture, types, unused, joins_qkv)
 
 
 def apply_gguf(stored: GGUFTensors, spec: ModelSpec, weights: WeightMap) -> tuple[ModelSpec, WeightMap]:
@@ -122,7 +122,8 @@ def apply_gguf(stored: GGUFTensors, spec: ModelSpec, weights: WeightMap) -> tupl
     names = NAMES | (OUTPUT_NORMS if position == "output" else {}) | OWN_NAMES.get(stored.architecture, {})
     if stored.architecture == "falcon" and position == "parallel_two_norms":
         names |= FALCON_NORMS
-    parts = [part for rule in weights.rules for part in _split(rule, names)]
+    rules = _join_qkv(spec, weights.rules) if stored.joins_qkv else weights.rules
+    parts = [part for rule in rules for part in _split(rule, names)]
     num_layers = len(spec.layers)
     unused = tuple(rf"blk\.{index}\..*" for index in range(num_layers, num_layers + stored.unused_layers))
     renamed = WeightMap(
@@ -141,6 +142,21 @@ def _interleave(layer: LayerSpec) -> LayerSpec:
         # Rows of a layer without rope are stored in that order too, for keys and queries alike: the products are equal.
         return layer
     return replace(layer, attention=replace(attention, rope=replace(attention.rope, interleaved=True)))
+
+
+def _join_qkv(spec: ModelSpec, rules: Sequence[WeightRule]) -> list[WeightRule]:
+    """The rules with one for queries, keys and values in the place of three."""
+    attention = spec.layers[0].attention
+    assert isinstance(attention, AttentionSpec)
+    sizes = tuple(heads * attention.head_dim for heads in (attention.num_heads, *[attention.num_kv_heads] * 2))
+    joined = []
+    for rule in rules:
+        layer, _, kind = rule.parameters[0].rpartition(".")
+        if layer == f"{IN_LAYER}attention.q":
+            rule = replace(rule, parameters=tuple(f"{layer[:-1]}{name}.{kind}" for name in "qkv"), sizes=sizes)
+        if layer not in (f"{IN_LAYER}attention.k", f"{IN_LAYER}attention.v"):
+            joined.append(rule)
+    return joined
 
 
 def _split(rule: WeightRule, names: Mapping[str, str]) -> list[WeightRule]:

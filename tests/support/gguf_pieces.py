@@ -4,6 +4,7 @@ the metadata that it writes for them."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # as in `gguf_files`
         "granitemoe",
         {**SIZES, "intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 32, "shared_intermediate_size": 64},
     ),
+    "glm": ("chatglm", {**SIZES, "num_key_value_heads": 2, "head_dim": 32}),
     "falcon": ("falcon", {**HEADS, "num_hidden_layers": 2, "num_kv_heads": 2, "ffn_hidden_size": 96}),
     "gpt_neox": ("gptneox", {**SIZES, "rope_parameters": PARTIAL_ROPE}),
     "gpt2": ("gpt2", GPT2),
@@ -117,6 +119,9 @@ def list_pieces(family: str, config: dict[str, Any], plain: dict[str, Tensor]) -
             nope = config["qk_nope_head_dim"]
             pieces[name.replace("kv_b_proj", "k_b_proj")] = [per_head[:, :nope].transpose(1, 2)]
             pieces[name.replace("kv_b_proj", "v_b_proj")] = [per_head[:, nope:]]
+        elif family == "glm" and ".self_attn." in name and "o_proj" not in name:  # as in THUDM's own checkpoints
+            joined = re.sub(r"self_attn\.[qkv]_proj", "self_attn.qkv_proj", name)
+            pieces[joined] = [plain[joined.replace("qkv_proj", f"{part}_proj")] for part in "qkv"]
         elif name.endswith("experts.gate_up_proj"):
             gate, up = tensor.mT.chunk(2, dim=1)
             pieces |= {name.replace("gate_up", part) + ".weight": [one] for part, one in (("gate", gate), ("up", up))}
@@ -147,6 +152,7 @@ def split_qkv(family: str, config: dict[str, Any], tensor: Tensor) -> list[Tenso
 
 
 NAMES = {  # what the map of the gguf package lacks
+    "self_attn.qkv_proj": "attn_qkv",
     "self_attn.k_b_proj": "attn_k_b",
     "self_attn.v_b_proj": "attn_v_b",
     "block_sparse_moe.input_linear.gate": "ffn_gate_exps",
@@ -161,7 +167,7 @@ def find_name(names: gguf.TensorNameMap, name: str) -> str:
     for source, target in NAMES.items():
         if f".{source}." in name:
             layer = next(part for part in name.split(".") if part.isdigit())
-            return f"blk.{layer}.{target}.weight"
+            return f"blk.{layer}.{target}.{name.rpartition('.')[2]}"
     suffixes = (".weight", ".bias")
     found = names.get_name(name, suffixes) or names.get_name(name.partition(".")[2], suffixes)  # as of the base model
     assert found is not None, name
@@ -280,6 +286,7 @@ def add_nothing(writer: GGUFWriter, config: dict[str, Any], heads: int) -> None:
 
 ADD: dict[str, Callable[[GGUFWriter, dict[str, Any], int], None]] = {
     "deepseek2": add_deepseek,
+    "chatglm": add_heads,
     "glm4moe": add_glm,
     "llama4": add_llama4,
     "granitemoe": add_heads,
