@@ -163,11 +163,20 @@ class _Translation:
             if kind == "yarn":
                 scaling["original_max_position_embeddings"] = original
                 scaling |= {} if self._known.truncates_yarn else {"truncate": False}
+                scaling |= self._take_yarn()
         elif kind == "none":
             return
         else:
             raise self._refused(f"{self._name}.rope.scaling.type", "is not supported (supported: none, linear, yarn)")
         config["rope_scaling"] = scaling
+
+    def _take_yarn(self) -> dict[str, object]:
+        """Settings of yarn that newer files state, most of them with the usual values."""
+        for key in ("yarn_ext_factor", "yarn_attn_factor"):
+            if self.take(f"rope.scaling.{key}") not in (None, 1.0):
+                raise self.refuse(f"rope.scaling.{key}", "is not supported (supported: 1)")
+        found = {key: self.take(f"rope.scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
+        return {key: value for key, value in found.items() if value is not None}
 
     def _read_factors(self, name: str) -> list[float]:
         """A tensor of one number for each pair of dimensions that rope rotates."""

@@ -53,6 +53,23 @@ def test_sizes_of_heads_in_old_and_new_files() -> None:
         assert [config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")] == [16, 8, 16]
 
 
+def test_settings_of_yarn() -> None:
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}
+    more = {
+        "rope.scaling.yarn_beta_fast": 32.0,
+        "rope.scaling.yarn_beta_slow": 1.0,
+        "rope.scaling.yarn_ext_factor": 1.0,
+    }
+    plain = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    assert build_config(make_file("qwen2", **yarn))["rope_scaling"] == plain
+    betas = {"beta_fast": 32.0, "beta_slow": 1.0}
+    assert build_config(make_file("qwen2", **yarn, **more))["rope_scaling"] == plain | betas
+    scaled = build_config(make_file("deepseek2", **DEEPSEEK, **yarn, rope__scaling__yarn_log_multiplier=0.1))
+    assert scaled["rope_scaling"] == plain | {"mscale": 1.0, "mscale_all_dim": 1.0}
+    with pytest.raises(ModelError, match=r"qwen2\.rope\.scaling\.yarn_attn_factor 2\.0 is not supported"):
+        build_config(make_file("qwen2", **yarn, rope__scaling__yarn_attn_factor=2.0))
+
+
 def test_layers_that_predict_several_tokens_are_not_used() -> None:
     config = build_config(make_file("glm4moe", nextn_predict_layers=1))
     assert config["num_hidden_layers"] == 2
