@@ -9,16 +9,18 @@ import pytest
 from serve_llm.cli.plan.weights import weight_bytes
 from serve_llm.common.hub import read_config, resolve_model
 from serve_llm.common.options.sources import make_options
+from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.model.shard import build_shard
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.weights import load
 from serve_llm.engine.worker.worker import Worker
 from serve_llm.kernels import registry
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.linear_grouped import GroupedPacker
-from support import packed_floats, resident
+from support import packed_floats, published, resident
 from support.gguf_files import make_gguf
 from support.mxfp4_files import make_mxfp4
-from support.packed import HEADS, SIZES, Packing, make_packed
+from support.packed import HEADS, SIZES, Packing, make_packed, quantization_config
 from support.quantised import edit_config, is_linear
 from support.ranks import Ranks, run_together
 from support.resolved import resolve_all
@@ -97,6 +99,19 @@ def test_gguf_files(family: str, storage: str, tmp_path: Path, monkeypatch: pyte
 def test_embedding_and_head_of_packed_checkpoints(is_tied: bool, dtype: str, tmp_path: Path) -> None:
     make_packed(tmp_path, "llama", Packing("awq"), tie_word_embeddings=is_tied)
     check(tmp_path / "packed", dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["QWEN2_HALF_B", "LLAMA_8B"])
+@pytest.mark.parametrize(
+    "packing", [Packing("awq", group_size=128), Packing("compressed", bits=8, group_size=0)], ids=str
+)
+def test_a_published_model_takes_no_more_than_its_checkpoint(name: str, packing: Packing) -> None:
+    """Tied, and with a head of its own; 1.15 times as much would do."""
+    spec, _ = read_model({**getattr(published, name), "quantization_config": quantization_config(packing)})
+    shard = build_shard(spec, ParallelLayout(), 0)
+    counted = weight_bytes(spec.with_packed_tables(rounds=True), shard, 2, "cpu")
+    assert counted.held < 1.02 * counted.loaded
+    assert counted.held < 0.95 * weight_bytes(spec, shard, 2, "cpu").held
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
