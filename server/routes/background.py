@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import sqlite3
 from collections.abc import AsyncIterator
@@ -18,6 +19,10 @@ from serve_llm.server.storage.responses import NewResponse, ResponseOutcome, Res
 logger = logging.getLogger(__name__)
 
 _EVENT_END = b"\n\n"
+_TOO_LARGE = {
+    "code": "server_error",
+    "message": "the response is larger than all that the server stores (--limit stored-response-bytes)",
+}
 
 
 def build_outcome(response: Json, events: bytes | None = None) -> ResponseOutcome:
@@ -29,6 +34,15 @@ def build_outcome(response: Json, events: bytes | None = None) -> ResponseOutcom
 def split_events(events: bytes) -> list[bytes]:
     """The events of a part of a stream. The number of an event is its place in the whole stream."""
     return [event + _EVENT_END for event in events.split(_EVENT_END) if event]
+
+
+def replace_end(events: bytes, response: Json) -> bytes:
+    """The last events of a stream, the very last of which is about another response than it was."""
+    *before, last = split_events(events)
+    number = json.loads(last.partition(b"data: ")[2])["sequence_number"]
+    kind = f"response.{response['status']}"
+    data = encode_json({"type": kind, "sequence_number": number, "response": response})
+    return b"".join([*before, b"event: %s\ndata: %s" % (kind.encode(), data), _EVENT_END])
 
 
 class BackgroundResponse:
@@ -54,7 +68,10 @@ class BackgroundResponse:
                 last = await self._generate()
                 assert self._builder.final is not None
                 events = b"".join([*self._events, last]) if self.keeps_events else None
-                await self._save(build_outcome(self._builder.final, events))
+                if not await self._save(build_outcome(self._builder.final, events)):
+                    failed = {**self._builder.final, "status": "failed", "output": [], "error": _TOO_LARGE}
+                    await self._save(build_outcome(failed))
+                    last = replace_end(last, failed)
                 self._append(last)
         finally:
             self._has_ended = True
@@ -94,11 +111,13 @@ class BackgroundResponse:
             logger.exception("background response %s failed", self._builder.id)
             return self._encoder.encode_error(GenerationFailed("internal error; the server's log says more"))
 
-    async def _save(self, outcome: ResponseOutcome) -> None:
+    async def _save(self, outcome: ResponseOutcome) -> bool:
+        """Returns False if the outcome is larger than all that the server stores."""
         try:
-            await self._store.update(self._builder.id, outcome)
+            return await self._store.update(self._builder.id, outcome)
         except sqlite3.Error:
             logger.exception("response %s cannot be stored", self._builder.id)
+            return True
 
     def _append(self, events: bytes) -> None:
         if self.keeps_events:

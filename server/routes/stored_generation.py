@@ -14,10 +14,10 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Send
 
 from serve_llm.server.prompt.jobs import Generate, References, StoredContext
-from serve_llm.server.response.builder import encode_json
+from serve_llm.server.response.builder import Json, encode_json
 from serve_llm.server.response.responses import ResponsesBuilder, ResponsesEncoder
 from serve_llm.server.routes.app_state import AppState
-from serve_llm.server.routes.background import BackgroundResponses, build_outcome
+from serve_llm.server.routes.background import BackgroundResponses, build_outcome, replace_end
 from serve_llm.server.routes.generation import SSE_HEADERS, GenerationResponse, Prepared, TextEndpoint, send_content
 from serve_llm.server.storage.responses import NewResponse, ResponseStore
 
@@ -82,32 +82,40 @@ class StoredGenerationResponse(GenerationResponse[ResponsesBuilder]):
     async def _respond_and_store(
         self, receive: Receive, send: Send, prepared: Prepared[ResponsesBuilder], new: NewResponse
     ) -> None:
-        is_stored = False
-
-        async def store_once() -> None:
-            nonlocal is_stored
-            if not is_stored:
-                is_stored = True
-                await self._save(prepared, new)
+        has_ended = False
 
         async def send_after_storing(message: Message) -> None:
-            if message["type"] == "http.response.body" and not message.get("more_body"):
-                await store_once()
-            await send(message)
+            nonlocal has_ended
+            if message["type"] == "http.response.start" and not prepared.parsed.stream:
+                return  # the length of the body depends on what follows
+            if message["type"] != "http.response.body" or message.get("more_body"):
+                await send(message)
+                return
+            has_ended = True
+            is_stored = await self._save(prepared, new)
+            if prepared.parsed.stream:
+                content = message["body"] if is_stored else replace_end(message["body"], describe_unstored(prepared))
+                await send({**message, "body": content})
+            else:
+                content = message["body"] if is_stored else encode_json(describe_unstored(prepared))
+                await send_content(send, content, prepared.headers)
 
         await super().respond(receive, send_after_storing, prepared)
-        await store_once()  # a client that has left gets no message
+        if not has_ended:  # a client that has left gets no message
+            await self._save(prepared, new)
 
-    async def _save(self, prepared: Prepared[ResponsesBuilder], new: NewResponse) -> None:
+    async def _save(self, prepared: Prepared[ResponsesBuilder], new: NewResponse) -> bool:
+        """Returns whether the response is stored."""
         builder = prepared.builder
         generation = prepared.generation
         if builder.final is None:
             ResponsesEncoder(builder).encode_cancelled(generation.take_rest(), generation.counts())
         assert builder.final is not None
         try:
-            await self._store.add(new, build_outcome(builder.final))
+            return await self._store.add(new, build_outcome(builder.final))
         except sqlite3.Error:
             logger.exception("response %s cannot be stored", new.id)
+            return False
 
     async def _respond_in_background(
         self, receive: Receive, send: Send, prepared: Prepared[ResponsesBuilder], new: NewResponse
@@ -121,3 +129,9 @@ class StoredGenerationResponse(GenerationResponse[ResponsesBuilder]):
         streaming = StreamingResponse(response.follow(0))
         streaming.raw_headers = [*SSE_HEADERS, *prepared.headers]
         await streaming(self._request.scope, receive, send)
+
+
+def describe_unstored(prepared: Prepared[ResponsesBuilder]) -> Json:
+    """The response at its end, if it could not be stored."""
+    assert prepared.builder.final is not None
+    return {**prepared.builder.final, "store": False}

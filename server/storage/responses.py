@@ -119,26 +119,31 @@ class ResponseStore:
         await self._database.run(insert)
         return True
 
-    async def update(self, response_id: str, outcome: ResponseOutcome) -> None:
-        """Replace the outcome of a response, unless it has been deleted. Raises sqlite3.Error."""
+    async def update(self, response_id: str, outcome: ResponseOutcome) -> bool:
+        """Replace the outcome of a response, unless it has been deleted. Returns False, and changes nothing, if the
+        response alone exceeds the limit on bytes. Raises sqlite3.Error."""
 
-        def change(connection: Connection) -> None:
+        def change(connection: Connection) -> bool:
             row = connection.execute("SELECT number FROM responses WHERE id = ?", (response_id,)).fetchone()
             if row is None:
-                return
+                return True
             (number,) = row
-            connection.execute("DELETE FROM items WHERE number = ? AND is_output", (number,))
             (num_inputs, input_size) = connection.execute(
-                "SELECT count(*), coalesce(sum(length(content)), 0) FROM items WHERE number = ?", (number,)
+                "SELECT count(*), coalesce(sum(length(content)), 0) FROM items WHERE number = ? AND NOT is_output",
+                (number,),
             ).fetchone()
+            if outcome.size + input_size > self._limits.stored_response_bytes:
+                return False
+            connection.execute("DELETE FROM items WHERE number = ? AND is_output", (number,))
             connection.execute(
                 "UPDATE responses SET status = ?, content = ?, events = ?, size = ? WHERE number = ?",
                 (outcome.status, outcome.content, outcome.events, outcome.size + input_size, number),
             )
             _insert_items(connection, number, outcome.output_items, num_inputs, is_output=True)
             self._evict(connection, time.time())
+            return True
 
-        await self._database.run(change)
+        return await self._database.run(change)
 
     async def get(self, response_id: str, owner: str) -> StoredResponse:
         """Raises ObjectNotFound."""

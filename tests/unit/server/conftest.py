@@ -19,6 +19,7 @@ from serve_llm.server.prompt.pool import PromptPool, build_grammar_compiler
 from serve_llm.server.storage.storage import Storage
 from support.fakes import FixedEngines, Script, ScriptedEngine
 from support.serving import TEXT, Served
+from support.tools import with_tools
 
 
 @pytest.fixture(scope="session")
@@ -74,6 +75,18 @@ def serve_batches(serve: Callable[..., Served], tmp_path: Path) -> Callable[...,
     def make(*limit: str, **more: Any) -> Served:
         options = {"batches_dir": str(tmp_path / "batches"), "limit": limit or None, **more.pop("options", {})}
         return serve("Hello.", options=options, **more)
+
+    return make
+
+
+@pytest.fixture
+def serve_stored(serve: Callable[..., Served], model: ServedModel) -> Callable[..., Served]:
+    """The same with stored responses, on a model with tools. limit: texts of --limit."""
+
+    def make(text: str = "Hello.", *, limit: tuple[str, ...] = (), store: object = "memory", **more: Any) -> Served:
+        options = {"responses_store": str(store), "limit": limit or None, **more.pop("options", {})}
+        engine = {"served_model": with_tools(model), "model_facts": None, **more}
+        return serve(text + "<|end|>", options=options, **engine)
 
     return make
 

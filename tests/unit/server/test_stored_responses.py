@@ -3,52 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from serve_llm.common.errors import OptionError
-from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.schema.common import ObjectList
 from serve_llm.server.schema.responses import ResponseReply
 from serve_llm.server.storage import responses as responses_module
-from support.asgi import Call, Reply
+from support.asgi import Call
 from support.serving import Served
-from support.tools import with_tools, write_call
+from support.stored_responses import PATH, Json, Serve, ask, get, read_events, wait_for_status
+from support.tools import write_call
 
-Json = dict[str, Any]
-Serve = Callable[..., Served]
-
-PATH = "/v1/responses"
 CLOCK = {"type": "function", "name": "clock"}
 FIRST, SECOND = ({"authorization": f"Bearer {key}"} for key in ("first", "second"))
-
-
-@pytest.fixture
-def serve_stored(serve: Serve, model: ServedModel) -> Serve:
-    def make(text: str = "Hello.", *, limit: tuple[str, ...] = (), store: object = "memory", **more: Any) -> Served:
-        options = {"responses_store": str(store), "limit": limit or None, **more.pop("options", {})}
-        engine = {"served_model": with_tools(model), "model_facts": None, **more}
-        return serve(text + "<|end|>", options=options, **engine)
-
-    return make
-
-
-def ask(served: Served, headers: dict[str, str] | None = None, **fields: Any) -> Json:
-    reply = served.post(PATH, {"input": "Hi", **fields}, headers)
-    assert reply.status == 200, reply.content
-    return dict(reply.json())
-
-
-def read_events(content: bytes) -> list[Json]:
-    return [json.loads(event.split(b"data: ")[1]) for event in content.split(b"\n\n") if event]
-
-
-def get(served: Served, response_id: str, headers: dict[str, str] | None = None) -> Reply:
-    return served.get(f"{PATH}/{response_id}", headers)
 
 
 def last_prompt(served: Served) -> str:
@@ -200,15 +170,6 @@ def test_a_response_whose_client_left_is_cancelled(serve_stored: Serve, stream: 
     asyncio.run(scenario())
 
 
-async def wait_for_status(served: Served, response_id: str, *statuses: str) -> Json:
-    while True:
-        found = (await Call(served.app, "GET", f"{PATH}/{response_id}").reply()).json()
-        assert found["status"] in (*statuses, "queued", "in_progress"), found
-        if found["status"] in statuses:
-            return found
-        await asyncio.sleep(0)
-
-
 async def start(served: Served, **fields: Any) -> Json:
     reply = await Call(served.app, "POST", PATH, {"input": "Hi", "background": True, **fields}).reply()
     assert reply.status == 200, reply.content
@@ -325,19 +286,6 @@ def test_the_oldest_leave_first(serve_stored: Serve, monkeypatch: pytest.MonkeyP
     now = responses_module.time.time()
     monkeypatch.setattr(responses_module.time, "time", lambda: now + 40 * 86400)
     assert get(served, chain["id"]).status == 404
-
-
-def test_stored_bytes_are_bounded(serve_stored: Serve) -> None:
-    served = serve_stored(limit=("stored-response-bytes=20000",))
-    ids = [ask(served, input=f"{number} " * 1000)["id"] for number in range(6)]
-    statuses = [get(served, one).status for one in ids]
-    assert statuses[0] == 404 and statuses[-1] == 200 and statuses == sorted(statuses, reverse=True)
-    too_large = [{"role": "user", "content": "x", "id": "y" * 30_000}]
-    large = served.post(PATH, {"input": too_large})
-    assert large.status == 200 and get(served, large.json()["id"]).status == 404  # type: ignore[arg-type]
-    assert get(served, ids[-1]).status == 200, "what does not fit at all evicts nothing"
-    refused = served.post(PATH, {"input": too_large, "background": True})
-    assert refused.status == 413 and served.admission.num_open == 0
 
 
 def test_a_file_survives_the_server(serve_stored: Serve, tmp_path: Path) -> None:
