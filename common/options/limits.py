@@ -56,9 +56,13 @@ class Limits:
     stored_response_bytes: int = option(256 * 2**20, _positive_bytes, "their input, output and events together")
     stored_response_seconds: float = option(30 * 86400.0, parse_seconds, "age at which they are deleted")
     file_bytes: int = option(200 * 2**20, _positive_bytes, "an uploaded file")
-    all_file_bytes: int = option(10 * 2**30, _positive_bytes, "all files together; further uploads are refused")
-    stored_files: int = option(10_000, _positive_count, "files; further uploads are refused")
-    stored_batches: int = option(10_000, _positive_count, "batches; the oldest that have ended are deleted first")
+    all_file_bytes: int = option(
+        10 * 2**30, _positive_bytes, "all files of an API key together; further uploads are refused"
+    )
+    stored_files: int = option(10_000, _positive_count, "files of an API key; further uploads are refused")
+    stored_batches: int = option(
+        10_000, _positive_count, "batches of an API key; the oldest that have ended are deleted first"
+    )
     batch_lines: int = option(50_000, _positive_count, "requests of a batch")
 
     @classmethod

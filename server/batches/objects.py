@@ -39,6 +39,11 @@ class RequestCounts(msgspec.Struct):
     failed: int = 0
 
 
+class FileExpiry(msgspec.Struct):
+    anchor: str
+    seconds: int
+
+
 class StoredBatch(msgspec.Struct, kw_only=True):
     id: str
     object: str = "batch"
@@ -60,6 +65,7 @@ class StoredBatch(msgspec.Struct, kw_only=True):
     cancelled_at: int | None = None
     request_counts: RequestCounts = msgspec.field(default_factory=RequestCounts)
     metadata: Metadata | None = None
+    output_expires_after: FileExpiry | None = None
 
     @property
     def is_open(self) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import sqlite3
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,6 +19,10 @@ from serve_llm.server.batches.slots import BatchSlots
 from serve_llm.server.batches.store import BatchStore
 from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.metrics.meter import BatchCounts
+
+logger = logging.getLogger(__name__)
+
+SWEEP_SECONDS = 60.0
 
 
 class BatchService:
@@ -38,9 +44,11 @@ class BatchService:
         self._context = BatchContext(store, app, tuple(owners), limits, concurrency, slots, counts)
         self._turns = defaultdict[str, OwnerTurns](OwnerTurns)  # by owner
         self._jobs: dict[str, tuple[BatchJob, asyncio.Task[None]]] = {}  # by batch
+        self._sweeping: asyncio.Task[None] | None = None
 
     async def resume(self) -> None:
-        """Continue the batches of an earlier server."""
+        """Continue the batches of an earlier server, and remove files when they expire."""
+        self._sweeping = asyncio.create_task(self._sweep())
         for batch_id, owner in await self.store.find_open():
             self.start(batch_id, owner)
 
@@ -70,10 +78,20 @@ class BatchService:
     async def stop(self) -> None:
         """Abort what runs; the next server goes on with it. Idempotent."""
         tasks = [task for _, task in self._jobs.values()]
+        if self._sweeping is not None:
+            tasks.append(self._sweeping)
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+
+    async def _sweep(self) -> None:
+        while True:
+            try:
+                await self.store.remove_expired()
+            except (sqlite3.Error, OSError):
+                logger.exception("files that have expired cannot be removed")
+            await asyncio.sleep(SWEEP_SECONDS)
 
 
 def begin_cancelling(batch: StoredBatch) -> None:

@@ -1,7 +1,8 @@
 """The directory `--batches-dir`: files, and a database that says whose they are and which batches there are.
 
 A file belongs to the API key that sent it; for other keys it does not exist. The files of a batch's results are written
-in place under ids derived from the batch's, and are listed once the batch has ended.
+in place under ids derived from the batch's, and are listed once the batch has ended. A file that has expired is removed
+before the next thing is done with files, but the input of a batch not before that has ended.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from serve_llm.server.storage.database import Connection, Database
 from serve_llm.server.storage.page import Page
 
 T = TypeVar("T", bound=msgspec.Struct)
+Result = TypeVar("Result")
 
 MAX_NAME_CHARACTERS = 255
 
@@ -45,10 +47,19 @@ CREATE TABLE IF NOT EXISTS batches (
     content BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS batch_statuses ON batches (status);
+CREATE INDEX IF NOT EXISTS file_owners ON files (owner, size);
+CREATE TABLE IF NOT EXISTS file_expiries (
+    file_id TEXT PRIMARY KEY REFERENCES files (id) ON DELETE CASCADE,
+    expires_at INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS file_expiry_times ON file_expiries (expires_at);
 """
 _OPEN = f"status IN ({', '.join(repr(status) for status in OPEN_STATUSES)})"
 
-
+_EXPIRED = f"""
+SELECT file_id FROM file_expiries
+WHERE expires_at <= ? AND file_id NOT IN (SELECT input_file_id FROM batches WHERE {_OPEN})
+"""
 _SINGULAR = {"files": "file", "batches": "batch"}
 
 
@@ -78,22 +89,26 @@ class BatchStore:
         self._database = Database(self._folder / "batches.db", _SCHEMA, "batches-dir")
         self._database.run_here(self._remove_unknown_files)
 
-    async def add_file(self, owner: str, filename: str, source: BinaryIO) -> StoredFile:
-        """Copy an upload. Raises TooLarge, Unavailable."""
+    async def add_file(self, owner: str, filename: str, source: BinaryIO, lifetime: int | None = None) -> StoredFile:
+        """Copy an upload. lifetime: in seconds; None: until it is deleted. Raises TooLarge, Unavailable."""
         source.seek(0, os.SEEK_END)
+        now = int(time.time())
         file = StoredFile(
             id=f"file-{uuid.uuid4().hex}",
             bytes=source.tell(),
-            created_at=int(time.time()),
+            created_at=now,
             filename=filename[:MAX_NAME_CHARACTERS],
             purpose="batch",
+            expires_at=None if lifetime is None else now + lifetime,
         )
         source.seek(0)
 
         def insert(connection: Connection) -> None:
-            count, size = connection.execute("SELECT count(*), coalesce(sum(size), 0) FROM files").fetchone()
+            count, size = connection.execute(
+                "SELECT count(*), coalesce(sum(size), 0) FROM files WHERE owner = ?", (owner,)
+            ).fetchone()
             if count >= self._limits.stored_files or size + file.bytes > self._limits.all_file_bytes:
-                raise TooLarge(f"the server stores {count} files of {size} bytes and has no room: delete some")
+                raise TooLarge(f"{count} files of {size} bytes are stored, and there is no room for more: delete some")
             path = self._files / file.id
             try:
                 with open(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600), "wb") as target:
@@ -103,8 +118,11 @@ class BatchStore:
                 raise Unavailable(f"the file cannot be stored: {error.strerror}") from None
             self._insert_file(connection, owner, file)
 
-        await self._database.run(insert)
+        await self._run(insert)
         return file
+
+    async def remove_expired(self) -> None:
+        await self._run(lambda _: None)
 
     async def get_file(self, file_id: str, owner: str) -> StoredFile:
         """Raises ObjectNotFound."""
@@ -127,13 +145,13 @@ class BatchStore:
                 raise InvalidRequest(f"the file is the input of {user[0]}, which has not ended", "file_id")
             connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
-        await self._database.run(remove)
+        await self._run(remove)
         await self._database.run(lambda _: (self._files / file_id).unlink(missing_ok=True))
 
     async def list_files(self, owner: str, page: Page, purpose: str | None) -> ObjectPage:
         """Raises InvalidRequest."""
         where, values = ("purpose = ?", [purpose]) if purpose is not None else ("TRUE", [])
-        return await self._database.run(lambda connection: _list(connection, "files", owner, page, where, values))
+        return await self._run(lambda connection: _list(connection, "files", owner, page, where, values))
 
     async def add_batch(self, owner: str, batch: StoredBatch) -> None:
         """Raises ObjectNotFound, InvalidRequest, Unavailable."""
@@ -144,9 +162,11 @@ class BatchStore:
             )
             if file.purpose != "batch":
                 raise InvalidRequest("input_file_id: a result file cannot be an input", "input_file_id")
-            (count,) = connection.execute("SELECT count(*) FROM batches").fetchone()
+            (count,) = connection.execute("SELECT count(*) FROM batches WHERE owner = ?", (owner,)).fetchone()
             if count >= self._limits.stored_batches:
-                ended = connection.execute(f"SELECT id FROM batches WHERE NOT {_OPEN} ORDER BY number").fetchone()
+                ended = connection.execute(
+                    f"SELECT id FROM batches WHERE owner = ? AND NOT {_OPEN} ORDER BY number", (owner,)
+                ).fetchone()
                 if ended is None:
                     raise Unavailable(f"{count} batches wait for their end")
                 connection.execute("DELETE FROM batches WHERE id = ?", ended)
@@ -155,7 +175,7 @@ class BatchStore:
                 (batch.id, owner, batch.status, batch.input_file_id, msgspec.json.encode(batch)),
             )
 
-        await self._database.run(insert)
+        await self._run(insert)
 
     async def get_batch(self, batch_id: str, owner: str) -> StoredBatch:
         """Raises ObjectNotFound."""
@@ -200,8 +220,20 @@ class BatchStore:
         self._database.close()
 
     async def _get(self, table: str, kind: type[T], object_id: str, owner: str) -> T:
-        content = await self._database.run(lambda connection: _find_content(connection, table, object_id, owner))
+        content = await self._run(lambda connection: _find_content(connection, table, object_id, owner))
         return msgspec.json.decode(content, type=kind)
+
+    async def _run(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` without files that have expired."""
+
+        def run(connection: Connection) -> Result:
+            rows = connection.execute(_EXPIRED, (int(time.time()),)).fetchall()
+            for (file_id,) in rows:
+                (self._files / file_id).unlink(missing_ok=True)
+            connection.executemany("DELETE FROM files WHERE id = ?", rows)
+            return work(connection)
+
+        return await self._database.run(run)
 
     def _list_results(self, connection: Connection, owner: str, batch: StoredBatch) -> None:
         output, errors = _name_results(batch.id)
@@ -217,6 +249,8 @@ class BatchStore:
                 filename=f"{batch.id}_{name}.jsonl",
                 purpose="batch_output",
             )
+            if batch.output_expires_after is not None:
+                file.expires_at = file.created_at + batch.output_expires_after.seconds
             self._insert_file(connection, owner, file)
             setattr(batch, f"{name}_file_id", file_id)
 
@@ -225,6 +259,8 @@ class BatchStore:
             "INSERT INTO files (id, owner, purpose, size, content) VALUES (?, ?, ?, ?, ?)",
             (file.id, owner, file.purpose, file.bytes, msgspec.json.encode(file)),
         )
+        if file.expires_at is not None:
+            connection.execute("INSERT INTO file_expiries VALUES (?, ?)", (file.id, file.expires_at))
 
     def _remove_unknown_files(self, connection: Connection) -> None:
         """Remove what an upload or a deletion left that was killed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -13,18 +14,26 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import FileResponse, Response
 
-from serve_llm.server.batches.objects import StoredBatch, StoredFile
+from serve_llm.server.batches.objects import FileExpiry, StoredBatch, StoredFile
 from serve_llm.server.batches.service import BatchService
 from serve_llm.server.http.errors import InvalidRequest, TooLarge, Unsupported
 from serve_llm.server.routes.app_state import AppState
 from serve_llm.server.routes.document import describe_page, describe_parameter, describe_problems, describe_route
 from serve_llm.server.routes.page import build_page, read_page
-from serve_llm.server.schema.batches import BatchCreation, BatchReply, DeletedFile, FileReply
+from serve_llm.server.schema.batches import (
+    MAX_FILE_SECONDS,
+    MIN_FILE_SECONDS,
+    BatchCreation,
+    BatchReply,
+    DeletedFile,
+    FileReply,
+)
 from serve_llm.server.schema.common import ObjectList, parse_by_policy
 
 MAX_FORM_BYTES = 2**16  # for all of an upload but its file
 MAX_CREATION_BYTES = 2**16
 MAX_FILE_LIMIT = 10_000
+_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 
 _UPLOAD: dict[str, Any] = {
     "multipart/form-data": {
@@ -35,6 +44,12 @@ _UPLOAD: dict[str, Any] = {
             "properties": {
                 "file": {"type": "string", "format": "binary"},
                 "purpose": {"type": "string", "enum": ["batch"]},
+                _ANCHOR: {"type": "string", "enum": ["created_at"]},
+                _SECONDS: {
+                    "type": "integer",
+                    "minimum": MIN_FILE_SECONDS,
+                    "maximum": MAX_FILE_SECONDS,
+                },
             },
         }
     }
@@ -53,8 +68,8 @@ def create_batch_router(state: AppState, service: BatchService) -> APIRouter:
         owner = state.read_owner(request)
         form = await _read_form(request, state.limits.file_bytes)
         try:
-            file = _check_form(form)
-            return _answer(await store.add_file(owner, file.filename or "", file.file))
+            file, lifetime = _check_form(form)
+            return _answer(await store.add_file(owner, file.filename or "", file.file, lifetime))
         finally:
             await form.close()
 
@@ -107,6 +122,8 @@ def create_batch_router(state: AppState, service: BatchService) -> APIRouter:
             expires_at=now + seconds,
             metadata=body.metadata,
         )
+        if body.output_expires_after is not None:
+            batch.output_expires_after = FileExpiry(**body.output_expires_after.model_dump())
         owner = state.read_owner(request)
         await store.add_batch(owner, batch)
         service.start(batch.id, owner)
@@ -149,10 +166,10 @@ async def _read_form(request: Request, max_file_bytes: int) -> FormData:
         raise InvalidRequest(f"the body is not a valid form: {error.message}") from None
 
 
-def _check_form(form: FormData) -> UploadFile:
-    """The file. Raises InvalidRequest, Unsupported."""
+def _check_form(form: FormData) -> tuple[UploadFile, int | None]:
+    """The file, and the seconds that it is kept for, None: until it is deleted. Raises InvalidRequest, Unsupported."""
     for name in form:
-        if name not in ("file", "purpose"):
+        if name not in ("file", "purpose", _ANCHOR, _SECONDS):
             raise Unsupported(f"the field {name[:100]!r} is not supported", name)
     file = form.get("file")
     if not isinstance(file, UploadFile):
@@ -160,7 +177,21 @@ def _check_form(form: FormData) -> UploadFile:
     purpose = form.get("purpose")
     if purpose != "batch":
         raise Unsupported("purpose must be batch", "purpose")
-    return file
+    return file, _read_lifetime(form)
+
+
+def _read_lifetime(form: FormData) -> int | None:
+    """Raises InvalidRequest."""
+    anchor, seconds = form.get(_ANCHOR), form.get(_SECONDS)
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise InvalidRequest(f"{_ANCHOR} must be created_at", _ANCHOR)
+    is_number = isinstance(seconds, str) and re.fullmatch(r"\d{1,9}", seconds, re.ASCII)
+    if not is_number or not MIN_FILE_SECONDS <= int(str(seconds)) <= MAX_FILE_SECONDS:
+        message = f"{_SECONDS} must be an integer from {MIN_FILE_SECONDS} to {MAX_FILE_SECONDS}"
+        raise InvalidRequest(message, _SECONDS)
+    return int(str(seconds))
 
 
 def _answer(stored: StoredFile | StoredBatch, headers: dict[str, str] | None = None) -> Response:

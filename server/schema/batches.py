@@ -8,11 +8,19 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from serve_llm.server.batches.lines import ENDPOINTS
-from serve_llm.server.http.errors import InvalidRequest, Unsupported
+from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.schema.common import RequestBody, check_metadata
 
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _MAX_WINDOW_SECONDS = 30 * 86400
+MIN_FILE_SECONDS, MAX_FILE_SECONDS = 3600, 30 * 86400  # as in OpenAI's API
+
+
+class ExpiresAfter(RequestBody):
+    """When a file is deleted. anchor: what the seconds are counted from."""
+
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=MIN_FILE_SECONDS, le=MAX_FILE_SECONDS)
 
 
 class BatchCreation(RequestBody):
@@ -20,14 +28,12 @@ class BatchCreation(RequestBody):
     endpoint: str = Field(description=f"The url of every request: {', '.join(ENDPOINTS)}.")
     completion_window: str = Field(description="How long the batch may take: 24h, 30m, 7d, at most 30 days.")
     metadata: dict[str, str] | None = Field(default=None, description="Up to 16 texts, returned as they are.")
-    output_expires_after: object | None = Field(default=None, description="Refused: files are kept until deleted.")
+    output_expires_after: ExpiresAfter | None = Field(
+        default=None, description="When the files of results are deleted; null keeps them."
+    )
 
     def check(self) -> int:
-        """The window in seconds. Raises InvalidRequest, Unsupported."""
-        if self.output_expires_after is not None:
-            raise Unsupported(
-                "output_expires_after is not supported: files are kept until deleted", "output_expires_after"
-            )
+        """The window in seconds. Raises InvalidRequest."""
         if self.endpoint not in ENDPOINTS:
             raise InvalidRequest(f"endpoint must be one of {', '.join(ENDPOINTS)}", "endpoint")
         found = re.fullmatch(r"([1-9]\d{0,8})([smhd])", self.completion_window, re.ASCII)

@@ -69,8 +69,14 @@ def write_requests(path: Path, num_lines: int, max_tokens: int) -> None:
 
 def create_batch(client: OpenAI, path: Path) -> str:
     """The batch's id."""
-    file = client.files.create(file=path, purpose="batch")
-    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    file = client.files.create(file=path, purpose="batch", expires_after={"anchor": "created_at", "seconds": 86400})
+    assert file.expires_at == file.created_at + 86400
+    batch = client.batches.create(
+        input_file_id=file.id,
+        endpoint="/v1/completions",
+        completion_window="24h",
+        output_expires_after={"anchor": "created_at", "seconds": 3600},
+    )
     return batch.id
 
 
@@ -93,6 +99,9 @@ def test_killed_servers_lose_and_double_no_line(tmp_path: Path, options: list[st
         assert count(batch) == LINES and len(failed) == LINES // 10
         assert len({line["response"]["body"]["choices"][0]["text"] for line in answered}) == 1  # type: ignore[index]
         assert [one.id for one in client.batches.list()] == [batch_id]
+        assert batch.output_file_id is not None
+        output = client.files.retrieve(batch.output_file_id)
+        assert output.expires_at == output.created_at + 3600
         assert {one.id for one in client.files.list()} == {
             batch.input_file_id,
             batch.output_file_id,

@@ -16,12 +16,16 @@ Serve = Callable[..., Served]
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
 FORM = {"content-type": "multipart/form-data; boundary=cut"}
+EXPIRY_FIELDS = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
 FIRST, SECOND = ({"authorization": f"Bearer {key}"} for key in ("first", "second"))
 
 
-def build_form(content: bytes, purpose: str = "batch", more: str = "") -> bytes:
-    head = f'--cut\r\ncontent-disposition: form-data; name="purpose"\r\n\r\n{purpose}\r\n{more}--cut\r\n'
-    head += 'content-disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n'
+def build_form(content: bytes, purpose: str = "batch", **fields: str) -> bytes:
+    parts = [
+        f'--cut\r\ncontent-disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
+        for name, value in {"purpose": purpose, **fields}.items()
+    ]
+    head = "".join(parts) + '--cut\r\ncontent-disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n'
     return head.encode() + content + b"\r\n--cut--\r\n"
 
 
@@ -45,8 +49,8 @@ async def get(served: Served, path: str, key: Json | None = None) -> Json:
     return dict(reply.json())
 
 
-async def upload(served: Served, content: bytes, key: Json | None = None) -> str:
-    reply = await ask(served, "POST", FILES, build_form(content), key)
+async def upload(served: Served, content: bytes, key: Json | None = None, **fields: str) -> str:
+    reply = await ask(served, "POST", FILES, build_form(content, **fields), key)
     assert reply.status == 200, reply.content
     FileReply.model_validate(reply.json())
     return str(reply.json()["id"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,6 +16,7 @@ from support.asgi import Call
 from support.serving import Served
 from support.stored_batches import (
     BATCHES,
+    EXPIRY_FIELDS,
     FILES,
     FIRST,
     FORM,
@@ -31,32 +31,8 @@ from support.stored_batches import (
     get,
     read_results,
     run,
-    upload,
     wait_for,
 )
-
-
-def test_files(serve_batches: Serve) -> None:
-    served = serve_batches()
-
-    async def scenario() -> None:
-        ids = [await upload(served, b"%d\r\n--cu" % number) for number in range(3)]
-        content = await ask(served, "GET", f"{FILES}/{ids[1]}/content")
-        assert content.content == b"1\r\n--cu"
-        file = await get(served, f"{FILES}/{ids[1]}")
-        assert (file["bytes"], file["filename"], file["purpose"]) == (7, "in.jsonl", "batch")
-        assert [one["id"] for one in (await get(served, FILES))["data"]] == ids[::-1]
-        page = await get(served, f"{FILES}?limit=2&order=asc&purpose=batch")
-        assert [one["id"] for one in page["data"]] == ids[:2] and page["has_more"]
-        page = await get(served, f"{FILES}?order=asc&after={page['last_id']}")
-        assert [one["id"] for one in page["data"]] == ids[2:] and not page["has_more"]
-        assert (await get(served, f"{FILES}?purpose=batch_output"))["data"] == []
-        deleted = await ask(served, "DELETE", f"{FILES}/{ids[0]}")
-        assert deleted.json() == {"id": ids[0], "object": "file", "deleted": True}
-        for method, more in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
-            assert (await ask(served, method, f"{FILES}/{ids[0]}{more}")).status == 404
-
-    run(scenario)
 
 
 def test_every_line_has_one_result(serve_batches: Serve) -> None:
@@ -219,21 +195,8 @@ def test_another_key_finds_nothing(serve_batches: Serve) -> None:
     assert {request.tenant for request in served.engine.submitted} == {0}
 
 
-def test_quotas(serve_batches: Serve) -> None:
-    served = serve_batches("file-bytes=1000", "stored-files=3", "all-file-bytes=150000")
-
-    async def scenario() -> None:
-        large = await ask(served, "POST", FILES, build_form(b"x" * 100_000))
-        assert large.status == 413 and "1000 bytes" in large.json()["error"]["message"]  # type: ignore[index]
-        for _ in range(3):
-            await upload(served, b"x" * 1000)
-        full = await ask(served, "POST", FILES, build_form(b"x"))
-        assert full.status == 413 and "delete some" in full.json()["error"]["message"]  # type: ignore[index]
-
-    run(scenario)
-
-
 GOOD = {"input_file_id": "file-none", "endpoint": "/v1/completions", "completion_window": "24h"}
+EXPIRY = {"anchor": "created_at", "seconds": 3600}
 BAD: list[tuple[str, object, int, str]] = [
     (BATCHES, GOOD, 404, "input_file_id"),
     (BATCHES, GOOD | {"endpoint": "/v1/files"}, 400, "endpoint"),
@@ -243,10 +206,19 @@ BAD: list[tuple[str, object, int, str]] = [
     (BATCHES, GOOD | {"metadata": {"a": "x" * 513}}, 400, "metadata"),
     (BATCHES, GOOD | {"metadata": {"x" * 65: "a"}}, 400, "metadata"),
     (BATCHES, GOOD | {"metadata": {str(number): "x" for number in range(17)}}, 400, "metadata"),
-    (BATCHES, GOOD | {"output_expires_after": {}}, 400, "output_expires_after"),
+    (BATCHES, GOOD | {"output_expires_after": {}}, 400, "output_expires_after.anchor"),
+    (BATCHES, GOOD | {"output_expires_after": EXPIRY | {"anchor": "now"}}, 400, "output_expires_after.anchor"),
+    (BATCHES, GOOD | {"output_expires_after": EXPIRY | {"seconds": 3599}}, 400, "output_expires_after.seconds"),
+    (BATCHES, GOOD | {"output_expires_after": EXPIRY | {"seconds": "3600"}}, 400, "output_expires_after.seconds"),
+    (BATCHES, GOOD | {"output_expires_after": EXPIRY | {"days": 1}}, 400, "output_expires_after.days"),
     (BATCHES, {}, 400, "input_file_id"),
     (FILES, build_form(b"x", "fine-tune"), 400, "purpose"),
-    (FILES, build_form(b"x", more='--cut\r\ncontent-disposition: form-data; name="x"\r\n\r\n1\r\n'), 400, "x"),
+    (FILES, build_form(b"x", **{"expires_after[anchor]": "created_at"}), 400, "expires_after[seconds]"),
+    (FILES, build_form(b"x", **{"expires_after[seconds]": "3600"}), 400, "expires_after[anchor]"),
+    (FILES, build_form(b"x", **EXPIRY_FIELDS | {"expires_after[seconds]": "2592001"}), 400, "expires_after[seconds]"),
+    (FILES, build_form(b"x", **EXPIRY_FIELDS | {"expires_after[seconds]": "3.6e3"}), 400, "expires_after[seconds]"),
+    (FILES, build_form(b"x", **EXPIRY_FIELDS | {"expires_after": "1"}), 400, "expires_after"),
+    (FILES, build_form(b"x", x="1"), 400, "x"),
     (FILES, b'--cut\r\ncontent-disposition: form-data; name="file"\r\n\r\nx\r\n--cut--\r\n', 400, "file"),
     (FILES, b"--cut\r\n", 400, "file"),
     (FILES, b"", 400, "file"),
@@ -258,20 +230,6 @@ def test_bad_requests(serve_batches: Serve, path: str, body: object, status: int
     reply = serve_batches().post(path, body, FORM if path == FILES else {})
     assert reply.status == status, reply.content
     assert reply.json()["error"]["param"] in (param, None) and reply.json()["error"]["message"]  # type: ignore[index]
-
-
-def test_output_files_do_not_expire(serve_batches: Serve) -> None:
-    body = GOOD | {"output_expires_after": {"anchor": "created_at", "seconds": 3600}}
-    error: Any = serve_batches().post(BATCHES, body).json()["error"]
-    assert error["code"] == "unsupported" and error["param"] == "output_expires_after"
-
-
-def test_a_form_is_needed(serve_batches: Serve) -> None:
-    served = serve_batches()
-    for headers in ({}, {"content-type": "application/json"}, {"content-type": "multipart/form-data"}):
-        assert served.post(FILES, b"{}", headers).status == 400
-    torn = served.post(FILES, b'--cut\r\ncontent-disposition: form-data; name="', FORM)
-    assert torn.status == 400
 
 
 def test_without_a_directory_the_option_is_named(served: Served) -> None:
