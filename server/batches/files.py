@@ -16,12 +16,14 @@ LINE_BYTES = 2**16  # for everything in a line but its body
 
 
 class InvalidLine(OptionError):
-    """A line of the input is at fault. `reason` says why, without file and line, which is counted from 1."""
+    """A line of the input is at fault. `reason` says why, without file and line, which is counted from 1. `code` names
+    the reason in the API."""
 
-    def __init__(self, reason: str, path: Path = Path(), number: int = 0) -> None:
+    def __init__(self, reason: str, path: Path = Path(), number: int = 0, code: str = "invalid_line") -> None:
         super().__init__(f"{path}, line {number}: {reason}")
         self.reason = reason
         self.number = number
+        self.code = code
 
 
 class InvalidOutput(OptionError):
@@ -43,7 +45,8 @@ class BatchInput:
         ids = set[str]()
         for number, request in self._read_numbered():
             if request.custom_id in ids:
-                raise InvalidLine(f"custom_id {request.custom_id!r} is not the first", self._path, number)
+                reason = f"custom_id {request.custom_id!r} is not the first"
+                raise InvalidLine(reason, self._path, number, "duplicate_custom_id")
             ids.add(request.custom_id)
         return ids
 
@@ -72,9 +75,11 @@ class BatchInput:
         try:
             request = parse_request(line)
         except InvalidRequest as error:
-            raise InvalidLine(error.message, self._path, number) from None
+            code = "invalid_json_line" if error.param is None else "invalid_line"
+            raise InvalidLine(error.message, self._path, number, code) from None
         if self._endpoint not in (None, request.url):
-            raise InvalidLine(f"url must be that of the batch, {self._endpoint}", self._path, number)
+            reason = f"url must be that of the batch, {self._endpoint}"
+            raise InvalidLine(reason, self._path, number, "url_mismatch")
         return request
 
 

@@ -170,10 +170,10 @@ def _count_requests(requests: BatchInput, paths: BatchPaths, max_lines: int) -> 
     try:
         total = len(requests.read_ids())
     except InvalidLine as error:
-        return BatchProblem("invalid_line", error.reason, error.number)
+        return BatchProblem(error.code, error.reason, error.number)
     if not 0 < total <= max_lines:
         message = f"the input has {total} requests; 1 to {max_lines} are possible"
-        return BatchProblem("invalid_number_of_requests", message)
+        return BatchProblem("too_many_tasks" if total else "empty_file", message)
     return total
 
 

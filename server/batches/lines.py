@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from serve_llm.server.batches.local_call import LocalResponse
-from serve_llm.server.http.errors import InvalidRequest
+from serve_llm.server.http.anthropic_errors import translate_body
+from serve_llm.server.http.errors import InvalidRequest, error_body
 
 ENDPOINTS = (
     "/v1/completions",
@@ -22,13 +23,20 @@ ENDPOINTS = (
 RESULT_PREFIX = b'{"id":"batch_req_'  # how every result line begins
 
 
-class BatchRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """One line of the input. `body` is that of a request to `url`, as it was sent."""
-
+class _Line(msgspec.Struct):
     custom_id: Annotated[str, msgspec.Meta(min_length=1)]
     method: str
     url: str
     body: msgspec.Raw
+
+
+class BatchRequest(NamedTuple):
+    """One line of the input. `body` is that of a request to `url`, as it was sent."""
+
+    custom_id: str
+    url: str
+    body: bytes
+    refusal: InvalidRequest | None = None  # why the request is not passed on
 
 
 class BatchResponse(msgspec.Struct):
@@ -54,9 +62,11 @@ class BatchResult(msgspec.Struct):
 
 
 def parse_request(content: bytes) -> BatchRequest:
-    """Raises InvalidRequest."""
+    """A fault of the request alone becomes its `refusal`. Raises InvalidRequest, with no param if the line has not the
+    form of a batch's."""
     try:
-        line = msgspec.json.decode(content, type=BatchRequest)
+        line = msgspec.json.decode(content, type=_Line)
+        fields = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
         body = msgspec.json.decode(line.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"it is not a line of a batch: {error}") from None
@@ -64,13 +74,28 @@ def parse_request(content: bytes) -> BatchRequest:
         raise InvalidRequest(f"method must be POST, not {line.method!r}", "method")
     if line.url not in ENDPOINTS:
         raise InvalidRequest(f"url must be one of {', '.join(ENDPOINTS)}, not {line.url!r}", "url")
+    return BatchRequest(line.custom_id, line.url, bytes(line.body), _find_refusal(fields, body))
+
+
+def _find_refusal(fields: dict[str, msgspec.Raw], body: object) -> InvalidRequest | None:
+    for name in fields:
+        if name not in _Line.__struct_fields__:
+            return InvalidRequest(f"unknown field {name[:100]!r} in the line of the batch", name[:100])
     if not isinstance(body, dict):
-        raise InvalidRequest("body must be an object", "body")
-    if body.get("stream"):
-        raise InvalidRequest("body: stream is not possible in a batch", "stream")
-    if body.get("background"):
-        raise InvalidRequest("body: background is not possible in a batch", "background")
-    return line
+        return InvalidRequest("body must be an object", "body")
+    for name in ("stream", "background"):
+        if body.get(name):
+            return InvalidRequest(f"body: {name} is not possible in a batch", name)
+    return None
+
+
+def build_refusal(request: BatchRequest, refusal: InvalidRequest) -> LocalResponse:
+    """The answer to a request that is not passed on, as its route would write it."""
+    request_id = uuid.uuid4().hex
+    body = error_body(refusal)
+    if request.url == "/v1/messages":
+        body = translate_body(body, 400, request_id)
+    return LocalResponse(400, {"x-request-id": request_id}, body)
 
 
 def build_result(custom_id: str, response: LocalResponse) -> bytes:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from starlette.types import ASGIApp
 
-from serve_llm.server.batches.lines import BatchRequest, build_result
+from serve_llm.server.batches.lines import BatchRequest, build_refusal, build_result
 from serve_llm.server.batches.local_call import LocalResponse, post_locally
 
 RETRIED_STATUSES = (503, 529)  # the queue is full, or an engine restarts; 529 is Anthropic's
@@ -59,8 +59,10 @@ async def run_requests(
 
 async def _answer(app: ASGIApp, request: BatchRequest, state: Mapping[str, object]) -> LocalResponse:
     """Waits for as long as the server is unavailable."""
+    if request.refusal is not None:
+        return build_refusal(request, request.refusal)
     while True:
-        response = await post_locally(app, request.url, bytes(request.body), state)
+        response = await post_locally(app, request.url, request.body, state)
         if response.status not in RETRIED_STATUSES:
             return response
         await asyncio.sleep(float(response.headers.get("retry-after", "1")))

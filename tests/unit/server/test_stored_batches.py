@@ -59,6 +59,31 @@ def test_every_line_has_one_result(serve_batches: Serve) -> None:
     assert {request.priority for request in served.engine.submitted} == {LOWEST_PRIORITY}
 
 
+@pytest.mark.parametrize("url", ["/v1/completions", "/v1/messages"])
+def test_a_request_at_fault_fails_alone(serve_batches: Serve, url: str) -> None:
+    served = serve_batches()
+    body: Json = {"max_tokens": 2}
+    body |= {"prompt": "x"} if url == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    lines = [build_line(number, url=url, body=body) for number in range(4)]
+    lines[1]["body"] = body | {"stream": True}
+    lines[2]["priority"] = 3
+    lines[3]["body"] = "text"
+
+    async def scenario() -> None:
+        batch = await wait_for(served, (await create(served, build_input(*lines), endpoint=url))["id"], "completed")
+        assert batch["request_counts"] == {"total": 4, "completed": 1, "failed": 3}
+        failed = await read_results(served, batch, "error")
+        assert {one["custom_id"] for one in failed} == {"1", "2", "3"}
+        for result in failed:
+            assert result["error"] is None and result["response"]["status_code"] == 400
+            assert result["response"]["request_id"]
+            error = result["response"]["body"]["error"]
+            assert ("param" in error) == (url == "/v1/completions")
+            assert {"1": "stream", "2": "priority", "3": "body"}[result["custom_id"]] in error["message"]
+
+    run(scenario)
+
+
 def test_a_batch_gives_way_to_other_requests(serve_batches: Serve) -> None:
     served = serve_batches(automatic=False)
 
@@ -147,23 +172,27 @@ def test_requests_that_are_not_answered_say_why(serve_batches: Serve, fields: Js
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
+    ("content", "reason", "code"),
     [
-        (b"", "0 requests"),
-        (build_input(build_line(1), build_line(1)), "not the first"),
-        (build_input(build_line(1)) + b"{", "line of a batch"),
-        (build_input(build_line(1), build_line(2, url="/v1/embeddings")), "url must be that of the batch"),
-        (build_input(build_line(1), build_line(2, body={"background": True})), "background"),
-        (build_input(*(build_line(number) for number in range(4))), "1 to 3 are possible"),
+        (b"", "0 requests", "empty_file"),
+        (build_input(build_line(1), build_line(1)), "not the first", "duplicate_custom_id"),
+        (build_input(build_line(1)) + b"{", "line of a batch", "invalid_json_line"),
+        (
+            build_input(build_line(1), build_line(2, url="/v1/embeddings")),
+            "url must be that of the batch",
+            "url_mismatch",
+        ),
+        (build_input(build_line(1), build_line(2, method="GET")), "method must be POST", "invalid_line"),
+        (build_input(*(build_line(number) for number in range(4))), "1 to 3 are possible", "too_many_tasks"),
     ],
 )
-def test_an_input_at_fault_fails_the_batch(serve_batches: Serve, content: bytes, reason: str) -> None:
+def test_an_input_at_fault_fails_the_batch(serve_batches: Serve, content: bytes, reason: str, code: str) -> None:
     served = serve_batches("batch-lines=3")
 
     async def scenario() -> None:
         batch = await wait_for(served, (await create(served, content))["id"], "failed")
         (problem,) = batch["errors"]["data"]
-        assert reason in problem["message"]
+        assert reason in problem["message"] and problem["code"] == code
         assert problem["line"] == (2 if len(content.splitlines()) == 2 else None)
         assert "/" not in problem["message"].replace("/v1/", ""), "no path of the server"
 

@@ -39,12 +39,6 @@ HOSTILE = [
     ({"url": "http://other/v1/completions"}, "url"),
     ({"url": "../health"}, "url"),
     ({"url": 3}, "url"),
-    ({"body": None}, "body"),
-    ({"body": []}, "body"),
-    ({"body": "{}"}, "body"),
-    ({"body": {"prompt": "x", "stream": True}}, "stream"),
-    ({"body": {"prompt": "x", "stream": "no"}}, "stream"),
-    ({"priority": 3}, "priority"),
     (b'{"custom_id": "b"}', "method"),
     (b'{"custom_id": "b", "method": "POST", "url": "/v1/completions"}', "body"),
     (b'{"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"a": }}', "line of a batch"),
@@ -77,6 +71,27 @@ def test_the_requests_that_are_not_done(tmp_path: Path) -> None:
     left = list(requests.read({"2"}))
     assert [request.custom_id for request in left] == ["1", "3"]
     assert msgspec.json.decode(left[0].body) == REQUEST["body"]
+
+
+@pytest.mark.parametrize(
+    ("line", "param"),
+    [
+        ({"body": None}, "body"),
+        ({"body": []}, "body"),
+        ({"body": "{}"}, "body"),
+        ({"body": {"prompt": "x", "stream": True}}, "stream"),
+        ({"body": {"prompt": "x", "stream": "no"}}, "stream"),
+        ({"body": {"prompt": "x", "background": True}}, "background"),
+        ({"priority": 3}, "priority"),
+        ({"x" * 1000: 3}, "x" * 100),
+    ],
+)
+def test_a_fault_of_one_request_is_its_own(tmp_path: Path, line: dict[str, object], param: str) -> None:
+    requests = write_input(tmp_path / "in", {"custom_id": "1"}, line)
+    assert requests.read_ids() == {"1", "a"}
+    good, bad = requests.read(set())
+    assert good.refusal is None and bad.refusal is not None
+    assert bad.refusal.param == param and param in bad.refusal.message
 
 
 def test_a_byte_order_mark_is_skipped_at_the_start_only(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from support.serving import TEXT, Served
 
 
 def request(custom_id: str, url: str = "/v1/completions", **body: object) -> BatchRequest:
-    return BatchRequest(custom_id, "POST", url, msgspec.Raw(msgspec.json.encode({"prompt": "x"} | body)))
+    return BatchRequest(custom_id, url, msgspec.json.encode({"prompt": "x"} | body))
 
 
 def run(app: Callable[..., object], *requests: BatchRequest, concurrency: int = 4) -> dict[str, tuple[int, object]]:
@@ -41,9 +41,7 @@ def test_every_request_is_answered_as_its_route_answers(served: Served) -> None:
     count = len(served.ids(TEXT))
     requests = [request(str(number), max_tokens=count) for number in range(20)]
     requests.append(request("wrong", max_tokens=-1))
-    requests.append(
-        BatchRequest("chat", "POST", ENDPOINTS[1], msgspec.Raw(msgspec.json.encode({"messages": chat["messages"]})))
-    )
+    requests.append(BatchRequest("chat", ENDPOINTS[1], msgspec.json.encode({"messages": chat["messages"]})))
     found = run(served.app, *requests)
     assert len(found) == 22
     for number in range(20):
@@ -111,7 +109,7 @@ def test_requests_of_other_apis(served: Served) -> None:
     }
     found = run(
         served.app,
-        *[BatchRequest(url, "POST", url, msgspec.Raw(msgspec.json.encode(body))) for url, body in fields.items()],
+        *[BatchRequest(url, url, msgspec.json.encode(body)) for url, body in fields.items()],
     )
     assert found["/v1/messages"][1]["type"] == "message"  # type: ignore[index]
     assert found["/v1/responses"][1]["object"] == "response"  # type: ignore[index]
