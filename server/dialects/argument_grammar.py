@@ -11,6 +11,7 @@ from serve_llm.server.dialects.dialect import (
     TaggedCodec,
     get_written_form,
 )
+from serve_llm.server.dialects.inline_values import split_values
 from serve_llm.server.dialects.lark import (
     LarkWriter,
     Symbol,
@@ -109,17 +110,25 @@ class ArgumentsWriter:
 
     def _write_element(self, codec: TaggedCodec, member: Member, root: Schema) -> Symbol:
         """An argument between its delimiters."""
-        key_open = get_written_form(codec.key_open)
-        key_end = get_written_form(codec.key_end)
+        opening = self._lark.write_text(
+            get_written_form(codec.key_open) + member.name + get_written_form(codec.key_end)
+        )
         value_end = self._lark.write_text(get_written_form(codec.value_end))
         found = split_schema(member.schema, root)
+        rest = found.others
         ways = []
-        if found.strings:
-            opening = self._lark.write_text(key_open + member.name + key_end)
-            text = write_strings(found, codec.value_end, set(find_types(member.schema, root, nullable=True)))
-            ways.append(join(opening, join([text], value_end)))
-        for other in found.others:
-            opening = self._lark.write_text(key_open + member.name + (codec.json_key_end or key_end))
+        if found.strings and codec.json_key_end:
+            ways.append(join(opening, [write_strings(found, codec.value_end)], value_end))
+        elif found.strings:
+            types = set(find_types(member.schema, root, nullable=True)) or {"string"}
+            values = split_values(found.others, found.strings, types, root)
+            text = write_strings(found, codec.value_end, values.excluded)
+            text = Symbol(f"({' | '.join((text.expression, *values.expressions))})", is_terminal=True)
+            ways.append(join(opening, [text], value_end))
+            rest = values.rest
+        if codec.json_key_end:
+            opening = self._lark.write_text(get_written_form(codec.key_open) + member.name + codec.json_key_end)
+        for other in rest:
             ways.append(join(opening, [self._add_json(other, root)], value_end))
         return self._lark.add_rule(*ways)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from serve_llm.server.dialects.delimiters import DelimiterSet
@@ -27,15 +27,6 @@ _FORMATS = {
     "uuid": "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
     "email": r"[A-Za-z0-9_+-]{1,32}(\.[A-Za-z0-9_+-]{1,32}){0,4}@[A-Za-z0-9]{1,32}(\.[A-Za-z0-9]{1,32}){1,4}",
     "ipv4": rf"{_OCTET}(\.{_OCTET}){{3}}",
-}
-# Texts that the parser reads as a value of the type, where the schema allows it beside strings.
-_READ_AS = {
-    "null": r"\s*(?i:null|none)\s*",
-    "boolean": r"\s*(?i:true|false)\s*",
-    "integer": r"\s*[-+.0-9](?s:.*)",
-    "number": r"\s*[-+.0-9](?s:.*)",
-    "object": r"\s*\{(?s:.*)",
-    "array": r"\s*\[(?s:.*)",
 }
 
 
@@ -90,18 +81,14 @@ def _split_values(schema: Schema, types: set[str]) -> SplitSchema:
     return SplitSchema(strings, [{**rest, "enum": others}] if others else [])
 
 
-def write_strings(found: SplitSchema, end: Delimiter, types: Collection[str] = ()) -> Symbol:
+def write_strings(found: SplitSchema, end: Delimiter, excluded: Sequence[str] = ()) -> Symbol:
     """A terminal for the strings of a schema as they are. end: follows a string, and cannot stand in it.
 
-    types: no text that the parser may take for a value of one of these types can stand either.
-
-    Raises GrammarError.
+    excluded: expressions of other texts that are no strings. Raises GrammarError.
     """
-    terminals = [_write_string(schema, end).expression for schema in found.strings]
-    read_as = [f"/{_READ_AS[name]}/" for name in sorted(types) if name in _READ_AS]
-    expression = f"({' | '.join(terminals)})"
-    if read_as:
-        expression = f"({expression} & ~({' | '.join(dict.fromkeys(read_as))}))"
+    expression = f"({' | '.join(_write_string(schema, end).expression for schema in found.strings)})"
+    if excluded:
+        expression = f"({expression} & ~({' | '.join(excluded)}))"
     return Symbol(expression, is_terminal=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 
 from serve_llm.server.dialects.delimiters import INCOMPLETE, DelimiterSet, Found, Incomplete, skip_space
 from serve_llm.server.dialects.dialect import Delimiter, TaggedCodec, get_forms
@@ -11,6 +12,8 @@ from serve_llm.server.dialects.json_codec import JsonScanner, Outcome, ReadResul
 from serve_llm.server.dialects.schema_types import find_argument_types, find_type
 from serve_llm.server.dialects.tool import Tool
 
+# A number as JSON or Python writes it.
+NUMBER = r"[-+]?(0[xXoObB][0-9a-fA-F_]+|[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9_]+)?|\.[0-9][0-9_]*([eE][-+]?[0-9_]+)?)"
 _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
 
 
@@ -149,8 +152,14 @@ class _Value:
 
     def _is_cut(self, value: str) -> bool:
         """Whether a value up to the first delimiter ends in a string of JSON."""
-        begins = "[{" if "string" in self._types else '[{"'
-        return value.lstrip()[:1] in begins and self._scanner.is_in_string and _read_literal(value.strip()) is None
+        begins = '[{"'
+        if "string" in self._types:
+            begins = ("[" if "array" in self._types else "") + ("{" if "object" in self._types else "")
+        return (
+            value.lstrip().startswith(tuple(begins))
+            and self._scanner.is_in_string
+            and _read_literal(value.strip()) is None
+        )
 
     def _add(self, parts: list[str], json_text: str) -> None:
         if not self._is_dropped:
@@ -183,6 +192,8 @@ def _read_literal(text: str) -> object:
     """The value of a Python literal that JSON can hold; None if it is none."""
     if text.lower() in _CONSTANTS:
         return _CONSTANTS[text.lower()]
+    if not text.startswith(("[", "{")) and re.fullmatch(NUMBER, text) is None:
+        return None
     try:
         value = ast.literal_eval(text)
         json.dumps(value, allow_nan=False)
