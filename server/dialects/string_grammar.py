@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,24 +11,16 @@ from serve_llm.server.dialects.dialect import Delimiter, get_written_form
 from serve_llm.server.dialects.lark import ANY_TEXT, Symbol, write_free_text, write_literal, write_patterns, write_regex
 from serve_llm.server.dialects.schema_members import BESIDE, CANNOT, GENERAL, NOT_BESIDE, Schema, resolve_alone
 from serve_llm.server.dialects.schema_types import ALL_TYPES, find_type, find_types
+from serve_llm.server.dialects.string_formats import FORMATS
 from serve_llm.server.structured_output.errors import GrammarError
 from serve_llm.server.structured_output.json_schema import KEYWORDS
-from serve_llm.server.structured_output.pattern import translate_pattern
+from serve_llm.server.structured_output.pattern import split_units, translate_pattern
+from serve_llm.server.structured_output.schema_rewrites import normalize_format
 
 _ALTERNATIVES = ("anyOf", "oneOf")
 _OF_STRINGS = ("minLength", "maxLength", "pattern", "format")
 _MAX_LENGTH = 10_000
-_DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
-_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[-+]([01][0-9]|2[0-3]):[0-5][0-9])"
-_OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_FORMATS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-    "uuid": "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
-    "email": r"[A-Za-z0-9_+-]{1,32}(\.[A-Za-z0-9_+-]{1,32}){0,4}@[A-Za-z0-9]{1,32}(\.[A-Za-z0-9]{1,32}){1,4}",
-    "ipv4": rf"{_OCTET}(\.{_OCTET}){{3}}",
-}
+_FLAGS = re.compile(r"\(\?[a-zA-Z-]+\)")
 
 
 class SplitSchema(NamedTuple):
@@ -132,10 +125,11 @@ def _write_string(schema: Schema, end: Delimiter) -> Symbol:
         expressions.append(f"/(?s:.{{{least},{'' if most is None else most}}})/")
     if isinstance(schema.get("pattern"), str):
         expressions.append(_write_pattern(str(schema["pattern"])))
-    if "format" in schema:
-        if schema["format"] not in _FORMATS:
-            raise GrammarError(f"{schema['format']} cannot be enforced in this model's format", keyword="format")
-        expressions.append(write_regex(_FORMATS[str(schema["format"])]).expression)
+    name = normalize_format(schema.get("format"))
+    if name is not None:
+        if name not in FORMATS:
+            raise GrammarError(f"{name} cannot be enforced in this model's format", keyword="format")
+        expressions.append(write_regex(FORMATS[name]).expression)
     return Symbol(f"({' & '.join(expressions)})" if len(expressions) > 1 else expressions[0], is_terminal=True)
 
 
@@ -153,24 +147,28 @@ def _write_pattern(pattern: str) -> str:
         pattern = translate_pattern(pattern)
     except GrammarError as error:
         raise GrammarError(error.message, keyword="pattern") from None
-    is_anchored = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
-    inner = pattern[is_anchored[0] : len(pattern) - is_anchored[1]]
+    flags = _FLAGS.match(pattern)
+    prefix = flags[0] if flags else ""
+    branches: list[list[str]] = [[]]
     depth = 0
-    is_in_class = False
-    position = 0
-    while position < len(inner):
-        char = inner[position]
-        if char == "\\":
-            position += 1
-        elif is_in_class:
-            is_in_class = char != "]"
-        elif char == "[":
-            is_in_class = True
-        elif char in "()":
-            depth += 1 if char == "(" else -1
-        elif char in "^$" or (char == "|" and not depth and any(is_anchored)):
-            raise GrammarError("it cannot be enforced in this model's format", keyword="pattern")
-        position += 1
-    edges = ["" if anchored else f"{ANY_TEXT} " for anchored in is_anchored]
-    middle = write_regex(f"({inner})").expression
-    return f"({edges[0]}{middle}{' ' + edges[1].strip() if edges[1] else ''})"
+    for unit in split_units(pattern.removeprefix(prefix)):
+        depth += (unit == "(") - (unit == ")")
+        if unit == "|" and not depth:
+            branches.append([])
+        else:
+            branches[-1].append(unit)
+    if len(branches) > 1 and _FLAGS.search(pattern, len(prefix)):
+        raise GrammarError("it cannot be enforced in this model's format", keyword="pattern")
+    return f"({' | '.join(_write_branch(prefix, units) for units in branches)})"
+
+
+def _write_branch(prefix: str, units: list[str]) -> str:
+    """Texts in which one of a pattern's alternatives is found. prefix: flags of the pattern."""
+    is_begun = units[:1] == ["^"]
+    is_ended = units[-1:] == ["$"]
+    inner = units[is_begun : len(units) - is_ended]
+    if "^" in inner or "$" in inner:
+        raise GrammarError("it cannot be enforced in this model's format", keyword="pattern")
+    before = "" if is_begun else f"{ANY_TEXT} "
+    after = "" if is_ended else f" {ANY_TEXT}"
+    return before + write_regex(f"{prefix}({''.join(inner)})").expression + after

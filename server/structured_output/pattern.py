@@ -50,10 +50,15 @@ def split_lookahead(pattern: str) -> tuple[str, str] | None:
     return None if found is None else (f"^{found[2]}", f"[^{found[1]}]")
 
 
+def split_units(pattern: str) -> list[str]:
+    """The characters of an expression, with each escape and each class as one."""
+    return _UNIT.findall(pattern)
+
+
 def closes_unopened_group(pattern: str) -> bool:
     """Whether the expression would change what stands around it."""
     depth = 0
-    for unit in _UNIT.findall(pattern):
+    for unit in split_units(pattern):
         depth += (unit == "(") - (unit == ")")
         if depth < 0:
             return True

@@ -117,15 +117,24 @@ def _rewrite_patterns(schema: Schema) -> None:
             raise GrammarError(error.message, keyword=keyword) from None
 
 
+def normalize_format(name: object) -> str | None:
+    """The present name of a format that a draft of JSON Schema defines; None for others, which are annotations."""
+    if not isinstance(name, str):
+        return None
+    name = _RENAMED_FORMATS.get(name, name)
+    return name if name in _FORMATS else None
+
+
 def _rewrite_format(schema: Schema) -> None:
     """int32 is OpenAPI's. Its int64, float and double hold for every number that is written."""
     name = schema.get("format")
     if not isinstance(name, str):
         return
-    if name in _RENAMED_FORMATS:
-        schema["format"] = _RENAMED_FORMATS[name]
-    elif name not in _FORMATS:
+    found = normalize_format(name)
+    if found is None:
         del schema["format"]
+    else:
+        schema["format"] = found
     if name == "int32":
         _add(schema, {"minimum": -_INT32, "maximum": _INT32 - 1})
 
