@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from serve_llm.server.dialects.dialect import (
+    Codec,
     GemmaCodec,
     JsonCodec,
     PythonicCodec,
@@ -26,6 +28,7 @@ from serve_llm.server.dialects.schema_members import (
     CANNOT,
     Member,
     Schema,
+    can_write_name,
     is_any_object,
     list_members,
     located,
@@ -42,21 +45,23 @@ from serve_llm.server.structured_output.json_schema import KEYWORDS
 MAX_DEPTH = 20  # objects and lists of a schema inside each other, where it is written out
 _ANNOTATIONS = {"title", "description", "default"}
 _NESTING = ("properties", "additionalProperties", "items", "prefixItems", "anyOf", "oneOf", "allOf")
-_KEY = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
-_NUMBER = r"-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,15})?([eE][-+]?[0-9]{1,2})?"
+_KEY = r"[A-Za-z_][A-Za-z0-9_.$-]{0,63}"
+_NUMBER = r"-?(0|[1-9][0-9]{0,300})(\.[0-9]{1,300})?([eE][-+]?[0-9]{1,3})?"
 
 
 class ArgumentsWriter:
     """Writes into one grammar."""
 
-    def __init__(self, lark: LarkWriter, write_schema: Callable[[object], object]) -> None:
-        """write_schema: a JSON schema as llguidance takes it; raises GrammarError."""
+    def __init__(self, lark: LarkWriter, write_schema: Callable[[object], object], names: Iterable[str] = ()) -> None:
+        """write_schema: a JSON schema as llguidance takes it; raises GrammarError. names: that arguments may have
+        besides plain ones, where no schema binds them."""
         self._lark = lark
+        self._names = [name for name in dict.fromkeys(names) if re.fullmatch(_KEY, name) is None]
         self._write_schema = write_schema
         self._literals: dict[str, Symbol] = {}  # rules of any literal, by the quote
         self._targets: dict[str, Symbol] = {}  # rules of what the tool's schema refers to, by the reference
 
-    def write(self, codec: JsonCodec | TaggedCodec | PythonicCodec | GemmaCodec, schema: Schema | None) -> Symbols:
+    def write(self, codec: Codec, schema: Schema | None) -> Symbols:
         """Everything between the name and the end of the call. schema: None for arguments that are only well-formed.
 
         Raises GrammarError.
@@ -86,6 +91,11 @@ class ArgumentsWriter:
     def _add_json(self, schema: Schema, root: Schema) -> Symbol:
         return self._lark.add_schema(self._write_schema(detach_part(schema, root)))
 
+    def _write_key(self, codec: Codec) -> Symbol:
+        """The name of any argument."""
+        names = [write_literal(name).expression for name in self._names if can_write_name(name, codec)]
+        return Symbol(f"({' | '.join((write_regex(_KEY).expression, *names))})", is_terminal=True)
+
     # Arguments between delimiters.
 
     def _write_tagged(self, codec: TaggedCodec, schema: Schema | None) -> Symbols:
@@ -100,7 +110,7 @@ class ArgumentsWriter:
 
     def _write_any_element(self, codec: TaggedCodec) -> Symbol:
         """An argument of any name and value between its delimiters."""
-        opening = join(self._lark.write_text(get_written_form(codec.key_open)), [write_regex(_KEY)])
+        opening = join(self._lark.write_text(get_written_form(codec.key_open)), [self._write_key(codec)])
         value_end = self._lark.write_text(get_written_form(codec.value_end))
         text = join([write_free_text(write_patterns(codec.value_end))], value_end)
         ways = [join(opening, self._lark.write_text(get_written_form(codec.key_end)), text)]
@@ -136,7 +146,7 @@ class ArgumentsWriter:
 
     def _write_pythonic(self, codec: PythonicCodec, schema: Schema | None) -> Symbols:
         if schema is None:
-            member = join([write_regex(f"{_KEY}=")], [self._write_python_literal()])
+            member = join([self._write_key(codec)], [write_literal("=")], [self._write_python_literal()])
             more = self._lark.repeat(join([write_regex(", ?")], member), "*")
             return [self._lark.repeat([*member, more], "?")]
         members: list[tuple[Symbols, bool]] = []
@@ -182,7 +192,7 @@ class ArgumentsWriter:
         return self._write_literal(
             quote,
             [self._write_quoted(quote, write_free_text(write_patterns(quote))), [write_regex("true|false|null")]],
-            [[write_regex(_KEY)]],
+            [[self._write_key(GemmaCodec(quote=quote))]],
         )
 
     def _write_literal(self, name: str, scalars: Sequence[Symbols], keys: Sequence[Symbols]) -> Symbol:

@@ -32,6 +32,7 @@ from serve_llm.server.dialects.lark import (
     write_regex,
     write_special_token,
 )
+from serve_llm.server.dialects.schema_members import list_names
 from serve_llm.server.dialects.tool import Tool, ToolChoice
 from serve_llm.server.structured_output.errors import GrammarError
 
@@ -79,7 +80,9 @@ class _TurnWriter:
         self._tools = tools
         self._choice = choice
         self._lark = lark
-        self._arguments = ArgumentsWriter(lark, write_schema)
+        self._arguments = ArgumentsWriter(
+            lark, write_schema, (name for tool in tools for name in list_names(tool.parameters))
+        )
         self._calls = dialect.calls if tools else None
         self._repeats = parallel and not choice.is_named
         self._call_rules: dict[str, Symbol] = {}

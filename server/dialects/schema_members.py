@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from serve_llm.server.dialects.dialect import GemmaCodec, JsonCodec, PythonicCodec, TaggedCodec, get_forms
+from serve_llm.server.dialects.dialect import Codec, GemmaCodec, JsonCodec, PythonicCodec, TaggedCodec, get_forms
 from serve_llm.server.dialects.literal_codec import BARE_KEY
 from serve_llm.server.dialects.schema_types import MAX_DEPTH, find_types, follow_reference
 from serve_llm.server.structured_output.errors import GrammarError
@@ -80,9 +80,7 @@ def resolve_object(schema: object, root: Schema) -> Schema:
     return found
 
 
-def list_members(
-    schema: object, root: Schema, codec: JsonCodec | TaggedCodec | PythonicCodec | GemmaCodec
-) -> list[Member]:
+def list_members(schema: object, root: Schema, codec: Codec) -> list[Member]:
     """The properties of an object, in their order. root: the schema that references point into. Raises GrammarError."""
     found = resolve_object(schema, root)
     _refuse(found, _OF_OBJECTS)
@@ -143,15 +141,32 @@ def _refuse(schema: Schema, keywords: Collection[str]) -> None:
             raise GrammarError(CANNOT, keyword=keyword)
 
 
-def _check_name(name: str, codec: JsonCodec | TaggedCodec | PythonicCodec | GemmaCodec) -> None:
-    """Whether the format can write a name so that it is read again."""
+def list_names(schema: object) -> Iterator[str]:
+    """The names of all properties that a schema declares, at any depth. The schema may be malformed."""
+    stack = [schema]
+    while stack:
+        found = stack.pop()
+        if isinstance(found, Mapping):
+            properties = found.get("properties")
+            if isinstance(properties, Mapping):
+                yield from properties
+            stack += found.values()
+        elif isinstance(found, list):
+            stack += found
+
+
+def can_write_name(name: str, codec: Codec) -> bool:
+    """Whether the format can write the name of an argument so that it is read again."""
     match codec:
         case TaggedCodec():
             ends = [form.strip()[0] for form in [*get_forms(codec.key_end), codec.json_key_end] if form.strip()]
-            is_readable = bool(name) and name == name.strip() and not any(end in name for end in ends)
+            return bool(name) and name == name.strip() and not any(end in name for end in ends)
         case PythonicCodec() | GemmaCodec():
-            is_readable = re.fullmatch(BARE_KEY, name) is not None
+            return re.fullmatch(BARE_KEY, name) is not None
         case JsonCodec():
-            is_readable = True
-    if not is_readable:
+            return True
+
+
+def _check_name(name: str, codec: Codec) -> None:
+    if not can_write_name(name, codec):
         raise GrammarError(f"the name {name!r} cannot be written in this model's format", keyword="properties")
