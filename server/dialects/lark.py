@@ -13,6 +13,7 @@ from typing import NamedTuple
 from llguidance import LLTokenizer
 
 from serve_llm.server.dialects.dialect import Delimiter, get_forms
+from serve_llm.server.structured_output.lark_text import quote_lark
 from serve_llm.server.structured_output.special_tokens import split_special_tokens
 
 ANY_TEXT = "/(?s:.*)/"
@@ -157,7 +158,7 @@ def write_special_token(token_id: int) -> Symbol:
 
 
 def write_literal(text: str) -> Symbol:
-    return Symbol(json.dumps(text, ensure_ascii=False), is_terminal=True)
+    return Symbol(quote_lark(text), is_terminal=True)
 
 
 def write_regex(pattern: str) -> Symbol:
@@ -174,9 +175,7 @@ def write_free_text(excluded: Sequence[str]) -> Symbol:
 def write_patterns(*delimiters: Delimiter) -> list[str]:
     """Expressions that match what the parser takes for one of the delimiters."""
     forms = [form for delimiter in delimiters for form in get_forms(delimiter) if form.strip()]
-    return list(
-        dict.fromkeys(r" /\s*/ ".join(json.dumps(word, ensure_ascii=False) for word in form.split()) for form in forms)
-    )
+    return list(dict.fromkeys(r" /\s*/ ".join(map(quote_lark, form.split())) for form in forms))
 
 
 def has_text(delimiter: Delimiter) -> bool:

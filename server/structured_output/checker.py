@@ -12,15 +12,24 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from serve_llm.common.grammar import build_matcher, matcher_error
 from serve_llm.server.structured_output import json_schema
-from serve_llm.server.structured_output.errors import GrammarError
+from serve_llm.server.structured_output.errors import GrammarError, WhitespaceError
 from serve_llm.server.structured_output.lark_parts import prepare_lark
+from serve_llm.server.structured_output.lark_text import quote_lark
 from serve_llm.server.structured_output.params import StructuredOutputs
+from serve_llm.server.structured_output.pattern import narrow_whitespace
 from serve_llm.server.structured_output.size_errors import blame_largest
 from serve_llm.server.structured_output.special_tokens import split_special_tokens
 
 PROBE_STEPS = 16  # tokens for which a new grammar is tried, because llguidance compiles much of it only when needed
 TOO_COMPLEX = "it is too complex"
 MAX_CPU_SECONDS = 0.5  # for compiling a grammar and trying it
+# What the regular expressions in x-guidance may match.
+_SPACE = r"[ \t\n\r]*"
+_SEPARATORS = {
+    "whitespace_pattern": (_SPACE, "spaces, tabs and line breaks"),
+    "item_separator": (f"{_SPACE},{_SPACE}", "a comma and whitespace"),
+    "key_separator": (f"{_SPACE}:{_SPACE}", "a colon and whitespace"),
+}
 
 
 class GrammarChecker:
@@ -34,6 +43,8 @@ class GrammarChecker:
         self._whitespace: str | None = json_schema.WHITESPACE
         if wanted is not None:
             self._whitespace = None if wanted.disable_any_whitespace else wanted.whitespace_pattern or self._whitespace
+        if self._whitespace is not None:
+            self._whitespace = narrow_whitespace(self._whitespace)
 
     def check(self, grammar: str) -> str:
         """The same grammar."""
@@ -46,11 +57,33 @@ class GrammarChecker:
         if len(text) > self._max_bytes or len(text.encode()) > self._max_bytes:
             raise GrammarError(f"it is longer than {self._max_bytes} bytes")
 
+    def check_whitespace(self) -> None:
+        """Raises WhitespaceError if texts of `whitespace_pattern` are no whitespace of JSON."""
+        pattern = self._whitespace
+        if pattern is not None and pattern != json_schema.WHITESPACE and self._allows_other(pattern, _SPACE):
+            raise WhitespaceError("it may match nothing but spaces, tabs and line breaks")
+
+    def _check_separators(self, schema: object) -> None:
+        options = schema.get("x-guidance") if isinstance(schema, dict) else None
+        for name, (allowed, what) in _SEPARATORS.items():
+            pattern = options.get(name) if isinstance(options, dict) else None
+            if isinstance(pattern, str) and self._allows_other(narrow_whitespace(pattern), allowed):
+                raise GrammarError(f"{name} may match nothing but {what}", keyword="x-guidance")
+
+    def _allows_other(self, pattern: str, allowed: str) -> bool:
+        """Whether an expression matches texts that another does not. False if it is malformed."""
+        if not pattern:
+            return allowed != _SPACE
+        terminal = f"/{pattern.replace('/', chr(92) + '/')}/ & ~/{allowed}/"
+        error = self._find_error(LLMatcher.grammar_from_lark(f"start: T\nT: {terminal}"))
+        return not error or error.startswith(TOO_COMPLEX)
+
     def build_json(self, schema: object) -> str:
         """The grammar of a JSON schema, which may be JSON text."""
         if isinstance(schema, str):
             self.check_size(schema)
             schema = json_schema.parse_schema(schema)
+        self._check_separators(schema)
         grammar = self._write_json(schema)
         try:
             self.check_size(grammar)
@@ -64,7 +97,7 @@ class GrammarChecker:
         return grammar
 
     def build_choice(self, texts: list[str]) -> str:
-        literals = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+        literals = " | ".join(map(quote_lark, texts))
         return self.check(LLMatcher.grammar_from_lark(f"start: {literals}"))
 
     def build_regex(self, pattern: str) -> str:

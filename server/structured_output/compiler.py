@@ -23,7 +23,7 @@ from serve_llm.server.dialects.grammar import write_turn_grammar
 from serve_llm.server.dialects.lark import GrammarTokens
 from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.structured_output.checker import GrammarChecker
-from serve_llm.server.structured_output.errors import GrammarError
+from serve_llm.server.structured_output.errors import GrammarError, WhitespaceError
 from serve_llm.server.structured_output.params import StructuredOutputs
 from serve_llm.server.structured_output.size_errors import blame_largest
 from serve_llm.server.structured_output.structural_tag import parse_structural_tag, write_structural_tag
@@ -155,6 +155,9 @@ class GrammarCompiler:
     def _try_compile(self, source: GrammarSource) -> Grammar:
         try:
             return Grammar(self._compile_turn(source) if isinstance(source, TurnForm) else self._compile(source))
+        except WhitespaceError as error:
+            assert isinstance(source, StructuredOutputs)
+            return build_refusal(source.name_param("whitespace_pattern"), error)
         except GrammarError as error:
             return build_refusal(name_param(source), error)
         except (MemoryError, RecursionError) as error:
@@ -181,6 +184,7 @@ class GrammarCompiler:
     def _compile(self, wanted: StructuredOutputs) -> str:
         """Raises GrammarError."""
         checker = GrammarChecker(self.load_tokenizer(), self._max_bytes, wanted)
+        checker.check_whitespace()
         if wanted.json_object:
             return checker.build_json({"type": "object"})
         if wanted.json is not None:

@@ -13,6 +13,10 @@ class GrammarError(Exception):
         self.keyword = keyword
 
 
+class WhitespaceError(GrammarError):
+    """The fault is in `whitespace_pattern`."""
+
+
 class LarkError(ValueError):
     """The grammar cannot be translated."""
 

@@ -12,6 +12,7 @@ from llguidance import LLMatcher
 
 from serve_llm.server.structured_output.disjoint import DisjointSchemas
 from serve_llm.server.structured_output.errors import GrammarError
+from serve_llm.server.structured_output.pattern import narrow_whitespace
 from serve_llm.server.structured_output.schema_rewrites import rewrite_keywords
 from serve_llm.server.structured_output.schema_walk import (
     SUBSCHEMA_KEYWORDS,
@@ -90,6 +91,9 @@ def write_grammar(schema: object, *, whitespace: str | None, closed: bool) -> st
     for name in _OWN_WHITESPACE:
         if whitespace != WHITESPACE and isinstance(own, dict) and name in own:
             raise GrammarError(f"{name} excludes disable_any_whitespace and whitespace_pattern", keyword="x-guidance")
+    if isinstance(own, dict):
+        narrowed = {name: narrow_whitespace(own[name]) for name in _OWN_WHITESPACE if isinstance(own.get(name), str)}
+        prepared = {**prepared, "x-guidance": {**own, **narrowed}}
     options: dict[str, object] = {"whitespace_flexible": False}
     if whitespace is not None:
         options = {"whitespace_flexible": True, "whitespace_pattern": whitespace}

@@ -15,6 +15,7 @@ _NO_SPACE = (
     r"\x00-\x08\x0E-\x1F!-\u009F\u00A1-\u167F\u1681-\u1FFF\u200B-\u2027\u202A-\u202E"
     r"\u2030-\u205E\u2060-\u2FFF\u3001-\uFEFE\uFF00-\U0010FFFF"
 )
+_JSON_SPACE = r"\x20\t\n\r"
 _SPACES = {r"\s": _SPACE, r"\S": _NO_SPACE}
 # ^(?![a-c]*$): not only such characters. pydantic writes it for Decimal.
 _NOT_ONLY = re.compile(r"\^\(\?!\^?\[([^]\\^[&~][^]\\[&~]*)\]\*\$\)([^|]*)", re.DOTALL)
@@ -53,6 +54,15 @@ def split_lookahead(pattern: str) -> tuple[str, str] | None:
 def split_units(pattern: str) -> list[str]:
     """The characters of an expression, with each escape and each class as one."""
     return _UNIT.findall(pattern)
+
+
+def narrow_whitespace(pattern: str) -> str:
+    """The expression with JSON's whitespace for `\\s`, which has other characters too."""
+
+    def narrow(unit: str) -> str:
+        return re.sub(r"\\.", lambda escape: _JSON_SPACE if escape[0] == r"\s" else escape[0], unit, flags=re.DOTALL)
+
+    return "".join(f"[{_JSON_SPACE}]" if unit == r"\s" else narrow(unit) for unit in split_units(pattern))
 
 
 def closes_unopened_group(pattern: str) -> bool:

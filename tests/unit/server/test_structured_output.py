@@ -159,8 +159,9 @@ def test_a_schema_that_cannot_be_enforced_is_refused_with_its_place(
 
 
 def test_other_kinds(compiler: GrammarCompiler) -> None:
-    choice = compile_grammar(choice=["a", 'b"\\\n', "\U0001f600"])
-    assert all(accepts(choice, text) for text in ("a", 'b"\\\n', "\U0001f600"))
+    texts = ["a", 'b"\\\n', "\U0001f600", *(f"a{chr(code)}" for code in (*range(1, 32), 0x7F, 0x80, 0x9F, 0x2028))]
+    choice = compile_grammar(choice=texts)
+    assert all(accepts(choice, text) for text in texts)
     assert not accepts(choice, "b")
     regex = compile_grammar(regex="[0-9]+(/|x)")
     assert accepts(regex, "12/") and not accepts(regex, "12")
@@ -185,7 +186,7 @@ def test_other_kinds(compiler: GrammarCompiler) -> None:
         ({"choice": ["x" * 2**20]}, "longer than"),
         ({"whitespace_pattern": "(", "json": {}}, "unclosed group"),
         ({"json": {"x-guidance": {"whitespace_pattern": " "}}, "disable_any_whitespace": True}, "x-guidance"),
-        ({"json": {"x-guidance": {"whitespace_flexible": True}}, "whitespace_pattern": "x?"}, "x-guidance"),
+        ({"json": {"x-guidance": {"whitespace_flexible": True}}, "whitespace_pattern": " ?"}, "x-guidance"),
     ):
         error = refusal(compiler, **wanted)
         assert error.param == f"structured_outputs.{next(iter(wanted))}" and what in error.message, error.message
