@@ -135,22 +135,44 @@ def test_a_required_call_is_made_and_valid(dialect: Dialect, has_tokens: bool) -
         assert not accepts(tokenizer, grammar, write_calls(dialect, [("get_weather", {**VALID, "days": 15})]))
         assert not accepts(tokenizer, grammar, write_calls(dialect, [("get_weather", {"city": "Paris"})]))
     assert not accepts(tokenizer, grammar, write_answer(dialect, "No."))
-    check_walk(tokenizer, dialect, grammar, STRICT)
 
 
 def check_walk(
-    tokenizer: TurnTokenizer, dialect: Dialect, grammar: str, tools: tuple[Tool, ...], prefix: str = ""
+    tokenizer: TurnTokenizer, dialect: Dialect, grammar: str, seeds: range, prefix: str = "", has_content: bool = False
 ) -> None:
-    """Some text that the grammar allows is read as calls that are valid."""
-    schemas = {tool.name: tool.parameters for tool in tools}
-    grammar = write_turn(tokenizer, dialect, tools, REQUIRED, parallel=False)
-    chooser = random.Random(3)
-    texts = (walk(tokenizer, grammar, chooser, max_tokens=250) for _ in range(20))
-    text = next(text for text in texts if text is not None)
-    turn = parse(dialect, text, tools=tools)
-    assert turn.calls and not turn.content, text
-    for name, arguments in turn.decode_calls():
-        jsonschema.validate(arguments, schemas[name])
+    """Texts that the grammar allows are read as calls that are valid. has_content: there may be other text too."""
+    schemas = {tool.name: tool.parameters for tool in STRICT}
+    num_checked = 0
+    for seed in range(seeds.start, seeds.stop + 40):
+        if seed >= seeds.stop and num_checked:
+            break
+        text = walk(tokenizer, grammar, random.Random(seed), prefix, max_tokens=250)
+        if text is None:
+            continue  # it has become too long
+        turn = parse(dialect, text, tools=STRICT)
+        assert turn.calls and (has_content or not turn.content), text
+        for name, arguments in turn.decode_calls():
+            jsonschema.validate(arguments, schemas[name])
+        num_checked += 1
+    assert num_checked
+
+
+SEEDS = [range(6), *(pytest.param(range(first, first + 60), marks=pytest.mark.slow) for first in (6, 66))]
+
+
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
+@pytest.mark.parametrize(("dialect", "has_tokens"), CASES)
+def test_texts_of_the_grammar_are_valid_calls(dialect: Dialect, has_tokens: bool, seeds: range) -> None:
+    tokenizer = get_tokenizer(dialect, has_tokens)
+    for parallel in (False, True):
+        check_walk(tokenizer, dialect, write_turn(tokenizer, dialect, STRICT, REQUIRED, parallel=parallel), seeds)
+    named = ToolChoice("required", ("get_weather",), is_named=True)
+    check_walk(tokenizer, dialect, write_turn(tokenizer, dialect, STRICT, named), seeds)
+    chosen = write_calls(dialect, [("get_weather", VALID)])
+    prefix = chosen[: chosen.index("get_weather") + len("get_weather") + is_free(dialect)]
+    for parallel in (False, True):
+        grammar = write_turn(tokenizer, dialect, STRICT, AUTO, parallel=parallel)
+        check_walk(tokenizer, dialect, grammar, seeds, prefix, has_content=True)
 
 
 @pytest.mark.parametrize("dialect", SAMPLED, ids=lambda dialect: dialect.name)
