@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from serve_llm.server.dialects.dialect import CallFormat, Delimiter, Dialect, get_forms
+from serve_llm.server.dialects.dialect import CallFormat, Delimiter, Dialect, get_forms, get_written_form
 
 _SPACE = re.compile(r"\s*")
 
@@ -113,6 +113,17 @@ class TurnDelimiters:
 
     def get_start(self, can_reason: bool) -> DelimiterSet:
         return self._start_with_reasoning if can_reason else self._start
+
+
+def get_edge_after(delimiter: Delimiter) -> str:
+    """The whitespace at the end of a delimiter's written form."""
+    form = get_written_form(delimiter)
+    return form[len(form.rstrip()) :]
+
+
+def get_edge_before(delimiter: Delimiter) -> str:
+    form = get_written_form(delimiter)
+    return form[: len(form) - len(form.lstrip())]
 
 
 def skip_space(text: str, start: int) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from serve_llm.server.dialects.argument_grammar import ArgumentsWriter
+from serve_llm.server.dialects.delimiters import get_edge_after
 from serve_llm.server.dialects.dialect import (
     CallFormat,
     Delimiter,
@@ -92,28 +93,36 @@ class _TurnWriter:
 
     def write(self, in_reasoning: bool, content: str | None) -> str:
         if self._choice.mode == "required" and self._calls is not None:
-            return self._lark.write(self._write_answer(in_reasoning, [self._write_section()]))
+            return self._lark.write(self._write_answer(in_reasoning, [self._write_section()], None))
         if content is not None:
-            ways = [self._write_content(content)]
+            formed = self._write_content(content)
             self._writes_objects = self._calls is not None and self._calls.is_bare
-            if self._calls is not None:
-                ways.append([self._write_section()])
-            return self._lark.write(self._write_answer(in_reasoning, *ways))
+            section = [self._write_section()] if self._calls is not None else None
+            return self._lark.write(self._write_answer(in_reasoning, section, formed))
         return self._lark.write(self._write_free_turn(in_reasoning))
 
     # Turns that must hold something.
 
-    def _write_answer(self, in_reasoning: bool, *answers: Symbols) -> Symbol:
-        """Reasoning, if there is any, and one of several answers."""
+    def _write_answer(self, in_reasoning: bool, section: Symbols | None, content: Symbols | None) -> Symbol:
+        """Reasoning, if there is any, and a section of calls or content.
+
+        Content may begin with whitespace, so what comes before it is the delimiter's as it is written, and no more.
+        """
         reasoning = self._dialect.reasoning
-        space = self._lark.repeat([_SPACE], "?")
-        answer = self._lark.add_rule(*answers)
+        answer = self._lark.add_rule(*(way for way in (content, section) if way is not None))
         if reasoning is None:
             return answer
-        between: Symbols = [space, *self._lark.write_text(self._dialect.start)]
+        between: Symbols = [self._lark.repeat([_SPACE], "?"), *self._lark.write_text(self._dialect.start)]
+        following = join(between, [answer])
+        edge = get_edge_after(reasoning.close)
+        if content is not None and self._dialect.content is None:
+            before: Symbols = [write_literal(edge)] if edge else []
+            following = join(before, [answer])
+            if section is not None and edge:
+                following = [self._lark.add_rule(following, section)]
         openings = (self._calls.section_open, self._calls.open) if self._calls is not None else ()
         text, close = self._write_text_until(reasoning.close, *(openings if reasoning.ends_at_call else ()))
-        rest = self._lark.add_rule([text, close, *between, answer])
+        rest = self._lark.add_rule([text, close, *following])
         if in_reasoning:
             return rest
         opening = self._lark.write_text(get_written_form(reasoning.open))

@@ -16,20 +16,15 @@ from serve_llm.server.dialects.delimiters import (
     Found,
     Incomplete,
     TurnDelimiters,
+    get_edge_after,
+    get_edge_before,
     skip_space,
 )
-from serve_llm.server.dialects.dialect import (
-    Dialect,
-    GemmaCodec,
-    JsonCodec,
-    PythonicCodec,
-    TaggedCodec,
-)
+from serve_llm.server.dialects.dialect import Dialect, PythonicCodec, TaggedCodec
 from serve_llm.server.dialects.head import Head, HeadReader
-from serve_llm.server.dialects.json_codec import ArgumentsReader, JsonReader, ObjectReader, Outcome
-from serve_llm.server.dialects.literal_codec import LiteralReader
+from serve_llm.server.dialects.json_codec import ArgumentsReader, Outcome
 from serve_llm.server.dialects.pieces import ArgumentsPiece, CallBegin, CallEnd, ContentPiece, Piece, ReasoningPiece
-from serve_llm.server.dialects.tagged_codec import TaggedReader
+from serve_llm.server.dialects.readers import create_reader
 from serve_llm.server.dialects.tool import Tool
 
 _PART_SEPARATOR = "\n"  # between two parts of the reasoning, or two messages of the content
@@ -84,7 +79,10 @@ class DialectParser:
         self.is_reasoning = False  # whether the text so far ends inside the reasoning
         self._can_reason = dialect.reasoning is not None
         self._is_in_message = False  # between the delimiters of content
-        self._drops_space = dialect.trims_content  # whether the whitespace that comes next belongs to nothing
+        # Whether whitespace comes next that does not belong to the part.
+        self._drops_space = dialect.trims_content and not content_has_form
+        self._lead = ""  # the whitespace that ends the delimiter before the part
+        self._indentation = ""  # what stands before the first line of content
         self._has_text = False  # whether the current part of the reasoning or content has text
         self._needs_separator = False  # whether text of the current part comes after that of an earlier one
         self._has_reasoning = False
@@ -135,8 +133,7 @@ class DialectParser:
             return self._delimiters.reasoning_end
         if self._is_in_message:
             return self._delimiters.message_close
-        is_formed = self._content_has_form and not self._num_calls
-        return _NO_DELIMITERS if is_formed else self._delimiters.outside
+        return _NO_DELIMITERS if self._is_formed else self._delimiters.outside
 
     # The states. Each reads from the buffer's beginning what is certain, and returns whether another can go on.
 
@@ -163,8 +160,8 @@ class DialectParser:
 
     def _read_text(self) -> bool:
         """In reasoning or content, up to the delimiter that ends it."""
-        if self._drops_space:
-            self._buffer = self._buffer.lstrip()
+        if self._drops_space and not self._drop_space():
+            return False
         start = 0
         while True:
             found = self._watched.find(self._buffer, start, self._is_final)
@@ -189,6 +186,37 @@ class DialectParser:
                 self._begin_call(head, found.start)
                 return True
             start = found.start + 1
+
+    def _drop_space(self) -> bool:
+        """Drop the whitespace between a delimiter and the part after it. Returns False if that takes more text.
+
+        Content under a grammar begins with whitespace if the grammar says so: only that of the delimiter is dropped.
+        Other content keeps the indentation of its first line.
+        """
+        if self._is_formed and self._lead:
+            if len(self._buffer) < len(self._lead) and self._lead.startswith(self._buffer):
+                if not self._is_final:
+                    return False
+                self._buffer = ""  # the turn was cut in the delimiter
+            self._buffer = self._buffer.removeprefix(self._lead)
+            self._lead = ""
+            return True
+        if self._is_formed:
+            return True
+        text = self._buffer.lstrip()
+        space = self._buffer[: len(self._buffer) - len(text)]
+        if space and not self.is_reasoning and not self._dialect.trims_content:
+            if not text and not self._is_final:
+                return False
+            _, line_end, indentation = space.rpartition("\n")
+            self._indentation = indentation if line_end else ""
+        self._buffer = text
+        return True
+
+    @property
+    def _is_formed(self) -> bool:
+        """Whether the text that is read is content under a grammar."""
+        return self._content_has_form and not self.is_reasoning and not self._num_calls
 
     def _must_be_last(self, found: Found) -> bool:
         """Whether a delimiter counts only if nothing follows it."""
@@ -282,10 +310,14 @@ class DialectParser:
         if found.label == "reasoning":
             self._begin_reasoning()
             return
+        was_reasoning = self.is_reasoning
         self._begin_content()
-        if found.label == "content":
+        if found.label == "content" and self._dialect.content is not None:
+            self._lead = get_edge_after(self._dialect.content.open)
             self._is_in_message = True
             self._read_state = self._read_text
+        elif was_reasoning and self._dialect.reasoning is not None:
+            self._lead = get_edge_after(self._dialect.reasoning.close)
 
     def _begin_reasoning(self) -> None:
         assert self._dialect.reasoning is not None
@@ -300,6 +332,8 @@ class DialectParser:
         self.is_reasoning = False
         self._is_in_message = False
         self._drops_space = True
+        self._lead = ""
+        self._indentation = ""
         self._has_text = False
         self._needs_separator = self._has_content and self._dialect.content is not None
         self._read_state = self._read_start
@@ -315,22 +349,8 @@ class DialectParser:
         call_id = self._ids.make(self._calls.id_rule, head.name, head.written_id, self._num_calls)
         self._pieces.append(CallBegin(self._num_calls, call_id, head.name))
         self._num_calls += 1
-        self._arguments = self._create_reader(self._tools.get(head.name))
+        self._arguments = create_reader(self._calls, self._tools.get(head.name))
         self._read_state = self._read_arguments
-
-    def _create_reader(self, tool: Tool | None) -> ArgumentsReader:
-        assert self._calls is not None
-        match self._calls.codec:
-            case JsonCodec(name_key=""):
-                return JsonReader()
-            case JsonCodec(arguments_key=key):
-                return ObjectReader(key)
-            case TaggedCodec() as codec:
-                return TaggedReader(codec, self._calls.close, tool)
-            case PythonicCodec():
-                return LiteralReader(None)
-            case GemmaCodec(quote=quote):
-                return LiteralReader(quote)
 
     # Text of the current part.
 
@@ -345,17 +365,23 @@ class DialectParser:
 
     def _keeps_last_space(self, text: str) -> bool:
         """Whether whitespace at the end of the turn is content. text: what comes before it in the buffer."""
-        if self.is_reasoning or self._dialect.trims_content:
+        if self.is_reasoning or (self._dialect.trims_content and not self._content_has_form):
             return False
         return bool(text) or self._has_text or not self._num_calls
 
     def _end_part(self, end: int) -> None:
         """Pass on the rest of a part: the buffer up to the delimiter that ends it."""
-        self._emit(self._buffer[:end].rstrip())
+        text = self._buffer[:end]
+        if self._is_formed and self._is_in_message and self._dialect.content is not None:
+            self._emit(text.removesuffix(get_edge_before(self._dialect.content.close)))
+        else:
+            self._emit(text.rstrip())
 
     def _emit(self, text: str) -> None:
         if not text or (self._is_final and self._requires_call and not self.is_reasoning):
             return
+        text = self._indentation + text
+        self._indentation = ""
         if self._needs_separator:
             text = _PART_SEPARATOR + text
             self._needs_separator = False

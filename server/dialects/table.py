@@ -237,7 +237,11 @@ BUILT_IN: dict[str, Dialect] = _index(
             name="harmony",
             reasoning=ReasoningFormat(open="<|channel|>analysis<|message|>", close="<|end|>", repeats=True),
             content=ContentFormat(
-                open=("<|channel|>final<|message|>", "<|channel|>commentary<|message|>"),
+                open=(
+                    "<|channel|>final<|message|>",
+                    "<|channel|>commentary<|message|>",
+                    "<|channel|>final <|constrain|>json<|message|>",
+                ),
                 close=("<|return|>", "<|end|>"),
             ),
             calls=_HARMONY,

@@ -6,8 +6,16 @@ import ast
 import json
 import re
 
-from serve_llm.server.dialects.delimiters import INCOMPLETE, DelimiterSet, Found, Incomplete, skip_space
-from serve_llm.server.dialects.dialect import Delimiter, TaggedCodec, get_forms
+from serve_llm.server.dialects.delimiters import (
+    INCOMPLETE,
+    DelimiterSet,
+    Found,
+    Incomplete,
+    get_edge_after,
+    get_edge_before,
+    skip_space,
+)
+from serve_llm.server.dialects.dialect import Delimiter, TaggedCodec
 from serve_llm.server.dialects.json_codec import JsonScanner, Outcome, ReadResult, decode_json, escape_json
 from serve_llm.server.dialects.schema_types import find_argument_types, find_type
 from serve_llm.server.dialects.tool import Tool
@@ -80,7 +88,9 @@ class TaggedReader:
         if is_first:
             parts.append(f'{", " if self._keys else "{"}"{escape_json(key)}": ')
             self._keys.add(key)
-        return _Value(types, self._value_end, _edge_after(key_end), _edge_before(self._codec.value_end), not is_first)
+        return _Value(
+            types, self._value_end, get_edge_after(key_end), get_edge_before(self._codec.value_end), not is_first
+        )
 
 
 class _Value:
@@ -200,14 +210,3 @@ def _read_literal(text: str) -> object:
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
     return value if isinstance(value, int | float | list | dict) else None
-
-
-def _edge_after(delimiter: Delimiter) -> str:
-    """The whitespace at the end of a delimiter's written form."""
-    form = get_forms(delimiter)[0]
-    return form[len(form.rstrip()) :]
-
-
-def _edge_before(delimiter: Delimiter) -> str:
-    form = get_forms(delimiter)[0]
-    return form[: len(form) - len(form.lstrip())]

@@ -14,6 +14,7 @@ from serve_llm.server.dialects.tool import Tool, ToolChoice
 from serve_llm.server.structured_output.errors import GrammarError
 from support.dialects import TOOLS, Arguments, parse
 from support.dialects import write_turn as write_text
+from support.grammars import compile_grammar
 from support.turn_grammars import TurnTokenizer, accepts, get_tokenizer, list_allowed, walk, write_turn
 
 CALLING = [dialect for dialect in BUILT_IN.values() if dialect.calls is not None]
@@ -224,6 +225,25 @@ def test_content_has_its_form_beside_reasoning_and_calls(dialect: Dialect) -> No
     opened = write_turn(tokenizer, dialect, TOOLS, AUTO, content=CONTENT, in_reasoning=True)
     assert accepts(tokenizer, opened, reasoned.removeprefix(get_written_form(dialect.reasoning.open)))
     assert not accepts(tokenizer, opened, "Hm.")
+
+
+@pytest.mark.parametrize("dialect", [one for one in CALLING if one.reasoning is not None], ids=lambda one: one.name)
+def test_content_under_a_grammar_may_begin_with_whitespace(dialect: Dialect) -> None:
+    choices = [" yes", "\n\nno ", "maybe"]
+    content = compile_grammar(choice=choices)
+    tokenizer = get_tokenizer(dialect, True)
+    reasoned = write_text(dialect, reasoning="Hm.")
+    for tools in ((), (BOUND,)):
+        grammar = write_turn(tokenizer, dialect, tools, AUTO, content=content)
+        for choice in choices:
+            text = write_text(dialect, reasoning="Hm.", content=choice)
+            for end in dialect.ends:
+                text = text.removesuffix(end)
+            assert accepts(tokenizer, grammar, text), text
+        for seed in range(6):
+            text = walk(tokenizer, grammar, random.Random(seed), reasoned, 150) or ""
+            turn = parse(dialect, text, tools=tools, content_has_form=True)
+            assert bool(turn.calls) != (turn.content in choices) or not text, text
 
 
 def test_nothing_is_enforced_without_tools_and_form() -> None:

@@ -213,3 +213,31 @@ def test_a_required_call_that_is_cut_leaves_no_content(name: str) -> None:
     text = write_turn(BUILT_IN[name], calls=NOW * 2)
     for cut in range(len(text)):
         assert parse(BUILT_IN[name], text[:cut], requires_call=True).content == "", text[:cut]
+
+
+FORMED = [name for name, one in BUILT_IN.items() if one.reasoning is not None]
+
+
+@pytest.mark.parametrize("content", [" yes", "\n\nyes", "yes \n", " ", '{"a": 1}'])
+@pytest.mark.parametrize("name", FORMED)
+def test_whitespace_of_content_under_a_grammar_is_kept(name: str, content: str) -> None:
+    dialect = BUILT_IN[name]
+    text = write_turn(dialect, reasoning="Hm.", content=content)
+    for texts in ([text], list(text)):
+        assert parse(dialect, *texts, content_has_form=True) == Turn("Hm.", content)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "kimi_k2", "harmony"])
+def test_content_after_reasoning_keeps_the_indentation_of_its_first_line(name: str) -> None:
+    dialect = BUILT_IN[name]
+    for before, content in (("\n\n", "    a\n    b"), ("\n", "\tx"), (" ", "x"), ("", "x")):
+        text = write_turn(dialect, reasoning="Hm.", content="@").replace("\n\n@", "@").replace("@", before + content)
+        for texts in ([text], list(text)):
+            assert parse(dialect, *texts) == Turn("Hm.", content), text
+    assert parse(dialect, write_turn(dialect, reasoning="Hm.") + "\n\n   ") == Turn("Hm.", "")
+
+
+def test_the_final_message_of_harmony_may_say_that_it_is_json() -> None:
+    text = '<|channel|>final <|constrain|>json<|message|>{"a": 1}<|return|>'
+    for texts in ([text], list(text)):
+        assert parse(HARMONY, *texts).content == '{"a": 1}'
