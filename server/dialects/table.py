@@ -125,7 +125,13 @@ _KIMI = CallFormat(
 )
 _HARMONY = CallFormat(
     codec=JsonCodec(),
-    open=("<|channel|>commentary to=functions.", "to=functions.", "<|channel|>analysis to=functions."),
+    open=(
+        "<|channel|>commentary to=functions.",
+        "to=functions.",
+        "<|channel|>analysis to=functions.",
+        "<|channel|>commentary to=",  # tools that OpenAI's models know without being told, as in `to=browser.search`
+        "<|channel|>analysis to=",
+    ),
     name_end=(
         " <|constrain|>json<|message|>",
         "<|channel|>commentary <|constrain|>json<|message|>",

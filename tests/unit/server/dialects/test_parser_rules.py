@@ -12,7 +12,10 @@ from serve_llm.server.dialects.dialect import Dialect
 from serve_llm.server.dialects.parser import DialectParser
 from serve_llm.server.dialects.pieces import CallBegin
 from serve_llm.server.dialects.table import BUILT_IN
+from serve_llm.server.dialects.tool import ToolChoice
 from support.dialects import TOOLS, Arguments, Turn, create_parser, parse, write_turn
+from support.turn_grammars import accepts, get_tokenizer
+from support.turn_grammars import write_turn as write_grammar
 
 HERMES = BUILT_IN["hermes"]
 QWEN3 = BUILT_IN["qwen3"]
@@ -241,3 +244,17 @@ def test_the_final_message_of_harmony_may_say_that_it_is_json() -> None:
     text = '<|channel|>final <|constrain|>json<|message|>{"a": 1}<|return|>'
     for texts in ([text], list(text)):
         assert parse(HARMONY, *texts).content == '{"a": 1}'
+
+
+@pytest.mark.parametrize(
+    "header", ["commentary to=browser.search <|constrain|>json", "analysis to=browser.search code"]
+)
+def test_a_call_of_harmony_may_name_a_tool_that_is_no_function(header: str) -> None:
+    text = f'<|channel|>{header}<|message|>{{"q": 1}}<|call|>'
+    for texts in ([text], list(text)):
+        assert parse(HARMONY, *texts).decode_calls() == [("browser.search", {"q": 1})]
+    tokenizer = get_tokenizer(HARMONY, True)
+    grammar = write_grammar(tokenizer, HARMONY, TOOLS, ToolChoice("auto"))
+    assert not accepts(tokenizer, grammar, text)
+    known = text.replace("browser.search", "functions.now").replace(" code", " <|constrain|>json")
+    assert accepts(tokenizer, grammar, known.removesuffix("<|call|>"))
