@@ -11,11 +11,47 @@ from hypothesis import strategies as st
 from serve_llm.server.dialects.fingerprint import TOOLS, SentinelCall, build_message, find_dialect, find_header
 from serve_llm.server.dialects.selfcheck import check_dialect
 from serve_llm.server.dialects.table import BUILT_IN
+from serve_llm.server.dialects.tool import Tool
 from serve_llm.server.dialects.turn import parse_turn
 from serve_llm.server.prompt.template import ChatTemplate
 from support.chat_templates import TEMPLATES
 
+TYPED = Tool(
+    TOOLS[0].name,
+    "",
+    {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "note": {"type": ["string", "null"]},
+            "whole": {"type": "integer"},
+            "ratio": {"type": "number"},
+            "flag": {"type": "boolean"},
+            "items": {"type": "array"},
+            "inner": {"type": "object"},
+        },
+    },
+)
 TEXT = st.text("ab 1\n\t\"'\\\u00e9{}[](),:=", min_size=1).map(str.strip).filter(bool)
+
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | FLOATS | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+ARGUMENTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": TEXT,
+        "note": st.none() | st.just("nullable"),
+        "whole": st.integers(),
+        "ratio": FLOATS,
+        "flag": st.booleans(),
+        "items": st.lists(JSON, max_size=3),
+        "inner": st.dictionaries(TEXT, JSON, max_size=3),
+    },
+)
 
 
 @functools.cache
@@ -65,4 +101,21 @@ def test_what_is_read_is_rendered_as_it_was(
     assert turn.reasoning == (reasoning if dialect.reasoning else "")
     read = [SentinelCall(call.id, call.name, call.read_arguments()) for call in turn.calls]
     again = template.render([question, build_message(turn.content, turn.reasoning, read)], add_generation_prompt=False)
+    assert again == rendered
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@given(arguments=ARGUMENTS)
+@settings(max_examples=15)
+def test_arguments_of_every_type_are_rendered_as_they_were(name: str, arguments: dict[str, object]) -> None:
+    template = make(name)
+    call_id = "functions.first_sentinel:0" if name == "kimi_k2" else "call00000"
+    question = {"role": "user", "content": "?"}
+    prompt = template.render([question])
+    message = build_message("", None, [SentinelCall(call_id, TYPED.name, arguments)])
+    rendered = template.render([question, message], add_generation_prompt=False)
+    turn = parse_turn(BUILT_IN[name], [TYPED], rendered.removeprefix(prompt).removesuffix(TEMPLATES[name].end))
+    assert [call.read_arguments() for call in turn.calls] == [arguments]
+    read = [SentinelCall(call_id, TYPED.name, call.read_arguments()) for call in turn.calls]
+    again = template.render([question, build_message("", None, read)], add_generation_prompt=False)
     assert again == rendered
