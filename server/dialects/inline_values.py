@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from serve_llm.server.dialects.lark import write_literal, write_regex
-from serve_llm.server.dialects.schema_members import GENERAL, Schema
+from serve_llm.server.dialects.schema_members import BESIDE, GENERAL, Schema
 from serve_llm.server.dialects.schema_types import ALL_TYPES, find_type, find_types
 from serve_llm.server.dialects.tagged_codec import NUMBER
 from serve_llm.server.structured_output.json_schema import KEYWORDS
@@ -39,6 +39,7 @@ _FIRST = {  # characters with which the JSON of a type begins
     "number": "[-+.0-9]",
     "object": r"\{",
     "array": r"\[",
+    "string": '"',
 }
 _OF_NUMBERS = GENERAL | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "format"}
 _LIMITS = {"null": GENERAL, "boolean": GENERAL, "integer": _OF_NUMBERS, "number": _OF_NUMBERS}
@@ -54,7 +55,7 @@ def split_values(
     others: Sequence[Schema], strings: Sequence[Schema], types: Collection[str], root: Schema
 ) -> InlineValues:
     """others, strings: of a `SplitSchema`. types: those that the parser gives the argument."""
-    parts = [(part, _write_inline(part)) for schema in others for part in _list_parts(schema, root)]
+    parts = [(part, _write_inline(part)) for schema in others for part in list_parts(schema, root)]
     num_inline = -1
     while num_inline != sum(bool(expression) for _, expression in parts):
         # A number in the terminal would hold the lexer there when it is the beginning of one that is JSON.
@@ -78,17 +79,23 @@ def split_values(
     )
 
 
-def _list_parts(schema: Schema, root: Schema) -> Iterator[Schema]:
-    """The schema as alternatives of one type or value each, as far as it can be written so."""
+def list_alternatives(schema: Schema, root: Schema) -> list[object]:
+    """The branches of an anyOf, or of a oneOf whose branches exclude each other; none if there are others keywords."""
     for keyword in ("anyOf", "oneOf"):
         branches = schema.get(keyword)
-        if isinstance(branches, list) and KEYWORDS.isdisjoint(schema.keys() - {keyword}):
+        if isinstance(branches, list) and KEYWORDS.isdisjoint(schema.keys() - {keyword} - BESIDE):
             firsts = [first for branch in branches for first in _list_firsts(branch, root)]
-            if keyword == "oneOf" and len(firsts) > len(set(firsts)):
-                break  # a value may satisfy several
-            for branch in branches:
-                yield from _list_parts(branch, root) if isinstance(branch, Mapping) else ()
-            return
+            if keyword == "anyOf" or len(firsts) == len(set(firsts)):
+                return branches
+    return []
+
+
+def list_parts(schema: Schema, root: Schema) -> Iterator[Schema]:
+    """The schema as alternatives of one type or value each, as far as it can be written so."""
+    if branches := list_alternatives(schema, root):
+        for branch in branches:
+            yield from list_parts(branch, root) if isinstance(branch, Mapping) else ()
+        return
     types = set(find_types(schema, root))
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list) and KEYWORDS.isdisjoint(schema.keys() - {"type", "enum", "const"}):

@@ -79,7 +79,7 @@ def write_strings(found: SplitSchema, end: Delimiter, excluded: Sequence[str] = 
 
     excluded: expressions of other texts that are no strings. Raises GrammarError.
     """
-    expression = f"({' | '.join(_write_string(schema, end).expression for schema in found.strings)})"
+    expression = f"({' | '.join(write_string(schema, end).expression for schema in found.strings)})"
     if excluded:
         expression = f"({expression} & ~({' | '.join(excluded)}))"
     return Symbol(expression, is_terminal=True)
@@ -102,7 +102,8 @@ def _split_alternatives(schema: Schema, keyword: str, root: Schema) -> SplitSche
     return SplitSchema(strings, others)
 
 
-def _write_string(schema: Schema, end: Delimiter) -> Symbol:
+def write_string(schema: Schema, end: Delimiter) -> Symbol:
+    """A terminal for strings of one schema of a `SplitSchema`. end: as for `write_strings`. Raises GrammarError."""
     if "enum" in schema or "const" in schema:
         keyword = "enum" if "enum" in schema else "const"
         values = schema.get("enum", [schema.get("const")])

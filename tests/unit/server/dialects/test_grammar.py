@@ -8,7 +8,7 @@ import random
 import jsonschema
 import pytest
 
-from serve_llm.server.dialects.dialect import Dialect, JsonCodec, PythonicCodec, get_written_form
+from serve_llm.server.dialects.dialect import Dialect, JsonCodec, get_written_form
 from serve_llm.server.dialects.table import BUILT_IN
 from serve_llm.server.dialects.tool import Tool, ToolChoice
 from serve_llm.server.structured_output.errors import GrammarError
@@ -130,11 +130,10 @@ def test_a_required_call_is_made_and_valid(dialect: Dialect, has_tokens: bool) -
     tokenizer = get_tokenizer(dialect, has_tokens)
     grammar = write_turn(tokenizer, dialect, STRICT, REQUIRED)
     assert dialect.calls is not None
-    if not isinstance(dialect.calls.codec, PythonicCodec):
-        for reasoning in ("", "So." if dialect.reasoning is not None else ""):
-            assert accepts(tokenizer, grammar, write_calls(dialect, [("get_weather", VALID)], reasoning=reasoning))
-        assert not accepts(tokenizer, grammar, write_calls(dialect, [("get_weather", {**VALID, "days": 15})]))
-        assert not accepts(tokenizer, grammar, write_calls(dialect, [("get_weather", {"city": "Paris"})]))
+    for reasoning in ("", "So." if dialect.reasoning is not None else ""):
+        assert accepts(tokenizer, grammar, write_calls(dialect, [("get_weather", VALID)], reasoning=reasoning))
+    assert not accepts(tokenizer, grammar, write_calls(dialect, [("get_weather", {**VALID, "days": 15})]))
+    assert not accepts(tokenizer, grammar, write_calls(dialect, [("get_weather", {"city": "Paris"})]))
     assert not accepts(tokenizer, grammar, write_answer(dialect, "No."))
 
 
