@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from serve_llm.common.errors import ServeError
-from serve_llm.server.http.errors import Unavailable, answer_for
+from serve_llm.server.http.errors import ContextTooLong, Unavailable, answer_for
 
 OVERLOADED = 529
 _TYPES = {
@@ -34,6 +34,14 @@ def translate_body(body: bytes, status: int, request_id: str) -> bytes:
         return body
     message = msgspec.json.decode(body)["error"]["message"]
     return msgspec.json.encode({**_describe(status, message), "request_id": request_id})
+
+
+def reword_long_prompt(error: ContextTooLong) -> ContextTooLong:
+    """The error with the two numbers where Anthropic's clients look for them."""
+    if error.sizes is None:
+        return error
+    num_tokens, most = error.sizes
+    return ContextTooLong(f"prompt is too long: {num_tokens} tokens > {most} maximum", error.param)
 
 
 def translate_status(status: int) -> int:

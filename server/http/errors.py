@@ -55,7 +55,11 @@ class Unsupported(InvalidRequest):
 
 
 class ContextTooLong(InvalidRequest):
-    pass
+    """sizes: tokens that the prompt has, or at least has, and may have; None if not the prompt alone is too long."""
+
+    def __init__(self, message: str, param: str | None = None, sizes: tuple[int, int] | None = None) -> None:
+        super().__init__(message, param)
+        self.sizes = sizes
 
 
 class Unauthorized(RequestError):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
 from serve_llm.server.http.errors import InvalidRequest, Unsupported
 from serve_llm.server.prompt.documents import DOCUMENT_KINDS, asks_for_citations, read_document
+from serve_llm.server.prompt.items import decrypt_reasoning, encrypt_reasoning
 from serve_llm.server.prompt.messages import read_string
 from serve_llm.server.prompt.template import Message
 
@@ -28,9 +30,33 @@ _SERVER_BLOCKS = frozenset(
         "advisor_tool_result",
         "mcp_tool_use",
         "mcp_tool_result",
+        "mcp_tool_listing",
+        "tool_addition",
+        "tool_removal",
+        "container_upload",
+        "fallback",
     }
 )
-"""What tools that run on Anthropic's servers leave in a conversation."""
+"""What Anthropic's servers leave in a conversation, and what only their tools read."""
+
+
+_OMITTED = "omitted."
+"""Begins the signature of a thinking block without text, which holds the text."""
+
+
+def sign_thinking(text: str, *, is_omitted: bool) -> str:
+    """The signature of a thinking block. Clients require one; it means something where it holds a text that the block
+    omits."""
+    return _OMITTED + encrypt_reasoning(text) if is_omitted else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read_thinking(block: Block, param: str) -> str:
+    """Empty if another server wrote a block without text."""
+    text = read_string(block, "thinking", param)
+    signature = block.get("signature")
+    if text or not isinstance(signature, str) or not signature.startswith(_OMITTED):
+        return text
+    return decrypt_reasoning(signature.removeprefix(_OMITTED)) or ""
 
 
 class BlockMessage(Protocol):
@@ -85,7 +111,7 @@ class _BlockTranslator:
         elif message.role == "user":
             self._add_input(message.content, param)
         else:
-            self.messages.append({"role": "system", "content": _join_text(message.content, param)})
+            self.messages.append({"role": "system", "content": _join_text(message.content, param, self.skipped)})
 
     def _add_reply(self, blocks: list[Block], param: str) -> None:
         """An earlier turn of the assistant."""
@@ -98,9 +124,13 @@ class _BlockTranslator:
                 case "text":
                     texts.append(read_string(block, "text", place))
                 case "thinking":
-                    reasoning.append(read_string(block, "thinking", place))
+                    reasoning.append(_read_thinking(block, place))
                 case "redacted_thinking":
                     pass  # nobody but its author can read it
+                case "compaction" if block.get("content") is not None:
+                    texts.append(read_string(block, "content", place))  # the summary of what was before
+                case "compaction":
+                    self.skipped.append(place)
                 case "tool_use":
                     calls.append(self._translate_call(block, place))
                 case str(kind) if kind in _SERVER_BLOCKS:
@@ -108,8 +138,8 @@ class _BlockTranslator:
                 case kind:
                     raise _unsupported(kind, place, "text, thinking and tool_use")
         message: Message = {"role": "assistant", "content": "\n".join(texts)}
-        if reasoning:
-            message["reasoning"] = "\n".join(reasoning)
+        if any(reasoning):
+            message["reasoning"] = "\n".join(filter(None, reasoning))
         if calls:
             message["tool_calls"] = calls
         self.messages.append(message)
@@ -140,6 +170,8 @@ class _BlockTranslator:
                     self.messages.append(self._translate_result(block, place))
                 case str(kind) if kind in DOCUMENT_KINDS:
                     texts.append(_read_document(block, place, self.skipped))
+                case str(kind) if kind in _SERVER_BLOCKS:
+                    self.skipped.append(place)
                 case kind:
                     raise _unsupported(kind, place, "text, document, search_result and tool_result")
         if texts or not has_results:
@@ -170,15 +202,15 @@ def _join_text(content: object, param: str, skipped: list[str] | None = None) ->
 
 
 def _read_texts(blocks: object, param: str, skipped: list[str] | None = None) -> list[str]:
-    """skipped: takes the places of references to tools, which Anthropic's servers turn into definitions, and of
-    citations of documents; None: they are not allowed here."""
+    """skipped: takes the places of references to tools, which Anthropic's servers turn into definitions, of other
+    blocks that only these servers read, and of citations of documents; None: they are not allowed here."""
     if not isinstance(blocks, list):
         raise InvalidRequest(f"{param} must be a string or a list of blocks", param)
     texts = []
     for number, block in enumerate(blocks):
         place = f"{param}[{number}]"
         kind = block.get("type") if isinstance(block, dict) else None
-        if kind == "tool_reference" and skipped is not None:
+        if skipped is not None and (kind == "tool_reference" or kind in _SERVER_BLOCKS):
             skipped.append(place)
             continue
         if isinstance(kind, str) and kind in DOCUMENT_KINDS and skipped is not None:

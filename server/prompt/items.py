@@ -10,7 +10,7 @@ import msgspec
 
 from serve_llm.server.http.errors import InvalidRequest, Unsupported
 from serve_llm.server.prompt.custom_tools import CUSTOM_INPUT
-from serve_llm.server.prompt.messages import parse_arguments, read_string
+from serve_llm.server.prompt.messages import begins_object, parse_arguments, read_string
 from serve_llm.server.prompt.template import Message
 
 Item = Mapping[str, object]
@@ -45,7 +45,13 @@ _HOSTED_ITEMS = frozenset(
         "apply_patch_call_output",
         "tool_search_call",
         "tool_search_output",
+        "additional_tools",
+        "configuration_update",
+        "program",
+        "program_output",
         "compaction",
+        "compaction_summary",
+        "compaction_trigger",
     }
 )
 
@@ -130,6 +136,14 @@ def encrypt_reasoning(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
+def decrypt_reasoning(text: str) -> str | None:
+    """What `encrypt_reasoning` made; None of another text."""
+    try:
+        return base64.b64decode(text, validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None
+
+
 class _ItemTranslator:
     """Adjacent items of the assistant become one message."""
 
@@ -145,7 +159,7 @@ class _ItemTranslator:
                 raise InvalidRequest(f"{param}.type must be a string", f"{param}.type")
             case "message":
                 self._add_message(item, param)
-            case "function_call" if item.get("status") == "incomplete":
+            case "function_call" if _is_cut(item):
                 # Arguments that were cut are no JSON, so that no template could show them.
                 self._cut_ids.add(read_string(item, "call_id", param))
                 self.skipped.append(param)
@@ -156,10 +170,10 @@ class _ItemTranslator:
             case "function_call_output" | "custom_tool_call_output":
                 self._add_output(item, param)
             case "reasoning":
-                text = _read_reasoning(item, param)
-                if text is None:
+                text, is_encrypted = _read_reasoning(item, param)
+                if is_encrypted:
                     self.skipped.append(f"{param}.encrypted_content")
-                elif text:
+                if text:
                     self._extend_reply("reasoning", text)
             case "item_reference":
                 raise InvalidRequest(f"{param}: the item is not stored here; send the item itself", param)
@@ -217,20 +231,33 @@ class _ItemTranslator:
         return self.messages[-1]
 
 
-def _read_reasoning(item: Item, param: str) -> str | None:
-    """None if another server encrypted it, as in a conversation that began there."""
-    content = item.get("content")
-    if content:
-        if not isinstance(content, list):
-            raise InvalidRequest(f"{param}.content must be a list", f"{param}.content")
-        return "\n".join(read_string(part, "text", f"{param}.content[{i}]") for i, part in enumerate(content))
+def _is_cut(item: Item) -> bool:
+    """Whether a call's arguments were cut. A client that makes items of its own may omit their status."""
+    status = item.get("status")
+    if status not in (None, "in_progress"):
+        return status == "incomplete"
+    arguments = item.get("arguments")
+    return isinstance(arguments, str) and begins_object(arguments)
+
+
+def _read_reasoning(item: Item, param: str) -> tuple[str, bool]:
+    """The text, which may be a summary, and whether another server encrypted the whole, as in a conversation that began
+    there."""
+    text = _join_texts(item, "content", param)
     encrypted = item.get("encrypted_content")
-    if not isinstance(encrypted, str):
+    if text or not isinstance(encrypted, str):
+        return text or _join_texts(item, "summary", param), False
+    decrypted = decrypt_reasoning(encrypted)
+    return decrypted or _join_texts(item, "summary", param), decrypted is None
+
+
+def _join_texts(item: Item, name: str, param: str) -> str:
+    parts = item.get(name)
+    if not parts:
         return ""
-    try:
-        return base64.b64decode(encrypted, validate=True).decode()
-    except (binascii.Error, ValueError):
-        return None
+    if not isinstance(parts, list):
+        raise InvalidRequest(f"{param}.{name} must be a list", f"{param}.{name}")
+    return "\n".join(read_string(part, "text", f"{param}.{name}[{index}]") for index, part in enumerate(parts))
 
 
 def read_text_parts(content: object, param: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from pydantic_core import from_json
 
+from serve_llm.server.http.anthropic_errors import reword_long_prompt
 from serve_llm.server.http.errors import ContextTooLong, InvalidRequest, Unsupported
 from serve_llm.server.prompt.chat_turn import ChatTurn, drop_budget, prepare_turn, render_turn
 from serve_llm.server.prompt.context import Context, parse_openai_body
@@ -56,6 +57,7 @@ class Generate(msgspec.Struct, kw_only=True):
     echo: dict[str, object] = {}  # fields of a response that repeat the request
     tool_items: dict[str, ToolItem] = {}  # by the name that the model calls; in chat, custom tools only
     encrypts_reasoning: bool = False  # reasoning items hold an opaque copy of their text
+    omits_thinking: bool = False  # thinking blocks hold their text in their signature alone
     background: bool = False  # the client does not wait for the response
     stored_items: list[StoredItem] | None = None  # the input, where the response is to be stored
     previous_id: str | None = None  # the stored response that this one continues
@@ -105,13 +107,17 @@ def messages(content: bytes, context: Context) -> Generate:
     hint = None if params.thinking_token_budget is None else "thinking.budget_tokens"
     ignored += drop_budget(params, hint, context.model)
     turn, skipped = body.to_turn(params, context.limits)
-    _, request = prepare_turn(replace(turn, default_max_tokens=body.max_tokens), context)
+    try:
+        _, request = prepare_turn(replace(turn, default_max_tokens=body.max_tokens), context)
+    except ContextTooLong as error:
+        raise reword_long_prompt(error) from None
     return Generate(
         request=request,
         model=model,
         stream=bool(body.stream),
         include_usage=True,
         continuous_usage=True,
+        omits_thinking=body.omits_thinking,
         ignored_fields=join_ignored(ignored, skipped),
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
+from pydantic_core import from_json
+
 from serve_llm.server.http.errors import InvalidRequest, Unsupported
 from serve_llm.server.prompt.custom_tools import CUSTOM_INPUT
 from serve_llm.server.prompt.template import Message, join_parts
@@ -123,6 +125,17 @@ def _parse_custom_call(call: Mapping[str, object], custom: object, param: str) -
     }
     others = {name: value for name, value in call.items() if name not in ("custom", "function") and value is not None}
     return {**others, "type": "function", "function": function}
+
+
+def begins_object(text: str) -> bool:
+    """Whether the text is a JSON object that was cut."""
+    if not text.lstrip().startswith("{"):
+        return False
+    try:
+        from_json(text)
+    except ValueError as error:
+        return str(error).startswith("EOF ")
+    return False
 
 
 def parse_arguments(arguments: object, param: str) -> dict[str, object]:

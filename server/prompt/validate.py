@@ -63,7 +63,9 @@ def check_text(text: str, model: ServedModel, facts: ModelInfo, truncated: bool,
     at_least = -(-len(text) // model.tokenizer.longest_token)
     if at_least > facts.max_model_len and not truncated:
         raise ContextTooLong(
-            f"the prompt has at least {at_least} tokens, but the context length is {facts.max_model_len} tokens", param
+            f"the prompt has at least {at_least} tokens, but the context length is {facts.max_model_len} tokens",
+            param,
+            (at_least, facts.max_model_len - 1),
         )
 
 
@@ -237,6 +239,7 @@ def _max_tokens(num_prompt: int, params: SamplingParams, max_model_len: int, par
             f"the prompt has {num_prompt} tokens, but the context length is {max_model_len} tokens, which prompt and "
             "generated text share",
             param,
+            (num_prompt, max_model_len - 1),
         )
     if params.max_tokens is None:
         if params.min_tokens > room:

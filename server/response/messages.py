@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 from pydantic_core import from_json
 
 from serve_llm.common.types import FinishReason
@@ -11,6 +9,7 @@ from serve_llm.server.dialects.pieces import ArgumentsPiece, CallBegin, CallEnd,
 from serve_llm.server.generate.delta import Delta, TokenCounts
 from serve_llm.server.http.anthropic_errors import describe_error
 from serve_llm.server.http.errors import GenerationFailed, RequestError
+from serve_llm.server.prompt.blocks import sign_thinking
 from serve_llm.server.response.builder import Json, ResponseMeta, encode_json
 
 PING_SECONDS = 10.0
@@ -19,7 +18,8 @@ PING_SECONDS = 10.0
 class MessageBuilder:
     """Builds `schema.messages.MessageReply`."""
 
-    def __init__(self, meta: ResponseMeta) -> None:
+    def __init__(self, meta: ResponseMeta, *, omits_thinking: bool = False) -> None:
+        self.omits_thinking = omits_thinking
         self._meta = meta
 
     def build_body(self, deltas: list[Delta], counts: TokenCounts) -> bytes:
@@ -43,8 +43,9 @@ class MessageBuilder:
             if block["type"] == "text":
                 block["text"] = "".join(block["text"])
             elif block["type"] == "thinking":
-                block["thinking"] = "".join(block["thinking"])
-                block["signature"] = hashlib.sha256(block["thinking"].encode()).hexdigest()
+                text = "".join(block["thinking"])
+                block["thinking"] = "" if self.omits_thinking else text
+                block["signature"] = sign_thinking(text, is_omitted=self.omits_thinking)
         body = self.describe(counts)
         body["content"] = blocks or [{"type": "text", "text": ""}]
         body |= describe_end(delta)
@@ -75,7 +76,7 @@ class MessageEncoder:
         self._has_started = False
         self._num_blocks = 0
         self._open: str | None = None  # type of the open block
-        self._signature = hashlib.sha256()  # the open block's; clients require one, nothing depends on it
+        self._thoughts: list[str] = []  # the open block's
         self._end: Json | None = None
 
     def encode(self, deltas: list[Delta], counts: TokenCounts | None) -> bytes:
@@ -118,7 +119,9 @@ class MessageEncoder:
                 return [*opening, self._describe_delta({"type": "text_delta", "text": piece.text})]
             case ReasoningPiece():
                 opening = self._continue_block({"type": "thinking", "thinking": "", "signature": ""})
-                self._signature.update(piece.text.encode())
+                self._thoughts.append(piece.text)
+                if self._builder.omits_thinking:
+                    return opening
                 return [*opening, self._describe_delta({"type": "thinking_delta", "thinking": piece.text})]
             case CallBegin():
                 block = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
@@ -137,7 +140,7 @@ class MessageEncoder:
 
     def _open_block(self, block: Json) -> list[Json]:
         self._open = block["type"]
-        self._signature = hashlib.sha256()
+        self._thoughts = []
         self._num_blocks += 1
         return [{"type": "content_block_start", "index": self._num_blocks - 1, "content_block": block}]
 
@@ -149,7 +152,7 @@ class MessageEncoder:
             return []
         events: list[Json] = []
         if self._open == "thinking":
-            signature = self._signature.hexdigest()
+            signature = sign_thinking("".join(self._thoughts), is_omitted=self._builder.omits_thinking)
             events.append(self._describe_delta({"type": "signature_delta", "signature": signature}))
         self._open = None
         return [*events, {"type": "content_block_stop", "index": self._num_blocks - 1}]

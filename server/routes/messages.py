@@ -44,7 +44,7 @@ def create_router(state: AppState) -> APIRouter:
 
 
 def _create_builder(tokenizer: Tokenizer, parsed: Generate, meta: ResponseMeta) -> MessageBuilder:
-    return MessageBuilder(meta)
+    return MessageBuilder(meta, omits_thinking=parsed.omits_thinking)
 
 
 def _create_encoder(builder: MessageBuilder, parsed: Generate) -> MessageEncoder:

@@ -22,7 +22,8 @@ from serve_llm.server.structured_output.params import StructuredOutputs
 
 # Tools that Anthropic's servers run, or whose arguments only its models know.
 _SERVER_TOOLS = re.compile(
-    r"(web_search|web_fetch|code_execution|bash|text_editor|computer|memory|advisor|mcp_toolset|tool_search_tool\w*?)"
+    r"(web_search|web_fetch|code_execution|bash|text_editor|computer|computer_toolset|browser_toolset|memory|advisor|"
+    r"mcp_toolset|tool_search_tool\w*?)"
     r"(_\d{8})?"
 )
 
@@ -55,7 +56,7 @@ class Thinking(TranslatedBody):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(default=None, description="At least 1, and less than max_tokens.")
     display: Literal["summarized", "omitted"] | None = Field(
-        default=None, description="omitted: the answer has no thinking blocks."
+        default=None, description="omitted: thinking blocks are empty but for their signature."
     )
 
 
@@ -90,15 +91,20 @@ class CountTokensRequest(TranslatedBody):
             messages=messages,
             params=params,
             tools=tools,
-            tool_choice=self._read_tool_choice(tools),
+            tool_choice=self._read_tool_choice(tools, skipped_tools),
             parallel_tool_calls=self.tool_choice is None or not self.tool_choice.disable_parallel_tool_use,
-            include_reasoning=self.thinking is None or self.thinking.display != "omitted",
+            include_reasoning=self._thinks,
             reasoning_effort=self._effort,
             chat_template_kwargs=self._template_kwargs,
             add_generation_prompt=not is_continued,
             continue_final_message=is_continued,
         )
         return turn, skipped_tools + skipped_blocks
+
+    @property
+    def _thinks(self) -> bool:
+        """Whether thinking is asked for. As in Anthropic's API it is not, if nothing is said about it."""
+        return self.thinking is not None and self.thinking.type != "disabled"
 
     @property
     def _effort(self) -> str | None:
@@ -108,9 +114,9 @@ class CountTokensRequest(TranslatedBody):
 
     @property
     def _template_kwargs(self) -> dict[str, object]:
-        if self.thinking is not None and self.thinking.type == "enabled":
-            return {"enable_thinking": True, "thinking": True}
-        return {}
+        if self.thinking is not None and self.thinking.type == "adaptive":
+            return {}
+        return {"enable_thinking": self._thinks, "thinking": self._thinks}
 
     def _read_tools(self, limits: Limits) -> tuple[list[Tool], list[str]]:
         definitions = self.tools or []
@@ -139,22 +145,30 @@ class CountTokensRequest(TranslatedBody):
             )
         return list(tools.values()), skipped
 
-    def _read_tool_choice(self, tools: list[Tool]) -> ToolChoice:
+    def _read_tool_choice(self, tools: list[Tool], skipped: list[str]) -> ToolChoice:
+        """A choice that asks for skipped tools becomes auto, or none without others, and is added to `skipped`."""
         choice = self.tool_choice
+        any_tool = ToolChoice("auto" if tools else "none")
         if choice is None or choice.type == "auto":
-            return ToolChoice("auto" if tools else "none")
+            return any_tool
         if choice.type == "none":
             return ToolChoice("none")
         if choice.type == "tool":
             if choice.name is None:
                 raise InvalidRequest("tool_choice.name is required with type tool", "tool_choice.name")
             if all(choice.name != tool.name for tool in tools):
+                if any(choice.name == definition.name for definition in self.tools or []):
+                    skipped.append("tool_choice")
+                    return any_tool
                 raise InvalidRequest(
                     f"tool_choice.name: {choice.name[:200]} is not one of the tools", "tool_choice.name"
                 )
             return ToolChoice("required", (choice.name,), is_named=True)
-        if not tools:
+        if not self.tools:
             raise InvalidRequest("tool_choice needs tools", "tool_choice")
+        if not tools:
+            skipped.append("tool_choice")
+            return any_tool
         return ToolChoice("required")
 
 
@@ -174,6 +188,10 @@ class MessagesRequest(CountTokensRequest):
         check_words("stop_sequences", sequences, limits.stop_strings, limits)
         if "" in sequences:
             raise InvalidRequest("stop_sequences must not hold an empty string", "stop_sequences")
+
+    @property
+    def omits_thinking(self) -> bool:
+        return self.thinking is not None and self.thinking.display == "omitted"
 
     def build_params(self, defaults: dict[str, float]) -> SamplingParams:
         """defaults: those of the model. Raises InvalidRequest."""

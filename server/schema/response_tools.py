@@ -25,6 +25,7 @@ _HOSTED_TOOLS = frozenset(
         "file_search",
         "computer",
         "computer_use_preview",
+        "computer-preview",
         "code_interpreter",
         "image_generation",
         "mcp",
@@ -32,6 +33,7 @@ _HOSTED_TOOLS = frozenset(
         "shell",
         "apply_patch",
         "tool_search",
+        "programmatic_tool_calling",
     }
 )
 
@@ -115,20 +117,30 @@ def describe_tools(definitions: Sequence[FlatTool]) -> dict[str, ToolItem]:
 
 
 def read_tool_choice(
-    choice: Literal["none", "auto", "required"] | FlatToolChoice | None, tools: list[Tool], items: dict[str, ToolItem]
+    choice: Literal["none", "auto", "required"] | FlatToolChoice | None,
+    tools: list[Tool],
+    definitions: Sequence[FlatTool],
+    skipped: list[str],
 ) -> ToolChoice:
-    """items: those of `describe_tools`. Raises InvalidRequest, Unsupported."""
+    """A choice that asks for skipped tools becomes auto, or none without others, and is added to `skipped`. Raises
+    InvalidRequest, Unsupported."""
+    any_tool = ToolChoice("auto" if tools else "none")
     if choice is None or choice == "auto":
-        return ToolChoice("auto" if tools else "none")
+        return any_tool
     if choice == "none":
         return ToolChoice("none")
-    if not tools:
+    has_hosted = any(definition.type in _HOSTED_TOOLS for definition in definitions)
+    if not tools and not has_hosted:
         raise InvalidRequest("tool_choice needs tools", "tool_choice")
-    if choice == "required":
+    if choice == "required" and tools:
         return ToolChoice("required")
+    if choice == "required" or (has_hosted and choice.type in _HOSTED_TOOLS):
+        skipped.append("tool_choice")
+        return any_tool
     if choice.type in ("function", "custom"):
         return ToolChoice("required", (_find_tool(choice, tools, "tool_choice"),), is_named=True)
     if choice.type == "allowed_tools":
+        items = describe_tools(definitions)
         names: dict[str, None] = {}
         for index, allowed in enumerate(choice.tools or []):
             param = f"tool_choice.tools[{index}]"
@@ -138,6 +150,9 @@ def read_tool_choice(
                 names |= {tool.name: None for tool in tools if items[tool.name].namespace == allowed.name}
             elif allowed.type not in _HOSTED_TOOLS:
                 names[_find_tool(allowed, tools, param)] = None
+        if not names and choice.tools and has_hosted:
+            skipped.append("tool_choice")
+            return ToolChoice("none")
         if not names:
             raise InvalidRequest("tool_choice.tools must name a function", "tool_choice.tools")
         return ToolChoice(choice.mode or "auto", tuple(names))

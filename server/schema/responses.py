@@ -90,7 +90,7 @@ class InputTokensRequest(TranslatedBody):
             messages=messages,
             params=params,
             tools=tools,
-            tool_choice=read_tool_choice(self.tool_choice, tools, self.tool_items),
+            tool_choice=read_tool_choice(self.tool_choice, tools, self.tools or [], skipped_tools),
             parallel_tool_calls=self.parallel_tool_calls is not False,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             param="input",
@@ -109,6 +109,8 @@ class ResponsesRequest(InputTokensRequest):
     stream: bool | None = None
     temperature: float | None = ranged("temperature", "0 takes the most likely token.")
     top_p: float | None = ranged("top_p")
+    presence_penalty: float | None = ranged("presence_penalty")
+    frequency_penalty: float | None = ranged("frequency_penalty")
     include: Strings | None = Field(
         default=None,
         description="reasoning.encrypted_content, message.output_text.logprobs; others have no effect.",
@@ -149,14 +151,15 @@ class ResponsesRequest(InputTokensRequest):
 
     def build_params(self, defaults: dict[str, float]) -> SamplingParams:
         """defaults: those of the model. Raises InvalidRequest."""
-        given = {"temperature": self.temperature, "top_p": self.top_p}
-        values = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+        names = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        values = {**defaults, **given}
         return SamplingParams(
             max_tokens=self.max_output_tokens,
             logprobs=(self.top_logprobs or 0) if self._includes_logprobs else None,
             structured_outputs=self._read_format(),
             truncate_prompt_tokens=-1 if self.truncation == "auto" else None,
-            **values,  # type: ignore[arg-type]
+            **values,
         )
 
     def describe(self, params: SamplingParams, is_stored: bool) -> dict[str, object]:

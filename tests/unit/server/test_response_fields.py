@@ -55,3 +55,15 @@ def test_unknown_fields_inside_of_others_are_named(serve: Serve, model: ServedMo
     messages = {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}], "tools": [tool]}
     reply = served.post("/v1/messages", messages)
     assert reply.headers["x-ignored-fields"] == "tools[0].eager_input_streaming"
+
+
+def test_penalties(serve: Serve) -> None:
+    served = serve("Hello.<|end|>")
+    reply = served.post("/v1/responses", {"input": "Hi", "presence_penalty": 0.5, "frequency_penalty": -1})
+    assert reply.status == 200 and "x-ignored-fields" not in reply.headers
+    assert (reply.json()["presence_penalty"], reply.json()["frequency_penalty"]) == (0.5, -1)
+    sampling = served.engine.submitted[-1].sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -1)
+    for name in ("presence_penalty", "frequency_penalty"):
+        error = served.post("/v1/responses", {"input": "Hi", name: 2.5}).json()["error"]
+        assert error["param"] == name

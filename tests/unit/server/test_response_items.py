@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import typing
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from openai.types.responses import ResponseInputItem, Tool
 
 from serve_llm.server.prompt.model import ServedModel
 from support.asgi import Reply
@@ -44,6 +47,22 @@ def test_a_call_that_was_cut_is_left_out_with_its_output(served: Served) -> None
     assert broken.status == 400 and broken.json()["error"]["param"] == "input[1].arguments"  # type: ignore[index]
 
 
+@pytest.mark.parametrize("cut", ["{", '{"city": "O', '{"city": "Oslo", "da', '{"days": 1.', '{"a": ["\\u00'])
+def test_a_call_without_status_may_have_been_cut(served: Served, cut: str) -> None:
+    """Clients that make items of their own keep no status."""
+    call = {name: value for name, value in CUT.items() if name != "status"} | {"arguments": cut}
+    for status in ({}, {"status": None}, {"status": "in_progress"}):
+        reply = ask(served, call | status, GO_ON)
+        assert reply.status == 200, reply.content
+        assert reply.headers["x-ignored-fields"] == "input[1]"
+
+
+@pytest.mark.parametrize("broken", ["nothing", '{"a": 1} x', "[1", '"O', '{"a": nul}', "{1"])
+def test_a_call_with_other_than_json_is_refused(served: Served, broken: str) -> None:
+    call = {name: value for name, value in CUT.items() if name != "status"} | {"arguments": broken}
+    assert ask(served, call, GO_ON).json()["error"]["param"] == "input[1].arguments"
+
+
 @pytest.mark.parametrize("kind", ["local_shell_call", "shell_call", "apply_patch_call"])
 def test_items_of_hosted_tools_are_skipped_and_named(served: Served, kind: str) -> None:
     reply = ask(served, {"type": kind, "call_id": "1"}, {"type": f"{kind}_output", "call_id": "1"}, GO_ON)
@@ -67,3 +86,99 @@ def test_a_message_of_type_null(served: Served) -> None:
     assert ask(served, {**GO_ON, "type": None, "id": "msg_1"}).status == 200
     prompt = read_prompt(served)
     assert ask(served, GO_ON).status == 200 and read_prompt(served) == prompt
+
+
+SUMMARY = [{"type": "summary_text", "text": "First."}, {"type": "summary_text", "text": "Then."}]
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "text", "ignored"),
+    [
+        ({"summary": SUMMARY}, "First.\nThen.", None),
+        ({"summary": SUMMARY, "content": []}, "First.\nThen.", None),
+        ({"summary": SUMMARY, "encrypted_content": "gAAAAABo_x-1=="}, "First.\nThen.", "input[1].encrypted_content"),
+        ({"summary": SUMMARY, "encrypted_content": "SG0u"}, "Hm.", None),
+        ({"summary": SUMMARY, "content": [{"type": "reasoning_text", "text": "Hm."}]}, "Hm.", None),
+    ],
+    ids=range(5),
+)
+def test_reasoning_is_read_from_its_summary_last(
+    served: Served, reasoning: Json, text: str, ignored: str | None
+) -> None:
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "1", "output": "x"}
+    reply = ask(served, {"type": "reasoning", "id": "rs_1", **reasoning}, call, result)
+    assert reply.status == 200 and reply.headers.get("x-ignored-fields") == ignored
+    assert f"<think>\n{text}\n</think>" in read_prompt(served)
+
+
+@pytest.mark.parametrize("summary", ["x", [{"type": "summary_text"}], ["x"]])
+def test_a_bad_summary_is_refused(served: Served, summary: object) -> None:
+    reply = ask(served, {"type": "reasoning", "id": "rs_1", "summary": summary}, GO_ON)
+    assert reply.status == 400 and reply.json()["error"]["param"].startswith("input[1].summary")
+
+
+def _list_types(union: object) -> set[str]:
+    """The types of the members of a union of the openai package."""
+    members = typing.get_args(typing.get_args(union)[0])
+    found = (re.findall(r"'([^']+)'", str(member.model_fields["type"].annotation)) for member in members)
+    return {name for names in found for name in names}
+
+
+def test_every_type_of_item_that_the_client_knows(served: Served) -> None:
+    """What is not served is skipped and named."""
+    known = _list_types(ResponseInputItem)
+    assert len(known) > 25
+    for kind in sorted(known - {"message", "item_reference", "reasoning"}):
+        item = {"type": kind, "call_id": "1", "name": "f", "arguments": "{}", "input": "x", "output": "x"}
+        reply = ask(served, item, GO_ON)
+        assert reply.status == 200, reply.content
+        is_served = kind.startswith(("function_call", "custom_tool_call"))
+        assert reply.headers.get("x-ignored-fields") == (None if is_served else "input[1]")
+    reply = ask(served, {"type": "compaction_summary", "encrypted_content": "x"}, GO_ON)
+    assert reply.headers["x-ignored-fields"] == "input[1]"
+    assert ask(served, {"type": "rocket"}, GO_ON).json()["error"]["code"] == "unsupported"
+
+
+def test_every_type_of_tool_that_the_client_knows(served: Served) -> None:
+    hosted = _list_types(Tool) - {"function", "custom", "namespace"} | {"computer-preview"}
+    assert len(hosted) > 12
+    for kind in sorted(hosted):
+        reply = served.post("/v1/responses", {"input": "Hi", "tools": [{"type": kind}]})
+        assert reply.status == 200 and reply.headers["x-ignored-fields"] == "tools[0]"
+
+
+CLOCK: Json = {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}}
+SEARCH: Json = {"type": "web_search"}
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "is_auto"),
+    [
+        ([SEARCH], "required", False),
+        ([SEARCH], {"type": "web_search"}, False),
+        ([SEARCH, CLOCK], {"type": "web_search_preview"}, True),
+        ([CLOCK, SEARCH], {"type": "mcp", "server_label": "x"}, True),
+        ([SEARCH, CLOCK], {"type": "allowed_tools", "mode": "required", "tools": [SEARCH]}, False),
+    ],
+    ids=str,
+)
+def test_a_choice_of_hosted_tools_is_skipped_with_them(
+    served: Served, tools: list[Json], choice: object, is_auto: bool
+) -> None:
+    reply = served.post("/v1/responses", {"input": "Hi", "tools": tools, "tool_choice": choice})
+    assert reply.status == 200, reply.content
+    assert reply.headers["x-ignored-fields"] == f"tools[{tools.index(SEARCH)}], tool_choice"
+    grammar = served.engine.submitted[-1].sampling.grammar
+    auto = served.post("/v1/responses", {"input": "Hi", "tools": tools})
+    assert auto.status == 200
+    assert grammar == (served.engine.submitted[-1].sampling.grammar if is_auto else "")
+
+
+def test_a_required_call_is_one_of_a_function(served: Served) -> None:
+    body = {"input": "Hi", "tools": [SEARCH, CLOCK], "tool_choice": "required"}
+    reply = served.post("/v1/responses", body)
+    assert reply.headers["x-ignored-fields"] == "tools[0]"
+    assert served.engine.submitted[-1].sampling.grammar
+    unknown = {**body, "tools": [SEARCH], "tool_choice": {"type": "function", "name": "clock"}}
+    assert "is not one of the tools" in served.post("/v1/responses", unknown).json()["error"]["message"]
