@@ -106,6 +106,7 @@ class Generation:
         self._waits_for_end = False
         self._push: Callable[[], bool] | None = None  # see `push_to`
         self._is_pushing = False  # a call of it is scheduled
+        self._has_pushed = False  # it was called
         self._changed: list[Choice] = []  # choices with something new
         self.error: RequestError | None = None  # with which all choices have ended
         self.on_end: Callable[[Generation], None] | None = None  # called once, when it is left
@@ -154,14 +155,24 @@ class Generation:
             raise self.error
         return self.take_changed()
 
-    async def push_to(self, push: Callable[[], bool]) -> None:
+    async def push_to(self, push: Callable[[], bool], seconds: float | None = None) -> bool:
         """Call `push` after each step that has brought something new, until it returns False or the generation ends.
-        It takes what is new with `take_changed`. A call costs less than to wake a task that awaits `next`."""
+        It takes what is new with `take_changed`. A call costs less than to wake a task that awaits `next`.
+
+        seconds: return True if there is nothing new for this time, or up to twice as long; None: wait for it."""
+        loop = asyncio.get_running_loop()
         self._push = push
         try:
             while self._push is not None and self._open and not self.closed:
-                self._waiter = asyncio.get_running_loop().create_future()
+                self._has_pushed = False
+                self._waiter = loop.create_future()
+                timer = None if seconds is None else loop.call_later(seconds, self._wake)
                 await self._waiter
+                if timer is not None:
+                    timer.cancel()
+                    if not self._has_pushed:
+                        return True
+            return False
         finally:
             self._push = None
 
@@ -169,12 +180,16 @@ class Generation:
         self._is_pushing = False
         if self._push is None or not self._changed or self.closed:
             return
+        self._has_pushed = True
         try:
             goes_on = self._push()
+        except RequestError as error:
+            self._fail_push(error)
+            return
         except Exception:
             with self.as_current():
                 logger.exception("the output of a request could not be sent")
-            self.fail(GenerationFailed("internal error; the server's log says more"))
+            self._fail_push(GenerationFailed("internal error; the server's log says more"))
             return
         if not goes_on:
             self._push = None
@@ -188,6 +203,12 @@ class Generation:
             yield
         finally:
             CURRENT_REQUEST.reset(token)
+
+    def _fail_push(self, error: RequestError) -> None:
+        """Like `fail`, but for what was the last output too."""
+        if self.error is None:
+            self.error = error
+        self._end_open(FinishReason.ERROR)
 
     def take_changed(self) -> list[Delta]:
         """One delta for each choice that has something new."""

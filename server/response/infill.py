@@ -46,6 +46,7 @@ class InfillEncoder:
     """Encodes the events of one stream; there is no [DONE] in llama.cpp's streams."""
 
     continuous_usage = False
+    start_seconds: float | None = None
     ping_seconds: float | None = None
 
     def __init__(self, builder: InfillBuilder) -> None:

@@ -11,8 +11,7 @@ from serve_llm.server.http.anthropic_errors import describe_error
 from serve_llm.server.http.errors import GenerationFailed, RequestError
 from serve_llm.server.prompt.blocks import sign_thinking
 from serve_llm.server.response.builder import Json, ResponseMeta, encode_json
-
-PING_SECONDS = 10.0
+from serve_llm.server.response.sse import PING_SECONDS, START_SECONDS
 
 
 class MessageBuilder:
@@ -69,6 +68,7 @@ class MessageEncoder:
     """Encodes the events of one stream. Content blocks follow each other: one is open at a time."""
 
     continuous_usage = True
+    start_seconds: float | None = START_SECONDS
     ping_seconds: float | None = PING_SECONDS
 
     def __init__(self, builder: MessageBuilder) -> None:

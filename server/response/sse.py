@@ -10,10 +10,15 @@ from serve_llm.server.response.builder import Json, ResponseBuilder, build_metri
 
 DONE = b"data: [DONE]\n\n"
 
+START_SECONDS = 2.0
+"""After which a stream of Messages or Responses begins without a token. An earlier error has a status of its own."""
+PING_SECONDS = 10.0
+
 
 class SSEEncoder:
     """Encodes the events of one stream."""
 
+    start_seconds: float | None = None
     ping_seconds: float | None = None
 
     def __init__(self, builder: ResponseBuilder, include_usage: bool, continuous_usage: bool) -> None:

@@ -45,10 +45,11 @@ class BodyBuilder(Protocol):
 
 
 class EventEncoder(Protocol):
-    """Encodes the events of a stream. continuous_usage: `encode` needs the counts. ping_seconds: the longest pause
-    without an event, None: no limit."""
+    """Encodes the events of a stream. continuous_usage: `encode` needs the counts. start_seconds: the longest time to
+    the first event, ping_seconds: the longest pause after it, or half of that; None: no limit."""
 
     continuous_usage: bool
+    start_seconds: float | None
     ping_seconds: float | None
 
     def encode(self, deltas: list[Delta], counts: TokenCounts | None) -> bytes: ...
@@ -228,15 +229,17 @@ async def _send_events(
         return True
 
     has_started = False
+    seconds = events.start_seconds
     try:
-        while (content := await _encode_next(generation, events)) is not None:
+        while (content := await _encode_next(generation, events, seconds)) is not None:
+            seconds = events.ping_seconds
             if not has_started:
                 await send({"type": "http.response.start", "status": 200, "headers": [*SSE_HEADERS, *headers]})
                 has_started = True
             if content:
                 await send({"type": "http.response.body", "body": content, "more_body": True})
-            if writer is not None and events.ping_seconds is None:
-                await generation.push_to(write_new)
+            if writer is not None and await generation.push_to(write_new, seconds):
+                seconds = 0.0
         last = b"" if generation.closed else events.encode_end(generation.counts(with_times=True))
     except RequestError as error:
         if not has_started:
@@ -246,9 +249,10 @@ async def _send_events(
         await send({"type": "http.response.body", "body": last})
 
 
-async def _encode_next(generation: Generation, events: EventEncoder) -> bytes | None:
-    """The next events, which may be empty; None after the last ones, or when closed. Raises RequestError."""
-    if events.ping_seconds is not None and not await generation.wait(events.ping_seconds):
+async def _encode_next(generation: Generation, events: EventEncoder, seconds: float | None) -> bytes | None:
+    """The next events, which may be empty, or a ping after this time; None after the last ones, or when closed. Raises
+    RequestError."""
+    if seconds is not None and not await generation.wait(seconds):
         return events.encode_ping(generation.counts())
     deltas = await generation.next()
     if not deltas:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from serve_llm.server.prompt.model import ServedModel
-from serve_llm.server.response.messages import MessageEncoder
 from serve_llm.server.schema.messages import MessageEvent, MessageReply
 from support import agent_events
 from support.agent_events import fold_message as fold
@@ -344,22 +343,3 @@ def test_an_engine_that_fails_ends_the_stream_with_an_error_event(serve_text: Se
     events = read_events(reply)
     assert reply.status == 200 and events[0]["type"] == "message_start"
     assert events[-1] == {"type": "error", "error": {"type": "api_error", "message": "gone"}}
-
-
-def test_pauses_are_filled_with_pings(serve_text: ServeText, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MessageEncoder, "ping_seconds", 0.01)
-    served = serve_text("Hello.", automatic=False)
-
-    async def scenario() -> Reply:
-        call = post_stream(served)
-        await call.news.wait()  # before the first token
-        while len(call.sent) < 4:
-            call.news.clear()
-            await call.news.wait()
-        while served.engine.open:
-            served.engine.step()
-        return await call.reply()
-
-    events = read_events(asyncio.run(scenario()))
-    assert [event["type"] for event in events[:3]] == ["message_start", "ping", "ping"]
-    assert fold(events)["content"] == [{"type": "text", "text": "Hello."}]
