@@ -53,13 +53,19 @@ def detokenize(content: bytes, context: Context) -> Text:
 
 def find_route(content: bytes, context: Context) -> RouteName:
     """The kind of request that a body of /invocations is, by its fields."""
-    fields = read_fields(content, context.limits)
+    fields = {name for name, value in read_fields(content, context.limits).items() if value is not None}
     if "messages" in fields and context.facts.generates:
         return RouteName("chat")
     if "prompt" in fields:
         return RouteName("completion")
     if "query" in fields and "documents" in fields:
         return RouteName("rerank")
+    if fields & {"queries", "text_1", "data_1"}:
+        return RouteName("score")
+    if "input" in fields and "task" in fields:
+        return RouteName("pool")
     if "input" in fields or "messages" in fields:
         return RouteName("classify" if context.facts.pooling_task == "classify" else "embed")
-    raise InvalidRequest("one of messages, prompt, input, or query and documents is required", "messages")
+    raise InvalidRequest(
+        "one of messages, prompt, input, queries, text_1, data_1, or query and documents is required", "messages"
+    )

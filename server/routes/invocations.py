@@ -19,6 +19,8 @@ RESPONSES: dict[str, Callable[[AppState, Request], Response]] = {
     "embed": pooling.embed,
     "classify": pooling.classify,
     "rerank": pooling.rerank,
+    "score": pooling.score,
+    "pool": pooling.pool,
 }
 """By the names that the job `find_route` returns."""
 
@@ -30,7 +32,7 @@ def create_router(state: AppState) -> APIRouter:
 
     @router.post("/invocations", openapi_extra={"requestBody": any_object}, responses=describe_problems(has_body=True))
     async def invoke(request: Request) -> Response:
-        """The response to a body with messages, prompt, input, or query and documents."""
+        """The response to a body with messages, prompt, input, two sides to score, or query and documents."""
         async with state.reading_body(request) as content:
             route = await state.prompts.run("find_route", content, RouteName)
         return RESPONSES[route.name](state, Request(request.scope, _replay(content, request.receive)))

@@ -58,9 +58,9 @@ def create_router(state: AppState) -> APIRouter:
 
     @router.post("/v1/score", **describe_route(ScoreRequest, ScoreReply))
     @router.post("/score", **describe_route(ScoreRequest, ScoreReply))
-    async def score(request: Request) -> Response:
+    async def create_scores(request: Request) -> Response:
         """How well texts match."""
-        return PoolingResponse(state, request, "score", "score", build_scores)
+        return score(state, request)
 
     @router.post("/classify", **describe_route(ClassificationRequest, ClassificationReply))
     async def create_classes(request: Request) -> Response:
@@ -68,9 +68,9 @@ def create_router(state: AppState) -> APIRouter:
         return classify(state, request)
 
     @router.post("/pooling", **describe_route(PoolingRequest, PooledVectorReply))
-    async def pooling(request: Request) -> Response:
+    async def create_vectors(request: Request) -> Response:
         """The vector of each text as the model computes it."""
-        return PoolingResponse(state, request, "pool", "pool", build_pooled)
+        return pool(state, request)
 
     return router
 
@@ -88,6 +88,16 @@ def rerank(state: AppState, request: Request) -> Response:
 def classify(state: AppState, request: Request) -> Response:
     """The response of /classify."""
     return PoolingResponse(state, request, "classify", "classify", build_classes)
+
+
+def score(state: AppState, request: Request) -> Response:
+    """The response of /v1/score."""
+    return PoolingResponse(state, request, "score", "score", build_scores)
+
+
+def pool(state: AppState, request: Request) -> Response:
+    """The response of /pooling."""
+    return PoolingResponse(state, request, "pool", "pool", build_pooled)
 
 
 class PoolingResponse(Response):

@@ -132,3 +132,19 @@ def test_task_of_pooling(serve: Serve) -> None:
         assert served.post("/pooling", {"input": "a", "task": task}).status == 200
         error = served.post("/pooling", {"input": "a", "task": other}).json()["error"]
         assert (error["param"], error["code"]) == ("task", "unsupported")
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ({"input": "a"}, "embedding"),
+        ({"input": "a", "task": "embed"}, "pooling"),
+        ({"text_1": "a", "text_2": ["b"]}, "score"),
+        ({"queries": "a", "items": ["b"], "input": None}, "score"),
+        ({"data_1": "a", "data_2": "b"}, "score"),
+    ],
+    ids=str,
+)
+def test_invocations_tell_requests_for_vectors_apart(serve: Serve, body: dict[str, object], kind: str) -> None:
+    reply = serve_vectors(serve).post("/invocations", body)
+    assert reply.status == 200 and reply.json()["data"][0]["object"] == kind

@@ -296,6 +296,9 @@ def test_invocations_tell_requests_apart(served: Served) -> None:
     for body, param in (({"input": "x"}, None), ({"query": "x", "documents": ["y"]}, None), ({}, "messages")):
         error = served.post("/invocations", body).json()["error"]
         assert error["param"] == param
+    for body in ({"messages": None, "prompt": "x"}, {"prompt": "x", "query": None, "documents": None}):
+        assert served.post("/invocations", body | {"max_tokens": 1}).json()["object"] == "text_completion"
+    assert served.post("/invocations", {"messages": None, "prompt": None}).status == 400
     assert served.post("/invocations", {"prompt": "x", "n": 0}).json()["error"]["param"] == "n"
     assert served.post("/invocations", b" " * (16 * 2**20 + 1)).status == 413
     assert served.admission.num_open == 0
