@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 Json = dict[str, Any]
 
-KINDS = {
-    "message": ["response.content_part.added", "response.output_text", "response.content_part.done"],
-    "reasoning": ["response.reasoning_text"],
-    "function_call": ["response.function_call_arguments"],
-    "custom_tool_call": ["response.custom_tool_call_input"],
+DELTA_EVENTS = {
+    "message": ("response.output_text", "text"),
+    "reasoning": ("response.reasoning_text", "text"),
+    "function_call": ("response.function_call_arguments", "arguments"),
+    "custom_tool_call": ("response.custom_tool_call_input", "input"),
 }
+"""By the type of an item: the events about its text without their last part, and the field that holds it all."""
 
 
 def read_events(content: bytes) -> list[Json]:
@@ -28,8 +30,9 @@ def read_events(content: bytes) -> list[Json]:
 
 def fold_message(events: list[Json]) -> Json:
     """The body from the events of a message, whose order it checks."""
-    first, *rest = [event for event in events if event["type"] != "ping"]
+    first, *rest = events
     assert first["type"] == "message_start" and rest[-1]["type"] == "message_stop"
+    rest = [event for event in rest if event["type"] != "ping"]
     message: Json = first["message"]
     texts: list[str] = []
     is_open = False
@@ -64,6 +67,9 @@ def fold_message(events: list[Json]) -> Json:
                 assert not is_open
                 message |= event["delta"]
                 message["usage"] |= event["usage"]
+            case kind:
+                raise AssertionError(f"{kind} inside of a message")
+    assert message["stop_reason"] is not None
     return message
 
 
@@ -81,34 +87,51 @@ def fold_response(events: list[Json]) -> Json:
     assert (created["type"], in_progress["type"]) == ("response.created", "response.in_progress")
     assert created["response"]["status"] == "in_progress" and created["response"]["output"] == []
     items: list[Json] = []
-    texts: list[str] = []
-    is_open = False
-    for event in rest:
-        kind = event["type"]
-        if kind == "response.output_item.added":
-            assert not is_open and event["output_index"] == len(items)
-            is_open = True
-            texts = []
-            items.append(event["item"])
-            continue
-        item = items[-1]
-        assert is_open and event["output_index"] == len(items) - 1
-        if kind == "response.output_item.done":
-            assert event["item"]["id"] == item["id"]
-            items[-1] = event["item"]
-            is_open = False
-            continue
-        assert event["item_id"] == item["id"]
-        assert any(kind.startswith(prefix) for prefix in KINDS[item["type"]])
-        if kind.endswith(".delta"):
-            texts.append(event["delta"])
-        elif not kind.startswith("response.content_part"):
-            name = next(name for name in ("text", "arguments", "input") if name in event)
-            assert event[name] == "".join(texts)
+    waiting = iter(rest)
+    for event in waiting:
+        assert event["type"] == "response.output_item.added" and event["output_index"] == len(items)
+        items.append(_fold_item(event, waiting))
     response: Json = last["response"]
-    assert not is_open and response["output"] == items and response["id"] == created["response"]["id"]
+    assert response["output"] == items and response["id"] == created["response"]["id"]
     assert last["type"] == f"response.{response['status']}"
     return response
+
+
+def _fold_item(added: Json, events: Iterator[Json]) -> Json:
+    """The finished item, from the events up to its end, all of which are there in their order."""
+    item = added["item"]
+    kind = item["type"]
+    prefix, field = DELTA_EVENTS[kind]
+    has_part = kind in ("message", "reasoning")
+    place = {"item_id": item["id"], "output_index": added["output_index"], **({"content_index": 0} if has_part else {})}
+
+    def take() -> Json:
+        event = next(events)
+        if event["type"] != "response.output_item.done":
+            assert {
+                name: event.get(name) for name in ("item_id", "output_index", "content_index") if name in event
+            } == place
+        return event
+
+    assert not item.get("content") and not item.get(field)
+    if kind == "message":
+        opened = take()
+        assert opened["type"] == "response.content_part.added" and opened["part"]["text"] == ""
+    texts = []
+    while (event := take())["type"] == f"{prefix}.delta":
+        texts.append(event["delta"])
+    assert event["type"] == f"{prefix}.done" and event[field] == "".join(texts)
+    part = take() if kind == "message" else None
+    done = take()
+    assert done["type"] == "response.output_item.done" and done["output_index"] == added["output_index"]
+    finished: Json = done["item"]
+    changing = ("status", "content", "encrypted_content", field)
+    assert {**finished, **dict.fromkeys(changing)} == {**item, **dict.fromkeys(changing)}
+    if part is not None:
+        assert part["type"] == "response.content_part.done" and finished["content"] == [part["part"]]
+    held = finished["content"][0]["text"] if has_part else finished[field]
+    assert held == "".join(texts)
+    return finished
 
 
 def strip_response(response: Json) -> Json:
