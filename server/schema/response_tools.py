@@ -15,6 +15,7 @@ from serve_llm.server.prompt.items import ToolItem, join_name
 from serve_llm.server.schema.common import TranslatedBody
 from serve_llm.server.schema.tools import build_tool, check_num_tools
 from serve_llm.server.structured_output.errors import GrammarError, LarkError, UnsupportedLark
+from serve_llm.server.structured_output.lark_regex import nests_without_end
 
 _HOSTED_TOOLS = frozenset(
     {
@@ -98,8 +99,8 @@ def read_tools(definitions: Sequence[FlatTool], limits: Limits) -> tuple[list[To
         parameters, strict, schema_field = definition.parameters, definition.strict, "parameters"
         if definition.type == "custom":
             strict, schema_field = True, "format"
-            parameters, is_enforced = _describe_input(definition.format, param)
-            if not is_enforced:
+            parameters, is_exact = _describe_input(definition.format, param)
+            if not is_exact:
                 skipped.append(f"{param}.format")
         description = "\n\n".join(filter(None, (introduction, definition.description)))
         tools[name] = build_tool(name, description, parameters, strict, param, schema_field)
@@ -175,14 +176,16 @@ def _list_entries(definitions: Sequence[FlatTool]) -> Iterator[_Entry]:
 
 
 def _describe_input(format: CustomFormat | None, param: str) -> tuple[dict[str, object], bool]:
-    """A custom tool's parameters as those of a function, and whether they enforce its format. Raises InvalidRequest."""
+    """A custom tool's parameters as those of a function, and whether they allow every text of its format and no other.
+    Raises InvalidRequest."""
     if format is None or format.type == "text":
         return describe_input(), True
     if format.definition is None or format.syntax is None:
         name = "syntax" if format.syntax is None else "definition"
         raise InvalidRequest(f"{param}.format.{name} is required", f"{param}.format.{name}")
     try:
-        return describe_input(format.syntax, format.definition), True
+        schema = describe_input(format.syntax, format.definition)
+        return schema, format.syntax != "lark" or not nests_without_end(format.definition)
     except (GrammarError, LarkError) as error:
         if not isinstance(error, UnsupportedLark):
             raise InvalidRequest(f"{param}.format: {error}", f"{param}.format") from None

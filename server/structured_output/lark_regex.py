@@ -27,7 +27,7 @@ _CONTROLS = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "\f": r"\f", "\v": r"\v"}
 _FLAGS = frozenset("is")
 _UNSUPPORTED_FLAGS = frozenset("lmux")
 _UNSUPPORTED_DIRECTIVES = frozenset({"declare", "extend", "ignore", "import", "override"})
-_UNSUPPORTED_MARKS = frozenset("%{")  # they begin an inner grammar, and the arguments of a template
+_UNSUPPORTED_MARKS = frozenset("%{&~")  # an inner grammar, arguments of a template, llguidance's "and" and "not"
 
 
 class _TooLong(UnsupportedLark):
@@ -65,6 +65,13 @@ def translate_lark(grammar: str) -> str:
     if rules.unsupported is not None:
         raise rules.unsupported
     return expression
+
+
+def nests_without_end(grammar: str) -> bool:
+    """Whether texts that nest deeper than `translate_lark` writes rules out are missing. Call it after that."""
+    expander = _Expander(_LarkRules(grammar))
+    expander.expand("start")
+    return expander.is_cut
 
 
 def _translate(rules: _LarkRules) -> str:

@@ -84,6 +84,8 @@ def test_texts(grammar: str, valid: list[str], invalid: list[str]) -> None:
         ("start: /a/\nstart: /b/", "twice"),
         ("start: /a/\n%ignore WS", "cannot be enforced"),
         ("start: %json {}", "cannot be enforced"),
+        ("start: A\nA: /a/ & /b/", "cannot be enforced"),
+        ("start: A\nA: ~/a/", "cannot be enforced"),
         ("start: /a/x", "cannot be enforced"),
         ("start: /a/z", "are not Lark flags"),
         ("start: /a/ ~", "number"),
@@ -103,7 +105,7 @@ def test_texts(grammar: str, valid: list[str], invalid: list[str]) -> None:
         ("start: a0\n" + "\n".join(f"a{n}: a{n + 1} a{n + 1}" for n in range(60)) + '\na60: "x"', "more than"),
         ("start: " + "a " * 20_000 + "\na: " + '"xyz" ' * 1000, "more than"),
     ],
-    ids=range(25),
+    ids=range(27),
 )
 def test_what_cannot_be_translated(grammar: str, problem: str) -> None:
     with pytest.raises(LarkError, match=problem) as raised:

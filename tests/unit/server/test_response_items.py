@@ -182,3 +182,20 @@ def test_a_required_call_is_one_of_a_function(served: Served) -> None:
     assert served.engine.submitted[-1].sampling.grammar
     unknown = {**body, "tools": [SEARCH], "tool_choice": {"type": "function", "name": "clock"}}
     assert "is not one of the tools" in served.post("/v1/responses", unknown).json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "is_exact"),
+    [
+        ('start: "(" start ")" | "a"', False),
+        ('start: a\na: "x" b | "y"\nb: "(" a ")"', False),
+        ('start: "a" start | "b"', True),
+        ("start: A\nA: /a/ & /b/", False),
+        ('start: "a"\n%ignore " "', False),
+    ],
+)
+def test_a_grammar_that_is_not_enforced_as_it_is_is_named(served: Served, grammar: str, is_exact: bool) -> None:
+    format = {"type": "grammar", "syntax": "lark", "definition": grammar}
+    reply = served.post("/v1/responses", {"input": "Hi", "tools": [{"type": "custom", "name": "f", "format": format}]})
+    assert reply.status == 200, reply.content
+    assert reply.headers.get("x-ignored-fields") == (None if is_exact else "tools[0].format")
