@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from support.daemon import Daemon
-from support.hostile import Case, cases
+from support.hostile import Case, cases, classifier_cases
 from support.hostile_agents import agent_cases
 from support.hostile_batches import batch_cases
 from support.hostile_grammars import grammar_cases, tool_cases
@@ -113,11 +113,22 @@ def peak_growth(process: psutil.Process, stop: threading.Event, found: list[int]
 
 
 def test_hostile_requests_hurt_only_themselves(daemon: Daemon) -> None:
+    corpus = [*cases(), *grammar_cases(), *tool_cases(), *agent_cases(), *batch_cases()]
+    assert len(corpus) >= 800
+    check(daemon, corpus)
+
+
+def test_hostile_requests_to_a_classifier() -> None:
+    options = ("--runner", "generate", "--convert", "classify", "--classifier-from-token", "a", "b")
+    with Daemon("demo", *options, environ={"OMP_NUM_THREADS": "1"}) as daemon:
+        daemon.wait_until_serving()
+        check(daemon, classifier_cases())
+
+
+def check(daemon: Daemon, corpus: list[Case]) -> None:
     host, port = daemon.url.removeprefix("http://").split(":")
     address, server = (host, int(port)), psutil.Process(daemon.process.pid)
     engine = daemon.engine_pid()
-    corpus = [*cases(), *grammar_cases(), *tool_cases(), *agent_cases(), *batch_cases()]
-    assert len(corpus) >= 800
     stop, growth = threading.Event(), [0]
     watching = threading.Thread(target=peak_growth, args=(server, stop, growth), daemon=True)
     watching.start()

@@ -292,11 +292,13 @@ VECTORS: dict[str, dict[str, object]] = {
     "/classify": {"input": "x"},
     "/v1/score": {"queries": "x", "documents": ["y"]},
     "/v1/rerank": {"query": "x", "documents": ["y"]},
+    "/v2/rerank": {"query": "x", "documents": ["y"]},
 }
 
 
 def vectors() -> Iterator[Case]:
-    """Routes whose replies are vectors; the server embeds, so what is right for /classify is refused as well."""
+    """Routes whose replies are vectors. A server that embeds refuses what is right for /classify as well, and one that
+    classifies what is right for /v1/embeddings."""
     for path, good in VECTORS.items():
         text = next(reversed(good))
         wrong: list[dict[str, object]] = [
@@ -306,7 +308,8 @@ def vectors() -> Iterator[Case]:
         wrong += [{text: [""] * 3}, {text: ["x"] * 3000}, {text: ["word " * MANY]}, {text: [-1]}, {text: [[2**63]]}]
         wrong += [{"truncate_prompt_tokens": value} for value in (0, -2, 2**63, "1", 1.5)]
         wrong += [{"truncation_side": "middle"}, {"add_special_tokens": "yes"}, {"priority": 2**40}, {"model": 5}]
-        wrong += [{"temperature": 0.5}, {"input_type": "x"}, {"model": "x" * MANY}]
+        wrong += [{"temperature": 0.5}, {"nonsense": "x"}, {"model": "x" * MANY}]
+        wrong += [{"cache_salt": ""}, {"cache_salt": "x" * MANY}, {"use_activation": "yes"}, {"padding": "longest"}]
         for number, changed in enumerate(wrong):
             yield Case(f"{path} {number}", path, json.dumps(good | changed).encode())
         for number, body in enumerate((b"", b"[]", b'{"input": NaN}', b'{"input": "\xff"}', b"[" * 1000)):
@@ -323,11 +326,38 @@ def vectors() -> Iterator[Case]:
         {"documents": [{"text": 5}]},
         {"documents": [{"image": "x"}]},
         {"instruction": 5},
+        {"max_tokens_per_query": 0},
+        {"use_activation": 1},
+        {"documents": ["y" * 10**6], "max_tokens_per_doc": 1},
     ):
         body = {"query": "x", "documents": ["y"]} | changed
         yield Case(f"rerank {changed}", "/rerank", json.dumps(body).encode())
     for body in ({"queries": ["x", "y"], "documents": ["z"] * 3}, {"text_1": "x"}, {"queries": "x", "text_2": "y"}):
         yield Case(f"score {sorted(body)}", "/score", json.dumps(body).encode())
+
+
+def classifier_cases() -> list[Case]:
+    """For a server that classifies; its scores are those of pairs of texts."""
+    pair: dict[str, object] = {"queries": "x", "documents": ["y"]}
+    wrong: list[tuple[str, dict[str, object]]] = [("/classify", {"input": "x", "dimensions": 2})]
+    for changed in (
+        {"instruction": "word " * MANY},
+        {"instruction": 5},
+        {"queries": "word " * MANY},
+        {"queries": ["x"] * 3000, "documents": ["y"] * 3000},
+        {"documents": []},
+        {"documents": [""], "queries": None},
+        {"max_tokens_per_doc": -1},
+        {"chat_template_kwargs": {"a": 1}},
+    ):
+        wrong.append(("/score", pair | changed))
+    for task in ("embed", "token_classify", 5, "x" * MANY):
+        wrong.append(("/pooling", {"input": "x", "task": task}))
+    found = [Case(f"classifier {path} {n}", path, json.dumps(body).encode()) for n, (path, body) in enumerate(wrong)]
+    for case in vectors():  # a pair with an empty text has a prompt
+        may_be_served = "classify" not in case.path and b'["", "", ""]' in case.body
+        found.append(case._replace(statuses=case.statuses | {200}) if may_be_served else case)
+    return found
 
 
 RESPONSES = "/v1/responses"

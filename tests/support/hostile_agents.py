@@ -145,7 +145,7 @@ def responses() -> Iterator[Case]:
 def items() -> Iterator[Case]:
     call: Json = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
     wrong: list[Json] = [
-        {**call, "arguments": text} for text in ("{", "[1]", '{"a": NaN}', "1" * 5000, 3, [], '{"a":' * 5000)
+        {**call, "arguments": text} for text in ("{]", "[1]", "[1", '{"a": NaN}', "1" * 5000, 3, [], '{"a":' * 5000)
     ]
     wrong += [{**call, "call_id": 3}, {**call, "name": {}}, {**call, "name": None}]
     wrong += [
@@ -165,6 +165,10 @@ def items() -> Iterator[Case]:
         reasoning = {"type": "reasoning", "encrypted_content": text}
         case = respond(f"encrypted {number}", input=[{"role": "user", "content": "x"}, reasoning])
         yield case._replace(statuses=frozenset({200}))
+    for number, text in enumerate(("{" + '"a": [' * 90, '{"' + "x" * 10**6)):
+        case = respond(f"cut {number}", input=[{"role": "user", "content": "x"}, {**call, "arguments": text}])
+        yield case._replace(statuses=MAYBE)
+    yield respond("summary", input=[{"type": "reasoning", "summary": [{"type": "summary_text", "text": 3}] * MANY}])
     yield respond("items", input=[call] * MANY)
     parts = [{"type": "input_text", "text": "x"}] * (4 * MANY)
     yield respond("parts", input=[{"role": "user", "content": parts}])
@@ -195,6 +199,10 @@ def flat_tools() -> Iterator[Case]:
         [{"type": "namespace", "name": "n", "tools": [{"type": "namespace", "name": "m", "tools": [good]}]}],
         [{"type": "namespace", "name": "n", "tools": [{**good, "name": f"f{number}"} for number in range(20_000)]}],
         [{**good, "name": "n__f"}, {"type": "namespace", "name": "n", "tools": [good]}],
+    ]
+    wrong += [
+        [{**custom, "format": {"type": "grammar", "syntax": "lark", "definition": text}}]
+        for text in ("", "start: start", "start: /[/", "start: /(a{1000}){1000}{1000}/", 'start: "\x00')
     ]
     for number, value in enumerate(wrong):
         yield respond(f"tools {number}", tools=value)
