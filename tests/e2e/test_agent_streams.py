@@ -98,6 +98,7 @@ def test_event_streams_go_on_when_the_engine_dies(daemon: Daemon) -> None:
     streams = [EventStream(daemon.url, "/v1/messages", message), EventStream(daemon.url, "/v1/responses", response)]
     for stream in streams:
         assert stream.has_begun.wait(LIMIT)
+    assert all(stream.is_alive() for stream in streams), "a stream has ended too early"
     os.kill(daemon.engine_pid(), signal.SIGKILL)
     for stream in streams:
         stream.join(LIMIT)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, OpenAI, pydantic_function_tool
 from pydantic import BaseModel, ConfigDict, Field
 
 from support.daemon import Daemon
@@ -44,7 +44,8 @@ class Sky(BaseModel):
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     template = write_files(tmp_path_factory.mktemp("tools"))["--chat-template"]
-    with Daemon("demo", "--chat-template", template, "--dialect", "hermes") as daemon:
+    options = ("--chat-template", template, "--dialect", "hermes", "--runner", "generate", "--convert", "embed")
+    with Daemon("demo", *options) as daemon:
         yield daemon.wait_until_serving() + "/v1"
 
 
@@ -191,3 +192,76 @@ def test_llama_index(url: str) -> None:
     calls = model.get_tool_calls_from_response(answer)
     assert calls and all(tool.fn(**call.tool_kwargs) for call in calls)
     assert isinstance(model.as_structured_llm(Weather).chat(talk).raw, Weather)
+
+
+def test_openai_responses(url: str) -> None:
+    client = OpenAI(base_url=url, api_key="none")
+    how: dict[str, Any] = {"model": "demo", "input": QUESTION, "max_output_tokens": 400, "temperature": 0}
+    parsed = client.responses.parse(text_format=Weather, **how)
+    assert isinstance(parsed.output_parsed, Weather)
+    with client.responses.stream(text_format=Weather, **how) as stream:
+        kinds = [event.type for event in stream]
+        assert stream.get_final_response().output_parsed == parsed.output_parsed
+    assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+    schema = {"type": "json_schema", "name": "weather", "schema": Weather.model_json_schema()}
+    written = client.responses.create(text={"format": schema}, **how)
+    assert Weather.model_validate_json(written.output_text) == parsed.output_parsed
+    tool: Any = pydantic_function_tool(Weather, name="get_weather")["function"]
+    forced: dict[str, Any] = {"tools": [{"type": "function", **tool}], "tool_choice": "required"}
+    called = client.responses.create(parallel_tool_calls=False, **forced, **how)
+    (call,) = [item for item in called.output if item.type == "function_call"]
+    Weather.model_validate_json(call.arguments)
+    events = list(client.responses.create(parallel_tool_calls=False, stream=True, **forced, **how))
+    last: Any = events[-1]
+    assert [item.type for item in last.response.output] == [item.type for item in called.output]
+    answer: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    talk: Any = [{"role": "user", "content": QUESTION}, *called.output, answer]
+    assert client.responses.create(**{**how, "input": talk, "max_output_tokens": 20}).output_text
+
+
+def test_langchain_embeddings(url: str) -> None:
+    langchain = pytest.importorskip("langchain_openai")
+    model = langchain.OpenAIEmbeddings(base_url=url, api_key="none", model="demo", check_embedding_ctx_length=False)
+    one, other = model.embed_documents(["a text", "another"])
+    assert model.embed_query("a text") == pytest.approx(one, abs=1e-4) and one != other
+
+
+def test_llama_index_embeddings(url: str) -> None:
+    like = pytest.importorskip("llama_index.embeddings.openai_like")
+    model = like.OpenAILikeEmbedding(model_name="demo", api_base=url, api_key="none")
+    one, other = model.get_text_embedding_batch(["a text", "another"])
+    assert model.get_text_embedding("a text") == pytest.approx(one, abs=1e-4) and one != other
+
+
+def test_cohere_reranks(url: str) -> None:
+    cohere = pytest.importorskip("cohere")
+    client = cohere.ClientV2(base_url=url.removesuffix("/v1"), api_key="none")
+    found = client.rerank(model="demo", query="import os", documents=["x = 1", "import os"], top_n=1)
+    assert [result.index for result in found.results] == [1]
+
+
+def test_litellm_takes_claude_codes_requests(url: str) -> None:
+    litellm = pytest.importorskip("litellm")
+    tool = {"name": "get_weather", "description": "Weather.", "input_schema": Weather.model_json_schema()}
+    body: dict[str, Any] = {
+        "model": "hosted_vllm/demo",
+        "api_base": url,
+        "api_key": "none",
+        "max_tokens": 400,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        "thinking": {"type": "adaptive", "display": "summarized"},
+        "output_config": {"effort": "high"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "metadata": {"user_id": "user"},
+        "temperature": 0,
+    }
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+    required = {"type": "any", "disable_parallel_tool_use": True}
+    called = asyncio.run(litellm.anthropic_messages(**body, tools=[tool], tool_choice=required))
+    assert [block["type"] for block in called["content"]][-1] == "tool_use"
+    for choice in ({"type": "tool", "name": "web_search"}, {"type": "auto"}):
+        assert asyncio.run(litellm.anthropic_messages(**body, tools=[search], tool_choice=choice))["content"]
+    format = {"type": "json_schema", "schema": Sky.model_json_schema() | {"additionalProperties": False}}
+    typed = asyncio.run(litellm.anthropic_messages(**{**body, "output_config": {"format": format}}))
+    Sky.model_validate_json(typed["content"][-1]["text"])
