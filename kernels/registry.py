@@ -36,10 +36,12 @@ from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.encoder_attention import build_encoder_attention
 from serve_llm.kernels.cpu.linear import Packer
 from serve_llm.kernels.cpu.linear_grouped import GroupedPacker
+from serve_llm.kernels.cpu.lora import CompiledLoRA
 from serve_llm.kernels.cpu.rows import RowKernels
 from serve_llm.kernels.cpu.sampling import CompiledSampling
 from serve_llm.kernels.invariance import Guard, LayerKind
 from serve_llm.kernels.linear_grouped import GroupedWeight
+from serve_llm.kernels.lora import LoRAKernels
 from serve_llm.kernels.sampling import DeviceSampling, SamplingKernels
 from serve_llm.kernels.torch_sampling import SyncSampling
 
@@ -68,6 +70,7 @@ class Kernels:
     pack_grouped_table: Callable[[GroupedWeight, Tensor | None, torch.dtype], table.Table]
     quantise_int4: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
     pack_experts: Callable[..., moe.Experts]
+    lora: LoRAKernels | None = None  # None: the products of adapters are linear layers
     capturable: bool = False  # CUDA graphs may capture them: they read lengths on the device and do not synchronise
 
 
@@ -199,7 +202,7 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
         return f"no kernel was compiled for {dtype}"
     try:
         found = library.Library(path)
-        rows, packer = RowKernels(found), Packer(found)
+        rows, packer, lora = RowKernels(found), Packer(found), CompiledLoRA(found)
     except (OSError, AttributeError) as error:  # the latter: compiled from older sources
         return f"the compiled kernels cannot be loaded: {error}"
     logger.info("CPU kernels: compiled for %s", found.variant)
@@ -262,6 +265,7 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
         pack_int8_table=pack_int8_table,
         pack_grouped_table=pack_grouped_table,
         quantise_int4=rows.quantise_int4,
+        lora=lora,
     )
 
 

@@ -1,8 +1,9 @@
 """LoRA (arXiv:2106.09685): linear layers that add adapters' low-rank products to the rows that ask for them.
 
-Each rank holds up to --max-loras adapters in slots. A step's tokens are grouped by slot. The model's own linear kernels
-compute the products of a group, so that a row has the same bits in any batch, and rows without an adapter are not
-touched. Row-parallel layers add their products before the all-reduce.
+Each rank holds up to --max-loras adapters in slots. A step's tokens are grouped by slot. Kernels of their own compute
+the products of all groups of a layer; where there are none, the model's linear kernels compute those of one group after
+another. A row has the same bits in any batch, and rows without an adapter are not touched. Row-parallel layers add
+their products before the all-reduce.
 
 DoRA (arXiv:2402.09353) also multiplies each output, without the bias, by its magnitude / the length of its row of the
 weight with the adapter. That factor is found when the adapter is loaded, and the product's weight contains it.
@@ -21,6 +22,7 @@ from torch.nn import functional
 
 from serve_llm.engine.model.lora_targets import count_rows
 from serve_llm.kernels.linear import Linear
+from serve_llm.kernels.lora import ExpansionWeight, LoRAKernels, LoRAProduct, OutputScale
 
 ADAPTABLE = re.compile(r"layers\.\d+\.(attention|ffn|ffn\.shared)\.\w+\.weight|head\.weight")
 Reorder = Callable[[str, Tensor], Tensor]
@@ -75,19 +77,6 @@ class LoRAPart:
 
 
 @dataclass(frozen=True, eq=False)
-class OutputScale:
-    """What DoRA does to a layer's own outputs."""
-
-    factor: Tensor  # (outputs,) float32
-    offset: Tensor | None  # (outputs,) float32: (1 - factor) * bias, so that the bias stays as it is
-
-    def __call__(self, y: Tensor) -> Tensor:
-        """y: (rows, outputs)."""
-        scaled = y.float() * self.factor
-        return (scaled if self.offset is None else scaled + self.offset).to(y.dtype)
-
-
-@dataclass(frozen=True, eq=False)
 class Expansion:
     """The second product of an adapter for one part of a linear layer, and what comes before it."""
 
@@ -114,6 +103,21 @@ class LowRankProduct:
                 if expansion.scale is not None:
                     outputs[chunk] = expansion.scale(outputs[chunk])
                 _add_rows(outputs, chunk, product)
+
+
+class LinearKernelsLoRA:
+    """Adapters as products of the model's linear kernels. Contract: `kernels.lora.LoRAKernels`."""
+
+    def __init__(self, pack: Callable[[Tensor], Linear]) -> None:
+        self._pack = pack
+
+    def pack(self, down: Tensor, expansions: Sequence[ExpansionWeight]) -> LowRankProduct:
+        packed = [Expansion(one.columns, one.outputs, self._pack(one.up), one.scale) for one in expansions]
+        return LowRankProduct(self._pack(down), tuple(packed))
+
+    def add(self, y: Tensor, x: Tensor, groups: Sequence[tuple[LowRankProduct, Tensor | None]]) -> None:
+        for product, rows in groups:
+            product.add_to(y, x, rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,15 +161,15 @@ class LoRALinear:
     parts: Mapping[str, LoRAPart]  # by parameter, such as "layers.3.attention.q.weight"; in the order of the outputs
     reorders: tuple[Reorder, ...]  # bring the rows of a parameter into the order of the layer's outputs
     step: StepRows
+    kernels: LoRAKernels
     dtype: torch.dtype | None = None  # that of the products; None: the model's
-    products: dict[int, LowRankProduct] = field(default_factory=dict)  # by slot
+    products: dict[int, LoRAProduct] = field(default_factory=dict)  # by slot
 
     def __call__(self, x: Tensor, /) -> Tensor:
         y = self.base(x)
-        for slot, rows in self.step.groups:
-            product = self.products.get(slot)
-            if product is not None:
-                product.add_to(y, x, rows)
+        groups = [(self.products[slot], rows) for slot, rows in self.step.groups if slot in self.products]
+        if groups:
+            self.kernels.add(y, x, groups)
         return y
 
 
@@ -197,6 +201,7 @@ class LoRAExperts:
 
     def _add(self, layer: LoRALinear, y: Tensor, x: Tensor, tokens: Tensor) -> None:
         slots = None
+        groups = []
         for slot, rows in self.step.groups:
             product = layer.products.get(slot)
             if product is None or not len(tokens):
@@ -205,13 +210,16 @@ class LoRAExperts:
                 slots = self.step.find_slots(tokens.device)[tokens]
             own = None if slots is None or rows is None else (slots == slot).nonzero().flatten()
             if own is None or len(own):
-                product.add_to(y, x, own)
+                groups.append((product, own))
+        if groups:
+            layer.kernels.add(y, x, groups)
 
 
 class LoRALayers:
     """All layers of a rank that adapters can change, and the rows of the current step."""
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: LoRAKernels) -> None:
+        self.kernels = kernels
         self.layers: list[LoRALinear] = []  # those of experts too
         self.experts: list[LoRAExperts] = []
         self.embedding: LoRAEmbedding | None = None  # None where the rank has no part of it
@@ -239,7 +247,7 @@ class LoRALayers:
         if not has_share or not all(map(ADAPTABLE.fullmatch, parts)):
             return base
         step = self._selected if is_selected else self._all
-        return self._add(LoRALinear(base, bias, parts, reorders, step, dtype))
+        return self._add(LoRALinear(base, bias, parts, reorders, step, self.kernels, dtype))
 
     def add_experts(self, *, is_selected: bool) -> LoRAExperts:
         """What adapters add to the experts of a layer. is_selected: as of `wrap`."""
@@ -251,13 +259,15 @@ class LoRALayers:
         self, experts: LoRAExperts, base: Linear, bias: Tensor | None, parts: Mapping[str, LoRAPart], *, is_first: bool
     ) -> None:
         """The next expert's layer before the activation, or the one after it."""
-        layer = LoRALinear(base, bias, parts, (), experts.step)
+        layer = LoRALinear(base, bias, parts, (), experts.step, self.kernels)
         (experts.firsts if is_first else experts.lasts).append(layer)
         self._add(layer)
 
     def wrap_head(self, base: Linear, bias: Tensor | None, part: LoRAPart) -> Linear:
         """The LM head with adapters, where this rank has a part of it. bias: what `base` adds."""
-        return self._add(LoRALinear(base, bias, {"head.weight": part}, (), self._logits)) if part.outputs else base
+        if not part.outputs:
+            return base
+        return self._add(LoRALinear(base, bias, {"head.weight": part}, (), self._logits, self.kernels))
 
     def add_embedding(self, ids: range) -> LoRAEmbedding | None:
         """What adapters add to the embedding. ids: those of this rank; None if there are none."""

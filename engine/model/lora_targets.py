@@ -173,13 +173,18 @@ def count_adapter_bytes(spec: ModelSpec, shard: Shard, config: Config) -> int:
     if config.max_loras == 0:
         return 0
     layers = [*_list_linear_layers(spec, shard), *_list_outer_layers(spec, shard)]
-    sizes = [layer.num_own_outputs + layer.num_own_inputs for layer in layers]
+    sizes = [_fill_up(layer.num_own_outputs) + layer.num_own_inputs for layer in layers]
     products = [_count_product(layer, config.max_lora_rank) for layer in layers]
     num_held = max(config.max_loras, config.max_cpu_loras) if config.device == "cpu" else config.max_loras
     slots = num_held * config.max_lora_rank * sum(sizes)
     scales = num_held * 2 * sum(layer.num_own_outputs for layer in layers)
     read = 3 * min(MAX_READ_ELEMENTS, max((layer.outputs * layer.inputs for layer in layers), default=0))
     return (slots + max(products, default=0)) * config.element_bytes + (scales + read) * FLOAT32_BYTES
+
+
+def _fill_up(outputs: int) -> int:
+    """A CPU's kernels hold a multiple of 32 outputs (`kernels.cpu.lora`)."""
+    return -(-outputs // 32) * 32
 
 
 def _whole(spec: ModelSpec, engines: int = 1) -> Shard:

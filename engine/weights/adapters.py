@@ -17,19 +17,17 @@ from serve_llm.engine.lora.tensors import AdapterTensor
 from serve_llm.engine.model.build import Part
 from serve_llm.engine.model.lora import (
     EmbeddingProduct,
-    Expansion,
     LoRAEmbedding,
     LoRALayers,
     LoRALinear,
     LoRAPart,
-    LowRankProduct,
-    OutputScale,
 )
 from serve_llm.engine.model.lora_expert_stacks import list_stacked_weights
 from serve_llm.engine.model.lora_targets import MAX_READ_ELEMENTS, find_lora_targets, map_parameters
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 from serve_llm.engine.weights.parameters import locate
+from serve_llm.kernels.lora import ExpansionWeight, LoRAProduct, OutputScale
 from serve_llm.kernels.registry import Kernels
 
 Kept = TypeVar("Kept")
@@ -39,7 +37,7 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class _BuiltAdapter(NamedTuple):
     """An adapter's products on this rank."""
 
-    products: list[LowRankProduct | None]  # in the order of `LoRALayers.layers`; None where it changes nothing
+    products: list[LoRAProduct | None]  # in the order of `LoRALayers.layers`; None where it changes nothing
     embedding: EmbeddingProduct | None
 
 
@@ -132,7 +130,7 @@ class AdapterLoader:
             self.layers.base_weights.release()
         return _BuiltAdapter(products, embedding)
 
-    def _build_product(self, layer: LoRALinear, contents: AdapterContents, stacks: _Stacks) -> LowRankProduct | None:
+    def _build_product(self, layer: LoRALinear, contents: AdapterContents, stacks: _Stacks) -> LoRAProduct | None:
         """None if the adapter does not change the layer."""
         downs: list[Tensor] = []
         columns: dict[str, slice] = {}  # by module: parts of one joint module share its first product
@@ -160,11 +158,11 @@ class AdapterLoader:
                 factor = torch.where(lengths > 0, magnitude / lengths, 0.0)  # a row of zeros stays one
                 up *= factor.unsqueeze(1)
                 scale = self._build_scale(layer, outputs, _reorder(layer, name, factor))
-            packed = self._kernels.pack(self._prepare(_reorder(layer, name, up), layer.dtype))
-            expansions.append(Expansion(columns[found.key], outputs, packed, scale))
+            up = self._prepare(_reorder(layer, name, up), layer.dtype)
+            expansions.append(ExpansionWeight(columns[found.key], outputs, up, scale))
         if not expansions:
             return None
-        return LowRankProduct(self._kernels.pack(self._prepare(torch.cat(downs), layer.dtype)), tuple(expansions))
+        return layer.kernels.pack(self._prepare(torch.cat(downs), layer.dtype), expansions)
 
     def _find_weight(self, name: str, contents: AdapterContents, stacks: _Stacks) -> _AdaptedWeight | None:
         """What the adapter holds for a parameter of the model."""

@@ -35,7 +35,8 @@ def _create_file_exporter(path: str) -> SpanExporter:
     """Appends a line of OTLP in JSON for each batch of spans."""
     from opentelemetry.exporter.otlp.json.file import FileSpanExporter  # a package of its own
 
-    return FileSpanExporter(path)
+    exporter: SpanExporter = FileSpanExporter(path)
+    return exporter
 
 
 class Tracing:
