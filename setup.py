@@ -49,7 +49,7 @@ KERNELS = os.environ.get("CPU_KERNELS") or "all"
 if KERNELS not in ("all", "native"):
     raise SystemExit(f"CPU_KERNELS={KERNELS} is unknown: all, or native for this machine's processor alone")
 
-PER_VARIANT = ("attend.cpp", "grouped.cpp", "lora.cpp", "multiply.cpp", "rows.cpp", "scan.cpp")
+PER_VARIANT = ("attend.cpp", "delta_rule.cpp", "grouped.cpp", "lora.cpp", "multiply.cpp", "rows.cpp", "scan.cpp")
 WITH_TILES = ("attend.cpp", "grouped_tiles.cpp", "multiply.cpp")  # for AMX; the others are as for avx512_bf16
 # who computes what, and the C interface
 ONCE = ("attention.cpp", "grouped_linear.cpp", "linear.cpp", "sampling.cpp", "collectives.cpp", "pool.cpp")

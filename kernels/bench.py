@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from serve_llm.kernels import registry
+from serve_llm.kernels.delta_rule import DeltaRule
 from serve_llm.kernels.huge_pages import use_huge_pages
 from serve_llm.kernels.linear_grouped import GroupedWeight
 from serve_llm.kernels.timing import Timing, median_us, report, sampling_times
@@ -170,6 +171,31 @@ def row_times() -> dict[str, Timing]:
     return found
 
 
+def delta_rule_times() -> dict[str, Timing]:
+    """Time the gated delta rule of Qwen3-Next. Bytes are those of the states, read and written once for each token."""
+    run = registry.choose(CPU, torch.bfloat16, {256}).gated_delta_rule
+    key_heads, heads, size = 16, 32, 128
+    channels = (2 * key_heads + heads) * size
+    layer = DeltaRule(
+        conv=torch.randn(4, channels).bfloat16(),
+        decay=torch.randn(heads),
+        decay_bias=torch.randn(heads),
+        key_heads=tuple(head // 2 for head in range(heads)),
+        key_dim=size,
+        value_dim=size,
+    )
+    found = {}
+    for sequences, tokens in ((1, 1), (8, 1), (1, 512)):
+        count = sequences * tokens
+        qkv, gates = torch.randn(count, channels).bfloat16(), torch.randn(count, 2 * heads).bfloat16()
+        cache = torch.zeros(sequences, 3 * channels + heads * size * size)
+        lengths = (list(range(0, count + 1, tokens)), [tokens + 1] * sequences)
+        us = median_us(partial(run, qkv, gates, layer, cache, range(sequences), *lengths))
+        num_bytes = 2 * 4 * count * heads * size * size
+        found[f"gated delta rule bf16, {sequences} x {tokens}"] = Timing(us, num_bytes, count * heads * size * size * 8)
+    return found
+
+
 def measure_limits() -> tuple[float, float]:
     """Return the GB/s of memory and the GFLOP/s of a bfloat16 matrix product."""
     memory = torch.ones(1 << 27)
@@ -187,6 +213,7 @@ def main() -> None:
     bandwidth, peak = measure_limits()
     print(f"{torch.get_num_threads()} threads: memory {bandwidth:.0f} GB/s, bf16 matrix product {peak:.0f} GFLOP/s")
     times = linear_times() | grouped_times() | expert_times() | attention_times() | cold_attention_times() | row_times()
+    times |= delta_rule_times()
     times |= sampling_times(lambda *shape: torch.randn(shape).bfloat16(), VOCABULARY, (1, 8, 32))
     report(times, bandwidth, peak)
 

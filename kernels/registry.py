@@ -18,6 +18,7 @@ from torch import Tensor
 from serve_llm.kernels import (
     activation,
     attention,
+    delta_rule,
     encoder_attention,
     linear,
     linear_fp8,
@@ -33,6 +34,7 @@ from serve_llm.kernels import (
 from serve_llm.kernels.backends import flash_attention, triton_kernels
 from serve_llm.kernels.backends.backend import AttentionBackend, AttentionForm, Features, UnavailableBackend
 from serve_llm.kernels.cpu import library
+from serve_llm.kernels.cpu.delta_rule import DeltaRuleKernel
 from serve_llm.kernels.cpu.encoder_attention import build_encoder_attention
 from serve_llm.kernels.cpu.linear import Packer
 from serve_llm.kernels.cpu.linear_grouped import GroupedPacker
@@ -60,6 +62,7 @@ class Kernels:
     add_layer_norm: Callable[[Tensor, Tensor, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor]]
     rope_and_cache: Callable[[Tensor, int, rope.HeadNorms | None, rope.Angles | None, Tensor, Tensor], Tensor]
     rope_and_latent: Callable[[Tensor, Tensor, Tensor, float, rope.Angles | None, Tensor, Tensor], Tensor]
+    gated_delta_rule: Callable[..., Tensor]
     activations: Mapping[str, Callable[[Tensor], Tensor]]  # silu_and_mul, gelu_tanh_and_mul, ...
     pack: Callable[..., linear.Linear]
     pack_heads: Callable[[Tensor], linear.Linear]
@@ -83,6 +86,7 @@ PORTABLE = Kernels(
     add_layer_norm=norm.add_layer_norm,
     rope_and_cache=rope.rope_and_cache,
     rope_and_latent=rope.rope_and_latent,
+    gated_delta_rule=delta_rule.gated_delta_rule,
     activations={
         kernel.__name__: kernel
         for kernel in (
@@ -203,6 +207,7 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
     try:
         found = library.Library(path)
         rows, packer, lora = RowKernels(found), Packer(found), CompiledLoRA(found)
+        delta_kernel = DeltaRuleKernel(found)
     except (OSError, AttributeError) as error:  # the latter: compiled from older sources
         return f"the compiled kernels cannot be loaded: {error}"
     logger.info("CPU kernels: compiled for %s", found.variant)
@@ -251,6 +256,7 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
         layer_norm=rows.layer_norm,
         add_layer_norm=rows.add_layer_norm,
         rope_and_cache=rows.rope_and_cache,
+        gated_delta_rule=delta_kernel.gated_delta_rule,
         activations={
             **PORTABLE.activations,
             "silu_and_mul": rows.silu_and_mul,

@@ -14,6 +14,7 @@ def offer(batch_invariant: bool) -> Offer:
     try:
         from serve_llm.kernels.triton.activation import ACTIVATIONS
         from serve_llm.kernels.triton.attention import paged_attention
+        from serve_llm.kernels.triton.delta_rule import gated_delta_rule
         from serve_llm.kernels.triton.fp8 import quantise_rows
         from serve_llm.kernels.triton.linear import pack, pack_heads
         from serve_llm.kernels.triton.linear_grouped import pack_grouped, pack_int8
@@ -30,6 +31,7 @@ def offer(batch_invariant: bool) -> Offer:
         "add_layer_norm": add_layer_norm,
         "rope_and_cache": rope_and_cache,
         "rope_and_latent": rope_and_latent,
+        "gated_delta_rule": gated_delta_rule,
         "activations": ACTIVATIONS,
         "pack": pack if batch_invariant else linear.pack,
         "pack_int8": partial(pack_int8, batch_invariant=batch_invariant),

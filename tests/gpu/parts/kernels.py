@@ -15,8 +15,9 @@ from torch import Tensor
 
 from parts import attention, common
 from parts.attention import TOLERANCE, difference
-from serve_llm.kernels import activation, linear_fp8, moe, norm, registry, rope
+from serve_llm.kernels import activation, delta_rule, linear_fp8, moe, norm, registry, rope
 from serve_llm.kernels import torch_sampling as definition
+from serve_llm.kernels.delta_rule import DeltaRule
 from serve_llm.kernels.registry import Kernels
 from serve_llm.kernels.sampling import BANNED, REPEATED, SPAN_COLUMNS, DeviceSampling, LogitAdjustments
 from support import experts, grouped, triton_rounding
@@ -96,6 +97,30 @@ def latent_ropes(kernels: Kernels, random: Numbers, shape: tuple[int, int, int])
         turned = kernels.rope_and_latent(query, latent, weight, 1e-6, angles, ours, slots)
         wanted = rope.rope_and_latent(query.float(), latent.float(), weight.float(), 1e-6, angles, theirs, slots)
         yield "rope_and_latent", max(difference(turned, wanted), difference(ours, theirs)), 1e-2
+
+
+def delta_rules(kernels: Kernels, random: Numbers, sizes: tuple[int, int, int, int], tokens: int) -> Found:
+    """sizes: key heads, heads of each, and the sizes of keys and values. A sequence that goes on, beside a new one."""
+    key_heads, group, key_dim, value_dim = sizes
+    heads = key_heads * group
+    channels = 2 * key_heads * key_dim + heads * value_dim
+    layer = DeltaRule(
+        conv=random(4, channels) * 0.5,
+        decay=random(heads, dtype=torch.float32),
+        decay_bias=random(heads, dtype=torch.float32),
+        key_heads=tuple(head // group for head in range(heads)),
+        key_dim=key_dim,
+        value_dim=value_dim,
+    )
+    ours = random(3, 3 * channels + heads * key_dim * layer.row, dtype=torch.float32) * 0.1
+    theirs = ours.clone()
+    qkv, gates = random(tokens + 1, channels), random(tokens + 1, 2 * heads)
+    lengths = ([0, tokens, tokens + 1], [tokens, 9])
+    found = kernels.gated_delta_rule(qkv, gates, layer, ours, [2, 0], *lengths)
+    wanted = delta_rule.gated_delta_rule(qkv, gates, layer, theirs, [2, 0], *lengths)
+    yield "gated_delta_rule", difference(found, wanted), 3e-2
+    states = [layer.split_cache(cache)[1][[0, 2], ..., :value_dim] for cache in (ours, theirs)]
+    yield "gated_delta_rule, states", difference(*states), 3e-2
 
 
 def products(kernels: Kernels, random: Numbers, shapes: tuple[tuple[int, int], ...]) -> Found:
@@ -241,6 +266,8 @@ def check(here: common.Place) -> None:
     heads = ((4, 2, 16),) if tiny else ((32, 8, 128), (14, 2, 64), (8, 4, 256), (6, 3, 14))
     tell(here, ropes(kernels, random, heads), "rope_and_cache")
     tell(here, latent_ropes(kernels, random, (4, 24, 16) if tiny else (16, 512, 64)), "rope_and_latent")
+    sizes = (2, 2, 10, 11) if tiny else (16, 2, 128, 128)
+    tell(here, delta_rules(kernels, random, sizes, here.sized(50, 5)), "gated_delta_rule")
     shapes = ((57, 97),) if tiny else ((57, 97), (6144, 4096), (4096, 14336), (896, 4864))
     tell(here, products(choose(batch_invariant=True), random, shapes), "--batch-invariant product")
     if linear_fp8.works(device):

@@ -1,0 +1,137 @@
+"""Gated DeltaNet (arXiv:2412.06464) between its projections: the convolution and the gated delta rule.
+
+Computes token by token from a state, never in chunks, so that a result does not depend on how a prompt is divided into
+steps, nor on the other sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from serve_llm.kernels.attention import Lengths
+
+STATE_UNIT = 16  # a row of a head's state is filled up to whole units of so many numbers
+NORM_EPS = 1e-6  # added to the squared lengths of queries and keys
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """The weights of one layer on one rank, and its sizes."""
+
+    conv: Tensor  # (conv_kernel, channels) in the model's dtype; channels: queries, keys, values
+    decay: Tensor  # (heads,) float32: the logarithm of a head's factor
+    decay_bias: Tensor  # (heads,) float32
+    key_heads: tuple[int, ...]  # for each head, the one that has its key and query
+    key_dim: int
+    value_dim: int
+
+    @property
+    def heads(self) -> int:
+        return len(self.key_heads)
+
+    @property
+    def row(self) -> int:
+        """Numbers of a row of a head's state."""
+        return -(-self.value_dim // STATE_UNIT) * STATE_UNIT
+
+    @cached_property
+    def num_key_heads(self) -> int:
+        return (self.conv.shape[1] - self.heads * self.value_dim) // (2 * self.key_dim)
+
+    def split_cache(self, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of the states of all slots: the last inputs of the convolution, (slots, conv_kernel - 1, channels), and
+        the heads' states, (slots, heads, key_dim, row). cache: (slots, numbers) float32."""
+        kernel, channels = self.conv.shape
+        inputs, states = cache.split_with_sizes([(kernel - 1) * channels, self.heads * self.key_dim * self.row], dim=1)
+        count = len(cache)
+        return inputs.view(count, kernel - 1, channels), states.view(count, self.heads, self.key_dim, self.row)
+
+
+def gated_delta_rule(
+    qkv: Tensor,
+    gates: Tensor,
+    layer: DeltaRule,
+    cache: Tensor,
+    slots: Sequence[int],
+    query_starts: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    on_device: Lengths | None = None,
+) -> Tensor:
+    """Compute the tokens of several sequences, one after the other, and take their states further.
+
+    For each token of a head with the state S, (key_dim, value_dim), which is 0 before a sequence's first token:
+
+        q, k, v = silu(convolution of the last conv_kernel inputs); q, k scaled to length 1, q by key_dim ** -0.5 more
+        S = S * exp(-exp(decay) * softplus(alpha + decay_bias))
+        S = S + k (outer) (v - k S) * sigmoid(beta)
+        output = q S
+
+    qkv: (tokens, channels) in the model's dtype, inputs of the convolution. gates: (tokens, 2 * heads), beta and alpha
+    of each head. cache: (slots, numbers) float32, see `DeltaRule.split_cache`; written in place. slots: one for each
+    sequence. query_starts: sequences + 1 offsets into tokens. context_lens: tokens of each sequence, these included; a
+    sequence that begins here does not read its state. on_device: query_starts and context_lens on a GPU.
+
+    The results of the convolution, of silu and of sigmoid are rounded to the model's dtype, as in transformers;
+    everything else is float32. Returns (tokens, heads, value_dim) in the model's dtype.
+    """
+    beta, alpha = gates.split_with_sizes([layer.heads, layer.heads], 1)
+    beta = sigmoid(beta.float()).to(qkv.dtype).float()
+    decay = torch.exp(-layer.decay.exp() * softplus(alpha.float() + layer.decay_bias))
+    inputs, states = layer.split_cache(cache)
+    output = torch.empty((len(qkv), layer.heads, layer.value_dim), dtype=qkv.dtype, device=qkv.device)
+    for number, slot in enumerate(slots):
+        first, end = query_starts[number], query_starts[number + 1]
+        if context_lens[number] == end - first:
+            inputs[slot] = 0.0
+            states[slot] = 0.0
+        window = torch.cat((inputs[slot], qkv[first:end].float()))
+        inputs[slot] = window[end - first :]
+        query, key, value = _split_heads(_convolve(window, layer.conv), layer)
+        state = states[slot, :, :, : layer.value_dim]
+        for token in range(end - first):
+            state *= decay[first + token, :, None, None]
+            known = (state * key[token, :, :, None]).sum(1)
+            change = (value[token] - known) * beta[first + token, :, None]
+            state += key[token, :, :, None] * change[:, None]
+            output[first + token] = (state * query[token, :, :, None]).sum(1)
+    return output
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """x: float32. See `kernels.activation` for why it is not torch's."""
+    return torch.exp(-x).add_(1.0).reciprocal_()
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x). x: float32."""
+    return torch.where(x > 20.0, x, torch.log(torch.exp(x) + 1.0))
+
+
+def _convolve(window: Tensor, weight: Tensor) -> Tensor:
+    """window: (conv_kernel - 1 + tokens, channels) float32 -> silu of the convolution, (tokens, channels) float32."""
+    kernel = len(weight)
+    count = len(window) - kernel + 1
+    total = torch.zeros_like(window[:count])
+    for tap in range(kernel):
+        total += window[tap : tap + count] * weight[tap].float()
+    mixed = total.to(weight.dtype).float()
+    return (mixed / torch.exp(-mixed).add_(1.0)).to(weight.dtype).float()
+
+
+def _split_heads(mixed: Tensor, layer: DeltaRule) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, (tokens, heads, key_dim) float32, and values, (tokens, heads, value_dim)."""
+    size = layer.num_key_heads * layer.key_dim
+    query, key, value = mixed.split_with_sizes([size, size, layer.heads * layer.value_dim], 1)
+    tokens = len(mixed)
+    heads = torch.tensor(layer.key_heads, device=mixed.device)
+    query, key = (
+        (part * torch.rsqrt((part * part).sum(-1, keepdim=True) + NORM_EPS))[:, heads]
+        for part in (one.view(tokens, -1, layer.key_dim) for one in (query, key))
+    )
+    return query * layer.key_dim**-0.5, key, value.view(tokens, -1, layer.value_dim)

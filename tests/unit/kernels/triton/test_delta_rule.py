@@ -1,0 +1,77 @@
+"""The gated delta rule in Triton: equal to the oracle in the interpreter, and compiled for GPUs."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from reference import delta_rule as oracle
+from serve_llm.kernels.delta_rule import DeltaRule
+from support.triton import NO_TRITON, compile_for, record
+
+pytest.importorskip("triton", reason=NO_TRITON)
+from serve_llm.kernels.triton import delta_rule as ours
+
+LENGTHS = [1, 2, 19]
+SLOTS = [3, 0, 1]
+
+
+def make_layer(key_heads: int, group: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> DeltaRule:
+    heads = key_heads * group
+    generator = torch.Generator().manual_seed(3)
+    channels = 2 * key_heads * key_dim + heads * value_dim
+    return DeltaRule(
+        conv=(torch.randn(4, channels, generator=generator) * 0.5).to(dtype),
+        decay=torch.randn(heads, generator=generator),
+        decay_bias=torch.randn(heads, generator=generator),
+        key_heads=tuple(head // group for head in range(heads)),
+        key_dim=key_dim,
+        value_dim=value_dim,
+    )
+
+
+def make_inputs(layer: DeltaRule, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    kernel, channels = layer.conv.shape
+    qkv = torch.randn(tokens, channels + 7, generator=generator).to(dtype)[:, :channels]
+    gates = torch.randn(tokens, 2 * layer.heads, generator=generator).to(dtype)
+    cache = torch.full((4, (kernel - 1) * channels + layer.heads * layer.key_dim * layer.row), torch.nan)
+    layer.split_cache(cache)[1][..., layer.value_dim :] = 0.0  # what no kernel needs to read or write
+    return qkv, gates, cache
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(2, 2, 10, 11), (1, 1, 16, 40)])
+def test_against_the_oracle_in_any_chunks(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    layer = make_layer(*sizes, dtype)
+    starts = [0, *accumulate(LENGTHS)]
+    qkv, gates, expected_cache = make_inputs(layer, starts[-1], dtype)
+    expected = oracle.gated_delta_rule(qkv, gates, layer, expected_cache, SLOTS, starts, LENGTHS)
+    cache = make_inputs(layer, 1, dtype)[2]
+    found = ours.gated_delta_rule(qkv, gates, layer, cache, SLOTS, starts, LENGTHS)
+    tolerance = 2e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(cache, expected_cache, rtol=tolerance, atol=tolerance, equal_nan=True)
+    again = make_inputs(layer, 1, dtype)[2]
+    first = starts[2]
+    for begin, stop in ((0, 2), (2, 3), (3, 19)):
+        part = slice(first + begin, first + stop)
+        chunk = ours.gated_delta_rule(qkv[part], gates[part], layer, again, [1], [0, stop - begin], [stop])
+        assert torch.equal(chunk, found[part])
+    assert torch.equal(again[1], cache[1])
+
+
+def test_the_sizes_of_qwen3_next_compile_without_spills() -> None:
+    layer = make_layer(16, 2, 128, 128, torch.bfloat16)
+    qkv, gates, cache = make_inputs(layer, 8, torch.bfloat16)
+
+    def call() -> None:
+        ours.gated_delta_rule(qkv, gates, layer, cache, [0, 1], [0, 7, 8], [7, 30])
+
+    launches = record(call)
+    assert {launch.kernel.name for launch in launches} == {"_convolve", "_advance", "_keep_inputs"}
+    for resources in compile_for(launches):
+        assert resources.stack_bytes == 0
