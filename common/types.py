@@ -223,4 +223,5 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     directory: str = ""  # the checkpoint
     lora_targets: dict[str, LoRATarget] = {}  # by each name that PEFT may give them; empty: adapters are not served
     tensor_parallel_size: int = 1
+    prefix_caching: bool = True
     rank_hosts: list[str] = []  # name of each rank's host; ranks are numbered stage by stage

@@ -147,6 +147,7 @@ def resolve(
     generates: bool = True,
     pooling: PoolingConfig | None = None,
     whole_prompts: bool = False,
+    has_states: bool = False,
 ) -> Config:
     """Decide everything that follows from the options, the model and the device. Call `check_options` first.
 
@@ -160,6 +161,7 @@ def resolve(
     data_parallel_rank: index of this engine.
     generates, pooling: see `Config`.
     whole_prompts: the model computes each prompt in one step.
+    has_states: see `ModelSpec`.
     Raises OptionError if an option cannot work here, ModelError if the checkpoint's dtype is not supported.
     """
     dtype = _dtype(options.dtype, checkpoint_dtype, device)
@@ -175,7 +177,7 @@ def resolve(
         block_size=options.block_size or DEFAULT_BLOCK_SIZE,
         kv_cache_memory=options.kv_cache_memory,
         gpu_memory_utilization=options.gpu_memory_utilization,
-        enable_prefix_caching=options.enable_prefix_caching,
+        enable_prefix_caching=_prefix_caching(options, has_states),
         seed=options.seed or 0,
         vocab_size=vocab_size,
         tokenizer=options.tokenizer,
@@ -192,7 +194,7 @@ def resolve(
         pipeline_parallel_layers=options.pipeline_parallel_layers,
         enable_expert_parallel=options.enable_expert_parallel,
         jump_forward=options.jump_forward,
-        speculation=_speculation(options, generates),
+        speculation=_speculation(options, generates, has_states),
         executor_backend=executor_backend,
         step_timeout=options.step_timeout,
         data_parallel_size=options.max_engines,
@@ -287,7 +289,26 @@ def _quantization(options: EngineOptions, stores_int8: bool, stores_integers: bo
     return "int8" if stores_int8 else "none"
 
 
-def _speculation(options: EngineOptions, generates: bool) -> SpeculativeConfig | None:
+def _prefix_caching(options: EngineOptions, has_states: bool) -> bool:
+    """Also refuse what needs a prefix cache, where there is none."""
+    if not has_states:
+        return options.enable_prefix_caching is not False
+    why = "this model has linear attention, whose states are not kept for prefixes"
+    if options.enable_prefix_caching:
+        raise OptionError(f"--prefix-caching: {why}; omit it")
+    if options.kv_offload_memory is not None:
+        raise OptionError(f"--kv-offload-memory needs prefix caching, but {why}; omit it")
+    if options.kv_events is not None:
+        raise OptionError(f"--kv-events-config needs prefix caching, but {why}; omit it")
+    return False
+
+
+def _speculation(options: EngineOptions, generates: bool, has_states: bool) -> SpeculativeConfig | None:
+    if options.speculation is not None and has_states:
+        raise OptionError(
+            "--speculative-config: this model has linear attention, whose states cannot be taken back when drafts are "
+            "rejected; omit it"
+        )
     if options.speculation is not None and not generates:
         raise OptionError("--speculative-config: this model returns vectors and generates no text; omit it")
     return options.speculation

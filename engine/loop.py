@@ -74,7 +74,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             self.layout.groups,
             self.layout.num_blocks,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=self.layout.count_sequences(config.max_num_seqs),
             max_model_len=config.max_model_len,
             max_chunk=config.max_num_batched_tokens,
             prefix_caching=config.enable_prefix_caching,

@@ -60,6 +60,8 @@ SLOW = (
     "%s is served by transformers' own code, the slow path: a dense model takes a fifth to a third longer than in "
     "code of our own, experts more (docs/transformers.md)"
 )
+STATES = "Prefix caching is off: linear attention keeps a state per sequence, which is not stored for prefixes"
+NO_GRAPHS = "its steps are not captured as CUDA graphs"
 
 
 def start_engine(
@@ -128,7 +130,8 @@ def start_engine(
         num_kv_blocks=layout.num_blocks,
         num_offload_blocks=layout.num_slots,
         kv_cache_tokens=kv_cache.cache_tokens(layout, config.max_model_len, config.max_num_batched_tokens),
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=layout.count_sequences(config.max_num_seqs),
+        prefix_caching=config.enable_prefix_caching,
         dtype=config.dtype,
         device=config.device,
         generates=config.generates,
@@ -203,6 +206,7 @@ def resolve_config(
         generates=generates,
         pooling=pooling,
         whole_prompts=isinstance(spec, ModelSpec) and spec.is_encoder,
+        has_states=isinstance(spec, ModelSpec) and spec.has_states,
     )
     logger.info(
         "Loading %s (%s) from %s as %s%s on %s, up to %d tokens per request",
@@ -216,6 +220,8 @@ def resolve_config(
     )
     if isinstance(spec, PretrainedSpec):
         logger.warning(SLOW, spec.architecture)
+    elif spec.has_states:
+        logger.info("%s", STATES if config.enforce_eager else f"{STATES}; {NO_GRAPHS}")
     if choice.backend != "inprocess":
         logger.info("Executor %s, because %s", choice.backend, choice.reason)
     return config, apply_engine_config(spec, config) if isinstance(spec, ModelSpec) else spec

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from serve_llm.common.options.fields import option_name
+from serve_llm.common.options.fields import is_switch, option_name
 from serve_llm.common.options.limits import Limits
 from serve_llm.common.options.schema import OPTION_FIELDS
 from serve_llm.common.options.sources import ENVIRONMENT_PREFIX
@@ -50,7 +50,7 @@ def _spelling(option: dataclasses.Field[object]) -> str:
     name = option_name(option)
     if option.name == "model":
         return "`MODEL`"
-    if isinstance(option.default, bool):
+    if is_switch(option):
         return f"`--{name}`, `--no-{name}`"
     second = option.metadata["alias"] and f"--{option.metadata['alias']}"
     second = second or (option.metadata["short"] and f"-{option.metadata['short']}")

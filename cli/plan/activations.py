@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from serve_llm.engine.config import CacheRow, Config
+from serve_llm.engine.model.delta_net_spec import STATE_UNIT, DeltaNetSpec
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec, MoESpec, NormSpec
 from serve_llm.engine.parallel.layout import HeadShare
@@ -94,11 +95,12 @@ def peak_bytes(spec: ModelSpec, shard: Shard, groups: tuple[GroupLayout, ...], c
     )
     step = replace(step, is_8_bit=spec.int8 is not None or spec.fp8, compiled_attention=is_compiled)
     last_layer = len(spec.layers) - 1
+    group_of = {
+        index: group for group, kv_group in zip(groups, spec.kv_groups, strict=True) for index in kv_group.layers
+    }
     kinds = {
-        (spec.layers[index], group, step.sampled if index == last_layer else step.tokens)
-        for group, kv_group in zip(groups, spec.kv_groups, strict=True)
-        for index in kv_group.layers
-        if index in shard.layers
+        (spec.layers[index], group_of.get(index, groups[0]), step.sampled if index == last_layer else step.tokens)
+        for index in shard.layers
     }
     ropes = {
         (layer.attention.rope, layer.attention.rope_dim) for layer, *_ in kinds if layer.attention.rope is not None
@@ -124,6 +126,8 @@ def _layer_peak(
     if isinstance(layer.attention, MLASpec):
         num_heads = len(shard.attention(layer.attention).heads)
         attention_peak = _mla_peak(step, layer.attention, group, hidden_size, num_heads)
+    elif isinstance(layer.attention, DeltaNetSpec):
+        attention_peak = _delta_net_peak(step, layer.attention, hidden_size, shard)
     else:
         attention_peak = _attention_peak(step, layer.attention, group, hidden_size, shard)
     attention_output = step.tokens * row
@@ -240,6 +244,32 @@ def _mla_peak(step: LargestStep, mla: MLASpec, group: GroupLayout, hidden_size: 
     return max(peak, query + mixed + tile, mixed + values + output_peak)
 
 
+def _delta_net_peak(step: LargestStep, mixer: DeltaNetSpec, hidden_size: int, shard: Shard) -> int:
+    """Of the compiled kernel on a CPU. On a GPU, where a sequence's tokens are computed one after the other, of one
+    that takes the whole step."""
+    head_share = shard.attention(mixer)
+    tokens, heads, key_heads = step.tokens, len(head_share.heads), len(head_share.kv_heads)
+    values = tokens * heads * mixer.value_dim
+    output_peak, _ = step.linear(tokens, heads * mixer.value_dim, hidden_size)
+    if heads == 0:
+        return output_peak
+    channels = mixer.count_channels(heads, key_heads)
+    inputs_peak, inputs = step.linear(tokens, hidden_size, channels + heads * mixer.value_dim)
+    all_gates_peak, all_gates = step.plain_linear(tokens, hidden_size, 2 * mixer.num_heads)
+    own_gates = tokens * 2 * heads * step.element if heads < mixer.num_heads else 0
+    gates_peak = max(all_gates_peak, all_gates + own_gates)
+    mixed = values * step.element
+    row = -(-mixer.value_dim // STATE_UNIT) * STATE_UNIT
+    scratch = tokens * (2 * key_heads * mixer.key_dim + heads * row + 2 * heads) * FLOAT32_BYTES
+    if not step.on_cpu:
+        scratch = tokens * (3 * channels + 2 * heads * mixer.key_dim + 4 * heads) * FLOAT32_BYTES
+    rule_peak = (own_gates or all_gates) + scratch + mixed
+    normed = values * FLOAT32_BYTES
+    gate_peak = mixed + step.float32_copy(values) + 3 * normed
+    gated_peak = 2 * mixed + normed + output_peak
+    return max(inputs_peak, inputs + max(gates_peak, rule_peak, gate_peak, gated_peak))
+
+
 def _attention_peak(
     step: LargestStep, attention: AttentionSpec, group: GroupLayout, hidden_size: int, shard: Shard
 ) -> int:
@@ -259,6 +289,9 @@ def _attention_peak(
     live = query + padded_elements * step.element * (1 if padded_elements == q_elements else 2)
     output_peak, _ = step.linear(step.tokens, num_heads * head_dim, hidden_size)
     inner_peak = output_peak
+    if attention.output_gate and num_heads:
+        gate_peak, gate = step.linear(step.tokens, hidden_size, num_heads * head_dim)
+        inner_peak = max(inner_peak, gate_peak, gate + step.float32_copy(q_elements) + q_elements * FLOAT32_BYTES)
     if not step.compiled_attention:
         prompt_rows = min(step.tokens - step.singles, QUERY_TILE)
         if attention.chunked and attention.sliding_window is not None:

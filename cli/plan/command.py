@@ -18,7 +18,7 @@ from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.common.options.schema import OPTION_FIELDS, Options
 from serve_llm.common.options.sources import build_from_flags, build_options, collect_given, make_parser
 from serve_llm.common.options.sources import read_command_line as read_flags
-from serve_llm.engine.worker.kv_cache import cache_tokens, capacity_lines, size_text
+from serve_llm.engine.worker.kv_cache import cache_tokens, capacity_lines, size_text, states_lines
 
 SERVER_OPTIONS = (
     "model",
@@ -117,6 +117,7 @@ def format_text(plan: MemoryPlan, options: Options) -> str:
     if config.data_parallel_size > 1:
         lines.append(f"Each of the {config.data_parallel_size} data-parallel engines:")
     if chosen.fits:
+        lines += states_lines(chosen.cache)
         lines += capacity_lines(chosen.cache_tokens, chosen.concurrency, config.max_model_len, config.device)
         if config.kv_offload_memory is not None:
             in_memory = dataclasses.replace(

@@ -22,6 +22,7 @@ from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.engine.config import Config, check_options, resolve
 from serve_llm.engine.devices import VISIBLE_DEVICES, list_gpus
 from serve_llm.engine.model.config import describe_ignored_keys
+from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
 from serve_llm.engine.model.lora_targets import count_adapter_bytes
 from serve_llm.engine.model.pooling import resolve_pooling
 from serve_llm.engine.model.registry import apply_engine_config, read_model
@@ -127,29 +128,30 @@ class _Planner:
         for rank in range(layout.size):
             # With expert-parallel engines, the first engine holds the most experts.
             shard = Shard(layout, rank, stages[layout.pp_rank(rank)], tensor_split, engines=config.expert_engines)
-            cache = kv_cache.plan_empty_cache(spec.kv_groups, shard.kv_groups(spec), config)
+            cache = kv_cache.plan_empty_cache(spec, shard, config)
             caches.append(cache)
             blocks_per_request = caches[0].blocks_per_request(config.max_model_len, config.max_num_batched_tokens)
-            request_bytes = blocks_per_request * cache.block_bytes
+            request_bytes = replace(cache, num_blocks=blocks_per_request).num_bytes
             weights = weight_bytes(spec, shard, config.element_bytes, config.device).held
             adapters = count_adapter_bytes(spec, shard, config)
             step = activations.peak_bytes(spec, shard, cache.groups, config, config.element_bytes)
             draft_model = 0 if rank else self.draft_bytes
             held = weights + adapters + draft_model
-            cache_bytes, room = self._size_cache(held, step, request_bytes, layout)
-            num_blocks.append(cache_bytes // cache.block_bytes)
+            cache_bytes, room = self._size_cache(held, step, blocks_per_request, cache, layout)
+            num_blocks.append(cache.fill(cache_bytes).num_blocks)
             wanted = cache_bytes if config.kv_cache_memory else request_bytes
             cache_text = "--kv-cache-memory" if config.kv_cache_memory else request
             others = ("adapters, " if adapters else "") + ("the draft model, " if draft_model else "")
             missing.append((held + step + wanted - room, f"weights, {others}one step, and {cache_text}"))
             missing.append((request_bytes - cache_bytes, self._describe_cache_limit(request)))
-            heads = [shard.attention(spec.layers[index].attention) for index in shard.layers]
+            mixers = (spec.layers[index].attention for index in shard.layers)
+            heads = [shard.attention(mixer) for mixer in mixers if not isinstance(mixer, DeltaNetSpec)]
             ranks.append(
                 RankPlan(
                     rank=shard.rank,
                     layers=shard.layers,
-                    heads=max(len(share.heads) for share in heads),
-                    kv_heads=max(len(share.kv_heads) for share in heads),
+                    heads=max((len(share.heads) for share in heads), default=0),
+                    kv_heads=max((len(share.kv_heads) for share in heads), default=0),
                     weights=weights,
                     adapters=adapters,
                     draft_model=draft_model,
@@ -166,13 +168,13 @@ class _Planner:
         return LayoutPlan(
             layout=layout,
             ranks=tuple(
-                replace(rank, kv_cache=common_blocks * cache.block_bytes)
+                replace(rank, kv_cache=replace(cache, num_blocks=common_blocks).num_bytes)
                 for rank, cache in zip(ranks, caches, strict=True)
             ),
             cache=first_cache,
             blocks_per_request=blocks_per_request,
             cache_tokens=kv_cache.cache_tokens(first_cache, config.max_model_len, config.max_num_batched_tokens),
-            concurrency=common_blocks / blocks_per_request,
+            concurrency=kv_cache.find_concurrency(first_cache, blocks_per_request),
             missing_bytes=max(missing)[0],
             missing_for=max(missing)[1],
             missing_devices=0 if self.has_devices(layout) else self._count_devices(layout) - self.num_devices,
@@ -186,7 +188,9 @@ class _Planner:
             return f"{request}, which may take {kv_cache.CPU_SHARE:.0%} of the memory that weights leave"
         return request
 
-    def _size_cache(self, weights: int, step: int, request_bytes: int, layout: ParallelLayout) -> tuple[int, int]:
+    def _size_cache(
+        self, weights: int, step: int, blocks_per_request: int, empty: CacheLayout, layout: ParallelLayout
+    ) -> tuple[int, int]:
         """Bytes of one rank's KV cache and all bytes that the rank may use, by the rules of `Worker`."""
         config, memory = self.config, self.hardware.memory
         if config.device == "cpu":
@@ -194,7 +198,8 @@ class _Planner:
             memory -= local_ranks * (config.kv_offload_memory or 0)
             room = memory // local_ranks
             free = max(0, memory - local_ranks * weights)
-            cache = kv_cache.default_cpu_bytes(request_bytes, local_ranks, free)
+            request_bytes, state_bytes = blocks_per_request * empty.block_bytes, empty.max_states * empty.state_bytes
+            cache = kv_cache.default_cpu_bytes(request_bytes, local_ranks, free, state_bytes)
         else:
             room = int(memory * config.gpu_memory_utilization) - CUDA_CONTEXT_BYTES
             cache = max(0, room - weights - step)
@@ -252,9 +257,8 @@ class _Planner:
         """The first candidate that fits, the last candidate that there are devices for, and the reason."""
         whole = self.plan_layout(ParallelLayout())
         (single,) = whole.ranks
-        least = (
-            single.weights + single.adapters + single.draft_model + whole.blocks_per_request * whole.cache.block_bytes
-        )
+        request_bytes = replace(whole.cache, num_blocks=whole.blocks_per_request).num_bytes
+        least = single.weights + single.adapters + single.draft_model + request_bytes
         one_layer = Shard(ParallelLayout(1, 2), 0, range(1))
         stage_step = activations.peak_bytes(
             self.spec, one_layer, whole.cache.groups, self.config, self.config.element_bytes
@@ -324,6 +328,7 @@ def build_plan(
         executor_backend="mp",
         generates=generates,
         pooling=pooling,
+        has_states=spec.has_states,
     )
     spec = apply_engine_config(spec, config)
     hardware = _resolve_hardware(hardware_options, device, config)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from serve_llm.cli.plan.parameters import LinearWeight, OtherWeight, TableWeight, find_groups
+from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
 from serve_llm.engine.model.quantization_spec import FLOAT8, GroupedForm
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import (
@@ -209,6 +210,8 @@ class _LayerWeights:
         yield _norm(layer.norm, num_norms * self.hidden_size)
         if isinstance(layer.attention, MLASpec):
             yield from self._list_mla(layer.attention)
+        elif isinstance(layer.attention, DeltaNetSpec):
+            yield from self._list_delta_net(layer.attention)
         else:
             yield from self._list_attention(layer.attention)
         if isinstance(layer.ffn, MLPSpec):
@@ -224,6 +227,8 @@ class _LayerWeights:
         sizes = {"attention.q": q_size, "attention.k": kv_size, "attention.v": kv_size}
         yield from self._merged(sizes, self.hidden_size, attention.qkv_bias)
         yield self._output(range(head_share.heads.start * head_dim, head_share.heads.stop * head_dim), attention)
+        if attention.output_gate and head_share.heads:
+            yield self._linear("attention.gate", q_size, range(self.hidden_size), attention.qkv_bias)
         if attention.qk_norm is not None:
             num_heads = 2 if attention.qk_norm.kind == "rms" else len(head_share.heads) + len(head_share.kv_heads)
             yield _norm(attention.qk_norm, num_heads * head_dim)
@@ -235,6 +240,21 @@ class _LayerWeights:
             yield OtherWeight(len(head_share.heads), float32=True)
         if attention.alibi_slopes is not None:
             yield OtherWeight(len(head_share.heads), float32=True, in_checkpoint=False)
+
+    def _list_delta_net(self, mixer: DeltaNetSpec) -> Iterator[LinearWeight | OtherWeight]:
+        head_share = self.shard.attention(mixer)
+        heads, key_heads = len(head_share.heads), len(head_share.kv_heads)
+        size = mixer.value_dim
+        yield self._output(range(head_share.heads.start * size, head_share.heads.stop * size), mixer)
+        if heads == 0:
+            return
+        keys, values = key_heads * mixer.key_dim, heads * size
+        sizes = {"attention.q": keys, "attention.k": keys, "attention.v": values, "attention.z": values}
+        yield from self._merged(sizes, self.hidden_size, False)
+        yield LinearWeight(2 * mixer.num_heads, self.hidden_size)  # gates
+        yield OtherWeight(mixer.conv_kernel * mixer.count_channels(heads, key_heads))
+        yield OtherWeight(2 * heads, float32=True)  # decay
+        yield OtherWeight(size)  # norm
 
     def _list_mla(self, mla: MLASpec) -> Iterator[LinearWeight | OtherWeight]:
         head_range = self.shard.attention(mla).heads
@@ -282,8 +302,12 @@ class _LayerWeights:
             yield from self._list_mlp("ffn.shared", moe.shared_expert, shared_columns, is_first)
 
     def _output(self, inputs: range, attention: AnyAttentionSpec) -> LinearWeight:
-        bias = attention.bias if isinstance(attention, MLASpec) else attention.output_bias
-        size = attention.v_head_dim if isinstance(attention, MLASpec) else attention.head_dim
+        if isinstance(attention, DeltaNetSpec):
+            bias, size = False, attention.value_dim
+        elif isinstance(attention, MLASpec):
+            bias, size = attention.bias, attention.v_head_dim
+        else:
+            bias, size = attention.output_bias, attention.head_dim
         is_part = len(inputs) < attention.num_heads * size
         return self._linear("attention.output", self.hidden_size, inputs, bias and self.shard.tp_rank == 0, is_part)
 

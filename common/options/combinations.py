@@ -107,9 +107,9 @@ def _check_offload(options: Options) -> None:
             raise OptionError("--kv-offload-dir needs all ranks on one host; omit it with --nnodes and Ray")
     elif options.kv_offload_dir_size is not None:
         raise OptionError("--kv-offload-dir-size needs --kv-offload-dir")
-    if options.kv_events is not None and not options.enable_prefix_caching:
+    if options.kv_events is not None and options.enable_prefix_caching is False:
         raise OptionError("--kv-events-config needs prefix caching; omit --no-prefix-caching")
-    if options.kv_offload_memory is not None and not options.enable_prefix_caching:
+    if options.kv_offload_memory is not None and options.enable_prefix_caching is False:
         raise OptionError("--kv-offload-memory needs prefix caching; omit --no-prefix-caching")
 
 

@@ -158,8 +158,12 @@ class EngineOptions:
     block_size: int | None = option(
         None, parse_block_size, "tokens per KV cache block: 8, 16, 32, 64, 128 or 256 (default: 16)"
     )
-    enable_prefix_caching: bool = option(
-        True, parse_boolean, "compute a prompt prefix once for all requests that share it", flag="prefix_caching"
+    enable_prefix_caching: bool | None = option(
+        None,
+        parse_boolean,
+        "compute a prompt prefix once for all requests that share it (default: on, but off for models with linear "
+        "attention)",
+        flag="prefix_caching",
     )
     kv_offload_memory: int | None = option(
         None,

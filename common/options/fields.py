@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import TypeVar
 
-from serve_llm.common.options.parsers import Parse, one_of
+from serve_llm.common.options.parsers import Parse, one_of, parse_boolean
 
 T = TypeVar("T")
 
@@ -42,3 +42,8 @@ def choice_option(default: T, words: str, help: str, synonyms: Mapping[str, str]
 def option_name(field: dataclasses.Field[object]) -> str:
     """The option's name without leading dashes: `max-model-len`."""
     return (field.metadata.get("flag") or field.name).replace("_", "-")
+
+
+def is_switch(field: dataclasses.Field[object]) -> bool:
+    """Whether the option is on or off, so that `--no-` before its name turns it off."""
+    return field.metadata.get("parse") is parse_boolean

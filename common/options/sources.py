@@ -18,7 +18,7 @@ import msgspec
 
 from serve_llm.common.errors import OptionError
 from serve_llm.common.options.combinations import check_combinations
-from serve_llm.common.options.fields import option_name
+from serve_llm.common.options.fields import is_switch, option_name
 from serve_llm.common.options.groups import OTHER_GROUP, find_groups
 from serve_llm.common.options.parsers import parse_boolean
 from serve_llm.common.options.schema import OPTION_FIELDS, Options
@@ -120,7 +120,7 @@ def make_parser(
         metavar = option.metadata.get("metavar") or option.name.upper()
         if option.name == "model":
             parser.add_argument("model", nargs="?", help=text)
-        elif isinstance(option.default, bool):
+        elif is_switch(option):
             group.add_argument(flag, dest=option.name, action=argparse.BooleanOptionalAction, help=text)
         elif option.metadata["nargs"]:
             group.add_argument(flag, action="extend", nargs="+", metavar=metavar, help=text)
@@ -240,7 +240,7 @@ def _find_option(name: str, value: object, source: str, prefix: str = "") -> Giv
     plain = name.replace("-", "_")
     for option in OPTION_FIELDS:
         flag = option_name(option).replace("-", "_")
-        is_negated = isinstance(option.default, bool) and plain == f"no_{flag}"
+        is_negated = is_switch(option) and plain == f"no_{flag}"
         names = {option.name, flag, (option.metadata.get("alias") or flag).replace("-", "_")}
         if plain not in names and not is_negated:
             continue
@@ -261,7 +261,7 @@ def _find_option(name: str, value: object, source: str, prefix: str = "") -> Giv
 def _suggest(name: str, prefix: str, options: Fields = OPTION_FIELDS, program: str = "serve-llm") -> str:
     """'; did you mean ...?' in the spelling of the source of the unknown name, which `prefix` tells."""
     names = {option_name(option) for option in options}
-    names |= {f"no-{option_name(option)}" for option in options if isinstance(option.default, bool)}
+    names |= {f"no-{option_name(option)}" for option in options if is_switch(option)}
     if prefix == "--":
         names = (names | {"config", "version", "help"}) - {"model"}
     close = difflib.get_close_matches(name.strip("-").replace("_", "-").lower(), sorted(names), n=1)

@@ -16,8 +16,10 @@ from serve_llm.engine.config import Config, resolve
 from serve_llm.engine.model.eagle_spec import EagleSpec, read_eagle
 from serve_llm.engine.model.mtp_spec import MTPSpec, read_mtp
 from serve_llm.engine.model.registry import apply_engine_config, read_model
+from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
+from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.weights.headers import find_checkpoint_dtype
 from serve_llm.engine.worker import kv_cache
 
@@ -60,6 +62,8 @@ def _resolve(options: EngineOptions, served: Config, directory: Path) -> DraftMo
     spec, weights = read_model(raw)
     if spec.is_encoder or not served.generates:
         raise ModelError(f"{spec.architecture} generates no text")
+    if spec.has_states:
+        raise ModelError(f"{spec.architecture} has linear attention, which guesses no drafts; take another model")
     config = _resolve_config(options, served, directory, raw, spec)
     # Beyond the threshold of longrope all keys would have to be computed again.
     longest = min(served.max_model_len, spec.max_position, spec.long_rope_threshold or spec.max_position)
@@ -132,7 +136,8 @@ def _resolve_config(
 def count_cache_bytes(draft: DraftModelConfig, free: int) -> int:
     """Bytes of the draft model's KV cache: at least one request of full length, at most a share of the `free` bytes."""
     config = draft.config
-    empty = kv_cache.plan_empty_cache(draft.spec.kv_groups, draft.spec.kv_groups, config)
+    shard = Shard(ParallelLayout(), 0, range(len(draft.spec.layers)))
+    empty = kv_cache.plan_empty_cache(draft.spec, shard, config)
     request_bytes = empty.block_bytes * empty.blocks_per_request(config.max_model_len, config.max_num_batched_tokens)
     num_requests = min(kv_cache.CPU_CONCURRENCY, config.max_num_seqs)
     return max(request_bytes, min(num_requests * request_bytes, int(CACHE_SHARE * free)))

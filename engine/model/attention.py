@@ -53,7 +53,11 @@ class Attention:
             alibi_slopes=self.alibi_slopes,
             on_device=step.lengths,
         )
-        return self.output_proj(output.flatten(1))
+        return self._finish(output.flatten(1), x)
+
+    def _finish(self, output: Tensor, x: Tensor) -> Tensor:
+        """output: (tokens, num_heads * head_dim); may be overwritten. x: what `forward` takes."""
+        return self.output_proj(output)
 
     def _compute_query(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """(tokens, num_heads, head_dim). Writes keys and values to the cache."""
@@ -67,6 +71,18 @@ class TemperedAttention(Attention):
     def _compute_query(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         assert inputs.query_scale is not None
         return super()._compute_query(x, inputs).mul_(inputs.query_scale[:, None, None])
+
+
+@dataclass(eq=False, repr=False)
+class GatedAttention(Attention):
+    """Attention whose output is multiplied by the sigmoid of a projection of its input."""
+
+    gate_proj: Forward | None = None
+
+    def _finish(self, output: Tensor, x: Tensor) -> Tensor:
+        assert self.gate_proj is not None
+        gate = torch.exp(-self.gate_proj(x).float()).add_(1.0).reciprocal_()  # sigmoid: see kernels.activation
+        return self.output_proj(output.mul_(gate.to(x.dtype)))
 
 
 class EncoderAttention(Attention):
@@ -126,6 +142,15 @@ def build_attention(
     kind: type[Attention] = Attention if spec.causal else EncoderAttention
     if spec.query_temperature is not None:
         kind = TemperedAttention
+    more: dict[str, Forward] = {}
+    if spec.output_gate and share.heads:
+        kind = GatedAttention
+        more["gate_proj"] = builder.column_parallel_linear(
+            {"gate": spec.num_heads * spec.head_dim},
+            input_size or hidden_size,
+            {"gate": elements(share.heads, spec.head_dim)},
+            bias=spec.qkv_bias,
+        )
     if not share.heads:
         kind = AttentionWithoutHeads
     return kind(
@@ -140,6 +165,7 @@ def build_attention(
         qk_norm=qk_norm,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
+        **more,
     )
 
 

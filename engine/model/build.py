@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 def is_float32(name: str) -> bool:
     """Whether the parameter is float32 whatever the model's dtype."""
-    return name.endswith(("_scale", ".correction", ".sinks"))
+    return name.endswith(("_scale", ".correction", ".sinks", ".decay", ".decay_bias"))
 
 
 class WeightLoader(Protocol):

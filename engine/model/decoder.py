@@ -85,10 +85,9 @@ class Decoder:
         """Run one step and return hidden states of the model's dtype, (tokens, hidden_size): receive what the previous
         stage sends, run the layers, and send the result to the next stage.
 
-        caches: one per layer of this rank, as `kernels.attention.write_cache` expects them; written in place; empty
-        for a layer that caches no KV. rows:
-        (rows,) int64, on the last stage: the tokens whose hidden states are needed; the result has only these, and the
-        last layer computes nothing else after its attention. None: all tokens.
+        caches: one per layer of this rank, as `AttentionInputs` has them; written in place; empty for a layer that
+        caches nothing. rows: (rows,) int64, on the last stage: the tokens whose hidden states are needed; the result
+        has only these, and the last layer computes nothing else after its attention. None: all tokens.
         """
         received = self.receive(len(inputs.ids))
         before = [self.receive(len(inputs.ids)) for _ in range(self._num_collected_before)]
@@ -205,7 +204,7 @@ def build_decoder(spec: ModelSpec, builder: ModelBuilder, device: torch.device) 
         temperature_of_layer=temperature_of_layer,
         group_of_layer=[group_of_layer.get(layer) for layer in shard.layers],
         dispatches=[experts for experts in builder.experts if isinstance(experts, ExpertDispatch)],
-        capturable=builder.kernels.capturable and not reads_back,
+        capturable=builder.kernels.capturable and not reads_back and not spec.has_states,
         hidden_size=spec.hidden_size,
         device=device,
         description=str(builder.tree),

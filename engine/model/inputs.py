@@ -49,6 +49,7 @@ class StepInputs:
     groups: tuple[GroupInputs, ...]
     lengths: Lengths | None = None  # on a GPU: query_starts and context_lens there
     token_types: Tensor | None = None  # (tokens,) int64, for models that have them
+    state_slots: list[int] | None = None  # where each sequence's states are, in models with such
 
 
 class AttentionInputs(NamedTuple):
@@ -56,6 +57,8 @@ class AttentionInputs(NamedTuple):
 
     step: StepInputs
     group: GroupInputs  # inputs of the layer's KV group; NO_KV for a layer that caches no KV
-    cache: Tensor  # the layer's KV cache, as `kernels.attention.write_cache` expects it; written in place
+    # The layer's KV cache, as `kernels.attention.write_cache` expects it, or the states of sequences, (slots, numbers)
+    # float32; written in place.
+    cache: Tensor
     angles: Angles | None  # None: a layer without rope
     query_scale: Tensor | None = None  # (tokens,) float32, for a layer with a query temperature

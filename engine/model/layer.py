@@ -16,6 +16,8 @@ from torch import Tensor
 
 from serve_llm.engine.model.attention import build_attention
 from serve_llm.engine.model.build import Forward, ModelBuilder
+from serve_llm.engine.model.delta_net import build_delta_net
+from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
 from serve_llm.engine.model.inputs import AttentionInputs
 from serve_llm.engine.model.mla import build_latent_attention
 from serve_llm.engine.model.mlp import build_mlp
@@ -28,7 +30,8 @@ Hidden = tuple[Tensor, Tensor]  # the residual stream, and its norm for the next
 
 class AttentionModule(Protocol):
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        """x: (tokens, hidden_size) -> (tokens, hidden_size). Writes the new tokens' KV to the layer's cache."""
+        """x: (tokens, hidden_size) -> (tokens, hidden_size). Writes the new tokens' KV to the layer's cache, or the
+        sequences' states."""
 
 
 @dataclass(eq=False, repr=False)
@@ -136,6 +139,8 @@ def build_layer(spec: LayerSpec, hidden_size: int, builder: ModelBuilder) -> Dec
     attention: AttentionModule
     if isinstance(spec.attention, MLASpec):
         attention = build_latent_attention(spec.attention, hidden_size, builder.scoped("attention"))
+    elif isinstance(spec.attention, DeltaNetSpec):
+        attention = build_delta_net(spec.attention, hidden_size, builder.scoped("attention"))
     else:
         attention = build_attention(spec.attention, hidden_size, builder.scoped("attention"))
     if isinstance(spec.ffn, MLPSpec):

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from serve_llm.common.types import LoRATarget
 from serve_llm.engine.config import Config
+from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
 from serve_llm.engine.model.lora_expert_stacks import count_members, list_spellings, list_stacked_weights
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import AnyAttentionSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
@@ -75,8 +76,19 @@ def _list_attention(prefix: str, attention: AnyAttentionSpec, hidden_size: int, 
             yield _LinearLayer(f"{prefix}.q_up", query_size, rank, heads * head_size, rank)
         yield _LinearLayer(f"{prefix}.kv_down", attention.head_dim, hidden_size, attention.head_dim, hidden_size)
         value_size = attention.v_head_dim
+    elif isinstance(attention, DeltaNetSpec):
+        value_size = attention.value_dim
+        sizes = {"q": attention.key_dim, "k": attention.key_dim, "v": value_size, "z": value_size}
+        for name, size in sizes.items():
+            count, own = (attention.num_kv_heads, len(share.kv_heads)) if name in "qk" else (attention.num_heads, heads)
+            yield _LinearLayer(f"{prefix}.{name}", count * size, hidden_size, own * size, hidden_size)
+        for name in ("beta", "alpha"):
+            yield _LinearLayer(f"{prefix}.{name}", attention.num_heads, hidden_size, attention.num_heads, hidden_size)
     else:
         value_size = attention.head_dim
+        if attention.output_gate:
+            size = attention.num_heads * value_size
+            yield _LinearLayer(f"{prefix}.gate", size, hidden_size, heads * value_size, hidden_size)
         kv_heads = len(share.kv_heads)
         yield _LinearLayer(
             f"{prefix}.q", attention.num_heads * value_size, hidden_size, heads * value_size, hidden_size

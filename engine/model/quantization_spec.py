@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 LINEAR_LAYERS = frozenset(
-    {"q", "k", "v", "output", "gate", "up", "down", "project_in", "project_out", "q_down", "q_up", "kv_down"}
+    {"q", "k", "v", "z", "output", "gate", "up", "down", "project_in", "project_out", "q_down", "q_up", "kv_down"}
 )
 
 

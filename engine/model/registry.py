@@ -46,7 +46,9 @@ from serve_llm.engine.model.families import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5,
     qwen3_moe,
+    qwen3_next,
     qwen_vl,
     smollm3,
     stablelm,
@@ -61,6 +63,8 @@ from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 
 Read = Callable[[ConfigReader], tuple[ModelSpec, WeightMap]]
 
+UNQUANTISED = (".router.weight", ".shared_gate.weight", ".beta.weight", ".alpha.weight")  # in any checkpoint of int8
+
 FAMILIES: dict[str, Read] = {
     "LlamaForCausalLM": llama.read,
     "Llama4ForCausalLM": llama4.read,
@@ -71,6 +75,9 @@ FAMILIES: dict[str, Read] = {
     "Qwen2MoeForCausalLM": qwen2_moe.read,
     "Qwen3ForCausalLM": qwen3.read,
     "Qwen3MoeForCausalLM": qwen3_moe.read,
+    "Qwen3NextForCausalLM": qwen3_next.read,
+    "Qwen3_5ForCausalLM": qwen3_5.read,
+    "Qwen3_5MoeForCausalLM": qwen3_5.read_moe,
     "BloomForCausalLM": bloom.read,
     "FalconForCausalLM": falcon.read,
     "MptForCausalLM": mpt.read,
@@ -127,6 +134,12 @@ FAMILIES: dict[str, Read] = {
     ),
     "Qwen3VLMoeForConditionalGeneration": multimodal.read_text_part(
         "Qwen3VLMoeForConditionalGeneration", {"qwen3_vl_moe_text": qwen_vl.read_qwen3_vl_moe}, multimodal.VISUAL
+    ),
+    "Qwen3_5ForConditionalGeneration": multimodal.read_text_part(
+        "Qwen3_5ForConditionalGeneration", {"qwen3_5_text": qwen3_5.read}, multimodal.VISUAL
+    ),
+    "Qwen3_5MoeForConditionalGeneration": multimodal.read_text_part(
+        "Qwen3_5MoeForConditionalGeneration", {"qwen3_5_moe_text": qwen3_5.read_moe}, multimodal.VISUAL
     ),
     "Olmo2ForCausalLM": olmo2.read,
     "OPTForCausalLM": opt.read,
@@ -263,10 +276,10 @@ def _int8(stored: Int8Checkpoint, spec: ModelSpec, weights: WeightMap) -> Int8Sp
         linear_layers = [layer for layer in map(find_linear_layer, rule.parameters) if layer is not None]
         if any(map(stored.ignores, weights.list_spellings(module))):
             excluded.update(linear_layers)
-        elif rule.parameters[0].endswith((".router.weight", ".shared_gate.weight")):
+        elif rule.parameters[0].endswith(UNQUANTISED):
             raise ModelError(
                 f'config.json: quantization_config: "ignore" must name {module}: routers are supported in floating '
-                "point only"
+                "point only, and so are the gates of linear attention"
             )
         elif linear_layers and (rule.transform != "none" or rule.members):
             raise ModelError(

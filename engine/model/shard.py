@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from serve_llm.engine.config import Config
+from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
 from serve_llm.engine.model.spec import AnyAttentionSpec, KVGroup, LayerSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
 from serve_llm.engine.parallel.layout import HeadShare, ParallelLayout, split_heads, split_layers, split_range
 
@@ -49,7 +50,9 @@ class Shard:
         if kind == "layers":
             mixer, ffn = spec.layers[int(rest[0])].attention, spec.layers[int(rest[0])].ffn
             elsewhere = rest[2] == "experts" and isinstance(ffn, MoESpec) and int(rest[3]) not in self.experts(ffn)
-            if isinstance(mixer, MLASpec) and rest[1] == "attention" and rest[2] != "output":
+            if isinstance(mixer, MLASpec | DeltaNetSpec) and rest[1] == "attention" and rest[2] != "output":
+                elsewhere = not self.attention(mixer).heads
+            if rest[1:3] == ["attention", "gate"]:
                 elsewhere = not self.attention(mixer).heads
             if rest[2] in ("q_norm", "k_norm") and len(rest) == 5:  # one norm per head
                 head_share = self.attention(mixer)
@@ -93,6 +96,20 @@ class Shard:
     def vocabularies(self, vocab_size: int) -> tuple[range, ...]:
         """`vocabulary` of every rank of the tensor-parallel group."""
         return split_range(vocab_size, self.layout.tp_size, self.weights, UNIT)
+
+    def count_state_bytes(self, spec: ModelSpec) -> int:
+        """Bytes of a sequence's states in this rank's layers."""
+        return sum(4 * self.count_state(mixer) for mixer in self.list_delta_nets(spec).values())
+
+    def count_state(self, mixer: DeltaNetSpec) -> int:
+        """Float32 numbers of a sequence's state in a layer."""
+        share = self.attention(mixer)
+        return mixer.count_state(len(share.heads), len(share.kv_heads))
+
+    def list_delta_nets(self, spec: ModelSpec) -> dict[int, DeltaNetSpec]:
+        """This rank's layers that have states."""
+        mixers = ((index, spec.layers[index].attention) for index in self.layers)
+        return {index: mixer for index, mixer in mixers if isinstance(mixer, DeltaNetSpec)}
 
     def kv_groups(self, spec: ModelSpec) -> tuple[KVGroup, ...]:
         """All KV groups of the model in order, each with only the layers and KV heads of this rank."""
@@ -156,8 +173,11 @@ def layer_cost(layer: LayerSpec, width: int) -> float:
 
 
 def _mixer_cost(mixer: AnyAttentionSpec, width: int) -> float:
+    if isinstance(mixer, DeltaNetSpec):
+        keys, values = mixer.num_kv_heads * mixer.key_dim, mixer.num_heads * mixer.value_dim
+        return width * (2 * keys + 3 * values + 2 * mixer.num_heads)
     if not isinstance(mixer, MLASpec):
-        return width * mixer.head_dim * 2 * (mixer.num_heads + mixer.num_kv_heads)
+        return width * mixer.head_dim * ((3 if mixer.output_gate else 2) * mixer.num_heads + 2 * mixer.num_kv_heads)
     query, value = mixer.qk_nope_head_dim + mixer.qk_rope_head_dim, mixer.qk_nope_head_dim + mixer.v_head_dim
     rank = mixer.q_lora_rank
     queries = width * mixer.num_heads * query if rank is None else rank * (width + mixer.num_heads * query)
@@ -189,11 +209,14 @@ def describe_split(
     if layout.tp_size > 1:
         parts = []
         for mixer in {
-            (layer.attention.num_heads, layer.attention.num_kv_heads): layer.attention for layer in spec.layers
+            (isinstance(mixer, DeltaNetSpec), mixer.num_heads, mixer.num_kv_heads): mixer
+            for mixer in (layer.attention for layer in spec.layers)
         }.values():
             heads = [shard.attention(mixer) for shard in tp_shards]
-            parts.append(format_sizes("query heads", (one.heads for one in heads)))
-            parts.append(format_sizes(f"KV heads (of {mixer.num_kv_heads})", (one.kv_heads for one in heads)))
+            is_delta_net = isinstance(mixer, DeltaNetSpec)
+            own, shared = ("linear attention heads", "key heads") if is_delta_net else ("query heads", "KV heads")
+            parts.append(format_sizes(own, (one.heads for one in heads)))
+            parts.append(format_sizes(f"{shared} (of {mixer.num_kv_heads})", (one.kv_heads for one in heads)))
         for ffn in dict.fromkeys(layer.ffn for layer in spec.layers):
             if isinstance(ffn, MLPSpec):
                 parts.append(format_sizes("feed-forward columns", (shard.ffn(ffn) for shard in tp_shards)))

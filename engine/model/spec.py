@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Literal
 
+from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
 from serve_llm.engine.model.quantization_spec import FLOAT8, GroupedForm, GroupedSpec, Int8Spec
 from serve_llm.engine.model.rope_spec import LongScaling, RopeSpec
 
@@ -57,6 +58,7 @@ class AttentionSpec:
     alibi_slopes: tuple[float, ...] | None = None  # ALiBi, one per head: see `kernels.attention.paged_attention`
     qkv_clip: float | None = None  # queries, keys and values are limited to -qkv_clip .. qkv_clip
     sinks: bool = False  # a learned score per head takes part in the softmax and adds no value
+    output_gate: bool = False  # what each head returns is multiplied by the sigmoid of a projection
     causal: bool = True  # False, in encoders: a query attends to the tokens after it as well; no KV is cached
 
     @property
@@ -110,7 +112,7 @@ class MLASpec:
         return self.qk_rope_head_dim
 
 
-AnyAttentionSpec = AttentionSpec | MLASpec
+AnyAttentionSpec = AttentionSpec | MLASpec | DeltaNetSpec
 
 
 @dataclass(frozen=True)
@@ -264,6 +266,11 @@ class ModelSpec:
         return not all(layer.attention.causal for layer in self.layers)
 
     @property
+    def has_states(self) -> bool:
+        """Whether sequences have states beside their KV, which hold all tokens so far and cannot be cut back."""
+        return any(isinstance(layer.attention, DeltaNetSpec) for layer in self.layers)
+
+    @property
     def reads_lm_head(self) -> bool:
         """Whether any row of the LM head is used."""
         return self.lm_head or (self.pooler is not None and bool(self.pooler.token_ids))
@@ -370,7 +377,7 @@ class ModelSpec:
         members: dict[tuple[int, KVGroup], list[int]] = {}
         for index, layer in enumerate(self.layers):
             attention = layer.attention
-            if not attention.causal:
+            if isinstance(attention, DeltaNetSpec) or not attention.causal:
                 continue
             group = KVGroup(
                 layers=(),

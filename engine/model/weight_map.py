@@ -6,6 +6,7 @@ split over ranks or merged never depends on how a checkpoint stores them.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -67,6 +68,7 @@ class WeightMap:
     quantized: QuantizedModules | None = None
     prefixes: tuple[tuple[str, str], ...] = ()  # how names in the checkpoint begin -> how names here begin instead
     other_words: tuple[tuple[str, str], ...] = ()  # parts of names in some checkpoints -> what stands for them here
+    stacks: tuple[WeightRule, ...] = ()  # tensors that some checkpoints have instead of one for each member
     other_parts: tuple[str, ...] = ()  # modules of the model that are not served, among `ignored`
 
     def list_spellings(self, name: str) -> list[str]:
@@ -74,6 +76,16 @@ class WeightMap:
         return [name] + [
             stored + name.removeprefix(prefix) for stored, prefix in self.prefixes if name.startswith(prefix)
         ]
+
+    def choose_stacks(self, rules: dict[str, WeightRule], num_layers: int, stored: Container[str]) -> None:
+        """Replace rules, as `expand` returned them, by those of `stacks` whose tensors are stored. stored: names as in
+        `rules`."""
+        expanded = replace(self, rules=self.stacks).expand(num_layers)
+        found = {source: rule for source, rule in expanded.items() if source in stored}
+        filled = {parameter for rule in found.values() for parameter in rule.parameters}
+        for source in [source for source, rule in rules.items() if not filled.isdisjoint(rule.parameters)]:
+            del rules[source]
+        rules |= found
 
     def expand(self, num_layers: int, int8: Int8Spec | None = None) -> dict[str, WeightRule]:
         """Source -> rule with layers and members written out, without embedding and LM head.

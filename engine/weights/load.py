@@ -21,6 +21,7 @@ from serve_llm.common.errors import ModelError, OptionError
 from serve_llm.engine.model.activation_scales import drop_absent_scales
 from serve_llm.engine.model.build import GroupedWeightLoader, ModelBuilder, Part, WeightLoader, load_no_groups
 from serve_llm.engine.model.decoder import Decoder, build_decoder
+from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
 from serve_llm.engine.model.lora import BaseWeights, LoRALayers, ReadRows
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import AttentionSpec, MLASpec, ModelSpec
@@ -192,6 +193,7 @@ def _untie_different_head(
 def _expand_rules(spec: ModelSpec, weight_map: WeightMap, stored: Mapping[str, str]) -> dict[str, WeightRule]:
     """Tensor name, with the prefix -> its rule, for all tensors of the model. stored: the names in the checkpoint."""
     rules = weight_map.expand(len(spec.layers), spec.int8)
+    weight_map.choose_stacks(rules, len(spec.layers), stored)
     embedding = weight_map.embedding
     if spec.tie_word_embeddings and embedding not in stored and weight_map.head in stored:
         embedding = weight_map.head  # tied weights may be stored under either name
@@ -341,7 +343,8 @@ def choose_kernels(
     """The kernels for the model. batch_invariant and what follows: see `kernels.registry.choose`.
 
     Raises OptionError if the attention backend cannot be used."""
-    attentions = [layer.attention for layer in spec.layers]
+    mixers = [layer.attention for layer in spec.layers]
+    attentions = [mixer for mixer in mixers if not isinstance(mixer, DeltaNetSpec)]
     with refuse_unavailable_backend(attention_backend):
         return choose(
             device,

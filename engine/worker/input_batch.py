@@ -56,6 +56,12 @@ class BatchArrays:
     tables: Sequence[np.ndarray]  # per group
     all_known: bool  # no id is LAST_SAMPLED
 
+    @property
+    def state_slots(self) -> list[int]:
+        """Where each request's states are: at its index."""
+        slots: list[int] = self.req_indices[self.query_starts[:-1]].tolist()
+        return slots
+
     def split(self) -> BatchArrays:
         """The same tokens, each as a sequence of its own that ends there, so that the step is one of single tokens."""
         counts = np.diff(self.query_starts)

@@ -4,20 +4,25 @@ All KV groups draw blocks of equal bytes from one pool. A block holds `block_siz
 bytes per token, and a power of two times as many of a group with fewer, chosen so that a request of full length takes
 the fewest bytes. Ranks agree on the tokens per block and on the number of blocks; the bytes of a block differ with the
 KV heads and layers of a rank.
+
+Where sequences have states as well, each running one has a slot for them. The number of slots follows from that of
+blocks, so ranks agree on it too: as many as `--max-num-seqs` unless they would take more memory than the blocks.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from serve_llm.common.errors import CapacityError, OptionError
 from serve_llm.engine.config import CacheRow, Config
-from serve_llm.engine.model.spec import KVGroup
+from serve_llm.engine.model.shard import Shard
+from serve_llm.engine.model.spec import KVGroup, ModelSpec
+from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.parallel.shm import ShmHandle
 from serve_llm.engine.scheduler.sequence import GroupLayout, most_blocks
 
@@ -40,14 +45,52 @@ class CacheLayout:
     block_bytes: int
     num_blocks: int
     num_slots: int = 0  # places in host memory for blocks that lose theirs
+    state_bytes: int = 0  # a sequence's states on this rank
+    max_states: int = 0  # most sequences that have states at a time; 0: the model has none
+    blocks_per_state: int = 1  # there is no more than one sequence with states for so many blocks
+
+    @property
+    def num_states(self) -> int:
+        """Slots for the states of sequences."""
+        return min(self.max_states, max(1, self.num_blocks // self.blocks_per_state))
 
     @property
     def num_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
+        return self.num_blocks * self.block_bytes + self.num_states * self.state_bytes
+
+    def count_sequences(self, max_num_seqs: int) -> int:
+        """Most sequences that run at a time. max_num_seqs: the option's."""
+        return min(max_num_seqs, self.num_states) if self.max_states else max_num_seqs
+
+    def fill(self, num_bytes: int) -> CacheLayout:
+        """The layout with as many blocks as fit into `num_bytes`, beside the states that go with them."""
+        share = self.blocks_per_state * self.block_bytes + self.state_bytes
+        num_states = min(self.max_states, max(1, num_bytes // share))
+        num_blocks = max(0, num_bytes - num_states * self.state_bytes) // self.block_bytes
+        if num_states < self.max_states:
+            num_blocks = min(num_blocks, (num_states + 1) * self.blocks_per_state - 1)
+        return replace(self, num_blocks=num_blocks)
 
     def blocks_per_request(self, num_tokens: int, max_chunk: int) -> int:
         """Most blocks that one request of `num_tokens` holds at a time."""
         return sum(most_blocks(group, num_tokens, max_chunk) for group in self.groups)
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """The states of sequences beside their KV."""
+
+    of_model: int  # bytes of a sequence's states in all layers
+    of_rank: int  # bytes of those in the rank's layers
+    max_num_seqs: int
+
+
+def find_state_sizes(spec: ModelSpec, shard: Shard, config: Config) -> StateSizes | None:
+    """None for a model without states."""
+    if not spec.has_states:
+        return None
+    whole = Shard(ParallelLayout(), 0, range(len(spec.layers)))
+    return StateSizes(whole.count_state_bytes(spec), shard.count_state_bytes(spec), config.max_num_seqs)
 
 
 class HostMemory(msgspec.Struct, frozen=True):
@@ -73,6 +116,7 @@ def plan_cache(
     *,
     max_model_len: int,
     max_chunk: int,
+    states: StateSizes | None = None,
 ) -> CacheLayout:
     """Divide `num_bytes` of one rank into blocks.
 
@@ -81,6 +125,7 @@ def plan_cache(
     rank_groups: the same groups with the layers and KV heads of this rank. The group that needs most determines the
     bytes of a block; a rank without any KV has blocks of one element.
     max_model_len, max_chunk: tokens of the request whose bytes are minimised, and most of its tokens in one step.
+    states: of sequences; None: they have none.
     Without groups (encoders) there is one block, which nothing uses. Raises OptionError if chunks are not whole blocks.
     """
     if not model_groups:
@@ -107,33 +152,40 @@ def plan_cache(
     block_bytes = row.element_bytes
     for group_layout, group in zip(best.groups, rank_groups, strict=True):
         block_bytes = max(block_bytes, group_layout.block_size * bytes_per_token(group, row))
-    return CacheLayout(best.groups, block_bytes, num_bytes // block_bytes)
+    layout = CacheLayout(best.groups, block_bytes, 0)
+    if states is not None:
+        blocks_per_state = max(1, -(-states.of_model // best.block_bytes))
+        layout = replace(
+            layout, state_bytes=states.of_rank, max_states=states.max_num_seqs, blocks_per_state=blocks_per_state
+        )
+    return layout.fill(num_bytes)
 
 
 def _has_whole_chunks(group: GroupLayout) -> bool:
     return group.chunk_size is None or group.chunk_size % group.block_size == 0
 
 
-def plan_empty_cache(model_groups: Sequence[KVGroup], rank_groups: Sequence[KVGroup], config: Config) -> CacheLayout:
+def plan_empty_cache(spec: ModelSpec, shard: Shard, config: Config) -> CacheLayout:
     """The layout of a rank's KV cache, without blocks."""
     return plan_cache(
-        model_groups,
-        rank_groups,
+        spec.kv_groups,
+        shard.kv_groups(spec),
         config.cache_row,
         config.block_size,
         0,
         max_model_len=config.max_model_len,
         max_chunk=config.max_num_batched_tokens,
+        states=find_state_sizes(spec, shard, config),
     )
 
 
-def default_cpu_bytes(request_bytes: int, local_ranks: int, free: int) -> int:
+def default_cpu_bytes(request_bytes: int, local_ranks: int, free: int, state_bytes: int = 0) -> int:
     """Bytes of one rank's KV cache on a CPU without --kv-cache-memory.
 
     request_bytes: KV of one request of full length. local_ranks: ranks that share this host's memory. free: bytes of
-    free memory once all weights are loaded.
+    free memory once all weights are loaded. state_bytes: of all sequences that may run.
     """
-    wanted = max(CPU_CONCURRENCY * request_bytes, CPU_SMALLEST // local_ranks)
+    wanted = max(CPU_CONCURRENCY * request_bytes + state_bytes, CPU_SMALLEST // local_ranks)
     return min(wanted, int(CPU_SHARE * free) // local_ranks)
 
 
@@ -171,9 +223,12 @@ def check_capacity(layout: CacheLayout, max_model_len: int, max_chunk: int, devi
         raise CapacityError(
             f"the KV cache has room for {tokens:,} tokens, but one request may need {max_model_len:,}: "
             f"lower --max-model-len to at most {max(tokens, 1)}, or raise --kv-cache-memory from "
-            f"{layout.num_bytes:,} to at least {needed * layout.block_bytes:,} bytes"
+            f"{layout.num_bytes:,} to at least {replace(layout, num_blocks=needed).num_bytes:,} bytes"
         )
-    for line in capacity_lines(tokens, layout.num_blocks / needed, max_model_len, device):
+    for line in (
+        *states_lines(layout),
+        *capacity_lines(tokens, find_concurrency(layout, needed), max_model_len, device),
+    ):
         logger.info(line)
 
 
@@ -195,6 +250,14 @@ def check_offload(layouts: Sequence[CacheLayout], num_bytes: int | None) -> None
     )
 
 
+def states_lines(layout: CacheLayout) -> list[str]:
+    """Empty for a model without states."""
+    if not layout.max_states:
+        return []
+    sizes = f"{layout.num_states} of {size_text(layout.state_bytes)} per rank"
+    return [f"States of linear attention, one for each running sequence: {sizes}"]
+
+
 def capacity_lines(tokens: int, concurrency: float, max_model_len: int, device: str) -> tuple[str, str]:
     """The capacity in vLLM's words."""
     return (
@@ -214,11 +277,18 @@ def size_text(num_bytes: int) -> str:
     return f"{mebibytes:.2f} MiB" if abs(mebibytes) < 1024 else f"{mebibytes / 1024:,.2f} GiB"
 
 
+def find_concurrency(layout: CacheLayout, blocks_per_request: int) -> float:
+    """Requests of full length that fit at the same time."""
+    concurrency = layout.num_blocks / blocks_per_request
+    return min(concurrency, layout.num_states) if layout.max_states else concurrency
+
+
 def cache_tokens(layout: CacheLayout, max_model_len: int, max_chunk: int) -> int:
     """Tokens that fit, in requests of full length (with sliding windows a token may need less); 0 without KV."""
     if not layout.groups:
         return 0
-    return layout.num_blocks * max_model_len // layout.blocks_per_request(max_model_len, max_chunk)
+    tokens = layout.num_blocks * max_model_len // layout.blocks_per_request(max_model_len, max_chunk)
+    return min(tokens, layout.num_states * max_model_len) if layout.max_states else tokens
 
 
 def free_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:

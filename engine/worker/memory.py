@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
-from types import FunctionType, ModuleType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FunctionType, MappingProxyType, ModuleType
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from serve_llm.engine.worker.runner import Runner
 from serve_llm.kernels import cache_int8
 from serve_llm.kernels.huge_pages import use_huge_pages
 
+NO_STATES: Mapping[int, int] = MappingProxyType({})
 FP8_CACHE_CAPABILITIES = ((8, 9), (9, 0))
 
 
@@ -35,14 +36,20 @@ def check_fp8_cache(device: torch.device) -> None:
 
 
 def allocate_cache(
-    layout: CacheLayout, groups: Sequence[KVGroup], dtype: torch.dtype, device: torch.device
+    layout: CacheLayout,
+    groups: Sequence[KVGroup],
+    dtype: torch.dtype,
+    device: torch.device,
+    states: Mapping[int, int] = NO_STATES,
 ) -> list[Tensor]:
-    """One strided view (blocks, parts, kv_heads, block_size, head_dim) per layer, in layer order, into one flat buffer.
+    """One strided view (blocks, parts, kv_heads, block_size, head_dim) per layer, in layer order, into one flat buffer;
+    for a layer with states a tensor of its own, (sequences, numbers) float32.
 
     Parts are keys and values, or latent rows that are both. In an int8 cache the last dimension includes the scales.
     On a CPU, a large buffer is not filled: what is never written is never read, and takes no memory; it lies in huge
     pages. A small one is touched at once, so that resident memory does not grow later. On a GPU it is filled with
     zeros: FlashAttention may read rows that no query sees and give them the weight 0, and 0 * NaN is NaN.
+    states: layer -> float32 numbers of a sequence's state.
     """
     block_elements = layout.block_bytes // dtype.itemsize
     buffer = torch.empty(layout.num_blocks * block_elements, dtype=dtype, device=device)
@@ -52,7 +59,10 @@ def allocate_cache(
             buffer.fill_(0)
     elif device.type == "cuda":
         buffer.fill_(0)
-    caches: dict[int, Tensor] = {}
+    caches = {
+        layer: torch.empty((layout.num_states, count), dtype=torch.float32, device=device)
+        for layer, count in states.items()
+    }
     for group, group_layout in zip(groups, layout.groups, strict=True):
         block_size = group_layout.block_size
         head_elements = group.head_dim + (cache_int8.SCALE_BYTES if dtype == torch.int8 else 0)

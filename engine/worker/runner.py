@@ -55,8 +55,8 @@ class Runner:
         shard: Shard,
         adapters: AdapterLoader | None = None,
     ) -> None:
-        """caches: the KV cache of each of this rank's layers; empty for layers that cache no KV. adapters: None if
-        requests have none."""
+        """caches: the cache of each of this rank's layers, as `AttentionInputs` has it. adapters: None if requests have
+        none."""
         device = torch.device(config.device)
         self._decoder = decoder
         self._dtype: torch.dtype = getattr(torch, config.dtype)
@@ -69,6 +69,7 @@ class Runner:
         self._max_model_len = config.max_model_len
         self._vocabulary = vocabulary
         self._copier = DeviceCopier(device)
+        self._has_states = layout.max_states > 0
         self._needs_device_lengths = device.type != "cpu" or decoder.capturable
         self._input_batch = InputBatch(layout.groups, config.max_num_seqs, config.max_model_len)
         self._last_token_ids = LastTokenIds(config.max_num_seqs, device)
@@ -119,6 +120,8 @@ class Runner:
                 sampled = [index for index, chunk in enumerate(scheduled) if chunk.sample]
                 return self._sample(scheduled, sampled, logits, self._receive_masks(scheduler_output, masks), results)
         inputs = arrays.to_inputs(self._copier.to_device, device_lengths=self._needs_device_lengths)
+        if self._has_states:
+            inputs = replace(inputs, state_slots=arrays.state_slots)
         token_types = self._input_batch.find_token_types(scheduled)
         if token_types is not None:
             inputs = replace(inputs, token_types=self._copier.to_device(token_types))
@@ -175,6 +178,8 @@ class Runner:
         inputs = arrays.to_inputs(self._copier.to_device, device_lengths=self._needs_device_lengths)
         if self._decoder.capturable:  # the lists are upper bounds: attention takes as much memory as for any lengths
             inputs = replace(inputs, context_lens=[self._max_model_len] * len(inputs.context_lens))
+        if self._has_states:  # all in the first slot, as all are in block 0
+            inputs = replace(inputs, state_slots=[0] * len(inputs.context_lens))
         if not self._shard.is_last:
             self._decoder.forward(inputs, self.caches)
             return

@@ -15,6 +15,7 @@ from serve_llm.common.types import Sampling
 from serve_llm.engine.config import Config
 from serve_llm.engine.scheduler.output import NewRequestData, ScheduledTokens, SchedulerOutput
 from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.engine.worker.kv_cache import CacheLayout
 from serve_llm.engine.worker.runner import Runner
 
 PROMPT_TOKENS = 4
@@ -29,12 +30,12 @@ KINDS = (  # each needs other kernels
 logger = logging.getLogger(__name__)
 
 
-def warm_up(runner: Runner, config: Config, groups: Sequence[GroupLayout]) -> None:
+def warm_up(runner: Runner, config: Config, layout: CacheLayout) -> None:
     """Run the steps. All ranks call this. Does nothing for a model that generates no text."""
     if not config.generates or config.max_model_len < PROMPT_TOKENS + NUM_DECODES:
         return
     began = time.perf_counter()
-    steps = list(build_warm_up_steps(groups, config.max_num_seqs))
+    steps = list(build_warm_up_steps(layout.groups, layout.count_sequences(config.max_num_seqs)))
     for scheduler_output in tqdm(steps, desc="Capturing steps", disable=None, leave=False):  # on a terminal only
         runner.start(scheduler_output).finish()
     logger.info("Kernels compiled and common steps captured in %.2f s", time.perf_counter() - began)

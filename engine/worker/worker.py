@@ -29,7 +29,7 @@ from serve_llm.engine.weights.load import choose_kernels, load_model
 from serve_llm.engine.worker import kv_cache, oom
 from serve_llm.engine.worker.cpu_threads import choose_threads, usable_cores
 from serve_llm.engine.worker.host_blocks import HostBlocks
-from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory
+from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory, StateSizes
 from serve_llm.engine.worker.memory import allocate_cache, check_fp8_cache, count_held_bytes, find_free_gpu_memory
 from serve_llm.engine.worker.pending_step import PendingStep
 from serve_llm.engine.worker.runnable_model import RunnableModel
@@ -70,6 +70,8 @@ class Worker:
         self._process_groups = process_groups
         self._adapters: AdapterLoader | None = None
         self._adapter_bytes = 0  # that adapters may take
+        self._states: StateSizes | None = None
+        self._state_counts: dict[int, int] = {}  # layer -> float32 numbers of a sequence's state
         with oom.raise_as(CapacityError, "while loading the weights"):
             started = time.perf_counter()
             if isinstance(spec, PretrainedSpec):
@@ -101,7 +103,7 @@ class Worker:
                 self._host_blocks = HostBlocks(self._runner.caches, self._layout, num_slots)
         if self._config.device == "cuda":
             with oom.raise_as(CapacityError, "while trying the first steps"):
-                warm_up(self._runner, self._config, self._layout.groups)
+                warm_up(self._runner, self._config, self._layout)
         return self._layout
 
     @property
@@ -120,7 +122,7 @@ class Worker:
         self._runner.forget_ids(req_index, num_ids)
 
     def _build_runner(self, layout: CacheLayout) -> Runner:
-        caches = allocate_cache(layout, self._kv_groups, self._cache_dtype, self._device)
+        caches = allocate_cache(layout, self._kv_groups, self._cache_dtype, self._device, self._state_counts)
         if not layout.groups:
             caches = [torch.empty(0, dtype=self._dtype, device=self._device)] * len(self._shard.layers)
         return Runner(self._config, self._decoder, caches, layout, self._vocabulary, self._shard, self._adapters)
@@ -129,6 +131,9 @@ class Worker:
         config = self._config
         self._model_kv_groups = spec.kv_groups
         self._kv_groups = self._shard.kv_groups(spec)
+        self._states = kv_cache.find_state_sizes(spec, self._shard, config)
+        mixers = self._shard.list_delta_nets(spec)
+        self._state_counts = {layer: self._shard.count_state(mixer) for layer, mixer in mixers.items()}
         kernels = self._choose_kernels(spec)
         lora = None
         if config.max_loras:
@@ -218,6 +223,7 @@ class Worker:
                 num_bytes,
                 max_model_len=config.max_model_len,
                 max_chunk=config.max_num_batched_tokens,
+                states=self._states,
             )
 
         empty = plan(0)
@@ -233,7 +239,8 @@ class Worker:
                 kv_cache.check_free(config.kv_cache_memory, local_ranks, free)
                 return plan(config.kv_cache_memory)
             num_blocks = empty.blocks_per_request(config.max_model_len, config.max_num_batched_tokens)
-            return plan(kv_cache.default_cpu_bytes(empty.block_bytes * num_blocks, local_ranks, free))
+            state_bytes = empty.max_states * empty.state_bytes
+            return plan(kv_cache.default_cpu_bytes(num_blocks * empty.block_bytes, local_ranks, free, state_bytes))
         if config.kv_cache_memory is not None:
             return plan(config.kv_cache_memory)
         one_block = replace(empty, num_blocks=1)  # holds all tokens of the steps that are tried

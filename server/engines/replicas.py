@@ -185,7 +185,9 @@ class Replicas:
     # Placement
 
     def _cache_blocks(self, replica: Replica) -> int:
-        return replica.facts.num_kv_blocks + replica.facts.num_offload_blocks if self._prefix_caching else 0
+        facts = replica.facts
+        caches = self._prefix_caching and facts.prefix_caching
+        return facts.num_kv_blocks + facts.num_offload_blocks if caches else 0
 
     def _place_waiting(self) -> None:
         """Submit what waits: one suspect to an idle engine, and all requests that are not suspects."""

@@ -58,7 +58,7 @@ class Supervisor:
         clients = [engine.client for engine in self._engines.values()]
         self._replicas = Replicas(
             clients,
-            prefix_caching=self._options.enable_prefix_caching,
+            prefix_caching=self._options.enable_prefix_caching is not False,
             spare_meters=self._meters[self.num_engines :],
         )
         for group in self._keeping:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from bench.model import SHAPE
 from bench.workloads import WORKLOADS, Workload
+from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
 from serve_llm.engine.model.registry import read_model
-from serve_llm.engine.model.spec import AnyAttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec
+from serve_llm.engine.model.spec import AnyAttentionSpec, AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec
 from serve_llm.kernels import bench as kernel_bench
 
 
@@ -58,8 +59,9 @@ def step_work(spec: ModelSpec, chunks: Sequence[tuple[int, int]], is_int8: bool 
     stored, multiplied = sum(read for read, _ in counts), sum(used for _, used in counts)
     head = spec.vocab_size * (spec.embedding_size or spec.hidden_size)
     pairs = sum(count * (context - count) + count * (count + 1) / 2 for count, context in chunks)
-    cached = sum(_cached_numbers(layer.attention) for layer in spec.layers)
-    scored = sum(_pair_operations(layer.attention) for layer in spec.layers)
+    mixers = [layer.attention for layer in spec.layers if not isinstance(layer.attention, DeltaNetSpec)]
+    cached = sum(map(_cached_numbers, mixers))  # states take little beside weights, and are not counted
+    scored = sum(map(_pair_operations, mixers))
     return Work(
         {
             "linear": (stored * (1 if is_int8 else _linear_bytes(spec)), 2 * multiplied * new),
@@ -118,8 +120,12 @@ def _ffn_numbers(ffn: MLPSpec | None, width: int) -> int:
 
 
 def _attention_numbers(attention: AnyAttentionSpec, width: int) -> int:
+    if isinstance(attention, DeltaNetSpec):
+        keys, values = attention.num_kv_heads * attention.key_dim, attention.num_heads * attention.value_dim
+        return width * (2 * keys + 3 * values + 2 * attention.num_heads)
     if not isinstance(attention, MLASpec):
-        return width * (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+        query_times = 3 if attention.output_gate else 2
+        return width * (query_times * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
     query_size = attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
     rank = attention.q_lora_rank
     queries = width * query_size if rank is None else rank * (width + query_size)
@@ -128,12 +134,12 @@ def _attention_numbers(attention: AnyAttentionSpec, width: int) -> int:
     return queries + latent + width * attention.num_heads * attention.v_head_dim
 
 
-def _cached_numbers(attention: AnyAttentionSpec) -> int:
+def _cached_numbers(attention: AttentionSpec | MLASpec) -> int:
     """Of one token in one layer."""
     return attention.head_dim if isinstance(attention, MLASpec) else 2 * attention.num_kv_heads * attention.head_dim
 
 
-def _pair_operations(attention: AnyAttentionSpec) -> int:
+def _pair_operations(attention: AttentionSpec | MLASpec) -> int:
     """Of one query with one key in one layer. Latent attention works on the cached rows themselves."""
     value = attention.kv_lora_rank if isinstance(attention, MLASpec) else attention.head_dim
     return 2 * attention.num_heads * (attention.head_dim + value)

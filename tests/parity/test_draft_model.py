@@ -19,7 +19,7 @@ from support.engine import generate, generate_together, make_engine, make_engine
 from support.gpu_path import make_gpu_engine
 from support.matrix import mostly_slow
 from support.speculation import ARRIVALS, assert_drafted, assert_equal, draft_freely, make_requests, make_similar
-from support.tiny import FAMILIES, make_checkpoint
+from support.tiny import FAMILIES, HYBRIDS, make_checkpoint
 
 OFF: dict[str, object] = {"block_size": 8}
 FEW = ["llama", "mistral"]
@@ -47,7 +47,7 @@ def check(engine: EngineCore) -> None:
     assert not sequences._drafts, "the draft model follows a request that has ended"
 
 
-@pytest.mark.parametrize("family", mostly_slow(FAMILIES, FEW))
+@pytest.mark.parametrize("family", mostly_slow([family for family in FAMILIES if family not in HYBRIDS], FEW))
 def test_every_family(family: str, tmp_path: Path) -> None:
     directory, on, requests = case(family, tmp_path)
     expected = generate(make_engine(directory, **OFF), requests, ARRIVALS)

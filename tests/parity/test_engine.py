@@ -8,6 +8,7 @@ chunks, with the prefix cache hit and missed, and with preemption forced. Tokens
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from serve_llm.engine.loop import EngineCore
 from support.engine import generate, greedy, make_engine
 from support.matrix import mostly_slow
 from support.reference import reference_greedy
-from support.tiny import FAMILIES, OTHERS, make_checkpoint
+from support.tiny import FAMILIES, HYBRIDS, OTHERS, make_checkpoint
 
 NEW_TOKENS = 12
 TOLERANCE = 1e-3
@@ -70,6 +71,9 @@ class TestFamily:
         again = check(engine, chosen, expected, first_id=100)
         assert all(first[n].cached_tokens == 0 for n in range(9))
         step = max(group.block_size for group in engine.layout.groups)  # a hit ends at a border of every group's blocks
+        if family in HYBRIDS:
+            assert all(result.cached_tokens == 0 for result in again.values())
+            return
         assert all(again[100 + n].cached_tokens == (len(p) - 1) // step * step for n, p in enumerate(chosen))
 
     @pytest.mark.parametrize("family", mostly_slow([*FAMILIES, *OTHERS]))
@@ -83,8 +87,9 @@ class TestFamily:
     def test_with_preemption(self, family: str, root: Path) -> None:
         directory, chosen, expected = case(family, root)
         roomy = engine_of(family, directory, max_model_len=64)
-        block_bytes = roomy.layout.block_bytes
         blocks = roomy.layout.blocks_per_request(64, 2048) + 3
-        engine = engine_of(family, directory, max_model_len=64, kv_cache_memory=blocks * block_bytes)
+        memory = replace(roomy.layout, num_blocks=blocks).num_bytes
+        engine = engine_of(family, directory, max_model_len=64, kv_cache_memory=memory)
         check(engine, chosen, expected)
-        assert engine.scheduler.stats().num_preemptions > 0
+        if family not in HYBRIDS:  # of which fewer run at a time
+            assert engine.scheduler.stats().num_preemptions > 0

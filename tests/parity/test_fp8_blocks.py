@@ -65,6 +65,7 @@ def make_pair(
         ("llama", (12, 20), torch.float32),  # ranks and fused products begin amid blocks
         ("qwen3_moe", (128, 128), torch.bfloat16),  # of which there is one
         ("deepseek_v3", (16, 8), torch.float32),
+        ("qwen3_next", (12, 20), torch.bfloat16),  # whose queries, keys, values and gates lie mixed in one weight
     ],
 )
 def test_the_whole_model_on_any_ranks(

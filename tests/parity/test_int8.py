@@ -30,10 +30,11 @@ from support.forward import CPU, Harness, load, load_whole
 from support.matrix import mostly_slow
 from support.quantised import edit_config, int8_logprobs, quantise_checkpoint
 from support.reference import reference_logprobs
-from support.tiny import FAMILIES, WITH_EXPERTS, make_checkpoint
+from support.tiny import FAMILIES, HYBRIDS, WITH_EXPERTS, make_checkpoint
 
 # llm-compressor takes torch's linear modules, which GPT-2 and Falcon have none of, nor have experts in transformers 5
-STORED = [family for family in FAMILIES if family not in ("gpt2", "falcon", *WITH_EXPERTS)]
+SCATTERED = ("qwen3_next", "qwen3_5_moe_text")  # whose random routers choose other experts for every tenth token
+STORED = [family for family in FAMILIES if family not in ("gpt2", "falcon", *WITH_EXPERTS, *HYBRIDS)]
 ROUTERS = [
     rf"re:model\.layers\.\d+\.{name}$" for name in ("block_sparse_moe.gate", "mlp.gate", "mlp.shared_expert_gate")
 ]
@@ -130,7 +131,7 @@ def test_scales_in_bfloat16_and_modules_that_are_ignored(tmp_path: Path) -> None
     check_against_transformers(logprobs(tmp_path / "int8", chosen), theirs)
 
 
-@pytest.mark.parametrize("family", mostly_slow(FAMILIES))
+@pytest.mark.parametrize("family", mostly_slow(family for family in FAMILIES if family not in SCATTERED))
 def test_close_to_the_float_model(family: str, tmp_path: Path) -> None:
     """Random weights: measured error of logprobs 1.6 to 3.5 % of their spread, greedy agreement 94 to 98 %."""
     chosen = prompts(make_checkpoint(tmp_path, family, std=0.1))
@@ -155,7 +156,7 @@ def test_the_reference_of_the_product_gives_the_same_model(family: str, tmp_path
     sources = match_tensors(checkpoint, spec, weight_map, str(tmp_path))[1]
     read = CheckpointLoader(checkpoint, sources, torch.float32, CPU)
     _, decoder = load(tmp_path, int8=True)
-    fastest = choose(CPU, torch.float32, {layer.attention.head_dim for layer in spec.layers})
+    fastest = choose(CPU, torch.float32, {group.head_dim for group in spec.kv_groups})
     kernels = replace(fastest, pack_int8=reference.pack_int8)
     plain = build_decoder(
         spec, ModelBuilder(read, kernels, build_shard(spec, ParallelLayout(), 0), ProcessGroups(), spec.int8), CPU

@@ -51,6 +51,8 @@ CASES = [  # family, rank, and the fields of LoraConfig that differ
     ("qwen2_moe", 8, {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}),
     ("granitemoeshared", 8, {"target_modules": ["input_linear", "output_linear"], "use_dora": True}),
     ("llama4_text", 8, {"target_modules": ["v_proj", "gate_proj", "up_proj", "down_proj"]}),
+    ("qwen3_next", 8, {}),
+    ("qwen3_5_text", 8, {"use_dora": True}),
 ]
 FAST = (CASES[0], CASES[2], CASES[3], CASES[4], CASES[14], CASES[15], CASES[18], CASES[26])
 

@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from reference import activation, attention, linear, linear_fp8, linear_grouped, linear_int8, moe, norm, rope
+from reference import (
+    activation,
+    attention,
+    delta_rule,
+    linear,
+    linear_fp8,
+    linear_grouped,
+    linear_int8,
+    moe,
+    norm,
+    rope,
+)
 from serve_llm.engine.model.build import ModelBuilder
 from serve_llm.engine.model.decoder import build_decoder
 from serve_llm.engine.model.inputs import StepInputs
@@ -38,6 +49,7 @@ REFERENCE = Kernels(
     add_layer_norm=norm.add_layer_norm,
     rope_and_cache=rope.rope_and_cache,
     rope_and_latent=rope.rope_and_latent,
+    gated_delta_rule=delta_rule.gated_delta_rule,
     activations={name: getattr(activation, name) for name in PORTABLE.activations},
     pack=linear.pack,
     pack_heads=linear.pack_heads,

@@ -63,11 +63,14 @@ def test_every_packing(name: str, tmp_path: Path) -> None:
 
 PAIRS = [
     (family, packing)
-    for family in ("qwen3_moe", "opt", "phi3", "gpt_neox", "glm", "deepseek_v3", "gemma3_text", "qwen", "bloom", "mpt")
+    for family in (
+        *("qwen3_moe", "opt", "phi3", "gpt_neox", "glm", "deepseek_v3", "gemma3_text", "qwen", "bloom", "mpt"),
+        "qwen3_next",
+    )
     for packing in ("awq", "gptq-order", "w4a16-asymmetric", "w8a16-channel-asymmetric")
 ]
 FAST_PAIRS = [("qwen3_moe", "gptq-order"), ("phi3", "awq"), ("deepseek_v3", "w4a16-asymmetric"), ("gpt_neox", "awq")]
-FAST_PAIRS += [("glm", "w8a16-channel-asymmetric")]
+FAST_PAIRS += [("glm", "w8a16-channel-asymmetric"), ("qwen3_next", "awq")]
 
 
 @pytest.mark.parametrize(("family", "packing"), mostly_slow(PAIRS, FAST_PAIRS))

@@ -30,7 +30,7 @@ from support.speculation import (
     make_requests,
     watch_lengths,
 )
-from support.tiny import FAMILIES, make_checkpoint
+from support.tiny import FAMILIES, HYBRIDS, make_checkpoint
 
 ON: dict[str, object] = {"speculative_config": NGRAM, "block_size": 8}
 OFF: dict[str, object] = {"block_size": 8}
@@ -50,7 +50,7 @@ FEW = ["llama", "mistral", "gemma3_text", "gpt2", "mixtral", "deepseek_v3", "gpt
 
 
 @pytest.mark.pairs("speculation + prefix cache", "speculation + logprobs", "speculation + n")
-@pytest.mark.parametrize("family", mostly_slow(FAMILIES, FEW))
+@pytest.mark.parametrize("family", mostly_slow([family for family in FAMILIES if family not in HYBRIDS], FEW))
 def test_every_family(family: str, root: Path) -> None:
     directory, requests = case(family, root)
     expected = generate(make_engine(directory, **OFF), requests, ARRIVALS)

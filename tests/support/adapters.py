@@ -28,6 +28,7 @@ MODULES = {
     "llama4_text": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "qwen2_moe": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "qwen3_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "qwen3_next": ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"],
     "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
 }  # to adapt; in other families all linear layers
 

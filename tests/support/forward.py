@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from serve_llm.engine.model.decoder import Decoder
+from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
 from serve_llm.engine.model.inputs import ChunkInputs, GroupInputs, StepInputs
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.shard import build_shard
@@ -64,7 +65,9 @@ class Harness:
         if dtype == torch.int8:
             scale, self.nothing = cache_int8.SCALE_BYTES, -1  # four bytes of -1 are a scale of NaN
         self.caches = [
-            torch.full(
+            torch.full((64, mixer.count_state(mixer.num_heads, mixer.num_kv_heads)), torch.nan)
+            if isinstance(mixer, DeltaNetSpec)
+            else torch.full(
                 (num_blocks, parts, mixer.num_kv_heads, block_size, mixer.cached_head_dim + scale),
                 self.nothing,
                 dtype=dtype,
@@ -92,6 +95,7 @@ class Harness:
             query_starts=query_starts,
             context_lens=[self.lengths[sequence] for sequence in chunks],
             groups=tuple(self._group(number, positions) for number in range(len(self.spec.kv_groups))),
+            state_slots=[63 - sequence for sequence in chunks],
         )
         logprobs = self.decoder.logits(self.decoder.forward(inputs, self.caches)).float().log_softmax(-1)
         return dict(zip(chunks, logprobs.split([len(ids) for ids in chunks.values()]), strict=True))

@@ -25,6 +25,8 @@ TEXT = {  # architecture -> its model_type, and the family of its text part
     "Qwen3VLForConditionalGeneration": ("qwen3_vl", "qwen3"),
     "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe", "qwen3_moe"),
     "SmolVLMForConditionalGeneration": ("smolvlm", "llama"),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "qwen3_5_text"),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "qwen3_5_moe_text"),
 }
 VISION: dict[str, Any] = {
     "hidden_size": 16,
@@ -64,6 +66,8 @@ def make_multimodal_checkpoint(directory: Path, architecture: str) -> None:
 def _config(architecture: str) -> PreTrainedConfig:
     model_type, text_type = TEXT[architecture]
     text = {key: value for key, value in config_of(text_type).items() if key != "architectures"}
+    if "moe_intermediate_size" in text:
+        text["moe_intermediate_size"] = 40  # torch's grouped product, which transformers uses, needs rows of 16 bytes
     kinds = {
         "gemma3": "siglip_vision_model",
         "idefics3": "idefics3_vision",
@@ -75,7 +79,9 @@ def _config(architecture: str) -> PreTrainedConfig:
         "mistral3": "pixtral",
         "smolvlm": "smolvlm_vision",
     }
-    if model_type.startswith("qwen"):
+    if model_type.startswith("qwen3_5"):
+        vision = QWEN_VISION | {"out_hidden_size": text["hidden_size"], "model_type": f"{model_type}_vision"}
+    elif model_type.startswith("qwen"):
         text["model_type"] = f"{model_type}_text"
         if "qwen2" in model_type:
             del text["head_dim"]  # which it does not read

@@ -25,6 +25,9 @@ SIZES: dict[str, dict[str, Any]] = {  # whole words of 32 numbers
     "gpt2": {"n_embd": 64, "n_inner": 96, "n_head": 4},
     "qwen3_moe": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 16}
     | {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "qwen3_next": {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
     "deepseek_v3": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "q_lora_rank": 32}
     | {"kv_lora_rank": 32, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_attention_heads": 4}
     | {"num_key_value_heads": 4},

@@ -43,13 +43,14 @@ GPTJ = ("fc_in.weight", "fc_out.weight")
 DEEPSEEK = ("kv_a_proj_with_mqa.weight",)
 QWEN1 = ("attn.c_attn.weight",)
 MPT = ("attn.Wqkv.weight",)
+DELTA_NET = ("in_proj_qkvz.weight", "in_proj_qkv.weight", "in_proj_z.weight")
 
 
 def is_linear(name: str) -> bool:
     """Whether a tensor of a Llama-like or OPT checkpoint is the weight of a linear module of its layers, routers of
     experts left out."""
     ends = ("proj.weight", "fc1.weight", "fc2.weight", "c_fc.weight", "w1.weight", "w2.weight", "w3.weight")
-    return name.endswith((*ends, *NEOX, *GPTJ, *DEEPSEEK, *QWEN1, *MPT))
+    return name.endswith((*ends, *NEOX, *GPTJ, *DEEPSEEK, *QWEN1, *MPT, *DELTA_NET))
 
 
 def quantise_checkpoint(

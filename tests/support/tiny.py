@@ -49,6 +49,15 @@ _GPT2 = {"vocab_size": 331, "n_embd": 57, "n_inner": 97, "n_layer": 3, "n_head":
 _GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 1.5}
 _EXPERTS = {**_LLAMA_LIKE, "intermediate_size": 37, "num_local_experts": 5, "num_experts_per_tok": 2}
 _QWEN_EXPERTS = {**_PLAIN_HEADS, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 37}
+_DELTA_NET = {
+    "head_dim": 16,  # of which transformers turns a quarter
+    "rms_norm_eps": 1e-3,  # with less, norms of what is nearly 0 enlarge the rounding errors of transformers and others
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 11,
+}
 _LATENT = {
     **_without(_LLAMA_LIKE, "head_dim", "num_key_value_heads"),
     "q_lora_rank": 21,
@@ -132,6 +141,23 @@ SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {**_EXPERTS, "sliding_window": 37},
     "qwen2_moe": {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 23},
     "qwen3_moe": {**_QWEN_EXPERTS, "head_dim": 14, "mlp_only_layers": [1], "norm_topk_prob": True},
+    "qwen3_next": {
+        **_LLAMA_LIKE,
+        **_DELTA_NET,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 37,
+        "shared_expert_intermediate_size": 23,
+    },
+    "qwen3_5_text": {**_LLAMA_LIKE, **_DELTA_NET},
+    "qwen3_5_moe_text": {
+        **_without(_LLAMA_LIKE, "intermediate_size"),
+        **_DELTA_NET,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 37,
+        "shared_expert_intermediate_size": 23,
+    },
     "granitemoe": {**_EXPERTS, **_GRANITE},
     "granitemoeshared": {**_EXPERTS, **_GRANITE, "shared_intermediate_size": 23},
     "deepseek_v2": {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2},
@@ -169,7 +195,8 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES = tuple(SIZES)
-LESS_ONE = ("gemma2", "gemma3_text", "nemotron")  # whose norms' weights are stored less 1
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # with linear attention in some layers
+LESS_ONE = ("gemma2", "gemma3_text", "nemotron", *HYBRIDS)  # whose norms' weights are stored less 1
 WITH_EXPERTS = tuple(family for family, sizes in SIZES.items() if "num_experts_per_tok" in sizes)
 OTHERS: dict[str, dict[str, Any]] = {  # that no family file describes
     "olmo": {**_PLAIN_HEADS, "clip_qkv": 1.5},
@@ -227,7 +254,7 @@ def make_checkpoint(
         for name, parameter in (*model.named_parameters(), *corrections):
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = "norm" in name or "ln_" in name
-            middle = 0.0 if family in LESS_ONE else 1.0
+            middle = 0.0 if family in LESS_ONE and "linear_attn" not in name else 1.0
             parameter.copy_(noise * 0.2 + middle if is_norm and name.endswith("weight") else noise * std)
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
     if old_config:
@@ -249,6 +276,8 @@ def _config(family: str, overrides: dict[str, Any]) -> PreTrainedConfig:
         nested = "full_attention" in sizes.get("rope_parameters", {})
         sizes["rope_parameters"] = {**sizes["rope_parameters"], "full_attention": scaled} if nested else scaled
     ids = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
+    if "layer_types" in sizes:
+        sizes["layer_types"] = sizes["layer_types"][: sizes["num_hidden_layers"]]
     return AutoConfig.for_model(family, **{**ids, **sizes})
 
 

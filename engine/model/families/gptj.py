@@ -11,7 +11,7 @@ from serve_llm.engine.model.families.gpt2 import read_plain
 from serve_llm.engine.model.families.names import Names, weights
 from serve_llm.engine.model.families.rope import DEFAULT_BASE, check_rotary_dim
 from serve_llm.engine.model.rope_spec import RopeSpec
-from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.spec import AttentionSpec, ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 
 NAMES = {
@@ -32,7 +32,9 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         config, "GPTJForCausalLM", default_max_position=2048, default_tied=False, norm_position="parallel"
     )
     plain = replace(plain, lm_head_bias=True)
-    rotary_dim = check_rotary_dim(config.integer("rotary_dim", 64), plain.layers[0].attention.head_dim)
+    mixer = plain.layers[0].attention
+    assert isinstance(mixer, AttentionSpec)
+    rotary_dim = check_rotary_dim(config.integer("rotary_dim", 64), mixer.head_dim)
     rope = RopeSpec(DEFAULT_BASE, rotary_dim=rotary_dim, interleaved=True)
     spec = map_attention(plain, lambda index, attention: replace(attention, rope=rope))
     config.ignore("rotary", "scale_attn_weights")  # in the published file; transformers does not read them

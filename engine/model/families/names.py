@@ -113,6 +113,7 @@ def _biased(mixer: AnyAttentionSpec) -> dict[str, bool]:
     """Whether each linear layer of the attention has a bias."""
     if isinstance(mixer, MLASpec):
         return dict.fromkeys(("attention.q_down", "attention.kv_down", "attention.output"), mixer.bias)
+    assert isinstance(mixer, AttentionSpec)
     return dict.fromkeys(("attention.q", "attention.k", "attention.v"), mixer.qkv_bias) | {
         "attention.output": mixer.output_bias
     }

@@ -31,7 +31,7 @@ VALUES = {
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ("demo --enable-prefix-caching", {}),
+        ("demo --enable-prefix-caching", {"enable_prefix_caching": True}),
         ("demo --no-enable-prefix-caching", {"enable_prefix_caching": False}),
         ("--model org/name --trust-remote-code", {"model": "org/name"}),
         ("demo --tp=3 --enable-chunked-prefill", {"tensor_parallel_size": 3}),

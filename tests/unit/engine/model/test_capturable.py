@@ -24,7 +24,7 @@ from serve_llm.engine.parallel.groups import ProcessGroups
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.kernels import registry
 from serve_llm.kernels.attention import Lengths
-from support.tiny import FAMILIES, WITH_EXPERTS, config_of
+from support.tiny import FAMILIES, HYBRIDS, WITH_EXPERTS, config_of
 from support.triton import NO_TRITON, record
 
 META = torch.device("meta")
@@ -85,7 +85,7 @@ def cache_of(layer: LayerSpec) -> Tensor:
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in HYBRIDS])
 def test_a_decode_step_reads_nothing_back(family: str, batch_invariant: bool) -> None:
     pytest.importorskip("triton", reason=NO_TRITON)
     spec, _ = read_model(config_of(family))
@@ -103,6 +103,12 @@ def test_a_decode_step_reads_nothing_back(family: str, batch_invariant: bool) ->
     assert "_multiply_experts" in launches if family in WITH_EXPERTS else "_multiply_experts" not in launches
 
 
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_steps_with_states_are_not_captured(family: str) -> None:
+    pytest.importorskip("triton", reason=NO_TRITON)
+    assert not decoder_of(read_model(config_of(family))[0]).capturable
+
+
 def test_what_would_be_noticed() -> None:
     x = torch.empty(3, device=META)
     with torch.inference_mode(), OnTheDevice():
@@ -115,7 +121,7 @@ def test_what_would_be_noticed() -> None:
             x + torch.tensor([1.0, 2.0, 3.0]).to(META)
 
 
-@pytest.mark.parametrize("family", WITH_EXPERTS)
+@pytest.mark.parametrize("family", [family for family in WITH_EXPERTS if family not in HYBRIDS])
 def test_experts_in_8_bits_are_captured(family: str) -> None:
     """One launch multiplies them all. They are packed by their numbers, so this decoder has some."""
     pytest.importorskip("triton", reason=NO_TRITON)

@@ -24,7 +24,7 @@ from support.forward import CPU, Harness, load, load_whole
 from support.quantised import quantise_checkpoint
 from support.ranks import Ranks
 from support.reference import reference_logprobs
-from support.tiny import FAMILIES, make_checkpoint
+from support.tiny import FAMILIES, HYBRIDS, make_checkpoint
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 Tensors = dict[str, Tensor]
@@ -57,7 +57,8 @@ def logprobs(directory: Path) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_missing_tensor_is_named(family: str, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, family, **{"n_layer" if family in ("gpt2", "gptj") else "num_hidden_layers": 1})
+    num_layers = 2 if family in HYBRIDS else 1  # one of each kind
+    make_checkpoint(tmp_path, family, **{"n_layer" if family in ("gpt2", "gptj") else "num_hidden_layers": num_layers})
     whole = load_file(tmp_path / "model.safetensors")
     for missing in whole:
         save_file({name: tensor for name, tensor in whole.items() if name != missing}, tmp_path / "model.safetensors")
@@ -231,7 +232,7 @@ def test_parts_are_the_parts_of_the_whole(family: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path)
     sources = match_tensors(checkpoint, spec, weight_map, "here")[1]
     ways = (CheckpointLoader(checkpoint, sources, torch.float32, CPU), build_dummy_loader(3, torch.float32, CPU))
-    mixer, ffn, width = spec.layers[0].attention, spec.layers[0].ffn, spec.hidden_size
+    mixer, ffn, width = spec.layers[1].attention, spec.layers[0].ffn, spec.hidden_size
     inner, where = (
         (ffn.expert.intermediate_size, "ffn.experts.3") if isinstance(ffn, MoESpec) else (ffn.intermediate_size, "ffn")
     )

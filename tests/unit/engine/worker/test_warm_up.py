@@ -28,7 +28,7 @@ def test_common_steps_are_captured_and_requests_go_on_as_before(
     expected = generate(make_engine(tmp_path, **options), requests)
     engine = make_gpu_engine(tmp_path, monkeypatch, **options)
     worker = engine._executor._worker  # type: ignore[attr-defined]
-    warm_up(worker._runner, worker._config, worker._layout.groups)
+    warm_up(worker._runner, worker._config, worker._layout)
     assert set(graphs_of(engine)._graphs) == captured
     found = generate(engine, requests)
     assert {number: result.token_ids for number, result in found.items()} == {
@@ -38,4 +38,4 @@ def test_common_steps_are_captured_and_requests_go_on_as_before(
 
 def test_models_without_text_and_tiny_contexts_have_none() -> None:
     for config in (replace(CONFIG, generates=False), replace(CONFIG, max_model_len=7)):
-        warm_up(None, config, [])  # type: ignore[arg-type]
+        warm_up(None, config, None)  # type: ignore[arg-type]

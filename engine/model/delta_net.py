@@ -1,0 +1,130 @@
+"""Gated DeltaNet (arXiv:2412.06464): projections, the gated delta rule over a state per sequence, and a gated norm.
+
+A rank computes some of the value heads, and the key heads that serve them; the output projection is all-reduced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from serve_llm.engine.model.attention import elements
+from serve_llm.engine.model.build import Forward, ModelBuilder, Part
+from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
+from serve_llm.engine.model.inputs import AttentionInputs
+from serve_llm.engine.model.spec import NormSpec
+from serve_llm.engine.parallel.layout import HeadShare
+from serve_llm.kernels.delta_rule import DeltaRule
+from serve_llm.kernels.registry import Kernels
+
+
+@dataclass(eq=False, repr=False)
+class DeltaNet:
+    kernels: Kernels
+    layer: DeltaRule
+    gates_proj: Forward  # hidden states -> beta and alpha of this rank's heads
+    input_proj: Forward  # hidden states -> queries, keys, values, and what gates the output
+    norm: Tensor  # (value_dim,)
+    norm_eps: float
+    output_proj: Forward
+
+    def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        """x: (tokens, hidden_size) -> (tokens, hidden_size). Takes the sequences' states further."""
+        step = inputs.step
+        assert step.state_slots is not None, "a step without slots for states"
+        channels = self.layer.conv.shape[1]
+        projected = self.input_proj(x)
+        mixed = self.kernels.gated_delta_rule(
+            projected[:, :channels],
+            self.gates_proj(x),
+            self.layer,
+            inputs.cache,
+            step.state_slots,
+            step.query_starts,
+            step.context_lens,
+            on_device=step.lengths,
+        )
+        normed = self.kernels.rms_norm(mixed, self.norm, self.norm_eps).flatten(1).float()
+        gate = projected[:, channels:].float()
+        return self.output_proj((normed * (gate / torch.exp(-gate).add_(1.0))).to(x.dtype))
+
+
+@dataclass(eq=False, repr=False)
+class DeltaNetWithoutHeads:
+    """For a rank without heads (more ranks than heads): takes part in the all-reduce."""
+
+    output_proj: Forward
+
+    def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        """x: (tokens, hidden_size) -> (tokens, hidden_size)."""
+        return self.output_proj(x[:, :0])
+
+
+def build_delta_net(spec: DeltaNetSpec, hidden_size: int, builder: ModelBuilder) -> DeltaNet | DeltaNetWithoutHeads:
+    share = builder.shard.attention(spec)
+    heads = share.heads
+    builder.describe(
+        f"DeltaNet({len(heads)} of {spec.num_heads} heads, {len(share.kv_heads)} of {spec.num_kv_heads} key heads, "
+        f"{spec.key_dim} x {spec.value_dim})"
+    )
+    values = elements(heads, spec.value_dim)
+    value_size = spec.num_heads * spec.value_dim
+    output_proj = builder.row_parallel_linear("output", hidden_size, value_size, values)
+    if not heads:
+        return DeltaNetWithoutHeads(output_proj)
+    key_size = spec.num_kv_heads * spec.key_dim
+    keys = elements(share.kv_heads, spec.key_dim)
+    input_proj = builder.column_parallel_linear(
+        {"q": key_size, "k": key_size, "v": value_size, "z": value_size},
+        hidden_size,
+        {"q": keys, "k": keys, "v": values, "z": values},
+    )
+    return DeltaNet(
+        kernels=builder.kernels,
+        layer=_build_layer(spec, share, builder),
+        gates_proj=_build_gates(spec, heads, hidden_size, builder),
+        input_proj=input_proj,
+        norm=builder.rms_norm_weight("norm", NormSpec("rms", spec.norm_eps), spec.value_dim),
+        norm_eps=spec.norm_eps,
+        output_proj=output_proj,
+    )
+
+
+def _build_layer(spec: DeltaNetSpec, share: HeadShare, builder: ModelBuilder) -> DeltaRule:
+    key_size = spec.num_kv_heads * spec.key_dim
+    keys = elements(share.kv_heads, spec.key_dim)
+    values = elements(share.heads, spec.value_dim)
+    parts = [
+        builder.parameter(f"conv.{name}", size, 1, spec.conv_kernel, part=Part(0, own))
+        for name, size, own in (
+            ("q", key_size, keys),
+            ("k", key_size, keys),
+            ("v", spec.num_heads * spec.value_dim, values),
+        )
+    ]
+    group_size = spec.num_heads // spec.num_kv_heads
+    own_heads = Part(0, share.heads)
+    return DeltaRule(
+        conv=torch.cat(parts).squeeze(1).T.contiguous(),
+        decay=builder.parameter("decay", spec.num_heads, part=own_heads),
+        decay_bias=builder.parameter("decay_bias", spec.num_heads, part=own_heads),
+        key_heads=tuple(head // group_size - share.kv_heads.start for head in share.heads),
+        key_dim=spec.key_dim,
+        value_dim=spec.value_dim,
+    )
+
+
+def _build_gates(spec: DeltaNetSpec, heads: range, hidden_size: int, builder: ModelBuilder) -> Forward:
+    """(tokens, hidden_size) -> beta of this rank's heads, then alpha. Every rank computes all, never quantised."""
+    count = spec.num_heads
+    linear = builder.unquantised_linear({"beta": count, "alpha": count}, hidden_size)
+    if len(heads) == count:
+        return linear
+
+    def own(x: Tensor) -> Tensor:
+        beta, alpha = (gates[:, heads.start : heads.stop] for gates in linear(x).chunk(2, 1))
+        return torch.cat((beta, alpha), 1)
+
+    return own

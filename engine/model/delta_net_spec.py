@@ -1,0 +1,39 @@
+"""Gated DeltaNet (arXiv:2412.06464), a mixer that keeps a state instead of KV. Torch-free; a part of
+`engine.model.spec`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+STATE_UNIT = 16  # a row of the state is filled up to whole units of so many numbers, as `kernels.delta_rule` expects it
+
+
+@dataclass(frozen=True)
+class DeltaNetSpec:
+    """A causal convolution over queries, keys and values, then the gated delta rule, then a gated norm.
+
+    Its heads are those of the values; each key head, with its queries, serves as many consecutive ones as KV heads
+    serve query heads. A sequence has a state: the last inputs of the convolution and one matrix per head, in float32.
+    """
+
+    num_heads: int
+    num_kv_heads: int  # heads of keys and queries
+    key_dim: int  # numbers of a head's key or query
+    value_dim: int  # numbers of a head's value
+    conv_kernel: int  # tokens that the convolution reads, the newest included
+    norm_eps: float  # RMS norm of every head's output
+
+    rope: ClassVar[None] = None
+    rope_dim: ClassVar[int] = 0
+    sliding_window: ClassVar[None] = None
+    causal: ClassVar[bool] = True
+
+    def count_channels(self, heads: int, key_heads: int) -> int:
+        """Numbers that the convolution reads of each token, for so many heads."""
+        return 2 * key_heads * self.key_dim + heads * self.value_dim
+
+    def count_state(self, heads: int, key_heads: int) -> int:
+        """Float32 numbers of a sequence's state, for so many heads."""
+        row = -(-self.value_dim // STATE_UNIT) * STATE_UNIT
+        return (self.conv_kernel - 1) * self.count_channels(heads, key_heads) + heads * self.key_dim * row

@@ -1,0 +1,100 @@
+"""The memory of linear attention's states: slots beside the blocks of the KV cache, of the same number on all ranks."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from serve_llm.engine.config import CacheRow
+from serve_llm.engine.model import delta_net_spec
+from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
+from serve_llm.engine.model.shard import build_shard
+from serve_llm.engine.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec
+from serve_llm.engine.parallel.layout import ParallelLayout
+from serve_llm.engine.worker import kv_cache
+from serve_llm.engine.worker.kv_cache import CacheLayout, find_state_sizes
+from serve_llm.engine.worker.memory import allocate_cache
+from serve_llm.kernels import delta_rule
+from support.config import CONFIG
+
+MIXER = DeltaNetSpec(num_heads=6, num_kv_heads=3, key_dim=10, value_dim=11, conv_kernel=4, norm_eps=1e-6)
+LINEAR = LayerSpec(MIXER, MLPSpec(97, "silu"), NormSpec("rms", 1e-6))
+FULL = replace(LINEAR, attention=AttentionSpec(6, 3, 16, 1.0))
+SPEC = ModelSpec("X", 331, 60, 256, (LINEAR, FULL, LINEAR), None, tie_word_embeddings=True)
+
+ONE = ParallelLayout()
+
+
+def plan(num_bytes: int, grid: ParallelLayout = ONE, rank: int = 0, max_num_seqs: int = 4) -> CacheLayout:
+    shard = build_shard(SPEC, grid, rank)
+    config = replace(CONFIG, max_num_seqs=max_num_seqs)
+    return kv_cache.plan_cache(
+        SPEC.kv_groups,
+        shard.kv_groups(SPEC),
+        CacheRow(4),
+        8,
+        num_bytes,
+        max_model_len=64,
+        max_chunk=16,
+        states=find_state_sizes(SPEC, shard, config),
+    )
+
+
+def test_a_state_is_the_last_inputs_and_a_matrix_per_head() -> None:
+    channels = 2 * 3 * 10 + 6 * 11
+    assert MIXER.count_state(6, 3) == 3 * channels + 6 * 10 * 16
+    assert delta_net_spec.STATE_UNIT == delta_rule.STATE_UNIT
+    assert build_shard(SPEC, ParallelLayout(), 0).count_state_bytes(SPEC) == 2 * 4 * MIXER.count_state(6, 3)
+
+
+def test_states_take_at_most_about_as_much_memory_as_blocks() -> None:
+    large = plan(10 << 20)
+    assert large.num_states == 4
+    assert large.num_bytes <= 10 << 20 < large.num_bytes + large.block_bytes
+    many = plan(1 << 20, max_num_seqs=1000)
+    assert 1 < many.num_states < 1000
+    assert many.count_sequences(1000) == many.num_states
+    assert many.num_states * many.state_bytes <= many.num_blocks * many.block_bytes + many.state_bytes
+    assert many.num_bytes <= 1 << 20
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 1000])
+def test_no_number_of_bytes_is_exceeded_or_left_over(max_num_seqs: int) -> None:
+    empty = plan(0, max_num_seqs=max_num_seqs)
+    assert empty.num_blocks == 0
+    for num_bytes in range(0, 400_000, 997):
+        layout = empty.fill(num_bytes)
+        assert layout.num_blocks == 0 or layout.num_bytes <= num_bytes
+        if layout.num_blocks:
+            assert replace(layout, num_blocks=layout.num_blocks + 1).num_bytes > num_bytes
+
+
+@pytest.mark.parametrize("grid", [ParallelLayout(2), ParallelLayout(3), ParallelLayout(8), ParallelLayout(1, 3)])
+def test_ranks_agree_on_the_number_of_states(grid: ParallelLayout) -> None:
+    layouts = [plan(1 << 20, grid, rank, max_num_seqs=1000) for rank in range(grid.size)]
+    num_blocks = min(layout.num_blocks for layout in layouts)
+    agreed = [replace(layout, num_blocks=num_blocks) for layout in layouts]
+    assert len({layout.num_states for layout in agreed}) == 1
+    assert all(layout.num_bytes <= 1 << 20 for layout in agreed)
+
+
+def test_each_layer_has_its_cache() -> None:
+    layout = plan(1 << 20)
+    shard = build_shard(SPEC, ParallelLayout(), 0)
+    counts = {index: shard.count_state(mixer) for index, mixer in shard.list_delta_nets(SPEC).items()}
+    caches = allocate_cache(layout, shard.kv_groups(SPEC), torch.bfloat16, torch.device("cpu"), counts)
+    assert [cache.dtype for cache in caches] == [torch.float32, torch.bfloat16, torch.float32]
+    assert caches[0].shape == (layout.num_states, MIXER.count_state(6, 3))
+
+
+def test_the_log_says_how_many_sequences_run(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        kv_cache.check_capacity(plan(10 << 20), max_model_len=64, max_chunk=16, device="cpu")
+    assert [record.getMessage() for record in caplog.records] == [
+        "States of linear attention, one for each running sequence: 4 of 0.01 MiB per rank",
+        "CPU KV cache size: 256 tokens",
+        "Maximum concurrency for 64 tokens per request: 4.00x",
+    ]
