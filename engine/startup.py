@@ -40,9 +40,10 @@ from serve_llm.engine.gpu_software import explain_unusable_gpus, find_missing_co
 from serve_llm.engine.model.config import describe_ignored_keys
 from serve_llm.engine.model.lora_targets import find_lora_targets
 from serve_llm.engine.model.pooling import find_pooling_task, find_vector_size, resolve_pooling
+from serve_llm.engine.model.pretrained_spec import PretrainedSpec
 from serve_llm.engine.model.registry import apply_engine_config, read_model
 from serve_llm.engine.model.shard import describe_split
-from serve_llm.engine.model.spec import ModelSpec, PretrainedSpec
+from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.parallel.dp_sync import DPStepSync
 from serve_llm.engine.parallel.layout import ParallelLayout

@@ -9,8 +9,9 @@ from serve_llm.engine.distributed.executor import Executor, StepResult, Workers
 from serve_llm.engine.distributed.expert_groups import ExpertParallelGroups
 from serve_llm.engine.distributed.messages import CacheReady, LoadDone
 from serve_llm.engine.distributed.process_groups import build_expert_group
+from serve_llm.engine.model.pretrained_spec import PretrainedSpec
 from serve_llm.engine.model.shard import Shard, build_rank_shard
-from serve_llm.engine.model.spec import ModelSpec, PretrainedSpec
+from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.parallel.groups import AllToAll, ProcessGroups, SingleRankGroup
 from serve_llm.engine.parallel.layout import ParallelLayout

@@ -18,7 +18,7 @@ from serve_llm.common.errors import ModelError, OptionError, UnsupportedModel
 from serve_llm.common.gguf.checkpoint import LINK
 from serve_llm.engine.hf_backend import probe
 from serve_llm.engine.hf_backend.decoder import PretrainedDecoder, pack_linears
-from serve_llm.engine.model.spec import PretrainedSpec
+from serve_llm.engine.model.pretrained_spec import PretrainedSpec
 from serve_llm.engine.weights.load import refuse_unavailable_backend
 from serve_llm.kernels.backends.backend import AttentionForm
 from serve_llm.kernels.registry import choose

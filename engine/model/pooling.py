@@ -15,7 +15,8 @@ from serve_llm.common.sentence_transformers import PoolingType, SentenceModules
 from serve_llm.common.tokenizer_files import find_tokenizer
 from serve_llm.common.types import PoolingTask
 from serve_llm.engine.config import PoolingConfig
-from serve_llm.engine.model.spec import ModelSpec, PoolerLayer, PoolerSpec, PretrainedSpec
+from serve_llm.engine.model.pretrained_spec import PretrainedSpec
+from serve_llm.engine.model.spec import ModelSpec, PoolerLayer, PoolerSpec
 
 
 def resolve_pooling(

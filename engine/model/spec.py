@@ -390,14 +390,3 @@ class ModelSpec:
             # The number of query heads decides which KV heads a rank holds.
             members.setdefault((attention.num_heads, group), []).append(index)
         return tuple(replace(group, layers=tuple(layers)) for (_, group), layers in members.items())
-
-
-@dataclass(frozen=True)
-class PretrainedSpec:
-    """What is known of a model in transformers' own code before it is loaded."""
-
-    architecture: str
-    vocab_size: int
-    max_position: int
-    layers: range
-    config: object  # transformers' PreTrainedConfig

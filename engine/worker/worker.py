@@ -18,8 +18,9 @@ from serve_llm.engine.config import Config
 from serve_llm.engine.model.eagle_spec import find_hidden_state_layers
 from serve_llm.engine.model.lora import LinearKernelsLoRA, LoRALayers
 from serve_llm.engine.model.lora_targets import count_adapter_bytes
+from serve_llm.engine.model.pretrained_spec import PretrainedSpec
 from serve_llm.engine.model.shard import Shard
-from serve_llm.engine.model.spec import ModelSpec, PretrainedSpec
+from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.parallel.groups import ProcessGroups
 from serve_llm.engine.sampling.vocab_parallel import VocabParallelLogits

@@ -6,7 +6,8 @@ from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.engine import startup
 from serve_llm.engine.config import Config
 from serve_llm.engine.distributed.choose import ExecutorChoice
-from serve_llm.engine.model.spec import ModelSpec, PretrainedSpec
+from serve_llm.engine.model.pretrained_spec import PretrainedSpec
+from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 
 
