@@ -88,7 +88,8 @@ class _SequentialExperts:
             rows = first(inputs)
             if adapters is not None:
                 adapters.add_to_first(index, rows, inputs, numbers)
-            inputs = self._activation(rows)  # reuse the names to free each intermediate early
+            inputs = self._activation(rows)
+            del rows  # before the next product is allocated
             rows = last(inputs)
             if adapters is not None:
                 adapters.add_to_last(index, rows, inputs, numbers)
