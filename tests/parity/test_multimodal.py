@@ -114,6 +114,17 @@ def test_stacks_as_qwen_publishes_them(tmp_path: Path) -> None:
     assert (Harness(*load(tmp_path), torch.float32).logprobs([PROMPT])[0] - expected).abs().max() < 1e-4
 
 
+def test_quantised_experts_of_qwen3_vl_are_modules() -> None:
+    raw = multimodal_config_of("Qwen3VLMoeForConditionalGeneration")
+    for stored, name in (
+        (packed_config(Packing("awq")), "model.layers.0.mlp.experts.4.gate_proj.weight"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "model.layers.0.mlp.experts.gate_up_proj"),
+    ):
+        spec, weights = read_model(raw | {"quantization_config": stored})
+        assert name in weights.expand(len(spec.layers))
+        assert spec.grouped is not None and spec.grouped.find_form("layers.0.ffn.experts.4.gate") is not None
+
+
 @pytest.mark.parametrize("keeps_text_config", [False, True])
 def test_qwens_decoder_may_be_described_beside_the_images(keeps_text_config: bool) -> None:
     """As Qwen published it, and as transformers 4.52 to 4.56 wrote it."""
