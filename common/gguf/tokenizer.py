@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -163,10 +164,19 @@ def find_eos_ids(vocabulary: Vocabulary) -> list[int]:
     return list(dict.fromkeys([token_id for token_id in named if token_id is not None] + known))
 
 
+def _build_bpe(
+    vocabulary: Vocabulary, ids: dict[str, int], merges: list[tuple[str, str]], **settings: Any
+) -> Tokenizer:
+    try:
+        return Tokenizer(models.BPE(ids, merges, **settings))
+    except Exception as error:  # tokenizers raises no narrower class
+        raise vocabulary.refuse("tokenizer.ggml.merges", f"cannot be read: {error}") from None
+
+
 def _build_byte_level(vocabulary: Vocabulary) -> Tokenizer:
     pre = vocabulary.pre
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
-    tokenizer = Tokenizer(models.BPE(ids, vocabulary.merges, ignore_merges=pre in WHOLE_WORDS))
+    tokenizer = _build_bpe(vocabulary, ids, vocabulary.merges, ignore_merges=pre in WHOLE_WORDS)
     if pre not in WORDS:
         raise vocabulary.refuse(
             "tokenizer.ggml.pre", f"{pre!r} is not supported (supported: {', '.join(sorted(WORDS))})"
@@ -230,7 +240,7 @@ def _build_sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
     merges = vocabulary.merges or _derive_merges(pieces, ids, scores)
     unknown = vocabulary.token_id("tokenizer.ggml.unknown_token_id")
     unknown_token = None if unknown is None else tokens[unknown]
-    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=unknown_token, fuse_unk=True, byte_fallback=True))
+    tokenizer = _build_bpe(vocabulary, ids, merges, unk_token=unknown_token, fuse_unk=True, byte_fallback=True)
     adds_space = vocabulary.flag("tokenizer.ggml.add_space_prefix", True)
     marks = normalizers.Replace(" ", SPACE)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), marks]) if adds_space else marks

@@ -365,6 +365,7 @@ def test_a_turn_of_gpt_oss_goes_on_after_a_message() -> None:
         ({"model": "gpt2", "pre": "viking"}, "tokenizer.ggml.pre 'viking' is not supported .* --tokenizer"),
         ({"model": "gpt2", "pre": "gpt-2", "merges": ["ab"]}, "tokenizer.ggml.merges must be pairs of texts, not 'ab'"),
         ({"model": "gpt2", "pre": "gpt-2", "merges": [1]}, "tokenizer.ggml.merges must be a list of texts"),
+        ({"model": "gpt2", "pre": "gpt-2", "merges": ["a c"]}, "tokenizer.ggml.merges cannot be read: .*`c` out of"),
         ({"model": "gpt2", "pre": "gpt-2", "token_type": [1]}, "token_type must be as long as the 2 tokens, not 1"),
         ({"model": "llama"}, "tokenizer.ggml.scores is missing"),
         (
