@@ -105,7 +105,8 @@ def messages(content: bytes, context: Context) -> Generate:
     body.check(context.limits)
     params = body.build_params(context.model.defaults)
     hint = None if params.thinking_token_budget is None else "thinking.budget_tokens"
-    ignored += drop_budget(params, hint, context.model)
+    dropped = drop_budget(params, hint, context.model)
+    ignored += dropped if body.thinking is not None and body.thinking.type == "enabled" else []
     turn, skipped = body.to_turn(params, context.limits)
     try:
         _, request = prepare_turn(replace(turn, default_max_tokens=body.max_tokens), context)

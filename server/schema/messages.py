@@ -214,6 +214,8 @@ class MessagesRequest(CountTokensRequest):
         return None if wanted is None else StructuredOutputs(json=wanted.json_schema, param=f"{param}.schema")
 
     def _read_budget(self) -> int | None:
+        if not self._thinks:
+            return 0
         if self.thinking is None or self.thinking.type != "enabled":
             return None
         budget = self.thinking.budget_tokens

@@ -56,12 +56,16 @@ def test_what_the_template_gets(model: ServedModel, serve: Serve, fields: Json, 
     assert prompt_text(served) == shown
 
 
-def test_thinking_is_shown_where_it_is_asked_for(served: Served) -> None:
+def test_thinking_is_shown_where_it_is_asked_for(served: Served, serve: Serve) -> None:
     for thinking in ({"type": "adaptive"}, {"type": "enabled", "budget_tokens": 99}):
         content = ask(served, thinking=thinking)["content"]
         assert [block["type"] for block in content] == ["thinking", "text"]
     for thinking in (None, {"type": "disabled"}):
         assert ask(served, thinking=thinking)["content"] == [{"type": "text", "text": "Yes."}]
+        budget = served.engine.submitted[-1].sampling.thinking
+        assert budget is not None and budget.num_tokens == 0, "thinking would cost tokens that nobody sees"
+    reply = serve("Yes.<|end|>").post("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]})
+    assert reply.status == 200 and "x-ignored-fields" not in reply.headers, "a model without reasoning"
 
 
 def test_omitted_thinking_reaches_the_model_again(served: Served) -> None:
