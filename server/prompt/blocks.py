@@ -210,7 +210,7 @@ def _read_texts(blocks: object, param: str, skipped: list[str] | None = None) ->
     for number, block in enumerate(blocks):
         place = f"{param}[{number}]"
         kind = block.get("type") if isinstance(block, dict) else None
-        if skipped is not None and (kind == "tool_reference" or kind in _SERVER_BLOCKS):
+        if skipped is not None and isinstance(kind, str) and kind in _SERVER_BLOCKS | {"tool_reference"}:
             skipped.append(place)
             continue
         if isinstance(kind, str) and kind in DOCUMENT_KINDS and skipped is not None:

@@ -87,6 +87,10 @@ def test_blocks_that_only_anthropics_servers_read_are_skipped(served: Served, ki
         assert reply.status == 200, reply.content
         assert reply.headers["x-ignored-fields"] == "messages[0].content[1]"
     assert ask(served, system=[{"type": kind}]).status == 400
+    for wrong in ([], {}, None, 3):
+        result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": wrong}]}
+        for role, block in (("user", result), ("system", {"type": wrong}), ("assistant", {"type": wrong})):
+            assert ask(served, messages=[{"role": role, "content": [block]}]).status == 400
 
 
 def test_every_type_of_block_that_the_client_knows(served: Served) -> None:
