@@ -13,14 +13,30 @@ import msgspec
 from serve_llm.common.errors import ModelError
 from serve_llm.common.hub import read_json
 
-PoolingType = Literal["cls", "mean", "last"]
+PoolingType = Literal["cls", "max", "mean", "mean_sqrt_len", "weighted_mean", "last"]
 
-_POOLING_KEYS: dict[str, PoolingType] = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
+_POOLING_TYPES: dict[str, PoolingType] = {
+    "cls": "cls",
+    "max": "max",
+    "mean": "mean",
+    "mean_sqrt_len_tokens": "mean_sqrt_len",
+    "weightedmean": "weighted_mean",
+    "lasttoken": "last",
 }
-_POOLING_NAMES: dict[str, PoolingType] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+# As flags, in the order in which the vectors of several follow each other.
+_POOLING_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+# The first that is there holds the settings of the transformer.
+_TRANSFORMER_FILES = tuple(
+    f"sentence_{family}_config.json"
+    for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
 _ACTIVATIONS = {"Identity": "none", "Tanh": "tanh", "GELU": "gelu", "ReLU": "relu"}
 
 
@@ -37,11 +53,12 @@ class DenseModule(msgspec.Struct, frozen=True):
 class SentenceModules(msgspec.Struct, frozen=True):
     """The modules after the transformer."""
 
-    pooling_type: PoolingType
+    pooling_types: tuple[PoolingType, ...]  # their vectors follow each other
     dense: tuple[DenseModule, ...]
     normalize: bool  # scale vectors to length 1
     max_seq_length: int | None  # tokens
     lowercase: bool  # the model reads texts in lower case
+    prompt: str  # begins every text
 
 
 def read_sentence_modules(directory: Path) -> SentenceModules | None:
@@ -49,7 +66,8 @@ def read_sentence_modules(directory: Path) -> SentenceModules | None:
     path = directory / "modules.json"
     if not path.is_file():
         return None
-    pooling: PoolingType | None = None
+    pooling: tuple[PoolingType, ...] | None = None
+    prompt = _read_default_prompt(directory / "config_sentence_transformers.json")
     dense: list[DenseModule] = []
     normalize = False
     limits: dict[str, object] = {}
@@ -57,9 +75,9 @@ def read_sentence_modules(directory: Path) -> SentenceModules | None:
         if normalize:
             raise ModelError(f"{path}: {kind} after Normalize is not supported")
         if kind == "Transformer":
-            limits = _read_optional(directory / folder / "sentence_bert_config.json")
+            limits = _read_transformer(directory / folder)
         elif kind == "Pooling":
-            pooling = _read_pooling(directory / folder / "config.json")
+            pooling = _read_pooling(directory / folder / "config.json", prompt)
         elif kind == "Dense" and pooling is not None:
             dense.append(_read_dense(directory, folder))
         elif kind == "Normalize" and pooling is not None:
@@ -70,11 +88,12 @@ def read_sentence_modules(directory: Path) -> SentenceModules | None:
         raise ModelError(f"{path}: there is no module Pooling")
     longest = limits.get("max_seq_length")
     return SentenceModules(
-        pooling_type=pooling,
+        pooling_types=pooling,
         dense=tuple(dense),
         normalize=normalize,
         max_seq_length=longest if isinstance(longest, int) and longest > 0 else None,
         lowercase=limits.get("do_lower_case") is True,
+        prompt=prompt,
     )
 
 
@@ -93,27 +112,38 @@ def _list_modules(path: Path) -> list[tuple[str, str]]:
     return listed
 
 
-def _read_optional(path: Path) -> dict[str, object]:
-    return read_json(path) if path.is_file() else {}
+def _read_transformer(folder: Path) -> dict[str, object]:
+    paths = [folder / name for name in _TRANSFORMER_FILES if (folder / name).is_file()]
+    return read_json(paths[0]) if paths else {}
 
 
-def _read_pooling(path: Path) -> PoolingType:
+def _read_default_prompt(path: Path) -> str:
+    config = read_json(path) if path.is_file() else {}
+    name, prompts = config.get("default_prompt_name"), config.get("prompts")
+    if name is None:
+        return ""
+    prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
+    if not isinstance(prompt, str):
+        raise ModelError(f"{path}: default_prompt_name is {name!r}, which is not a text of prompts")
+    return prompt
+
+
+def _read_pooling(path: Path, prompt: str) -> tuple[PoolingType, ...]:
     config = read_json(path)
-    if config.get("include_prompt") is False:
-        raise ModelError(f"{path}: include_prompt false is not supported")
-    name = config.get("pooling_mode")
-    if isinstance(name, str):
-        chosen = [name]
-        if name in _POOLING_NAMES:
-            return _POOLING_NAMES[name]
-    else:
-        chosen = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
-        if len(chosen) == 1 and chosen[0] in _POOLING_KEYS:
-            return _POOLING_KEYS[chosen[0]]
-    supported = ", ".join(_POOLING_KEYS)
-    raise ModelError(
-        f"{path}: pooling by {' and '.join(chosen) or 'nothing'} is not supported (supported: {supported})"
-    )
+    if prompt and config.get("include_prompt") is False:
+        raise ModelError(f"{path}: include_prompt false is not supported with a default prompt")
+    names = config.get("pooling_mode")
+    if isinstance(names, str):
+        names = [names]
+    elif not isinstance(names, list):
+        names = [name for flag, name in _POOLING_FLAGS.items() if config.get(flag) is True] or ["mean"]
+    types = []
+    for name in names:
+        if not isinstance(name, str) or name not in _POOLING_TYPES:
+            supported = ", ".join(_POOLING_TYPES)
+            raise ModelError(f"{path}: pooling_mode {name!r} is not supported (supported: {supported})")
+        types.append(_POOLING_TYPES[name])
+    return tuple(types)
 
 
 def _read_dense(directory: Path, folder: str) -> DenseModule:

@@ -37,7 +37,7 @@ class CacheRow:
 class PoolingConfig:
     """How the hidden states of a prompt become a vector, where the model's family does not say it."""
 
-    pooling_type: PoolingType
+    pooling_types: tuple[PoolingType, ...]  # their vectors follow each other
     normalize: bool = False  # scale vectors to length 1
     dense: tuple[DenseModule, ...] = ()
     classifier_ids: tuple[int, ...] = ()  # the vector is the logits of these ids; empty: it is an embedding

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,20 +18,20 @@ from serve_llm.engine.model.spec import ModelSpec, PoolerLayer, PoolerSpec, Pool
 class Pooler:
     """Every rank of the last stage holds it whole."""
 
-    pooling_type: PoolingType
+    pooling_types: tuple[PoolingType, ...]
     final_norm: Sequence[Forward]
     layers: Sequence[Forward]
     normalize: bool
 
     def select(self, prompt: range) -> range:
         """The rows of a prompt that the vector depends on. prompt: rows of the whole prompt, or of its last chunk if
-        the pooling type is "last"."""
-        match self.pooling_type:
-            case "cls":
+        the only pooling type is "last"."""
+        match self.pooling_types:
+            case ("cls",):
                 return prompt[:1]
-            case "last":
+            case ("last",):
                 return prompt[-1:]
-            case "mean":
+            case _:
                 return prompt
 
     def compute(self, prompts: Sequence[Tensor]) -> list[Tensor]:
@@ -43,26 +44,43 @@ class Pooler:
         return list(functional.normalize(vectors) if self.normalize else vectors)
 
     def _pool(self, hidden: Tensor) -> Tensor:
-        """(rows, hidden_size) -> (hidden_size,)"""
+        """(rows, hidden_size) -> (pooling types * hidden_size,)"""
         for step in self.final_norm:
             hidden = step(hidden)
-        if self.pooling_type != "mean":
+        if len(hidden) == 1 and len(self.pooling_types) == 1:
             return hidden[0]
-        mean = hidden.float().mean(0)
-        return mean.to(hidden.dtype) if self.layers else mean
+        pooled = torch.cat([_POOLINGS[kind](hidden.float()) for kind in self.pooling_types])
+        return pooled.to(hidden.dtype) if self.layers else pooled
+
+
+def _weigh_by_position(hidden: Tensor) -> Tensor:
+    weights = torch.arange(1, len(hidden) + 1, dtype=hidden.dtype, device=hidden.device)
+    return weights @ hidden / weights.sum()
+
+
+# (rows, hidden_size) of float32 -> (hidden_size,)
+_POOLINGS: dict[PoolingType, Callable[[Tensor], Tensor]] = {
+    "cls": lambda hidden: hidden[0],
+    "max": lambda hidden: hidden.amax(0),
+    "mean": lambda hidden: hidden.mean(0),
+    "mean_sqrt_len": lambda hidden: hidden.sum(0) / math.sqrt(len(hidden)),
+    "weighted_mean": _weigh_by_position,
+    "last": lambda hidden: hidden[-1],
+}
 
 
 def build_pooler(spec: ModelSpec, pooler: PoolerSpec, final_norm: Sequence[Forward], builder: ModelBuilder) -> Pooler:
     """final_norm: what the model does with hidden states after the last layer."""
-    builder.scoped("pooler").describe(f"Pooler({pooler.pooling_type}, {pooler.vector_size(spec.hidden_size)} numbers)")
+    kinds = " and ".join(pooler.pooling_types)
+    builder.scoped("pooler").describe(f"Pooler({kinds}, {pooler.vector_size(spec.hidden_size)} numbers)")
     layers = []
-    size = spec.hidden_size
+    size = spec.hidden_size * len(pooler.pooling_types)
     for layer in pooler.layers:
         layers += _build_layer(layer, size, builder.scoped("pooler"))
         size = layer.outputs
     if pooler.token_ids:
         layers.append(_build_token_classifier(spec, pooler.token_ids, builder))
-    return Pooler(pooler.pooling_type, final_norm, layers, pooler.normalize)
+    return Pooler(pooler.pooling_types, final_norm, layers, pooler.normalize)
 
 
 def _build_layer(spec: PoolerLayer, inputs: int, builder: ModelBuilder) -> list[Forward]:

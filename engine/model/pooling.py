@@ -34,7 +34,7 @@ def resolve_pooling(
     if spec.pooler is not None:  # a classifier
         return False, None
     if options.classifier_from_token:
-        config = PoolingConfig("last", classifier_ids=_find_token_ids(options, Path(directory)))
+        config = PoolingConfig(("last",), classifier_ids=_find_token_ids(options, Path(directory)))
         return generates and options.runner == "generate", config
     wants_vectors = options.convert == "embed" or modules is not None or not generates
     if options.convert == "none" or not wants_vectors:
@@ -67,7 +67,7 @@ def build_pooler_spec(config: PoolingConfig) -> PoolerSpec:
         for index, dense in enumerate(config.dense)
     ]
     return PoolerSpec(
-        pooling_type=config.pooling_type,
+        pooling_types=config.pooling_types,
         layers=tuple(layers),
         token_ids=config.classifier_ids,
         normalize=config.normalize,
@@ -129,19 +129,20 @@ def _is_classifier(spec: ModelSpec) -> bool:
 
 def _resolve_embedding(options: EngineOptions, spec: ModelSpec, modules: SentenceModules | None) -> PoolingConfig:
     if modules is not None:
-        config = PoolingConfig(modules.pooling_type, modules.normalize, modules.dense)
+        config = PoolingConfig(modules.pooling_types, modules.normalize, modules.dense)
     elif spec.is_encoder and options.pooling_type == "auto":
         raise OptionError(
             "--pooling-type: the checkpoint does not say how its hidden states become an embedding (it has no "
             "modules.json); give cls or mean, as the model's card says"
         )
     else:
-        config = PoolingConfig("last", normalize=True)
+        config = PoolingConfig(("last",), normalize=True)
     if options.pooling_type != "auto":
-        config = replace(config, pooling_type=cast(PoolingType, options.pooling_type))
-    if config.pooling_type != "last" and not spec.is_encoder:
+        config = replace(config, pooling_types=(cast(PoolingType, options.pooling_type),))
+    if config.pooling_types != ("last",) and not spec.is_encoder:
+        kinds = " and ".join(config.pooling_types)
         raise OptionError(
-            f"--pooling-type: {config.pooling_type} is for encoders; of a decoder only the last token has seen the "
-            "whole prompt, so only last is supported"
+            f"--pooling-type: {kinds} is for encoders; of a decoder only the last token has seen the whole prompt, so "
+            "only last is supported"
         )
     return config

@@ -15,8 +15,8 @@ from serve_llm.engine.model.quantization_spec import FLOAT8, GroupedForm, Groupe
 from serve_llm.engine.model.rope_spec import LongScaling, RopeSpec
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai"]
+PoolingType = Literal["cls", "max", "mean", "mean_sqrt_len", "weighted_mean", "last"]
 NormPosition = Literal["pre", "post", "output", "sandwich", "parallel", "parallel_two_norms"]
-PoolingType = Literal["cls", "mean", "last"]
 
 
 @dataclass(frozen=True)
@@ -211,14 +211,14 @@ class PoolerLayer:
 class PoolerSpec:
     """How the hidden states of a prompt become one vector."""
 
-    pooling_type: PoolingType
+    pooling_types: tuple[PoolingType, ...]  # their vectors follow each other
     layers: tuple[PoolerLayer, ...] = ()
     token_ids: tuple[int, ...] = ()  # the last layer is these rows of the LM head
     normalize: bool = False  # scale the vector to length 1
     is_classifier: bool = False  # the vector holds one logit per class; otherwise it is an embedding
 
     def vector_size(self, hidden_size: int) -> int:
-        own_size = self.layers[-1].outputs if self.layers else hidden_size
+        own_size = self.layers[-1].outputs if self.layers else hidden_size * len(self.pooling_types)
         return len(self.token_ids) or own_size
 
 

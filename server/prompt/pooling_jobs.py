@@ -164,9 +164,11 @@ class _Texts:
         longest = context.facts.max_model_len
         asked = body.truncate_prompt_tokens
         self._max_tokens = longest if asked in (None, -1) or asked is None else min(asked, longest)
+        takes_prompt = context.facts.pooling_task == "embed" and param != "messages"
+        self._prompt = context.model.vectors.prompt if takes_prompt else ""
 
     def encode_all(self, inputs: Sequence[str | list[int]]) -> list[Encoded]:
-        encoded = iter(self._encode([(text, None) for text in inputs if isinstance(text, str)]))
+        encoded = iter(self._encode([(self._prompt + text, None) for text in inputs if isinstance(text, str)]))
         return [next(encoded) if isinstance(text, str) else (self._cut_ids(text), None) for text in inputs]
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]], instruction: str | None) -> list[Encoded]:

@@ -19,6 +19,7 @@ _ACTIVATIONS: dict[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoid",
 @dataclass(frozen=True)
 class VectorSettings:
     lowercase: bool  # the model reads texts in lower case
+    prompt: str  # begins the texts of embeddings
     has_unit_length: bool  # embeddings come with length 1 from the engine
     adds_eos: bool  # a text ends with the end-of-sequence id, whether or not tokenizer.json adds it
     dimensions: tuple[int, ...] | None  # sizes to which embeddings may be cut; empty: any; None: none
@@ -43,6 +44,7 @@ def read_vector_settings(
     labels = classifier_tokens or _read_labels(config)
     return VectorSettings(
         lowercase=modules is not None and modules.lowercase,
+        prompt="" if modules is None else modules.prompt,
         has_unit_length=modules is None or modules.normalize,
         adds_eos=adds_eos,
         dimensions=_read_dimensions(config),

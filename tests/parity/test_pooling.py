@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,19 @@ class TestEncoders:
             first = reference_hidden(tmp_path, "BertModel", ids)[0]
             dense = torch.tanh(functional.linear(first, weights["linear.weight"], weights["linear.bias"]))
             check({0: found[number]}, [functional.normalize(dense, dim=0)])
+
+    def test_several_poolings(self, tmp_path: Path) -> None:
+        chosen = prompts(make_pooled_checkpoint(tmp_path, "BertModel", modules=["Pooling"]))
+        modes = ["lasttoken", "weightedmean", "max", "mean_sqrt_len_tokens", "mean", "cls"]
+        (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": modes}))
+        found = compute_vectors(make_engine(tmp_path), [pooling_request(n, ids) for n, ids in enumerate(chosen)])
+        for number, ids in enumerate(chosen):
+            hidden = reference_hidden(tmp_path, "BertModel", ids)
+            weights = torch.arange(1.0, len(ids) + 1)[:, None]
+            total = hidden.sum(0)
+            weighted = (weights * hidden).sum(0) / weights.sum()
+            means = [hidden.max(0).values, total / len(ids) ** 0.5, total / len(ids)]
+            check({0: found[number]}, [torch.cat([hidden[-1], weighted, *means, hidden[0]])])
 
     def test_hidden_states_are_not_copied(self, tmp_path: Path) -> None:
         chosen = prompts(make_pooled_checkpoint(tmp_path, "BertModel", modules=["Pooling"], pooling="cls_token"))

@@ -33,7 +33,7 @@ def read_heads(config: ConfigReader) -> tuple[int, int, int]:
 def build_first_token_classifier(width: int, num_labels: int) -> PoolerSpec:
     """BERT's classifier: a linear layer with tanh on the first token's hidden state, and one to the classes."""
     layers = (PoolerLayer("dense", width, activation="tanh"), PoolerLayer("classifier", num_labels))
-    return PoolerSpec("cls", layers, is_classifier=True)
+    return PoolerSpec(("cls",), layers, is_classifier=True)
 
 
 def build_encoder(

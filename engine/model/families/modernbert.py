@@ -117,4 +117,4 @@ def _read_classifier(config: ConfigReader, width: int, norm: NormSpec) -> Pooler
         norm=norm,
     )
     pooling = config.choice("classifier_pooling", CLASSIFIER_POOLING, "cls")
-    return PoolerSpec(pooling, (dense, PoolerLayer("classifier", read_num_labels(config))), is_classifier=True)
+    return PoolerSpec((pooling,), (dense, PoolerLayer("classifier", read_num_labels(config))), is_classifier=True)

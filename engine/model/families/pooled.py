@@ -29,7 +29,7 @@ def as_classifier(read: Read, architecture: str) -> Read:
     def read_classifier(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         num_labels = read_num_labels(config)
         spec, weights = read(config)
-        pooler = PoolerSpec("last", (PoolerLayer("score", num_labels, bias=False),), is_classifier=True)
+        pooler = PoolerSpec(("last",), (PoolerLayer("score", num_labels, bias=False),), is_classifier=True)
         spec = replace(spec, architecture=architecture, lm_head=False, pooler=pooler)
         rule = WeightRule("score.weight", ("pooler.score.weight",))
         return spec, replace(weights, rules=(*weights.rules, rule), outside=("score.",))

@@ -56,6 +56,21 @@ class TestEmbeddings:
         assert body["data"][0] == {"object": "embedding", "index": 0, "embedding": [1.0, 0.0, 0.0]}
         assert body["data"][1]["embedding"] == pytest.approx([0.6, 0.8, 0.0])
 
+    def test_texts_begin_with_the_default_prompt(self, serve: Serve, model: ServedModel) -> None:
+        prompted = dataclasses.replace(model, vectors=dataclasses.replace(model.vectors, prompt="Find: "))
+        served = serve(script=by_length, model_facts=facts(**EMBEDDER | {"max_model_len": 64}), served_model=prompted)
+
+        def submit(path: str, **body: object) -> list[list[int]]:
+            before = len(served.engine.submitted)
+            assert served.post(path, body).status == 200
+            return [request.prompt_ids for request in served.engine.submitted[before:]]
+
+        assert submit("/v1/embeddings", input=["ab", "c"]) == [served.ids("Find: ab"), served.ids("Find: c")]
+        assert submit("/v1/score", text_1="ab", text_2="c") == [served.ids("Find: ab"), served.ids("Find: c")]
+        assert submit("/v1/embeddings", input=[[5]]) == [[5]]
+        talk = [{"role": "user", "content": "ab"}]
+        assert submit("/v1/embeddings", messages=talk) == [served.ids("<|user|>\nab<|end|>\n")]
+
     def test_messages_are_rendered_without_a_reply(self, serve: Serve) -> None:
         served = serve_embedder(serve, max_model_len=64)
         talk = [{"role": "user", "content": "ab"}]
