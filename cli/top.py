@@ -48,17 +48,24 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         raise OptionError(f"--interval: expected seconds, at least 0.1, not {options.interval}")
     api_key = options.api_key or environ.get("SERVE_LLM_API_KEY", "").split(",")[0] or None
     client = ApiClient(options.url, api_key)
-    before = None
+    before: MetricsSample | None = None
+    has_answered = False
     try:
         while True:
-            sample = take_sample(client)
-            frame = format_frame(client.url, sample, before)
+            try:
+                sample = take_sample(client)
+                frame = format_frame(client.url, sample, before)
+                has_answered, before = True, sample
+            except ApiError as error:  # a server that restarts comes back
+                if not has_answered:
+                    raise
+                frame = f"{error}\nTrying again every {options.interval:g} s.\n"
+                before = None
             if options.once:
                 sys.stdout.write(frame)
                 return 0
             sys.stdout.write(CLEAR + frame if sys.stdout.isatty() else frame + "\n")
             sys.stdout.flush()
-            before = sample
             time.sleep(options.interval)
     except KeyboardInterrupt:
         return 0
@@ -119,7 +126,7 @@ def parse_metrics(text: str, now: float) -> MetricsSample:
     families = list(text_string_to_metric_families(text))
     prefix = next((f.name.removesuffix(_MARKER) for f in families if f.name.endswith(_MARKER)), None)
     if prefix is None:
-        raise ApiError(f"/metrics has no {_MARKER}: the server is of a make that `serve-llm top` does not know")
+        raise ApiError(f"/metrics has no {_MARKER}: `serve-llm top` does not know this kind of server")
     for row in itertools.chain.from_iterable(family.samples for family in families):
         if not row.name.startswith(prefix):
             continue

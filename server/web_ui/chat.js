@@ -188,9 +188,7 @@ function editMessage(element, text) {
   };
   const send = createButton("Send again", () => {
     if (generating === null && box.value.trim()) {
-      truncate(elements.indexOf(element));
-      addMessage({ role: "user", content: box.value }, "You");
-      generate();
+      replaceFrom(elements.indexOf(element), () => addMessage({ role: "user", content: box.value }, "You"));
     }
   });
   const form = create("div", {}, box, send, createButton("Cancel", close));
@@ -201,9 +199,22 @@ function editMessage(element, text) {
 
 function regenerate(element) {
   if (generating === null) {
-    truncate(elements.indexOf(element));
-    generate();
+    replaceFrom(elements.indexOf(element), () => {});
   }
+}
+
+async function replaceFrom(index, addMessages) {
+  // Generate another continuation from a message on. Without an answer, what was there stays.
+  const oldMessages = messages.slice(index);
+  const oldElements = elements.slice(index);
+  truncate(index);
+  addMessages();
+  if (await generate()) {
+    return;
+  }
+  truncate(index);
+  oldMessages.forEach((message, number) => append(message, oldElements[number]));
+  find("messages").append(...oldElements);
 }
 
 function isScrolledToEnd() {

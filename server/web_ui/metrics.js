@@ -6,7 +6,9 @@ export class Scrape {
   constructor(text) {
     this.seconds = performance.now() / 1000;
     this.samples = new Map(); // name without prefix -> [{labels, value}]
-    for (const [, name, labels, value] of text.matchAll(/^(?:serve_llm_|vllm:)?([\w:]+)\{(.*)\} (\S+)$/gm)) {
+    const prefix = /^([\w:]*)num_requests_running\{/m.exec(text)?.[1] ?? "";
+    for (const [, fullName, labels, value] of text.matchAll(/^([\w:]+)\{(.*)\} (\S+)$/gm)) {
+      const name = fullName.startsWith(prefix) ? fullName.slice(prefix.length) : fullName;
       const list = this.samples.get(name) ?? [];
       list.push({ labels, value: Number(value) });
       this.samples.set(name, list);

@@ -121,9 +121,13 @@ function showScrape(scrape, [running, waiting, usage]) {
 async function showModels() {
   const { data } = await (await request("v1/models")).json();
   const select = find("model");
+  const ids = data.map((model) => model.id);
+  if (ids.join("\n") === [...select.options].map((option) => option.value).join("\n")) {
+    return; // an open list would close
+  }
   const chosen = select.value;
-  select.replaceChildren(...data.map((model) => new Option(model.id, model.id)));
-  if (data.some((model) => model.id === chosen)) {
+  select.replaceChildren(...ids.map((id) => new Option(id, id)));
+  if (ids.includes(chosen)) {
     select.value = chosen;
   }
 }
@@ -132,9 +136,7 @@ export async function poll() {
   try {
     const status = await (await request("status")).json();
     const gauges = showStatus(status);
-    if (![...find("model").options].some((option) => option.value === status.model)) {
-      await showModels();
-    }
+    await showModels();
     showScrape(new Scrape(await (await request("metrics")).text()), gauges);
   } catch (error) {
     previous = null;

@@ -129,8 +129,21 @@ def test_a_chat_streams_stops_and_goes_on(server: PageServer, page: Any) -> None
             page.get_by_role("button", name="Regenerate").click()
     expect(conversation.locator("article")).to_have_count(2)
 
-    # An error is shown, and the message can be sent again.
+    # If the server refuses to answer again, or to answer an edited message, the conversation stays as it was.
     page.get_by_label("Max tokens").fill("100000")
+    before = conversation.inner_text()
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.get_by_role("alert")).to_contain_text("max_tokens")
+    assert conversation.inner_text() == before
+    page.get_by_role("button", name="Edit").first.click()
+    page.get_by_label("Edited message").fill("a question that is refused")
+    page.get_by_role("button", name="Send again").click()
+    expect(page.get_by_label("Edited message")).to_have_value("a question that is refused")
+    expect(conversation.locator("article")).to_have_count(2)
+    page.get_by_role("button", name="Cancel").click()
+    assert conversation.inner_text() == before
+
+    # An error is shown, and the message can be sent again.
     message.fill("third question")
     message.press("Enter")
     expect(page.get_by_role("alert")).to_contain_text("max_tokens")
@@ -234,6 +247,36 @@ def test_markdown_becomes_elements(page: Any) -> None:
     )
     link = '<a href="https://example.com/" target="_blank" rel="noopener noreferrer nofollow">https://example.com</a>'
     assert found == {"missing": [], "kept": True, "code": "x < 1", "link": link}
+
+
+def test_adapters_come_and_go(page: Any) -> None:
+    ids = ["demo", "one"]
+
+    def answer(route: Any) -> None:
+        route.fulfill(json={"object": "list", "data": [{"id": name, "object": "model"} for name in ids]})
+
+    page.route("**/v1/models", answer)
+    options = page.get_by_label("Model", exact=True).locator("option")
+    expect(options).to_have_text(["demo", "one"])
+    page.get_by_label("Model", exact=True).select_option("one")
+    ids[:] = ["demo", "two", "one"]
+    expect(options).to_have_text(["demo", "two", "one"])
+    expect(page.get_by_label("Model", exact=True)).to_have_value("one")
+    ids.remove("one")
+    expect(page.get_by_label("Model", exact=True)).to_have_value("demo")
+
+
+@pytest.mark.parametrize("prefix", ["serve_llm_", "vllm:", "my_", ""])
+def test_metrics_with_any_prefix(page: Any, prefix: str) -> None:
+    text = f'{prefix}num_requests_running{{engine="0"}} 2\n{prefix}generation_tokens_total{{engine="0"}} 7\n'
+    found = page.evaluate(
+        """async (text) => {
+          const { Scrape } = await import("./web_ui/metrics.js");
+          return new Scrape(text).sum("generation_tokens_total");
+        }""",
+        text,
+    )
+    assert found == 7
 
 
 def test_reasoning_tool_calls_and_probabilities(page: Any) -> None:

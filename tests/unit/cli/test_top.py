@@ -68,6 +68,24 @@ def test_once_with_a_server_of_another_make(capsys: pytest.CaptureFixture[str]) 
     assert "output - (1)" in capsys.readouterr().out, "without /status nobody knows since when"
 
 
+def test_a_server_that_restarts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    samples = [top.parse_metrics(metrics(100, 0), 1.0), ApiError("http://h does not answer"), KeyboardInterrupt()]
+    samples.insert(2, top.parse_metrics(metrics(5, 0), 3.0))
+
+    def take_sample(client: object) -> top.MetricsSample:
+        sample = samples.pop(0)
+        if isinstance(sample, BaseException):
+            raise sample
+        return sample
+
+    monkeypatch.setattr(top, "take_sample", take_sample)
+    assert top.main(["http://h", "--interval", "0.1"], {}) == 0
+    first, second, third = capsys.readouterr().out.split("\n\n")[:3]
+    assert "(100)" in first
+    assert second == "http://h does not answer\nTrying again every 0.1 s."
+    assert "output - (5)" in third or "(5)" in third, "counters begin anew"
+
+
 def test_what_cannot_be_shown() -> None:
     with serve_script([], {"/metrics": "# nothing\n"}) as api, pytest.raises(ApiError, match="does not know"):
         top.main([api.url, "--once"], {})
