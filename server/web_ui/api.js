@@ -17,6 +17,9 @@ export async function request(path, options = {}) {
   }
   const response = await fetch(path, { ...options, headers, cache: "no-store" });
   if (!response.ok) {
+    if (response.status === 401) {
+      find("key").hidden = false;
+    }
     const body = await response.json().catch(() => null);
     throw new HttpError(response.status, body?.error?.message ?? `the server answered with status ${response.status}`);
   }

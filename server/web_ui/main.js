@@ -52,6 +52,7 @@ document.addEventListener("keydown", (event) => {
   }
 });
 find("api-key").value = sessionStorage.getItem(KEY_ITEM) ?? "";
+find("key").hidden = !find("api-key").value; // until the server asks for a key
 find("api-key").addEventListener("change", () => {
   sessionStorage.setItem(KEY_ITEM, find("api-key").value.trim());
   poll();

@@ -75,6 +75,32 @@ def make_delta(finish_reason: str | None = None, logprobs: object = None, **delt
     return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}]}
 
 
+def test_a_wrong_key_and_none(server: PageServer, browser: Any) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(server.url)
+    expect(page.get_by_label("API key")).to_be_visible()
+    page.get_by_label("API key").fill("wrong")
+    page.get_by_label("API key").press("Tab")
+    expect(page.locator("#health")).to_have_text("Enter an API key")
+    page.get_by_label("Message", exact=True).fill("question")
+    page.get_by_label("Message", exact=True).press("Enter")
+    expect(page.get_by_role("alert")).to_be_visible()
+    expect(page.get_by_label("API key")).to_be_focused()
+
+    # A server without keys answers anyone, so there is nothing to enter.
+    page.evaluate("sessionStorage.clear()")
+
+    def add_key(route: Any) -> None:
+        route.continue_(headers={**route.request.headers, "authorization": "Bearer key"})
+
+    page.route("**/*", add_key)
+    page.reload()
+    expect(page.locator("#health")).to_have_text("Serving")
+    expect(page.get_by_label("API key")).to_be_hidden()
+    context.close()
+
+
 def test_a_chat_streams_stops_and_goes_on(server: PageServer, page: Any) -> None:
     expect(page.get_by_role("heading", level=1)).to_have_text("serve-llm demo")
     expect(page.get_by_label("Model", exact=True)).to_have_value("demo")
