@@ -276,7 +276,7 @@ def _config(family: str, overrides: dict[str, Any]) -> PreTrainedConfig:
         nested = "full_attention" in sizes.get("rope_parameters", {})
         sizes["rope_parameters"] = {**sizes["rope_parameters"], "full_attention": scaled} if nested else scaled
     ids = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
-    if "layer_types" in sizes:
+    if sizes.get("layer_types"):
         sizes["layer_types"] = sizes["layer_types"][: sizes["num_hidden_layers"]]
     return AutoConfig.for_model(family, **{**ids, **sizes})
 
