@@ -44,6 +44,7 @@ def test_streams_survive_their_engine(directory: Path) -> None:
         assert streams.finish() == undisturbed
 
 
+@pytest.mark.slow
 def test_ranks_in_processes(directory: Path) -> None:
     body = {"prompt": "def area(width, height):", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
     with Daemon(str(directory), *SMALL) as daemon:

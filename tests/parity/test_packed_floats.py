@@ -42,12 +42,13 @@ def test_every_format(family: str, form: str, tmp_path: Path) -> None:
         assert (ours - reference_logprobs(tmp_path / "plain", prompt)).abs().max() < 5e-4
 
 
-RANKED = [(family, form) for family in ("llama", "qwen3_moe", "gpt_neox") for form in CONFIGS]
+RANKED = [("llama", form) for form in CONFIGS]
+RANKED += [(family, form) for family in ("qwen3_moe", "gpt_neox") for form in list(CONFIGS)[::3]]
 FAST_RANKED = [
     ("llama", form)
     for form in ("fp8-block", "int8-static", "int4-in-bytes", "nvfp4", "nf4-nested", "mxfp4", "torchao-int4")
 ]
-FAST_RANKED += [("qwen3_moe", "fp8-native"), ("gpt_neox", "bitsandbytes-int8")]
+FAST_RANKED += [("qwen3_moe", "fp8-native")]
 
 
 @pytest.mark.pairs("fp8 + TP", "fp8 + PP")
