@@ -13,14 +13,23 @@ import torch
 from torch import Tensor
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x). x: float32. Returns a new tensor of its shape."""
+    return torch.exp(-x).add_(1.0).reciprocal_()
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x). x: float32. Returns a new tensor of its shape."""
+    return x / torch.exp(-x).add_(1.0)
+
+
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, with silu rounded before the product as transformers does.
 
     gate_up: (tokens, 2 * width), gate first. Returns (tokens, width) in the same dtype.
     """
     gate, up = gate_up.chunk(2, -1)
-    wide = gate.float()
-    return (wide / torch.exp(-wide).add_(1.0)).to(up.dtype) * up
+    return silu(gate.float()).to(up.dtype) * up
 
 
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:

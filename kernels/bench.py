@@ -180,7 +180,7 @@ def delta_rule_times() -> dict[str, Timing]:
         conv=torch.randn(4, channels).bfloat16(),
         decay=torch.randn(heads),
         decay_bias=torch.randn(heads),
-        key_heads=tuple(head // 2 for head in range(heads)),
+        key_heads=torch.arange(heads) // 2,
         key_dim=size,
         value_dim=size,
     )

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from serve_llm.kernels.activation import sigmoid, silu
 from serve_llm.kernels.attention import Lengths
 
 STATE_UNIT = 16  # a row of a head's state is filled up to whole units of so many numbers
@@ -26,7 +27,7 @@ class DeltaRule:
     conv: Tensor  # (conv_kernel, channels) in the model's dtype; channels: queries, keys, values
     decay: Tensor  # (heads,) float32: the logarithm of a head's factor
     decay_bias: Tensor  # (heads,) float32
-    key_heads: tuple[int, ...]  # for each head, the one that has its key and query
+    key_heads: Tensor  # (heads,) int64: for each head, the one that has its key and query
     key_dim: int
     value_dim: int
 
@@ -103,11 +104,6 @@ def gated_delta_rule(
     return output
 
 
-def sigmoid(x: Tensor) -> Tensor:
-    """x: float32. See `kernels.activation` for why it is not torch's."""
-    return torch.exp(-x).add_(1.0).reciprocal_()
-
-
 def softplus(x: Tensor) -> Tensor:
     """log(1 + e^x). x: float32."""
     return torch.where(x > 20.0, x, torch.log(torch.exp(x) + 1.0))
@@ -120,8 +116,7 @@ def _convolve(window: Tensor, weight: Tensor) -> Tensor:
     total = torch.zeros_like(window[:count])
     for tap in range(kernel):
         total += window[tap : tap + count] * weight[tap].float()
-    mixed = total.to(weight.dtype).float()
-    return (mixed / torch.exp(-mixed).add_(1.0)).to(weight.dtype).float()
+    return silu(total.to(weight.dtype).float()).to(weight.dtype).float()
 
 
 def _split_heads(mixed: Tensor, layer: DeltaRule) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,9 +124,8 @@ def _split_heads(mixed: Tensor, layer: DeltaRule) -> tuple[Tensor, Tensor, Tenso
     size = layer.num_key_heads * layer.key_dim
     query, key, value = mixed.split_with_sizes([size, size, layer.heads * layer.value_dim], 1)
     tokens = len(mixed)
-    heads = torch.tensor(layer.key_heads, device=mixed.device)
     query, key = (
-        (part * torch.rsqrt((part * part).sum(-1, keepdim=True) + NORM_EPS))[:, heads]
+        (part * torch.rsqrt((part * part).sum(-1, keepdim=True) + NORM_EPS))[:, layer.key_heads]
         for part in (one.view(tokens, -1, layer.key_dim) for one in (query, key))
     )
     return query * layer.key_dim**-0.5, key, value.view(tokens, -1, layer.value_dim)

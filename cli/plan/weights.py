@@ -254,6 +254,7 @@ class _LayerWeights:
         yield LinearWeight(2 * mixer.num_heads, self.hidden_size)  # gates
         yield OtherWeight(mixer.conv_kernel * mixer.count_channels(heads, key_heads))
         yield OtherWeight(2 * heads, float32=True)  # decay
+        yield OtherWeight(2 * heads, float32=True, in_checkpoint=False)  # numbers of the key heads, of 8 bytes
         yield OtherWeight(size)  # norm
 
     def _list_mla(self, mla: MLASpec) -> Iterator[LinearWeight | OtherWeight]:

@@ -17,6 +17,7 @@ from serve_llm.engine.model.inputs import AttentionInputs
 from serve_llm.engine.model.rope_spec import RopeSpec
 from serve_llm.engine.model.spec import AttentionSpec
 from serve_llm.engine.parallel.layout import HeadShare
+from serve_llm.kernels.activation import sigmoid
 from serve_llm.kernels.registry import Kernels
 from serve_llm.kernels.rope import HeadNorms
 
@@ -81,7 +82,7 @@ class GatedAttention(Attention):
 
     def _finish(self, output: Tensor, x: Tensor) -> Tensor:
         assert self.gate_proj is not None
-        gate = torch.exp(-self.gate_proj(x).float()).add_(1.0).reciprocal_()  # sigmoid: see kernels.activation
+        gate = sigmoid(self.gate_proj(x).float())
         return self.output_proj(output.mul_(gate.to(x.dtype)))
 
 

@@ -16,6 +16,7 @@ from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
 from serve_llm.engine.model.inputs import AttentionInputs
 from serve_llm.engine.model.spec import NormSpec
 from serve_llm.engine.parallel.layout import HeadShare
+from serve_llm.kernels.activation import silu
 from serve_llm.kernels.delta_rule import DeltaRule
 from serve_llm.kernels.registry import Kernels
 
@@ -48,7 +49,7 @@ class DeltaNet:
         )
         normed = self.kernels.rms_norm(mixed, self.norm, self.norm_eps).flatten(1).float()
         gate = projected[:, channels:].float()
-        return self.output_proj((normed * (gate / torch.exp(-gate).add_(1.0))).to(x.dtype))
+        return self.output_proj((normed * silu(gate)).to(x.dtype))
 
 
 @dataclass(eq=False, repr=False)
@@ -110,7 +111,9 @@ def _build_layer(spec: DeltaNetSpec, share: HeadShare, builder: ModelBuilder) ->
         conv=torch.cat(parts).squeeze(1).T.contiguous(),
         decay=builder.parameter("decay", spec.num_heads, part=own_heads),
         decay_bias=builder.parameter("decay_bias", spec.num_heads, part=own_heads),
-        key_heads=tuple(head // group_size - share.kv_heads.start for head in share.heads),
+        key_heads=torch.tensor(
+            [head // group_size - share.kv_heads.start for head in share.heads], device=builder.device
+        ),
         key_dim=spec.key_dim,
         value_dim=spec.value_dim,
     )

@@ -16,6 +16,7 @@ from serve_llm.engine.model.build import Forward, ModelBuilder
 from serve_llm.engine.model.dispatch import ExpertDispatch
 from serve_llm.engine.model.mlp import build_partial_mlp, build_projections, describe_mlp, find_activation
 from serve_llm.engine.model.spec import ExpertGroups, MoESpec, RouterSpec
+from serve_llm.kernels.activation import sigmoid
 from serve_llm.kernels.linear import Linear
 from serve_llm.kernels.moe import Experts
 
@@ -56,7 +57,7 @@ def build_moe(spec: MoESpec, hidden_size: int, builder: ModelBuilder) -> Forward
 
     def with_gated_shared_expert(x: Tensor) -> Tensor:
         scores = compute_scores(x)
-        gate = torch.exp(-scores[:, num_experts:].float()).add_(1.0).reciprocal_()  # sigmoid: see kernels.activation
+        gate = sigmoid(scores[:, num_experts:].float())
         return apply(x, *choose(scores[:, :num_experts])) + (shared_expert(x) * gate).to(x.dtype)
 
     return builder.all_reduced(with_gated_shared_expert if spec.shared_expert_gate else with_shared_expert)
@@ -112,7 +113,7 @@ def _sigmoid_choice(router: RouterSpec) -> ChooseExperts:
 
     def choose(scores: Tensor) -> tuple[Tensor, Tensor]:
         best, experts = scores.float().topk(router.top_k)
-        weights = torch.exp(-best).add_(1.0).reciprocal_()
+        weights = sigmoid(best)
         if router.renormalise:
             weights /= sum_in_order(weights).unsqueeze(-1) + SMALLEST
         return weights.mul_(router.scaling_factor), experts
@@ -126,7 +127,7 @@ def _group_limited_choice(router: RouterSpec, correction_bias: Tensor | None) ->
 
     def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
         wide = logits.float()
-        scores = wide.softmax(-1) if router.scoring == "softmax" else torch.exp(-wide).add_(1.0).reciprocal_()
+        scores = wide.softmax(-1) if router.scoring == "softmax" else sigmoid(wide)
         ranking = scores if correction_bias is None else scores + correction_bias
         if groups.top_k < groups.num_groups:
             by_group = ranking.view(len(ranking), groups.num_groups, -1)

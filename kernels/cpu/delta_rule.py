@@ -62,7 +62,7 @@ class DeltaRuleKernel:
     ) -> Tensor:
         tokens, heads = len(qkv), layer.heads
         kernel, channels = layer.conv.shape
-        key_heads, own_slots = array("q", layer.key_heads), array("q", slots)
+        own_slots = array("q", slots)
         starts, contexts = array("i", query_starts), array("i", context_lens)
         mixed = torch.empty((tokens, 2 * layer.num_key_heads * layer.key_dim + heads * layer.row))
         factors = torch.empty((tokens, 2 * heads))
@@ -75,7 +75,7 @@ class DeltaRuleKernel:
             conv=layer.conv.data_ptr(),
             decay=layer.decay.data_ptr(),
             decay_bias=layer.decay_bias.data_ptr(),
-            key_heads=key_heads.buffer_info()[0],
+            key_heads=layer.key_heads.data_ptr(),
             cache=cache.data_ptr(),
             cache_slot=cache.stride(0),
             slots=own_slots.buffer_info()[0],

@@ -40,7 +40,6 @@ def gated_delta_rule(
     else:
         starts, contexts = on_device.query_starts, on_device.context_lens
     places = torch.tensor(slots, dtype=torch.int64).to(device, non_blocking=True)
-    key_heads = torch.tensor(layer.key_heads, dtype=torch.int32).to(device, non_blocking=True)
     kernel, channels = layer.conv.shape
     num_sequences = len(context_lens)
     longest = max(end - first for first, end in pairwise(query_starts))
@@ -58,7 +57,7 @@ def gated_delta_rule(
         gates.stride(0),
         layer.decay,
         layer.decay_bias,
-        key_heads,
+        layer.key_heads,
         output,
         layer.key_dim**-0.5,
         NORM_EPS,
@@ -74,6 +73,16 @@ def gated_delta_rule(
     )
     _keep_inputs[(num_sequences, blocks)](*shared, CHANNELS=channels, KERNEL=kernel, BLOCK=CHANNELS)
     return output
+
+
+@triton.jit
+def _load_inputs(token, first, channel, qkv, qkv_token, past, num_old, CHANNELS: tl.constexpr, KERNEL: tl.constexpr):
+    """The convolution's inputs at a token, as float32. Before the step's `first` token of the sequence they are those
+    that the cache keeps at `past`, in `num_old` channels, and 0 in the others."""
+    new = tl.load(qkv + token * qkv_token + channel, mask=channel < tl.where(token >= first, CHANNELS, 0), other=0.0)
+    row = token - first + KERNEL - 1
+    old = tl.load(past + row * CHANNELS, mask=channel < tl.where(token < first, num_old, 0), other=0.0)
+    return new.to(tl.float32) + old
 
 
 @triton.jit
@@ -106,13 +115,9 @@ def _convolve(
         total = tl.zeros([BLOCK], tl.float32)
         for tap in range(KERNEL):
             source = token + tap - (KERNEL - 1)
-            new = tl.load(
-                qkv + source * qkv_token + channel, mask=channel < tl.where(source >= first, CHANNELS, 0), other=0.0
-            )
-            row = source - first + KERNEL - 1
-            old = tl.load(past + row * CHANNELS, mask=channel < tl.where(source < first, num_old, 0), other=0.0)
+            numbers = _load_inputs(source, first, channel, qkv, qkv_token, past, num_old, CHANNELS, KERNEL)
             weight = tl.load(conv + tap * CHANNELS + channel, mask=mask, other=0.0)
-            total += (new.to(tl.float32) + old) * weight.to(tl.float32)
+            total += numbers * weight.to(tl.float32)
         total = total.to(mixed.dtype.element_ty).to(tl.float32)
         result = total / (1.0 + tl.exp(-total))
         tl.store(mixed + token * CHANNELS + channel, result.to(mixed.dtype.element_ty), mask=mask)
@@ -204,9 +209,5 @@ def _keep_inputs(
     past = cache + tl.load(slots + sequence) * cache_slot + channel
     for row in range(KERNEL - 1):
         source = end - (KERNEL - 1) + row
-        new = tl.load(
-            qkv + source * qkv_token + channel, mask=channel < tl.where(source >= first, CHANNELS, 0), other=0.0
-        )
-        older = past + (row + end - first) * CHANNELS
-        old = tl.load(older, mask=channel < tl.where(source < first, num_old, 0), other=0.0)
-        tl.store(past + row * CHANNELS, new.to(tl.float32) + old, mask=mask)
+        numbers = _load_inputs(source, first, channel, qkv, qkv_token, past, num_old, CHANNELS, KERNEL)
+        tl.store(past + row * CHANNELS, numbers, mask=mask)

@@ -38,7 +38,7 @@ def gated_delta_rule(
         query, key = mixed[:, :size], mixed[:, size : 2 * size]
         values = mixed[:, 2 * size :]
         outputs = []
-        for head, key_head in enumerate(layer.key_heads):
+        for head, key_head in enumerate(layer.key_heads.tolist()):
             own = slice(key_head * layer.key_dim, (key_head + 1) * layer.key_dim)
             state = states[slot, head, :, : layer.value_dim].double()
             if is_new:

@@ -108,7 +108,7 @@ def delta_rules(kernels: Kernels, random: Numbers, sizes: tuple[int, int, int, i
         conv=random(4, channels) * 0.5,
         decay=random(heads, dtype=torch.float32),
         decay_bias=random(heads, dtype=torch.float32),
-        key_heads=tuple(head // group for head in range(heads)),
+        key_heads=torch.arange(heads, device=random.device) // group,
         key_dim=key_dim,
         value_dim=value_dim,
     )

@@ -15,6 +15,7 @@ from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.delta_rule import DeltaRuleKernel
 from serve_llm.kernels.cpu.library import Library
 from serve_llm.kernels.delta_rule import DeltaRule
+from support.delta_rule import make_layer
 
 COMPILED = library.find()
 VARIANTS = [] if COMPILED is None else list(Library(COMPILED).variants)
@@ -37,22 +38,6 @@ def run(request: pytest.FixtureRequest) -> Run:
         return delta_rule.gated_delta_rule
     assert COMPILED is not None
     return DeltaRuleKernel(Library(COMPILED, request.param)).gated_delta_rule
-
-
-def make_layer(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> DeltaRule:
-    """sizes: key heads, heads of each, key_dim, value_dim."""
-    key_heads, group, key_dim, value_dim = sizes
-    heads = key_heads * group
-    generator = torch.Generator().manual_seed(3)
-    channels = 2 * key_heads * key_dim + heads * value_dim
-    return DeltaRule(
-        conv=(torch.randn(4, channels, generator=generator) * 0.5).to(dtype),
-        decay=torch.randn(heads, generator=generator),
-        decay_bias=torch.randn(heads, generator=generator),
-        key_heads=tuple(head // group for head in range(heads)),
-        key_dim=key_dim,
-        value_dim=value_dim,
-    )
 
 
 def make_inputs(layer: DeltaRule, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from reference import delta_rule as oracle
 from serve_llm.kernels.delta_rule import DeltaRule
+from support.delta_rule import make_layer
 from support.triton import NO_TRITON, compile_for, record
 
 pytest.importorskip("triton", reason=NO_TRITON)
@@ -17,20 +18,6 @@ from serve_llm.kernels.triton import delta_rule as ours
 
 LENGTHS = [1, 2, 19]
 SLOTS = [3, 0, 1]
-
-
-def make_layer(key_heads: int, group: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> DeltaRule:
-    heads = key_heads * group
-    generator = torch.Generator().manual_seed(3)
-    channels = 2 * key_heads * key_dim + heads * value_dim
-    return DeltaRule(
-        conv=(torch.randn(4, channels, generator=generator) * 0.5).to(dtype),
-        decay=torch.randn(heads, generator=generator),
-        decay_bias=torch.randn(heads, generator=generator),
-        key_heads=tuple(head // group for head in range(heads)),
-        key_dim=key_dim,
-        value_dim=value_dim,
-    )
 
 
 def make_inputs(layer: DeltaRule, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,7 +33,7 @@ def make_inputs(layer: DeltaRule, tokens: int, dtype: torch.dtype) -> tuple[Tens
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [(2, 2, 10, 11), (1, 1, 16, 40)])
 def test_against_the_oracle_in_any_chunks(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    layer = make_layer(*sizes, dtype)
+    layer = make_layer(sizes, dtype)
     starts = [0, *accumulate(LENGTHS)]
     qkv, gates, expected_cache = make_inputs(layer, starts[-1], dtype)
     expected = oracle.gated_delta_rule(qkv, gates, layer, expected_cache, SLOTS, starts, LENGTHS)
@@ -65,7 +52,7 @@ def test_against_the_oracle_in_any_chunks(sizes: tuple[int, int, int, int], dtyp
 
 
 def test_the_sizes_of_qwen3_next_compile_without_spills() -> None:
-    layer = make_layer(16, 2, 128, 128, torch.bfloat16)
+    layer = make_layer((16, 2, 128, 128), torch.bfloat16)
     qkv, gates, cache = make_inputs(layer, 8, torch.bfloat16)
 
     def call() -> None:
