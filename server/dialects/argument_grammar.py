@@ -37,11 +37,7 @@ from serve_llm.server.dialects.schema_types import find_types
 from serve_llm.server.dialects.string_grammar import split_schema, write_strings
 from serve_llm.server.structured_output.errors import GrammarError
 
-MAX_DEPTH = 20  # objects and lists of a schema inside each other, where it is written out
-_ANNOTATIONS = {"title", "description", "default"}
-_NESTING = ("properties", "additionalProperties", "items", "prefixItems", "anyOf", "oneOf", "allOf")
 _KEY = r"[A-Za-z_][A-Za-z0-9_.$-]{0,63}"
-_NUMBER = r"-?(0|[1-9][0-9]{0,300})(\.[0-9]{1,300})?([eE][-+]?[0-9]{1,3})?"
 
 
 class ArgumentsWriter:

@@ -21,6 +21,7 @@ from serve_llm.server.schema.common import (
     Usage,
     ranged,
 )
+from serve_llm.server.schema.output_format import read_output_format
 from serve_llm.server.schema.reasoning import ReasoningEffort, ReasoningOptions, ThinkingField, ThinkingOptions
 from serve_llm.server.schema.tools import ToolChoiceField, Tools, read_tool_choice, read_tools
 from serve_llm.server.structured_output.params import StructuredOutputs
@@ -224,7 +225,9 @@ class ChatRequest(SamplingBody, TemplateBody, ChatPeerFields):
 
     def to_structured_outputs(self) -> StructuredOutputs | None:
         wanted = super().to_structured_outputs()
-        return self.read_output_schema() if wanted is None else wanted
+        if wanted is not None:
+            return wanted
+        return read_output_format(None if self.output_config is None else self.output_config.format, self.output_format)
 
     def chat_params(self, defaults: dict[str, float]) -> SamplingParams:
         """defaults: those of the model. Raises InvalidRequest, Unsupported."""

@@ -8,11 +8,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.schema.common import Ignored
 from serve_llm.server.schema.peer_fields import PeerFields, neutral
 from serve_llm.server.schema.reasoning import ReasoningEffort
-from serve_llm.server.structured_output.params import StructuredOutputs
 
 
 class OutputSchema(BaseModel):
@@ -50,15 +48,6 @@ class ChatPeerFields(PeerFields):
         default=None, description="Anthropic's form of reasoning_effort and response_format, which take precedence."
     )
     output_format: OutputSchema | None = Field(default=None, description="Earlier name of output_config.format.")
-
-    def read_output_schema(self) -> StructuredOutputs | None:
-        """The form of the text as Anthropic's API names it. Raises InvalidRequest."""
-        wanted, param = (None if self.output_config is None else self.output_config.format), "output_config.format"
-        if self.output_format is not None:
-            if wanted is not None:
-                raise InvalidRequest(f"output_format and {param} exclude each other", "output_format")
-            wanted, param = self.output_format, "output_format"
-        return None if wanted is None else StructuredOutputs(json=wanted.json_schema, param=f"{param}.schema")
 
     def list_ineffective(self, effort: str | None, has_form: bool) -> list[str]:
         """The fields that mean something elsewhere and have no effect here.

@@ -17,8 +17,8 @@ from serve_llm.server.prompt.blocks import continues_reply, translate_messages
 from serve_llm.server.prompt.chat_turn import ChatTurn
 from serve_llm.server.sampling_params import SamplingParams
 from serve_llm.server.schema.common import Ignored, Strings, TranslatedBody, check_words, ranged
+from serve_llm.server.schema.output_format import read_output_format
 from serve_llm.server.schema.tools import build_tool, check_num_tools
-from serve_llm.server.structured_output.params import StructuredOutputs
 
 # Tools that Anthropic's servers run, or whose arguments only its models know.
 _SERVER_TOOLS = re.compile(
@@ -195,23 +195,16 @@ class MessagesRequest(CountTokensRequest):
 
     def build_params(self, defaults: dict[str, float]) -> SamplingParams:
         """defaults: those of the model. Raises InvalidRequest."""
+        in_config = None if self.output_config is None else self.output_config.format
         given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         values = {**defaults, **{name: value for name, value in given.items() if value is not None}}
         return SamplingParams(
             max_tokens=None,
             stop=self.stop_sequences,
-            structured_outputs=self._read_format(),
+            structured_outputs=read_output_format(in_config, self.output_format),
             thinking_token_budget=self._read_budget(),
             **values,  # type: ignore[arg-type]
         )
-
-    def _read_format(self) -> StructuredOutputs | None:
-        wanted, param = (None if self.output_config is None else self.output_config.format), "output_config.format"
-        if self.output_format is not None:
-            if wanted is not None:
-                raise InvalidRequest(f"output_format and {param} exclude each other", "output_format")
-            wanted, param = self.output_format, "output_format"
-        return None if wanted is None else StructuredOutputs(json=wanted.json_schema, param=f"{param}.schema")
 
     def _read_budget(self) -> int | None:
         if not self._thinks:
