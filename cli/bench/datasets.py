@@ -10,7 +10,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from serve_llm.cli.api_client import ApiClient, ApiError
 from serve_llm.common.errors import OptionError
@@ -27,6 +27,8 @@ WORDS = (
     "string value data key file class object index type set list error test user code order model table"
 ).split()
 MIN_WORDS = 16  # fewer make prompts too alike
+
+Prompt = TypeVar("Prompt", str, list[int])
 
 
 class BenchRequest(NamedTuple):
@@ -75,14 +77,20 @@ def make_random(
 def make_prefix_repetition(
     words: WordSource, count: int, prefix_len: int, suffix_len: int, num_prefixes: int, output_len: int
 ) -> list[BenchRequest]:
-    """`num_prefixes` prefixes, each in front of equally many suffixes, in random order."""
-    prefixes = [words.make_text(prefix_len) for _ in range(num_prefixes)]
-    requests = [
-        BenchRequest(prefixes[number % num_prefixes] + words.make_text(suffix_len), output_len)
-        for number in range(count)
-    ]
-    words.random.shuffle(requests)
-    return requests
+    """See `repeat_prefixes`."""
+    prompts = repeat_prefixes(words.make_text, words.random, count, prefix_len, suffix_len, num_prefixes)
+    return [BenchRequest(prompt, output_len) for prompt in prompts]
+
+
+def repeat_prefixes(
+    make: Callable[[int], Prompt], rng: random.Random, count: int, prefix_len: int, suffix_len: int, num_prefixes: int
+) -> list[Prompt]:
+    """`num_prefixes` prefixes, each in front of equally many suffixes, in random order. make: a part of a prompt of so
+    many tokens."""
+    prefixes = [make(prefix_len) for _ in range(num_prefixes)]
+    prompts = [prefixes[number % num_prefixes] + make(suffix_len) for number in range(count)]
+    rng.shuffle(prompts)
+    return prompts
 
 
 def read_conversations(

@@ -15,7 +15,7 @@ import msgspec
 from tqdm import tqdm
 
 from serve_llm.cli.bench.chart import Chart, chart_distribution, chart_rate, write_charts
-from serve_llm.cli.bench.datasets import WORDS, read_conversations
+from serve_llm.cli.bench.datasets import WORDS, read_conversations, repeat_prefixes
 from serve_llm.cli.bench.report import format_row, format_title, summarize_times, write_json
 from serve_llm.cli.bench.serve import add_dataset_name, add_prefix_repetition, check_dataset, positive_int
 from serve_llm.cli.run_batch import BATCH_FIELDS
@@ -101,14 +101,9 @@ class OfflineBench:
     def make_prefix_repetition(
         self, count: int, prefix_len: int, suffix_len: int, num_prefixes: int, output_len: int
     ) -> list[OfflineRequest]:
-        """`num_prefixes` prefixes, each in front of equally many suffixes, in random order."""
-        prefixes = [self._make_ids(prefix_len) for _ in range(num_prefixes)]
-        requests = [
-            OfflineRequest(prefixes[number % num_prefixes] + self._make_ids(suffix_len), output_len)
-            for number in range(count)
-        ]
-        self._random.shuffle(requests)
-        return requests
+        """See `datasets.repeat_prefixes`."""
+        prompts = repeat_prefixes(self._make_ids, self._random, count, prefix_len, suffix_len, num_prefixes)
+        return [OfflineRequest(prompt, output_len) for prompt in prompts]
 
     def read_conversations(self, path: str, count: int, output_len: int | None) -> list[OfflineRequest]:
         """See `datasets.read_conversations`. Raises OptionError."""

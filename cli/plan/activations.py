@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from serve_llm.cli.plan.parameters import FLOAT32_BYTES, UNIT_BYTES, round_up
 from serve_llm.engine.config import CacheRow, Config
 from serve_llm.engine.model.delta_net_spec import STATE_UNIT, DeltaNetSpec
 from serve_llm.engine.model.shard import Shard
@@ -18,8 +19,6 @@ from serve_llm.engine.model.spec import AttentionSpec, LayerSpec, MLASpec, MLPSp
 from serve_llm.engine.parallel.layout import HeadShare
 from serve_llm.engine.scheduler.sequence import GroupLayout
 
-FLOAT32_BYTES = 4  # norms, rope, activations and scores are computed in float32
-UNIT_BYTES = 4  # `kernels.cpu.linear` reads rows of whole units
 ROUTING_BYTES = 20  # per chosen expert: its weight, its number and its position in the order of the experts
 KEY_TILE = 128  # keys per tile, as in `kernels.attention`
 QUERY_TILE = 64
@@ -79,12 +78,8 @@ class LargestStep:
 
 def _pad_rows(rows: int, inputs: int, element: int) -> int:
     """The copy that `kernels.cpu.linear` makes if a row is not a whole number of units."""
-    row = _round_up(inputs * element, UNIT_BYTES)
+    row = round_up(inputs * element, UNIT_BYTES)
     return rows * row if row != inputs * element else 0
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def peak_bytes(spec: ModelSpec, shard: Shard, groups: tuple[GroupLayout, ...], config: Config, element: int) -> int:
@@ -356,8 +351,8 @@ def _tile_peak(
     tile_length = max(KEY_TILE, group.block_size)
     matrices = sequences * kv_heads
     query_elements = sequences * rows * group_heads * kv_heads * head_dim
-    padded_rows = _round_up(rows * group_heads, 16)
-    padded_dim = _round_up(head_dim, 16)
+    padded_rows = round_up(rows * group_heads, 16)
+    padded_dim = round_up(head_dim, 16)
     folded = matrices * padded_rows * padded_dim * FLOAT32_BYTES  # queries, and as large the sums
     tile = parts * matrices * tile_length * padded_dim * FLOAT32_BYTES
     scores = matrices * padded_rows * tile_length * FLOAT32_BYTES

@@ -10,7 +10,7 @@ FLOAT32_BYTES = 4
 # `kernels.cpu.linear` packs weights for AVX-512 in panels of 16 outputs and 4-byte units of inputs, beside a float32
 # bias, and for int8 a scale and a sum of 4 bytes per output. Other processors pad less; only tiny models notice.
 PANEL_OUTPUTS = 16
-UNIT_BYTES = 4
+UNIT_BYTES = 4  # rows are read in whole units
 SCALE_BYTES = 4
 INDEX_BYTES = 8  # the order of inputs
 TABLE_BYTES = 64  # 16 float32
@@ -31,8 +31,8 @@ class Groups:
         scales = self.count * self.form.scale_bytes * (1 + self.form.has_zeros)
         more = scales + FLOAT32_BYTES * self.form.has_divisors
         if device == "cpu":
-            return _round_up(inputs * self.form.bits, WORD_BITS) // 8 + more
-        return _round_up((self.offset + inputs) * self.form.bits, SLAB_INPUTS * 8) // 8 + more
+            return round_up(inputs * self.form.bits, WORD_BITS) // 8 + more
+        return round_up((self.offset + inputs) * self.form.bits, SLAB_INPUTS * 8) // 8 + more
 
 
 def find_groups(form: GroupedForm | None, inputs: int, first: int, is_part: bool, device: str) -> Groups | None:
@@ -84,18 +84,18 @@ class LinearWeight:
         if not self.is_8_bit:
             return self.outputs * (self.inputs + self.bias) * element_bytes
         if not fp8:
-            row_bytes = _round_up(self.inputs, SLAB_INPUTS) + SCALE_BYTES
+            row_bytes = round_up(self.inputs, SLAB_INPUTS) + SCALE_BYTES
             return self.outputs * (row_bytes + element_bytes * self.bias)
-        row_bytes = _round_up(self.inputs, FP8_MULTIPLE) + SCALE_BYTES + element_bytes * self.bias
-        return _round_up(self.outputs, FP8_MULTIPLE) * row_bytes
+        row_bytes = round_up(self.inputs, FP8_MULTIPLE) + SCALE_BYTES + element_bytes * self.bias
+        return round_up(self.outputs, FP8_MULTIPLE) * row_bytes
 
     def _held_bytes_on_cpu(self, element_bytes: int) -> int:
-        outputs = _round_up(self.outputs, PANEL_OUTPUTS)
+        outputs = round_up(self.outputs, PANEL_OUTPUTS)
         if self.groups is not None:
             order = self.inputs * INDEX_BYTES if self.groups.form.has_order else 0
             table = TABLE_BYTES if self.groups.form.has_table else 0
             return outputs * (self.groups.row_bytes(self.inputs, "cpu") + FLOAT32_BYTES * self.bias) + order + table
-        row_bytes = _round_up(self.inputs * (1 if self.is_8_bit else element_bytes), UNIT_BYTES)
+        row_bytes = round_up(self.inputs * (1 if self.is_8_bit else element_bytes), UNIT_BYTES)
         return outputs * (row_bytes + 2 * SCALE_BYTES * self.is_8_bit + FLOAT32_BYTES * self.bias)
 
 
@@ -133,5 +133,5 @@ class OtherWeight:
         return self.elements * (FLOAT32_BYTES if self.float32 else element_bytes)
 
 
-def _round_up(number: int, multiple: int) -> int:
+def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
