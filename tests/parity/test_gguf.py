@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from serve_llm.common.errors import ModelError, OptionError
 from serve_llm.common.hosts import fingerprint
 from serve_llm.common.hub import resolve_model
 from support.engine import generate, greedy, make_engine
-from support.forward import Harness, load
+from support.forward import load
 from support.gguf_files import FAMILIES, make_gguf
 from support.matrix import mostly_slow
-from support.reference import reference_logprobs
+from support.parity import check_greedy, check_logprobs, random_prompts
 
 STORAGES = (
     "F16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4".split()  # each with one family, or more
@@ -35,17 +33,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def random_prompts(vocab_size: int) -> list[list[int]]:
-    rng = random.Random(3)
-    return [[rng.randrange(vocab_size) for _ in range(length)] for length in (1, 17, 60)]
-
-
 def check(directory: Path, vocab_size: int) -> None:
     """Compare with transformers."""
     prompts = random_prompts(vocab_size)
-    spec, decoder = load(resolve_model(str(directory / "model.gguf")))
-    for prompt, ours in zip(prompts, Harness(spec, decoder, torch.float32).logprobs(prompts), strict=True):
-        assert (ours - reference_logprobs(directory / "plain", prompt)).abs().max() < 5e-4
+    check_logprobs(resolve_model(str(directory / "model.gguf")), directory / "plain", prompts)
 
 
 @pytest.mark.parametrize(
@@ -57,13 +48,7 @@ def test_families(family: str, storage: str, tmp_path: Path) -> None:
 
 def compare_engines(directory: Path, prompts: list[list[int]], *grids: dict[str, Any]) -> None:
     """Greedy tokens of engines of these ranks, with those of the same numbers in floating point."""
-    wanted = [greedy(number, prompt, 6) for number, prompt in enumerate(prompts)]
-    expected = generate(make_engine(directory / "plain", dtype="float32"), wanted)
-    for grid in grids:
-        engine = make_engine(resolve_model(str(directory / "model.gguf")), dtype="float32", **grid)
-        results = generate(engine, wanted)
-        for number, result in expected.items():
-            assert results[number].token_ids == result.token_ids
+    check_greedy(resolve_model(str(directory / "model.gguf")), directory / "plain", prompts, grids)
 
 
 @pytest.mark.parametrize("storage", mostly_slow(STORAGES, ["Q8_0", "Q4_K", "Q6_K", "IQ4_XS"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from support.engine import generate, greedy, make_engine
 from support.forward import Harness, load
 from support.matrix import mostly_slow
 from support.packed_floats import CONFIGS, FLOAT8, make_packed, pack_checkpoint, pack_module
+from support.parity import check_greedy, check_logprobs, random_prompts
 from support.quantised import edit_config
 from support.reference import reference_logprobs
 
@@ -29,17 +29,10 @@ FAST_PAIRS = [("llama", form) for form in CONFIGS] + [
 ]
 
 
-def random_prompts(vocab_size: int) -> list[list[int]]:
-    rng = random.Random(3)
-    return [[rng.randrange(vocab_size) for _ in range(length)] for length in (1, 17, 60)]
-
-
 @pytest.mark.parametrize(("family", "form"), mostly_slow(PAIRS, FAST_PAIRS))
 def test_every_format(family: str, form: str, tmp_path: Path) -> None:
     prompts = random_prompts(make_packed(tmp_path, family, form))
-    spec, decoder = load(tmp_path / "packed")
-    for prompt, ours in zip(prompts, Harness(spec, decoder, torch.float32).logprobs(prompts), strict=True):
-        assert (ours - reference_logprobs(tmp_path / "plain", prompt)).abs().max() < 5e-4
+    check_logprobs(tmp_path / "packed", tmp_path / "plain", prompts)
 
 
 RANKED = [("llama", form) for form in CONFIGS]
@@ -58,11 +51,7 @@ def test_several_ranks(family: str, form: str, tmp_path: Path) -> None:
 
 
 def compare_ranks(directory: Path, prompts: list[list[int]]) -> None:
-    wanted = [greedy(number, prompt, 6) for number, prompt in enumerate(prompts)]
-    expected = generate(make_engine(directory / "plain", dtype="float32"), wanted)
-    for grid in ({"tensor": 2}, {"tensor": 3}, {"pipeline": 2}):
-        results = generate(make_engine(directory / "packed", dtype="float32", **grid), wanted)
-        assert [results[n].token_ids for n in results] == [expected[n].token_ids for n in expected]
+    check_greedy(directory / "packed", directory / "plain", prompts, ({"tensor": 2}, {"tensor": 3}, {"pipeline": 2}))
 
 
 @pytest.mark.parametrize("form", mostly_slow(CONFIGS, ("fp8-native", "nvfp4", "nf4")))
@@ -82,9 +71,7 @@ def test_trained_weights(form: str, tmp_path: Path) -> None:
 def test_rows_that_are_not_whole_blocks(form: str, sizes: dict[str, int], tmp_path: Path) -> None:
     """bitsandbytes divides all numbers of a matrix into blocks, and two numbers of different rows may share a byte."""
     prompts = random_prompts(make_packed(tmp_path, "llama", form, **sizes))
-    spec, decoder = load(tmp_path / "packed")
-    for prompt, ours in zip(prompts, Harness(spec, decoder, torch.float32).logprobs(prompts), strict=True):
-        assert (ours - reference_logprobs(tmp_path / "plain", prompt)).abs().max() < 5e-4
+    check_logprobs(tmp_path / "packed", tmp_path / "plain", prompts)
     compare_ranks(tmp_path, prompts)
 
 
@@ -198,9 +185,8 @@ def test_quantised_experts_of_llama_4_are_modules(form: str, tmp_path: Path) -> 
     save_file(plain, paths[0], metadata={"format": "pt"})
     save_file(stored, paths[1], metadata={"format": "pt"})
     prompts = random_prompts(vocab_size)
-    spec, decoder = load(tmp_path / "packed")
-    for prompt, ours in zip(prompts, Harness(spec, decoder, torch.float32).logprobs(prompts), strict=True):
-        assert (ours - reference_logprobs(tmp_path / "plain", prompt)).abs().max() < 5e-4
+    check_logprobs(tmp_path / "packed", tmp_path / "plain", prompts)
+    _, decoder = load(tmp_path / "packed")
     assert "(down): RowParallelLinear(96 -> 64, float32" not in repr(decoder)
 
 
@@ -225,18 +211,12 @@ def make_stacks(directory: Path, family: str, form: str) -> int:
 @pytest.mark.parametrize("form", ["fp8-native", "autofp8", "fbgemm"])
 def test_stacks_of_8_bit_floats(form: str, tmp_path: Path) -> None:
     prompts = random_prompts(make_stacks(tmp_path, "granitemoe", form))
-    spec, decoder = load(tmp_path / "packed")
-    for prompt, ours in zip(prompts, Harness(spec, decoder, torch.float32).logprobs(prompts), strict=True):
-        assert (ours - reference_logprobs(tmp_path / "plain", prompt)).abs().max() < 5e-4
+    spec = check_logprobs(tmp_path / "packed", tmp_path / "plain", prompts)
     assert spec.grouped is not None
     form_of_experts = spec.grouped.find_form("layers.1.ffn.experts.0.down")
     assert form_of_experts is not None and form_of_experts.is_float8
-    requests = [greedy(number, prompt, 6) for number, prompt in enumerate(prompts)]
-    expected = generate(make_engine(tmp_path / "plain", dtype="float32"), requests)
     whole_experts = {"tensor": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}
-    for grid in ({}, {"tensor": 3}, {"pipeline": 2}, whole_experts):
-        found = generate(make_engine(tmp_path / "packed", dtype="float32", **grid), requests)
-        assert [found[number].token_ids for number in found] == [expected[number].token_ids for number in expected]
+    check_greedy(tmp_path / "packed", tmp_path / "plain", prompts, ({}, {"tensor": 3}, {"pipeline": 2}, whole_experts))
 
 
 @pytest.mark.parametrize("form", ["autofp8", "nf4", "torchao-int8"])
@@ -252,9 +232,7 @@ def test_gpt_oss_in_other_formats_than_its_own(form: str, tmp_path: Path) -> Non
             plain[name], stored[f"{name}_scale"] = stored[name].float() * scales, scales
         save_file(plain, paths[0], metadata={"format": "pt"})
         save_file(stored, paths[1], metadata={"format": "pt"})
-    spec, decoder = load(tmp_path / "packed")
-    for prompt, ours in zip(prompts, Harness(spec, decoder, torch.float32).logprobs(prompts), strict=True):
-        assert (ours - reference_logprobs(tmp_path / "plain", prompt)).abs().max() < 5e-4
+    check_logprobs(tmp_path / "packed", tmp_path / "plain", prompts)
     compare_ranks(tmp_path, prompts)
 
 
@@ -275,18 +253,12 @@ def make_fbgemm_llama_4(directory: Path) -> int:
 
 def test_fbgemm_stacks_of_llama_4(tmp_path: Path) -> None:
     prompts = random_prompts(make_fbgemm_llama_4(tmp_path))
-    spec, decoder = load(tmp_path / "packed")
-    for prompt, ours in zip(prompts, Harness(spec, decoder, torch.float32).logprobs(prompts), strict=True):
-        assert (ours - reference_logprobs(tmp_path / "plain", prompt)).abs().max() < 5e-4
+    spec = check_logprobs(tmp_path / "packed", tmp_path / "plain", prompts)
     assert spec.grouped is not None
     form = spec.grouped.find_form("layers.1.ffn.experts.0.down")
     assert form is not None and form.is_float8
-    requests = [greedy(number, prompt, 6) for number, prompt in enumerate(prompts)]
-    expected = generate(make_engine(tmp_path / "plain", dtype="float32"), requests)
     whole_experts = {"tensor": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}
-    for grid in ({}, {"tensor": 3}, {"pipeline": 2}, whole_experts):
-        found = generate(make_engine(tmp_path / "packed", dtype="float32", **grid), requests)
-        assert [found[number].token_ids for number in found] == [expected[number].token_ids for number in expected]
+    check_greedy(tmp_path / "packed", tmp_path / "plain", prompts, ({}, {"tensor": 3}, {"pipeline": 2}, whole_experts))
 
 
 def test_scales_of_fbgemm_stacks_must_fit(tmp_path: Path) -> None:

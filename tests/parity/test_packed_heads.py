@@ -7,18 +7,17 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from serve_llm.common.hub import resolve_model
 from serve_llm.engine.model.quantization_spec import GroupedForm
 from support.engine import generate, greedy, make_engine
-from support.forward import Harness, load
+from support.forward import load
 from support.gguf_files import make_gguf
 from support.matrix import mostly_slow
 from support.packed import HEADS, SIZES, Packing, make_packed
+from support.parity import check_logprobs
 from support.quantised import is_linear
-from support.reference import reference_logprobs
 from support.tiny import make_checkpoint
 
 PROMPTS = [[5], [3, 1, 4, 1, 5, 9, 2, 6], list(range(40, 90))]
@@ -27,9 +26,7 @@ GRIDS = ({}, {"tensor": 2}, {"tensor": 3}, {"pipeline": 2})
 
 def check(served: Path, plain: Path) -> None:
     """Compare log-probabilities with transformers, and greedy tokens on several ranks with those of `plain`."""
-    spec, decoder = load(served)
-    for prompt, ours in zip(PROMPTS, Harness(spec, decoder, torch.float32).logprobs(PROMPTS), strict=True):
-        assert (ours - reference_logprobs(plain, prompt)).abs().max() < 5e-4
+    check_logprobs(served, plain, PROMPTS)
     wanted = [greedy(number, prompt, 6) for number, prompt in enumerate(PROMPTS)]
     expected = generate(make_engine(plain, dtype="float32"), wanted)
     for grid in GRIDS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +14,11 @@ from torch import Tensor
 
 from serve_llm.common.errors import ModelError
 from serve_llm.common.hub import resolve_model
-from support.engine import generate, greedy, make_engine
-from support.forward import Harness, load
+from support.forward import load
 from support.matrix import mostly_slow
 from support.packed import SCALED, Packing, make_packed, pack_checkpoint
+from support.parity import check_greedy, check_logprobs, random_prompts
 from support.quantised import is_linear
-from support.reference import reference_logprobs
 
 PACKINGS = {
     "awq": Packing("awq"),
@@ -43,17 +41,10 @@ PACKINGS = {
 LENGTHS = (1, 17, 60)
 
 
-def random_prompts(vocab_size: int) -> list[list[int]]:
-    rng = random.Random(3)
-    return [[rng.randrange(vocab_size) for _ in range(length)] for length in LENGTHS]
-
-
 def check(directory: Path, vocab_size: int) -> None:
     """Compare with transformers."""
     prompts = random_prompts(vocab_size)
-    spec, decoder = load(directory / "packed")
-    for prompt, ours in zip(prompts, Harness(spec, decoder, torch.float32).logprobs(prompts), strict=True):
-        assert (ours - reference_logprobs(directory / "plain", prompt)).abs().max() < 5e-4
+    check_logprobs(directory / "packed", directory / "plain", prompts)
 
 
 @pytest.mark.parametrize("name", PACKINGS)
@@ -106,11 +97,7 @@ def test_several_ranks(family: str, name: str, tmp_path: Path) -> None:
 
 
 def compare_ranks(directory: Path, prompts: list[list[int]], grids: list[dict[str, int]]) -> None:
-    wanted = [greedy(number, prompt, 8, logprobs=0) for number, prompt in enumerate(prompts)]
-    expected = generate(make_engine(directory / "plain", dtype="float32"), wanted)
-    for grid in grids:
-        results = generate(make_engine(directory / "packed", dtype="float32", **grid), wanted)
-        assert [results[number].token_ids for number in expected] == [one.token_ids for one in expected.values()]
+    check_greedy(directory / "packed", directory / "plain", prompts, grids, num_tokens=8)
 
 
 @pytest.mark.parametrize("name", mostly_slow(PACKINGS, ("awq", "gptq-order", "w8a16")))
