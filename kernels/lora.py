@@ -37,6 +37,8 @@ class ExpansionWeight(NamedTuple):
 
 
 class LoRAKernels(Protocol):
+    """Computes what adapters add to the outputs of one linear layer."""
+
     def pack(self, down: Tensor, expansions: Sequence[ExpansionWeight]) -> LoRAProduct:
         """down: (columns, inputs). The caller drops the weights afterwards."""
 

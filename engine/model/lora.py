@@ -105,7 +105,7 @@ class LowRankProduct:
                 _add_rows(outputs, chunk, product)
 
 
-class LinearKernelsLoRA:
+class UnfusedLoRA:
     """Adapters as products of the model's linear kernels. Contract: `kernels.lora.LoRAKernels`."""
 
     def __init__(self, pack: Callable[[Tensor], Linear]) -> None:

@@ -18,7 +18,7 @@ from serve_llm.kernels.table import LookUp, Table, zeros
 
 
 class VocabularyTables:
-    """Loads both. Load the embedding first where the rank has it."""
+    """Loads the embedding and the LM head. A rank that has the embedding loads it first."""
 
     def __init__(self, spec: ModelSpec, builder: ModelBuilder) -> None:
         self._spec, self._builder = spec, builder

@@ -14,9 +14,9 @@ from serve_llm.engine.scheduler.sequence import Sequence
 
 
 class _Claim(NamedTuple):
-    """An adapter that waiting sequences need, and that has no slot."""
+    """An adapter without a slot that waiting sequences need."""
 
-    priority: int  # the first one's
+    priority: int  # the first sequence's
     first_step: int  # from which on a slot may be closed for it
 
 
@@ -39,8 +39,9 @@ class AdapterSlots:
         self._has_loaded = False  # the step to be scheduled loads an adapter; another one waits for the next step
 
     def list_admissible(self, waiting: Iterable[Sequence]) -> Iterator[Sequence]:
-        """Those that need no slot or find one, judged when it is their turn. They overtake the others. A free slot is
-        for the adapter that has waited longest; if its sequences cannot be admitted now, others may take it."""
+        """Yield the waiting sequences that need no slot or can have one, ahead of the others. Whether one can is
+        decided when its turn comes. A free slot goes to the adapter that has waited longest; if none of its sequences
+        can be admitted now, another adapter may take it."""
         deferred: list[Sequence] = []
         self.num_deferred = 0
         first = set(self._list_claims()[: self._num_users.count(0)])

@@ -42,8 +42,8 @@ class _BuiltAdapter(NamedTuple):
 
 
 class AdapterLoader:
-    """The adapters of one rank: in slots on its device, and more of them in host memory, where a slot is filled from
-    without reading files. On a CPU those are built already, on a GPU they are as the files have them."""
+    """Loads adapters into the slots of one rank's device. Keeps more adapters in host memory, so that a slot can be
+    filled again without reading files: as built products on a CPU, as the contents of the files on a GPU."""
 
     def __init__(
         self,

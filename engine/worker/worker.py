@@ -16,7 +16,7 @@ from tqdm import tqdm
 from serve_llm.common.errors import CapacityError
 from serve_llm.engine.config import Config
 from serve_llm.engine.model.eagle_spec import find_hidden_state_layers
-from serve_llm.engine.model.lora import LinearKernelsLoRA, LoRALayers
+from serve_llm.engine.model.lora import LoRALayers, UnfusedLoRA
 from serve_llm.engine.model.lora_targets import count_adapter_bytes
 from serve_llm.engine.model.pretrained_spec import PretrainedSpec
 from serve_llm.engine.model.shard import Shard
@@ -138,7 +138,7 @@ class Worker:
         kernels = self._choose_kernels(spec)
         lora = None
         if config.max_loras:
-            lora = LoRALayers(kernels.lora or LinearKernelsLoRA(kernels.pack))
+            lora = LoRALayers(kernels.lora or UnfusedLoRA(kernels.pack))
             self._adapter_bytes = count_adapter_bytes(spec, self._shard, config)
         with tqdm(desc="Loading weights", disable=None, leave=False) as bar:  # on a terminal only
 

@@ -39,8 +39,8 @@ UNANSWERED = {
 
 @dataclass(frozen=True)
 class BatchContext:
-    """What all batches share. app: without the check of keys. owners: of the API keys, by their number. concurrency: of
-    requests of all batches together."""
+    """What all batches share. app: the app without its check of API keys. owners: one name per key, in the order of the
+    keys. concurrency: maximum number of requests of all batches at a time."""
 
     store: BatchStore
     app: ASGIApp
@@ -73,7 +73,7 @@ class BatchJob:
         self._woken.set()
 
     async def run(self) -> None:
-        """Until the batch has ended. What fails, for example because the disk is full, is tried again."""
+        """Process the batch until it has ended. Errors, such as a full disk, are retried."""
         delay = FIRST_RETRY_SECONDS
         while True:
             try:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_llm.engine.model.lora import LinearKernelsLoRA
+from serve_llm.engine.model.lora import UnfusedLoRA
 from serve_llm.kernels import linear
 from serve_llm.kernels.cpu import library
 from serve_llm.kernels.cpu.lora import CompiledLoRA
@@ -52,7 +52,7 @@ def expected(y: Tensor, x: Tensor, rows: Tensor | None, down: Tensor, expansions
 @pytest.fixture(params=[*VARIANTS, "linear layers"])
 def kernels(request: pytest.FixtureRequest) -> LoRAKernels:
     if request.param == "linear layers":
-        return LinearKernelsLoRA(linear.pack)
+        return UnfusedLoRA(linear.pack)
     assert PATH is not None
     return CompiledLoRA(library.Library(PATH, request.param))
 
