@@ -74,7 +74,7 @@ def test_when_one_is_killed_all_are_replaced_and_the_streams_go_on(model: str, u
     with Daemon(model, *SMALL, *TWO) as daemon:
         daemon.wait_until_serving()
         streams = Streams(daemon.url, mixed(12, LONGEST))
-        streams.wait_for(40)
+        streams.wait_for(120)
         before = daemon.engine_pids()
         os.kill(before[1], signal.SIGKILL)
         assert streams.finish() == undisturbed
@@ -95,7 +95,7 @@ def test_the_end_amid_steps(model: str) -> None:
         daemon.wait_until_serving()
         endless = {"prompt": "x", "max_tokens": 380, "ignore_eos": True, "stream": True}
         streams = Streams(daemon.url, [endless] * 8)
-        streams.wait_for(20)
+        streams.wait_for(60)
         pids = daemon.engine_pids()
         daemon.signal(signal.SIGTERM)
         assert daemon.wait() == 0
@@ -126,7 +126,7 @@ def test_ranks_of_each_engine(split: str, model: str) -> None:
     with Daemon(model, *SMALL, *TWO, split, "2") as daemon:
         expected = Streams(daemon.wait_until_serving(), bodies).finish()
         streams = Streams(daemon.url, bodies)
-        streams.wait_for(10)
+        streams.wait_for(30)
         os.kill(daemon.rank_pids(daemon.engine_pids()[0])[1], signal.SIGKILL)
         assert streams.finish() == expected
         assert re.search("engine 0: rank 1 .* died in a step by signal SIGKILL", "\n".join(daemon.log))

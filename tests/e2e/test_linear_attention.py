@@ -38,7 +38,7 @@ def test_streams_survive_their_engine(directory: Path) -> None:
     with Daemon(str(directory), *SMALL, "--data-parallel-size", "2") as daemon:
         daemon.wait_until_serving()
         streams = Streams(daemon.url, bodies)
-        streams.wait_for(40)
+        streams.wait_for(120)
         os.kill(daemon.engine_pids()[0], signal.SIGKILL)
         daemon.wait_until_logged("it is replaced")
         assert streams.finish() == undisturbed

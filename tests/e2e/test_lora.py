@@ -74,7 +74,7 @@ def test_streams_with_adapters_survive_their_engine(adapters: list[str], tmp_pat
         undisturbed = Streams(daemon.wait_until_serving(), bodies).finish()
         assert undisturbed.errors == []
         streams = Streams(daemon.url, bodies)
-        streams.wait_for(40)
+        streams.wait_for(120)
         os.kill(daemon.engine_pid(), signal.SIGKILL)
         assert streams.finish() == undisturbed
         daemon.wait_until_logged("it is replaced")
@@ -109,7 +109,7 @@ def test_two_engines_with_drafts_one_of_which_is_killed(adapters: list[str], tmp
         undisturbed = Streams(daemon.wait_until_serving(), bodies).finish()
         assert undisturbed.errors == []
         streams = Streams(daemon.url, bodies)
-        streams.wait_for(40)
+        streams.wait_for(120)
         os.kill(daemon.engine_pids()[0], signal.SIGKILL)
         daemon.wait_until_logged("it is replaced")
         assert streams.finish() == undisturbed

@@ -121,7 +121,7 @@ def test_a_killed_actor_costs_no_stream(folder: Path) -> None:
     with Daemon("demo", *SMALL, *RAY, "-tp", "2", environ=environ) as daemon:
         undisturbed = Streams(daemon.wait_until_serving(), mixed(8, longest=200)).finish()
         streams = Streams(daemon.url, mixed(8, longest=200))
-        streams.wait_for(20)
+        streams.wait_for(60)
         os.kill(actors(folder)[0].pid, signal.SIGKILL)
         assert streams.finish() == undisturbed
         assert daemon.metrics()["serve_llm_recovery_seconds_count"] == 1

@@ -44,7 +44,7 @@ def test_a_killed_engine_and_one_killed_while_it_starts() -> None:
     with Daemon(*SMALL) as daemon:
         undisturbed = Streams(daemon.wait_until_serving(), mixed(12)).finish()
         streams = Streams(daemon.url, mixed(12))
-        streams.wait_for(40)
+        streams.wait_for(120)
         first = daemon.engine_pid()
         os.kill(first, signal.SIGKILL)
         daemon.wait_until_logged("it is replaced")
@@ -66,7 +66,7 @@ def test_a_stopped_engine_is_found_and_replaced() -> None:
     with Daemon(*SMALL) as daemon:
         undisturbed = Streams(daemon.wait_until_serving(), mixed(12)).finish()
         streams = Streams(daemon.url, mixed(12))
-        streams.wait_for(40)
+        streams.wait_for(120)
         pid = daemon.engine_pid()
         os.kill(pid, signal.SIGSTOP)
         while status(daemon, "/ready") == 200:
@@ -80,7 +80,7 @@ def test_a_drain_waits_for_the_next_engine() -> None:
     with Daemon(*SMALL, "--drain-timeout", "120") as daemon:
         undisturbed = Streams(daemon.wait_until_serving(), mixed(6)).finish()
         streams = Streams(daemon.url, mixed(6))
-        streams.wait_for(20)
+        streams.wait_for(60)
         os.kill(daemon.engine_pid(), signal.SIGKILL)
         daemon.wait_until_logged("it is replaced")
         daemon.signal(signal.SIGTERM)
@@ -93,7 +93,7 @@ def test_neither_a_deadline_nor_the_end_waits_for_the_next_engine() -> None:
     body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     with Daemon(*SMALL, "--request-timeout", "4") as daemon:
         streams = Streams(daemon.wait_until_serving(), [body])
-        streams.wait_for(5)
+        streams.wait_for(15)
         os.kill(pid := daemon.engine_pid(), signal.SIGSTOP)
         streams.finish()
         assert streams.messages[0]["error"]["code"] == "deadline_exceeded" and daemon.engine_pid() == pid
@@ -109,7 +109,7 @@ def test_replicas_take_over() -> None:
     with Daemon(*SMALL, "-dp", "2") as daemon:
         undisturbed = Streams(daemon.wait_until_serving(), mixed(12)).finish()
         streams = Streams(daemon.url, mixed(12))
-        streams.wait_for(40)
+        streams.wait_for(120)
         os.kill(daemon.engine_pids()[1], signal.SIGKILL)
         daemon.wait_until_logged("engine 1: the engine process .* it is replaced")
         assert status(daemon, "/ready") == 200
@@ -124,7 +124,7 @@ def test_a_rank_killed_or_stopped(number: signal.Signals) -> None:
     with Daemon(*SMALL, "-tp", "2") as daemon:
         undisturbed = Streams(daemon.wait_until_serving(), mixed(12)).finish()
         streams = Streams(daemon.url, mixed(12))
-        streams.wait_for(40)
+        streams.wait_for(120)
         ranks = daemon.rank_pids()
         os.kill(ranks[1], number)
         assert streams.finish() == undisturbed
@@ -141,7 +141,7 @@ def test_the_request_that_kills_ends_with_an_error_and_all_others_finish(fault: 
     with Daemon(*SMALL, "-tp", str(ranks), environ=FAULTS) as daemon:
         undisturbed = Streams(daemon.wait_until_serving(), mixed(12)).finish()
         streams = Streams(daemon.url, mixed(12))
-        streams.wait_for(40)
+        streams.wait_for(120)
         bad = Streams(daemon.url, [{"prompt": [fault], "max_tokens": 9}])
         assert bad.finish().errors == [500]
         assert "this request has ended the engine 3 times, alone at the last: " in str(bad.messages)

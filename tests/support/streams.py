@@ -108,7 +108,7 @@ class Streams:
         self._usages: list[dict[str, Any]] = [{} for _ in bodies]
         self.errors: list[int] = []  # statuses
         self.messages: list[Any] = []  # of the errors
-        self.num_events = 0
+        self.num_characters = 0  # streamed: the same number in each run, unlike that of events
         self._changed = threading.Condition()
         self._threads = [
             threading.Thread(target=self._run, args=(number, body), daemon=True) for number, body in enumerate(bodies)
@@ -116,13 +116,14 @@ class Streams:
         for thread in self._threads:
             thread.start()
 
-    def wait_for(self, num_events: int) -> None:
-        """Wait until this many events have arrived and the server has admitted every request.
+    def wait_for(self, num_characters: int) -> None:
+        """Wait until this many characters have arrived and the server has admitted every request.
 
         A request whose body is still being parsed when an engine dies gets 503, as documented.
         """
         with self._changed:
-            assert self._changed.wait_for(lambda: self.num_events >= num_events, LIMIT), "the streams stand still"
+            arrived = self._changed.wait_for(lambda: self.num_characters >= num_characters, LIMIT)
+            assert arrived, f"{self.num_characters} of {num_characters} characters have arrived; {self.messages}"
             deadline = time.monotonic() + LIMIT
             while not self._are_all_admitted():
                 assert time.monotonic() < deadline, "a request is not admitted"
@@ -201,7 +202,7 @@ class Streams:
             for choice in event["choices"]:
                 _fold(choices.setdefault(choice["index"], {"index": choice["index"]}), choice)
             with self._changed:
-                self.num_events += 1
+                self.num_characters += sum(map(_count_characters, event["choices"]))
                 self._changed.notify_all()
         if last != b"data: [DONE]":
             self._fail(0, "the stream was cut")
@@ -225,6 +226,13 @@ def _plain(choice: dict[str, Any]) -> dict[str, Any]:
 def _counts(usage: dict[str, Any]) -> dict[str, Any]:
     """Without what was found in the cache, which depends on what went before."""
     return {name: value for name, value in usage.items() if isinstance(value, int)}
+
+
+def _count_characters(choice: dict[str, Any]) -> int:
+    delta = choice.get("delta", {})
+    arguments = "".join(call["function"]["arguments"] for call in delta.get("tool_calls") or [])
+    texts = (choice.get("text"), delta.get("content"), delta.get("reasoning"), arguments)
+    return sum(len(text or "") for text in texts)
 
 
 def _fold(whole: dict[str, Any], choice: dict[str, Any]) -> None:

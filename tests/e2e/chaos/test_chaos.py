@@ -145,13 +145,12 @@ def run(chaos: Chaos, rounds: int, models: tuple[str, ...]) -> None:
     url = chaos.daemon.wait_until_serving()
     bodies = [body | {"model": models[number % len(models)]} for number, body in enumerate([*mixed(), *chats()])]
     undisturbed = Streams(url, bodies).finish()
-    num_events = undisturbed.num_events
     seen: set[int] = set()
     before = chaos.held()
     for number in range(1, rounds + 1):
         seen |= set(chaos.victims())
         streams = Streams(url, bodies)
-        streams.wait_for(chaos.rng.randrange(1, num_events // 2))
+        streams.wait_for(chaos.rng.randrange(1, undisturbed.num_characters // 2))
         chaos.fault(KINDS[number % len(KINDS)])
         chaos.check_counters()
         assert streams.finish() == undisturbed, f"round {number}"
