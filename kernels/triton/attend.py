@@ -121,7 +121,7 @@ def attend(
     positions = tl.where(is_valid, context - count + query_index, -1)
     token = (start + query_index).to(tl.int64)
     main, rest = _load_queries(query + token * PLAN.query_token_stride + head * PLAN.query_head_stride, is_valid, PLAN)
-    slope = _load_slopes(alibi_slopes, head, is_valid, PLAN)
+    slope = _load_slopes(alibi_slopes, head, is_valid, PLAN.rows, PLAN)
     keys = cache + kv_head * PLAN.cache_head_stride
     blocks = block_table + sequence.to(tl.int64) * table_row
 
@@ -214,9 +214,9 @@ def _load_queries(rows, is_valid, PLAN: tl.constexpr):
 
 
 @triton.jit
-def _load_slopes(alibi_slopes, head, is_valid, PLAN: tl.constexpr):
-    """(rows,) float32, for scores in base 2. Zeros without ALiBi."""
-    slope = tl.zeros((PLAN.rows,), tl.float32)
+def _load_slopes(alibi_slopes, head, is_valid, ROWS: tl.constexpr, PLAN: tl.constexpr):
+    """(ROWS,) float32, for scores in base 2. Zeros without ALiBi."""
+    slope = tl.zeros((ROWS,), tl.float32)
     if PLAN.has_alibi:
         slope = tl.load(alibi_slopes + head, mask=is_valid, other=0.0) * LOG2_E
     return slope

@@ -258,7 +258,8 @@ def hopper() -> dict[str, list[Resources]]:
 def test_is_compiled_for_hopper(model: str, hopper: dict[str, list[Resources]]) -> None:
     lists, (decode, prefill), combines = hopper[model][::3], hopper[model][1::3], hopper[model][2::3]
     assert_fits([*lists, *combines])
-    assert_fits([decode, prefill], stack_bytes=320 if model == "DeepSeek V3" else 0)  # 64 rows of 512 float32 to add to
+    most = 320 if model == "DeepSeek V3" else 32  # 320: 64 rows of 512 float32 to add to
+    assert_fits([decode, prefill], stack_bytes=most)
     assert decode.has_mma and prefill.has_wgmma
     assert all("cp.async.cg.shared.global" in kernel.ptx for kernel in (decode, prefill))
 
