@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,7 +39,7 @@ ONE_SHOT_BYTES = 256 << 10  # the sizes at which torch itself changes kernels
 SYMMETRIC_BYTES = 10 << 20
 LARGE_GROUP_BYTES = 64 << 20  # for 8 ranks, where parts are small
 ALIGNMENT = 16  # bytes that a GPU thread loads at a time
-TIMED_BYTES = 64 << 10  # the sum that is timed is that of a decode step of some sequences
+TIMED_BYTES = (64 << 10, 1 << 20, 8 << 20)  # a decode step of some sequences, of many, and a prompt's chunk
 DTYPES = (torch.bfloat16, torch.float32)  # supported by the operators
 
 
@@ -64,13 +64,14 @@ class SymmetricGroup:
     def __init__(self, group: ProcessGroup, memory: SymmetricMemory) -> None:
         self._group = group
         self._memory = memory
+        self.max_bytes = memory.buffer.nbytes  # of a sum in symmetric memory
         self.rank = group.rank
         self.size = group.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The same bits on every rank, but not added in float32: see the module."""
         num_bytes = x.nbytes
-        if num_bytes > self._memory.buffer.nbytes or num_bytes % ALIGNMENT or x.dtype not in DTYPES:
+        if num_bytes > self.max_bytes or num_bytes % ALIGNMENT or x.dtype not in DTYPES:
             return self._group.all_reduce(x)
         if num_bytes == 0:
             return x
@@ -118,32 +119,49 @@ def build_fastest_group(
 ) -> ProcessGroup:
     """The group with symmetric memory if all ranks find its sums exact and, together, faster; otherwise `group`.
 
-    Arguments as for `build_symmetric_group`. All ranks decide alike. Logs what was chosen and why.
+    Sums of TIMED_BYTES are timed in both ways. Symmetric memory sums what is smaller than the first of them at which it
+    is not faster. Arguments as for `build_symmetric_group`. All ranks decide alike. Logs what was chosen and why.
     """
 
     def exchange(key: str, value: str) -> list[str]:
         return gather_values(store, f"{name}, {key}", group.rank, group.size, value)
 
-    symmetric: ProcessGroup = group
+    symmetric: SymmetricGroup | None = None
     try:
         symmetric = build_symmetric_group(store, name, group, hosts, device)
         problem = ""
     except OptionError as error:
         problem = str(error)
     problems = exchange("mapped", problem)
-    if not any(problems):
+    if symmetric is not None and not any(problems):
         problems = exchange("sums", find_wrong_sums(symmetric, device))
-    if not any(problems):
-        micros = [measure_micros(one, device) for one in (symmetric, group)]
-        times = [tuple(map(float, pair.split())) for pair in exchange("times", " ".join(map(str, micros)))]
-        ours, theirs = (sum(pair[index] for pair in times) / len(times) for index in (0, 1))
-        what = f"{TIMED_BYTES >> 10} KiB in {ours:.1f} us, by NCCL in {theirs:.1f} us"
-        if ours < theirs:
-            logger.info("All-reduce by symmetric memory: %s", what)
-            return symmetric
-        problems = [f"it is not faster ({what})"]
+        if not any(problems):
+            max_bytes, times = _compare_times(symmetric, group, device, exchange)
+            if max_bytes:
+                symmetric.max_bytes = max_bytes
+                logger.info("All-reduce by symmetric memory up to %d KiB: %s", max_bytes >> 10, times)
+                return symmetric
+            problems = [f"it is not faster ({times})"]
     logger.info("All-reduce by NCCL, not symmetric memory: %s", next(filter(None, problems)))
     return group
+
+
+def _compare_times(
+    symmetric: SymmetricGroup, group: ProcessGroup, device: torch.device, exchange: Callable[[str, str], list[str]]
+) -> tuple[int, str]:
+    """Returns the largest sum that symmetric memory should do, in bytes, and the times, in words. All ranks get the
+    same: exchange(key, value) gives the values of all."""
+    max_bytes = symmetric.max_bytes
+    words = []
+    for num_bytes in TIMED_BYTES:
+        micros = [measure_micros(one, num_bytes, device) for one in (symmetric, group)]
+        pairs = [pair.split() for pair in exchange(f"{num_bytes} bytes", " ".join(map(str, micros)))]
+        ours, theirs = (sum(float(pair[index]) for pair in pairs) / len(pairs) for index in (0, 1))
+        words.append(f"{num_bytes >> 10} KiB in {ours:.1f} us, by NCCL in {theirs:.1f} us")
+        if ours >= theirs:
+            max_bytes = min(max_bytes, num_bytes // 2)
+    is_never_faster = max_bytes < TIMED_BYTES[0]
+    return 0 if is_never_faster else max_bytes, "; ".join(words)
 
 
 def find_wrong_sums(group: ProcessGroup, device: torch.device) -> str:
@@ -160,9 +178,9 @@ def find_wrong_sums(group: ProcessGroup, device: torch.device) -> str:
     return found[0] if found else ""
 
 
-def measure_micros(group: ProcessGroup, device: torch.device, repeats: int = 50) -> float:
-    """Microseconds of an all-reduce of TIMED_BYTES, the mean of so many after a few to warm up."""
-    x = torch.zeros(TIMED_BYTES // 2, dtype=torch.bfloat16, device=device)
+def measure_micros(group: ProcessGroup, num_bytes: int, device: torch.device, repeats: int = 50) -> float:
+    """Microseconds of an all-reduce of so many bytes, the mean of `repeats` after a few to warm up."""
+    x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device)
     for _ in range(5):
         group.all_reduce(x).sum().item()  # also waits for a GPU
     began = time.perf_counter()

@@ -150,17 +150,24 @@ class Liar(Shared):
         part[-1] += 1
 
 
+FASTER = {64: [8.0, 14.0], 1024: [20.0, 30.0], 8192: [70.0, 80.0]}
+
+
 def fastest(
-    memories: list[Shared], meeting: Meeting, micros: list[float], monkeypatch: pytest.MonkeyPatch
+    memories: list[Shared], meeting: Meeting, micros: dict[int, list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> list[SymmetricGroup | MemoryGroup]:
-    """What each rank takes. micros: that symmetric memory and the other group take."""
+    """What each rank takes. micros: of symmetric memory and of the other group, by the size of the sum in KiB."""
     groups = [MemoryGroup(meeting, rank) for rank in range(meeting.size)]
 
     def build(store: object, name: str, group: MemoryGroup, *_: object) -> SymmetricGroup:
         return SymmetricGroup(group, memories[group.rank])
 
     monkeypatch.setattr(symmetric, "build_symmetric_group", build)
-    monkeypatch.setattr(symmetric, "measure_micros", lambda group, device: micros[isinstance(group, MemoryGroup)])
+
+    def measure(group: object, num_bytes: int, device: object) -> float:
+        return micros[num_bytes >> 10][isinstance(group, MemoryGroup)]
+
+    monkeypatch.setattr(symmetric, "measure_micros", measure)
     store = c10d.HashStore()
     return run_together(
         meeting.size,
@@ -174,12 +181,21 @@ def test_auto_takes_what_is_faster_and_says_so(
 ) -> None:
     ranks = Ranks(2)
     with caplog.at_level("INFO"):
-        found = fastest(ranks.memories, ranks.meeting, [8.0, 14.0], monkeypatch)
-        assert all(isinstance(group, SymmetricGroup) for group in found)
-        assert "All-reduce by symmetric memory: 64 KiB in 8.0 us, by NCCL in 14.0 us" in caplog.text
+        found = fastest(ranks.memories, ranks.meeting, FASTER, monkeypatch)
+        assert [group.max_bytes for group in found if isinstance(group, SymmetricGroup)] == [SYMMETRIC_BYTES] * 2
+        assert "symmetric memory up to 10240 KiB: 64 KiB in 8.0 us, by NCCL in 14.0 us; 1024 KiB in" in caplog.text
         ranks = Ranks(2)
-        found = fastest(ranks.memories, ranks.meeting, [14.0, 8.0], monkeypatch)
+        found = fastest(ranks.memories, ranks.meeting, FASTER | {64: [14.0, 8.0]}, monkeypatch)
     assert all(isinstance(group, MemoryGroup) for group in found) and "it is not faster (64 KiB" in caplog.text
+
+
+def test_auto_leaves_large_sums_to_nccl_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(2)
+    ranks.groups = fastest(ranks.memories, ranks.meeting, FASTER | {8192: [90.0, 80.0]}, monkeypatch)  # type: ignore[assignment]
+    for num_bytes, calls in ((4 << 20, 1), ((4 << 20) + WIDTH, 0)):
+        ranks.memories[0].calls.clear()
+        ranks.all_reduce([torch.ones(num_bytes // 4) for _ in range(2)])
+        assert len(ranks.memories[0].calls) == calls
 
 
 def test_auto_takes_no_group_that_adds_wrongly_on_any_rank(
@@ -188,7 +204,7 @@ def test_auto_takes_no_group_that_adds_wrongly_on_any_rank(
     meeting = Meeting(3)
     memories = [Shared(meeting, 0), Liar(meeting, 1), Shared(meeting, 2)]
     with caplog.at_level("INFO"):
-        found = fastest(memories, meeting, [1.0, 9.0], monkeypatch)
+        found = fastest(memories, meeting, FASTER, monkeypatch)
     assert all(isinstance(group, MemoryGroup) for group in found)
     assert "not symmetric memory: 1 of 131080 sums in torch.bfloat16 are wrong on rank 1" in caplog.text
 
@@ -202,7 +218,7 @@ def test_auto_falls_back_where_memory_cannot_be_mapped(caplog: pytest.LogCapture
 
 def test_times_are_of_the_group() -> None:
     meeting = Meeting(1)
-    assert symmetric.measure_micros(MemoryGroup(meeting, 0), CPU, repeats=3) > 0 and len(meeting.calls) == 8
+    assert symmetric.measure_micros(MemoryGroup(meeting, 0), 64, CPU, repeats=3) > 0 and len(meeting.calls) == 8
 
 
 def test_eight_ranks_have_a_larger_buffer() -> None:
