@@ -172,8 +172,16 @@ class TorchGroup:
         return found.view(x.dtype).view(len(found), *x.shape[1:])
 
     def link(self, other: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> TorchLink:
-        """The link between this rank and `other`, to be used in one direction."""
-        return TorchLink(self, other, dtype, torch.device(device))
+        """The link between this rank and `other`, to be used in one direction. Both call this; it waits for the other.
+
+        It sends one number, because NCCL connects two ranks at their first message, which would be in the first step.
+        """
+        link = TorchLink(self, other, dtype, torch.device(device))
+        if self.rank < other:
+            link.send(torch.zeros(1, dtype=dtype, device=device))
+        else:
+            link.receive((1,))
+        return link
 
     @contextmanager
     def _failing(self, doing: str) -> Iterator[None]:
