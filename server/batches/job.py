@@ -86,7 +86,7 @@ class BatchJob:
             delay = min(2 * delay, LAST_RETRY_SECONDS)
 
     async def _process(self) -> None:
-        """Raises sqlite3.Error, OSError, ServeError."""
+        """Raises OSError, ServeError."""
         store = self._context.store
         self._woken.clear()
         batch = await store.get_batch(self._id, self._owner)

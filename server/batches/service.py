@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sqlite3
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from serve_llm.server.batches.job import BatchContext, BatchJob, OwnerTurns
 from serve_llm.server.batches.objects import StoredBatch
 from serve_llm.server.batches.slots import BatchSlots
 from serve_llm.server.batches.store import BatchStore
-from serve_llm.server.http.errors import InvalidRequest
+from serve_llm.server.http.errors import InvalidRequest, StoreError
 from serve_llm.server.metrics.meter import BatchCounts
 
 logger = logging.getLogger(__name__)
@@ -89,8 +88,8 @@ class BatchService:
         while True:
             try:
                 await self.store.remove_expired()
-            except (sqlite3.Error, OSError):
-                logger.exception("files that have expired cannot be removed")
+            except StoreError:
+                logger.warning("files that have expired cannot be removed")
             await asyncio.sleep(SWEEP_SECONDS)
 
 

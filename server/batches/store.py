@@ -75,7 +75,7 @@ class ObjectPage(NamedTuple):
 
 
 class BatchStore:
-    """Every method that is given an owner sees the objects of that owner only. Methods raise sqlite3.Error, OSError."""
+    """Every method that is given an owner sees the objects of that owner only. Methods raise StoreError."""
 
     def __init__(self, directory: str, limits: Limits) -> None:
         """Raises OptionError."""
@@ -90,7 +90,7 @@ class BatchStore:
         self._database.run_here(self._remove_unknown_files)
 
     async def add_file(self, owner: str, filename: str, source: BinaryIO, lifetime: int | None = None) -> StoredFile:
-        """Copy an upload. lifetime: in seconds; None: until it is deleted. Raises TooLarge, Unavailable."""
+        """Copy an upload. lifetime: in seconds; None: until it is deleted. Raises TooLarge."""
         source.seek(0, os.SEEK_END)
         now = int(time.time())
         file = StoredFile(
@@ -113,9 +113,9 @@ class BatchStore:
             try:
                 with open(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600), "wb") as target:
                     shutil.copyfileobj(source, target, 2**20)
-            except OSError as error:
+            except OSError:
                 path.unlink(missing_ok=True)
-                raise Unavailable(f"the file cannot be stored: {error.strerror}") from None
+                raise
             self._insert_file(connection, owner, file)
 
         await self._run(insert)
@@ -131,7 +131,9 @@ class BatchStore:
     async def find_content(self, file_id: str, owner: str) -> Path:
         """Raises ObjectNotFound."""
         file = await self.get_file(file_id, owner)
-        return self._files / file.id
+        path = self._files / file.id
+        await self._database.run(lambda _: path.stat())
+        return path
 
     async def delete_file(self, file_id: str, owner: str) -> None:
         """Raises ObjectNotFound, InvalidRequest."""

@@ -15,6 +15,8 @@ ServeError (common.errors)
     TooLarge           413   the body exceeds a limit
     HeaderTooLarge     431
     Unavailable        503   starting, draining, full, or without an engine; retry later
+      StoreError       503   a store of responses, files or batches cannot be used; the message names it
+        StoreFull      507   its disk is full
     DeadlineExceeded   504   the request exceeded --request-timeout or the client's own limit
     GenerationFailed   500   the engine failed this request
 
@@ -114,6 +116,14 @@ class Unavailable(RequestError):
         self.retry_after = retry_after
 
 
+class StoreError(Unavailable):
+    pass
+
+
+class StoreFull(StoreError):
+    pass
+
+
 class DeadlineExceeded(RequestError):
     pass
 
@@ -146,6 +156,8 @@ ANSWERS: dict[type[ServeError], ErrorResponse] = {
     HeaderTooLarge: ErrorResponse(431, "invalid_request_error", "header_too_large", {}),
     AdapterError: ErrorResponse(400, "invalid_request_error", "invalid_adapter", {}),
     Unavailable: ErrorResponse(503, "server_error", "unavailable", {}),
+    StoreError: ErrorResponse(503, "server_error", "store_unavailable", {}),
+    StoreFull: ErrorResponse(507, "server_error", "store_full", {}),
     DeadlineExceeded: ErrorResponse(504, "server_error", "deadline_exceeded", {}),
     GenerationFailed: ErrorResponse(500, "server_error", "generation_failed", {}),
     ServeError: ErrorResponse(500, "server_error", None, {}),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 
 from serve_llm.server.generate.generation import Generation
-from serve_llm.server.http.errors import GenerationFailed, RequestError, TooLarge, Unavailable
+from serve_llm.server.http.errors import GenerationFailed, RequestError, StoreError, TooLarge
 from serve_llm.server.prompt.items import StoredItem
 from serve_llm.server.response.builder import Json, encode_json
 from serve_llm.server.response.responses import ResponsesBuilder, ResponsesEncoder
@@ -115,8 +114,8 @@ class BackgroundResponse:
         """Returns False if the outcome is larger than all that the server stores."""
         try:
             return await self._store.update(self._builder.id, outcome)
-        except sqlite3.Error:
-            logger.exception("response %s cannot be stored", self._builder.id)
+        except StoreError:
+            logger.warning("response %s cannot be stored", self._builder.id)
             return True
 
     def _append(self, events: bytes) -> None:
@@ -139,7 +138,8 @@ class BackgroundResponses:
         RequestError."""
         with ExitStack() as stack:
             stack.enter_context(generation)
-            await self._add(new, build_outcome(builder.describe("queued")))
+            if not await self._store.add(new, build_outcome(builder.describe("queued"))):
+                raise TooLarge("the input is larger than all that the server stores", "background")
             response = BackgroundResponse(self._store, builder, generation, keeps_events=keeps_events)
             task = asyncio.create_task(response.run(stack.pop_all()))
         self._running[new.id] = (response, task)
@@ -158,12 +158,3 @@ class BackgroundResponses:
             response, task = running
             response.cancel()
             await asyncio.wait([task])
-
-    async def _add(self, new: NewResponse, outcome: ResponseOutcome) -> None:
-        try:
-            is_stored = await self._store.add(new, outcome)
-        except sqlite3.Error:
-            logger.exception("response %s cannot be stored", new.id)
-            raise Unavailable("the response cannot be stored; the server's log says more") from None
-        if not is_stored:
-            raise TooLarge("the input is larger than all that the server stores", "background")

@@ -29,6 +29,7 @@ from serve_llm.server.schema.batches import (
     FileReply,
 )
 from serve_llm.server.schema.common import ObjectList, parse_by_policy
+from serve_llm.server.storage.database import describe_failure
 
 MAX_FORM_BYTES = 2**16  # for all of an upload but its file
 MAX_CREATION_BYTES = 2**16
@@ -147,7 +148,8 @@ def create_batch_router(state: AppState, service: BatchService) -> APIRouter:
 
 
 async def _read_form(request: Request, max_file_bytes: int) -> FormData:
-    """The form of an upload, whose file is in a temporary file. Raises InvalidRequest, TooLarge."""
+    """The form of an upload, whose file is in a temporary file. Raises InvalidRequest, TooLarge,
+    StoreError."""
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise InvalidRequest("the body must be multipart/form-data with file and purpose", "Content-Type")
 
@@ -162,6 +164,8 @@ async def _read_form(request: Request, max_file_bytes: int) -> FormData:
     parser = MultiPartParser(request.headers, read_limited(), max_files=1, max_fields=8, max_part_size=MAX_FORM_BYTES)
     try:
         return await parser.parse()
+    except OSError as error:
+        raise describe_failure("the server's directory of temporary files", error) from None
     except MultiPartException as error:
         raise InvalidRequest(f"the body is not a valid form: {error.message}") from None
 

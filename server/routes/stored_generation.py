@@ -4,7 +4,6 @@ stored before the client has all of it."""
 from __future__ import annotations
 
 import logging
-import sqlite3
 import uuid
 from typing import TypeVar
 
@@ -13,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Send
 
+from serve_llm.server.http.errors import StoreError
 from serve_llm.server.prompt.jobs import Generate, References, StoredContext
 from serve_llm.server.response.builder import Json, encode_json
 from serve_llm.server.response.responses import ResponsesBuilder, ResponsesEncoder
@@ -113,8 +113,8 @@ class StoredGenerationResponse(GenerationResponse[ResponsesBuilder]):
         assert builder.final is not None
         try:
             return await self._store.add(new, build_outcome(builder.final))
-        except sqlite3.Error:
-            logger.exception("response %s cannot be stored", new.id)
+        except StoreError:
+            logger.warning("response %s cannot be stored", new.id)
             return False
 
     async def _respond_in_background(

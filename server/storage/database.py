@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import os
 import sqlite3
 from collections.abc import Callable
@@ -11,6 +13,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from serve_llm.common.errors import OptionError
+from serve_llm.server.http.errors import StoreError, StoreFull
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Connection = sqlite3.Connection
@@ -18,6 +23,7 @@ Connection = sqlite3.Connection
 MEMORY = ":memory:"
 APPLICATION_ID = 0x5E12E11  # marks the files of this program
 VERSION = 1  # the schema's
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Database:
@@ -27,6 +33,7 @@ class Database:
         """path: a file, or MEMORY. schema: statements that create the tables where they are missing. Raises
         OptionError, which names `option`."""
         where = f"--{option} {path}"
+        self._option = option
         try:
             if path != MEMORY:
                 os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
@@ -42,8 +49,12 @@ class Database:
         self._thread = ThreadPoolExecutor(1, "database")
 
     async def run(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` in the thread, as one transaction."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self.run_here, work)
+        """Run `work` in the thread, as one transaction. Raises StoreError."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self.run_here, work)
+        except (sqlite3.Error, OSError) as error:
+            logger.exception("--%s failed", self._option)
+            raise describe_failure(f"the store of --{self._option}", error) from None
 
     def run_here(self, work: Callable[[Connection], T]) -> T:
         """The same in the caller's thread, before the database is in use."""
@@ -54,6 +65,18 @@ class Database:
         """Finish what was begun. Idempotent."""
         self._thread.shutdown(wait=True)
         self._connection.close()
+
+
+def describe_failure(store: str, error: sqlite3.Error | OSError) -> StoreError:
+    """What a client is told. Paths stay in the server's log."""
+    if isinstance(error, OSError):
+        is_full = error.errno in _NO_SPACE
+        reason = error.strerror or type(error).__name__
+    else:
+        is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+        reason = str(error)
+    kind = StoreFull if is_full else StoreError
+    return kind(f"{store} cannot be used: {reason}")
 
 
 def _open(connection: Connection, schema: str, where: str) -> None:

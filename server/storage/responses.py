@@ -86,7 +86,7 @@ class ItemPage(NamedTuple):
 
 
 class ResponseStore:
-    """Every method that is given an owner sees the responses of that owner only."""
+    """Every method that is given an owner sees the responses of that owner only. Methods raise StoreError."""
 
     def __init__(self, path: str, limits: Limits) -> None:
         """path: a file, or `database.MEMORY`. Raises OptionError."""
@@ -97,7 +97,7 @@ class ResponseStore:
         self._database.run_here(self._measure)
 
     async def add(self, new: NewResponse, outcome: ResponseOutcome) -> bool:
-        """Store a response. Returns False if it alone exceeds the limit on bytes. Raises sqlite3.Error."""
+        """Store a response. Returns False if it alone exceeds the limit on bytes."""
         created = time.time()
         size = outcome.size + _sum_sizes(new.input_items)
         if size > self._limits.stored_response_bytes:
@@ -121,7 +121,7 @@ class ResponseStore:
 
     async def update(self, response_id: str, outcome: ResponseOutcome) -> bool:
         """Replace the outcome of a response, unless it has been deleted. Returns False, and changes nothing, if the
-        response alone exceeds the limit on bytes. Raises sqlite3.Error."""
+        response alone exceeds the limit on bytes."""
 
         def change(connection: Connection) -> bool:
             row = connection.execute("SELECT number FROM responses WHERE id = ?", (response_id,)).fetchone()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 
 import pytest
 
+from serve_llm.server.http.errors import StoreFull
 from serve_llm.server.schema.responses import ResponseReply
 from serve_llm.server.storage import responses as responses_module
 from support.asgi import Call
@@ -33,7 +33,7 @@ def test_a_reply_that_is_not_stored_says_so(
     served = serve_stored(limit=limit)
 
     async def fail(*arguments: object) -> bool:
-        raise sqlite3.OperationalError("database or disk is full")
+        raise StoreFull("database or disk is full")
 
     if not limit:
         monkeypatch.setattr(responses_module.ResponseStore, "add", fail)
