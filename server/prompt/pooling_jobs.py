@@ -18,6 +18,7 @@ from serve_llm.server.prompt.validate import TextRequest, check_text, check_volu
 from serve_llm.server.schema.pooling import (
     ClassificationRequest,
     EmbeddingRequest,
+    InputBody,
     PoolingBody,
     PoolingRequest,
     RerankRequest,
@@ -53,14 +54,7 @@ class Pool(msgspec.Struct, kw_only=True):
 def embed(content: bytes, context: Context) -> Pool:
     body, ignored = _parse(EmbeddingRequest, content, context)
     _check_task(context, "embed")
-    if body.messages is None:
-        return _pool_inputs(body, context, ignored)
-    body.check(context.limits)
-    name = context.model.check_name(body.model)
-    _check_dimensions(body.dimensions, context)
-    texts = _Texts(body, context, "messages", adds_special_tokens=bool(body.add_special_tokens))
-    encoded = texts.encode_all([render_turn(body.to_turn(context.limits), context)])
-    return _build_vectors(body, _prepare(encoded, body, context, "messages"), name, context, ignored)
+    return _build_vectors(body, context, ignored)
 
 
 def pool(content: bytes, context: Context) -> Pool:
@@ -69,7 +63,7 @@ def pool(content: bytes, context: Context) -> Pool:
         raise Unsupported(SERVED["none"])
     if body.task not in (None, context.facts.pooling_task):
         raise Unsupported(f"task must be {context.facts.pooling_task} with this model", "task")
-    return _pool_inputs(body, context, ignored)
+    return _build_vectors(body, context, ignored)
 
 
 def classify(content: bytes, context: Context) -> Pool:
@@ -77,10 +71,8 @@ def classify(content: bytes, context: Context) -> Pool:
     _check_task(context, "classify")
     body.check(context.limits)
     name = context.model.check_name(body.model)
-    inputs = body.inputs(context.limits)
-    request = _prepare(_Texts(body, context, "input").encode_all(inputs), body, context, "input")
     return Pool(
-        request=request,
+        request=_prepare_inputs(body, context),
         model=name,
         activate=body.use_activation is not False,
         request_id=body.request_id or "",
@@ -234,20 +226,13 @@ def _check_scores(context: Context) -> None:
         )
 
 
-def _pool_inputs(body: EmbeddingRequest | PoolingRequest, context: Context, ignored: list[str]) -> Pool:
+def _build_vectors(body: EmbeddingRequest | PoolingRequest, context: Context, ignored: list[str]) -> Pool:
     body.check(context.limits)
     name = context.model.check_name(body.model)
     _check_dimensions(body.dimensions, context)
-    encoded = _Texts(body, context, "input").encode_all(body.inputs(context.limits))
-    return _build_vectors(body, _prepare(encoded, body, context, "input"), name, context, ignored)
-
-
-def _build_vectors(
-    body: EmbeddingRequest | PoolingRequest, request: TextRequest, name: str, context: Context, ignored: list[str]
-) -> Pool:
     is_classifier = context.facts.pooling_task == "classify"
     return Pool(
-        request=request,
+        request=_prepare_inputs(body, context),
         model=name,
         activate=is_classifier and bool(body.use_activation),
         is_scaled=not is_classifier and body.scales_vectors(context.model.vectors.has_unit_length),
@@ -272,6 +257,15 @@ def _check_dimensions(dimensions: int | None, context: Context) -> None:
         raise InvalidRequest(f"dimensions must be one of {sizes}, not {dimensions}", "dimensions")
     if dimensions > size:
         raise InvalidRequest(f"dimensions must be at most {size}, not {dimensions}", "dimensions")
+
+
+def _prepare_inputs(body: InputBody, context: Context) -> TextRequest:
+    if body.messages is None:
+        encoded = _Texts(body, context, "input").encode_all(body.inputs(context.limits))
+        return _prepare(encoded, body, context, "input")
+    texts = _Texts(body, context, "messages", adds_special_tokens=bool(body.add_special_tokens))
+    encoded = texts.encode_all([render_turn(body.to_turn(context.limits), context)])
+    return _prepare(encoded, body, context, "messages")
 
 
 def _prepare(encoded: Sequence[Encoded], body: PoolingBody, context: Context, param: str) -> TextRequest:

@@ -33,18 +33,6 @@ _GENERATION_FIELDS = {*ChatRequest.model_fields, *CompletionRequest.model_fields
 Dimensions = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
-def list_inputs(value: Prompt, limits: Limits) -> list[str | list[int]]:
-    """One text, or list of ids, per vector. Raises InvalidRequest."""
-    if isinstance(value, str):
-        return [value]
-    if not value:
-        raise InvalidRequest("input must not be empty", "input")
-    if isinstance(value[0], int):
-        return [value]
-    check_count(value, limits, "input")
-    return value  # type: ignore[return-value]
-
-
 class PoolingBody(RequestBody):
     """Fields that all these requests share."""
 
@@ -91,12 +79,36 @@ class PoolingBody(RequestBody):
         return [name for name in ("input_type", "max_chunks_per_doc") if getattr(self, name, None) is not None]
 
 
-class InputBody(PoolingBody):
-    input: Prompt
+class InputBody(PoolingBody, TemplateBody):
+    """Either input or messages."""
+
+    input: Prompt | None = None
+    messages: Messages | None = Field(default=None, description="A conversation, of which one vector is made.")
+
+    def check(self, limits: Limits) -> None:
+        super().check(limits)
+        if (self.input is None) == (self.messages is None):
+            raise InvalidRequest("exactly one of input and messages is required", "input")
+        for name in TemplateBody.model_fields:
+            if self.messages is None and getattr(self, name) is not None:
+                raise InvalidRequest(f"{name} needs messages", name)
 
     def inputs(self, limits: Limits) -> list[str | list[int]]:
         """One text, or list of ids, per vector. Raises InvalidRequest."""
-        return list_inputs(self.input, limits)
+        value = self.input
+        if isinstance(value, str):
+            return [value]
+        if not value:
+            raise InvalidRequest("input must not be empty", "input")
+        if isinstance(value[0], int):
+            return [value]
+        check_count(value, limits, "input")
+        return list(value)
+
+    def to_turn(self, limits: Limits) -> ChatTurn:
+        """The turn that the messages ask for; by default it opens no reply. Raises InvalidRequest, Unsupported."""
+        turn = self.build_turn(self.messages or [], SamplingParams(), limits)
+        return replace(turn, add_generation_prompt=bool(self.add_generation_prompt))
 
 
 class VectorFormat(PoolingBody):
@@ -124,28 +136,8 @@ class VectorFormat(PoolingBody):
         return bool(wanted) and not has_unit_length
 
 
-class EmbeddingRequest(VectorFormat, TemplateBody):
-    """Either input or messages."""
-
-    input: Prompt | None = None
-    messages: Messages | None = Field(default=None, description="A conversation, of which one embedding is made.")
-
-    def check(self, limits: Limits) -> None:
-        super().check(limits)
-        if (self.input is None) == (self.messages is None):
-            raise InvalidRequest("exactly one of input and messages is required", "input")
-        for name in TemplateBody.model_fields:
-            if self.messages is None and getattr(self, name) is not None:
-                raise InvalidRequest(f"{name} needs messages", name)
-
-    def inputs(self, limits: Limits) -> list[str | list[int]]:
-        """One text, or list of ids, per vector. Raises InvalidRequest."""
-        return [] if self.input is None else list_inputs(self.input, limits)
-
-    def to_turn(self, limits: Limits) -> ChatTurn:
-        """The turn that the messages ask for; by default it opens no reply. Raises InvalidRequest, Unsupported."""
-        turn = self.build_turn(self.messages or [], SamplingParams(), limits)
-        return replace(turn, add_generation_prompt=bool(self.add_generation_prompt))
+class EmbeddingRequest(VectorFormat, InputBody):
+    pass
 
 
 class PoolingRequest(VectorFormat, InputBody):

@@ -96,6 +96,18 @@ class TestEmbeddings:
             error = served.post("/v1/embeddings", body).json()["error"]
             assert error["param"] == param, error
 
+    def test_vectors_of_messages(self, serve: Serve) -> None:
+        talk = {"messages": [{"role": "user", "content": "ab"}]}
+        embedder = serve_embedder(serve, max_model_len=64)
+        classifier = serve_classifier(serve, lambda request: (0.0, math.log(3.0)), 2)
+        for served, path in ((embedder, "/pooling"), (classifier, "/pooling"), (classifier, "/classify")):
+            reply = served.post(path, talk)
+            assert reply.status == 200 and len(reply.json()["data"]) == 1
+            assert served.engine.submitted[-1].prompt_ids == served.ids("<|user|>\nab<|end|>\n")
+            for body, param in (({}, "input"), ({**talk, "input": "x"}, "input"), ({"messages": []}, "messages")):
+                assert served.post(path, body).json()["error"]["param"] == param
+        assert classifier.post("/invocations", talk).json()["data"][0]["num_classes"] == 2
+
     def test_base64_is_little_endian_float32(self, serve: Serve) -> None:
         served = serve_embedder(serve)
         body = served.post("/v1/embeddings", {"input": [5, 6], "encoding_format": "base64"}).json()
