@@ -15,7 +15,7 @@ from serve_llm.server.prompt.custom_tools import CustomInputReader
 from serve_llm.server.prompt.items import ToolItem, encrypt_reasoning
 from serve_llm.server.response.builder import Json, ResponseMeta, encode_json
 from serve_llm.server.response.logprobs import TokenTexts, chat_logprobs
-from serve_llm.server.response.sse import PING_SECONDS, START_SECONDS
+from serve_llm.server.response.sse import PING, PING_SECONDS, START_SECONDS
 
 
 class ReplyItems:
@@ -227,7 +227,7 @@ class ResponsesEncoder:
         return self._write(events)
 
     def encode_ping(self, counts: TokenCounts) -> bytes:
-        return self._write(self._start()) or b": ping\n\n"
+        return self._write(self._start()) or PING
 
     def encode_end(self, counts: TokenCounts) -> bytes:
         events = [*self._start(), *self._builder.items.close(self._status)]

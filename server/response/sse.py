@@ -9,6 +9,7 @@ from serve_llm.server.http.errors import RequestError, error_body
 from serve_llm.server.response.builder import Json, ResponseBuilder, build_metrics, build_usage, encode_json
 
 DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"  # a comment, which clients skip
 
 START_SECONDS = 2.0
 """After which a stream of Messages or Responses begins without a token. An earlier error has a status of its own."""
@@ -44,7 +45,7 @@ class SSEEncoder:
         return b"".join(events)
 
     def encode_ping(self, counts: TokenCounts) -> bytes:
-        return b": ping\n\n"  # a comment, which clients skip
+        return PING
 
     def encode_end(self, counts: TokenCounts) -> bytes:
         """What follows the last delta."""

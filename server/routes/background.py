@@ -13,6 +13,7 @@ from serve_llm.server.http.errors import GenerationFailed, RequestError, StoreEr
 from serve_llm.server.prompt.items import StoredItem
 from serve_llm.server.response.builder import Json, encode_json
 from serve_llm.server.response.responses import ResponsesBuilder, ResponsesEncoder
+from serve_llm.server.response.sse import PING
 from serve_llm.server.storage.responses import NewResponse, ResponseOutcome, ResponseStore
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class BackgroundResponse:
         self._generation.close()
 
     async def follow(self, first: int) -> AsyncIterator[bytes]:
-        """The events from this number on. The last one comes when the end is stored."""
+        """The events from this number on, with pings in pauses. The last one comes when the end is stored."""
         while True:
             while first < len(self._events):
                 yield self._events[first]
@@ -88,7 +89,10 @@ class BackgroundResponse:
             if self._has_ended:
                 return
             self._changed.clear()
-            await self._changed.wait()
+            try:
+                await asyncio.wait_for(self._changed.wait(), self._encoder.ping_seconds)
+            except TimeoutError:
+                yield PING
 
     async def _generate(self) -> bytes:
         """Returns the last events."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from serve_llm.server.response.responses import ResponsesEncoder
+from serve_llm.server.response.sse import PING
 from support.agent_events import read_events
 from support.asgi import Call
 from support.serving import Served
@@ -49,6 +51,34 @@ def test_a_queued_response_says_so_at_once(serve_stored: Callable[..., Served]) 
         "response.completed": "completed",
     }
     assert len({event["response"]["id"] for event in events if "response" in event}) == 1
+
+
+def test_pauses_have_pings_for_every_follower(
+    serve_stored: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ResponsesEncoder, "ping_seconds", 0.01)
+    served = serve_stored(automatic=False)
+
+    async def wait_for_pings(call: Call, least: int) -> None:
+        while sum(message.get("body") == PING for message in call.sent) < least:
+            call.news.clear()
+            await call.news.wait()
+
+    async def scenario() -> tuple[bytes, bytes]:
+        first = Call(served.app, "POST", PATH, {"input": "Hi", "background": True, "stream": True})
+        await wait_for_pings(first, 1)
+        response_id = read_events(first.sent[1]["body"])[0]["response"]["id"]
+        second = Call(served.app, "GET", f"{PATH}/{response_id}?stream=true&starting_after=0")
+        await wait_for_pings(second, 2)
+        await wait_for_pings(first, 2)
+        while served.engine.open:
+            served.engine.step()
+        return (await first.reply()).content, (await second.reply()).content
+
+    whole, rest = (read_events(content.replace(PING, b"")) for content in asyncio.run(scenario()))
+    assert whole[1:] == rest and whole[-1]["type"] == "response.completed"
+    stored = served.get(f"{PATH}/{whole[0]['response']['id']}?stream=true").content
+    assert PING not in stored and read_events(stored) == whole
 
 
 @pytest.mark.parametrize("kind", [{}, {"type": None}, {"type": "item_reference"}])
