@@ -171,10 +171,7 @@ def _list_names(body: Alternatives) -> Iterator[str]:
 def _write_as_repetition(name: str, body: Alternatives) -> Alternatives:
     """The body of a rule, where it begins or ends with the rule itself, as a repetition of what is around it."""
     itself = _Name(name)
-    optional = _Repeat([[itself]], "?")
-    whole: Alternatives = []
-    for items in body:
-        whole += [items[:-1], [*items[:-1], itself]] if items[-1:] == [optional] else [items]
+    whole = [row for items in body for row in _open_last_group(items, itself)]
     for place, rest in ((0, slice(1, None)), (-1, slice(None, -1))):
         repeated = [items[rest] for items in whole if len(items) > 1 and items[place] == itself]
         others = [items for items in whole if not items or items[place] != itself]
@@ -182,6 +179,17 @@ def _write_as_repetition(name: str, body: Alternatives) -> Alternatives:
             parts: list[Item] = [_Repeat(others, ""), _Repeat(repeated, "*")]
             return [parts if place == 0 else parts[::-1]]
     return whole
+
+
+def _open_last_group(items: list[Item], itself: _Name) -> Alternatives:
+    """The row as several without the group at its end, if that can end with the rule itself."""
+    last = items[-1] if items else None
+    if not isinstance(last, _Repeat) or last.suffix not in ("", "?"):
+        return [items]
+    rows = [row for inner in last.body for row in _open_last_group([*items[:-1], *inner], itself)]
+    if all(row[-1:] != [itself] for row in rows):
+        return [items]
+    return rows if last.suffix == "" else [items[:-1], *rows]
 
 
 class _Expander:

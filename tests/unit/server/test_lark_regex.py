@@ -8,7 +8,7 @@ import re
 import pytest
 
 from serve_llm.server.structured_output.errors import LarkError, UnsupportedLark
-from serve_llm.server.structured_output.lark_regex import translate_lark
+from serve_llm.server.structured_output.lark_regex import nests_without_end, translate_lark
 
 PATCH = r"""
 start: begin_patch hunk+ end_patch
@@ -62,6 +62,9 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ('start: start ";" "a" | "a"', ["a", "a;a;a;a;a;a;a;a;a;a;a;a"], ["", "a;", ";a"]),
     ('start: "a" start | "b"', ["b", "aaaaaaaaaaaaaaaab"], ["", "a", "bb"]),
     ('start: "a" start?', ["a", "a" * 30], ["", "b"]),
+    ('start: "a" (("-" | "+") start)?', ["a", "a-a" + "+a" * 30], ["", "a-", "aa", "-a"]),
+    ('start: "a" (("-" start)? | "!") | "b"', ["b", "a!", "a", "a-a!", "a-" * 30 + "b"], ["", "a-", "b!", "a!-a"]),
+    ('start: "a" ("b" | "c" (start "d"))', ["ab", "acabd", "acacabdd"], ["aca", "acab"]),
     ('start: "[" [start ("," start)*] "]"', ["[]", "[[],[[],[]]]", "[[[[]]]]"], ["[", "[[]", "[,]"]),
     ('start: a\na: "(" b ")" | "x"\nb: a "!" | a', ["x", "(x)", "((x!))"], ["()", "(x", "x!"]),
 ]
@@ -112,6 +115,16 @@ def test_what_cannot_be_translated(grammar: str, problem: str) -> None:
         translate_lark(grammar)
     is_well_formed = problem in ("cannot be enforced", "too deep", "more than")
     assert isinstance(raised.value, UnsupportedLark) == is_well_formed
+
+
+@pytest.mark.parametrize(
+    ("grammar", "is_cut"),
+    [(PATCH, False), ('start: "a" (("-" | "+") start)?', False), (SUM, True), ('start: "(" start? ")"', True)],
+    ids=range(4),
+)
+def test_only_texts_that_nest_are_cut(grammar: str, is_cut: bool) -> None:
+    translate_lark(grammar)
+    assert nests_without_end(grammar) == is_cut
 
 
 def test_what_is_malformed_is_said_before_what_is_not_supported() -> None:
