@@ -5,7 +5,11 @@ required."""
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -16,6 +20,7 @@ from support.daemon import Daemon
 from support.tools import write_files
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]  # theirs
+SUITES = Path(__file__).parents[1] / "support" / "langchain_suites.py"
 QUESTION = "The weather in Oslo, please."
 
 
@@ -101,6 +106,21 @@ def test_langchain_openai(url: str, use_responses_api: bool) -> None:
         assert isinstance(model.with_structured_output(Weather, method=method).invoke(QUESTION), Weather)
     found = model.with_structured_output(None, method="json_mode", include_raw=True).invoke("JSON, please.")
     assert found["parsed"] is None or isinstance(found["parsed"], dict)
+
+
+def test_langchain_suites(url: str) -> None:
+    for name in ("langchain_tests", "langchain_openai", "langchain_anthropic"):
+        pytest.importorskip(name)
+    options = ["-c", os.devnull, "-p", "no:cacheprovider", "--import-mode=importlib", "-o", "asyncio_mode=auto"]
+    for kind in ("test", "fixture"):
+        options += ["-o", f"asyncio_default_{kind}_loop_scope=session"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "-q", SUITES],
+        env={**os.environ, "CLIENTS_URL": url.removesuffix("/v1")},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
 
 
 @pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"])

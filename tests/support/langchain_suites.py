@@ -1,0 +1,50 @@
+"""LangChain's standard tests of chat models, against the server at the address in CLIENTS_URL. A pytest of their own
+runs them (tests/e2e/test_clients.py), because they bring plugins that the other tests do not have.
+
+The demo model calls tools because it must, but neither with what was asked for nor only once, and tests of that are
+skipped."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+import pytest
+from langchain_anthropic import ChatAnthropic
+from langchain_openai import ChatOpenAI
+from langchain_tests.integration_tests import ChatModelIntegrationTests
+
+NEED_SENSE = {
+    "test_agent_loop",
+    "test_bind_runnables_as_tools",
+    "test_structured_output_pydantic_2_v1",
+    "test_tool_calling",
+    "test_tool_calling_async",
+    "test_tool_calling_with_no_arguments",
+    "test_tool_choice",
+    "test_unicode_tool_call_integration",
+}
+URL = os.environ["CLIENTS_URL"]
+MODEL = {"api_key": "none", "model": "demo", "max_tokens": 300, "temperature": 0}
+OPENAI = {**MODEL, "base_url": f"{URL}/v1", "stream_usage": True}
+
+
+@pytest.fixture(autouse=True)
+def skip_what_needs_sense(request: pytest.FixtureRequest) -> None:
+    if request.node.originalname in NEED_SENSE:
+        pytest.skip("the demo model makes no sense")
+
+
+class TestChat(ChatModelIntegrationTests):
+    chat_model_class = ChatOpenAI
+    chat_model_params: ClassVar[dict[str, Any]] = OPENAI
+    supports_json_mode = False
+
+
+class TestResponses(TestChat):
+    chat_model_params: ClassVar[dict[str, Any]] = {**OPENAI, "use_responses_api": True}
+
+
+class TestMessages(TestChat):
+    chat_model_class = ChatAnthropic
+    chat_model_params: ClassVar[dict[str, Any]] = {**MODEL, "base_url": URL}
