@@ -85,7 +85,7 @@ LLAMA_CPP: tuple[PeerFlag, ...] = (
     refused("--cors-origins", "--allowed-origins ORIGIN, once for each"),
     refused("--cors-* --no-cors-* --api-prefix", "put a reverse proxy in front of the server"),
     refused("--reuse-port", "--front-ends N shares the port among processes of one server"),
-    refused("--sse-ping-interval", "omit it; only streams of /v1/messages have pings"),
+    refused("--sse-ping-interval", "omit it; streams of /v1/messages and /v1/responses have pings"),
     refused("--sleep-idle-seconds", "the model stays loaded"),
     always("--warmup", "always so"),
     refused("--no-warmup --no-perf --perf --no-slots", "omit it"),
