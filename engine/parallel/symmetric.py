@@ -64,7 +64,7 @@ class SymmetricGroup:
     def __init__(self, group: ProcessGroup, memory: SymmetricMemory) -> None:
         self._group = group
         self._memory = memory
-        self.max_bytes = memory.buffer.nbytes  # of a sum in symmetric memory
+        self.max_bytes = memory.buffer.nbytes  # the largest sum that fits in symmetric memory
         self.rank = group.rank
         self.size = group.size
 

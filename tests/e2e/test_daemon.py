@@ -66,7 +66,7 @@ def status(url: str) -> int:
 
 
 def test_a_signal_drains_and_the_exit_is_clean() -> None:
-    with Daemon("demo") as daemon, post(daemon.wait_until_serving(), LONG) as answer:
+    with Daemon("demo") as daemon, post(daemon.wait_until_serving(), LONG | {"max_tokens": 1000}) as answer:
         first = answer.readline()
         daemon.signal(signal.SIGTERM)
         rest = events(answer)
