@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import enum
 from collections.abc import Callable, Sequence
 
 from serve_llm.common.types import ThinkingBudget
+
+MAX_CHARACTER_BYTES = 4  # of UTF-8
 
 
 class _Region(enum.Enum):
@@ -42,10 +45,10 @@ class ThinkingTracker:
             self._next_regions[_Region.CONTENT] = calls | dict.fromkeys(self._opens, _Region.REASONING)
             self._next_regions[_Region.CALL] = dict.fromkeys(decode_all(budget.call_close_ids), _Region.CONTENT)
         delimiters = [*self._opens, *(one for found in self._next_regions.values() for one in found)]
-        self._max_delimiter = max(map(len, delimiters), default=0)
+        self._max_kept = max([MAX_CHARACTER_BYTES, *map(len, delimiters)])
         self._region = _Region.REASONING if budget.is_open else _Region.START
         self._num_tokens = 0  # inside the region
-        self._text = b""  # the end of the output, as much as a delimiter can reach back
+        self._text = b""  # the end of the output, as much as a delimiter or a character can reach back
         self._ids: list[int] = []  # the latest ones inside the region
 
     def push(self, token_ids: Sequence[int]) -> None:
@@ -59,11 +62,16 @@ class ThinkingTracker:
             if self._region is not _Region.START:
                 while self._pass_delimiter():
                     pass
-                self._text = self._text[-self._max_delimiter :]
+                self._text = self._text[-self._max_kept :]
 
     def find_close_ids(self) -> list[int]:
-        """The ids that must come next because the budget is spent: what is missing of the closing delimiter."""
+        """The ids that must come next because the budget is spent: what is missing of the closing delimiter.
+
+        A character of several tokens is completed first.
+        """
         if self._region is not _Region.REASONING or self._num_tokens < self._budget.num_tokens:
+            return []
+        if _ends_inside_character(self._text):
             return []
         close_ids = list(self._budget.close_ids)
         for count in range(len(close_ids) - 1, 0, -1):
@@ -100,3 +108,11 @@ class ThinkingTracker:
         self._region = region
         self._text = text
         self._ids = []
+
+
+def _ends_inside_character(text: bytes) -> bool:
+    """Whether the last bytes begin a character of UTF-8 without ending it."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder.decode(text)
+    pending, _ = decoder.getstate()
+    return bool(pending)

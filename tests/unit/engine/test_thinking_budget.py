@@ -153,6 +153,17 @@ def test_a_part_of_the_closing_delimiter_is_not_written_again() -> None:
     assert tracker.find_close_ids() == CLOSE[1:]
 
 
+def test_a_character_is_completed_before_the_reasoning_closes() -> None:
+    pieces = [b"a ", "\N{ROCKET}".encode()[:1], "\N{ROCKET}".encode()[1:3], "\N{ROCKET}".encode()[3:], b"b"]
+    for spent, expected in ((0, [9]), (1, [9]), (2, []), (3, []), (4, [9]), (5, [9])):
+        chosen = ThinkingBudget(num_tokens=0, close_ids=(9,), is_open=True)
+        tracker = ThinkingTracker(chosen, lambda ids: b"".join(b"</t>" if one == 9 else pieces[one] for one in ids))
+        tracker.push(range(spent))
+        assert tracker.find_close_ids() == expected, spent
+    tracker.push([1, 4])  # bytes that never become a character hold nothing up
+    assert tracker.find_close_ids() == [9]
+
+
 @given(st.lists(st.sampled_from([*OPEN, *CLOSE, *ids_of("ab <call>")]), max_size=30), st.integers(0, 30))
 def test_pushing_in_parts_is_pushing_at_once(ids: list[int], cut: int) -> None:
     chosen = budget(4, open_ids=(tuple(OPEN),), repeats=True, ends_at_call=True, call_open_ids=(tuple(CALL),))
