@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -30,6 +31,7 @@ from serve_llm.server.structured_output.structural_tag import parse_structural_t
 from serve_llm.server.structured_output.turn_form import GrammarSource, TurnForm, compute_key, name_param
 
 CACHE_BYTES = 32 * 2**20  # grammars and errors
+RETRY_SECONDS = 60.0  # then a compilation that was ended is tried again: the machine may have been busy
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -38,6 +40,7 @@ class Grammar(msgspec.Struct, frozen=True):
     text: str = ""
     error: str = ""
     param: str | None = None
+    was_ended: bool = False  # at a limit on time or memory
 
     def unwrap(self) -> str:
         """Raises InvalidRequest."""
@@ -46,31 +49,46 @@ class Grammar(msgspec.Struct, frozen=True):
         return self.text
 
 
+class _CacheEntry(msgspec.Struct, frozen=True):
+    grammar: Grammar
+    created: float  # seconds, of the cache's clock
+
+    @property
+    def num_bytes(self) -> int:
+        return 200 + len(self.grammar.text) + len(self.grammar.error)
+
+
 class GrammarCache:
     """Grammars and errors by the content that they came from; the least recently used ones are dropped. Thread-safe."""
 
-    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, max_bytes: int = CACHE_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_bytes = max_bytes
+        self._clock = clock
         self._num_bytes = 0
-        self._entries: OrderedDict[bytes, Grammar] = OrderedDict()
+        self._entries: OrderedDict[bytes, _CacheEntry] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: bytes) -> Grammar | None:
         with self._lock:
             found = self._entries.get(key)
-            if found is not None:
-                self._entries.move_to_end(key)
-            return found
+            if found is None:
+                return None
+            if found.grammar.was_ended and self._clock() - found.created > RETRY_SECONDS:
+                self._num_bytes -= self._entries.pop(key).num_bytes
+                return None
+            self._entries.move_to_end(key)
+            return found.grammar
 
     def put(self, key: bytes, grammar: Grammar) -> None:
         with self._lock:
             if key in self._entries:
                 return
-            self._entries[key] = grammar
-            self._num_bytes += _num_bytes(grammar)
+            entry = _CacheEntry(grammar, self._clock())
+            self._entries[key] = entry
+            self._num_bytes += entry.num_bytes
             while self._num_bytes > self._max_bytes:
                 _, dropped = self._entries.popitem(last=False)
-                self._num_bytes -= _num_bytes(dropped)
+                self._num_bytes -= dropped.num_bytes
 
 
 class CompilerHost(Protocol):
@@ -209,7 +227,8 @@ def build_refusal(param: str, error: GrammarError) -> Grammar:
 
 def build_death_refusal(param: str, largest: GrammarError, reason: str) -> Grammar:
     """The cached form of a compilation that was ended for this reason. largest: names the place."""
-    return build_refusal(param, GrammarError(f"it is too complex: {reason}", largest.pointer, largest.keyword))
+    refusal = build_refusal(param, GrammarError(f"it is too complex: {reason}", largest.pointer, largest.keyword))
+    return msgspec.structs.replace(refusal, was_ended=True)
 
 
 def _find_largest(source: GrammarSource) -> GrammarError:
@@ -225,7 +244,3 @@ def _advise(message: str) -> str:
     if message.startswith("oneOf constraints are not supported"):
         return ': add "x-guidance": {"coerce_one_of": true} at the schema\'s root to have it treated as anyOf'
     return ""
-
-
-def _num_bytes(grammar: Grammar) -> int:
-    return 200 + len(grammar.text) + len(grammar.error)

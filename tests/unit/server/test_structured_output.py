@@ -18,7 +18,7 @@ from serve_llm.server.prompt.pool import PromptPool, PromptWorker
 from serve_llm.server.prompt.text_jobs import Tokens
 from serve_llm.server.sampling_params import SamplingParams
 from serve_llm.server.structured_output.checker import GrammarChecker
-from serve_llm.server.structured_output.compiler import Grammar, GrammarCache, GrammarCompiler, compute_key
+from serve_llm.server.structured_output.compiler import Grammar, GrammarCompiler, compute_key
 from serve_llm.server.structured_output.params import StructuredOutputs
 from support.fakes import facts
 from support.grammars import accepts, compile_grammar, demo
@@ -204,13 +204,6 @@ def test_grammars_and_errors_are_compiled_once(monkeypatch: pytest.MonkeyPatch) 
     compiler.compile(StructuredOutputs(json={"properties": {"a": {}, "b": {}}}))
     compiler.compile(StructuredOutputs(json={"properties": {"b": {}, "a": {}}}))
     assert len(seen) == 4, "the order of properties is the order in which they are written"
-
-
-def test_the_cache_is_bounded() -> None:
-    cache = GrammarCache(max_bytes=1000)
-    for number in range(10):
-        cache.put(bytes([number]), Grammar("x" * 100))
-    assert [number for number in range(10) if cache.get(bytes([number])) is not None] == [7, 8, 9]
 
 
 def test_what_reaches_the_engine(serve: Serve) -> None:
