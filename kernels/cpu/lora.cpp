@@ -5,6 +5,7 @@
 // A number of a product is a sum in a fixed order, whatever the other rows are and however threads divide the work.
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "cells.h"
@@ -69,27 +70,41 @@ void multiply_tile(const Cell* const* x, const Cell* down, int inputs, float* hi
     for (int column = 0; column < COLUMNS; column++) hidden[row * stride + column] = sum(sums[row][column]);
 }
 
+// The first product of ROWS rows with the columns `column` to `last_column`, at most TILE.
+template <int ROWS, class Cell>
+void shrink_tile(const Cell* const* x, const Product& product, int64_t column, int64_t last_column, int inputs,
+                 float* hidden) {
+  const Cell* down = (const Cell*)product.down;
+  if (column + TILE <= last_column) {
+    multiply_tile<ROWS, TILE>(x, down + column * inputs, inputs, hidden + column, product.columns);
+    return;
+  }
+  for (; column < last_column; column++)
+    multiply_tile<ROWS, 1>(x, down + column * inputs, inputs, hidden + column, product.columns);
+}
+
+// Calls work with the number of rows, 1 to TILE, as a constant.
+template <class Work>
+void with_rows(int64_t count, const Work& work) {
+  static_assert(TILE == 4);
+  if (count == 4) work(std::integral_constant<int, 4>());
+  else if (count == 3) work(std::integral_constant<int, 3>());
+  else if (count == 2) work(std::integral_constant<int, 2>());
+  else work(std::integral_constant<int, 1>());
+}
+
 // The first product of some rows of a group with up to TILE columns from `column` on.
 template <class Cell>
 void shrink(const Matrix<const Cell>& x, const Group& group, int64_t first, int64_t column, int inputs, float* hidden) {
   const int64_t stride = group.product->columns;
   const int64_t last = std::min(first + MOST_ROWS, group.count), last_column = std::min(column + TILE, stride);
-  const Cell* down = (const Cell*)group.product->down;
-  for (int64_t row = first; row < last;) {
-    const bool whole = row + TILE <= last;
+  for (int64_t row = first; row < last; row += TILE) {
+    const int64_t count = std::min<int64_t>(TILE, last - row);
     const Cell* rows[TILE];
-    for (int i = 0; i < (whole ? TILE : 1); i++) rows[i] = x.row(group.row(row + i));
-    for (int64_t at = column; at < last_column;) {
-      const Cell* weights = down + at * inputs;
-      float* result = hidden + row * stride + at;
-      const bool tile = at + TILE <= last_column;
-      if (whole && tile) multiply_tile<TILE, TILE>(rows, weights, inputs, result, stride);
-      else if (whole) multiply_tile<TILE, 1>(rows, weights, inputs, result, stride);
-      else if (tile) multiply_tile<1, TILE>(rows, weights, inputs, result, stride);
-      else multiply_tile<1, 1>(rows, weights, inputs, result, stride);
-      at += tile ? TILE : 1;
-    }
-    row += whole ? TILE : 1;
+    for (int i = 0; i < count; i++) rows[i] = x.row(group.row(row + i));
+    with_rows(count, [&](auto number) {
+      shrink_tile<number()>(rows, *group.product, column, last_column, inputs, hidden + row * stride);
+    });
   }
 }
 
@@ -128,17 +143,17 @@ void expand(const Matrix<Cell>& y, const Group& group, const Expansion& expansio
             const float* hidden) {
   const int64_t last = std::min(first + MOST_ROWS, group.count);
   const int last_output = (int)std::min(output + BLOCK, expansion.outputs);
-  for (int64_t row = first; row < last;) {
-    const int count = row + TILE <= last ? TILE : 1;
+  for (int64_t row = first; row < last; row += TILE) {
+    const int64_t count = std::min<int64_t>(TILE, last - row);
     Cell* rows[TILE];
     const float* numbers[TILE];
     for (int i = 0; i < count; i++) {
       rows[i] = y.row(group.row(row + i)) + expansion.first_output;
       numbers[i] = hidden + (row + i) * group.product->columns + expansion.first_column;
     }
-    if (count == TILE) expand_tile<TILE>(rows, numbers, expansion, (int)output, last_output);
-    else expand_tile<1>(rows, numbers, expansion, (int)output, last_output);
-    row += count;
+    with_rows(count, [&](auto number) {
+      expand_tile<number()>(rows, numbers, expansion, (int)output, last_output);
+    });
   }
 }
 
