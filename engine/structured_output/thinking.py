@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from serve_llm.common.types import ThinkingBudget
 
-MAX_CHARACTER_BYTES = 4  # of UTF-8
+MAX_CHARACTER_BYTES = 4  # UTF-8
 
 
 class _Region(enum.Enum):
