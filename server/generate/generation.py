@@ -105,6 +105,7 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
         self._waits_for_end = False
         self._push: Callable[[], bool] | None = None  # see `push_to`
+        self._loop: asyncio.AbstractEventLoop | None = None  # while there is `_push`: finding it takes a system call
         self._is_pushing = False  # a call of it is scheduled
         self._has_pushed = False  # it was called
         self._changed: list[Choice] = []  # choices with something new
@@ -161,6 +162,7 @@ class Generation:
 
         seconds: return True if there is nothing new for this time, or up to twice as long; None: wait for it."""
         loop = asyncio.get_running_loop()
+        self._loop = loop
         self._push = push
         try:
             while self._push is not None and self._open and not self.closed:
@@ -308,8 +310,9 @@ class Generation:
         self._changed.append(choice)
         if self._push is not None:
             if not self._is_pushing:
+                assert self._loop is not None
                 self._is_pushing = True
-                asyncio.get_running_loop().call_soon(self._push_changes)
+                self._loop.call_soon(self._push_changes)
         elif not self._waits_for_end:
             self._wake()
 
