@@ -155,9 +155,11 @@ def test_ray_serve(folder: Path) -> None:
         assert driver.process.stdout is not None
         assert any("ready" in line for line in driver.process.stdout), driver.finish()[1]
         text = json.loads(complete(url))["choices"][0]["text"]
-        events = complete(url, stream=True).split("\n\n")
+        long = {"max_tokens": 500, "ignore_eos": True}  # more than one event holds, however busy the machine is
+        events = complete(url, stream=True, **long).split("\n\n")
         chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
-        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+        long_text = json.loads(complete(url, **long))["choices"][0]["text"]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == long_text
         assert "data: [DONE]" in events and len(chunks) > 1
         with pytest.raises(urllib.error.HTTPError, match="400"):
             complete(url, max_tokens=-1)
