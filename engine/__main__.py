@@ -39,7 +39,7 @@ class ZmqChannel:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
 
-    def also_wake_for(self, socket: zmq.Socket[bytes]) -> None:
+    def wake_for(self, socket: zmq.Socket[bytes]) -> None:
         """Make `receive` also return when this socket becomes readable."""
         self._poller.register(socket, zmq.POLLIN)
 
@@ -74,7 +74,7 @@ def serve(channel: ZmqChannel, heartbeat: Heartbeat) -> None:
     def join_step_sync(config: Config) -> DPStepSync:
         assert start.meeting is not None
         sync = DPStepSync(Path(start.meeting), start.engine, config.data_parallel_size)
-        channel.also_wake_for(sync.socket)
+        channel.wake_for(sync.socket)
         return sync
 
     with contextlib.ExitStack() as resources:

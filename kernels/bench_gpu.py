@@ -92,7 +92,7 @@ BATCHES = ((1, 1, 1024), (64, 1, 1024), (256, 1, 1024), (1, 1, 32768), (1, 8192,
 
 def linear_cases(model: BenchModel, rows: tuple[int, ...], random: Random) -> Iterator[Case]:
     kernels = registry.choose(random(0).device, BF16, {model.head_dim})
-    with_fp8 = linear_fp8.works(random(0).device)
+    with_fp8 = linear_fp8.is_supported(random(0).device)
     qkv = (model.heads + 2 * model.kv_heads) * model.head_dim
     queries = model.heads * model.head_dim
     products = {

@@ -1,8 +1,8 @@
 """Linear layers in fp8 (W8A8, float8_e4m3fn): weights have a scale per output, activations a dynamic scale per row.
 
 The product is torch's `scaled_mm` with one scale per row of either operand. Not every GPU and build of torch has it, so
-`works` tries it. It needs sizes in multiples of 16; weights are padded once, and rows when they are quantised. The
-number format is that of arXiv:2209.05433, the scheme that of compressed-tensors' "float-quantized" with scales per
+`is_supported` tries it. It needs sizes in multiples of 16; weights are padded once, and rows when they are quantised.
+The number format is that of arXiv:2209.05433, the scheme that of compressed-tensors' "float-quantized" with scales per
 channel and token.
 """
 
@@ -57,7 +57,7 @@ def pack_fp8(
 
 
 @cache
-def works(device: torch.device) -> bool:
+def is_supported(device: torch.device) -> bool:
     """Whether torch computes the product correctly on the device. GPUs need compute capability 8.9 or more."""
     numbers = torch.eye(MULTIPLE, device=device).mul_(2.0).to(DTYPE)
     scales = torch.full((MULTIPLE, 1), 0.5, device=device)

@@ -352,7 +352,7 @@ async def _run_all(generations: list[Generation], bar: tqdm[Any]) -> list[list[D
     async def run(generation: Generation) -> list[Delta]:
         nonlocal num_tokens
         with generation:
-            deltas = await generation.whole()
+            deltas = await generation.read_whole()
         num_tokens += generation.counts().completion
         bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.1f} output tokens/s", refresh=False)
         bar.update()

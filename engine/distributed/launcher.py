@@ -63,11 +63,11 @@ class WorkerLauncher:
                 variables["TQDM_DISABLE"] = "1"  # show one progress bar only
             self._processes[rank] = subprocess.Popen(command, stdin=subprocess.PIPE, env=variables)
 
-    def ended(self) -> Mapping[int, str]:
+    def find_ended(self) -> Mapping[int, str]:
         codes = {rank: process.poll() for rank, process in self._processes.items()}
         return {rank: _describe_exit(code) for rank, code in codes.items() if code is not None}
 
-    def where(self, rank: int) -> str:
+    def describe_place(self, rank: int) -> str:
         return f"host {self._host}, pid {self._processes[rank].pid}"
 
     def state(self, rank: int) -> str:
@@ -87,7 +87,9 @@ class WorkerLauncher:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:  # it waits in the kernel, for example for a driver or a file server
-                logger.error("rank %d (%s) does not end, not even killed: %s", rank, self.where(rank), self.state(rank))
+                logger.error(
+                    "rank %d (%s) does not end, not even killed: %s", rank, self.describe_place(rank), self.state(rank)
+                )
             if process.stdin is not None:
                 process.stdin.close()
 

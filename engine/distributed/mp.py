@@ -214,11 +214,11 @@ class MpExecutor(Executor):
     def _find_cause(self, error: Exception) -> Exception:
         """The failure behind an error of the step channel."""
         if isinstance(error, TimeoutError):
-            self._worker_group.fail(self._worker_group.silence(self._time_limit))
+            self._worker_group.fail(self._worker_group.build_silence_error(self._time_limit))
             self._setup.close()
         cause = self._worker_group.cause()
         if isinstance(error, ConnectionLost) and self._worker_group.failure is None:  # nothing else is wrong
-            self._worker_group.fail(self._worker_group.lost(error.ranks))
+            self._worker_group.fail(self._worker_group.build_loss_error(error.ranks))
             self._setup.close()
         return self._worker_group.failure or cause
 

@@ -35,11 +35,11 @@ T = TypeVar(
 class LaunchedWorkers(Protocol):
     """Worker processes as their launcher sees them."""
 
-    def ended(self) -> Mapping[int, str | ServeError]:
+    def find_ended(self) -> Mapping[int, str | ServeError]:
         """How each rank that is gone ended, such as "signal SIGKILL", or HostLost("loss of its node"), or an error that
         needs no addition. Quick."""
 
-    def where(self, rank: int) -> str:
+    def describe_place(self, rank: int) -> str:
         """Such as "host abc, pid 123"."""
 
     def state(self, rank: int) -> str:
@@ -153,7 +153,7 @@ class WorkerGroup:
         self._has_failed.wait(LOSS_SECONDS + 5)
         return self.failure or EngineError("the ranks have ended")
 
-    def silence(self, seconds: float) -> RankFailed:
+    def build_silence_error(self, seconds: float) -> RankFailed:
         """The error of a step without a result: names the ranks that the others wait for, as far as can be seen."""
         states = {rank: self._launched.state(rank) for rank in range(self.size)}
         silent: list[int] = []
@@ -166,7 +166,7 @@ class WorkerGroup:
         state_text = f", {state}" if state else ""
         return RankFailed(f"{names}{state_text}: no answer {self._phase(silent[0])} for {seconds:.0f} s")
 
-    def lost(self, ranks: Iterable[int]) -> RankFailed:
+    def build_loss_error(self, ranks: Iterable[int]) -> RankFailed:
         """The error of a step that could not be sent to these ranks."""
         names = "; ".join(map(self._describe, ranks))
         return RankFailed(f"{names}: the connection for steps is lost, by the network or a stop of more than seconds")
@@ -183,7 +183,9 @@ class WorkerGroup:
 
     def _update(self, seconds: float) -> None:
         """Receive messages, waiting up to `seconds` for the first, and record which ranks have failed."""
-        ended = self._launched.ended()  # before receiving: the last message of a process that has ended is already here
+        ended = (
+            self._launched.find_ended()
+        )  # before receiving: the last message of a process that has ended is already here
         for rank, message in self._socket.receive(0.0 if ended else seconds):
             if isinstance(message, Failed):
                 self._failures.add_message(rank, message, self._describe(rank), self._phase(rank))
@@ -224,7 +226,7 @@ class WorkerGroup:
         return messages.PHASES[next(reversed(self._received[rank]), None)]
 
     def _describe(self, rank: int) -> str:
-        return f"rank {rank} ({self._launched.where(rank)})"
+        return f"rank {rank} ({self._launched.describe_place(rank)})"
 
 
 def _phase_before(awaited: type[T]) -> str:

@@ -80,7 +80,7 @@ def _read_extra(extra: ConfigReader | None, whole: PackedIntegers) -> tuple[Rule
     matched: list[Rule] = []
     for name in extra.keys:
         _check_pattern("extra_config", name, name)
-        own = _read_own_format(f"extra_config: {name}", extra.needed(name), whole)
+        own = _read_own_format(f"extra_config: {name}", extra.require(name), whole)
         if REGEX_CHARACTERS & set(name):
             matched.append((f".*({name})", own))
         else:

@@ -50,10 +50,10 @@ def read_compressed_tensors(config: ConfigReader) -> Int8Checkpoint | TargetedMo
         sparsity.done()
     ignore = config.names("ignore") or ()
     _check_patterns("ignore", ignore)
-    groups = config.needed("config_groups")
+    groups = config.require("config_groups")
     found = [
         _read_group(group, default_format)
-        for group in map(groups.needed, groups.keys)
+        for group in map(groups.require, groups.keys)
         if not _is_for_activations_only(group)
     ]
     groups.done()
@@ -79,7 +79,7 @@ def _read_group(config: ConfigReader, default_format: str | None) -> tuple[Forma
     """The group, and whether it is of int8 weights and activations of all linear modules, see `Int8Checkpoint`."""
     stored = config.text("format") or default_format
     config.empty("output_activations")
-    weights = config.needed("weights")
+    weights = config.require("weights")
     activations = config.inner("input_activations")
     targets = config.names("targets") or ()
     _check_patterns("targets", targets)

@@ -237,7 +237,7 @@ class ConfigReader:
             self._values[key] = value[-1]
         return self.inner(key)
 
-    def needed(self, key: str) -> ConfigReader:
+    def require(self, key: str) -> ConfigReader:
         """As `inner`, of what must be there."""
         found = self.inner(key)
         if found is None:

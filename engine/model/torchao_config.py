@@ -31,8 +31,8 @@ def read_torchao(config: ConfigReader) -> MarkedModules:
     """Raises ModelError for what stores weights otherwise than these configurations do."""
     unconverted = config.names("modules_to_not_convert") or ()
     config.ignore("include_input_output_embeddings", "untie_embedding_weights", "quant_type_kwargs")
-    types = config.needed("quant_type")
-    chosen = types.needed("default")
+    types = config.require("quant_type")
+    chosen = types.require("default")
     types.done()
     readers = {
         "Float8WeightOnlyConfig": _read_float8,
@@ -45,7 +45,7 @@ def read_torchao(config: ConfigReader) -> MarkedModules:
     }
     kind = chosen.choice("_type", {name: name for name in readers}, "")
     chosen.only("_version", 2)
-    inner = chosen.needed("_data")
+    inner = chosen.require("_data")
     numbers = readers[kind](inner)
     inner.ignore(*UNREAD)
     inner.done()

@@ -55,18 +55,18 @@ class CompiledGroup:
         try:
             self._collectives.all_reduce(exact)
         except (WindowClosed, Silent) as error:
-            raise self._lost(error) from None
+            raise self._build_loss_error(error) from None
         return x if exact is x else x.copy_(exact)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         try:
             return list(self._collectives.all_gather(x.contiguous()).unbind())
         except (WindowClosed, Silent) as error:
-            raise self._lost(error) from None
+            raise self._build_loss_error(error) from None
 
-    def _lost(self, error: WindowClosed | Silent) -> PeerLost:
+    def _build_loss_error(self, error: WindowClosed | Silent) -> PeerLost:
         if isinstance(error, Silent):
-            return _silent(f"rank {error.rank} of its tensor-parallel group", self._seconds)
+            return _build_silence_error(f"rank {error.rank} of its tensor-parallel group", self._seconds)
         return ChannelClosed(CLOSED_MESSAGE)
 
 
@@ -129,14 +129,14 @@ class ShmGroup:
         unit = x.itemsize * math.prod(x.shape[1:])
         start = sum(map(len, outgoing[: self.rank])) * unit
         before, behind = _bytes(x)[:start], _bytes(x)[start + len(outgoing[self.rank]) * unit :]
-        spans = {other: _RowRange.of(rows[other], other, self.rank, unit) for other in self._readers}
+        spans = {other: _RowRange.from_counts(rows[other], other, self.rank, unit) for other in self._readers}
         views = {other: _bytes(parts[other]) for other in self._readers}
         longest = max(len(before) + len(behind), *(span.length for span in spans.values()))
         for piece in _pieces(0, longest, self._piece):
             self._write(before[piece])
             self._write(behind[max(0, piece.start - start) : max(0, piece.stop - start)])
             for other, span in spans.items():
-                passed, wanted, left = span.within(piece)
+                passed, wanted, left = span.clip(piece)
                 self._skip(other, passed)
                 self._read(other, views[other][wanted])
                 self._skip(other, left)
@@ -146,19 +146,19 @@ class ShmGroup:
         try:
             self._readers[other].skip(count, PEER_SECONDS)
         except TimeoutError:
-            raise _silent(f"rank {other} of its group") from None
+            raise _build_silence_error(f"rank {other} of its group") from None
 
     def _write(self, data: memoryview) -> None:
         try:
             self._writer.write(data, PEER_SECONDS)
         except TimeoutError:
-            raise _silent("another rank of its tensor-parallel group") from None
+            raise _build_silence_error("another rank of its tensor-parallel group") from None
 
     def _read(self, other: int, target: memoryview) -> None:
         try:
             self._readers[other].read_into(target, PEER_SECONDS)
         except TimeoutError:
-            raise _silent(f"rank {other} of its tensor-parallel group") from None
+            raise _build_silence_error(f"rank {other} of its tensor-parallel group") from None
 
 
 class _RowRange(NamedTuple):
@@ -169,14 +169,14 @@ class _RowRange(NamedTuple):
     length: int  # bytes of the whole stream
 
     @classmethod
-    def of(cls, rows: Sequence[int], writer: int, reader: int, unit: int) -> _RowRange:
+    def from_counts(cls, rows: Sequence[int], writer: int, reader: int, unit: int) -> _RowRange:
         """rows: number that the writer sends to each rank; those to itself are not in the stream. unit: bytes of a
         row."""
         sent = [0 if rank == writer else count for rank, count in enumerate(rows)]
         start = sum(sent[:reader])
         return cls(start * unit, (start + sent[reader]) * unit, sum(sent) * unit)
 
-    def within(self, piece: slice) -> tuple[int, slice, int]:
+    def clip(self, piece: slice) -> tuple[int, slice, int]:
         """For a piece of the stream: bytes to skip, the slice of the reader's bytes that follows, bytes to skip after
         it."""
         first, last = min(piece.start, self.length), min(piece.stop, self.length)
@@ -202,14 +202,14 @@ class ShmLink:
         try:
             self._writer.write(_bytes(x.contiguous()), PEER_SECONDS)
         except TimeoutError:
-            raise _silent("the next stage") from None
+            raise _build_silence_error("the next stage") from None
 
     def receive(self, shape: tuple[int, ...]) -> Tensor:
         x = torch.empty(shape, dtype=self._dtype)
         try:
             self._reader.read_into(_bytes(x), PEER_SECONDS)
         except TimeoutError:
-            raise _silent("the stage before") from None
+            raise _build_silence_error("the stage before") from None
         return x
 
 
@@ -218,5 +218,5 @@ def _bytes(x: Tensor) -> memoryview:
     return x.view(-1).view(torch.uint8).numpy().data
 
 
-def _silent(who: str, seconds: float = PEER_SECONDS) -> PeerLost:
+def _build_silence_error(who: str, seconds: float = PEER_SECONDS) -> PeerLost:
     return PeerLost(f"heard nothing from {who} for {seconds:.0f} s")

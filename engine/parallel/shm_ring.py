@@ -91,7 +91,7 @@ class Writer:
         done = 0
         while done < len(source):
             # at most a quarter at a time, so that readers copy while the next piece is written
-            size = min(len(source) - done, self._room(seconds, meanwhile), max(capacity // 4, 1))
+            size = min(len(source) - done, self._wait_for_room(seconds, meanwhile), max(capacity // 4, 1))
             place = self._written % capacity
             first = min(size, capacity - place)
             ring.data[place : place + first] = source[done : done + first]
@@ -99,7 +99,7 @@ class Writer:
             done += size
             self._publish(size)
 
-    def _room(self, seconds: float | None, meanwhile: Callable[[], None] | None) -> int:
+    def _wait_for_room(self, seconds: float | None, meanwhile: Callable[[], None] | None) -> int:
         """Wait for free bytes; returns their number, at least one."""
         words, capacity = self._words, self._ring.capacity
         deadline = _deadline(seconds)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from serve_llm.common.errors import OptionError
-from serve_llm.kernels.linear_fp8 import DTYPE, LARGEST, works
+from serve_llm.kernels.linear_fp8 import DTYPE, LARGEST, is_supported
 from serve_llm.kernels.linear_grouped import GroupedWeight
 
 CHUNK = 1024  # outputs converted at a time, to keep temporary memory small
@@ -18,7 +18,7 @@ CHUNK = 1024  # outputs converted at a time, to keep temporary memory small
 
 def check(device: torch.device) -> None:
     """Raise OptionError if the device cannot multiply 8-bit floats. The first call in a process tries it."""
-    if not works(device):
+    if not is_supported(device):
         raise OptionError(
             "--quantization fp8: this GPU and this build of torch do not multiply 8-bit floats (needed: a GPU of "
             "compute capability 8.9 or more, such as an L40, H100 or H200); take int8, or omit the option"

@@ -119,7 +119,7 @@ class StepGraphs:
         while size not in self._graphs:
             self._run(size, step, None, None)
 
-    def takes(self, step: BatchArrays, num_rows: int) -> bool:
+    def can_run(self, step: BatchArrays, num_rows: int) -> bool:
         """Whether `mixed_logits` computes so many rows of the step. Queries in two chunks would be two sequences."""
         count = max(len(step.context_lens), num_rows)
         return len(step.ids) <= MIXED_TOKENS[-1] and count <= self.max_tokens and not step.crosses_chunks

@@ -247,7 +247,7 @@ class Runner:
                 else logits[self._copier.to_device(np.array(rows))]
             )
         rows = find_sampled_rows(scheduled, arrays.query_starts[1:].tolist())
-        if rows and graphs.takes(arrays, len(rows)):
+        if rows and graphs.can_run(arrays, len(rows)):
             return graphs.mixed_logits(arrays, rows, self._decoder.receive(num_tokens))
         return None
 

@@ -26,7 +26,7 @@ class Matrix(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, logits: Tensor) -> Matrix:
+    def from_tensor(cls, logits: Tensor) -> Matrix:
         if logits.dtype not in (torch.float32, torch.bfloat16):
             raise TypeError(f"logits are float32 or bfloat16, not {logits.dtype}")
         rows, columns = logits.shape
@@ -90,7 +90,7 @@ class CompiledSampling:
     def _call(self, function: ctypes._FuncPointer, logits: Tensor, *arguments: object) -> None:
         if logits.stride(1) != 1 and logits.shape[1] > 1:
             logits = logits.contiguous()
-        matrix = Matrix.of(logits)
+        matrix = Matrix.from_tensor(logits)
         function(ctypes.byref(matrix), *arguments, self._number, torch.get_num_threads())
 
 

@@ -96,7 +96,7 @@ class Replicas:
             self._count_usage(tracked)
             self._end_isolation(tracked)
 
-    def lose(self, lost: Mapping[int, Collection[int]], cause: ServeError) -> bool:
+    def drop_lost(self, lost: Mapping[int, Collection[int]], cause: ServeError) -> bool:
         """Engines are gone: continue their requests elsewhere.
 
         lost: engine index -> engine request ids of the step in which it died; empty if that step is not to blame.

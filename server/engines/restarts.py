@@ -52,7 +52,7 @@ class RestartPolicy:
             return 0.0
         return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self._num_idle_deaths - 1, 16))
 
-    def forgive(self, number: int) -> None:
+    def drop_last_deaths(self, number: int) -> None:
         """Drop the last deaths from the budget: the request that caused them was found and ended."""
         for _ in range(min(number, len(self._deaths))):
             self._deaths.pop()

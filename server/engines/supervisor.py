@@ -128,7 +128,7 @@ class Supervisor:
         if watching.done() and not watching.cancelled():
             error = watching.result().error
             logger.error("%s; it is not replaced, because it was about to be removed", error)
-            self.replicas.lose({index: engine.client.heartbeat.under_way()}, error)
+            self.replicas.drop_lost({index: engine.client.heartbeat.read_running_ids()}, error)
 
     # Replacement
 
@@ -171,9 +171,11 @@ class Supervisor:
             began = self._clock.read()
             # The loss of a host is no request's fault.
             is_blamed = not isinstance(death.error, HostLost)
-            in_step = self._engines[index].client.heartbeat.under_way() if is_blamed else ()
-            if self.replicas.lose({other: in_step if other == index else () for other in group}, death.error):
-                self._restarts.forgive(SUSPECT_DEATHS)  # the culprit's earlier deaths; this one is not recorded yet
+            in_step = self._engines[index].client.heartbeat.read_running_ids() if is_blamed else ()
+            if self.replicas.drop_lost({other: in_step if other == index else () for other in group}, death.error):
+                self._restarts.drop_last_deaths(
+                    SUSPECT_DEATHS
+                )  # the culprit's earlier deaths; this one is not recorded yet
             try:
                 await self._replace(group, index, death)
             except ServeError as first:

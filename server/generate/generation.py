@@ -70,7 +70,7 @@ class Generation:
     """A context manager: entering admits and submits the request, leaving aborts what is still open.
 
     Choice `prompt * n + k` is the k-th of a prompt. Read either with `next`, as long as there is something new, or with
-    `whole`, once.
+    `read_whole`, once.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Generation:
 
     def __enter__(self) -> Self:
         """Raises Unavailable when the server cannot take the request now, DeadlineExceeded when it comes too late. In a
-        front end, `next` and `whole` raise that instead."""
+        front end, `next` and `read_whole` raise that instead."""
         pairs = [(choice.engine_request, choice.receive) for choice in self.choices]
         submitted = self._dispatcher.submit(self._admission_request, pairs, self._refuse)
         now = self._dispatcher.clock.read()
@@ -136,7 +136,7 @@ class Generation:
             self.on_end(self)
 
     def close(self) -> None:
-        """Abort what is still open; `next` and `whole` return nothing more. Idempotent."""
+        """Abort what is still open; `next` and `read_whole` return nothing more. Idempotent."""
         self.closed = True
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
@@ -227,7 +227,7 @@ class Generation:
             timer.cancel()
         return bool(self._changed) or not self._open or self.closed
 
-    async def whole(self) -> list[Delta]:
+    async def read_whole(self) -> list[Delta]:
         """One complete delta per choice, once all have ended; an empty list when closed. Raises RequestError."""
         self._waits_for_end = True
         while self._open and not self.closed:
@@ -238,7 +238,7 @@ class Generation:
         return [] if self.closed else [choice.take() for choice in self.choices]
 
     def take_rest(self) -> list[Delta]:
-        """What `next` and `whole` have not returned when the generation was closed. One delta per choice."""
+        """What `next` and `read_whole` have not returned when the generation was closed. One delta per choice."""
         return [choice.take() for choice in self.choices]
 
     def counts(self, *, with_times: bool = False) -> TokenCounts:

@@ -77,20 +77,26 @@ class EngineCollector(Collector):
         yield self._by_reason("ignored_fields", "Request fields without effect.", "route", counts.ignored_fields)
         yield self._by_reason("http_requests", "HTTP requests by the status of the answer.", "status", counts.statuses)
         stored = counts.stored
-        yield self._of_server(GaugeMetricFamily, "stored_responses", "Stored responses.", stored.num_responses)
-        yield self._of_server(GaugeMetricFamily, "stored_response_bytes", "Their bytes.", stored.num_bytes)
-        yield self._of_server(CounterMetricFamily, "evicted_responses", "Responses dropped.", stored.num_evicted)
+        yield self._build_server_metric(
+            GaugeMetricFamily, "stored_responses", "Stored responses.", stored.num_responses
+        )
+        yield self._build_server_metric(GaugeMetricFamily, "stored_response_bytes", "Their bytes.", stored.num_bytes)
+        yield self._build_server_metric(
+            CounterMetricFamily, "evicted_responses", "Responses dropped.", stored.num_evicted
+        )
         batches = counts.batches
-        yield self._of_server(
+        yield self._build_server_metric(
             GaugeMetricFamily, "batch_requests_running", "Requests of batches under way.", batches.num_running
         )
         yield self._by_reason("batch_requests", "Requests of batches answered.", "outcome", batches.answered)
 
         num_ready = sum(engine.ready for engine in self._engines)
-        yield self._of_server(GaugeMetricFamily, "engines_ready", "Engines that take requests.", num_ready)
+        yield self._build_server_metric(GaugeMetricFamily, "engines_ready", "Engines that take requests.", num_ready)
         front_ends = counts.front_ends
-        yield self._of_server(GaugeMetricFamily, "front_ends", "Processes that answer clients.", front_ends.num_serving)
-        yield self._of_server(
+        yield self._build_server_metric(
+            GaugeMetricFamily, "front_ends", "Processes that answer clients.", front_ends.num_serving
+        )
+        yield self._build_server_metric(
             CounterMetricFamily, "front_end_restarts", "Front ends replaced after they ended.", front_ends.num_restarts
         )
 
@@ -161,7 +167,7 @@ class EngineCollector(Collector):
                 family.add_metric([*labels, tier], value(stats or OffloadStats()))
         return family
 
-    def _of_server(
+    def _build_server_metric(
         self, kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, value: int
     ) -> Metric:
         family = kind(self._prefix + name, text, labels=["model_name"])

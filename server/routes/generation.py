@@ -202,7 +202,7 @@ class GenerationResponse(Response, Generic[Builder]):
 
 
 async def _send_body(send: Send, generation: Generation, builder: BodyBuilder, headers: Headers) -> None:
-    deltas = await generation.whole()
+    deltas = await generation.read_whole()
     if generation.closed:
         return
     await send_content(send, builder.build_body(deltas, generation.counts(with_times=True)), headers)

@@ -135,7 +135,7 @@ class PoolingResponse(Response):
         with generation:  # admits and submits it
             watch = asyncio.create_task(close_on_disconnect(receive, generation))
             try:
-                deltas = await generation.whole()
+                deltas = await generation.read_whole()
             finally:
                 watch.cancel()
         if not deltas:

@@ -250,7 +250,7 @@ def build(options: dict[str, object], worker_group: WorkerGroup | None = None) -
 
 def pids_of(executor: mp.MpExecutor) -> list[int]:
     launched = executor._worker_group._launched
-    return [int(launched.where(rank).rpartition(" ")[2]) for rank in range(executor._worker_group.size)]
+    return [int(launched.describe_place(rank).rpartition(" ")[2]) for rank in range(executor._worker_group.size)]
 
 
 ONE_PROMPT = SchedulerOutput(
@@ -288,7 +288,7 @@ def test_a_silent_rank_is_named() -> None:
 def test_a_death_while_starting_ends_the_others() -> None:
     worker_group = mp.launch_workers(2)
     launched = worker_group._launched
-    pids = [int(launched.where(rank).rpartition(" ")[2]) for rank in range(2)]
+    pids = [int(launched.describe_place(rank).rpartition(" ")[2]) for rank in range(2)]
     os.kill(pids[0], signal.SIGKILL)
     with pytest.raises(RankFailed, match=rf"^rank 0 \(host \S+, pid {pids[0]}\) died while \w+.* by signal SIGKILL"):
         build({"tensor_parallel_size": 2}, worker_group)

@@ -30,7 +30,9 @@ from support.forward import CPU, Harness, load_whole
 from support.reference import reference_logprobs
 from support.tiny import make_checkpoint
 
-pytestmark = pytest.mark.skipif(not linear_fp8.works(CPU), reason="this torch has no product of 8-bit floats on a CPU")
+pytestmark = pytest.mark.skipif(
+    not linear_fp8.is_supported(CPU), reason="this torch has no product of 8-bit floats on a CPU"
+)
 BF16 = torch.bfloat16
 
 
@@ -89,7 +91,7 @@ def test_loaded_as_the_option_says(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_refused_where_there_is_no_such_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path, "llama", dtype="bfloat16")
     spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))
-    monkeypatch.setattr("serve_llm.engine.quantization.fp8.works", lambda device: False)
+    monkeypatch.setattr("serve_llm.engine.quantization.fp8.is_supported", lambda device: False)
     with pytest.raises(OptionError, match=r"^--quantization fp8: this GPU.*compute capability 8\.9"):
         load_whole(tmp_path, spec.with_fp8(), weight_map, dtype=BF16)
 

@@ -18,10 +18,10 @@ class NoRanks:
         self.ranks, self.gone = ranks, {}
         self.ends = 0
 
-    def ended(self) -> dict[int, str]:
+    def find_ended(self) -> dict[int, str]:
         return dict(self.gone)
 
-    def where(self, rank: int) -> str:
+    def describe_place(self, rank: int) -> str:
         return f"host h, pid {100 + rank}"
 
     def state(self, rank: int) -> str:

@@ -131,7 +131,7 @@ class Observer:
     def __enter__(self) -> Observer:
         self._wrap(RunningSequences, "admit", self._see_admission)
         self._wrap(Replicas, "submit_many", self._see_submission)
-        self._wrap(Replicas, "lose", self._see_loss)
+        self._wrap(Replicas, "drop_lost", self._see_loss)
         self._wrap(http.client.HTTPConnection, "request", self._see_call)
         self._wrap(os, "kill", self._see_kill)
         for engine in ENGINES:

@@ -75,7 +75,7 @@ class PageServer:
 
         async def lose() -> None:
             self.engine.ready = False
-            self.replicas.lose({0: []}, EngineDead(cause))
+            self.replicas.drop_lost({0: []}, EngineDead(cause))
             self.replicas.num_restarts += 1
             self.replicas.restarts.append(RestartRecord(0, "killed", cause))
 

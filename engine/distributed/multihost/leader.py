@@ -125,8 +125,8 @@ class MultiHostLeader:
         self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
         self._thread.start()
 
-    def ended(self) -> Mapping[int, str | ServeError]:
-        ended: dict[int, str | ServeError] = dict(self._local.ended())
+    def find_ended(self) -> Mapping[int, str | ServeError]:
+        ended: dict[int, str | ServeError] = dict(self._local.find_ended())
         for rank, node in self._node_of.items():
             if node.gone is not None:
                 ended[rank] = node.gone
@@ -134,10 +134,10 @@ class MultiHostLeader:
                 ended[rank] = node.ranks_seen[rank].ended
         return ended
 
-    def where(self, rank: int) -> str:
+    def describe_place(self, rank: int) -> str:
         node = self._node_of.get(rank)
         if node is None:
-            return f"node 0, {self._local.where(rank)}"
+            return f"node 0, {self._local.describe_place(rank)}"
         return f"{node}, pid {node.ranks_seen[rank].pid}" if rank in node.ranks_seen else str(node)
 
     def state(self, rank: int) -> str:
@@ -165,7 +165,7 @@ class MultiHostLeader:
             logger.exception("the connection to other nodes failed")
             for node in self._nodes.values():
                 node.gone = EngineError(f"the connection to other nodes failed: {error}")
-        self._say_goodbye()
+        self._send_goodbyes()
         self._socket.close()
 
     def _listen(self, seconds: float) -> None:
@@ -211,7 +211,7 @@ class MultiHostLeader:
         if node is None or join.engine != self._engine:
             reason = f"node 0 was started again with other options, and node {join.node} is not in this place any more"
         elif node.gone is not None or (node.peer is not None and not send(self._socket, node.peer, PING)):
-            return self._turn_away(peer, f"{node} was lost")
+            return self._reject(peer, f"{node} was lost")
         elif node.peer is not None:
             reason = f"--node-rank {join.node} is taken by {node}"
         else:
@@ -224,7 +224,7 @@ class MultiHostLeader:
             return
         self._refuse(peer, join, reason)
 
-    def _turn_away(self, peer: bytes, cause: str) -> None:
+    def _reject(self, peer: bytes, cause: str) -> None:
         """Send a node that comes too late for this engine to its replacement, if there will be one."""
         if self._is_replaced:
             self._send(peer, messages.EngineServing())
@@ -269,7 +269,7 @@ class MultiHostLeader:
             elif node.peer is not None and not send(self._socket, node.peer, PING):
                 node.gone = HostLost("loss of its node: host off, network cut, or its serve-llm killed")
 
-    def _say_goodbye(self) -> None:
+    def _send_goodbyes(self) -> None:
         """Send EndNode to all nodes that are connected, and wait until they have gone."""
         self._announce_serving()
         peers = [node.peer for node in self._nodes.values() if node.peer is not None and node.gone is None]
@@ -279,5 +279,5 @@ class MultiHostLeader:
             if self._socket.poll(int(POLL_SECONDS * 1000)):
                 peer, frame = self._socket.recv_multipart()
                 if peer not in left and frame != PING:
-                    self._turn_away(peer, self._cause or "it is ending")
+                    self._reject(peer, self._cause or "it is ending")
             left = [peer for peer in left if send(self._socket, peer, PING)]

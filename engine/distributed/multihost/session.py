@@ -191,7 +191,7 @@ class EngineSession:
 
     def _report(self) -> messages.NodeReport:
         assert self._ranks is not None
-        ended = self._ranks.ended()
+        ended = self._ranks.find_ended()
         statuses = {}
         for rank in self._rank_numbers:
             pid, state = self._ranks.pid(rank), self._ranks.state(rank)

@@ -142,7 +142,7 @@ class RayWorkers:
         devices = {"num_cpus": 0, "num_gpus": 1} if reservation.kind == "GPU" else {"num_cpus": 1}
         return ray.remote(RankActor).options(**options, **devices).remote()
 
-    def ended(self) -> Mapping[int, str | ServeError]:
+    def find_ended(self) -> Mapping[int, str | ServeError]:
         with self._lock:
             if not self._is_over:
                 self._look()
@@ -156,7 +156,9 @@ class RayWorkers:
             self._ended[number] = self._describe_end(number, ref)
         if self._starts and time.monotonic() > self._deadline:
             for number in self._starts.values():
-                text = f"rank {number} ({self.where(number)}) was not started by Ray within {ACTOR_SECONDS:.0f} s"
+                text = (
+                    f"rank {number} ({self.describe_place(number)}) was not started by Ray within {ACTOR_SECONDS:.0f} s"
+                )
                 late = RankFailed(f"{text}: does something else use the devices of its placement group?")
                 self._ended.setdefault(number, late)
             self._starts.clear()
@@ -167,18 +169,18 @@ class RayWorkers:
         except RayTaskError as error:
             kind = type(error.cause) if isinstance(error.cause, ServeError) else RankFailed
             what = error.cause if kind is not RankFailed else f"{type(error.cause).__name__}: {error.cause}"
-            return kind(f"rank {number} ({self.where(number)}) failed while starting: {what}")
+            return kind(f"rank {number} ({self.describe_place(number)}) failed while starting: {what}")
         except ActorUnavailableError:
             return HostLost("loss of its node, which does not answer Ray any more")
         except ActorDiedError as error:
             text = " ".join(str(error).split())
             if (load_error := _find_load_error(text)) is not None:
-                return RankFailed(f"rank {number} ({self.where(number)}) cannot be started: {load_error}")
+                return RankFailed(f"rank {number} ({self.describe_place(number)}) cannot be started: {load_error}")
             return _describe_death(text)
         except RayError as error:
             return f"{type(error).__name__} of Ray: {' '.join(str(error).split())}"
 
-    def where(self, number: int) -> str:
+    def describe_place(self, number: int) -> str:
         pid = f"pid {self._pids[number]}" if number in self._pids else "not started yet"
         return f"node {self._reservation.places[number].address}, {pid}"
 

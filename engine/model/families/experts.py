@@ -60,7 +60,7 @@ def with_experts(
 ) -> ModelSpec:
     """The model with experts instead of dense feed-forward networks, otherwise with the same activation and biases."""
 
-    def of(index: int, layer: LayerSpec) -> LayerSpec:
+    def replace_layer(index: int, layer: LayerSpec) -> LayerSpec:
         if not where(index):
             return layer
         assert isinstance(layer.ffn, MLPSpec)
@@ -72,4 +72,4 @@ def with_experts(
             ),
         )
 
-    return replace(spec, layers=tuple(of(index, layer) for index, layer in enumerate(spec.layers)))
+    return replace(spec, layers=tuple(replace_layer(index, layer) for index, layer in enumerate(spec.layers)))

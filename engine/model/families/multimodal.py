@@ -43,7 +43,7 @@ def read_text_part(
     more_keys: further keys about images."""
 
     def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
-        text = config.needed("text_config")
+        text = config.require("text_config")
         text.inherit("quantization_config", config)
         config.ignore(*more_keys)
         return _read_parts(config, text, architecture, read_by_type, parts)

@@ -231,7 +231,7 @@ class FleetSimulator:
         for index in indexes:
             self.engines[index].notice_loss()
         self.replicas.num_restarts += len(indexes)
-        self.replicas.lose(dict.fromkeys(indexes, ()), HostLost("the node was lost"))
+        self.replicas.drop_lost(dict.fromkeys(indexes, ()), HostLost("the node was lost"))
 
     def _bring_back(self, indexes: range) -> None:
         for index in indexes:

@@ -270,7 +270,7 @@ def check(here: common.Place) -> None:
     tell(here, delta_rules(kernels, random, sizes, here.sized(50, 5)), "gated_delta_rule")
     shapes = ((57, 97),) if tiny else ((57, 97), (6144, 4096), (4096, 14336), (896, 4864))
     tell(here, products(choose(batch_invariant=True), random, shapes), "--batch-invariant product")
-    if linear_fp8.works(device):
+    if linear_fp8.is_supported(device):
         tell(here, products_fp8(kernels, random, shapes), "fp8 product")
     else:
         here.report.check("fp8 product", tiny, "torch has none here")

@@ -14,17 +14,17 @@ from serve_llm.common.heartbeat import CAPACITY, Heartbeat, heartbeat_path
 
 def test_what_is_under_way_is_seen_from_outside(tmp_path: Path) -> None:
     server, engine = Heartbeat(tmp_path / "pulse", create=True), Heartbeat(tmp_path / "pulse")
-    assert server.under_way() == [] and server.read().since == 0.0
+    assert server.read_running_ids() == [] and server.read().since == 0.0
     engine.show([5, 2**63])
     first = server.read()
-    assert server.under_way() == [5, 2**63] and first.since > 0.0 and first.longest == 0.0
+    assert server.read_running_ids() == [5, 2**63] and first.since > 0.0 and first.longest == 0.0
     engine.show([7])
-    assert server.under_way() == [7] and server.read().since >= first.since
+    assert server.read_running_ids() == [7] and server.read().since >= first.since
     engine.show([])
     last = server.read()
-    assert server.under_way() == [] and last.since == 0.0 and last.longest > 0.0
+    assert server.read_running_ids() == [] and last.since == 0.0 and last.longest > 0.0
     engine.show(range(CAPACITY + 1))
-    assert len(server.under_way()) == CAPACITY
+    assert len(server.read_running_ids()) == CAPACITY
 
 
 def test_beats_are_counted_beside_the_steps(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_beats_are_counted_beside_the_steps(tmp_path: Path) -> None:
     engine.show([1])
     while server.read().beats < 2:
         pass
-    assert server.under_way() == [1]
+    assert server.read_running_ids() == [1]
 
 
 def test_it_outlives_a_killed_process(tmp_path: Path) -> None:
@@ -49,4 +49,4 @@ time.sleep(600)
     with subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"shown\n"
         os.kill(process.pid, signal.SIGKILL)
-    assert server.under_way() == [11, 12]
+    assert server.read_running_ids() == [11, 12]

@@ -14,7 +14,7 @@ from serve_llm.kernels import linear_fp8
 
 CPU = torch.device("cpu")
 SHAPES = [(96, 64), (97, 53), (130, 33), (7, 1), (1, 7), (320, 1024)]  # outputs, inputs
-needs_product = pytest.mark.skipif(not linear_fp8.works(CPU), reason="this torch has no product of 8-bit floats")
+needs_product = pytest.mark.skipif(not linear_fp8.is_supported(CPU), reason="this torch has no product of 8-bit floats")
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -86,9 +86,9 @@ def test_devices_without_it_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setattr(functional, "scaled_mm", refuses)
-    assert not linear_fp8.works.__wrapped__(CPU)
+    assert not linear_fp8.is_supported.__wrapped__(CPU)
     monkeypatch.setattr(functional, "scaled_mm", lambda *args, **kwargs: torch.zeros(16, 16, dtype=torch.bfloat16))
-    assert not linear_fp8.works.__wrapped__(CPU)
+    assert not linear_fp8.is_supported.__wrapped__(CPU)
 
 
 def test_weights_keep_their_outputs_sizes() -> None:

@@ -125,7 +125,7 @@ def test_an_engine_outage_does_not_lower_the_throughput() -> None:
     begun, waiting = desk.admit(72), desk.admit(72)
     desk.admission.begin(begun, 72)
     engine.ready = False
-    replicas.lose({0: []}, EngineDead("it died"))
+    replicas.drop_lost({0: []}, EngineDead("it died"))
     replicas.num_restarts, replicas.first_cause = 1, "it died"
     desk.now += 60
     desk.admission.release(waiting)  # the queue changes in the middle of the outage

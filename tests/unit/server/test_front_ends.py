@@ -168,7 +168,7 @@ def test_streams_of_every_front_end_continue_on_another_engine_process(serve: Se
         await submitted(served, 2)
         served.engine.step()
         served.engine.step()
-        replicas.lose({0: []}, EngineDead("it died"))
+        replicas.drop_lost({0: []}, EngineDead("it died"))
         other = ScriptedEngine(served.engine.script, automatic=False, meter=served.engine.meter)
         replicas.join({0: other})
         for _ in range(4):
@@ -194,7 +194,7 @@ def test_spans_of_a_front_end_name_the_engines(serve: Serve) -> None:
         served.engines[lost].step()
         while not front_end.dispatcher.meters[lost].generation_tokens:
             await asyncio.sleep(0)
-        find_replicas(served).lose({lost: []}, EngineDead("it died"))
+        find_replicas(served).drop_lost({lost: []}, EngineDead("it died"))
         while served.engines[1 - lost].open:
             served.engines[1 - lost].step()
         assert (await call.reply()).status == 200

@@ -140,7 +140,7 @@ def test_end_open_is_the_last_event_of_every_stream(serve: Serve) -> None:
 def kill(replicas: Replicas, engine: ScriptedEngine) -> ScriptedEngine:
     """Lose the engine as `server.engines.supervisor` does. Returns its replacement."""
     engine.ready = False
-    replicas.lose({0: []}, EngineDead("it died"))
+    replicas.drop_lost({0: []}, EngineDead("it died"))
     replicas.num_restarts, replicas.first_cause = replicas.num_restarts + 1, "it died"
     return ScriptedEngine(engine.script, automatic=False, meter=engine.meter)
 

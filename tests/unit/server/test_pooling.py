@@ -358,10 +358,10 @@ def test_a_request_survives_its_engine(model: ServedModel) -> None:
         replicas = Replicas(engines[:1])
         request = prepare_pooling([[5], [5, 6]], facts(**EMBEDDER), param="input")
         with Generator(LocalDispatcher(replicas), model).open(request) as generation:
-            replicas.lose({0: []}, EngineDead("killed"))
+            replicas.drop_lost({0: []}, EngineDead("killed"))
             replicas.join({0: engines[1]})
             engines[1].step()
-            return [delta.vector for delta in await generation.whole()]
+            return [delta.vector for delta in await generation.read_whole()]
 
     assert asyncio.run(run()) == [array("f", VECTORS[1]).tobytes(), array("f", VECTORS[2]).tobytes()]
 

@@ -63,7 +63,7 @@ class Deployment:
         """in_step: engine request ids of the step in which it dies; None: all of its requests."""
         engine = self.engines[index]
         engine.ready = False
-        self.replicas.lose({index: list(engine.open) if in_step is None else in_step}, DEAD)
+        self.replicas.drop_lost({index: list(engine.open) if in_step is None else in_step}, DEAD)
 
     def restart(self, index: int = 0) -> None:
         self.engines[index] = self.new_engine(index)
@@ -137,7 +137,7 @@ def test_an_expert_parallel_group_is_lost_and_replaced_together() -> None:
             for engine in two.engines:
                 engine.step()
             guilty = list(two.engines[1].open)
-            assert not two.replicas.lose({0: (), 1: guilty}, DEAD)
+            assert not two.replicas.drop_lost({0: (), 1: guilty}, DEAD)
             assert all(engine.is_lost for engine in two.replicas.engines)
             two.engines = [two.new_engine(index) for index in range(2)]
             two.replicas.join(dict(enumerate(two.engines)))
@@ -336,7 +336,7 @@ def test_text_and_usage_are_those_of_an_undisturbed_run(serve: Serve) -> None:
                 if steps == kill_after:
                     engine.ready = False
                     replicas = served.admission._replicas
-                    replicas.lose({0: list(engine.open)}, DEAD)
+                    replicas.drop_lost({0: list(engine.open)}, DEAD)
                     engine = ScriptedEngine(engine.script, automatic=False, meter=engine.meter)
                     replicas.join({0: engine})
                     steps += 1

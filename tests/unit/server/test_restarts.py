@@ -54,7 +54,7 @@ def test_forgiven_deaths_do_not_count() -> None:
     for _ in range(5):
         for _ in range(3):
             restarts.record_death(EngineDead("x"), 0.0, 0)
-        restarts.forgive(3)
+        restarts.drop_last_deaths(3)
 
 
 def test_without_restarts_the_cause_is_raised_unchanged() -> None:

@@ -31,7 +31,7 @@ class Client(ScriptedEngine):
         self.directory = directory
         self.heartbeat = self
 
-    def under_way(self) -> list[int]:
+    def read_running_ids(self) -> list[int]:
         return list(self.open)
 
     def fail(self, error: ServeError) -> None:
@@ -133,8 +133,8 @@ def test_a_failed_restart_replaces_the_whole_group_again(made: list[Process]) ->
 def test_the_loss_of_a_host_blames_no_request(made: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its requests may run on an engine that is lost with the same host a moment later."""
     blamed: list[Mapping[int, Collection[int]]] = []
-    monkeypatch.setattr(Client, "under_way", lambda self: [7])
-    monkeypatch.setattr(supervisor.Replicas, "lose", lambda self, lost, cause: blamed.append(lost))
+    monkeypatch.setattr(Client, "read_running_ids", lambda self: [7])
+    monkeypatch.setattr(supervisor.Replicas, "drop_lost", lambda self, lost, cause: blamed.append(lost))
 
     async def run() -> None:
         supervisor = Supervisor(make_options("demo", data_parallel_size=2), "/model")

@@ -224,7 +224,7 @@ def test_a_request_that_is_replayed_twice_is_one_trace(serve_traced: Open) -> No
     meter = traced.engine.meter
 
     def crash(cause: str) -> None:
-        replicas.lose({0: []}, EngineDead(cause))
+        replicas.drop_lost({0: []}, EngineDead(cause))
 
     def restart() -> ScriptedEngine:
         engine = ScriptedEngine(traced.engine.script, automatic=False, meter=meter)

@@ -88,7 +88,7 @@ def test_ranks_are_spread_evenly_and_the_first_nodes_get_more(master: Master) ->
     assert isinstance(first, RunRanks) and isinstance(second, RunRanks)
     assert (first.ranks, second.ranks, first.url, first.on_gpus) == ([2, 3], [4], "tcp://127.0.0.1:1", False)
     assert first.options.model == "demo" and first.options.cluster_secret is None
-    assert [master.nodes.where(rank) for rank in (1, 3, 4)] == [
+    assert [master.nodes.describe_place(rank) for rank in (1, 3, 4)] == [
         "node 0, host h, pid 101",
         "node 1, host h1 at 10.0.0.1",
         "node 2, host h2 at 10.0.0.2",
@@ -98,14 +98,14 @@ def test_ranks_are_spread_evenly_and_the_first_nodes_get_more(master: Master) ->
 def test_what_a_node_reports(master: Master) -> None:
     line, _ = master.join(1)
     nodes = master.nodes
-    assert nodes.state(2) == "" and nodes.where(4) == "node 2, which has not joined"
+    assert nodes.state(2) == "" and nodes.describe_place(4) == "node 2, which has not joined"
     line.send(messages.encode(NodeReport({2: RankStatus(7, "stopped", ""), 3: RankStatus(8, "", "signal SIGKILL")})))
-    until(nodes.ended)
-    assert nodes.ended() == {3: "signal SIGKILL"} and nodes.state(2) == "stopped" and nodes.state(0) == "waiting"
-    assert nodes.where(2) == "node 1, host h1 at 10.0.0.1, pid 7"
+    until(nodes.find_ended)
+    assert nodes.find_ended() == {3: "signal SIGKILL"} and nodes.state(2) == "stopped" and nodes.state(0) == "waiting"
+    assert nodes.describe_place(2) == "node 1, host h1 at 10.0.0.1, pid 7"
     line.send(messages.encode(Failed("ModelError", "there is no directory m")))
-    until(lambda: 2 in nodes.ended())
-    error = nodes.ended()[2]
+    until(lambda: 2 in nodes.find_ended())
+    error = nodes.find_ended()[2]
     assert isinstance(error, ModelError) and str(error) == "node 1, host h1 at 10.0.0.1: there is no directory m"
 
 
@@ -129,16 +129,16 @@ def test_who_is_refused_and_that_it_disturbs_nobody(master: Master) -> None:
     assert isinstance(answer := hear(stranger), JoinRefused) and "does not understand" in answer.reason
     first.send(messages.encode(NodeReport({2: RankStatus(7, "running", ""), 3: RankStatus(8, "running", "")})))
     until(lambda: master.nodes.state(3) == "running")
-    assert not master.nodes.ended()
+    assert not master.nodes.find_ended()
 
 
 def test_a_node_that_is_lost(master: Master) -> None:
     line, _ = master.join(1)
-    assert not master.nodes.ended()
+    assert not master.nodes.find_ended()
     line.close()
-    until(master.nodes.ended)
-    assert master.nodes.ended().keys() == {2, 3}
-    error = master.nodes.ended()[2]
+    until(master.nodes.find_ended)
+    assert master.nodes.find_ended().keys() == {2, 3}
+    error = master.nodes.find_ended()[2]
     assert isinstance(error, HostLost) and "loss of its node" in str(error)
 
 
@@ -148,7 +148,7 @@ def test_a_node_that_is_back_before_its_loss_is_known_goes_to_the_next_engine(re
     try:
         line, _ = master.join(1)
         line.close()
-        until(master.nodes.ended)
+        until(master.nodes.find_ended)
         line, said = master.join(1)
         if replaces:
             assert said == EngineServing()
@@ -178,8 +178,8 @@ def test_nodes_that_do_not_come_are_named_with_what_to_do(monkeypatch: pytest.Mo
     monkeypatch.setattr(nodes_module, "JOIN_SECONDS", 0.5)
     master = Master()
     try:
-        until(lambda: len(master.nodes.ended()) == 3)
-        error = master.nodes.ended()[4]
+        until(lambda: len(master.nodes.find_ended()) == 3)
+        error = master.nodes.find_ended()[4]
         assert isinstance(error, EngineError)
         assert re.search(
             r"^node 2 has not joined at 127\.0\.0\.1:\d+ within 0 s: start serve-llm --nnodes 3 --node-rank 2 "

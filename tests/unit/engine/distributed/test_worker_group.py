@@ -40,10 +40,10 @@ class Ranks:
     def hear(self, rank: int) -> messages.ToRank:
         return messages.decode_to_rank(self.sockets[rank].recv())
 
-    def ended(self) -> dict[int, str]:
+    def find_ended(self) -> dict[int, str]:
         return dict(self.gone)
 
-    def where(self, rank: int) -> str:
+    def describe_place(self, rank: int) -> str:
         return f"host h, pid {100 + rank}"
 
     def state(self, rank: int) -> str:
@@ -196,7 +196,7 @@ def test_last_words_count_more_than_the_exit_code(ranks: Ranks) -> None:
 def test_silence_names_whom_the_others_wait_for(ranks: Ranks, states: dict[int, str], named: str) -> None:
     worker_group, _ = watched(ranks)
     ranks.states = states
-    assert str(worker_group.silence(300)) == f"{named}: no answer in a step for 300 s"
+    assert str(worker_group.build_silence_error(300)) == f"{named}: no answer in a step for 300 s"
 
 
 def test_ends_while_closing_are_no_failures(ranks: Ranks) -> None:

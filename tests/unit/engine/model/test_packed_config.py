@@ -28,7 +28,7 @@ UP = "model.layers.0.mlp.up_proj"
 
 
 def read(stored: dict[str, Any]) -> QuantizedModules:
-    found = read_quantization_config(ConfigReader({"quantization_config": stored}).needed("quantization_config"))
+    found = read_quantization_config(ConfigReader({"quantization_config": stored}).require("quantization_config"))
     assert hasattr(found, "find_format")
     return found
 

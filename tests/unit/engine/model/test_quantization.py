@@ -28,7 +28,7 @@ from support.quantised import quantization_config
 
 
 def read(stored: object) -> object:
-    return read_quantization_config(ConfigReader({"quantization_config": stored}).needed("quantization_config"))
+    return read_quantization_config(ConfigReader({"quantization_config": stored}).require("quantization_config"))
 
 
 @pytest.mark.parametrize("value", [None, {}])

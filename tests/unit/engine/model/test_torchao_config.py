@@ -46,7 +46,7 @@ def intx(**changes: object) -> dict[str, Any]:
 
 
 def read(stored: dict[str, Any]) -> MarkedModules:
-    found = read_quantization_config(ConfigReader({"quantization_config": stored}).needed("quantization_config"))
+    found = read_quantization_config(ConfigReader({"quantization_config": stored}).require("quantization_config"))
     assert isinstance(found, MarkedModules)
     return found
 

@@ -195,14 +195,14 @@ def test_padding_tokens_belong_to_a_sequence_without_context() -> None:
 def test_which_steps_with_prompts_have_a_graph() -> None:
     graphs = Log(max_num_seqs=20).graphs
     even = [25] * 20
-    assert graphs.takes(mixed_step([*even, 12][1:]), 20) and graphs.takes(mixed_step([20]), 1)
-    assert not graphs.takes(mixed_step([513]), 1)
-    assert not graphs.takes(mixed_step([1] * 21), 1) and not graphs.takes(mixed_step([30]), 21)
+    assert graphs.can_run(mixed_step([*even, 12][1:]), 20) and graphs.can_run(mixed_step([20]), 1)
+    assert not graphs.can_run(mixed_step([513]), 1)
+    assert not graphs.can_run(mixed_step([1] * 21), 1) and not graphs.can_run(mixed_step([30]), 21)
     chunked = (GROUPS[0], GroupLayout(4, 16, chunked=True))
     crossing = dataclasses.replace(mixed_step([9]), groups=chunked)  # at positions 4 to 12
-    assert graphs.takes(crossing, 1)
+    assert graphs.can_run(crossing, 1)
     beyond = dataclasses.replace(crossing, context_lens=crossing.context_lens + 8)
-    assert not graphs.takes(beyond, 1), "two chunks are two sequences"
+    assert not graphs.can_run(beyond, 1), "two chunks are two sequences"
     assert mixed_sequences(256) == [16, 64, 256] and mixed_sequences(20) == [16, 20] and mixed_sequences(1) == [1]
     assert graphs.num_sizes == len(ladder(20)) + 2 * len(MIXED_TOKENS)
 
