@@ -55,7 +55,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             try:
                 sample = take_sample(client)
                 frame = format_frame(client.url, sample, before)
-                has_answered, before = True, sample
+                has_answered = True
+                before = sample
             except ApiError as error:  # a server that restarts comes back
                 if not has_answered:
                     raise
@@ -86,12 +87,14 @@ class LatencyHistogram(NamedTuple):
         if total <= 0:
             return None
         wanted = share * total
-        lower, below = 0.0, 0.0
+        lower = 0.0
+        below = 0.0
         for bound in bounds:
             count = self.counts[bound]
             if count >= wanted and count > below:
                 return lower if math.isinf(bound) else lower + (bound - lower) * (wanted - below) / (count - below)
-            lower, below = bound, max(below, count)
+            lower = bound
+            below = max(below, count)
         return lower
 
 
@@ -159,7 +162,8 @@ def format_frame(url: str, sample: MetricsSample, before: MetricsSample | None) 
     lines = [title]
     if status.get("first_cause"):
         lines.append(f"last restart   {status['first_cause']}")
-    running, waiting = values.get(_MARKER, 0), values.get("num_requests_waiting", 0)
+    running = values.get(_MARKER, 0)
+    waiting = values.get("num_requests_waiting", 0)
     lines.append(f"requests       {running:.0f} running, {waiting:.0f} waiting in the engine{_format_queue(status)}")
     lines.append(f"answers        {_format_counts(sample.labels.get('http_requests_total', {}))}")
     lines.append(f"finished       {_format_counts(sample.labels.get('request_success_total', {}))}")

@@ -23,7 +23,8 @@ class EnginePlacement:
     @classmethod
     def from_options(cls, options: EngineOptions) -> EnginePlacement:
         num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
-        num_engines, num_nodes = options.max_engines, options.nnodes
+        num_engines = options.max_engines
+        num_nodes = options.nnodes
         if options.data_parallel_split is None and num_engines < num_nodes:
             return cls(num_ranks, split_evenly(num_nodes, num_engines))
         if options.data_parallel_split is None:

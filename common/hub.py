@@ -85,7 +85,8 @@ def _find_gguf(model: str, revision: str | None, download_dir: str | None) -> Pa
         found = sorted(path.glob("*.gguf"))
         if not found or any(path.glob("*.safetensors")):
             return None
-        where, wanted = path, "*.gguf"
+        where = path
+        wanted = "*.gguf"
     else:
         repository, colon, kind = model.partition(":")
         if not colon or repository.count("/") != 1 or path.is_absolute():

@@ -105,7 +105,8 @@ def _list_modules(path: Path) -> list[tuple[str, str]]:
         raise ModelError(f"{path} cannot be read: {error}") from None
     listed = []
     for module in modules:
-        kind, folder = module.get("type"), module.get("path", "")
+        kind = module.get("type")
+        folder = module.get("path", "")
         if not isinstance(kind, str) or not isinstance(folder, str) or ".." in folder or folder.startswith("/"):
             raise ModelError(f"{path}: each module needs a type, and a path inside the checkpoint")
         listed.append((kind.rpartition(".")[2], folder))
@@ -119,7 +120,8 @@ def _read_transformer(folder: Path) -> dict[str, object]:
 
 def _read_default_prompt(path: Path) -> str:
     config = read_json(path) if path.is_file() else {}
-    name, prompts = config.get("default_prompt_name"), config.get("prompts")
+    name = config.get("default_prompt_name")
+    prompts = config.get("prompts")
     if name is None:
         return ""
     prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
@@ -149,7 +151,8 @@ def _read_pooling(path: Path, prompt: str) -> tuple[PoolingType, ...]:
 def _read_dense(directory: Path, folder: str) -> DenseModule:
     path = directory / folder / "config.json"
     config = read_json(path)
-    inputs, outputs = config.get("in_features"), config.get("out_features")
+    inputs = config.get("in_features")
+    outputs = config.get("out_features")
     if not isinstance(inputs, int) or not isinstance(outputs, int) or not 0 < inputs * outputs < 2**31:
         raise ModelError(f"{path}: in_features and out_features must be integers above 0")
     name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]

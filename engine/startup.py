@@ -315,7 +315,8 @@ def build_executor(
     """
     if isinstance(spec, ModelSpec):
         parallel = ParallelLayout(config.tensor_parallel_size, config.pipeline_parallel_size)
-        split, layers = config.tensor_parallel_split, config.pipeline_parallel_layers
+        split = config.tensor_parallel_split
+        layers = config.pipeline_parallel_layers
         for line in describe_split(spec, parallel, split, layers, engines=config.expert_engines):
             logger.info("%s", line)
     expert_groups = set_up_expert_groups(config, step_sync) if step_sync is not None else None

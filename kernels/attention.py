@@ -111,7 +111,8 @@ def paged_attention(
     output = torch.empty_like(query)
     singles: list[_KeySpan] = []
     for sequence, context_len in enumerate(context_lens):
-        start, end = query_starts[sequence], query_starts[sequence + 1]
+        start = query_starts[sequence]
+        end = query_starts[sequence + 1]
         if end - start == 1:
             singles.append(_KeySpan.make(sequence, start, context_len - 1, 1, length, window))
             continue
@@ -185,10 +186,13 @@ def _attend(spans: list[_KeySpan], query: Tensor, cache: Tensor, block_table: Te
     query: (spans, queries, heads, head_dim). Returns the same shape.
     """
     num_spans, num_queries, heads, head_dim = query.shape
-    kv_heads, length = cache.shape[2], params.length
+    kv_heads = cache.shape[2]
+    length = params.length
     group = heads // kv_heads
     rows = num_queries * group
-    matrices, padded_rows, padded_dim = num_spans * kv_heads, _pad_to_16(rows), _pad_to_16(head_dim)
+    matrices = num_spans * kv_heads
+    padded_rows = _pad_to_16(rows)
+    padded_dim = _pad_to_16(head_dim)
 
     rows_by_kv_head = query.new_zeros((num_spans, kv_heads, padded_rows, padded_dim), dtype=torch.float32)
     grouped = query.view(num_spans, num_queries, kv_heads, group, head_dim).permute(0, 2, 1, 3, 4)

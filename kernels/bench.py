@@ -54,7 +54,8 @@ def grouped_times() -> dict[str, Timing]:
         def scales(group_size: int, dtype: torch.dtype, rows: int = outputs, width: int = inputs) -> Tensor:
             return torch.rand((rows, width // group_size)).to(dtype)
 
-        table, divisors = torch.arange(16.0), torch.ones(outputs)
+        table = torch.arange(16.0)
+        divisors = torch.ones(outputs)
         few = codes & 0xF
         no_nan = codes & 0xBF
         weights = {
@@ -115,7 +116,8 @@ def attention_times() -> dict[str, Timing]:
 
 def cold_attention_times() -> dict[str, Timing]:
     """Time decode attention with cold caches: blocks hold all layers, and each call follows a read of other memory."""
-    layers, (heads, kv_heads, head_dim) = 24, HEADS[0]
+    layers = 24
+    (heads, kv_heads, head_dim) = HEADS[0]
     attention = registry.choose(CPU, torch.bfloat16, {head_dim}).paged_attention
     other_memory = torch.ones(1 << 24)
     found = {}
@@ -142,12 +144,17 @@ def cold_attention_times() -> dict[str, Timing]:
 def row_times() -> dict[str, Timing]:
     """Time row kernels on decode and prefill sizes. Bytes are those read and written; arithmetic is not counted."""
     kernels = registry.choose(CPU, torch.bfloat16, {64})
-    heads, kv_heads, head_dim, hidden_size, intermediate_size = 14, 2, 64, 896, 4864
+    heads = 14
+    kv_heads = 2
+    head_dim = 64
+    hidden_size = 896
+    intermediate_size = 4864
     weight = torch.randn(hidden_size).bfloat16()
     cache = torch.zeros((64, 2, kv_heads, BLOCK_SIZE, head_dim)).bfloat16()
     found = {}
     for rows in (1, 32, 512):
-        hidden, up = torch.randn((rows, hidden_size)).bfloat16(), torch.randn((rows, 2 * intermediate_size)).bfloat16()
+        hidden = torch.randn((rows, hidden_size)).bfloat16()
+        up = torch.randn((rows, 2 * intermediate_size)).bfloat16()
         qkv = torch.randn((rows, (heads + 2 * kv_heads) * head_dim)).bfloat16()
         angles = (torch.randn(rows, head_dim // 2), torch.randn(rows, head_dim // 2))
         slots = torch.randperm(512)[:rows]
@@ -174,7 +181,9 @@ def row_times() -> dict[str, Timing]:
 def delta_rule_times() -> dict[str, Timing]:
     """Time the gated delta rule of Qwen3-Next. Bytes are those of the states, read and written once for each token."""
     run = registry.choose(CPU, torch.bfloat16, {256}).gated_delta_rule
-    key_heads, heads, size = 16, 32, 128
+    key_heads = 16
+    heads = 32
+    size = 128
     channels = (2 * key_heads + heads) * size
     layer = DeltaRule(
         conv=torch.randn(4, channels).bfloat16(),
@@ -187,7 +196,8 @@ def delta_rule_times() -> dict[str, Timing]:
     found = {}
     for sequences, tokens in ((1, 1), (8, 1), (1, 512)):
         count = sequences * tokens
-        qkv, gates = torch.randn(count, channels).bfloat16(), torch.randn(count, 2 * heads).bfloat16()
+        qkv = torch.randn(count, channels).bfloat16()
+        gates = torch.randn(count, 2 * heads).bfloat16()
         cache = torch.zeros(sequences, 3 * channels + heads * size * size)
         lengths = (list(range(0, count + 1, tokens)), [tokens + 1] * sequences)
         us = median_us(partial(run, qkv, gates, layer, cache, range(sequences), *lengths))

@@ -131,8 +131,11 @@ def row_calls(
     kernels: registry.Kernels, model: BenchModel, count: int, random: Random
 ) -> dict[str, tuple[Callable[[], Call], int]]:
     """Return for each kernel a function that makes a call with new tensors, and the bytes that a call moves."""
-    hidden_size, intermediate_size = model.hidden_size, model.intermediate_size
-    heads, kv_heads, size = model.heads, model.kv_heads, model.head_dim
+    hidden_size = model.hidden_size
+    intermediate_size = model.intermediate_size
+    heads = model.heads
+    kv_heads = model.kv_heads
+    size = model.head_dim
     all_heads = (heads + 2 * kv_heads) * size
     weight = random(hidden_size)
     row = 2 * count * hidden_size
@@ -164,7 +167,9 @@ def row_calls(
 
 def attention_cases(model: BenchModel, batches: tuple[tuple[int, int, int], ...], random: Random) -> Iterator[Case]:
     """Compare with torch's attention over contiguous keys and values and, from torch 2.12 on, over a block table."""
-    heads, kv_heads, size = model.heads, model.kv_heads, model.head_dim
+    heads = model.heads
+    kv_heads = model.kv_heads
+    size = model.head_dim
     scale = size**-0.5
     kernels = registry.choose(random(0).device, BF16, {size})
 
@@ -307,7 +312,8 @@ def graph_us(case: Case) -> float:
 
 def measure_limits(random: Random) -> tuple[float, float]:
     """Return the GB/s of a memory copy and the GFLOP/s of a bfloat16 matrix product."""
-    source, square = random(1 << 30), random(8192, 8192)
+    source = random(1 << 30)
+    square = random(8192, 8192)
     copied = Case("copy", lambda: partial(torch.empty_like(source).copy_, source), 4 << 30)
     product = Case("product", lambda: partial(torch.mm, square, square), 1 << 30)
     return copied.num_bytes / graph_us(copied) / 1000, 2 * 8192**3 / graph_us(product) / 1000

@@ -87,7 +87,8 @@ def gated_delta_rule(
     inputs, states = layer.split_cache(cache)
     output = torch.empty((len(qkv), layer.heads, layer.value_dim), dtype=qkv.dtype, device=qkv.device)
     for number, slot in enumerate(slots):
-        first, end = query_starts[number], query_starts[number + 1]
+        first = query_starts[number]
+        end = query_starts[number + 1]
         if context_lens[number] == end - first:
             inputs[slot] = 0.0
             states[slot] = 0.0

@@ -54,9 +54,11 @@ def pack(
     most_rows = few_sizes(min(max(TRIAL_COST // weight.numel(), FEWEST_ROWS), MOST_ROWS))
     if _onednn_works(weight.dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-        layer, route = _FewSizes(_OneDNNLinear(packed, bias), most_rows, multiple=1), "oneDNN"
+        layer = _FewSizes(_OneDNNLinear(packed, bias), most_rows, multiple=1)
+        route = "oneDNN"
     else:
-        layer, route = _FewSizes(Functional(weight, bias), most_rows, multiple=16), "torch"
+        layer = _FewSizes(Functional(weight, bias), most_rows, multiple=16)
+        route = "torch"
     kind = LayerKind(route, weight.shape[0], weight.shape[1], weight.dtype)
     return (guard or Guard()).make_invariant(layer, kind, most_rows)
 
@@ -65,7 +67,8 @@ def pack_heads(weight: Tensor, *, pack: Callable[[Tensor], Linear] = pack) -> Li
     """Build one product per head: x (rows, heads, inputs) -> (rows, heads, outputs). weight: (heads, outputs, inputs).
     pack: packs the weight of one head, on a CPU; elsewhere the product is one batched product."""
     if weight.device.type == "cpu":
-        heads, shape = [pack(one) for one in weight], weight.shape[:2]
+        heads = [pack(one) for one in weight]
+        shape = weight.shape[:2]
 
         def one_by_one(x: Tensor) -> Tensor:
             y = x.new_empty((x.shape[0], *shape))

@@ -65,13 +65,15 @@ class GroupedWeight:
             None if one is None else one[:, groups] for one in (self.scales, self.zeros, self.minimums)
         )
         assert scales is not None
-        codes, offset = self.codes[:, start : start + count], start % self.group_size
+        codes = self.codes[:, start : start + count]
+        offset = start % self.group_size
         return replace(self, codes=codes, scales=scales, zeros=zeros, minimums=minimums, offset=offset)
 
     def is_like(self, other: GroupedWeight) -> bool:
         """Whether the rows of both can be one weight."""
         for one in fields(self):
-            mine, theirs = getattr(self, one.name), getattr(other, one.name)
+            mine = getattr(self, one.name)
+            theirs = getattr(other, one.name)
             if one.name in ROWWISE:
                 same = (mine is None) == (theirs is None) and (mine is None or mine.dtype == theirs.dtype)
             elif isinstance(mine, Tensor) and isinstance(theirs, Tensor):

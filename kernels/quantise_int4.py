@@ -35,10 +35,12 @@ def quantise_int4(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tens
 
 def _quantise_groups(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """x: (rows, groups, size) float32 -> codes of its shape, scales and zero points (rows, groups)."""
-    low, high = x.amin(-1).clamp_max_(0.0), x.amax(-1).clamp_min_(0.0)
+    low = x.amin(-1).clamp_max_(0.0)
+    high = x.amax(-1).clamp_min_(0.0)
     best_error = torch.full_like(low, torch.inf)
     best_codes = torch.zeros_like(x, dtype=torch.uint8)
-    best_scales, best_zeros = (high - low) / TOP, torch.full_like(low, MIDDLE)
+    best_scales = (high - low) / TOP
+    best_zeros = torch.full_like(low, MIDDLE)
     for part in RANGES:
         scales = ((high - low) * (part / TOP)).half().float()
         divisors = torch.where(scales > 0, scales, 1.0)

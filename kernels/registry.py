@@ -206,7 +206,9 @@ def with_library(path: Path | None, dtype: torch.dtype) -> Kernels | str:
         return f"no kernel was compiled for {dtype}"
     try:
         found = library.Library(path)
-        rows, packer, lora = RowKernels(found), Packer(found), CompiledLoRA(found)
+        rows = RowKernels(found)
+        packer = Packer(found)
+        lora = CompiledLoRA(found)
         delta_kernel = DeltaRuleKernel(found)
     except (OSError, AttributeError) as error:  # the latter: compiled from older sources
         return f"the compiled kernels cannot be loaded: {error}"

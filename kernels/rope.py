@@ -70,7 +70,8 @@ def apply_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
     query: (tokens, heads, head_dim), key: (tokens, kv_heads, head_dim); cos, sin: (tokens, head_dim / 2) float32.
     Computed in float32 and rounded once. Returns new tensors like query and key.
     """
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    cos = cos.unsqueeze(1)
+    sin = sin.unsqueeze(1)
     return _rotate(query, cos, sin), _rotate(key, cos, sin)
 
 

@@ -62,7 +62,8 @@ def sampling_times(random: Random, vocabulary: int, row_counts: Sequence[int]) -
 def report(times: Mapping[str, Timing], bandwidth: float, peak: float) -> None:
     """Print the times, with their shares of bandwidth (GB/s) and peak (GFLOP/s)."""
     for name, timed in times.items():
-        gigabytes, gigaflops = timed.num_bytes / timed.us / 1000, timed.operations / timed.us / 1000
+        gigabytes = timed.num_bytes / timed.us / 1000
+        gigaflops = timed.operations / timed.us / 1000
         reads = f"{gigabytes:7.1f} GB/s {gigabytes / bandwidth:5.0%}"
         print(f"{name:50} {timed.us:9.1f} us {reads} {gigaflops:8.0f} GFLOP/s {gigaflops / peak:5.0%}")
     print(json.dumps({name: round(timed.us, 1) for name, timed in times.items()}))

@@ -74,13 +74,15 @@ def write_charts(path: Path, title: str, charts: Sequence[Chart]) -> None:
 def draw_charts(title: str, charts: Sequence[Chart]) -> bytes:
     """An SVG document."""
     rows = math.ceil(len(charts) / PER_ROW)
-    width, height = PER_ROW * WIDTH, TITLE_HEIGHT + rows * HEIGHT
+    width = PER_ROW * WIDTH
+    height = TITLE_HEIGHT + rows * HEIGHT
     root = Element("svg", xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width} {height}", role="img")
     SubElement(root, "title").text = title
     SubElement(root, "style").text = STYLE
     _write(root, LEFT, 24, title, "start").set("class", "heading")
     for number, chart in enumerate(charts):
-        x, y = number % PER_ROW * WIDTH, TITLE_HEIGHT + number // PER_ROW * HEIGHT
+        x = number % PER_ROW * WIDTH
+        y = TITLE_HEIGHT + number // PER_ROW * HEIGHT
         _draw_chart(SubElement(root, "g", transform=f"translate({x} {y})"), chart)
     document: bytes = tostring(root, encoding="utf-8", xml_declaration=True)
     return document
@@ -88,13 +90,15 @@ def draw_charts(title: str, charts: Sequence[Chart]) -> bytes:
 
 def _draw_chart(group: Element, chart: Chart) -> None:
     _write(group, LEFT, 20, chart.title, "start").set("class", "heading")
-    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    bottom = HEIGHT - BOTTOM
+    right = WIDTH - RIGHT
     if not chart.points:
         _write(group, (LEFT + right) / 2, (TOP + bottom) / 2, "nothing measured", "middle")
         return
     x_ticks = list(find_ticks(max(x for x, _ in chart.points)))
     y_ticks = list(find_ticks(max(y for _, y in chart.points)))
-    x_scale, y_scale = (right - LEFT) / x_ticks[-1], (bottom - TOP) / y_ticks[-1]
+    x_scale = (right - LEFT) / x_ticks[-1]
+    y_scale = (bottom - TOP) / y_ticks[-1]
     for tick in x_ticks:
         x = LEFT + tick * x_scale
         SubElement(group, "path", {"class": "grid", "d": f"M{x:.1f} {TOP}V{bottom}"})

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-_DIM, _BOLD, _PLAIN = "\x1b[2m", "\x1b[1m", "\x1b[0m"
+_DIM = "\x1b[2m"
+_BOLD = "\x1b[1m"
+_PLAIN = "\x1b[0m"
 # A model's text must not move the cursor or change the terminal.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 MAX_HISTORY = 1000

@@ -38,7 +38,8 @@ ODD_SIZES = (1, 7, 1023, 65_537)  # elements
 
 def all_reduce(task: AllReduceTask) -> list[AllReduceResult]:
     """Called on all hosts at the same time. Errors are part of the result."""
-    rank, size = task.rank, task.size
+    rank = task.rank
+    size = task.size
     results: list[AllReduceResult] = []
     backend = "gloo"
     try:

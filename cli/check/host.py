@@ -48,7 +48,8 @@ def examine(rank: int, address: str, probe_port: int, model: str | None) -> Host
         if directory is not None and gpus == 0:
             invariance = check_invariance(directory)
     except ModelError as problem:
-        fingerprint, error = hosts.fingerprint(None), str(problem)
+        fingerprint = hosts.fingerprint(None)
+        error = str(problem)
     return HostReport(
         rank=rank,
         name=socket.gethostname(),

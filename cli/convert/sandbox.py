@@ -19,11 +19,18 @@ SYSCALLS = {  # by machine: number of seccomp(2), architecture as in linux/audit
 }
 """Forbidden: socket, connect, socketpair, fork, vfork, execve, execveat, kill and tkill, ptrace, process_vm_readv and
 _writev, io_uring_setup, pidfd_getfd."""
-SET_MODE_FILTER, ALL_THREADS, NO_NEW_PRIVILEGES = 1, 1, 38
+SET_MODE_FILTER = 1
+ALL_THREADS = 1
+NO_NEW_PRIVILEGES = 38
 OTHER_ABI = 0x40000000  # x86_64 has its calls once more from this number on
-LOAD, EQUALS, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
-ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
-NUMBER_OFFSET, ARCHITECTURE_OFFSET = 0, 4
+LOAD = 0x20
+EQUALS = 0x15
+AT_LEAST = 0x35
+RETURN = 0x06
+ALLOW = 0x7FFF0000
+REFUSE = 0x00050000 | errno.EPERM
+NUMBER_OFFSET = 0
+ARCHITECTURE_OFFSET = 4
 
 
 class SandboxError(Exception):

@@ -84,7 +84,8 @@ def divide(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     for name, tensor in tensors.items():
         if group and taken + tensor.nbytes > FILE_BYTES:
             yield group
-            group, taken = {}, 0
+            group = {}
+            taken = 0
         group[name] = tensor
         taken += tensor.nbytes
     yield group

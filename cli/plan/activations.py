@@ -243,7 +243,9 @@ def _delta_net_peak(step: LargestStep, mixer: DeltaNetSpec, hidden_size: int, sh
     """Of the compiled kernel on a CPU. On a GPU, where a sequence's tokens are computed one after the other, of one
     that takes the whole step."""
     head_share = shard.attention(mixer)
-    tokens, heads, key_heads = step.tokens, len(head_share.heads), len(head_share.kv_heads)
+    tokens = step.tokens
+    heads = len(head_share.heads)
+    key_heads = len(head_share.kv_heads)
     values = tokens * heads * mixer.value_dim
     output_peak, _ = step.linear(tokens, heads * mixer.value_dim, hidden_size)
     if heads == 0:

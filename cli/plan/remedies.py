@@ -58,7 +58,8 @@ def find_remedies(
 
 def describe_shortage(plan: MemoryPlan, remedies: list[Remedy]) -> str:
     """One line for a model that does not fit: how much is missing, what that counts, and what to change."""
-    chosen, config = plan.chosen, plan.config
+    chosen = plan.chosen
+    config = plan.config
     advice = ", or ".join(remedy.text for remedy in remedies)
     if chosen.missing_devices:
         count = config.data_parallel_size
@@ -113,7 +114,9 @@ class _Search:
 
     def shorten(self, plan: MemoryPlan) -> Remedy | None:
         """The longest requests that fit in the layout of the plan."""
-        layout, tokens, longest = plan.chosen.layout, plan.chosen.cache_tokens, plan.config.max_model_len
+        layout = plan.chosen.layout
+        tokens = plan.chosen.cache_tokens
+        longest = plan.config.max_model_len
         for _ in range(MAX_LENGTHS_TRIED):
             if not 0 < tokens < longest or not self._keeps(layout):
                 return None
@@ -121,7 +124,8 @@ class _Search:
             remedy = self.try_layout(f"{text} with", {"max_model_len": tokens}, layout)
             if remedy is not None:
                 return replace(remedy, text=text) if self.states_layout else remedy
-            longest, tokens = tokens, tokens * 9 // 10
+            longest = tokens
+            tokens = tokens * 9 // 10
         return None
 
     def run_fewer_engines(self, plan: MemoryPlan) -> Remedy | None:

@@ -124,7 +124,8 @@ def _is_packed(spec: ModelSpec) -> bool:
 
 
 def _list_embedding(spec: ModelSpec, shard: Shard, device: str) -> Iterator[LinearWeight | OtherWeight]:
-    vocabulary, inputs = len(shard.vocabulary(spec.vocab_size)), spec.embedding_size or spec.hidden_size
+    vocabulary = len(shard.vocabulary(spec.vocab_size))
+    inputs = spec.embedding_size or spec.hidden_size
     if not _is_packed(spec):
         yield OtherWeight(vocabulary * inputs)
     elif not (spec.tie_word_embeddings and spec.lm_head and shard.is_last):  # else the head is looked up
@@ -243,12 +244,14 @@ class _LayerWeights:
 
     def _list_delta_net(self, mixer: DeltaNetSpec) -> Iterator[LinearWeight | OtherWeight]:
         head_share = self.shard.attention(mixer)
-        heads, key_heads = len(head_share.heads), len(head_share.kv_heads)
+        heads = len(head_share.heads)
+        key_heads = len(head_share.kv_heads)
         size = mixer.value_dim
         yield self._output(range(head_share.heads.start * size, head_share.heads.stop * size), mixer)
         if heads == 0:
             return
-        keys, values = key_heads * mixer.key_dim, heads * size
+        keys = key_heads * mixer.key_dim
+        values = heads * size
         sizes = {"attention.q": keys, "attention.k": keys, "attention.v": values, "attention.z": values}
         yield from self._merged(sizes, self.hidden_size, False)
         yield LinearWeight(2 * mixer.num_heads, self.hidden_size)  # gates
@@ -304,11 +307,14 @@ class _LayerWeights:
 
     def _output(self, inputs: range, attention: AnyAttentionSpec) -> LinearWeight:
         if isinstance(attention, DeltaNetSpec):
-            bias, size = False, attention.value_dim
+            bias = False
+            size = attention.value_dim
         elif isinstance(attention, MLASpec):
-            bias, size = attention.bias, attention.v_head_dim
+            bias = attention.bias
+            size = attention.v_head_dim
         else:
-            bias, size = attention.output_bias, attention.head_dim
+            bias = attention.output_bias
+            size = attention.head_dim
         is_part = len(inputs) < attention.num_heads * size
         return self._linear("attention.output", self.hidden_size, inputs, bias and self.shard.tp_rank == 0, is_part)
 

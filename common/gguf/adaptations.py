@@ -36,7 +36,8 @@ def _adapt_deepseek(config: Config, file: Metadata) -> None:
     is_v3 = file.take("expert_gating_func") == SIGMOID
     config["architectures"] = [f"Deepseek{'V3' if is_v3 else 'V2'}ForCausalLM"]
     default = DEFAULT_GROUPS.get(_integer(config.get("n_routed_experts")), (1, 1))
-    count, used = file.take("expert_group_count"), file.take("expert_group_used_count")
+    count = file.take("expert_group_count")
+    used = file.take("expert_group_used_count")
     config["n_group"], config["topk_group"] = (count, used) if count else default
     is_grouped = config["n_group"] != 1
     config["topk_method"] = "noaux_tc" if is_v3 else "group_limited_greedy" if is_grouped else "greedy"
@@ -53,7 +54,8 @@ def _adapt_deepseek(config: Config, file: Metadata) -> None:
 
 
 def _adapt_yarn(config: Config, file: Metadata) -> None:
-    multiplier, scaling = file.take("rope.scaling.yarn_log_multiplier"), config.get("rope_scaling")
+    multiplier = file.take("rope.scaling.yarn_log_multiplier")
+    scaling = config.get("rope_scaling")
     if isinstance(multiplier, float) and isinstance(scaling, dict):
         scale = round(multiplier / YARN_LOG_FACTOR, 6)
         config["rope_scaling"] = scaling | {"mscale": scale, "mscale_all_dim": scale}
@@ -112,7 +114,8 @@ def _adapt_mpt(config: Config, file: Metadata) -> None:
         raise file.refuse("attention.max_alibi_bias", "is not supported: the positions must be those of ALiBi")
     clip = file.take("attention.clamp_kqv") or None
     config["attn_config"] = {"alibi": True, "alibi_bias_max": bias, "clip_qkv": clip}
-    width, inner = _integer(config["hidden_size"]), _integer(config.pop("intermediate_size", None))
+    width = _integer(config["hidden_size"])
+    inner = _integer(config.pop("intermediate_size", None))
     config["expansion_ratio"], rest = divmod(inner, width)
     if rest:
         raise file.refuse("feed_forward_length", f"is not a multiple of embedding_length {width}")

@@ -23,7 +23,8 @@ MOST_DIMENSIONS = 4
 LARGEST_DIMENSION = 1 << 40
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,8 @@ def _build_unigram(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def _build_sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
-    tokens, scores = vocabulary.tokens, [float(score) for score in vocabulary.scores]
+    tokens = vocabulary.tokens
+    scores = [float(score) for score in vocabulary.scores]
     if not scores:
         raise vocabulary.refuse("tokenizer.ggml.scores", "is missing")
     if vocabulary.is_gemma:

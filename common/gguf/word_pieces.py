@@ -11,7 +11,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 WORD_BEGIN = "\u2581"
 LONGEST_WORD = 100  # characters; longer ones are unknown
-UNKNOWN, FIRST, LAST = "[UNK]", "[CLS]", "[SEP]"
+UNKNOWN = "[UNK]"
+FIRST = "[CLS]"
+LAST = "[SEP]"
 
 
 def restore_pieces(tokens: Sequence[str], is_special: Sequence[bool]) -> list[str]:

@@ -7,7 +7,8 @@ is a piece, and so is what lies between matches.
 from __future__ import annotations
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -29,7 +29,9 @@ def _check_scaling(options: Options) -> None:
     """Refuse bounds that contradict each other, and engines that cannot come and go."""
     if not options.is_scalable:
         return
-    fewest, size, most = options.min_engines, options.data_parallel_size, options.max_engines
+    fewest = options.min_engines
+    size = options.data_parallel_size
+    most = options.max_engines
     if not fewest <= size <= most:
         raise OptionError(
             f"--data-parallel-size: {size} is not between --data-parallel-min {fewest} and --data-parallel-max {most}"
@@ -136,7 +138,9 @@ def _check_nodes(options: Options) -> None:
 
 def _check_shares(options: Options) -> None:
     """Refuse hosts without ranks."""
-    engines, nodes, split = options.data_parallel_size, options.nnodes, options.data_parallel_split
+    engines = options.data_parallel_size
+    nodes = options.nnodes
+    split = options.data_parallel_split
     if split is not None:
         if len(split) != nodes:
             raise OptionError(f"--data-parallel-split: {len(split)} numbers, but --nnodes is {nodes}")

@@ -244,7 +244,8 @@ def _join_module(item: object) -> object:
     unknown = [key for key in item if key not in ("name", "path")]
     if unknown:
         raise ValueError(f"{unknown[0]!r} is not supported, only 'name' and 'path'; the parent is the served model")
-    name, path = item.get("name"), item.get("path")
+    name = item.get("name")
+    path = item.get("path")
     if not isinstance(name, str) or not isinstance(path, str) or "=" in name:
         raise ValueError('expected {"name": NAME, "path": DIRECTORY}')
     return f"{name}={path}"

@@ -34,7 +34,8 @@ def choose_executor(facts: ExecutorFacts) -> ExecutorChoice:
     """Raises OptionError for an executor that cannot run this many ranks, CapacityError if there are too few GPUs."""
     if facts.local_ranks is not None:
         return _choose_for_nodes(facts, facts.local_ranks)
-    ranks, gpus = facts.num_ranks, facts.num_gpus
+    ranks = facts.num_ranks
+    gpus = facts.num_gpus
     if facts.asked == "inprocess" and ranks > 1:
         raise OptionError(f"--distributed-executor-backend: inprocess runs one rank, not {ranks}; use mp or ray")
     if facts.asked == "mp" and gpus is not None and gpus < ranks:

@@ -24,7 +24,8 @@ from serve_llm.engine.parallel.shm_ring import Ring
 
 MESSAGE_BYTES = 1 << 20  # size of a ring for steps or results; longer messages pass through in pieces
 GROUP_BYTES = 1 << 20  # size of a rank's ring in its group: half of it stays in a core's cache
-MIN_LINK_BYTES, MAX_LINK_BYTES = 1 << 16, 1 << 26
+MIN_LINK_BYTES = 1 << 16
+MAX_LINK_BYTES = 1 << 26
 NO_RINGS = RankRings([], None, None)
 
 

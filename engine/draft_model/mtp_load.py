@@ -18,7 +18,8 @@ from serve_llm.kernels.registry import Kernels
 
 def load_mtp_head(draft: DraftModelConfig, kernels: Kernels) -> MTPHead:
     """The MTP layer with its weights, and the served model's embedding, final norm and LM head. Raises ModelError."""
-    config, mtp = draft.config, draft.mtp
+    config = draft.config
+    mtp = draft.mtp
     assert mtp is not None, "no MTP layer"
     dtype: torch.dtype = getattr(torch, config.dtype)
     device = torch.device(config.device)

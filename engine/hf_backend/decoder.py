@@ -122,7 +122,8 @@ class PretrainedDecoder:
     def forward(self, inputs: StepInputs, caches: Sequence[Tensor], rows: Tensor | None = None) -> Tensor:
         """See `Decoder.forward`."""
         step = _StepContext(self, inputs, caches)
-        ids, positions = inputs.ids.unsqueeze(0), inputs.positions.unsqueeze(0)
+        ids = inputs.ids.unsqueeze(0)
+        positions = inputs.positions.unsqueeze(0)
         hidden: Tensor = self._body(input_ids=ids, position_ids=positions, use_cache=False, step=step)[0][0]
         return hidden if rows is None else hidden[rows]
 
@@ -159,7 +160,8 @@ class _StepContext:
     caches: Sequence[Tensor]
 
     def attend(self, call: Call) -> Tensor:
-        decoder, inputs = self.decoder, self.inputs
+        decoder = self.decoder
+        inputs = self.inputs
         shape = decoder.attention_shapes[call.module]
         layer = decoder.layer_of[call.module]
         cache = self.caches[layer]

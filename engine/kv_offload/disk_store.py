@@ -142,7 +142,8 @@ class DiskBlockStore:
         return [self._count(result) for result in arrived]
 
     def _count(self, result: _Result) -> FinishedTransfer:
-        stats, outcome = self.stats, result.outcome
+        stats = self.stats
+        outcome = result.outcome
         if result.is_read:
             self._measure(result)
         if outcome is _TransferOutcome.READ:

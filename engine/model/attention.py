@@ -40,7 +40,8 @@ class Attention:
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """x: (tokens, hidden_size) -> (tokens, hidden_size). Writes the new tokens' KV to the layer's cache."""
-        step, group = inputs.step, inputs.group
+        step = inputs.step
+        group = inputs.group
         output = self.paged_attention(
             self._compute_query(x, inputs),
             inputs.cache,

@@ -65,7 +65,8 @@ def read_autoround(config: ConfigReader) -> DynamicModules:
     they are not quantised."""
     layouts: dict[str, Literal["awq", "gptq"]] = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
     layout = config.choice("packing_format", layouts, "")
-    bits, size = _read_bits(config, None), _read_group_size(config, config.integer("group_size", None, lowest=-1))
+    bits = _read_bits(config, None)
+    size = _read_group_size(config, config.integer("group_size", None, lowest=-1))
     if layout == "awq" and bits != 4:
         raise ModelError(f"config.json: quantization_config: AWQ with {bits} bits is not supported (supported: 4)")
     whole = PackedIntegers(layout, bits, size, config.flag("sym", True))

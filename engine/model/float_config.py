@@ -64,7 +64,8 @@ def read_modelopt(config: ConfigReader) -> MarkedModules:
 
 def read_bitsandbytes(config: ConfigReader) -> MarkedModules:
     """Raises ModelError unless it is one of 4 and 8 bits."""
-    is_int8, is_4_bits = config.flag("load_in_8bit", False), config.flag("load_in_4bit", False)
+    is_int8 = config.flag("load_in_8bit", False)
+    is_4_bits = config.flag("load_in_4bit", False)
     # `_load_in_*` repeat the keys without the line; the rest says how the writer's machine computed.
     config.ignore("_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "llm_int8_enable_fp32_cpu_offload")
     config.ignore("llm_int8_has_fp16_weight", "llm_int8_threshold")

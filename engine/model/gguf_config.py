@@ -105,7 +105,8 @@ class GGUFTensors:
 def read_gguf_config(config: ConfigReader) -> GGUFTensors:
     """The caller ends with config.done()."""
     architecture = config.text("architecture") or ""
-    unused, joins_qkv = config.integer("unused_layers", 0, lowest=0, highest=100), config.flag("joins_qkv", False)
+    unused = config.integer("unused_layers", 0, lowest=0, highest=100)
+    joins_qkv = config.flag("joins_qkv", False)
     types: dict[str, str] = {}
     if (tensors := config.inner("tensors")) is not None:
         names = {name: name for name in FORMS}

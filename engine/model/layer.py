@@ -128,7 +128,8 @@ class ParallelTwoNormsLayer(DecoderLayer):
     def forward(self, residual: Tensor, x: Tensor, inputs: AttentionInputs, selected: Tensor | None) -> Hidden:
         attention_output = self.attention.forward(x, inputs)
         if selected is not None:
-            residual, attention_output = residual[selected], attention_output[selected]
+            residual = residual[selected]
+            attention_output = attention_output[selected]
         x = self.ffn_norm(residual)
         residual = residual + attention_output
         del attention_output

@@ -204,7 +204,8 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
         spec, weights = apply_gguf(stored, spec, weights)
         types = stored
         grouped = _grouped(lambda rule: types.find_form(rule.source), spec, weights)
-        embedding, head = types.find_form(weights.embedding), types.find_form(weights.head)
+        embedding = types.find_form(weights.embedding)
+        head = types.find_form(weights.head)
         if grouped is not None or embedding is not None or head is not None:
             grouped = replace(grouped or GroupedSpec(in_checkpoint=True, default=None), embedding=embedding, head=head)
         return replace(spec, grouped=grouped), weights

@@ -73,7 +73,8 @@ def _unscaled_frequencies(base: float, head_dim: int) -> Tensor:
 
 def _llama3_frequencies(unscaled: Tensor, scaling: Llama3Scaling) -> Tensor:
     wavelength = 2 * math.pi / unscaled
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    low = scaling.low_frequency_factor
+    high = scaling.high_frequency_factor
     # 0 for wavelengths above original_length / low: divide by factor; 1 for those below original_length / high: keep
     smooth = ((scaling.original_length / wavelength - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * unscaled / scaling.factor + smooth * unscaled
@@ -84,10 +85,13 @@ def _yarn_frequencies(unscaled: Tensor, scaling: YarnScaling, base: float, head_
         """The (fractional) pair of dimensions that makes this many rotations over the original length."""
         return head_dim * math.log(scaling.original_length / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-    first, last = find_dimension(scaling.beta_fast), find_dimension(scaling.beta_slow)
+    first = find_dimension(scaling.beta_fast)
+    last = find_dimension(scaling.beta_slow)
     if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, head_dim - 1)
     width = max(last - first, 0.001) if first == last else last - first
     ramp = ((torch.arange(head_dim // 2).float() - first) / width).clamp(0, 1)  # 0: unscaled, 1: divided by factor
     return unscaled / scaling.factor * ramp + unscaled * (1 - ramp)

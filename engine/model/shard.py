@@ -48,7 +48,8 @@ class Shard:
         """Whether this rank holds a part of the parameter. Not for embedding.weight and head.weight."""
         kind, *rest = parameter.split(".")
         if kind == "layers":
-            mixer, ffn = spec.layers[int(rest[0])].attention, spec.layers[int(rest[0])].ffn
+            mixer = spec.layers[int(rest[0])].attention
+            ffn = spec.layers[int(rest[0])].ffn
             elsewhere = rest[2] == "experts" and isinstance(ffn, MoESpec) and int(rest[3]) not in self.experts(ffn)
             if isinstance(mixer, MLASpec | DeltaNetSpec) and rest[1] == "attention" and rest[2] != "output":
                 elsewhere = not self.attention(mixer).heads
@@ -164,7 +165,8 @@ def split_model_layers(
 
 def layer_cost(layer: LayerSpec, width: int) -> float:
     """Number of weights read per step, to which its time is proportional. The tokens of a busy step use all experts."""
-    mixer, ffn = layer.attention, layer.ffn
+    mixer = layer.attention
+    ffn = layer.ffn
     attention = _mixer_cost(mixer, width)
     if isinstance(ffn, MLPSpec):
         return attention + mlp_cost(ffn, width)
@@ -174,11 +176,13 @@ def layer_cost(layer: LayerSpec, width: int) -> float:
 
 def _mixer_cost(mixer: AnyAttentionSpec, width: int) -> float:
     if isinstance(mixer, DeltaNetSpec):
-        keys, values = mixer.num_kv_heads * mixer.key_dim, mixer.num_heads * mixer.value_dim
+        keys = mixer.num_kv_heads * mixer.key_dim
+        values = mixer.num_heads * mixer.value_dim
         return width * (2 * keys + 3 * values + 2 * mixer.num_heads)
     if not isinstance(mixer, MLASpec):
         return width * mixer.head_dim * ((3 if mixer.output_gate else 2) * mixer.num_heads + 2 * mixer.num_kv_heads)
-    query, value = mixer.qk_nope_head_dim + mixer.qk_rope_head_dim, mixer.qk_nope_head_dim + mixer.v_head_dim
+    query = mixer.qk_nope_head_dim + mixer.qk_rope_head_dim
+    value = mixer.qk_nope_head_dim + mixer.v_head_dim
     rank = mixer.q_lora_rank
     queries = width * mixer.num_heads * query if rank is None else rank * (width + mixer.num_heads * query)
     keys = width * mixer.head_dim + mixer.kv_lora_rank * mixer.num_heads * value

@@ -9,7 +9,9 @@ from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.weight_format import MarkedModules, ScaledNumbers, Strategy, TorchaoInt4, WeightFormat
 
-WEIGHT, SCALE, ZERO_POINT = "_weight_qdata", "_weight_scale", "_weight_zero_point"
+WEIGHT = "_weight_qdata"
+SCALE = "_weight_scale"
+ZERO_POINT = "_weight_zero_point"
 STRATEGIES: dict[str, Strategy] = {
     "PerTensor": "tensor",
     "PerRow": "channel",

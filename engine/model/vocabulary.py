@@ -21,7 +21,8 @@ class VocabularyTables:
     """Loads the embedding and the LM head. A rank that has the embedding loads it first."""
 
     def __init__(self, spec: ModelSpec, builder: ModelBuilder) -> None:
-        self._spec, self._builder = spec, builder
+        self._spec = spec
+        self._builder = builder
         self._shape = spec.vocab_size, spec.embedding_size or spec.hidden_size
         self._part = Part(0, builder.shard.vocabulary(spec.vocab_size))
         self._tied: Tensor | Table | None = None  # the embedding, if it is the head's weight too
@@ -42,7 +43,8 @@ class VocabularyTables:
 
     def load_head(self) -> Linear:
         """Hidden states (rows, embedding size) -> logits of the rank's part of the vocabulary."""
-        builder, tied = self._builder, self._tied
+        builder = self._builder
+        tied = self._tied
         builder.scoped("head").describe("VocabParallelLMHead" + ("" if tied is None else " (tied to the embedding)"))
         head = self._load_linear()
         if builder.lora is None:
@@ -51,7 +53,9 @@ class VocabularyTables:
         return builder.lora.wrap_head(head, self._bias, part)
 
     def _load_linear(self) -> Linear:
-        spec, builder, tied = self._spec, self._builder, self._tied
+        spec = self._spec
+        builder = self._builder
+        tied = self._tied
         if isinstance(tied, Table):
             return tied.multiply
         name = "embedding.weight" if spec.tie_word_embeddings else "head.weight"

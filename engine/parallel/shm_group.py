@@ -98,7 +98,8 @@ class ShmGroup:
 
     def _add(self, x: Tensor) -> None:
         """Replace `x` by the sum over ranks: read the same number of elements from every other rank."""
-        total, size = self._total[: len(x)], x.nbytes
+        total = self._total[: len(x)]
+        size = x.nbytes
         for other in range(self.size):
             part = x
             if other != self.rank:
@@ -128,7 +129,8 @@ class ShmGroup:
         parts[self.rank].copy_(outgoing[self.rank])
         unit = x.itemsize * math.prod(x.shape[1:])
         start = sum(map(len, outgoing[: self.rank])) * unit
-        before, behind = _bytes(x)[:start], _bytes(x)[start + len(outgoing[self.rank]) * unit :]
+        before = _bytes(x)[:start]
+        behind = _bytes(x)[start + len(outgoing[self.rank]) * unit :]
         spans = {other: _RowRange.from_counts(rows[other], other, self.rank, unit) for other in self._readers}
         views = {other: _bytes(parts[other]) for other in self._readers}
         longest = max(len(before) + len(behind), *(span.length for span in spans.values()))
@@ -179,7 +181,8 @@ class _RowRange(NamedTuple):
     def clip(self, piece: slice) -> tuple[int, slice, int]:
         """For a piece of the stream: bytes to skip, the slice of the reader's bytes that follows, bytes to skip after
         it."""
-        first, last = min(piece.start, self.length), min(piece.stop, self.length)
+        first = min(piece.start, self.length)
+        last = min(piece.stop, self.length)
         start, stop = (min(max(border, first), last) for border in (self.start, self.stop))
         return start - first, slice(start - self.start, stop - self.start), last - stop
 

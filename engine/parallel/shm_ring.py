@@ -87,7 +87,8 @@ class Writer:
         makes no room for `seconds`, ChannelClosed when the ring is closed meanwhile.
         """
         source = memoryview(data)
-        ring, capacity = self._ring, self._ring.capacity
+        ring = self._ring
+        capacity = self._ring.capacity
         done = 0
         while done < len(source):
             # at most a quarter at a time, so that readers copy while the next piece is written
@@ -101,7 +102,8 @@ class Writer:
 
     def _wait_for_room(self, seconds: float | None, meanwhile: Callable[[], None] | None) -> int:
         """Wait for free bytes; returns their number, at least one."""
-        words, capacity = self._words, self._ring.capacity
+        words = self._words
+        capacity = self._ring.capacity
         deadline = _deadline(seconds)
         while True:
             used, slowest = max((self._written - words[line] & _MASK, line) for line in self._lines)
@@ -155,7 +157,8 @@ class Reader:
 
         Raises TimeoutError if nothing arrives for `seconds` (None: no limit), ChannelClosed when the ring is closed.
         """
-        ring, capacity = self._ring, self._ring.capacity
+        ring = self._ring
+        capacity = self._ring.capacity
         done = 0
         while done < len(target):
             size = min(len(target) - done, self._available(seconds))

@@ -37,7 +37,8 @@ class CodeMatrix:
         return weight
 
     def _dequantise_rows(self, rows: slice) -> Tensor:
-        codes, scales = self.codes[rows], self.scales[rows].float()
+        codes = self.codes[rows]
+        scales = self.scales[rows].float()
         if self.zeros is not None:
             weight = codes.float()
             weight -= self.zeros[rows][:, self.groups]
@@ -56,11 +57,13 @@ def build_grouped_weight(matrix: CodeMatrix, first: int) -> GroupedWeight | None
 
     first: the number of the matrix's first input in the module.
     """
-    inputs, group_size = matrix.codes.shape[1], matrix.group_size
+    inputs = matrix.codes.shape[1]
+    group_size = matrix.group_size
     positions = torch.arange(inputs)
     groups = matrix.groups.cpu()
     offset = first % group_size
-    codes, order = matrix.codes, None
+    codes = matrix.codes
+    order = None
     if not torch.equal((positions + offset) // group_size, groups):
         order = groups.argsort(stable=True)
         offset = 0

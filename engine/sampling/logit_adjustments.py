@@ -185,7 +185,9 @@ def _pack_entries(
     places = keys >> 32
     kept = ~is_limited[places] | (occurrences[firsts] & 3 == _NAMED)
     is_in_history = (occurrences[lasts] & 3 != _NAMED)[kept]
-    counts, keys, places = counts[kept], keys[kept], places[kept]
+    counts = counts[kept]
+    keys = keys[kept]
+    places = places[kept]
 
     entries = np.zeros((len(keys), 4), np.int32)
     floats = entries.view(np.float32)

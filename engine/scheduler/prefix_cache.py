@@ -218,7 +218,8 @@ class PrefixCache:
             return
         new: list[tuple[int, int]] = []
         for index, (group, table) in enumerate(zip(self._groups, sequence.block_tables, strict=True)):
-            before, after = start // group.block_size, sequence.num_computed // group.block_size
+            before = start // group.block_size
+            after = sequence.num_computed // group.block_size
             hashes = sequence.block_hashes(group.block_size, after)
             for number in range(before, after):
                 if table[number] != RELEASED and self._pool.remember(table[number], (index, hashes[number])):

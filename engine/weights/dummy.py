@@ -84,7 +84,8 @@ def _build_weight(
         table=table,
         is_float8=form.is_float8,
     )
-    scales, divisors = factors * (DEVIATION / float(unscaled.dequantise().std())), None
+    scales = factors * (DEVIATION / float(unscaled.dequantise().std()))
+    divisors = None
     if form.has_divisors:
         scales, divisors = factors, torch.full((outputs,), float(factors.mean() / scales.mean()), device=device)
     scales = scales.to(_SCALE_DTYPES[form.scale_bytes, form.has_divisors])

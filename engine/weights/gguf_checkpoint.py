@@ -18,7 +18,9 @@ from serve_llm.engine.quantization.gguf_blocks import unpack_blocks
 from serve_llm.kernels.linear_grouped import GroupedWeight
 
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-KEY_PART, VALUE_PART, JOINT = "attn_k_b.weight", "attn_v_b.weight", "attn_kv_b.weight"
+KEY_PART = "attn_k_b.weight"
+VALUE_PART = "attn_v_b.weight"
+JOINT = "attn_kv_b.weight"
 ROW_SUFFIX = "_inp_shexp.weight"  # a matrix of one row, which some files store as a vector
 
 
@@ -96,11 +98,15 @@ class GGUFCheckpoint:
         stored = self._tensors[name]
         shape = self.shape(name)
         if len(shape) == 1:
-            shape, part = (1, *shape), (range(1), *part)
-        outer, columns = part[:-1], part[-1]
-        block, block_bytes = stored.type.block, stored.type.block_bytes
+            shape = (1, *shape)
+            part = (range(1), *part)
+        outer = part[:-1]
+        columns = part[-1]
+        block = stored.type.block
+        block_bytes = stored.type.block_bytes
         blocks = self._bytes(stored, shape, outer[0]).view(len(outer[0]), *shape[1:-1], shape[-1] // block, block_bytes)
-        first, last = columns.start // block, -(-columns.stop // block)
+        first = columns.start // block
+        last = -(-columns.stop // block)
         inner = (slice(dimension.start, dimension.stop) for dimension in outer[1:])
         count = math.prod(len(dimension) for dimension in outer)
         rows = blocks[(slice(None), *inner, slice(first, last))].reshape(count, last - first, block_bytes)

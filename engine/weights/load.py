@@ -73,7 +73,9 @@ def load_model(
     Raises ModelError if the checkpoint cannot be read or does not match spec and weight_map.
     """
     opened = open_weights(directory, spec, weight_map, dtype, device, load_format, seed)
-    spec, load, checkpoint = opened.spec, opened.load, opened.checkpoint
+    spec = opened.spec
+    load = opened.load
+    checkpoint = opened.checkpoint
     if checkpoint is not None and device.type != "cpu":
         read_ahead(checkpoint.paths)
     if checkpoint is not None and shard.is_last:
@@ -301,7 +303,9 @@ class _Progress:
     """Reports each parameter that is loaded."""
 
     def __init__(self, total: int, report: Progress) -> None:
-        self._done, self._total, self._report = 0, total, report
+        self._done = 0
+        self._total = total
+        self._report = report
 
     def _advance(self) -> None:
         self._done += 1

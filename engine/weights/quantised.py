@@ -74,7 +74,8 @@ def read_integers(
             zeros=empty,
         )
     groups = _read_groups(reader, stored, columns, inputs, size, num_groups)
-    first, last = int(groups.min()), int(groups.max())
+    first = int(groups.min())
+    last = int(groups.max())
     if first < 0 or last >= num_groups:
         raise ModelError(
             f"{reader.module}.{stored.optional[0]} names group {last if last >= num_groups else first}, but "

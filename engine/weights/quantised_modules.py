@@ -111,7 +111,8 @@ def read_stacked(
     read of each, one expert. Raises as `read_module`.
     """
     expert, rows, columns = ranges
-    stored_shape, parts = [shape[1], shape[2]], [rows, columns]
+    stored_shape = [shape[1], shape[2]]
+    parts = [rows, columns]
     block = stored.block
     if is_transposed:
         stored_shape.reverse()
@@ -276,8 +277,10 @@ def _read_state(reader: ModuleReader, stored: BitsAndBytes4, shape: tuple[int, i
         raise ModelError(f"{name} has shape {list(length)} and is not a short text")
     try:
         state = json.loads(bytes(reader.read(stored.marker, length, dtype=torch.uint8).tolist()))
-        block, nested_block = int(state["blocksize"]), int(state.get("nested_blocksize", 256))
-        offset, found = float(state.get("nested_offset", 0.0)), tuple(state["shape"])
+        block = int(state["blocksize"])
+        nested_block = int(state.get("nested_blocksize", 256))
+        offset = float(state.get("nested_offset", 0.0))
+        found = tuple(state["shape"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{name} does not describe a quantised weight: {error!r}") from None
     if found != shape or state.get("quant_type") != stored.quant_type or block < 1 or nested_block < 1:

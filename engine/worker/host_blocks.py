@@ -51,7 +51,8 @@ class HostBlocks:
             return
         with torch.cuda.stream(self._stream):
             for copy in copies:
-                source, target = self._blocks[copy.block], self._slots[copy.slot]
+                source = self._blocks[copy.block]
+                target = self._slots[copy.slot]
                 if copy.to_device:
                     source, target = target, source
                 target.copy_(source, non_blocking=True)

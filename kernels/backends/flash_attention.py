@@ -107,8 +107,10 @@ class FlashAttention:
         if value_dim is None:
             values = cache[:, 1].transpose(1, 2)
         else:  # the rotated parts of queries and keys, and apart from them those that are values as well
-            latent_query, query = query[..., :value_dim], query[..., value_dim:]
-            values, keys = keys[..., :value_dim], keys[..., value_dim:]
+            latent_query = query[..., :value_dim]
+            query = query[..., value_dim:]
+            values = keys[..., :value_dim]
+            keys = keys[..., value_dim:]
         # The lists are bounds: where a sequence has several queries, it may have all.
         is_decode = all(end - start <= 1 for start, end in pairwise(query_starts))
         max_queries = 1 if is_decode else query_starts[-1]
@@ -155,7 +157,8 @@ def try_form(paged_attention: FlashAttention, form: AttentionForm, features: Fea
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(features.dtype)
 
-    counts, contexts = (1, 9, 1), (37, 20, 0)
+    counts = (1, 9, 1)
+    contexts = (37, 20, 0)
     heads, kv_heads, parts = (16, 1, 1) if form.value_dim is not None else (4, 2, 2)
     starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
     query = draw(starts[-1], heads, form.head_dim)

@@ -51,7 +51,8 @@ class Collectives:
         """
         library = ctypes.CDLL(str(path))
         check_sources(library, "group", ctypes.sizeof(Group))
-        self._sum, self._gather = library.serve_llm_all_reduce, library.serve_llm_all_gather
+        self._sum = library.serve_llm_all_reduce
+        self._gather = library.serve_llm_all_gather
         self._sum.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
         self._gather.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
         slot_bytes = (window_bytes - library.serve_llm_window_header()) // 2 // SLOT_UNIT * SLOT_UNIT

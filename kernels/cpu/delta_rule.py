@@ -60,10 +60,12 @@ class DeltaRuleKernel:
         *,
         on_device: Lengths | None = None,
     ) -> Tensor:
-        tokens, heads = len(qkv), layer.heads
+        tokens = len(qkv)
+        heads = layer.heads
         kernel, channels = layer.conv.shape
         own_slots = array("q", slots)
-        starts, contexts = array("i", query_starts), array("i", context_lens)
+        starts = array("i", query_starts)
+        contexts = array("i", context_lens)
         mixed = torch.empty((tokens, 2 * layer.num_key_heads * layer.key_dim + heads * layer.row))
         factors = torch.empty((tokens, 2 * heads))
         output = torch.empty((tokens, heads, layer.value_dim), dtype=qkv.dtype)

@@ -39,7 +39,8 @@ def _attend(
     tokens = len(qkv)
     parts = qkv.view(tokens, 3, heads, 1, -1)
     if norms is None and angles is None:
-        query, cache = parts[:, 0, :, 0], parts[:, 1:]
+        query = parts[:, 0, :, 0]
+        cache = parts[:, 1:]
     else:
         cache = torch.empty_like(parts[:, 1:])
         query = rope_and_cache(qkv, heads, norms, angles, cache, torch.arange(tokens))

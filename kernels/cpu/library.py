@@ -106,7 +106,8 @@ class Library:
         """A kernel of rows.cpp in this variant. arguments: ctypes of what it takes."""
         variant = "avx512_bf16" if self.variant == "amx" else self.variant  # rows.cpp has nothing for matrix units
         found = self.compiled[f"serve_llm_{name}_{variant}"]
-        found.argtypes, found.restype = arguments, None
+        found.argtypes = arguments
+        found.restype = None
         return found
 
     def paged_attention(
@@ -132,7 +133,8 @@ class Library:
         else:
             part_stride = 0
         output = torch.empty((*query.shape[:2], value_dim), dtype=query.dtype)
-        starts, contexts = array("i", query_starts), array("i", context_lens)
+        starts = array("i", query_starts)
+        contexts = array("i", context_lens)
         problem = Problem(
             query=query.data_ptr(),
             query_token=query.stride(0),

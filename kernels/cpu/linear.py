@@ -51,7 +51,8 @@ class Packer:
 
     def __init__(self, library: Library) -> None:
         """Raises OSError if the library was compiled from other sources."""
-        self.compiled, self.number = library.compiled, library.number
+        self.compiled = library.compiled
+        self.number = library.number
         check_sources(self.compiled, "product", ctypes.sizeof(Product))
         self.columns: int = self.compiled.serve_llm_panel_columns(self.number)  # outputs of a panel
         self.compiled.serve_llm_linear.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
@@ -83,8 +84,12 @@ class _Packed:
         """weights: (outputs, inputs) each, of one dtype, with any distance between rows; outputs follow each other."""
         weights = [weight if weight.stride(1) == 1 else weight.contiguous() for weight in weights]
         rows = torch.cat([weight.data_ptr() + torch.arange(len(weight)) * _row_bytes(weight) for weight in weights])
-        outputs, inputs, dtype = len(rows), weights[0].shape[1], weights[0].dtype
-        self._compiled, self._variant, self._outputs = packer.compiled, packer.number, outputs
+        outputs = len(rows)
+        inputs = weights[0].shape[1]
+        dtype = weights[0].dtype
+        self._compiled = packer.compiled
+        self._variant = packer.number
+        self._outputs = outputs
         self._columns = packer.columns
         row_bytes = inputs * dtype.itemsize
         units = -(-row_bytes // UNIT)
@@ -119,14 +124,18 @@ class _Packed:
 
     def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """x: (rows, inputs) of the weight's kind -> (rows, outputs) of `dtype`."""
-        rows, row_bytes = x.shape[0], x.stride(0) * x.element_size()
+        rows = x.shape[0]
+        row_bytes = x.stride(0) * x.element_size()
         if self._missing or x.stride(1) != 1 or row_bytes % UNIT:
             x = functional.pad(x, (0, self._missing)).contiguous()
             row_bytes = x.stride(0) * x.element_size()
         y = torch.empty((rows, self._outputs), dtype=dtype)
         product = self._product
-        product.x, product.x_row, product.rows = x.data_ptr(), row_bytes, rows
-        product.y, product.y_bf16 = y.data_ptr(), dtype == torch.bfloat16
+        product.x = x.data_ptr()
+        product.x_row = row_bytes
+        product.rows = rows
+        product.y = y.data_ptr()
+        product.y_bf16 = dtype == torch.bfloat16
         self._compiled.serve_llm_linear(self._reference, self._variant, torch.get_num_threads())
         return y
 
@@ -135,7 +144,8 @@ class _PackedInt8(_Packed):
     def __init__(self, packer: Packer, weight: Tensor, scale: Tensor, bias: Tensor | None, quantise: Quantise) -> None:
         super().__init__(packer, [weight], bias)
         self._quantise = quantise
-        self._inputs, self._units = weight.shape[1], self._product.units
+        self._inputs = weight.shape[1]
+        self._units = self._product.units
         self._product.weight_scale = self._by_panel(scale.flatten())
         self._scales = self._tensors[-1]
         self._product.start = self._by_panel(weight.sum(1, dtype=torch.int32) * -ZERO_POINT)

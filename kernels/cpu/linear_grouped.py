@@ -62,7 +62,8 @@ class GroupedPacker:
 
     def __init__(self, library: Library) -> None:
         """Raises OSError if the library was compiled from other sources."""
-        self.compiled, self.number = library.compiled, library.number
+        self.compiled = library.compiled
+        self.number = library.number
         check_sources(self.compiled, "groupedproduct", ctypes.sizeof(GroupedProduct))
         self.compiled.serve_llm_grouped_linear.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
         self.compiled.serve_llm_grouped_linear.restype = None
@@ -88,7 +89,9 @@ class GroupedPacker:
 class _PackedGroups:
     def __init__(self, packer: GroupedPacker, weight: GroupedWeight, bias: Tensor | None) -> None:
         outputs, inputs = weight.shape
-        self._compiled, self._variant, self._outputs = packer.compiled, packer.number, outputs
+        self._compiled = packer.compiled
+        self._variant = packer.number
+        self._outputs = outputs
         self._order = weight.order
         columns = packer.columns
         per_word = WORD_BITS // weight.bits
@@ -126,7 +129,8 @@ class _PackedGroups:
             group_units=group_units,
         )
         self._reference = ctypes.addressof(self._product)
-        self._columns, self._inputs = columns, inputs
+        self._columns = columns
+        self._inputs = inputs
         nothing = torch.empty(0)
         self._form = replace(weight, codes=nothing, scales=nothing, zeros=None, minimums=None, divisors=None)
 
@@ -136,7 +140,8 @@ class _PackedGroups:
 
     def _unpack_rows(self, ids: Tensor) -> GroupedWeight:
         words, scales, zeros, minimums, _, divisors, _ = self._tensors
-        panels, places = ids // self._columns, ids % self._columns
+        panels = ids // self._columns
+        places = ids % self._columns
         assert words is not None and scales is not None
         found = words[panels, :, places].contiguous().view(torch.uint8)
         if self._form.bits == FOUR:
@@ -161,7 +166,9 @@ class _PackedGroups:
             x = x.contiguous()
         y = torch.empty((x.shape[0], self._outputs), dtype=x.dtype)
         product = self._product
-        product.x, product.x_row, product.rows = x.data_ptr(), x.stride(0) * x.element_size(), x.shape[0]
+        product.x = x.data_ptr()
+        product.x_row = x.stride(0) * x.element_size()
+        product.rows = x.shape[0]
         product.x_bf16 = product.y_bf16 = x.dtype == torch.bfloat16
         product.y = y.data_ptr()
         self._compiled.serve_llm_grouped_linear(self._reference, self._variant, torch.get_num_threads())

@@ -25,7 +25,8 @@ class CompiledProduct:
         for expansion in expansions:
             up = _to_panels(expansion.up)
             self._kept.append(up)
-            columns, outputs = expansion.columns, expansion.outputs
+            columns = expansion.columns
+            outputs = expansion.outputs
             numbers.extend((up.data_ptr(), columns.start, columns.stop - columns.start))
             numbers.extend((outputs.start, outputs.stop - outputs.start))
             for scale in (None, None) if expansion.scale is None else (expansion.scale.factor, expansion.scale.offset):

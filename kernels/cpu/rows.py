@@ -48,7 +48,8 @@ class RowKernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
-        normed, width = torch.empty_like(x), weight.size(0)
+        normed = torch.empty_like(x)
+        width = weight.size(0)
         self._rms_norm(
             x.dtype == BF16,
             x.data_ptr(),
@@ -65,8 +66,10 @@ class RowKernels:
         return normed
 
     def add_rms_norm(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        hidden, total = hidden.contiguous(), delta.contiguous()
-        normed, width = torch.empty_like(hidden), weight.size(0)
+        hidden = hidden.contiguous()
+        total = delta.contiguous()
+        normed = torch.empty_like(hidden)
+        width = weight.size(0)
         self._rms_norm(
             hidden.dtype == BF16,
             hidden.data_ptr(),
@@ -91,7 +94,8 @@ class RowKernels:
     def add_layer_norm(
         self, hidden: Tensor, delta: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
-        hidden, total = hidden.contiguous(), delta.contiguous()
+        hidden = hidden.contiguous()
+        total = delta.contiguous()
         normed = torch.empty_like(hidden)
         self._normalise_layer(hidden, total, weight, bias, eps, normed)
         return total, normed
@@ -125,7 +129,8 @@ class RowKernels:
         return self._and_mul(self._gelu_tanh_and_mul, gate_up)
 
     def _and_mul(self, kernel: Callable[..., None], gate_up: Tensor) -> Tensor:
-        rows, width = gate_up.size(0), gate_up.size(1) // 2
+        rows = gate_up.size(0)
+        width = gate_up.size(1) // 2
         y = gate_up.new_empty((rows, width))
         kernel(
             y.dtype == BF16,
@@ -164,9 +169,14 @@ class RowKernels:
         head_dim = qkv.size(1) // (heads + 2 * kv_heads)
         query = qkv.new_empty((tokens, heads, head_dim))
         cos, sin = (None, None) if angles is None else (angles[0].data_ptr(), angles[1].data_ptr())
-        query_norm, key_norm, wide, eps = (None, None, False, 0.0)
+        query_norm = None
+        key_norm = None
+        wide = False
+        eps = 0.0
         if norms is not None:
-            query_norm, key_norm, wide = norms.query.data_ptr(), norms.key.data_ptr(), norms.query.dtype != BF16
+            query_norm = norms.query.data_ptr()
+            key_norm = norms.key.data_ptr()
+            wide = norms.query.dtype != BF16
             eps = norms.eps
         self._rope_and_cache(
             qkv.dtype == BF16,
@@ -194,7 +204,8 @@ class RowKernels:
 
     def quantise_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         rows, width = x.shape
-        numbers, scales = torch.empty((rows, width), dtype=torch.uint8), torch.empty((rows, 1))
+        numbers = torch.empty((rows, width), dtype=torch.uint8)
+        scales = torch.empty((rows, 1))
         self._quantise_rows(
             x.dtype == BF16,
             x.data_ptr(),
@@ -213,7 +224,8 @@ class RowKernels:
         outputs, inputs = weight.shape
         num_groups = -(-inputs // group_size)
         codes = torch.empty((outputs, inputs), dtype=torch.uint8)
-        scales, zeros = torch.empty((outputs, num_groups)), torch.empty((outputs, num_groups))
+        scales = torch.empty((outputs, num_groups))
+        zeros = torch.empty((outputs, num_groups))
         ranges = array("f", RANGES)
         if inputs:
             self._quantise_int4(

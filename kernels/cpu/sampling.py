@@ -57,9 +57,13 @@ class CompiledSampling:
         return chosen.tolist()
 
     def logprobs(self, logits: Tensor, ids: Sequence[int], k: int) -> list[Logprobs]:
-        rows, k = len(ids), min(k, logits.shape[1])
-        wanted, found, ranks = array("q", ids), array("d", bytes(8 * rows)), array("i", bytes(4 * rows))
-        top_ids, top_found = array("i", bytes(4 * rows * k)), array("d", bytes(8 * rows * k))
+        rows = len(ids)
+        k = min(k, logits.shape[1])
+        wanted = array("q", ids)
+        found = array("d", bytes(8 * rows))
+        ranks = array("i", bytes(4 * rows))
+        top_ids = array("i", bytes(4 * rows * k))
+        top_found = array("d", bytes(8 * rows * k))
         results = [_address(numbers) for numbers in (found, ranks, top_ids, top_found)]
         self._call(self._logprobs, logits, _address(wanted), k, *results)
         if 0 in ranks:

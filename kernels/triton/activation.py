@@ -57,7 +57,8 @@ def _swigluoai_and_mul(gate, up, y):  # keeps NaN
 
 def _gated_activation(function: triton.JITFunction, gate_up: Tensor) -> Tensor:
     """Return function(gate, up). gate_up: (tokens, 2 * width) -> (tokens, width)."""
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    rows = gate_up.shape[0]
+    width = gate_up.shape[1] // 2
     gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
     y = gate_up.new_empty((rows, width))
     if y.numel():

@@ -54,7 +54,8 @@ def _adjust(scores, row_stride, entries, spans, COLUMNS: tl.constexpr, BANNED: t
     entry_index = tl.load(span + 1) + offsets
     mask = entry_index < tl.load(span + 2)
     repetition = tl.load(span + 3).to(tl.float32, bitcast=True)
-    begin, end = tl.load(span + 4), tl.load(span + 5)
+    begin = tl.load(span + 4)
+    end = tl.load(span + 5)
 
     entry = entries + entry_index.to(tl.int64) * 4
     column = tl.load(entry, mask, 0)

@@ -38,7 +38,8 @@ def gated_delta_rule(
     if on_device is None:
         starts, contexts = (torch.tensor(one, dtype=torch.int32, device=device) for one in (query_starts, context_lens))
     else:
-        starts, contexts = on_device.query_starts, on_device.context_lens
+        starts = on_device.query_starts
+        contexts = on_device.context_lens
     places = torch.tensor(slots, dtype=torch.int64).to(device, non_blocking=True)
     kernel, channels = layer.conv.shape
     num_sequences = len(context_lens)
@@ -157,7 +158,8 @@ def _advance(
     num_old = tl.where(tl.load(contexts + sequence) > end - first, VALUE_DIM, 0)  # columns with a state
     element = tl.arange(0, KEY_BLOCK)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    in_key, in_value = element < KEY_DIM, column < VALUE_DIM
+    in_key = element < KEY_DIM
+    in_value = column < VALUE_DIM
     inside = in_key[:, None] & in_value[None, :]
     place = cache + tl.load(slots + sequence) * cache_slot + INPUTS + head * KEY_DIM * ROW
     place += element[:, None] * ROW + column[None, :]

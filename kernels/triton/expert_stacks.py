@@ -125,7 +125,8 @@ class _PackedStack:
 
         stacked = {name: allocate(getattr(layer.weight, name)) for name in _STACKED}
         self.weight = replace(layer.weight, **stacked)  # type: ignore[arg-type]
-        self.order, self.bias = allocate(layer.order), allocate(layer.bias)
+        self.order = allocate(layer.order)
+        self.bias = allocate(layer.bias)
 
     def put(self, index: int, layer: GroupedLinear) -> bool:
         """False if it has another form."""
@@ -151,7 +152,8 @@ class _PackedStack:
         return GroupedLinear(weight, pick(self.order), pick(self.bias), batch_invariant=False)
 
     def multiply(self, x: Tensor, y: Tensor, pairs: SortedPairs, block_rows: int, by_token: bool) -> None:
-        tile, weight = Tile(block_rows), self.weight
+        tile = Tile(block_rows)
+        weight = self.weight
         experts = weight.codes.shape[0]
         _multiply_packed_experts[(_count_blocks(pairs, block_rows), triton.cdiv(weight.outputs, tile.columns))](
             x,
@@ -187,7 +189,8 @@ def _promote(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 def _is_alike(stack: GroupedTensors, weight: GroupedTensors) -> bool:
     for one in fields(stack):
-        mine, theirs = getattr(stack, one.name), getattr(weight, one.name)
+        mine = getattr(stack, one.name)
+        theirs = getattr(weight, one.name)
         if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
             is_same = mine.shape[1:] == theirs.shape if one.name in _STACKED else torch.equal(mine, theirs)
         else:
@@ -218,9 +221,11 @@ def _find_rows(block, first_block, expert, order, starts, top_k, BY_TOKEN: tl.co
     position = tl.load(starts + expert) + (block - first_block) * ROWS + tl.arange(0, ROWS)
     is_valid = position < tl.load(starts + expert + 1)
     pair = tl.load(order + position, is_valid, 0)
-    source, target = position.to(tl.int64), pair
+    source = position.to(tl.int64)
+    target = pair
     if BY_TOKEN:
-        source, target = pair // top_k, position.to(tl.int64)
+        source = pair // top_k
+        target = position.to(tl.int64)
     return source, target, is_valid
 
 

@@ -151,7 +151,8 @@ def _multiply_grouped(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(2)
-    is_row, is_column = row < rows, column < outputs
+    is_row = row < rows
+    is_column = column < outputs
     total = sum_products(
         tl.zeros((ROWS, COLUMNS), tl.float32),
         x + row.to(tl.int64) * x_row,

@@ -51,7 +51,8 @@ def pack_experts(
     batch_invariant: bool = False,
 ) -> Experts:
     """See `kernels.moe.pack_experts`. Releases each layer once it is copied into the stack of all experts."""
-    first, last = ExpertStack(len(local_experts)), ExpertStack(len(local_experts))
+    first = ExpertStack(len(local_experts))
+    last = ExpertStack(len(local_experts))
     remaining = iter(pairs)
     for index, (up, down) in enumerate(remaining):
         if not (first.put(index, up) and last.put(index, down)):
@@ -97,7 +98,8 @@ class _GroupedExperts:
         total = torch.empty_like(x)
         if not self._local_experts or not tokens:
             return total.zero_()
-        count, width = tokens * top_k, x.shape[1]
+        count = tokens * top_k
+        width = x.shape[1]
         sorted_experts, order = experts.flatten().to(torch.int16).sort(stable=True)
         starts = torch.searchsorted(sorted_experts, self._expert_bounds, out_int32=True)
         pairs = SortedPairs(order, starts, top_k)

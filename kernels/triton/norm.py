@@ -25,7 +25,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    hidden, total = dense_rows(hidden), delta.contiguous()
+    hidden = dense_rows(hidden)
+    total = delta.contiguous()
     normed = torch.empty_like(total)
     if hidden.numel():
         _rms_norm[(hidden.shape[0],)](

@@ -16,5 +16,6 @@ def dot(left, right, total):
     float32 inputs are not rounded to TF32.
     """
     if INTERPRETED:
-        left, right = left.to(tl.float32), right.to(tl.float32)
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
     return tl.dot(left, right, total, input_precision="ieee")

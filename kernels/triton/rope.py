@@ -178,12 +178,15 @@ def _round_to(values, target):
 @triton.jit
 def _norm_heads(left, right, weight, column, eps, HEAD_DIM: tl.constexpr, middle: tl.constexpr):
     """RMS norm of each head, rounded where `kernels.norm.rms_norm` rounds."""
-    first, second = left.to(tl.float32), right.to(tl.float32)
+    first = left.to(tl.float32)
+    second = right.to(tl.float32)
     squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
     scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-    first, second = first * scale, second * scale
+    first = first * scale
+    second = second * scale
     if weight.dtype.element_ty == left.dtype:
-        first, second = first.to(left.dtype).to(tl.float32), second.to(right.dtype).to(tl.float32)
+        first = first.to(left.dtype).to(tl.float32)
+        second = second.to(right.dtype).to(tl.float32)
     first *= tl.load(weight + column, mask=column < middle, other=0.0).to(tl.float32)
     second *= tl.load(weight + middle + column, mask=column < HEAD_DIM - middle, other=0.0).to(tl.float32)
     return first.to(left.dtype), second.to(right.dtype)
@@ -194,7 +197,8 @@ def _rotate(left, right, cos, sin, column, middle: tl.constexpr):
     """Rotate each pair (left, right) by its angle."""
     cosine = tl.load(cos + column, mask=column < middle, other=0.0)
     sine = tl.load(sin + column, mask=column < middle, other=0.0)
-    first, second = left.to(tl.float32), right.to(tl.float32)
+    first = left.to(tl.float32)
+    second = right.to(tl.float32)
     return (first * cosine - second * sine).to(left.dtype), (second * cosine + first * sine).to(right.dtype)
 
 

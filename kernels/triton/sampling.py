@@ -52,7 +52,8 @@ def sample(logits: Tensor, draws: Tensor, sampled: bool = True, filtered: bool =
 def log_softmax_gather(logits: Tensor, ids: Tensor, k: int) -> LogSoftmax:
     """Same contract as `DeviceSampling.log_softmax_gather`."""
     logits = _check_logits(logits)
-    (rows, columns), device = logits.shape, logits.device
+    (rows, columns) = logits.shape
+    device = logits.device
     k = min(k, columns)
     peaks, _, group_peaks = find_peaks(logits, grouped=k > 0)
     segments = peaks.shape[1]
@@ -105,7 +106,8 @@ def _sum_segment_masses(
     logits, row_stride, columns, draws, peaks, floors, masses, segments,
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    segment = tl.program_id(1)
     row_max = load_row_max(peaks, row, segments, SEGMENTS)
     if (tl.load(draws + row * DRAW_SIZE) > 0.0) & is_finite(row_max):
         column_masses = _load_masses(logits, row_stride, columns, draws, floors, row, segment, row_max, SEGMENT, SHIFT)
@@ -145,7 +147,8 @@ def _sum_exponentials(
     logits, row_stride, columns, ids, peaks, sums, larger, segments, SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr
 ):
     """Store each segment's sum of exp(logit - row_max), and its number of logits larger than that at the row's id."""
-    row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    segment = tl.program_id(1)
     row_max = load_row_max(peaks, row, segments, SEGMENTS)
     if is_finite(row_max):
         column = segment * SEGMENT + tl.arange(0, SEGMENT)
@@ -182,14 +185,17 @@ def _collect_top_k(logits, row_stride, columns, floors, keys, k, SHIFT: tl.const
     means a larger logit, or an equal one in a lower column."""
     row = tl.program_id(0).to(tl.int64)
     floor = tl.load(floors + row)
-    num_above, num_equal = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    num_above = tl.zeros([], tl.int32)
+    num_equal = tl.zeros([], tl.int32)
     for start in tl.range(0, columns, TILE, num_stages=3):
         column = start + tl.arange(0, TILE)
         inside = column < columns
         values = tl.load(logits + row * row_stride + column, inside, -float("inf")).to(tl.float32)
         sortable = to_sortable(values, SHIFT)
-        above, equal = (inside & (sortable > floor)).to(tl.int32), (inside & (sortable == floor)).to(tl.int32)
-        more_above, more_equal = tl.sum(above, 0), tl.sum(equal, 0)
+        above = (inside & (sortable > floor)).to(tl.int32)
+        equal = (inside & (sortable == floor)).to(tl.int32)
+        more_above = tl.sum(above, 0)
+        more_equal = tl.sum(equal, 0)
         if more_above + more_equal > 0:
             key = (sortable.to(tl.int64) << 32) | (0xFFFFFFFF - column.to(tl.int64))
             offset = num_above + tl.cumsum(above, 0) - 1

@@ -127,7 +127,8 @@ def find_peaks(logits: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor | 
     """Return each segment's largest logit, infinity if one is NaN, and its first column, int32, both (rows, segments).
 
     If grouped, also return each group's largest logit."""
-    (rows, columns), device = logits.shape, logits.device
+    (rows, columns) = logits.shape
+    device = logits.device
     segments = triton.cdiv(columns, SEGMENT)
     peaks = torch.empty((rows, segments), dtype=torch.float32, device=device)
     peak_columns = torch.empty((rows, segments), dtype=torch.int32, device=device)
@@ -140,7 +141,9 @@ def find_peaks(logits: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor | 
 
 def find_floors(logits: Tensor, draws: Tensor, peaks: Tensor, group_peaks: Tensor) -> Tensor:
     """Return the sortable key of the smallest logit that each row's filters keep, (rows,) int32."""
-    (rows, columns), segments, device = logits.shape, peaks.shape[1], logits.device
+    (rows, columns) = logits.shape
+    segments = peaks.shape[1]
+    device = logits.device
     floors = torch.empty(rows, dtype=torch.int32, device=device)
     counts = torch.empty_like(floors)
     candidates = torch.empty((rows, min(columns, MAX_CANDIDATES)), dtype=torch.float32, device=device)
@@ -165,7 +168,8 @@ def find_floors(logits: Tensor, draws: Tensor, peaks: Tensor, group_peaks: Tenso
 def _find_peaks(
     logits, row_stride, columns, peaks, peak_columns, group_peaks, segments, SEGMENT: tl.constexpr, GROUP: tl.constexpr
 ):
-    row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    segment = tl.program_id(1)
     groups: tl.constexpr = SEGMENT // GROUP
     column = segment * SEGMENT + tl.arange(0, groups)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     values = tl.load(logits + row * row_stride + column, column < columns, -float("inf")).to(tl.float32)
@@ -215,7 +219,8 @@ def _bound_threshold(
 
 @triton.jit
 def _has_top_k_or_top_p(draws, row):
-    top_k, top_p = tl.load(draws + row * DRAW_SIZE + 1), tl.load(draws + row * DRAW_SIZE + 2)
+    top_k = tl.load(draws + row * DRAW_SIZE + 1)
+    top_p = tl.load(draws + row * DRAW_SIZE + 2)
     return (tl.load(draws + row * DRAW_SIZE) > 0.0) & ((top_k > 0.0) | (top_p < 1.0))
 
 
@@ -224,7 +229,8 @@ def _collect_candidates(
     logits, row_stride, columns, draws, floors, candidates, counts, capacity, SHIFT: tl.constexpr, SEGMENT: tl.constexpr
 ):
     """Copy the logits from the floor up, in any order and up to the capacity, and count all of them."""
-    row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    segment = tl.program_id(1)
     if _has_top_k_or_top_p(draws, row):
         column = segment * SEGMENT + tl.arange(0, SEGMENT)
         values = tl.load(logits + row * row_stride + column, column < columns, -float("inf")).to(tl.float32)
@@ -259,7 +265,8 @@ def _find_threshold(
 @triton.jit
 def _refine_threshold(source, count, columns, draw, bound, row_max, SHIFT: tl.constexpr, TILE: tl.constexpr):
     """Return the threshold. `source` must include all values from the bound up."""
-    top_k, top_p = tl.load(draw + 1).to(tl.int32), tl.load(draw + 2)
+    top_k = tl.load(draw + 1).to(tl.int32)
+    top_p = tl.load(draw + 2)
     scale = exponent_scale(tl.load(draw))
     high = to_sortable(row_max, SHIFT).to(tl.int64)
     floor = tl.load(bound).to(tl.int64)

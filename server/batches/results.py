@@ -22,7 +22,8 @@ class BatchResults:
 
     def read_ids(self) -> set[str]:
         """The custom_ids of all results. Raises OptionError."""
-        answered, failed = self._output.read_ids(), self._errors.read_ids()
+        answered = self._output.read_ids()
+        failed = self._errors.read_ids()
         self.counts.completed = len(answered)
         self.counts.failed = len(failed)
         return answered | failed

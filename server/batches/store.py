@@ -291,7 +291,8 @@ def _find_content(connection: Connection, table: str, object_id: str, owner: str
 
 def _list(connection: Connection, table: str, owner: str, page: Page, where: str, values: list[str]) -> ObjectPage:
     """Raises InvalidRequest."""
-    clauses, parameters = [where, "owner = ?"], [*values, owner]
+    clauses = [where, "owner = ?"]
+    parameters = [*values, owner]
     if page.after is not None:
         row = connection.execute(
             f"SELECT number FROM {table} WHERE id = ? AND owner = ?", (page.after, owner)

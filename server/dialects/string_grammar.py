@@ -115,7 +115,8 @@ def write_string(schema: Schema, end: Delimiter) -> Symbol:
         if keyword in GENERAL:
             raise GrammarError("it cannot be enforced for strings in this model's format", keyword=keyword)
     expressions = [write_free_text(write_patterns(end)).expression]
-    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    least = schema.get("minLength", 0)
+    most = schema.get("maxLength")
     for keyword, value in (("minLength", least), ("maxLength", most)):
         if value is not None and (not isinstance(value, int) or not 0 <= value <= _MAX_LENGTH):
             raise GrammarError(f"it must be 0 to {_MAX_LENGTH} in this model's format", keyword=keyword)

@@ -169,7 +169,8 @@ def _read_decoding(rust: RustTokenizer) -> Decoding | None:
     steps = [step for step in decoder.decoders or [decoder] if step.type != "Fuse"]
     if not steps:
         return None
-    first, last = steps[0], steps[-1]
+    first = steps[0]
+    last = steps[-1]
     match [step.type for step in steps]:
         case ["ByteLevel"]:
             return Decoding(byte_level=True, byte_fallback=False, strip_first_space=False)

@@ -34,7 +34,8 @@ from serve_llm.server.storage.database import describe_failure
 MAX_FORM_BYTES = 2**16  # for all of an upload but its file
 MAX_CREATION_BYTES = 2**16
 MAX_FILE_LIMIT = 10_000
-_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+_ANCHOR = "expires_after[anchor]"
+_SECONDS = "expires_after[seconds]"
 
 _UPLOAD: dict[str, Any] = {
     "multipart/form-data": {
@@ -186,7 +187,8 @@ def _check_form(form: FormData) -> tuple[UploadFile, int | None]:
 
 def _read_lifetime(form: FormData) -> int | None:
     """Raises InvalidRequest."""
-    anchor, seconds = form.get(_ANCHOR), form.get(_SECONDS)
+    anchor = form.get(_ANCHOR)
+    seconds = form.get(_SECONDS)
     if anchor is None and seconds is None:
         return None
     if anchor != "created_at":

@@ -96,9 +96,12 @@ def read_tools(definitions: Sequence[FlatTool], limits: Limits) -> tuple[list[To
         name = join_name(namespace, definition.name)
         if name in tools:
             raise InvalidRequest(f"{param}.name: {name[:200]} appears twice", f"{param}.name")
-        parameters, strict, schema_field = definition.parameters, definition.strict, "parameters"
+        parameters = definition.parameters
+        strict = definition.strict
+        schema_field = "parameters"
         if definition.type == "custom":
-            strict, schema_field = True, "format"
+            strict = True
+            schema_field = "format"
             parameters, is_exact = _describe_input(definition.format, param)
             if not is_exact:
                 skipped.append(f"{param}.format")

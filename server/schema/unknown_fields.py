@@ -11,7 +11,8 @@ def find_nested_unknown(parsed: BaseModel, values: dict[str, Any], prefix: str =
     """The places of fields with a value, inside of known ones, that `parsed` has not taken from `values`."""
     found = []
     for name, field in type(parsed).model_fields.items():
-        child, value = getattr(parsed, name), values.get(field.alias or name)
+        child = getattr(parsed, name)
+        value = values.get(field.alias or name)
         pairs = [(f"{prefix}{name}", child, value)]
         if isinstance(child, list) and isinstance(value, list):
             pairs = [(f"{prefix}{name}[{index}]", *pair) for index, pair in enumerate(zip(child, value, strict=False))]

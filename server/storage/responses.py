@@ -179,7 +179,8 @@ class ResponseStore:
             row = self._find_row(connection, "number", response_id, owner)
             if row is None:
                 return None
-            where, values = "number = ? AND NOT is_output", [row[0]]
+            where = "number = ? AND NOT is_output"
+            values = [row[0]]
             if after is not None:
                 place = connection.execute(
                     f"SELECT position FROM items WHERE {where} AND id = ?", (row[0], after)

@@ -46,7 +46,8 @@ class DisjointSchemas:
         types = self._find_types(ones, depth) & self._find_types(others, depth)
         if not types:
             return True
-        some, more = self._list_values(ones), self._list_values(others)
+        some = self._list_values(ones)
+        more = self._list_values(others)
         if some is not None and more is not None and not some & more:
             return True
         for ways in _list_ways(ones):

@@ -168,7 +168,8 @@ def _check_keywords(schema: Schema, pointer: str) -> None:
 
 def _check_min_properties(schema: Schema, pointer: str) -> None:
     """Refuse a number that a text could reach by writing one key twice."""
-    least, required = schema.get("minProperties"), schema.get("required", [])
+    least = schema.get("minProperties")
+    required = schema.get("required", [])
     if isinstance(least, int | float) and isinstance(required, list) and least > len(set(map(str, required))) + 1:
         raise GrammarError(
             "more than one key that `required` does not name cannot be enforced", pointer, "minProperties"

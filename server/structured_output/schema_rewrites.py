@@ -191,7 +191,8 @@ def _rewrite_property_names(schema: Schema) -> None:
     if not isinstance(found, dict) or found.get("type", "string") != "string":
         return
     keywords = set(found) - _ANNOTATIONS - {"type"}
-    pattern, names = found.get("pattern"), found.get("enum")
+    pattern = found.get("pattern")
+    names = found.get("enum")
     if keywords == {"enum"} and isinstance(names, list):
         texts = [re.escape(name) for name in names if isinstance(name, str)]
         pattern = f"^(?:{'|'.join(texts)})$" if texts else None
@@ -206,7 +207,8 @@ def _rewrite_property_names(schema: Schema) -> None:
 
 def _rewrite_min_properties(schema: Schema) -> None:
     """At least one property, which may be a named one or another."""
-    named, required = schema.get("properties"), schema.get("required", [])
+    named = schema.get("properties")
+    required = schema.get("required", [])
     if schema.get("minProperties") != 1 or not isinstance(named, dict) or not isinstance(required, list):
         return
     if required:

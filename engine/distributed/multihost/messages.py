@@ -89,7 +89,8 @@ def without_secrets(options: EngineOptions) -> EngineOptions:
 def check_options_match(here: EngineOptions, first: EngineOptions) -> None:
     """Raises OptionError, which names the first option that is given on this node and differs from node 0's."""
     for option in fields(EngineOptions):
-        own, other = getattr(here, option.name), getattr(first, option.name)
+        own = getattr(here, option.name)
+        other = getattr(first, option.name)
         unsaid = "" if option.name == "model" else option.default
         if option.metadata.get("secret") or option.name in _PER_NODE or own in (unsaid, other):
             continue

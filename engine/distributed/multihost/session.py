@@ -194,7 +194,8 @@ class EngineSession:
         ended = self._ranks.find_ended()
         statuses = {}
         for rank in self._rank_numbers:
-            pid, state = self._ranks.pid(rank), self._ranks.state(rank)
+            pid = self._ranks.pid(rank)
+            state = self._ranks.state(rank)
             statuses[rank] = messages.RankStatus(pid, state, ended.get(rank, ""))
         return messages.NodeReport(statuses)
 

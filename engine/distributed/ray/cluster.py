@@ -171,7 +171,8 @@ def _wait_for_places(
 
 
 def _nodes(kind: str) -> list[RayNode]:
-    here, free = ray.get_runtime_context().get_node_id(), available_resources_per_node()
+    here = ray.get_runtime_context().get_node_id()
+    free = available_resources_per_node()
     return [
         RayNode(
             id=entry["NodeID"],

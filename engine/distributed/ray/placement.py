@@ -77,7 +77,8 @@ def _spread(ordered: Sequence[RayNode], left: dict[str, int], size: int) -> list
 
 def describe_shortage(nodes: Sequence[RayNode], layout: ParallelLayout, kind: str, where: str = "Ray cluster") -> str:
     """The message that too few devices are free, with counts and remedies."""
-    seen, free = sum(node.seen for node in nodes), sum(node.free for node in nodes)
+    seen = sum(node.seen for node in nodes)
+    free = sum(node.free for node in nodes)
     each = "; ".join(
         f"{node.address}{' (this node)' if node.is_driver else ''} {node.free} of {node.seen} free"
         for node in sorted(nodes, key=_order)
@@ -93,7 +94,8 @@ def check_engines(
     nodes: Sequence[RayNode], layout: ParallelLayout, num_engines: int, kind: str, where: str = "Ray cluster"
 ) -> None:
     """Raises CapacityError if the nodes cannot hold all data-parallel engines, whatever else uses them."""
-    seen, needed = sum(node.seen for node in nodes), num_engines * layout.size
+    seen = sum(node.seen for node in nodes)
+    needed = num_engines * layout.size
     if num_engines > 1 and needed > seen >= layout.size:
         each = "a rank" if layout.size == 1 else f"{layout.size} ranks"
         raise CapacityError(
@@ -131,7 +133,8 @@ def select_nodes(bundles: Sequence[Bundle], nodes: Sequence[RayNode]) -> list[Ra
     for node in nodes:
         here = [bundle for bundle in bundles if bundle.node_id == node.id]
         if here:
-            seen, free = sum(bundle.seen for bundle in here), sum(bundle.free for bundle in here)
+            seen = sum(bundle.seen for bundle in here)
+            free = sum(bundle.free for bundle in here)
             selected.append(RayNode(node.id, node.address, seen, free, node.is_driver))
     return selected
 

@@ -55,7 +55,8 @@ def build_weights(
 def _find_biases(spec: ModelSpec) -> dict[str, bool]:
     """Which parameters, without the layer's number, have a bias."""
     layer = spec.layers[-1]
-    attention, ffn = layer.attention, layer.ffn
+    attention = layer.attention
+    ffn = layer.ffn
     assert isinstance(attention, AttentionSpec) and isinstance(ffn, MLPSpec)
     biased = dict.fromkeys(("attention.q", "attention.k", "attention.v"), attention.qkv_bias)
     biased["attention.output"] = attention.output_bias

@@ -49,8 +49,10 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
 
 def _layout(config: ConfigReader) -> tuple[int, NormPosition]:
     """The number of key and value heads, and where the norms stand: by three generations of keys."""
-    heads, new = config.integer("num_attention_heads"), config.flag("new_decoder_architecture", False)
-    multi_query, parallel = config.flag("multi_query", True), config.flag("parallel_attn", True)
+    heads = config.integer("num_attention_heads")
+    new = config.flag("new_decoder_architecture", False)
+    multi_query = config.flag("multi_query", True)
+    parallel = config.flag("parallel_attn", True)
     kv_heads = config.integer("num_kv_heads", heads)
     norms = config.integer("num_ln_in_parallel_attn", 2 if new else 1, highest=2)
     if (new and not parallel) or (norms == 2 and not new):

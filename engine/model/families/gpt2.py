@@ -55,7 +55,8 @@ def read_plain(
     norm_position: NormPosition = "pre",
 ) -> ModelSpec:
     """A decoder with GPT-2's keys, without positions. The caller ends with config.done()."""
-    width, heads = config.integer("n_embd"), config.integer("n_head")
+    width = config.integer("n_embd")
+    heads = config.integer("n_head")
     if width % heads:
         raise ModelError(f"config.json: n_embd {width} is not a multiple of n_head {heads}")
     head_dim = width // heads

@@ -20,7 +20,8 @@ OUTSIDE = Names("gpt_neox.", "gpt_neox.layers", "gpt_neox.embed_in", "gpt_neox.f
 def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (GPTNeoXConfig)."""
     bias = config.flag("attention_bias", True)
-    base, share = config.number("rotary_emb_base", DEFAULT_BASE), config.number("rotary_pct", 0.25)
+    base = config.number("rotary_emb_base", DEFAULT_BASE)
+    share = config.number("rotary_pct", 0.25)
     # transformers 4 also wrote these, equal to those two; alone they would have no effect there
     for key, known in (("rope_theta", base), ("partial_rotary_factor", share)):
         if config.number(key, known) != known:

@@ -63,7 +63,8 @@ def _rows(spec: ModelSpec, is_mxfp4: bool) -> list[WeightRule]:
     """Rules for what only this family has. Experts are stored in stacks, with alternating rows of gate and up."""
     ffn = spec.layers[0].ffn
     assert isinstance(ffn, MoESpec)
-    count, width = ffn.router.num_experts, ffn.expert.intermediate_size
+    count = ffn.router.num_experts
+    width = ffn.expert.intermediate_size
 
     def row(
         source: str, products: tuple[str, ...], kind: str, transform: Transform = "none", scales: str = ""

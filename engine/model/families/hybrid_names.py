@@ -21,11 +21,14 @@ def build_weights(
     by_key_head: the rows of each are in groups, one for each key head."""
     linear = {index: one.attention for index, one in enumerate(spec.layers) if isinstance(one.attention, DeltaNetSpec)}
     full = {index: one.attention for index, one in enumerate(spec.layers) if isinstance(one.attention, AttentionSpec)}
-    mixer, attention = next(iter(linear.values())), next(iter(full.values()))
+    mixer = next(iter(linear.values()))
+    attention = next(iter(full.values()))
     whole = replace(spec, layers=tuple(replace(layer, attention=attention) for layer in spec.layers))
     found = weights(whole, {**names, **GATED_ATTENTION}, norms="plus_one")
     rules = [_in_full_layers(rule, attention, tuple(full)) for rule in found.rules]
-    keys, values, heads = mixer.num_kv_heads * mixer.key_dim, mixer.num_heads * mixer.value_dim, mixer.num_heads
+    keys = mixer.num_kv_heads * mixer.key_dim
+    values = mixer.num_heads * mixer.value_dim
+    heads = mixer.num_heads
     sizes = {"q": keys, "k": keys, "v": values, "z": values, "beta": heads, "alpha": heads}
 
     def add(tensor: str, parameters: list[str], split: tuple[int, ...] = (), groups: int = 1) -> None:

@@ -50,7 +50,8 @@ def read_latent_decoder(
 def _read_mixer(config: ConfigReader, default_max_position: int, interleaved: bool) -> tuple[MLASpec, int]:
     """The attention, and the longest context in tokens."""
     rank = None if config.is_null("q_lora_rank") else config.integer("q_lora_rank", 1536)
-    nope_dim, rope_dim = config.integer("qk_nope_head_dim", 128), config.integer("qk_rope_head_dim", 64)
+    nope_dim = config.integer("qk_nope_head_dim", 128)
+    rope_dim = config.integer("qk_rope_head_dim", 64)
     rope, context = read_rope(config, config.integer("max_position_embeddings", default_max_position), rope_dim)
     bias = config.flag("attention_bias", False)
     if bias and rank is None:

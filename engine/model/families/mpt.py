@@ -26,7 +26,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
 
     transformers does not read expansion_ratio and alibi_bias_max; MosaicML's code does, and so does this.
     """
-    width, heads = config.integer("d_model"), config.integer("n_heads", highest=MOST_HEADS)
+    width = config.integer("d_model")
+    heads = config.integer("n_heads", highest=MOST_HEADS)
     if width % heads:
         raise ModelError(f"config.json: d_model {width} is not a multiple of n_heads {heads}")
     config.only("no_bias", True, None)

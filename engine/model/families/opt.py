@@ -13,7 +13,8 @@ POSITION_OFFSET = 2  # rows before the one of position 0
 
 def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (OPTConfig)."""
-    width, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    width = config.integer("hidden_size")
+    heads = config.integer("num_attention_heads")
     if width % heads:
         raise ModelError(f"config.json: hidden_size {width} is not a multiple of num_attention_heads {heads}")
     head_dim = width // heads

@@ -37,7 +37,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         num_attention_heads=32,
         kv_channels=128,
     )
-    heads, head_dim = config.integer("num_attention_heads"), config.integer("kv_channels")
+    heads = config.integer("num_attention_heads")
+    head_dim = config.integer("kv_channels")
     if heads * head_dim != config.integer("hidden_size"):
         raise ModelError(
             f"config.json: hidden_size must be num_attention_heads {heads} times kv_channels {head_dim}, but it is "

@@ -48,7 +48,8 @@ def read_experts(
     config: ConfigReader, dense: ModelSpec, num_experts: int, *, default_top_k: int, default_width: int, shared: int = 0
 ) -> ModelSpec:
     """The model of dense layers with experts where Qwen's keys ask for them. shared: as of `with_experts`."""
-    step, dense_layers = config.integer("decoder_sparse_step", 1), config.integers("mlp_only_layers", highest=10_000)
+    step = config.integer("decoder_sparse_step", 1)
+    dense_layers = config.integers("mlp_only_layers", highest=10_000)
     spec = with_experts(
         dense,
         read_router(config, num_experts, default_top_k, config.flag("norm_topk_prob", False)),

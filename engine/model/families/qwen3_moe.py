@@ -13,7 +13,8 @@ from serve_llm.engine.model.weight_map import WeightMap
 def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """Defaults of absent keys are transformers' own (Qwen3MoeConfig)."""
     bias = config.flag("attention_bias", False)
-    sliding, window = config.flag("use_sliding_window", False), config.integer("sliding_window", 4096)
+    sliding = config.flag("use_sliding_window", False)
+    window = config.integer("sliding_window", 4096)
     dense = read_decoder(
         config,
         "Qwen3MoeForCausalLM",

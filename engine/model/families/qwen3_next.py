@@ -50,7 +50,8 @@ def read_hybrid(config: ConfigReader, architecture: str, default_kv_heads: int) 
         partial_rotary=0.25,
     )
     spec = map_attention(spec, lambda index, attention: replace(attention, output_gate=True))
-    heads, key_heads = config.integer("linear_num_value_heads", 32), config.integer("linear_num_key_heads", 16)
+    heads = config.integer("linear_num_value_heads", 32)
+    key_heads = config.integer("linear_num_key_heads", 16)
     if heads % key_heads:
         raise ModelError(f"config.json: {heads} value heads cannot share {key_heads} key heads evenly")
     mixer = DeltaNetSpec(

@@ -46,7 +46,8 @@ def read_groups(
     config: ConfigReader, router: RouterSpec, default_count: int, default_top_k: int, best: int
 ) -> ExpertGroups:
     """best: `ExpertGroups.scores_per_group`."""
-    count, top_k = config.integer("n_group", default_count), config.integer("topk_group", default_top_k)
+    count = config.integer("n_group", default_count)
+    top_k = config.integer("topk_group", default_top_k)
     size, rest = divmod(router.num_experts, count)
     if rest or not best <= size or top_k > count or router.top_k > top_k * size:
         raise ModelError(
