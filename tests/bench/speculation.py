@@ -101,12 +101,13 @@ def run_turn(engine: EngineCore, requests: Sequence[Request]) -> Turn:
 
 def make_requests(task: Task, tokenizer: Tokenizer, turn: int, streams: int, tokens: int) -> list[Request]:
     """Each turn is another tenant's, so that no draft comes from the outputs of an earlier turn."""
+    tenant = 1000 * streams + turn
     requests = []
     for number in range(streams):
         prompt = task.prompts[(turn + number) % len(task.prompts)]
         sampling = Sampling(max_tokens=tokens, seed=100 * turn + number, temperature=task.temperature)
         ids = tokenizer.encode(prompt).ids
-        requests.append(Request(id=number, prompt_ids=ids, sampling=sampling, tenant=turn))
+        requests.append(Request(id=number, prompt_ids=ids, sampling=sampling, tenant=tenant))
     return requests
 
 
