@@ -5,8 +5,8 @@
 
 namespace {
 
-constexpr int TILE_ROWS = 16;   // of a tile register
-constexpr int TILE_UNITS = 16;  // of 32 bits in a row of a tile
+constexpr int TILE_ROWS = 16;   // rows of a tile register
+constexpr int TILE_UNITS = 16;  // units of 32 bits in a row of a tile
 constexpr int TILE_BYTES = 4 * TILE_UNITS;
 
 // The shapes of the tile registers. All are whole tiles until they are changed.

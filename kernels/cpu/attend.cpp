@@ -238,7 +238,7 @@ struct View {
     const int first = query(r) - p.window + 1 - start;
     return first > 0 ? first : 0;
   }
-  int64_t element(int r) const {  // of the row's query
+  int64_t element(int r) const {  // the first number of the query of row r
     const int token = p.starts[rows.sequence] + (rows.first + r) / group;
     return token * p.query_token + head(r) * p.query_head;
   }

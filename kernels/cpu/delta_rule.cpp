@@ -16,8 +16,8 @@
 namespace {
 
 constexpr int UNIT = 16;           // a row of the state is filled up to whole units of so many numbers
-constexpr int VECTORS = 4;         // of a piece: the columns of a head's state that a thread computes at a time
-constexpr float NORM_EPS = 1e-6f;  // of the norms of queries and keys
+constexpr int VECTORS = 4;         // vectors of a piece: the columns of a head's state that a thread computes at a time
+constexpr float NORM_EPS = 1e-6f;  // epsilon of the norms of queries and keys
 
 struct Layer {
   const void* qkv;  // (tokens, channels), with `qkv_token` numbers from one token to the next

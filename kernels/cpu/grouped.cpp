@@ -18,7 +18,7 @@ constexpr int MOST_SUMS = 24;  // vectors of sums in registers; the rest is for 
 constexpr int MOST_SUMS = 12;
 #endif
 constexpr int FEW_ROWS = 12;
-constexpr int MOST_ROWS = MOST_SUMS / 2;  // of a block of many rows: each has a sum and a total in registers
+constexpr int MOST_ROWS = MOST_SUMS / 2;  // rows of a block of many: each has a sum and a total in registers
 constexpr int BLOCK = 256;                // vectors that are unpacked at once for many rows: they stay in the cache
 
 template <class Codes>
@@ -195,7 +195,7 @@ struct UnpackedBlock {
   Vec numbers[BLOCK];
   GroupScales scales[BLOCK];
   int begin, end;   // units
-  int first_group;  // of `scales`
+  int first_group;  // the group that `scales` begins with
 };
 
 // The block that begins with unit `unit`, which is in group `group`.

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-constexpr int MOST_GROUPED_ROWS = 240;  // of one call of the inner loops: their inputs and sums stay in the cache
+constexpr int MOST_GROUPED_ROWS = 240;  // rows of one call of the inner loops: their inputs and sums stay in the cache
 
 // Codes of 4 bits less 8; of 4 bits as indices of a table; of 8 bits less 128; of 8 bits as float8_e4m3fn.
 enum Coding { FOUR_BITS, TABLE, EIGHT_BITS, FLOAT8 };
@@ -34,7 +34,7 @@ struct GroupedProduct {
   int64_t y_row;           // numbers from one row to the next
   bool y_bf16;
   int units, groups;
-  int first_units, group_units;  // of the first group, and of the others but the last
+  int first_units, group_units;  // units of the first group, and of the others but the last
 };
 
 // Rows of x as the inner loops want them.
@@ -47,7 +47,7 @@ struct GroupedInput {
 
 // Of one instruction set.
 struct GroupedMultiply {
-  int columns;    // of a panel
+  int columns;    // columns of a panel
   // Row `row` of x: widened and scaled by what the place of a code in its unit multiplies it with, in pairs of bfloat16, or
   // rounded to int8 with a scale for each group; and its groups' sums where they are needed.
   void (*prepare)(const GroupedProduct&, int row, float* x, float* sums, float* scales);

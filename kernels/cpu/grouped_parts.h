@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int COLUMNS = W;  // of a panel: one vector
+constexpr int COLUMNS = W;  // columns of a panel: one vector
 constexpr int FETCH_AHEAD = 32;  // units of a panel that are asked for before they are needed
 
 // The range of a group's units.

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int TILE_STEPS = TILE_UNITS;  // pairs of numbers
 constexpr int TILE_SUMS = TILE_ROWS * W;
-constexpr int MOST_TILES = 4;  // of rows that are multiplied at once
+constexpr int MOST_TILES = 4;  // tiles of rows that are multiplied at once
 constexpr int RING = 4;        // unpacked tiles: the current one, RING - 2 ahead, and one that may still be read
 
 // Registers 0 .. 3 hold sums, 4 rows, 5 those of the last tile, 6 a weight.
@@ -31,7 +31,7 @@ struct alignas(64) Ring {
 template <class Codes>
 class Unpacker {
  public:
-  static constexpr int UNITS = TILE_STEPS / Codes::STEPS;  // of codes, in a tile
+  static constexpr int UNITS = TILE_STEPS / Codes::STEPS;  // units of codes in a tile
 
   Unpacker(const GroupedProduct& p, int panel, Ring& ring)
       : p_(p), from_(p.weight + (int64_t)panel * p.units * COLUMNS), ring_(ring), left_(end_unit(p, 0)) {

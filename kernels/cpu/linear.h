@@ -28,8 +28,8 @@ struct Product {
 
 // The inner loops of one instruction set.
 struct Multiply {
-  int columns;    // of a panel
-  int most_rows;  // of one call
+  int columns;    // columns of a panel
+  int most_rows;  // rows of one call
   // Whether the loops need x widened, in rows of 2 x units numbers of 32 bits, instead of as it is: bfloat16 to float32;
   // a unit of four bytes to two pairs of 16 bits, the first and the third, then the second and the fourth.
   bool (*widens)(Kind);

@@ -22,7 +22,7 @@ constexpr int MOST_SUMS = 24;
 #else
 constexpr int MOST_SUMS = 12;
 #endif
-constexpr int MOST_ROWS = MOST_SUMS;  // of a call with one panel
+constexpr int MOST_ROWS = MOST_SUMS;  // rows of a call with one panel
 #if defined(__AMX_TILE__)
 constexpr int ROWS_AT_ONCE = MOST_TILE_ROWS;
 #else

@@ -55,7 +55,7 @@ struct Summary {
   const Scan& scan;
   Row row;
   const float* maxima;
-  const double* sums;  // of weights from `floor` up, if requested
+  const double* sums;  // sums of weights from `floor` up, if requested
   float highest;       // NaN if any is
   float floor = NO_FLOOR;
 

@@ -17,7 +17,7 @@ constexpr int TILE_SUMS = TILE_ROWS * W;
 constexpr int TILE_BLOCK = 16;             // tiles of two panels that stay in the L1 cache for all rows
 constexpr int SMALL_BLOCK = 8;             // the same with so many rows that theirs do not stay in the L2 cache
 constexpr int MANY_ROWS = 128;
-constexpr int TILES_AHEAD = 4;             // of a panel to prefetch
+constexpr int TILES_AHEAD = 4;             // tiles of a panel to prefetch
 constexpr int MOST_TILE_ROWS = 256;
 constexpr int MOST_TILE_PANELS = 4;        // whose sums of all rows are kept at once
 
