@@ -18,7 +18,13 @@ from serve_llm.server.batches.objects import FileExpiry, StoredBatch, StoredFile
 from serve_llm.server.batches.service import BatchService
 from serve_llm.server.http.errors import InvalidRequest, TooLarge, Unsupported
 from serve_llm.server.routes.app_state import AppState
-from serve_llm.server.routes.document import describe_page, describe_parameter, describe_problems, describe_route
+from serve_llm.server.routes.document import (
+    STORE_PROBLEMS,
+    describe_page,
+    describe_parameter,
+    describe_problems,
+    describe_route,
+)
 from serve_llm.server.routes.page import build_page, read_page
 from serve_llm.server.schema.batches import (
     MAX_FILE_SECONDS,
@@ -63,7 +69,7 @@ def create_batch_router(state: AppState, service: BatchService) -> APIRouter:
     router = APIRouter()
     store = service.store
 
-    @router.post("/v1/files", **describe_route(None, FileReply, body=_UPLOAD))
+    @router.post("/v1/files", **describe_route(None, FileReply, body=_UPLOAD, problems=STORE_PROBLEMS))
     async def upload_file(request: Request) -> Response:
         """Store the input of a batch."""
         state.dispatcher.check()
@@ -98,13 +104,13 @@ def create_batch_router(state: AppState, service: BatchService) -> APIRouter:
         path = await store.find_content(file_id, state.read_owner(request))
         return FileResponse(path, media_type="application/octet-stream")
 
-    @router.delete("/v1/files/{file_id}", **describe_route(None, DeletedFile))
+    @router.delete("/v1/files/{file_id}", **describe_route(None, DeletedFile, problems=STORE_PROBLEMS))
     async def delete_file(file_id: str, request: Request) -> DeletedFile:
         """Delete a file that no open batch reads."""
         await store.delete_file(file_id, state.read_owner(request))
         return DeletedFile(id=file_id)
 
-    @router.post("/v1/batches", **describe_route(BatchCreation, BatchReply))
+    @router.post("/v1/batches", **describe_route(BatchCreation, BatchReply, problems=STORE_PROBLEMS))
     async def create_batch(request: Request) -> Response:
         """Answer the requests of a file in the background."""
         async with state.reading_body(request) as content:
@@ -140,7 +146,7 @@ def create_batch_router(state: AppState, service: BatchService) -> APIRouter:
     async def retrieve_batch(batch_id: str, request: Request) -> Response:
         return _answer(service.count(await store.get_batch(batch_id, state.read_owner(request))))
 
-    @router.post("/v1/batches/{batch_id}/cancel", **describe_route(None, BatchReply))
+    @router.post("/v1/batches/{batch_id}/cancel", **describe_route(None, BatchReply, problems=STORE_PROBLEMS))
     async def cancel_batch(batch_id: str, request: Request) -> Response:
         """End a batch; requests that are not answered get an error that says so."""
         return _answer(await service.cancel(batch_id, state.read_owner(request)))

@@ -6,6 +6,7 @@ OpenAI's shape.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -19,9 +20,21 @@ from serve_llm.server.schema.messages import MessageErrorBody
 
 Json = dict[str, Any]
 
-_PROBLEMS = {400: "The request is at fault.", 404: "No such model or object.", 503: "Not ready, or shutting down."}
-_FORBIDDEN = {403: "The route needs the API key of an administrator."}
-_TOO_LARGE = {413: "The body, or what is stored already, is too large."}
+STORE_PROBLEMS = {507: "The disk of the store is full."}
+
+_PROBLEMS = {
+    400: "The request is at fault.",
+    401: "No valid API key.",
+    404: "No such model or object.",
+    500: "The server or an engine failed.",
+    503: "Not ready, overloaded, or shutting down, or a store cannot be used.",
+}
+_ADMINISTRATOR_PROBLEMS = {403: "The route needs the API key of an administrator."}
+_BODY_PROBLEMS = {
+    408: "The client stopped sending its request.",
+    413: "The body, or what is stored already, is too large.",
+    504: "The request exceeded its time limit.",
+}
 
 
 def describe_route(
@@ -33,11 +46,13 @@ def describe_route(
     query: tuple[Json, ...] = (),
     is_anthropic: bool = False,
     needs_administrator: bool = False,
+    problems: Mapping[int, str] | None = None,
 ) -> Json:
     """Keyword arguments for a route's decorator.
 
     event: the data of a stream's events, if the route can stream. body: the content of the request's body, if it is not
-    JSON of `request`. query: as `describe_parameter` makes them. is_anthropic: errors have Anthropic's shape."""
+    JSON of `request`. query: as `describe_parameter` makes them. is_anthropic: errors have Anthropic's shape. problems:
+    statuses of errors that other routes do not answer."""
     success: Json = {"model": response}
     if event is not None:
         success["content"] = {"text/event-stream": {"schema": _reference(event)}}
@@ -46,15 +61,22 @@ def describe_route(
         body = {"application/json": {"schema": _reference(request)}}
     if body is not None:
         extra["requestBody"] = {"required": True, "content": body}
-    problems = describe_problems(body is not None, is_anthropic, needs_administrator)
-    return {"responses": {200: success, **problems}, "openapi_extra": extra}
+    answers = describe_problems(body is not None, is_anthropic, needs_administrator, problems)
+    return {"responses": {200: success, **answers}, "openapi_extra": extra}
 
 
 def describe_problems(
-    has_body: bool = False, is_anthropic: bool = False, needs_administrator: bool = False
+    has_body: bool = False,
+    is_anthropic: bool = False,
+    needs_administrator: bool = False,
+    problems: Mapping[int, str] | None = None,
 ) -> dict[int | str, Json]:
-    """The errors of a route, for its `responses`."""
-    statuses = _PROBLEMS | (_FORBIDDEN if needs_administrator else {}) | (_TOO_LARGE if has_body else {})
+    """The errors of a route, for its `responses`. problems: see `describe_route`."""
+    statuses = {**_PROBLEMS, **(problems or {})}
+    if needs_administrator:
+        statuses |= _ADMINISTRATOR_PROBLEMS
+    if has_body:
+        statuses |= _BODY_PROBLEMS
     if is_anthropic:
         statuses[OVERLOADED] = statuses.pop(503)
     shape = MessageErrorBody if is_anthropic else ErrorBody

@@ -13,7 +13,7 @@ from serve_llm.server.response.logprobs import TokenTexts
 from serve_llm.server.response.responses import ResponsesBuilder, ResponsesEncoder
 from serve_llm.server.routes.app_state import AppState
 from serve_llm.server.routes.background import BackgroundResponses
-from serve_llm.server.routes.document import describe_route
+from serve_llm.server.routes.document import STORE_PROBLEMS, describe_route
 from serve_llm.server.routes.generation import GenerationResponse, TextEndpoint
 from serve_llm.server.routes.stored_generation import StoredGenerationResponse, run_stored_job
 from serve_llm.server.routes.stored_responses import add_routes
@@ -34,7 +34,7 @@ def create_router(state: AppState) -> APIRouter:
     store = state.response_store
     background = None if store is None else BackgroundResponses(store)
 
-    @router.post(PATHS[0], **describe_route(ResponsesRequest, ResponseReply, ResponseEvent))
+    @router.post(PATHS[0], **describe_route(ResponsesRequest, ResponseReply, ResponseEvent, problems=STORE_PROBLEMS))
     async def create_response(request: Request) -> Response:
         """Answer a conversation, as OpenAI's Responses API does."""
         if store is None or background is None:

@@ -11,13 +11,14 @@ from serve_llm.server.schema.common import parse_body
 from serve_llm.server.schema.scaling import ScaleRequest, Scaling
 
 PATH = "/scale"
+_PROBLEMS = {409: "Another change of the number of engines is under way."}
 
 
 def create_scaling_router(state: AppState, scaler: Scaler, drain_timeout: float) -> APIRouter:
     """drain_timeout: seconds, for requests that name none."""
     router = APIRouter()
 
-    @router.post(PATH, **describe_route(ScaleRequest, Scaling, needs_administrator=True))
+    @router.post(PATH, **describe_route(ScaleRequest, Scaling, needs_administrator=True, problems=_PROBLEMS))
     async def scale(request: Request) -> Scaling:
         """Begin to add or remove engines; the answer does not wait for them."""
         state.check_administrator(request)

@@ -10,7 +10,7 @@ from starlette.responses import Response, StreamingResponse
 from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.routes.app_state import AppState
 from serve_llm.server.routes.background import BackgroundResponses, split_events
-from serve_llm.server.routes.document import describe_page, describe_parameter, describe_route
+from serve_llm.server.routes.document import STORE_PROBLEMS, describe_page, describe_parameter, describe_route
 from serve_llm.server.routes.generation import SSE_HEADERS
 from serve_llm.server.routes.page import build_page, read_count, read_flag, read_page
 from serve_llm.server.schema.common import ObjectList
@@ -43,7 +43,7 @@ def add_routes(router: APIRouter, state: AppState, store: ResponseStore, backgro
             raise InvalidRequest("stream: only responses made with background and stream keep their events", "stream")
         return _stream(_repeat(stored.events, first))
 
-    @router.delete(PATH, **describe_route(None, DeletedResponse))
+    @router.delete(PATH, **describe_route(None, DeletedResponse, problems=STORE_PROBLEMS))
     async def delete_response(response_id: str, request: Request) -> DeletedResponse:
         """Delete a stored response, and end it if it is being generated."""
         owner = state.read_owner(request)
@@ -52,7 +52,7 @@ def add_routes(router: APIRouter, state: AppState, store: ResponseStore, backgro
         await store.delete(response_id, owner)
         return DeletedResponse(id=response_id)
 
-    @router.post(PATH + "/cancel", **describe_route(None, ResponseReply))
+    @router.post(PATH + "/cancel", **describe_route(None, ResponseReply, problems=STORE_PROBLEMS))
     async def cancel_response(response_id: str, request: Request) -> Response:
         """End a background response. One that has ended is returned as it is."""
         owner = state.read_owner(request)

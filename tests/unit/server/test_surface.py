@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from serve_llm.server.http.connection import StartupApp
-from serve_llm.server.http.errors import ServeError, Unavailable, answer_for, error_body
+from serve_llm.server.http.errors import ANSWERS, ServeError, Unavailable, answer_for, error_body
 from support.asgi import Call, fetch
 from support.fakes import facts
 from support.serving import TEXT, Served
@@ -308,10 +308,20 @@ def test_the_documentation_describes_the_real_bodies(served: Served) -> None:
     assert schemas["CompletionRequest"]["additionalProperties"] is False
     answers = found["paths"]["/v1/chat/completions"]["post"]["responses"]
     assert answers["200"]["content"]["text/event-stream"]["schema"] == {"$ref": "#/components/schemas/ChatEvent"}
-    assert set(answers) == {"200", "400", "404", "413", "503"}
+    assert set(answers) == {"200", "400", "401", "404", "408", "413", "500", "503", "504"}
     referred = set(_references(found))
     assert referred and referred <= {f"#/components/schemas/{name}" for name in schemas}
     assert served.get("/docs").headers["location"] == "./#api"
+
+
+def test_the_documentation_names_every_status(serve: Serve, tmp_path: Path) -> None:
+    found = serve(options=store_in(tmp_path) | {"data_parallel_max": 2}).get("/openapi.json").json()
+    described = {
+        status for methods in found["paths"].values() for route in methods.values() for status in route["responses"]
+    }
+    before_routes = {405, 431}
+    assert {str(answer.status) for answer in ANSWERS.values() if answer.status not in before_routes} <= described
+    assert "507" in found["paths"]["/v1/files"]["post"]["responses"]
 
 
 def _references(node: object) -> list[str]:
