@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 
@@ -14,9 +15,11 @@ from serve_llm.server.prompt.items import StoredItem
 from serve_llm.server.response.builder import Json, encode_json
 from serve_llm.server.response.responses import ResponsesBuilder, ResponsesEncoder
 from serve_llm.server.response.sse import PING
-from serve_llm.server.storage.responses import NewResponse, ResponseOutcome, ResponseStore
+from serve_llm.server.storage.responses import NewResponse, ResponseOutcome, ResponseStore, StoredResponse
 
 logger = logging.getLogger(__name__)
+
+MAX_UNSTORED = 100  # ends of responses that are kept in memory because they could not be stored
 
 _EVENT_END = b"\n\n"
 _TOO_LARGE = {
@@ -60,6 +63,7 @@ class BackgroundResponse:
         self._events: list[bytes] = []
         self._has_ended = False
         self._changed = asyncio.Event()
+        self.unstored: ResponseOutcome | None = None  # its end, if that could not be stored
 
     async def run(self, entered: ExitStack) -> None:
         """entered: leaves the generation, which has been entered."""
@@ -68,9 +72,12 @@ class BackgroundResponse:
                 last = await self._generate()
                 assert self._builder.final is not None
                 events = b"".join([*self._events, last]) if self.keeps_events else None
-                if not await self._save(build_outcome(self._builder.final, events)):
-                    failed = {**self._builder.final, "status": "failed", "output": [], "error": _TOO_LARGE}
-                    await self._save(build_outcome(failed))
+                problem = await self._save(build_outcome(self._builder.final, events))
+                if problem is not None:
+                    failed = {**self._builder.final, "status": "failed", "output": [], "error": problem}
+                    outcome = build_outcome(failed)
+                    if await self._save(outcome) is not None:
+                        self.unstored = outcome
                     last = replace_end(last, failed)
                 self._append(last)
         finally:
@@ -114,13 +121,14 @@ class BackgroundResponse:
             logger.exception("background response %s failed", self._builder.id)
             return self._encoder.encode_error(GenerationFailed("internal error; the server's log says more"))
 
-    async def _save(self, outcome: ResponseOutcome) -> bool:
-        """Returns False if the outcome is larger than all that the server stores."""
+    async def _save(self, outcome: ResponseOutcome) -> Json | None:
+        """Store the outcome. Returns the error of the response if that fails."""
         try:
-            return await self._store.update(self._builder.id, outcome)
-        except StoreError:
+            is_stored = await self._store.update(self._builder.id, outcome)
+        except StoreError as error:
             logger.warning("response %s cannot be stored", self._builder.id)
-            return True
+            return {"code": "server_error", "message": f"the response could not be stored: {error.message}"}
+        return None if is_stored else _TOO_LARGE
 
     def _append(self, events: bytes) -> None:
         if self.keeps_events:
@@ -134,6 +142,7 @@ class BackgroundResponses:
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
         self._running: dict[str, tuple[BackgroundResponse, asyncio.Task[None]]] = {}
+        self._unstored: OrderedDict[str, ResponseOutcome] = OrderedDict()  # by response id, the latest last
 
     async def start(
         self, new: NewResponse, builder: ResponsesBuilder, generation: Generation, *, keeps_events: bool
@@ -147,8 +156,23 @@ class BackgroundResponses:
             response = BackgroundResponse(self._store, builder, generation, keeps_events=keeps_events)
             task = asyncio.create_task(response.run(stack.pop_all()))
         self._running[new.id] = (response, task)
-        task.add_done_callback(lambda _: self._running.pop(new.id))
+        task.add_done_callback(lambda _: self._end(new.id))
         return response
+
+    def _end(self, response_id: str) -> None:
+        response, _ = self._running.pop(response_id)
+        if response.unstored is not None:
+            self._unstored[response_id] = response.unstored
+            if len(self._unstored) > MAX_UNSTORED:
+                self._unstored.popitem(last=False)
+
+    async def get(self, response_id: str, owner: str) -> StoredResponse:
+        """As `ResponseStore.get`, but with the end of a response that could not be stored. Raises ObjectNotFound."""
+        stored = await self._store.get(response_id, owner)
+        outcome = self._unstored.get(response_id)
+        if outcome is None:
+            return stored
+        return stored._replace(status=outcome.status, content=outcome.content)
 
     def find(self, response_id: str) -> BackgroundResponse | None:
         """None if it has ended."""

@@ -31,7 +31,7 @@ def add_routes(router: APIRouter, state: AppState, store: ResponseStore, backgro
     async def retrieve_response(response_id: str, request: Request) -> Response:
         """A stored response. `stream=true` repeats the events of a background response that was asked for as a stream,
         those after the number `starting_after`."""
-        stored = await store.get(response_id, state.read_owner(request))
+        stored = await background.get(response_id, state.read_owner(request))
         if not read_flag(request, "stream"):
             return _answer(stored)
         first = read_count(request, "starting_after", -1) + 1
@@ -60,7 +60,7 @@ def add_routes(router: APIRouter, state: AppState, store: ResponseStore, backgro
         if not stored.is_background:
             raise InvalidRequest("only background responses can be cancelled", "response_id")
         await background.cancel(response_id)
-        return _answer(await store.get(response_id, owner))
+        return _answer(await background.get(response_id, owner))
 
     @router.get(PATH + "/input_items", **describe_route(None, ObjectList, query=describe_page()))
     async def list_input_items(response_id: str, request: Request) -> Response:

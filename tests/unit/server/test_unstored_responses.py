@@ -65,3 +65,33 @@ def test_a_background_response_that_is_too_large_fails_alone(serve_stored: Serve
 
     asyncio.run(scenario())
     assert get(served, small["id"]).status == 200
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_background_response_whose_end_cannot_be_stored(
+    serve_stored: Serve, monkeypatch: pytest.MonkeyPatch, is_stream: bool
+) -> None:
+    served = serve_stored(automatic=False)
+
+    async def fail(*arguments: object) -> bool:
+        raise StoreFull("the disk of --responses-store is full")
+
+    async def scenario() -> None:
+        call = Call(served.app, "POST", PATH, {"input": "Hi", "background": True, "stream": is_stream})
+        while not served.engine.open:
+            await asyncio.sleep(0)
+        monkeypatch.setattr(responses_module.ResponseStore, "update", fail)
+        while served.engine.open:
+            served.engine.step()
+        reply = await call.reply()
+        first = read_events(reply.content)[0]["response"] if is_stream else reply.json()
+        found = await wait_for_status(served, first["id"], "failed")
+        ResponseReply.model_validate(found)
+        assert "--responses-store is full" in found["error"]["message"] and found["output"] == []
+        if is_stream:
+            last = read_events(reply.content)[-1]
+            assert last["type"] == "response.failed" and last["response"] == found
+        cancelled = await Call(served.app, "POST", f"{PATH}/{first['id']}/cancel").reply()
+        assert cancelled.json() == found, "it has ended"
+
+    asyncio.run(scenario())
