@@ -14,7 +14,7 @@ from serve_llm.common.hub import resolve_tokenizer
 from serve_llm.common.tokenizer_files import find_tokenizer
 from serve_llm.engine.config import Config
 
-MAX_GRAMMARS = 64  # cached matchers; a typical one takes 100 KB to 1 MB
+MIN_GRAMMARS = 64  # matchers that are cached at least; a typical one takes 100 KB to 1 MB
 
 
 def load_tokenizer(config: Config) -> LLTokenizer:
@@ -35,6 +35,8 @@ class MatcherBuilder:
         self._lock = threading.Lock()
         self._executor = ThreadPoolExecutor(2, "grammar")
         self._matchers: OrderedDict[str, Future[LLMatcher | None]] = OrderedDict()
+        # Those of running requests, which may be preempted, and of as many that wait: a step waits for no compilation.
+        self._max_grammars = max(MIN_GRAMMARS, 2 * config.max_num_seqs)
 
     @property
     def tokenizer(self) -> LLTokenizer:
@@ -50,7 +52,7 @@ class MatcherBuilder:
         found = self._matchers.get(grammar)
         if found is None:
             found = self._matchers[grammar] = self._executor.submit(self._build, grammar)
-            if len(self._matchers) > MAX_GRAMMARS:
+            if len(self._matchers) > self._max_grammars:
                 self._matchers.popitem(last=False)
         else:
             self._matchers.move_to_end(grammar)
