@@ -3,21 +3,47 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import msgspec
 
 from serve_llm.common.types import FinishReason, Output, Request
+from serve_llm.server.dialects.parser import DialectParser
 from serve_llm.server.generate.delta import Delta
+from serve_llm.server.generate.detokenize import DetokenizerFactory
 from serve_llm.server.generate.dispatcher import SubmittedRequest
 from serve_llm.server.generate.output import OutputProcessor
-from serve_llm.server.http.errors import GenerationFailed
+from serve_llm.server.http.errors import GenerationFailed, RequestError
 from serve_llm.server.metrics.meter import ChoiceTimes
-
-if TYPE_CHECKING:
-    from serve_llm.server.generate.generation import Generation, Generator  # which creates the choices
+from serve_llm.server.prompt.validate import TextRequest
 
 logger = logging.getLogger(__name__)
+
+
+class ChoiceOwner(Protocol):
+    """The generation, as its choices see it."""
+
+    request: TextRequest
+    tenant: int
+
+    def create_parser(self) -> DialectParser | None:
+        """For one choice. None if all text is content."""
+
+    def as_current(self) -> AbstractContextManager[None]:
+        """For log records that are to name the generation's request."""
+
+    def fail(self, error: RequestError) -> None:
+        """End all choices with this error."""
+
+    def on_first_output(self, num_prompt_tokens: int) -> None:
+        """num_prompt_tokens: computed for this choice."""
+
+    def on_change(self, choice: Choice) -> None:
+        """The choice has something new since it was last taken."""
+
+    def on_finish(self, choice: Choice, *, aborts: bool) -> None:
+        """aborts: the text has ended, by a stop string, before the engine's request."""
 
 
 class Choice:
@@ -26,9 +52,16 @@ class Choice:
     submitted: SubmittedRequest  # set when the generation is entered
 
     def __init__(
-        self, generation: Generation, generator: Generator, prompt: int, choice: int, seed: int, arrival: float
+        self,
+        generation: ChoiceOwner,
+        detokenizers: DetokenizerFactory,
+        request_id: int,
+        prompt: int,
+        choice: int,
+        seed: int,
+        arrival: float,
     ) -> None:
-        """prompt, choice: indices. arrival: clock time."""
+        """request_id: the engine request's. prompt, choice: indices. arrival: clock time."""
         request = generation.request
         echo = None if request.echoes is None else request.echoes[prompt]
         self.cached_tokens = 0  # prompt tokens found in the prefix cache
@@ -36,7 +69,7 @@ class Choice:
             prompt * request.params.n + choice,
             request.prompts[prompt],
             request.params,
-            generator.detokenizers,
+            detokenizers,
             request.end_ids,
             None if echo is None else echo.text,
             generation.create_parser(),
@@ -44,7 +77,7 @@ class Choice:
             () if echo is None else echo.added_positions,
         )
         self.engine_request = Request(
-            id=generator.dispatcher.next_id(),
+            id=request_id,
             prompt_ids=request.prompts[prompt],
             sampling=msgspec.structs.replace(request.samplings[prompt], seed=seed, choice=choice),
             priority=request.priority,

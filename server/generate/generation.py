@@ -83,7 +83,7 @@ class Generation:
         self._spelled_ends = generator.model.spelled_ends
         self._tools = [] if request.reply is None else request.reply.read_tools()
         self.choices = [
-            Choice(self, generator, prompt, choice, seed, arrival)
+            Choice(self, generator.detokenizers, generator.dispatcher.next_id(), prompt, choice, seed, arrival)
             for prompt, seed in enumerate(_choose_seeds(request, generator))
             for choice in range(request.params.n)
         ]

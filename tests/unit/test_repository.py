@@ -1,6 +1,7 @@
 """Rules for the repository as a whole: names, comments, packaging, and what a process imports when it starts."""
 
 import ast
+import graphlib
 import importlib.util
 import io
 import re
@@ -27,6 +28,26 @@ def test_no_class_name_is_defined_twice() -> None:
                 places[node.name.lstrip("_")].append(str(path.relative_to(ROOT)))
     assert len(places) > 200
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports for types, and those inside functions, count too."""
+    modules = {}
+    for path in PRODUCT:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        package = () if parts[0] == "serve_llm" else ("serve_llm",)
+        modules[".".join((*package, *parts)).removesuffix(".__init__")] = path
+    imports: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+        imports[name] = (found & modules.keys()) - {name}
+    assert sum(map(len, imports.values())) > 1000
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError
 
 
 def test_comments_are_sentences() -> None:
