@@ -158,7 +158,7 @@ def _build_reply_format(turn: ChatTurn, text: str, context: Context) -> ReplyFor
             "--chat-template",
             "tools",
         )
-    if dialect is None or not (dialect.reasoning or dialect.content or turn.offers_calls):
+    if dialect is None or not (dialect.reasoning or dialect.content or (turn.tools and dialect.calls)):
         return None
     requires_call = turn.offers_calls and turn.tool_choice.mode == "required"
     return ReplyFormat(

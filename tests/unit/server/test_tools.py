@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from serve_llm.server.dialects.dialect import CallFormat, Dialect, JsonCodec
 from serve_llm.server.dialects.table import BUILT_IN
 from serve_llm.server.prompt.model import ServedModel
 from support.choices import Choice, fold, read_body
@@ -155,6 +156,21 @@ def test_no_choice_leaves_the_text_as_it_is(serve_text: Callable[..., Served]) -
     choice = read_body(served.chat(tools=TOOLS, tool_choice="none"))
     assert choice["message"] == {"role": "assistant", "content": f"So: {OSLO}"} and choice["finish_reason"] == "stop"
     assert "get_weather" in prompt_text(served), "the prompt has the tools all the same"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_choice_leaves_delimiters_that_are_special_tokens(
+    serve_text: Callable[..., Served], model: ServedModel, stream: bool
+) -> None:
+    """Also where the dialect knows nothing but calls."""
+    calls = CallFormat(codec=JsonCodec(name_key="name"), open="<|tool|>", close="\n")
+    served = serve_text("So: <|tool|>{}\n", served_model=with_tools(model, Dialect(name="x", calls=calls)))
+    reply = served.chat(tools=TOOLS, tool_choice="none", stream=stream)
+    choice = fold(reply) if stream else read_body(reply)
+    assert choice["message"] == {"role": "assistant", "content": "So: <|tool|>{}\n"}
+    plain = served.chat(stream=stream)
+    choice = fold(plain) if stream else read_body(plain)
+    assert choice["message"] == {"role": "assistant", "content": "So: {}\n"}
 
 
 def test_a_named_function_ends_with_stop(serve_text: Callable[..., Served]) -> None:
