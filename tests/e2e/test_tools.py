@@ -176,11 +176,13 @@ def test_a_call_survives_its_engine(tool_server: Daemon, client: OpenAI) -> None
 
 
 def test_offered_tools_do_not_change_a_text_without_calls(files: dict[str, str]) -> None:
-    params = SamplingParams(max_tokens=60, temperature=0)
+    greedy = SamplingParams(max_tokens=60, temperature=0)
+    sampled = SamplingParams(max_tokens=60, temperature=1, top_p=0.9, seed=3)
     calm = "{% set tools = none %}" + TEMPLATE  # the prompt is the same
     with LLM("demo", kv_cache_memory="64MiB", dialect=files["dialect"], chat_template=calm) as llm:
         llm._model.template.__dict__["shows_tools"] = True  # type: ignore[union-attr]
         talks: list[Any] = [[{"role": "user", "content": f"{number} {TALK[0]['content']}"}] for number in range(8)]
-        plain = llm.chat(talks, params, use_tqdm=False)
-        offered = llm.chat(talks, params, use_tqdm=False, tools=TOOLS)
-    assert [one.outputs[0].token_ids for one in offered] == [one.outputs[0].token_ids for one in plain]
+        for params in (greedy, sampled):
+            plain = llm.chat(talks, params, use_tqdm=False)
+            offered = llm.chat(talks, params, use_tqdm=False, tools=TOOLS)
+            assert [one.outputs[0].token_ids for one in offered] == [one.outputs[0].token_ids for one in plain]
