@@ -18,6 +18,12 @@ def root(salt: str, uses_long_rope: bool = False, adapter: str = "") -> bytes:
     return sha256(base + adapter.encode()).digest() if adapter else base
 
 
-def extend(parent: bytes, ids: Sequence[int]) -> bytes:
-    """The hash after one more full block of token ids."""
-    return sha256(parent + array("q", ids).tobytes()).digest()
+def extend(parent: bytes, ids: Sequence[int], block_size: int) -> list[bytes]:
+    """The hash after each further full block of token ids."""
+    hashes = []
+    data = array("q", ids).tobytes()
+    num_bytes = 8 * block_size
+    for start in range(0, len(ids) // block_size * num_bytes, num_bytes):
+        parent = sha256(parent + data[start : start + num_bytes]).digest()
+        hashes.append(parent)
+    return hashes

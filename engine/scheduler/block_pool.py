@@ -52,6 +52,9 @@ class BlockPool:
         """The block that holds this prefix, if any. Does not acquire it."""
         return self._cached.get(key)
 
+    def is_cached(self, key: BlockKey) -> bool:
+        return key in self._cached
+
     def is_free(self, block: int) -> bool:
         return self._references[block] == 0
 

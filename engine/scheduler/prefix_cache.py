@@ -57,10 +57,7 @@ class PrefixCache:
         sample the next from, and all from which log-probabilities are still to come."""
         if self._offload is not None and self._offload.is_memory_faster(self._blocks_per_token):
             return self._find(sequence, self._is_in_memory)
-        return self._find(sequence, self._is_on_device)
-
-    def _is_on_device(self, key: BlockKey) -> bool:
-        return self._pool.find(key) is not None
+        return self._find(sequence, self._pool.is_cached)
 
     def _is_in_memory(self, key: BlockKey) -> bool:
         return self._pool.find(key) is not None or (self._offload is not None and self._offload.has(key))
@@ -75,8 +72,8 @@ class PrefixCache:
         for index, group in enumerate(self._groups):
             if group.window is None:
                 known = 0
-                for number in range(hit // group.block_size):
-                    if not is_known((index, sequence.block_hash(group.block_size, number))):
+                for block_hash in sequence.block_hashes(group.block_size, hit // group.block_size):
+                    if not is_known((index, block_hash)):
                         break
                     known += group.block_size
                 hit = known // self._hit_step * self._hit_step
@@ -126,7 +123,10 @@ class PrefixCache:
                     places.append((index, number))
         if not places or self._offload is None:
             return
-        keys = [(index, sequence.block_hash(self._groups[index].block_size, number)) for index, number in places]
+        hashes = [
+            sequence.block_hashes(group.block_size, len(tables[index])) for index, group in enumerate(self._groups)
+        ]
+        keys = [(index, hashes[index][number]) for index, number in places]
         pinned = self._offload.pin(keys)
         for (index, number), (key, slot) in zip(places, pinned, strict=True):
             block = self._pool.allocate()
@@ -194,7 +194,7 @@ class PrefixCache:
         index = hit // size
         if (index + 1) * size > sequence.num_prompt:
             return False
-        return self._pending[0, sequence.block_hash(size, index)] > 0
+        return self._pending[0, sequence.block_hashes(size, index + 1)[index]] > 0
 
     def begin(self, sequence: Sequence) -> None:
         self._pending.update(self._to_compute(sequence))

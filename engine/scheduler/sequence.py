@@ -246,18 +246,13 @@ class Sequence:
         for hashes in self._block_hashes.values():
             hashes.clear()
 
-    def block_hash(self, block_size: int, index: int) -> bytes:
-        """The chained hash of one block, which must be full. Computes the hashes before it and none after."""
-        hashes = self._block_hashes[block_size]
-        return hashes[index] if index < len(hashes) else self.block_hashes(block_size, index + 1)[index]
-
     def block_hashes(self, block_size: int, count: int) -> list[bytes]:
         """Chained hashes of the first `count` blocks of `block_size` tokens, which must be full."""
         hashes = self._block_hashes[block_size]
-        while len(hashes) < count:
-            start = len(hashes) * block_size
+        if len(hashes) < count:
             parent = hashes[-1] if hashes else self._root_hash
-            hashes.append(prefix_hash.extend(parent, self.token_ids[start : start + block_size]))
+            new_ids = self.token_ids[len(hashes) * block_size : count * block_size]
+            hashes += prefix_hash.extend(parent, new_ids, block_size)
         return hashes[:count]
 
     def describe(self) -> NewRequestData:

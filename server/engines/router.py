@@ -107,12 +107,7 @@ class Router:
         """Prefix hashes of the prompt's full blocks, as engines compute them; at most as many as an engine can hold."""
         size = self._block_size
         num_blocks = min(len(prompt_ids) // size, max(self._capacities))
-        keys = []
-        key = prefix_hash.root(salt, adapter=adapter)
-        for start in range(0, num_blocks * size, size):
-            key = prefix_hash.extend(key, prompt_ids[start : start + size])
-            keys.append(key)
-        return keys
+        return prefix_hash.extend(prefix_hash.root(salt, adapter=adapter), prompt_ids[: num_blocks * size], size)
 
     def _num_cached(self, engine: int, keys: Sequence[bytes]) -> int:
         """Prompt tokens that the engine has cached, or will have, judging by what was sent to it."""

@@ -44,7 +44,9 @@ def test_integrity_check_finds_a_lost_block() -> None:
 
 
 def test_hashes_chain_from_the_salt() -> None:
-    first = prefix_hash.extend(prefix_hash.root(""), [1, 2])
-    assert first == prefix_hash.extend(prefix_hash.root(""), [1, 2])
-    assert first != prefix_hash.extend(prefix_hash.root("tenant"), [1, 2])
-    assert prefix_hash.extend(first, [1, 2]) != first
+    first, second = prefix_hash.extend(prefix_hash.root(""), [1, 2, 1, 2, 9], 2)  # the last block is not full
+    assert [first] == prefix_hash.extend(prefix_hash.root(""), [1, 2], 2)
+    assert [second] == prefix_hash.extend(first, [1, 2], 2)
+    assert first != second
+    assert [first] != prefix_hash.extend(prefix_hash.root("tenant"), [1, 2], 2)
+    assert prefix_hash.extend(first, [1], 2) == []
