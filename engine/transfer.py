@@ -39,16 +39,19 @@ class DeviceCopier:
 
     def to_device(self, array: np.ndarray) -> Tensor:
         """The array on the device. The array must not change afterwards."""
-        return self._pinned(array).to(self.device, non_blocking=True)
+        return self._pin(array).to(self.device, non_blocking=True)
 
     def fill(self, target: Tensor, array: np.ndarray) -> None:
         """Overwrite a tensor on the device with values of the same dtype, after all work launched so far. The array
         must not change afterwards."""
-        target.copy_(self._pinned(array), non_blocking=True)
+        target.copy_(self._pin(array), non_blocking=True)
 
-    def _pinned(self, array: np.ndarray) -> Tensor:
+    def _pin(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor if self.device.type == "cpu" else tensor.pin_memory()
+        if self.device.type == "cpu":
+            return tensor
+        # `Tensor.pin_memory` asks the driver about the tensor first, which takes longer than a small copy.
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
     def to_host(self, tensor: Tensor) -> PendingCopy:
         """Start a copy after all work launched so far. Later changes to the tensor do not affect it."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from serve_llm.common.types import TokenLogprobs
 from serve_llm.engine.sampling.logit_adjustments import SampleRow, pack_adjustments
 from serve_llm.engine.sampling.sampler import (
+    GREEDY,
     SampledToken,
     SamplerOutput,
     add_asked_ids,
@@ -36,6 +37,7 @@ class DeviceSampler:
         self._vocabulary = vocabulary
         self._kernels = kernels
         self._copier = copier
+        self._kept_draws = torch.empty(0)
 
     def start(self, logits: Tensor, rows: Sequence[SampleRow]) -> SamplerOutput:
         """Start to sample. logits: (rows, shard or more), which only later work of the device may change.
@@ -65,15 +67,23 @@ class DeviceSampler:
 
     def _sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         scores = self._adjust(logits, rows)
+        if all(is_greedy(row.sampling) for row in rows):
+            return self._kernels.sample(scores, self._greedy_draws(len(rows)), sampled=False, filtered=False)
         numbers = chain.from_iterable(build_draws(rows))
         draws = np.fromiter(numbers, np.float64, len(rows) * len(Draw._fields)).reshape(len(rows), -1)
-        temperature, top_k, top_p, min_p, _ = draws.T
+        _, top_k, top_p, min_p, _ = draws.T
         return self._kernels.sample(
             scores,
             self._copier.to_device(draws),
-            sampled=bool((temperature > 0.0).any()),
+            sampled=True,
             filtered=bool(((top_k > 0.0) | (top_p < 1.0) | (min_p > 0.0)).any()),
         )
+
+    def _greedy_draws(self, num_rows: int) -> Tensor:
+        """Draws of greedy rows, which are the same in every step."""
+        if len(self._kept_draws) < num_rows:
+            self._kept_draws = self._copier.to_device(np.tile(np.array(GREEDY), (num_rows, 1)))
+        return self._kept_draws[:num_rows]
 
     def _adjust(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         """The logits with biases, bans, penalties and masks of grammars: a copy if there are any, in float32 unless

@@ -20,7 +20,7 @@ import contextlib
 import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +36,8 @@ from serve_llm.kernels.attention import Lengths
 # (step, request index of each token: (tokens,) int64, rows: (rows,) int64 or None, hidden states of the previous stage
 # or None) -> logits of these tokens, or of all; hidden states of all tokens on a stage before the last
 Compute = Callable[[StepInputs, Tensor, Tensor | None, Tensor | None], Tensor]
+
+Numbers = TypeVar("Numbers", Tensor, np.ndarray)
 
 
 class Size(NamedTuple):
@@ -159,6 +161,44 @@ class StepGraphs:
         return captured.output
 
 
+class _PackedShape(NamedTuple):
+    """How the numbers of a step lie in one array of int64, which is copied to the device at once. Each part begins at a
+    multiple of 16 bytes, as kernels are compiled for such addresses."""
+
+    token_rows: int
+    tokens: int
+    rows: int
+    length_rows: int
+    sequences: int
+
+    @property
+    def size(self) -> int:
+        return (
+            self.token_rows * _round_up(self.tokens, 2)
+            + _round_up(self.rows, 2)
+            + self.length_rows * _round_up(self.sequences + 1, 4) // 2
+        )
+
+    def split(self, packed: Numbers, as_int32: Numbers) -> tuple[list[Numbers], Numbers, list[Numbers]]:
+        """Views: the numbers of each token, `token_rows` times (tokens,) int64; the rows of which logits are wanted,
+        (rows,) int64; where the queries of each sequence start, (sequences + 1,) int32, and context lengths,
+        (sequences,) int32, of the step and of each KV group's chunks. as_int32: a view of `packed`."""
+        padded_tokens = _round_up(self.tokens, 2)
+        end = self.token_rows * padded_tokens
+        numbers = packed[:end].reshape(self.token_rows, padded_tokens)
+        lengths = as_int32[2 * (end + _round_up(self.rows, 2)) :].reshape(self.length_rows, -1)
+        starts, *others = lengths
+        return (
+            [row[: self.tokens] for row in numbers],
+            packed[end : end + self.rows],
+            [starts[: self.sequences + 1], *(row[: self.sequences] for row in others)],
+        )
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
 class _Buffers:
     """The inputs of one size."""
 
@@ -174,8 +214,8 @@ class _Buffers:
         """tables: block tables of the largest size, which all sizes share. received: like what this size receives."""
         num_tokens, num_sequences, is_mixed = size
         device = tables[0].device
-        self.rows = torch.empty(num_sequences, dtype=torch.int64, device=device) if is_mixed and is_last else None
         self.received = None if received is None else received.new_zeros((num_tokens, received.shape[1]))
+        self._num_rows = num_sequences if is_mixed and is_last else 0
         if is_mixed:
             num_sequences += 1
             # Bounds: some sequences have one token and some have several.
@@ -183,29 +223,30 @@ class _Buffers:
         else:
             starts = list(range(num_sequences + 1))
         self._tables = [table[:num_sequences] for table in tables]
-        self._numbers = torch.empty((3 + len(tables), num_tokens), dtype=torch.int64, device=device)
-        self._lengths = Lengths(
-            torch.arange(num_sequences + 1, dtype=torch.int32, device=device),
-            torch.empty(num_sequences, dtype=torch.int32, device=device),
-        )
-        self._chunks = [
-            None if group.chunk_size is None else self._make_chunks(starts, min(group.chunk_size, max_model_len))
-            for group in groups
+        self._shape = _PackedShape(3 + len(tables), num_tokens, self._num_rows, 2 + len(groups), num_sequences)
+        self._packed = torch.zeros(self._shape.size, dtype=torch.int64, device=device)
+        numbers, rows, lengths = self._shape.split(self._packed, self._packed.view(torch.int32))
+        query_starts, context_lens, *chunk_context_lens = lengths
+        self.rows = rows if self._num_rows else None
+        chunks = [
+            None
+            if group.chunk_size is None
+            else self._make_chunks(starts, min(group.chunk_size, max_model_len), Lengths(query_starts, chunk_lens))
+            for group, chunk_lens in zip(groups, chunk_context_lens, strict=True)
         ]
-        ids, req_indices, positions, *slots = self._numbers
+        ids, req_indices, positions, *slots = numbers
         self.req_indices = req_indices
         self.inputs = StepInputs(
             ids=ids,
             positions=positions,
             query_starts=starts,
             context_lens=[max_model_len] * num_sequences,  # upper bounds
-            groups=tuple(GroupInputs(*parts) for parts in zip(slots, self._tables, self._chunks, strict=True)),
-            lengths=self._lengths,
+            groups=tuple(GroupInputs(*parts) for parts in zip(slots, self._tables, chunks, strict=True)),
+            lengths=Lengths(query_starts, context_lens),
         )
 
-    def _make_chunks(self, starts: list[int], longest: int) -> ChunkInputs:
+    def _make_chunks(self, starts: list[int], longest: int, lengths: Lengths) -> ChunkInputs:
         """As no sequence has queries in several chunks, the sequences' queries are those of the step."""
-        lengths = Lengths(self._lengths.query_starts, torch.empty_like(self._lengths.context_lens))
         return ChunkInputs(starts, [longest] * (len(starts) - 1), lengths)
 
     def fill(
@@ -214,31 +255,30 @@ class _Buffers:
         if self.received is not None and received is not None:
             self.received[: len(received)] = received
         count = len(step.ids)
-        numbers = np.zeros(self._numbers.shape, np.int64)
-        numbers[3:] = -1  # slots
+        num_sequences = len(step.context_lens)
+        packed: np.ndarray = np.zeros(self._shape.size, np.int64)
+        as_int32: np.ndarray = packed.view(np.int32)
+        numbers, padded_rows, lengths = self._shape.split(packed, as_int32)
+        query_starts, context_lens, *chunk_context_lens = lengths
         for row, values in zip(numbers, (step.ids, step.req_indices, step.positions, *step.slots), strict=True):
             row[:count] = values
-        num_sequences = len(step.context_lens)
-        context_lens = np.zeros(len(self._lengths.context_lens), np.int32)
+        for slots in numbers[3:]:
+            slots[count:] = -1
         context_lens[:num_sequences] = step.context_lens
-        copier.fill(self._numbers, numbers)
-        copier.fill(self._lengths.context_lens, context_lens)
-        if rows is not None:
-            starts = np.full(len(context_lens) + 1, numbers.shape[1], np.int32)
-            starts[: num_sequences + 1] = step.query_starts
-            copier.fill(self._lengths.query_starts, starts)
-        if self.rows is not None and rows is not None:
-            padded_rows = np.zeros(len(self.rows), np.int64)
-            padded_rows[: len(rows)] = rows
-            copier.fill(self.rows, padded_rows)
-        for index, (buffer, table, chunks) in enumerate(zip(self._tables, step.tables, self._chunks, strict=True)):
+        if rows is None:
+            query_starts[:] = np.arange(len(query_starts))
+        else:
+            query_starts[:] = self._shape.tokens
+            query_starts[: num_sequences + 1] = step.query_starts
+            if self.rows is not None:
+                padded_rows[: len(rows)] = rows
+        for index, (buffer, table) in enumerate(zip(self._tables, step.tables, strict=True)):
             split = step.split_chunks(index)
-            if split is not None and chunks is not None and chunks.lengths is not None:
+            if split is not None:
                 table = split.table
-                context_lens = np.zeros_like(context_lens)
-                context_lens[:num_sequences] = split.context_lens
-                copier.fill(chunks.lengths.context_lens, context_lens)
+                chunk_context_lens[index][:num_sequences] = split.context_lens
             copier.fill(buffer[: len(table), : table.shape[1]], table)
+        copier.fill(self._packed, packed)
 
 
 class CudaCapture:

@@ -255,9 +255,10 @@ class LastTokenIds:
         self._ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
 
     def fill(self, ids: Tensor, req_indices: Tensor) -> Tensor:
-        """ids: (tokens,), with negative ones replaced by the last id of the token's request; req_indices: (tokens,)."""
-        return torch.where(ids < 0, self._ids[req_indices], ids)
+        """ids: (tokens,), with negative ones replaced by the last id of the token's request; req_indices: (tokens,).
+        A last id that is negative (logits not finite) becomes 0; its results are discarded."""
+        return torch.where(ids < 0, self._ids[req_indices].clamp(min=0), ids)
 
     def store(self, ids: Tensor, req_indices: Tensor) -> None:
-        """Remember sampled ids, (requests,). A negative id (logits not finite) becomes 0; its results are discarded."""
-        self._ids[req_indices] = ids.clamp(min=0)
+        """Remember sampled ids, (requests,)."""
+        self._ids.index_copy_(0, req_indices, ids)

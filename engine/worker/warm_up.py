@@ -18,10 +18,11 @@ from serve_llm.engine.scheduler.sequence import GroupLayout
 from serve_llm.engine.worker.kv_cache import CacheLayout
 from serve_llm.engine.worker.runner import Runner
 
-PROMPT_TOKENS = 4
-NUM_DECODES = 4
-KINDS = (  # each needs other kernels
+PROMPT_TOKENS = 3
+NUM_DECODES = 2
+KINDS = (  # each needs other kernels, alone or together with others
     Sampling(max_tokens=8, temperature=0.0, seed=0),
+    Sampling(max_tokens=8, temperature=1.0, seed=0),
     Sampling(max_tokens=8, temperature=0.8, top_p=0.9, seed=0),
     Sampling(max_tokens=8, temperature=0.8, top_k=20, min_p=0.01, seed=0),
     Sampling(max_tokens=8, temperature=0.0, logprobs=1, frequency_penalty=0.5, repetition_penalty=1.1, seed=0),
@@ -42,18 +43,30 @@ def warm_up(runner: Runner, config: Config, layout: CacheLayout) -> None:
 
 
 def build_warm_up_steps(groups: Sequence[GroupLayout], max_num_seqs: int) -> Iterator[SchedulerOutput]:
-    """Prompts of every kind, launched one by one and then captured; decode steps of all of them and of one, captured:
-    a size is captured when it occurs for the second time."""
-    kinds = KINDS[:max_num_seqs]
+    """Prompts of every kind, launched one by one and then captured; decode steps of all of them, captured; a prompt of
+    each kind alone and two decode steps of the last one, captured: a size is captured when it occurs for the second
+    time."""
     num_tokens = PROMPT_TOKENS + NUM_DECODES
     blocks = tuple([0] * -(-num_tokens // group.block_size) for group in groups)
-    for prompt_logprobs in (1, None, None):
+
+    def prompts(kinds: Sequence[Sampling], prompt_logprobs: int | None = None) -> SchedulerOutput:
         new_requests = [
             NewRequestData(index, [0] * PROMPT_TOKENS, PROMPT_TOKENS, sampling, prompt_logprobs)
             for index, sampling in enumerate(kinds)
         ]
-        prompts = [ScheduledTokens(index, 0, PROMPT_TOKENS, blocks, True, []) for index in range(len(kinds))]
-        yield SchedulerOutput(new_requests, prompts)
-    for decode, count in enumerate((len(kinds), len(kinds), 1, 1)):
-        position = PROMPT_TOKENS + decode
-        yield SchedulerOutput([], [ScheduledTokens(index, position, 1, (), True, [0]) for index in range(count)])
+        chunks = [ScheduledTokens(index, 0, PROMPT_TOKENS, blocks, True, []) for index in range(len(kinds))]
+        return SchedulerOutput(new_requests, chunks)
+
+    def decode(number: int, count: int) -> SchedulerOutput:
+        position = PROMPT_TOKENS + number
+        return SchedulerOutput([], [ScheduledTokens(index, position, 1, (), True, [0]) for index in range(count)])
+
+    together = KINDS[:max_num_seqs]
+    for prompt_logprobs in (1, None, None):
+        yield prompts(together, prompt_logprobs)
+    for number in range(NUM_DECODES):
+        yield decode(number, len(together))
+    for sampling in KINDS:
+        yield prompts([sampling])
+    for number in range(NUM_DECODES):
+        yield decode(number, 1)

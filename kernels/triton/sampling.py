@@ -177,7 +177,7 @@ def _gather_logprobs(
     tl.store(rank + row, number)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def _collect_top_k(logits, row_stride, columns, floors, keys, k, SHIFT: tl.constexpr, TILE: tl.constexpr):
     """Store keys of the logits from the row's threshold, its k-th largest, up.
 

@@ -160,7 +160,7 @@ PREDICTIONS = [
     Prediction("0.5B, batch 1", "speed", "0.5B: decode, batch 1", "0.8-1.0 ms", "reported", QWEN_HALF_B, decodes(1)),
     Prediction(
         "8B, offline, 1000 in and out, as many requests as fit",
-        "speed",
+        "offline",
         "8B: offline, 1000 in and out",
         "9,000 tokens/s; TensorRT-LLM publishes 17,744 in FP8",
         "reported",

@@ -3,6 +3,7 @@ or has to be compiled."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from serve_llm.common.types import Request, Sampling
+from serve_llm.engine.worker import warm_up
 from support.engine import generate
 from support.tiny import FAMILIES, make_checkpoint
 from support.triton import NO_TRITON
@@ -84,3 +86,27 @@ def test_nor_with_batch_invariant_kernels_or_without_graphs(tmp_path: Path, monk
             engine, watch = make_meta_engine(tmp_path, patch, **OPTIONS, **more)
             generate(engine, requests, arrivals)
             assert bool(watch.captured) == ("batch_invariant" in more)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_first_requests_find_their_kernels_compiled(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocab_size = make_checkpoint(tmp_path, family, dtype="bfloat16", max_position_embeddings=8192)
+    sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 4096}
+    engine, watch = make_meta_engine(tmp_path, monkeypatch, **sizes)
+    worker = engine._executor._worker  # type: ignore[attr-defined]
+    without_waits = [
+        step
+        for step in warm_up.build_warm_up_steps(worker._layout.groups, 64)
+        if all(new.prompt_logprobs is None for new in step.new_requests)
+    ]
+    monkeypatch.setattr(warm_up, "build_warm_up_steps", lambda *sizes: without_waits)
+    warm_up.warm_up(worker._runner, worker._config, worker._layout)
+    compiled = len(watch.compiled)
+    assert compiled > 20
+    for number, (length, kind) in enumerate(itertools.product((1, 11, 100, 1500), (*KINDS[:4], {"temperature": 1.0}))):
+        ids = [(7 * number + place) % vocab_size for place in range(length)]
+        sampling = Sampling(**({"max_tokens": 4, "seed": number} | kind))
+        generate(engine, [Request(id=number, prompt_ids=ids, sampling=sampling)])
+        assert watch.compiled[compiled:] == [], (length, kind)

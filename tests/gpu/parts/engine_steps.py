@@ -23,6 +23,7 @@ Spans = Iterable[tuple[float, float]]  # begin and end
 ENDS = 0.1  # of the measured time at either end, which belong to the profiler as well
 TOP_KERNELS = 10
 SETTLED = 4  # tokens of each sequence until its steps are captured
+LONGEST = 16384  # tokens of the longest request that the shapes allow: the cache must have room for it
 SLACK = 60  # steps until all sequences have settled
 
 
@@ -71,9 +72,7 @@ def decoding_engine(
     tokens of other requests that the cache has room for."""
     batch, output = len(contexts), output + SLACK
     options = {key: value for key, value in here.options().items() if key != "log_level"}
-    tokens = (
-        sum(contexts) + batch * (output + 64) + spare
-    )  # of 128 KiB each in an 8B; the longest request has to fit too
+    tokens = max(sum(contexts) + batch * (output + 64) + spare, LONGEST)  # of 128 KiB each in an 8B
     memory = options.get("kv_cache_memory", f"{-(-tokens // 4096)}GiB")
     engine = make_engine(Path(folder), **{**options, "max_num_seqs": batch + 4, "kv_cache_memory": memory})
     sampling = Sampling(max_tokens=output, temperature=0.0, seed=0)

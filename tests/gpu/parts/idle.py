@@ -29,7 +29,7 @@ def decoding(here: common.Place, name: str, shape: Shape, batch: int, aim: float
 def main() -> None:
     here = common.place("idle")
     decoding(here, "8B", LLAMA_8B, here.sized(64, 3), 0.03)
-    decoding(here, "8B", LLAMA_8B, here.sized(256, 4), None)
+    decoding(here, "8B", LLAMA_8B, 1, None)
     decoding(here, "0.5B", QWEN_HALF_B, 1, None)
     decoding(here, "0.5B", QWEN_HALF_B, here.sized(64, 2), None)
 

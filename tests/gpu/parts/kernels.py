@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from parts import attention, common
+from parts import common
 from parts.attention import TOLERANCE, difference
 from serve_llm.kernels import activation, delta_rule, linear_fp8, moe, norm, registry, rope
 from serve_llm.kernels import torch_sampling as definition
@@ -248,17 +248,17 @@ def tell(here: common.Place, found: Found, expected: str) -> None:
         here.report.check(name, value < most, f"{value:.1e}")
 
 
+def choose(batch_invariant: bool = False) -> Kernels:
+    found = registry.with_triton(batch_invariant)
+    assert isinstance(found, Kernels), found
+    return found
+
+
 def check(here: common.Place) -> None:
     from serve_llm.kernels.triton import sampling
 
     device = torch.device(here.device)
     random, tiny = Numbers(device), here.rehearse
-
-    def choose(batch_invariant: bool = False) -> Kernels:
-        found = registry.with_triton(batch_invariant)
-        assert isinstance(found, Kernels), found
-        return found
-
     kernels = choose()
     columns = here.sized(128256, 5000)
     tell(here, norms(kernels, random, (57,) if tiny else (57, 896, 4096, 8192)), "norms")
@@ -280,8 +280,6 @@ def check(here: common.Place) -> None:
     tell(here, drawing(sampling, random, here.sized(64, 4), columns), "sampling")
     tell(here, log_probabilities(sampling, random, here.sized(64, 3), columns), "log-softmax")
     tell(here, penalties(sampling, random, columns), "bans")
-    for name, call, most in attention.checks(choose, device, tiny):
-        tell(here, ((f"attention: {name}", found(), most) for found in (call,)), f"attention: {name}")
 
 
 def interpreted() -> str:
@@ -292,8 +290,7 @@ def interpreted() -> str:
         from triton.runtime import interpreter
 
         interpreter._convert_float = triton_rounding.convert  # as a GPU rounds
-        found = registry.with_triton(batch_invariant=True)
-        assert isinstance(found, Kernels), found
+        found = choose(batch_invariant=True)
         weight, x = torch.randn(5, 200), torch.randn(3, 200)
         error = difference(found.pack(weight)(x), x @ weight.t())
         return "" if error < 1e-5 else f"Triton's interpreter is wrong here: {error:.1e}"
@@ -302,13 +299,13 @@ def interpreted() -> str:
 
 
 @torch.inference_mode()
-def main() -> None:
-    here = common.place("kernels")
+def run(here: common.Place, part: str, check: Callable[[common.Place], None]) -> None:
+    """Run the checks of a part, in Triton's interpreter if it is rehearsed."""
     if here.rehearse and (reason := interpreted()):
-        here.report.not_run("kernels", reason)
+        here.report.not_run(part, reason)
         return
     check(here)
 
 
 if __name__ == "__main__":
-    main()
+    run(common.place("kernels"), "kernels", check)

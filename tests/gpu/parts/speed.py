@@ -15,8 +15,6 @@ from parts import common
 from serve_llm import LLM, SamplingParams
 from serve_llm.engine.model.spec import ModelSpec
 
-TENSORRT_FP8 = 17744  # output tokens/s that TensorRT-LLM publishes for this shape in FP8, 1000 in and 1000 out
-
 
 def generate(llm: LLM, count: int, prompt_tokens: int, output_tokens: int, seed: int) -> float:
     """Seconds for so many requests at a time. Prompts of another seed are in no cache."""
@@ -69,23 +67,12 @@ def measure_shape(here: common.Place, name: str, shape: Shape, quantization: str
         prefill(here, name, llm, spec, found)
 
 
-def offline(here: common.Place, llm: LLM) -> None:
-    """As many requests as fit."""
-    length = here.sized(1000, 16)
-    fit = llm._replicas.facts.kv_cache_tokens // (2 * length)
-    count = min(fit, here.sized(1024, 4))
-    rate = count * length / generate(llm, count, length, length, seed=5)
-    here.report.measured("8B: offline, 1000 in and out", rate, f"tokens/s, {count} requests of {length}")
-    here.report.measured("8B: offline, over TensorRT-LLM's published figure in FP8", rate / TENSORRT_FP8)
-
-
 def main() -> None:
     here = common.place("speed")
     found = common.limits(here.rehearse)
-    with LLM(here.folder(LLAMA_8B), max_num_seqs=here.sized(1024, 8), **here.options()) as llm:
+    with LLM(here.folder(LLAMA_8B), max_num_seqs=here.sized(256, 8), **here.options()) as llm:
         decoding(here, "8B", llm, LLAMA_8B.spec(), found)
         prefill(here, "8B", llm, LLAMA_8B.spec(), found)
-        offline(here, llm)
     with LLM(here.folder(QWEN_HALF_B), max_num_seqs=8, **here.options()) as llm:
         decoding(here, "0.5B", llm, QWEN_HALF_B.spec(), found, (1,))
 

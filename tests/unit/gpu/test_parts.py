@@ -125,13 +125,14 @@ def on_a_card(here: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Every part's measurements are made up: only what becomes of them is its own."""
     speed, mixed, idle, start = (load_module(f"parts.{name}") for name in ("speed", "mixed", "idle", "start"))
     times, server, invariance = (load_module(f"parts.{name}") for name in ("attention_times", "server", "invariance"))
+    offline = load_module("parts.offline")
     monkeypatch.setattr(speed, "decode_rate", lambda *given: 100.0)
     monkeypatch.setattr(speed, "prompt_seconds", lambda *given: 0.25)
     monkeypatch.setattr(invariance, "decode_rate", lambda *given: 100.0)
     monkeypatch.setattr(invariance, "prompt_seconds", lambda *given: 0.25)
-    for module in (speed, server):
+    for module in (offline, server):
         monkeypatch.setattr(module, "generate", lambda *given, **named: 50.0)
-    for module in (speed, server, invariance):
+    for module in (speed, offline, server, invariance):
         monkeypatch.setattr(module, "LLM", FakeLLM)
     result = SimpleNamespace(tokens_per_second=9e3, ttft_p50=0.1, itl_p99=0.02, errors=0, first_error=None)
     monkeypatch.setattr(server, "running", fake_server)

@@ -17,7 +17,10 @@ from support.tiny import make_checkpoint
 
 @pytest.mark.parametrize(
     ("max_num_seqs", "captured"),
-    [(20, {Size(16, 16, True), Size(4, 4), Size(1, 1)}), (1, {Size(16, 1, True), Size(1, 1)})],
+    [
+        (20, {Size(16, 16, True), Size(8, 8), Size(1, 1)}),
+        (1, {Size(16, 1, True), Size(1, 1)}),
+    ],
 )
 def test_common_steps_are_captured_and_requests_go_on_as_before(
     max_num_seqs: int, captured: set[Size], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -37,5 +40,5 @@ def test_common_steps_are_captured_and_requests_go_on_as_before(
 
 
 def test_models_without_text_and_tiny_contexts_have_none() -> None:
-    for config in (replace(CONFIG, generates=False), replace(CONFIG, max_model_len=7)):
+    for config in (replace(CONFIG, generates=False), replace(CONFIG, max_model_len=4)):
         warm_up(None, config, None)  # type: ignore[arg-type]
