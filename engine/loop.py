@@ -167,7 +167,7 @@ class EngineCore:
     def abort_requests(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:
             self._checking.abort(request_id)
-            self.grammars.compiling.abort(request_id)
+            self.grammars.end(request_id)
             self.scheduler.abort(request_id)
 
     def step(self) -> StepOutputs:
@@ -217,6 +217,9 @@ class EngineCore:
             self._report_in_flight(self.scheduler.in_flight)
         if self._recorder is not None and self._publisher is not None:
             self._publisher.publish(self._recorder.take())
+        for output in outputs:
+            if output.finish_reason is not None:
+                self.grammars.end(output.id)
         stats = self.scheduler.stats()
         stats.num_steps = self._num_steps
         stats.step_tokens = num_tokens

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -14,7 +15,7 @@ from serve_llm.common.hub import resolve_tokenizer
 from serve_llm.common.tokenizer_files import find_tokenizer
 from serve_llm.engine.config import Config
 
-MIN_GRAMMARS = 64  # matchers that are cached at least; a typical one takes 100 KB to 1 MB
+RECENT_GRAMMARS = 64  # matchers that are kept although nobody holds them; a typical one takes 100 KB to 1 MB
 
 
 def load_tokenizer(config: Config) -> LLTokenizer:
@@ -34,9 +35,8 @@ class MatcherBuilder:
         self._tokenizer: LLTokenizer | None = None
         self._lock = threading.Lock()
         self._executor = ThreadPoolExecutor(2, "grammar")
-        self._matchers: OrderedDict[str, Future[LLMatcher | None]] = OrderedDict()
-        # Those of running requests, which may be preempted, and of as many that wait: a step waits for no compilation.
-        self._max_grammars = max(MIN_GRAMMARS, 2 * config.max_num_seqs)
+        self._matchers: WeakValueDictionary[str, Future[LLMatcher | None]] = WeakValueDictionary()
+        self._recent: OrderedDict[str, Future[LLMatcher | None]] = OrderedDict()
 
     @property
     def tokenizer(self) -> LLTokenizer:
@@ -48,14 +48,14 @@ class MatcherBuilder:
 
     def compile(self, grammar: str) -> Future[LLMatcher | None]:
         """A matcher at the start of the text; its error is that of the grammar. None for an empty grammar, once the
-        tokenizer is loaded."""
+        tokenizer is loaded. Who holds the future gets the same one again."""
         found = self._matchers.get(grammar)
         if found is None:
             found = self._matchers[grammar] = self._executor.submit(self._build, grammar)
-            if len(self._matchers) > self._max_grammars:
-                self._matchers.popitem(last=False)
-        else:
-            self._matchers.move_to_end(grammar)
+        self._recent[grammar] = found
+        self._recent.move_to_end(grammar)
+        if len(self._recent) > RECENT_GRAMMARS:
+            self._recent.popitem(last=False)
         return found
 
     def _build(self, grammar: str) -> LLMatcher | None:

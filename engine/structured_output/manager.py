@@ -40,6 +40,7 @@ class StructuredOutputManager:
         self._filler = MaskFiller(vocab_size, fill_cheap_masks_at_once)
         self.compiling = PendingRequests(_find_error)
         self._states: dict[int, ConstraintState] = {}  # by req_index
+        self._held: dict[int, Future[LLMatcher | None]] = {}  # requests that have not ended, by id
 
     def warm(self) -> None:
         """Begin to load the tokenizer, so that the first request does not wait for it."""
@@ -47,7 +48,14 @@ class StructuredOutputManager:
 
     def begin(self, request: Request) -> None:
         """Have a request's grammar compiled; it waits in `compiling`."""
-        self.compiling.add(request, self._compiler.compile(request.sampling.grammar))
+        future = self._compiler.compile(request.sampling.grammar)
+        self._held[request.id] = future  # a step that schedules it again after a preemption must not compile it
+        self.compiling.add(request, future)
+
+    def end(self, request_id: int) -> None:
+        """The request has ended, or has been aborted. May be called for any request."""
+        self._held.pop(request_id, None)
+        self.compiling.abort(request_id)
 
     @property
     def costly_indices(self) -> set[int]:

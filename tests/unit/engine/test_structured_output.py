@@ -16,6 +16,7 @@ from serve_llm.common.types import FinishReason, Output, Request, Sampling
 from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.sampling.grammar_mask import NOTHING_ALLOWED, NOTHING_LEFT, intersect
 from serve_llm.engine.sampling.logit_adjustments import SampleRow
+from serve_llm.engine.structured_output import builder
 from serve_llm.engine.structured_output.builder import MatcherBuilder
 from serve_llm.engine.structured_output.state import ConstraintState
 from support.engine import Result, generate, make_engine
@@ -174,13 +175,22 @@ def test_same_texts_after_preemption(engine: EngineCore) -> None:
     assert small.scheduler.stats().num_preemptions > 0
 
 
-def test_each_grammar_is_compiled_once_while_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_grammar_is_compiled_once_while_many_wait(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that were used least recently, and those of requests that are preempted."""
     built: list[str] = []
     build = MatcherBuilder._build
     monkeypatch.setattr(MatcherBuilder, "_build", lambda self, grammar: built.append(grammar) or build(self, grammar))
-    requests = [constrained(number, compile_grammar(regex=f"x{{{number}}}")) for number in range(1, 101)]
-    generate(make_engine(demo(), **(OPTIONS | {"max_num_seqs": 50})), requests)
-    assert sorted(filter(None, built)) == sorted(request.sampling.grammar for request in requests)
+    monkeypatch.setattr(builder, "RECENT_GRAMMARS", 2)
+    grammars = [compile_grammar(regex=f"[a-m]{{{40 + number}}}") for number in range(20)]
+    blocks = 9 * engine.layout.block_bytes
+    small = make_engine(demo(), **(OPTIONS | {"kv_cache_memory": blocks, "max_model_len": 144}))
+    aborted = constrained(99, compile_grammar(regex="[a-z]+"))
+    small.add_requests([aborted])
+    small.abort_requests([99])
+    generate(small, [constrained(number, grammar) for number, grammar in enumerate(grammars)])
+    assert small.scheduler.stats().num_preemptions > 0
+    assert sorted(filter(None, built)) == sorted([aborted.sampling.grammar, *grammars])
+    assert len(small.grammars._compiler._matchers) <= 2, "those of requests that have ended are dropped"
 
 
 def test_same_texts_with_steps_in_flight(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
