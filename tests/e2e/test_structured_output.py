@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import openai
@@ -54,6 +55,27 @@ def test_official_client(server: Daemon) -> None:
         with pytest.raises(openai.APIError, match="no token is left"):
             body = {"structured_outputs": {"choice": ["yes"]}, "allowed_token_ids": [5]}
             client.chat.completions.create(extra_body=body, **how)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_and_stop_strings(server: Daemon, stream: bool) -> None:
+    word = {"structured_outputs": {"regex": "[a-z]{6}END[a-z]{6}"}}
+    how = {"model": "demo", "prompt": "def f(", "seed": 5, "logprobs": 1, "stream": stream, "extra_body": word}
+    with OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+
+        def complete(**more: Any) -> tuple[str, str, list[str]]:
+            found = client.completions.create(**how, **more)
+            choices = [answer.choices[0] for answer in (found if stream else [found]) if answer.choices]
+            tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.tokens]
+            return "".join(choice.text for choice in choices), choices[-1].finish_reason, tokens
+
+        whole, reason, tokens = complete(max_tokens=99)
+        assert re.fullmatch("[a-z]{6}END[a-z]{6}", whole) and reason == "stop" and "".join(tokens) == whole
+        text, reason, tokens = complete(max_tokens=99, echo=True)
+        assert (text, reason, "".join(tokens)) == ("def f(" + whole, "stop", text)
+        assert complete(max_tokens=99, stop=["END"])[:2] == (whole[:6], "stop")
+        assert complete(max_tokens=99, stop=["END"], echo=True)[:2] == ("def f(" + whole[:6], "stop")
+        assert complete(max_tokens=2)[1] == "length"
 
 
 def test_example(server: Daemon) -> None:

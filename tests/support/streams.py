@@ -68,7 +68,7 @@ def mixed(count: int = 32, longest: int = 600) -> list[dict[str, Any]]:
             body |= {"ignore_eos": True}
         if number % 4 == 2:
             body.pop("ignore_eos", None)
-            body |= {"structured_outputs": CONSTRAINTS[number // 4 % len(CONSTRAINTS)]}
+            body |= {"structured_outputs": CONSTRAINTS[number // 4 % len(CONSTRAINTS)], "n": 1 + number // 4 % 2}
         bodies.append(body)
     bodies[-1] |= {"max_tokens": longest, "ignore_eos": True, "stop": []}
     return bodies

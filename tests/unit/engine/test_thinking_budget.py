@@ -73,6 +73,26 @@ def test_it_is_the_same_one_by_one_over_ranks_and_with_steps_in_flight(
         assert {number: result.token_ids for number, result in generate(other, requests).items()} == expected
 
 
+def test_the_choices_of_requests_that_are_preempted(engine: EngineCore) -> None:
+    requests = [
+        thinking(
+            4 * number + choice,
+            budget(20 + 10 * number),
+            "" if number % 2 else TURN,
+            temperature=1.0,
+            choice=choice,
+            max_tokens=60,
+        )
+        for number in range(4)
+        for choice in range(4)
+    ]
+    expected = {number: result.token_ids for number, result in generate(engine, requests).items()}
+    assert len(set(map(tuple, expected.values()))) > 4
+    small = make_engine(demo(), **(OPTIONS | {"kv_cache_memory": 9 * engine.layout.block_bytes, "max_model_len": 144}))
+    assert {number: result.token_ids for number, result in generate(small, requests).items()} == expected
+    assert small.scheduler.stats().num_preemptions > 0
+
+
 def test_continued_from_any_id(engine: EngineCore) -> None:
     request = thinking(3, budget(6), temperature=1.0)
     whole = generate(engine, [request])[3].token_ids
