@@ -33,7 +33,9 @@ from serve_llm.engine.worker.graph_sizes import ladder
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 10.0  # for so long after the last interactive request, another one is expected
-IDLE_SECONDS = 0.25  # after this long without work, check block accounting and the workers
+# After this long without work, check block accounting and the workers, and on a GPU capture one more step. So a client
+# that sends one request after the other does not wait for captures.
+IDLE_SECONDS = 0.25
 
 
 class ServerChannel(Protocol):
@@ -113,11 +115,6 @@ class EngineCore:
         """Let blocks in host memory go to disk. For use between steps."""
         if self._offload is not None:
             self._offload.exchange()
-
-    @property
-    def has_idle_work(self) -> bool:
-        """Whether `run_idle_work` has something to do."""
-        return bool(self._to_capture)
 
     def run_idle_work(self) -> None:
         """Capture one more decode step, so that no request waits for it later. Call while there is no work."""
@@ -282,7 +279,7 @@ def run(engine: EngineCore, channel: ServerChannel) -> None:
     """Serve until Shutdown arrives. Raises what a worker fails with."""
     is_checked = True  # block accounting, since the last step
     while True:
-        messages = channel.receive(0 if engine.has_work or engine.has_idle_work else IDLE_SECONDS)
+        messages = channel.receive(0 if engine.has_work else IDLE_SECONDS)
         if not messages and not engine.has_work:
             engine.check_workers()
             engine.run_idle_work()

@@ -113,6 +113,7 @@ def test_in_a_file_it_is_an_object(tmp_path: Path) -> None:
         ('{"model": ["org/draft"]}', ["needs 'model'"]),
         ('{"model": "d", "prompt_lookup_min": 2}', ["'prompt_lookup_min' is not supported", "draft_model"]),
         ('{"model": "d", "draft_tensor_parallel_size": 2}', ["draft_tensor_parallel_size must be 1"]),
+        ('{"model": "d", "draft_tensor_parallel_size": true}', ["draft_tensor_parallel_size must be 1"]),
         ('{"method": "ngram", "num_speculative_tokens": 0}', ["num_speculative_tokens", "from 1 to 16"]),
         ('{"method": "ngram", "num_speculative_tokens": true}', ["num_speculative_tokens"]),
         ('{"method": "ngram", "num_speculative_tokens": "4"}', ["num_speculative_tokens"]),

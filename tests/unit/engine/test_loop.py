@@ -48,16 +48,21 @@ class CountingExecutor(Executor):
 
 
 class ScriptedChannel:
-    """Hands out one list of messages per receive, then Shutdown once nothing is left to do."""
+    """Hands out one list of messages per receive, then Shutdown once nothing is left to do and it was waited for
+    `quiet` times."""
 
-    def __init__(self, script: list[list[messages.ToEngine]]) -> None:
+    def __init__(self, script: list[list[messages.ToEngine]], quiet: int = 0) -> None:
         self.script = script
+        self.quiet = quiet
         self.sent: list[messages.StepOutputs] = []
 
     def receive(self, seconds):
         if self.script:
             return self.script.pop(0)
-        return [] if seconds == 0 else [messages.Shutdown()]
+        if seconds == 0:
+            return []
+        self.quiet -= 1
+        return [] if self.quiet >= 0 else [messages.Shutdown()]
 
     def send(self, step) -> None:
         self.sent.append(messages.decode_from_engine(messages.encode(step)))
@@ -137,7 +142,7 @@ def test_messages_survive_the_wire() -> None:
 def test_an_idle_gpu_captures_the_sizes_of_decode_steps(fields: dict[str, object], captured: list[int]) -> None:
     executor = CountingExecutor(depth=1)
     config = replace(CONFIG, **{"device": "cuda", "enforce_eager": False, "max_num_seqs": 5} | fields)
-    channel = ScriptedChannel([])
+    channel = ScriptedChannel([], quiet=6)
     run(EngineCore(config, executor), channel)
     assert executor.captured == captured and not channel.sent
 
@@ -146,6 +151,6 @@ def test_requests_come_before_captures() -> None:
     executor = CountingExecutor(depth=1)
     config = replace(CONFIG, device="cuda", enforce_eager=False, max_num_seqs=2)
     request = Request(id=0, prompt_ids=[1, 2], sampling=Sampling(max_tokens=2, seed=0))
-    channel = ScriptedChannel([[messages.Submit([request])]])
+    channel = ScriptedChannel([[messages.Submit([request])]], quiet=2)
     run(EngineCore(config, executor), channel)
     assert executor.captured == [1, 2] and executor.steps == 4 and len(channel.sent) >= 2
