@@ -161,7 +161,7 @@ class StepGraphs:
         return captured.output
 
 
-class _PackedShape(NamedTuple):
+class PackedShape(NamedTuple):
     """How the numbers of a step lie in one array of int64, which is copied to the device at once. Each part begins at a
     multiple of 16 bytes, as kernels are compiled for such addresses."""
 
@@ -223,7 +223,7 @@ class _Buffers:
         else:
             starts = list(range(num_sequences + 1))
         self._tables = [table[:num_sequences] for table in tables]
-        self._shape = _PackedShape(3 + len(tables), num_tokens, self._num_rows, 2 + len(groups), num_sequences)
+        self._shape = PackedShape(3 + len(tables), num_tokens, self._num_rows, 2 + len(groups), num_sequences)
         self._packed = torch.zeros(self._shape.size, dtype=torch.int64, device=device)
         numbers, rows, lengths = self._shape.split(self._packed, self._packed.view(torch.int32))
         query_starts, context_lens, *chunk_context_lens = lengths

@@ -17,7 +17,7 @@ from serve_llm.engine.model.inputs import StepInputs
 from serve_llm.engine.scheduler.sequence import GroupLayout
 from serve_llm.engine.transfer import DeviceCopier
 from serve_llm.engine.worker.graph_sizes import MIXED_TOKENS, ladder, mixed_sequences
-from serve_llm.engine.worker.graphs import Captured, StepGraphs
+from serve_llm.engine.worker.graphs import Captured, PackedShape, StepGraphs
 from serve_llm.engine.worker.input_batch import BatchArrays
 
 GROUPS = (GroupLayout(4, None), GroupLayout(8, 6))
@@ -29,6 +29,21 @@ def test_the_ladder_reaches_from_one_to_the_most(most: int) -> None:
     assert sizes[0] == 1 and sizes[-1] == most and sizes == sorted(set(sizes))
     assert all(above <= max(2 * below, below + 64) for below, above in itertools.pairwise(sizes))
     assert len(sizes) <= 20 + most // 64
+
+
+@given(st.integers(1, 40), st.integers(0, 9), st.integers(1, 5), st.integers(1, 40))
+def test_packed_numbers_lie_apart_and_where_kernels_expect_them(
+    tokens: int, rows: int, groups: int, sequences: int
+) -> None:
+    shape = PackedShape(3 + groups, tokens, rows, 2 + groups, sequences)
+    packed = torch.zeros(shape.size, dtype=torch.int64)
+    numbers, row_view, lengths = shape.split(packed, packed.view(torch.int32))
+    parts = [*numbers, row_view, *lengths]
+    assert [len(part) for part in parts] == [tokens] * (3 + groups) + [rows, sequences + 1] + [sequences] * (1 + groups)
+    assert all((part.data_ptr() - packed.data_ptr()) % 16 == 0 for part in parts if len(part))
+    for number, part in enumerate(parts):
+        part.fill_(number + 1)
+    assert all((part == number + 1).all() for number, part in enumerate(parts))
 
 
 class Log:
