@@ -18,7 +18,7 @@ from serve_llm.common.options.kv_events import KVEventsConfig
 from serve_llm.engine.scheduler.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 POLL_SECONDS = 0.05  # between two checks for replay requests, while there is nothing to send
-END = (-1).to_bytes(8, "big", signed=True)  # in place of the number, after the last batch of a replay
+END = (-1).to_bytes(8, "big", signed=True)  # instead of the number, after the last batch of a replay
 
 logger = logging.getLogger(__name__)
 

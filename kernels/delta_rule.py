@@ -16,7 +16,7 @@ from torch import Tensor
 from serve_llm.kernels.activation import sigmoid, silu
 from serve_llm.kernels.attention import Lengths
 
-STATE_UNIT = 16  # a row of a head's state is filled up to whole units of so many numbers
+STATE_UNIT = 16  # a row of a head's state is padded to a multiple of this
 NORM_EPS = 1e-6  # added to the squared lengths of queries and keys
 
 

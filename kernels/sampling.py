@@ -26,7 +26,7 @@ class Draw(NamedTuple):
     temperature: float  # 0: greedy, ignores the other fields; otherwise at least 1e-5
     top_k: int  # 0: off
     top_p: float  # 0 < top_p <= 1
-    min_p: float  # fraction of the likeliest token's probability; 0: off
+    min_p: float  # fraction of the most likely token's probability; 0: off
     noise: float  # in [0, 1)
 
 
@@ -35,7 +35,7 @@ class Logprobs(NamedTuple):
 
     logprob: float
     rank: int  # 1 + number of strictly larger logits
-    top_ids: list[int]  # the k likeliest; of equal logits the lower id first
+    top_ids: list[int]  # the k most likely; of equal logits the lower id first
     top_logprobs: list[float]
 
 
@@ -72,7 +72,8 @@ class SamplingKernels(Protocol):
         """
 
     def logprobs(self, logits: Tensor, ids: Sequence[int], k: int, /) -> list[Logprobs]:
-        """Log-softmax at one id per row, and of the k likeliest. Raises ValueError if a row's maximum is not finite."""
+        """Log-softmax at one id per row, and of the k most likely ids. Raises ValueError if a row's maximum is not
+        finite."""
 
     def argmax(self, logits: Tensor, /) -> Tensor:
         """(rows,) int64: each row's largest logit, of equal ones the first; the first NaN if there is one."""
@@ -102,7 +103,7 @@ class DeviceSampling(Protocol):
         """
 
     def log_softmax_gather(self, logits: Tensor, ids: Tensor, k: int, /) -> LogSoftmax:
-        """Log-softmax at each row's id, (rows,) int64, and of the k likeliest, or of all columns if fewer than k.
+        """Log-softmax at each row's id, (rows,) int64, and of the k most likely columns, or of all if fewer than k.
         The value at an id of -1 is undefined."""
 
     def adjust(self, scores: Tensor, adjustments: LogitAdjustments, /) -> None:

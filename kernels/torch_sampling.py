@@ -22,7 +22,7 @@ def sample(logits: Tensor, draws: Tensor, sampled: bool = True, filtered: bool =
     temperature, top_k, top_p, min_p, noise = draws.T.unsqueeze(-1)  # (5, rows, 1)
     vocab = logits.shape[1]
     is_sampled = temperature > 0.0
-    # a greedy row keeps its likeliest token only
+    # a greedy row keeps only its most likely token
     temperature = torch.where(is_sampled, temperature, 1.0)
     min_p = torch.where(is_sampled, min_p, 1.0)
 

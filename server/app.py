@@ -313,7 +313,7 @@ def _wrap(app: FastAPI, options: Options, statuses: Counter[int]) -> ASGIApp:
 
 
 def _choose_batch_concurrency(options: Options) -> int:
-    """Requests of stored batches that run together while nobody else is served. They may not fill the queue."""
+    """Requests of stored batches that run together while there are no other requests. They may not fill the queue."""
     num_running = min(options.max_num_seqs, _BATCH_CONCURRENCY) * options.max_engines
     return max(1, min(num_running, options.max_queue[0] // 2))
 
@@ -351,7 +351,7 @@ def _suggest_route(request: Request) -> str:
 
 
 async def _answer_disconnect(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # the client is gone
 
 
 async def _answer_unexpected(request: Request, error: Exception) -> Response:

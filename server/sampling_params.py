@@ -55,7 +55,8 @@ MAX_LOGPROB_TOKEN_IDS = 128
 
 
 class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True):
-    """A text ends once a pattern of so many tokens stands at its end so many times in a row. Raises InvalidRequest."""
+    """When a text is ended because it repeats itself: its end is `min_count` copies of one pattern. Raises
+    InvalidRequest."""
 
     max_pattern_size: int
     min_pattern_size: int = 1

@@ -258,7 +258,7 @@ def make_requests(options: argparse.Namespace, client: ApiClient, model: str) ->
 
 
 class LoadGenerator:
-    """Sends requests at a rate, with at most so many open at a time."""
+    """Sends requests at a rate, with a limit on how many are open at a time."""
 
     def __init__(self, client: StreamClient, options: argparse.Namespace, model: str) -> None:
         self._client = client

@@ -33,7 +33,7 @@ class StreamedCall(NamedTuple):
 
 
 class ChatSession:
-    """The state of one conversation. Does no I/O but for /save, /load and /tools."""
+    """The state of one conversation. Does no I/O except in /save, /load and /tools."""
 
     def __init__(self, model: str, system: str = "", fields: dict[str, Any] | None = None) -> None:
         self.model = model

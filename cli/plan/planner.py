@@ -109,7 +109,7 @@ class _Planner:
     spec: ModelSpec
     config: Config
     hardware: Hardware
-    draft_bytes: int = 0  # the draft model takes so many
+    draft_bytes: int = 0  # what the draft model takes
 
     def plan_layout(
         self,
@@ -381,7 +381,7 @@ def _find_nodes_needed(planner: _Planner) -> int | None:
 
 
 def _choose_device(options: EngineOptions, hardware: HardwareOptions) -> str:
-    """ "cpu" or "cuda", by the server's rule, with the hardware options in place of a look at this machine."""
+    """ "cpu" or "cuda", by the server's rule, from the hardware options instead of this machine."""
     describes_gpu = bool(hardware.gpu or hardware.memory)
     if hardware.gpu and hardware.memory:
         raise OptionError("--gpu and --memory both say how much memory there is; give one of them")

@@ -167,7 +167,7 @@ def _list_formats(plan: MemoryPlan, hardware: HardwareOptions) -> Iterator[dict[
     on_gpu = config.device != "cpu"
     model = GPU_MODELS.get(hardware.gpu or "")
     has_fp8 = on_gpu and (model is None or model.has_fp8)
-    needs_int8 = model is None or not model.has_fp8  # as long as nobody knows that fp8, of the same size, will do
+    needs_int8 = model is None or not model.has_fp8  # unless fp8, of the same size, is known to suffice
     weights: list[dict[str, object]] = []
     if config.quantization == "none":
         names = ("fp8",) * has_fp8 + ("int8",) * needs_int8 + ("int4",)

@@ -20,7 +20,7 @@ _PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 _TEKKEN = rf"{_CASES[0]}|{_CASES[1]}|\p{{N}}|{_PATHS}|{_SPACES}"
 _GPT4O = rf"{_CASES[0]}{_CONTRACTIONS}?|{_CASES[1]}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_PATHS}|{_SPACES}"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Letters with case, as far as Unicode had given them one when DeepSeek listed them.
+# Letters that had a case in Unicode when DeepSeek listed them.
 _CASED = (
     r"[[\p{Lu}\p{Ll}\p{Lt}]&&[^\x{10c7}\x{10cd}\x{10d0}-\x{10ff}\x{1c80}-\x{1c8a}\x{2d00}-\x{2d2d}\x{a790}-\x{ab68}"
     r"\x{10570}-\x{105bb}\x{16e40}-\x{1df2a}]]"

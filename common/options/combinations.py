@@ -38,7 +38,7 @@ def _check_scaling(options: Options) -> None:
         )
     refused = {
         "--enable-expert-parallel, whose engines share experts": options.enable_expert_parallel,
-        "--nnodes, whose hosts are told their engines once": options.nnodes > 1,
+        "--nnodes, whose hosts learn their engines once": options.nnodes > 1,
         "--distributed-executor-backend ray": options.distributed_executor_backend == "ray",
     }
     if wrong := [name for name, is_refused in refused.items() if is_refused]:

@@ -47,7 +47,7 @@ class Options(EngineOptions):
     max_log_len: int | None = option(
         None,
         at_least_one(parse_count),
-        "with --enable-log-requests, log so many characters of each prompt too (default: none)",
+        "with --enable-log-requests, also log this many characters of each prompt (default: none)",
         metavar="CHARACTERS",
     )
     host: str = option("127.0.0.1", parse_text, "address to listen on; 0.0.0.0 accepts other machines")

@@ -30,7 +30,7 @@ from serve_llm.engine.parallel.shm import ChannelClosed
 from serve_llm.engine.scheduler.output import MaskSource, RunnerOutput, SchedulerOutput
 from serve_llm.engine.worker.kv_cache import CacheLayout
 
-WARM_STEPS = 100  # after so many steps of a GPU its kernels are compiled and its usual batch sizes captured
+WARM_STEPS = 100  # by then a GPU's kernels are compiled and its usual batch sizes captured
 WARM_STEP_SECONDS = 60.0  # takes the place of STEP_SECONDS then
 
 logger = logging.getLogger(__name__)

@@ -154,7 +154,7 @@ class WorkerGroup:
         return self.failure or EngineError("the ranks have ended")
 
     def build_silence_error(self, seconds: float) -> RankFailed:
-        """The error of a step without a result: names the ranks that the others wait for, as far as can be seen."""
+        """The error of a step without a result: names the ranks that the others wait for, if that can be seen."""
         states = {rank: self._launched.state(rank) for rank in range(self.size)}
         silent: list[int] = []
         state = ""

@@ -154,7 +154,7 @@ def run_steps(worker: Worker, source: StepSource, answers: bool) -> None:
 def end_with_engine(url: str, secret: str, rank: int) -> None:
     """Keep a heartbeat connection to the engine, and end this process when the engine is gone or out of reach.
 
-    Run it in a thread of a worker that nobody on its host watches."""
+    Run it in a thread of a worker that no process on its host watches."""
     line = CurveClient(url, secret)
     line.send(messages.encode(messages.WorkerAlive(rank)))
     try:

@@ -95,7 +95,7 @@ class DraftModel:
         return self.sequences.reserve(draft, num_tokens + max(0, count - 1), kept)
 
     def _run(self, chunks: Items[tuple[DraftSequence, int]]) -> None:
-        """Compute so many tokens of each sequence, and append a guess where these were all."""
+        """Compute the given number of tokens of each sequence, and append a guess if those were all."""
         began = self._clock()
         new_requests = []
         scheduled = []

@@ -3,7 +3,7 @@ served model.
 
 The states come with the results of its steps, and wait here until the head computes their tokens: with the next guess,
 or when many have come, such as those of a prompt. Ids that the head guessed are computed again when they are confirmed,
-from the served model's states in place of its own.
+from the served model's states instead of its own.
 
 A prompt whose first tokens the served model found in its prefix cache has no states of these. The head finds them in
 its own cache, or begins behind them.
@@ -94,7 +94,7 @@ class HeadDraftModel(DraftModel):
         self._outputs.pop(request_id, None)
 
     def _catch_up(self, target: Sequence, waiting: WaitingStates) -> None:
-        """Compute what states wait for, but for the newest id: that is for a guess. Forget them if there is no room."""
+        """Compute what states wait for, except the newest id, which is for a guess. Forget them if there is no room."""
         kept = {target.request.id}
         draft = self._find_draft(target, kept)
         while draft is not None:

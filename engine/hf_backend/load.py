@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 def read_pretrained(directory: Path, max_model_len: int | None) -> PretrainedSpec:
     """Read config.json. max_model_len: the option as given.
 
-    Raises UnsupportedModel for a model that cannot be served so, as far as it is known before a weight is read;
+    Raises UnsupportedModel for a model that cannot be served so, if that is known before a weight is read;
     OptionError where another --max-model-len is needed.
     """
     if (directory / LINK).is_file():

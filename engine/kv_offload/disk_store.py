@@ -36,7 +36,7 @@ HEADER = struct.Struct("<8s32sIIQI4x")  # magic, hash, group, parts, bytes of al
 NUM_READERS = 4  # threads
 SHARE_KEPT = 0.95  # what is left of the limit after blocks were deleted to make room
 SPEED_WEIGHT = 0.5  # weight of the latest measurement
-STALE_SECONDS = 600.0  # after which an unfinished file belongs to nobody
+STALE_SECONDS = 600.0  # after which an unfinished file is abandoned
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Copies of the base model's tensors in adapters: PEFT stores the whole embedding or LM head beside what adapts it.
 
-They are only accepted where they are equal to the checkpoint's own, so that nobody has to load them. No torch.
+They are only accepted where they are equal to the checkpoint's own, so that they need not be loaded. No torch.
 """
 
 from __future__ import annotations

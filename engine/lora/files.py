@@ -1,6 +1,6 @@
 """A PEFT adapter on disk: adapter_config.json and adapter_model.safetensors, read and checked as a whole. No torch.
 
-The digest of the two files is the adapter's identity: whoever loads it later compares what it reads with the digest.
+The digest of the two files is the adapter's identity: a later load compares what it reads with the digest.
 """
 
 from __future__ import annotations

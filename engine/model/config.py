@@ -61,7 +61,7 @@ REFUSED = {  # these mean another computation: served only when they are off
 
 
 class ConfigReader:
-    """config.json, taken key by key. `done()` at the end tells what nobody took.
+    """config.json, taken key by key. `done()` at the end reports the keys that were not taken.
 
     allowed: unknown keys that are passed over, those of an object under a key as "key.inner".
     """

@@ -106,7 +106,7 @@ class Decoder:
         self._num_collected_before = sum(layer < held.start for layer in layers)
 
     def receive(self, num_tokens: int) -> Tensor | None:
-        """The hidden states of so many tokens that the previous stage sends; None on the first stage."""
+        """Receive the hidden states of `num_tokens` tokens from the previous stage; None on the first stage."""
         return None if self._previous_stage is None else self._previous_stage.receive((num_tokens, self._hidden_size))
 
     def send(self, hidden: Tensor) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-STATE_UNIT = 16  # a row of the state is filled up to whole units of so many numbers, as `kernels.delta_rule` expects it
+STATE_UNIT = 16  # a row of the state is padded to a multiple of this, as `kernels.delta_rule` expects
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class DeltaNetSpec:
     causal: ClassVar[bool] = True
 
     def count_channels(self, heads: int, key_heads: int) -> int:
-        """Numbers that the convolution reads of each token, for so many heads."""
+        """Numbers that the convolution reads for each token, given the number of heads."""
         return 2 * key_heads * self.key_dim + heads * self.value_dim
 
     def count_state(self, heads: int, key_heads: int) -> int:
-        """Float32 numbers of a sequence's state, for so many heads."""
+        """Float32 numbers in a sequence's state, given the number of heads."""
         row = -(-self.value_dim // STATE_UNIT) * STATE_UNIT
         return (self.conv_kernel - 1) * self.count_channels(heads, key_heads) + heads * self.key_dim * row

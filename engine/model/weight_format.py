@@ -203,7 +203,7 @@ class QuantizedModules(Protocol):
         """How the module stores its weight; None: in floating point."""
 
     def find_form(self, *spellings: str) -> GroupedForm | None:
-        """In which its weight stays in memory, as far as config.json tells; None: in the model's dtype."""
+        """The format in which its weight stays in memory, if config.json says so; None: the model's dtype."""
         found = self.find_format(*spellings)
         return None if found is None else found.form
 
@@ -264,7 +264,7 @@ class MarkedModules(QuantizedModules):
 
 @dataclass(frozen=True)
 class DynamicModules(QuantizedModules):
-    """All modules but for rules, as GPTQModel's `dynamic` chooses them: the first whose pattern matches counts."""
+    """All modules, with rules for some, as in GPTQModel's `dynamic`: the first rule whose pattern matches counts."""
 
     format: PackedIntegers
     rules: tuple[tuple[str, WeightFormat | None], ...] = ()  # regular expression for the start of a name, its format

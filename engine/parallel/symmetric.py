@@ -179,7 +179,7 @@ def find_wrong_sums(group: ProcessGroup, device: torch.device) -> str:
 
 
 def measure_micros(group: ProcessGroup, num_bytes: int, device: torch.device, repeats: int = 50) -> float:
-    """Microseconds of an all-reduce of so many bytes, the mean of `repeats` after a few to warm up."""
+    """Microseconds of an all-reduce of `num_bytes` bytes, the mean of `repeats` after a few to warm up."""
     x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device)
     for _ in range(5):
         group.all_reduce(x).sum().item()  # also waits for a GPU

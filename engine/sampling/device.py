@@ -43,7 +43,7 @@ class DeviceSampler:
         """Start to sample. logits: (rows, shard or more), which only later work of the device may change.
 
         Rows with `Sampling.reads_history` must have all their ids; of other rows only the number of ids is read. Where
-        logits are sharded, whole rows are gathered unless every row only wants its likeliest token.
+        logits are sharded, whole rows are gathered unless every row only wants its most likely token.
         """
         if self._vocabulary.is_sharded and all(is_unadjusted(row) and is_greedy(row.sampling) for row in rows):
             ids = self._vocabulary.argmax(logits)
@@ -117,8 +117,8 @@ class DeviceSampler:
         columns: list[Tensor] = [*found]
         if asked:
             places, asked_ids = self._copier.to_device(np.array(asked).T)
-            likeliest = found.top_ids[places, 0].clamp(0, logits.shape[1] - 1)  # undefined where logits are not finite
-            distances = logits[places, asked_ids].double() - logits[places, likeliest].double()
+            most_likely = found.top_ids[places, 0].clamp(0, logits.shape[1] - 1)  # undefined if logits are not finite
+            distances = logits[places, asked_ids].double() - logits[places, most_likely].double()
             columns.append(found.top_logprobs[places, 0] + distances)
         return [self._copier.to_host(column) for column in columns]
 

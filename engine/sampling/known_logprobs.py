@@ -22,7 +22,7 @@ def find_known_logprobs(
     asked_ids: Sequence[int],
     is_output_rank: bool,
 ) -> list[TokenLogprobs] | None:
-    """The log-probability of the id after each position, of the k likeliest and of the asked ids.
+    """The log-probability of the id after each position, of the k most likely ids and of the requested ids.
     None if logits are not finite.
 
     hidden: (positions or more, hidden_size). Every rank of the tensor-parallel group calls this; those other than the

@@ -87,16 +87,16 @@ class Sampler:
 def find_logprobs(
     kernels: SamplingKernels, logits: Tensor, ids: Sequence[int], k: int, asked_ids: Sequence[int] = ()
 ) -> list[TokenLogprobs]:
-    """Per row, the log-probability of its id, of the k likeliest and of the asked ids, before temperature, bans and
-    penalties.
+    """Per row, the log-probability of its id, of the k most likely ids and of the requested ids, before temperature,
+    bans and penalties.
 
     logits: (n, vocab), as the model gave them. Raises ValueError if they are not finite.
     """
     if not asked_ids:
         return [TokenLogprobs(*row) for row in kernels.logprobs(logits, ids, k)]
     rows = kernels.logprobs(logits, ids, max(k, 1))
-    likeliest = torch.tensor([row.top_ids[:1] for row in rows], device=logits.device)
-    distances = logits[:, list(asked_ids)].double() - logits.gather(1, likeliest).double()
+    most_likely = torch.tensor([row.top_ids[:1] for row in rows], device=logits.device)
+    distances = logits[:, list(asked_ids)].double() - logits.gather(1, most_likely).double()
     return [
         add_asked_ids(TokenLogprobs(*row), k, asked_ids, [row.top_logprobs[0] + distance for distance in distant])
         for row, distant in zip(rows, distances.tolist(), strict=True)
@@ -106,7 +106,7 @@ def find_logprobs(
 def add_asked_ids(
     found: TokenLogprobs, k: int, asked_ids: Sequence[int], asked_logprobs: Sequence[float]
 ) -> TokenLogprobs:
-    """`found` with its k likeliest ids, and the asked ones that are not among them."""
+    """`found` with its k most likely ids, and the requested ids that are not among them."""
     logprobs = dict(zip(found.top_ids[:k], found.top_logprobs[:k], strict=True))
     for token_id, logprob in zip(asked_ids, asked_logprobs, strict=True):
         logprobs.setdefault(token_id, logprob)

@@ -19,7 +19,7 @@ from serve_llm.engine.sampling.sampler import SampledToken, Sampler, SamplerOutp
 from serve_llm.kernels.sampling import SamplingKernels
 
 MAX_CANDIDATES = 128  # largest top_k for which candidates are gathered instead of whole rows
-TOO_MANY = -1  # in place of the first candidate's id
+TOO_MANY = -1  # instead of the first candidate's id
 
 
 class VocabParallelLogits:

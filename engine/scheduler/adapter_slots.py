@@ -138,7 +138,7 @@ class AdapterSlots:
         return self._num_steps[slot] >= self.TURN and all(one.request.priority >= priority for one in users)
 
     def acquire(self, sequence: Sequence) -> None:
-        """Give the sequence the slot of its adapter, if it has one, or else a slot that nobody uses, where the workers
+        """Give the sequence the slot of its adapter, if it has one, or else an unused slot, where the workers
         load the adapter."""
         digest = sequence.adapter_digest
         if not digest:

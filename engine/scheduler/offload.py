@@ -102,7 +102,7 @@ class OffloadManager:
     # What is where
 
     def has(self, key: BlockKey) -> bool:
-        """Whether the block is in host memory, as far as later copies are concerned."""
+        """Whether a copy that is scheduled from now on finds the block in host memory."""
         return key in self._slots
 
     def is_in_reach(self, key: BlockKey) -> bool:

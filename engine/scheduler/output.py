@@ -68,7 +68,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     new_requests: list[NewRequestData]
     scheduled: list[ScheduledTokens]
     masked_rows: list[int] = []  # numbers of the samples, in the order of `scheduled`, whose ids are restricted
-    capture_size: int = 0  # if nothing is scheduled: capture the decode step of so many sequences
+    capture_size: int = 0  # if nothing is scheduled: capture the decode step of this many sequences
     copies: list[BlockCopy] = []  # to be made in this order, before anything is computed
 
     @property

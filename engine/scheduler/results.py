@@ -29,7 +29,7 @@ def add_result(sequence: Sequence, result: RunnerOutput, max_model_len: int) -> 
 
 
 def _append_ids(sequence: Sequence, result: RunnerOutput, max_model_len: int) -> FinishReason | None:
-    """Append the sampled ids and those that follow for certain, as far as the request's limits go. Returns why the
+    """Append the sampled ids and those that must follow, up to the request's limits. Returns why the
     request ends with them, if it does."""
     assert result.token_id is not None
     new_ids = [*result.accepted_ids, result.token_id, *result.forced_ids]

@@ -5,7 +5,7 @@ the blocks last. Decoding sequences get one token in every step, and more if for
 that needs several steps is computed at a time, on at most half the budget while shorter prompts can use the rest. A
 running sequence that finds no block preempts the one admitted last, which waits again and is recomputed.
 
-Sequences of batches, which have the lowest priority, give way to all others: those that run are paused, but for a
+Sequences of batches, which have the lowest priority, give way to all others: those that run are paused, except for a
 small share of each step, and those that hold what a waiting one needs are preempted. The scheduler is pure: it takes
 sequences and a budget, and returns a SchedulerOutput; results may come back several steps later.
 """
@@ -124,7 +124,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Waiting sequences, but those of batches, which nobody waits for."""
+        """Waiting sequences, except those of batches, for which no client waits."""
         return self._waiting.count_before(LOWEST_PRIORITY)
 
     @property

@@ -150,7 +150,7 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether its prompt has been scheduled, but for one token at most."""
+        """Whether its prompt has been scheduled, except for one token at most."""
         return self.num_scheduled >= self.num_prompt or self.num_unscheduled == 1
 
     @property

@@ -1,9 +1,9 @@
 """Speculative decoding: which drafts a step verifies for each sequence.
 
 A draft is a guess of the next output ids. The step computes it together with the newest id and samples after each of
-its tokens; it is accepted as far as it is what was sampled. So drafts change how many steps a text takes, and nothing
-else. A draft costs a row of a step: the length of a sequence's drafts follows how often its guesses have come true, and
-what a row costs, from the times of steps.
+its tokens; it is accepted up to the first id that differs from the sampled one. So drafts change how many steps a text
+takes, and nothing else. A draft costs a row of a step: the length of a sequence's drafts follows how often its guesses
+have come true, and what a row costs, from the times of steps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BatchDraftSource(Protocol):
     step_seconds: float  # that one more guess for all texts takes; 0 until it is known
 
     def propose(self, wanted: Items[tuple[Sequence, int]]) -> list[list[int]]:
-        """For each sequence, up to so many ids that may come next."""
+        """For each sequence, at most that many ids that may come next."""
 
     def take_hidden_states(self, sequence: Sequence, start: int, states: bytes) -> None:
         """What the served model computed of the tokens from position `start` on; see `RunnerOutput`. Those behind

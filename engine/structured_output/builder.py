@@ -15,7 +15,7 @@ from serve_llm.common.hub import resolve_tokenizer
 from serve_llm.common.tokenizer_files import find_tokenizer
 from serve_llm.engine.config import Config
 
-RECENT_GRAMMARS = 64  # matchers that are kept although nobody holds them; a typical one takes 100 KB to 1 MB
+RECENT_GRAMMARS = 64  # unused matchers that are kept; a typical one takes 100 KB to 1 MB
 
 
 def load_tokenizer(config: Config) -> LLTokenizer:
@@ -48,7 +48,7 @@ class MatcherBuilder:
 
     def compile(self, grammar: str) -> Future[LLMatcher | None]:
         """A matcher at the start of the text; its error is that of the grammar. None for an empty grammar, once the
-        tokenizer is loaded. Who holds the future gets the same one again."""
+        tokenizer is loaded. As long as the future is referenced, the same one is returned."""
         found = self._matchers.get(grammar)
         if found is None:
             found = self._matchers[grammar] = self._executor.submit(self._build, grammar)

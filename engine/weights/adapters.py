@@ -111,7 +111,7 @@ class AdapterLoader:
         return contents
 
     def _keep(self, kept: OrderedDict[str, Kept], digest: str, adapter: Kept) -> None:
-        """Keep an adapter in host memory, in place of the least recently used one that is in no slot."""
+        """Keep an adapter in host memory, instead of the least recently used one that is in no slot."""
         kept[digest] = adapter
         kept.move_to_end(digest)
         in_use = {digest, *self._digests.values()}

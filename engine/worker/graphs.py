@@ -3,8 +3,8 @@
 A step in which every sequence computes one token uses the graph of the next larger size of a ladder. The padding rows
 have slots of -1, so nothing is written, and empty contexts, so nothing is read. A sequence that computes a few tokens
 takes one row for each (`BatchArrays.split`): a layer writes the keys of all rows before any row reads them. A step with
-prompts, alone or beside decodes, of up to MIXED_TOKENS tokens uses a graph for so many tokens and sequences; a sequence
-of its own, without context, has the padding tokens.
+prompts, alone or with decodes, of up to MIXED_TOKENS tokens uses a graph for its numbers of tokens and sequences; an
+extra sequence, without context, has the padding tokens.
 
 A graph reads its inputs from buffers that are filled before each replay. The first step of a size runs eagerly, which
 also compiles its kernels; the second one is captured. So only sizes that occur are captured, and the start does not
@@ -122,7 +122,8 @@ class StepGraphs:
             self._run(size, step, None, None)
 
     def can_run(self, step: BatchArrays, num_rows: int) -> bool:
-        """Whether `mixed_logits` computes so many rows of the step. Queries in two chunks would be two sequences."""
+        """Whether `mixed_logits` can compute `num_rows` rows of the step. Queries in two chunks would be two
+        sequences."""
         count = max(len(step.context_lens), num_rows)
         return len(step.ids) <= MIXED_TOKENS[-1] and count <= self.max_tokens and not step.crosses_chunks
 

@@ -23,7 +23,7 @@ from serve_llm.engine.scheduler.sequence import GroupLayout
 from serve_llm.engine.worker.attention_chunks import ChunkedSequences, count_crossings, split_sequences
 from serve_llm.kernels.attention import Lengths
 
-LAST_SAMPLED = -1  # in place of an id: the id sampled last for this request, see `LastTokenIds`
+LAST_SAMPLED = -1  # instead of an id: the id sampled last for this request, see `LastTokenIds`
 
 Ints = npt.NDArray[np.int64]
 
@@ -35,7 +35,7 @@ class RequestState:
     sampling: Sampling
     num_prompt: int
     prompt_ids: Ints
-    later_ids: Ints  # the ids after the prompt, as far as they are known, and room for those to come; a view
+    later_ids: Ints  # the known ids after the prompt, and room for those to come; a view
     prompt_logprobs: int | None
     pooling: bool
     second_text_start: int | None

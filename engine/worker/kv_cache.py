@@ -47,7 +47,7 @@ class CacheLayout:
     num_slots: int = 0  # places in host memory for blocks that lose theirs
     state_bytes: int = 0  # a sequence's states on this rank
     max_states: int = 0  # most sequences that have states at a time; 0: the model has none
-    blocks_per_state: int = 1  # there is no more than one sequence with states for so many blocks
+    blocks_per_state: int = 1  # the cache has at least this many blocks for each sequence with states
 
     @property
     def num_states(self) -> int:

@@ -1,7 +1,7 @@
 """Attention over a paged KV cache on a GPU. Contract: `kernels.attention.paged_attention`.
 
 Sequences with one query (decode) and with more (prefill) take separate launches; a launch without sequences is skipped.
-A program computes all query heads of a KV head, as far as they fit, so that keys are read once and the products fill
+A program computes as many query heads of a KV head as fit, so that keys are read once and the products fill
 tensor cores. Both launches take their programs from work lists, which a kernel makes on the device from the lengths,
 once per step and KV group: a long context is split among many programs, and `combine` merges the splits. The grid is
 fixed, so a captured step serves all lengths.

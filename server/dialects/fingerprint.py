@@ -105,7 +105,7 @@ def fit_dialect(dialect: Dialect, template: ChatTemplate) -> Dialect:
 
 
 def find_header(template: ChatTemplate) -> str:
-    """What the template writes between a user's message and the turn of the model, as far as it is always the same."""
+    """What the template writes between a user's message and the model's turn: the part that is always the same."""
     rendered = _render_turn(template, _CONTENT, None, ())
     if rendered is None:
         return ""

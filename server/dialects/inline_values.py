@@ -91,7 +91,7 @@ def list_alternatives(schema: Schema, root: Schema) -> list[object]:
 
 
 def list_parts(schema: Schema, root: Schema) -> Iterator[Schema]:
-    """The schema as alternatives of one type or value each, as far as it can be written so."""
+    """The schema as alternatives of one type or value each, where it can be written that way."""
     if branches := list_alternatives(schema, root):
         for branch in branches:
             yield from list_parts(branch, root) if isinstance(branch, Mapping) else ()

@@ -355,7 +355,7 @@ class DialectParser:
     # Text of the current part.
 
     def _add_text(self, end: int) -> None:
-        """Pass on the buffer up to a position, but for whitespace that may turn out to belong to a delimiter."""
+        """Pass on the buffer up to a position, except whitespace that may turn out to belong to a delimiter."""
         text = self._buffer[:end]
         kept = text.rstrip()
         if self._is_final and end == len(self._buffer) and self._keeps_last_space(kept):

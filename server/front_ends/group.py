@@ -1,4 +1,4 @@
-"""The front end processes of a server: so many that answer clients, and one more, loaded, that takes the place of one
+"""The front end processes of a server: those that answer clients, and a spare one, already loaded, that replaces one
 that ends.
 
 They accept connections from one listening socket, which stays open in the server process: connections wait in its

@@ -127,7 +127,7 @@ class DetokenizerFactory:
     ) -> Detokenizer:
         """A detokenizer for the text after `prompt_ids`, in the state that the prompt leaves behind.
 
-        keep_delimiters: special tokens that the dialect names are text all the same, but for those that only end a
+        keep_delimiters: special tokens that the dialect names are kept as text, except those that only end a
         turn.
         """
         keeps_delimiters = keep_delimiters and self._has_delimiters

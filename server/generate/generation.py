@@ -207,7 +207,7 @@ class Generation:
             CURRENT_REQUEST.reset(token)
 
     def _fail_push(self, error: RequestError) -> None:
-        """Like `fail`, but for what was the last output too."""
+        """Like `fail`, but also for an output that was the last one."""
         if self.error is None:
             self.error = error
         self._end_open(FinishReason.ERROR)

@@ -28,7 +28,7 @@ class VectorSettings:
     has_token_classes: bool  # the classes are tokens of the vocabulary; the last one is the score
 
     def find_label(self, probabilities: Sequence[float]) -> str:
-        """The name of the likeliest class."""
+        """The name of the most likely class."""
         best = max(range(len(probabilities)), key=probabilities.__getitem__)
         return self.labels[best] if best < len(self.labels) else f"LABEL_{best}"
 

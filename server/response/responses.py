@@ -150,7 +150,7 @@ class ResponsesBuilder:
         num_logprobs: int,
         texts: TokenTexts,
     ) -> None:
-        """echo: fields of the reply that repeat the request. num_logprobs: likeliest tokens beside each token, where
+        """echo: fields of the reply that repeat the request. num_logprobs: most likely tokens beside each token, where
         the deltas have log-probabilities."""
         response_id = meta.id.rpartition("-")[2]
         self.items = ReplyItems(response_id, tools, encrypts_reasoning)

@@ -240,7 +240,7 @@ class Usage(BaseModel):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = Field(
-        default=None, description="For models whose reasoning is told apart."
+        default=None, description="For models whose reasoning is separated from the answer."
     )
 
 

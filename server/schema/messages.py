@@ -56,7 +56,7 @@ class Thinking(TranslatedBody):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(default=None, description="At least 1, and less than max_tokens.")
     display: Literal["summarized", "omitted"] | None = Field(
-        default=None, description="omitted: thinking blocks are empty but for their signature."
+        default=None, description="omitted: thinking blocks are empty except for their signature."
     )
 
 

@@ -68,7 +68,7 @@ class Database:
 
 
 def describe_failure(store: str, error: sqlite3.Error | OSError) -> StoreError:
-    """What a client is told. Paths stay in the server's log."""
+    """The message for clients. Paths stay in the server's log."""
     if isinstance(error, OSError):
         is_full = error.errno in _NO_SPACE
         reason = error.strerror or type(error).__name__

@@ -1,4 +1,4 @@
-"""Whether two JSON schemas have no valid value in common, as far as it is easily seen."""
+"""Whether two JSON schemas have no valid value in common, where that is easy to see."""
 
 from __future__ import annotations
 

@@ -22,4 +22,4 @@ class LarkError(ValueError):
 
 
 class UnsupportedLark(LarkError):
-    """It is well-formed as far as it was read."""
+    """The part that was read is well-formed."""

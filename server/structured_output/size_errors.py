@@ -6,7 +6,7 @@ from serve_llm.server.structured_output.errors import GrammarError
 from serve_llm.server.structured_output.schema_walk import Subschema, list_members, list_subschemas
 
 MAIN_SHARE = 0.5  # blame a subschema instead if it holds more than this share of its parent
-UNIT_CHARACTERS = 8  # so many characters of a string count as one value
+UNIT_CHARACTERS = 8  # this many characters of a string count as one value
 
 
 def blame_largest(schema: object, message: str) -> GrammarError:

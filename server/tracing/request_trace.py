@@ -144,7 +144,7 @@ def to_nanoseconds(seconds: float) -> int:
 
 
 def _find_engines(generation: Generation, start: float, end: float) -> list[int]:
-    """Indices of the engines that had the choices between these clock times, as far as their outputs and losses say."""
+    """Indices of the engines that had the choices between these clock times, judging by their outputs and losses."""
     found: set[int] = set()
     for choice in generation.choices:
         replays = choice.submitted.replays

@@ -30,7 +30,7 @@ POLL_SECONDS = 0.05
 
 
 class Stopped(BaseException):
-    """This node is told to end."""
+    """This node has been told to end."""
 
 
 class EngineGone(EngineError):
