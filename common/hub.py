@@ -27,7 +27,7 @@ _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # configuration and all
 _WEIGHT_FILES = ("*.safetensors",)
 BIN_SINGLE = "pytorch_model.bin"  # pickled, and read by `serve-llm convert` only
 BIN_INDEX = "pytorch_model.bin.index.json"
-# What may be in the place of quantization_config in config.json, and the quant_method that it stands for.
+# Keys that some config.json have instead of quantization_config, and the quant_method that they mean.
 _QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 _ADAPTER_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Copies of the same weights in the publisher's own format: subfolders, and Mistral's consolidated files.

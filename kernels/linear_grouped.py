@@ -104,7 +104,7 @@ class GroupedWeight:
         return result
 
     def _find_values(self) -> Tensor:
-        """What the codes stand for: (outputs, inputs) float32."""
+        """The values of the codes: (outputs, inputs) float32."""
         if self.is_float8:
             return self.codes.contiguous().view(torch.float8_e4m3fn).float()
         return self.codes.float() - 2 ** (self.bits - 1) if self.table is None else self.table[self.codes.int()]

@@ -21,7 +21,7 @@ TITLES = {
 
 
 def find_percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of the values lie, between neighbours linearly; 0 of none."""
+    """The value below which `percent` of the values are, interpolated linearly; 0 if there are none."""
     if not values:
         return 0.0
     ordered = sorted(values)

@@ -59,7 +59,8 @@ class GGUFArchitecture:
     constants: Mapping[str, object] = field(
         default_factory=dict
     )  # keys of config.json with the same value in all files
-    flags: Mapping[str, str] = field(default_factory=dict)  # key of config.json -> tensor of a layer that it stands for
+    # Key of config.json -> a layer's tensor, which is there if the key is true.
+    flags: Mapping[str, str] = field(default_factory=dict)
     has_partial_rotary: bool = False  # rope may rotate a part of each head
     truncates_yarn: bool = True  # yarn scaling rounds the dimensions between which it blends
     has_own_heads: bool = False  # the sizes of heads are adapted, see `common.gguf.adaptations`

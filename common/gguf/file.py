@@ -1,4 +1,4 @@
-"""Reading the header of a GGUF file: its metadata and where its tensors lie. No torch.
+"""Reading the header of a GGUF file: its metadata and the places of its tensors. No torch.
 
 Nothing in the file is believed: every count and length is compared with the bytes that are left before memory is taken
 for it. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md

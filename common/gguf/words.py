@@ -1,7 +1,7 @@
 """How byte-level vocabularies cut a text into words, by the name in tokenizer.ggml.pre.
 
 A vocabulary has one or several regular expressions. Each cuts the pieces that those before it have left: what matches
-is a piece, and so is what lies between matches.
+is a piece, and so is what is between matches.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Guesses the next ids of many requests by a small model, which has a KV cache of its own.
 
-A guess is drawn with the noise of the id that it stands for, so that requests that sample agree with it often. Prompts
+A guess is drawn with the noise of the id that it guesses, so that requests that sample agree with it often. Prompts
 are computed in chunks, which take as long as a step may; a request has no guesses until its ids have been computed.
 """
 

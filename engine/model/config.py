@@ -97,7 +97,7 @@ class ConfigReader:
             self._values.setdefault(key, outer._values[key])
 
     def renamed(self, names: Mapping[str, str]) -> ConfigReader:
-        """The same file, in which the keys that are values of `names` are read by the names that stand for them."""
+        """The same file, where keys that are values of `names` are read by the names that map to them."""
         own_names = {name: key for key, name in names.items()}
         values = {own_names.get(key, key): value for key, value in self._values.items()}
         return ConfigReader(values, self._where, self._allowed, self._path)

@@ -67,7 +67,7 @@ class WeightMap:
     ignored: tuple[str, ...] = ()  # regular expressions for the full names of tensors that have no use
     quantized: QuantizedModules | None = None
     prefixes: tuple[tuple[str, str], ...] = ()  # how names in the checkpoint begin -> how names here begin instead
-    other_words: tuple[tuple[str, str], ...] = ()  # parts of names in some checkpoints -> what stands for them here
+    other_words: tuple[tuple[str, str], ...] = ()  # parts of names in some checkpoints -> their equivalents here
     stacks: tuple[WeightRule, ...] = ()  # tensors that some checkpoints have instead of one for each member
     other_parts: tuple[str, ...] = ()  # modules of the model that are not served, among `ignored`
 

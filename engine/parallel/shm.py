@@ -18,7 +18,7 @@ import msgspec
 from serve_llm.common.errors import EngineError, PeerLost
 
 CLOSED = 0  # index of the word that ends all waits
-LINE = 16  # words (of 4 bytes) in a cache line; words that different processes write lie in different lines
+LINE = 16  # words (of 4 bytes) in a cache line; words that different processes write are in different lines
 
 SPIN_SECONDS = 50e-6  # a poll costs 0.5 us, sleeping and waking 30 us or more
 FIRST_NAP, LONGEST_NAP = 0.001, 0.1  # seconds; limits the delay after a missed wake-up or a close

@@ -87,7 +87,7 @@ def build_grouped_weight(matrix: CodeMatrix, first: int) -> GroupedWeight | None
     zeros = matrix.zeros - middle
     if zeros.numel() and (zeros == zeros[0, 0]).all():
         shift = int(-zeros[0, 0])
-        if 0 <= shift < 2**bits - 2**matrix.bits + 1:  # the codes can stand for the same numbers without zero points
+        if 0 <= shift < 2**bits - 2**matrix.bits + 1:  # codes without zero points can represent the same numbers
             codes = codes + shift
             return GroupedWeight(codes, bits, matrix.scales, group_size, offset=offset, order=order)
     return GroupedWeight(codes, bits, matrix.scales, group_size, zeros=zeros, offset=offset, order=order)
@@ -125,7 +125,7 @@ def unpack(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Te
 
 
 def _unpack_3_bits(words: Tensor) -> Tensor:
-    """32 values lie in three words, two of them across two words."""
+    """32 values take three words; two of the values cross from one word to the next."""
     rows, count = words.shape
     triples = (words.long() & 0xFFFFFFFF).view(rows, count // 3, 3)
     values = torch.empty((rows, count // 3, WORD_BITS), dtype=torch.uint8, device=words.device)

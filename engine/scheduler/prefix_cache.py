@@ -94,7 +94,7 @@ class PrefixCache:
         return [(index, block_hash) for block_hash in hashes[self._first_block(index, hit) :]]
 
     def tables(self, sequence: Sequence, hit: int) -> list[list[int]]:
-        """Each group's block table for the first `hit` tokens, as `find` returned. OFFLOADED stands for blocks that are
+        """Each group's block table for the first `hit` tokens, as `find` returned. OFFLOADED marks blocks that are
         in host memory only."""
         tables = []
         for index, group in enumerate(self._groups):

@@ -15,7 +15,7 @@ RELEASED = -1  # a block table entry whose block left the sliding window and was
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """How the tokens of one KV group lie in blocks."""
+    """How the tokens of one KV group are laid out in blocks."""
 
     block_size: int  # tokens per block
     window: int | None  # a query sees only this many positions, its own included; None: all

@@ -41,7 +41,7 @@ class Location(NamedTuple):
 
 
 class CheckpointLoader:
-    """A `WeightLoader` of a checkpoint's tensors. Results may lie in the mapped file."""
+    """A `WeightLoader` of a checkpoint's tensors. Results may be views of the mapped file."""
 
     def __init__(
         self, checkpoint: AnyCheckpoint, sources: Mapping[str, Source], dtype: torch.dtype, device: torch.device

@@ -163,8 +163,8 @@ class StepGraphs:
 
 
 class PackedShape(NamedTuple):
-    """How the numbers of a step lie in one array of int64, which is copied to the device at once. Each part begins at a
-    multiple of 16 bytes, as kernels are compiled for such addresses."""
+    """The layout of a step's numbers in one array of int64, which is copied to the device at once. Each part begins at
+    a multiple of 16 bytes, as kernels are compiled for such addresses."""
 
     token_rows: int
     tokens: int

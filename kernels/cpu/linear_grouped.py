@@ -1,4 +1,4 @@
-"""Linear layers with weights of 4 or 8 bits by the compiled kernels (grouped_linear.cpp). The contract stands at
+"""Linear layers with weights of 4 or 8 bits by the compiled kernels (grouped_linear.cpp). The contract is that of
 `kernels.linear_grouped.pack_grouped`.
 
 Weights stay packed in memory: 4 or 8 bits a number, and a scale per group. Scales of 8 bits stay as they are; others

@@ -1,4 +1,4 @@
-"""Codes of 4 and 8 bits on a GPU: how they lie in memory, and the products of rows by them inside Triton kernels.
+"""Codes of 4 and 8 bits on a GPU: their layout in memory, and the products of rows by them inside Triton kernels.
 
 Inputs are cut into slabs of SLAB. Row k of the codes has a byte of every output, so that neighbouring threads read
 neighbouring bytes. With 8 bits it is the code of input k. With 4 bits a row serves two slabs: the lower halves of its
@@ -157,7 +157,7 @@ def _load_scales(scales, cell, is_cell, SCALE: tl.constexpr):
 
 @triton.jit
 def _find_values(code, table, BITS: tl.constexpr, CODING: tl.constexpr):
-    """What codes stand for, float32."""
+    """The values of codes, float32."""
     if CODING == 1:
         return tl.load(table + code)
     elif CODING == 2:

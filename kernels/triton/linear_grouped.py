@@ -1,4 +1,4 @@
-"""Linear layers with weights of 4 or 8 bits in Triton. The contract stands at `kernels.linear_grouped.pack_grouped`.
+"""Linear layers with weights of 4 or 8 bits in Triton. The contract is that of `kernels.linear_grouped.pack_grouped`.
 
 A step of decoding has few rows, and so few tiles that they would not keep a GPU busy: the sum over the inputs is then
 split among several programs, and a second kernel adds their parts in order. More rows take larger tiles and no splits.

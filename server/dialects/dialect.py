@@ -47,7 +47,7 @@ class _Format(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class JsonCodec(_Format, frozen=True, kw_only=True, tag="json"):
     """Arguments are a JSON object; with name_key, the call is an object that holds the name and the arguments."""
 
-    name_key: str = ""  # "": the name stands before the arguments
+    name_key: str = ""  # "": the name comes before the arguments
     arguments_key: str = "arguments"
     id_key: str = ""  # key of a number, as text, that the model writes before the name; "": none
 
@@ -174,7 +174,7 @@ class Dialect(_Format, frozen=True, kw_only=True):
         yield from self.ends
 
     def list_pure_ends(self) -> list[str]:
-        """`ends` that close nothing: they never stand between two parts of a turn."""
+        """`ends` that close nothing: they never occur between two parts of a turn."""
         inner = set(self._list_inner_delimiters())
         return [end for end in self.ends if end not in inner]
 

@@ -87,7 +87,7 @@ class _TurnWriter:
         self._calls = dialect.calls if tools else None
         self._repeats = parallel and not choice.is_named
         self._call_rules: dict[str, Symbol] = {}
-        self._writes_objects = False  # whether calls stand where content in JSON can stand
+        self._writes_objects = False  # whether calls come where content in JSON can come
         if self._calls is not None and any(form in dialect.ends for form in get_forms(self._calls.close)):
             self._repeats = False  # a call ends the turn
 

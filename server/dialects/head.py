@@ -151,7 +151,7 @@ class HeadReader:
             position += 1
 
     def _can_be_key(self, written: str, codec: JsonCodec) -> bool:
-        """Whether a key that has been written, perhaps in part, can stand before the name."""
+        """Whether a key that has been written, perhaps in part, can come before the name."""
         if not self._calls.is_bare:
             return True
         keys = (codec.name_key, codec.arguments_key, "type", codec.id_key)

@@ -1,4 +1,4 @@
-"""Values that stand where a string without quotes may stand: which of them one terminal has to hold with the string.
+"""Values that may come where a string without quotes may: which of them must share a terminal with the string.
 
 llguidance's lexer stays in a terminal as long as it can. A text may begin like `null` or 12 and go on as a string, so
 these values are alternatives of the string inside its own terminal. All others are JSON after the same opening, and no
@@ -46,7 +46,7 @@ _LIMITS = {"null": GENERAL, "boolean": GENERAL, "integer": _OF_NUMBERS, "number"
 
 
 class InlineValues(NamedTuple):
-    expressions: Sequence[str]  # values that stand in the terminal of the strings
+    expressions: Sequence[str]  # values in the terminal of the strings
     rest: Sequence[Schema]  # values that are JSON after the same opening
     excluded: Sequence[str]  # texts that are no strings
 

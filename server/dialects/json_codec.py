@@ -203,6 +203,6 @@ def decode_json(text: str) -> object:
 
 
 def escape_json(text: str) -> str:
-    """A text as it stands between the quotes of a JSON string; halves of a surrogate pair stay escaped."""
+    """A text as it is written between the quotes of a JSON string; halves of a surrogate pair stay escaped."""
     has_surrogates = _SURROGATE.search(text) is not None
     return json.dumps(text, ensure_ascii=has_surrogates)[1:-1]

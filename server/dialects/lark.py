@@ -166,7 +166,7 @@ def write_regex(pattern: str) -> Symbol:
 
 
 def write_free_text(excluded: Sequence[str]) -> Symbol:
-    """Any text in which none of the excluded expressions stands."""
+    """Any text that contains none of the excluded expressions."""
     if not excluded:
         return Symbol(ANY_TEXT, is_terminal=True)
     return Symbol(f"({ANY_TEXT} & ~({ANY_TEXT} ({' | '.join(excluded)}) {ANY_TEXT}))", is_terminal=True)

@@ -71,7 +71,7 @@ class LiteralReader:
             self._parts.append(json_text)
 
     def _read_token(self, text: str, start: int, final: bool) -> int | Incomplete | None:
-        """The end of the next token; None if it cannot stand here."""
+        """The end of the next token; None if it is not allowed here."""
         start = skip_space(text, start)
         if start == len(text):
             return INCOMPLETE

@@ -274,5 +274,5 @@ def _write_in_single_quotes(schema: Schema) -> str:
 
 
 def _escape(text: str) -> str:
-    """A text as it stands between single quotes."""
+    """A text as it is written between single quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', '"').replace("'", "\\'")

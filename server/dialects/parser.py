@@ -51,7 +51,7 @@ class DialectParser:
         requires_call: a grammar lets nothing but calls follow the reasoning, so that the beginning of a delimiter, at
         which the turn was cut, is no content.
 
-        content_has_form: a grammar binds the content, so that calls stand instead of content and never inside it, and
+        content_has_form: a grammar constrains the content, so that calls replace content and never occur inside it, and
         the content ends only with the turn.
 
         spelled_ends: those of the dialect's `ends` that the model spells, since they are no tokens; they count at the
@@ -82,7 +82,7 @@ class DialectParser:
         # Whether whitespace comes next that does not belong to the part.
         self._drops_space = dialect.trims_content and not content_has_form
         self._lead = ""  # the whitespace that ends the delimiter before the part
-        self._indentation = ""  # what stands before the first line of content
+        self._indentation = ""  # what precedes the first line of content
         self._has_text = False  # whether the current part of the reasoning or content has text
         self._needs_separator = False  # whether text of the current part comes after that of an earlier one
         self._has_reasoning = False
@@ -138,7 +138,7 @@ class DialectParser:
     # The states. Each reads from the buffer's beginning what is certain, and returns whether another can go on.
 
     def _read_start(self) -> bool:
-        """At the start of content, where reasoning may open and calls may stand without a delimiter."""
+        """At the start of content, where reasoning may open and calls may come without a delimiter."""
         start = skip_space(self._buffer, 0)
         if start == len(self._buffer) and not self._is_final:
             return False

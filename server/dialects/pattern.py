@@ -1,4 +1,4 @@
-"""Read a regular expression that stands for a delimiter as the texts that it matches.
+"""Read a regular expression for a delimiter as the texts that it matches.
 
 Only what delimiters need is known: literal text, whitespace, alternatives, optional parts, and named groups.
 """
@@ -121,7 +121,7 @@ class _PatternReader:
         return [(char,)]
 
     def _skip_group(self) -> None:
-        """Pass over the content of a group: what may stand there does not matter."""
+        """Skip the content of a group, whatever it is."""
         depth = 1
         is_in_class = False
         while depth:

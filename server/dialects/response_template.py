@@ -247,7 +247,7 @@ def _close_elements(opening: Delimiter, close: tuple[str, ...]) -> tuple[str, ..
 
 
 def _split_at_name(forms: list[Form]) -> tuple[Delimiter, Delimiter]:
-    """What stands before and after the group `name`."""
+    """What comes before and after the group `name`."""
     before: list[str] = []
     after: list[str] = []
     for form in forms:

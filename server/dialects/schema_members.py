@@ -48,7 +48,7 @@ class ListForm(NamedTuple):
 
 @contextmanager
 def located(*path: str) -> Iterator[None]:
-    """Adds to the pointer of an error where in the schema the part stands."""
+    """Adds the location of the part in the schema to the pointer of an error."""
     try:
         yield
     except GrammarError as error:
@@ -60,7 +60,7 @@ def located(*path: str) -> Iterator[None]:
 
 
 def resolve_alone(schema: object, root: Schema) -> object:
-    """Like `resolve`. Raises GrammarError if there is nothing, or if other keywords stand beside a reference."""
+    """Like `resolve`. Raises GrammarError if there is nothing, or if there are other keywords beside a reference."""
     for _ in range(MAX_DEPTH):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             return schema

@@ -75,7 +75,7 @@ def _split_values(schema: Schema, types: set[str]) -> SplitSchema:
 
 
 def write_strings(found: SplitSchema, end: Delimiter, excluded: Sequence[str] = ()) -> Symbol:
-    """A terminal for the strings of a schema as they are. end: follows a string, and cannot stand in it.
+    """A terminal for the strings of a schema as they are. end: follows a string, and cannot occur in it.
 
     excluded: expressions of other texts that are no strings. Raises GrammarError.
     """

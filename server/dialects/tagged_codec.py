@@ -110,7 +110,7 @@ class _Value:
         self._scanner = JsonScanner()
         self._num_scanned = 0
         self._num_passed = 0  # up to the end of the last delimiter inside the value
-        self._first_end: tuple[int, int] | None = None  # the first delimiter, if it stands in a string of JSON
+        self._first_end: tuple[int, int] | None = None  # the first delimiter, if it is in a JSON string
 
     def read(self, text: str, start: int, final: bool, parts: list[str]) -> int | Incomplete:
         """The end of the value and its delimiter. Adds JSON text to parts."""
@@ -137,7 +137,7 @@ class _Value:
         return found.end
 
     def _find_end(self, text: str, final: bool) -> Found | int:
-        """The delimiter that ends the value. In JSON it may stand in strings, unless the JSON never ends."""
+        """The delimiter that ends the value. In JSON it may occur in strings, unless the JSON never ends."""
         while True:
             found = self._value_end.find(text, self.position + self._num_passed, final)
             if isinstance(found, int):

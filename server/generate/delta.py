@@ -15,7 +15,7 @@ class TokenEntry(msgspec.Struct):
     token_id: int
     logprobs: TokenLogprobs | None
     offset: int  # characters of the choice's text, echoed prompt included, before this token
-    is_content: bool = True  # False if the token ends the text, or stands where the parser expects no content
+    is_content: bool = True  # False if the token ends the text, or comes where the parser expects no content
 
 
 class ToolCall(msgspec.Struct):

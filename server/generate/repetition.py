@@ -17,7 +17,7 @@ class RepetitionDetector:
         self._num_equal = [0] * len(self._sizes)  # by size: how many ids in a row equal the one that many before
 
     def push(self, token_id: int) -> bool:
-        """Whether the ids now end with a pattern that stands there often enough."""
+        """Whether the ids now end with enough repetitions of a pattern."""
         last_ids = self._last_ids
         num_equal = self._num_equal
         is_found = False

@@ -10,7 +10,7 @@ from serve_llm.server.structured_output.lark_regex import translate_lark
 from serve_llm.server.structured_output.pattern import closes_unopened_group
 
 CUSTOM_INPUT = "input"
-"""The one argument of a function that stands for a custom tool."""
+"""The one argument of a function that represents a custom tool."""
 
 _OPEN = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
 # Characters of a JSON string that are whole, whatever follows them. A high surrogate waits for the low one.

@@ -110,7 +110,7 @@ def _optional_json(path: Path) -> dict[str, object]:
 
 
 def _check_vocabulary(tokenizer: Tokenizer, vocab_size: object, directory: Path) -> None:
-    """Raise ModelError if the tokenizer has ids outside the model's vocabulary. Added tokens may lie outside."""
+    """Raise ModelError if the tokenizer has ids outside the model's vocabulary. Added tokens may be outside."""
     highest = max(tokenizer.rust.get_vocab(with_added_tokens=False).values(), default=0)
     if isinstance(vocab_size, int) and highest >= vocab_size:
         raise ModelError(

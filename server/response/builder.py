@@ -56,7 +56,7 @@ class ResponseBuilder(ABC):
 
     body_type: ClassVar[str]  # "object" of a body
     event_type: ClassVar[str]  # "object" of an event
-    shows_prompt_once: ClassVar[bool]  # whether ids and logprobs of the prompt stand beside the choices, not in each
+    shows_prompt_once: ClassVar[bool]  # whether ids and logprobs of the prompt are beside the choices, not in each
     plain_choice: ClassVar[tuple[bytes, bytes]]  # JSON of a plain choice: between index and text, and after the text
 
     def __init__(
@@ -72,7 +72,7 @@ class ResponseBuilder(ABC):
         custom_tools: Collection[str] = (),
     ) -> None:
         """names_tokens_by_id: logprobs show `token_id:<id>` for a token's text. return_metrics: the response holds the
-        times of the request. opening_text: stands before the content of every choice, in chat. custom_tools: names of
+        times of the request. opening_text: precedes the content of every choice, in chat. custom_tools: names of
         the tools that take a text."""
         self.return_metrics = return_metrics
         self._request = request

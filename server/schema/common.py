@@ -116,7 +116,7 @@ class StreamOptions(RequestBody):
 class RepetitionDetectionOptions(RequestBody):
     max_pattern_size: int = bounded(PATTERN_SIZE, "Tokens of the longest pattern.")
     min_pattern_size: int | None = bounded(PATTERN_SIZE, "Tokens of the shortest pattern; 1 when absent.", default=None)
-    min_count: int = bounded(REPETITIONS, "How many times in a row the pattern must stand at the end.")
+    min_count: int = bounded(REPETITIONS, "How many times in a row the pattern must occur at the end.")
 
     def to_params(self) -> RepetitionDetection:
         """Raises InvalidRequest."""
@@ -154,7 +154,7 @@ class SamplingBody(RequestBody):
     allowed_token_ids: Ids | None = None
     logprob_token_ids: Ids | None = Field(
         default=None,
-        description=f"At most {MAX_LOGPROB_TOKEN_IDS} ids whose log-probabilities stand after those of the most "
+        description=f"At most {MAX_LOGPROB_TOKEN_IDS} ids whose log-probabilities follow those of the most "
         "likely tokens. Requires logprobs.",
     )
     prompt_logprobs: int | None = ranged("prompt_logprobs")

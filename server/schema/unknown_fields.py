@@ -32,5 +32,5 @@ def join_ignored(ignored: list[str], skipped: list[str]) -> list[str]:
 
 
 def _list_parents(name: str) -> list[str]:
-    parts = name.split(".", 4)  # no known field lies deeper
+    parts = name.split(".", 4)  # no known field is nested deeper
     return [".".join(parts[:length]) for length in range(1, len(parts))]

@@ -68,7 +68,7 @@ class DisjointSchemas:
         )
 
     def _list_conjuncts(self, schema: object, depth: int) -> Iterator[object]:
-        """Objects and booleans that all hold. What stands beside a $ref is left out, as before draft 2019-09."""
+        """Objects and booleans that all hold. What is beside a $ref is ignored, as before draft 2019-09."""
         self._work(1)
         if not depth:
             return

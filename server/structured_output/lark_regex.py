@@ -1,6 +1,6 @@
 """Translate a Lark grammar into a regular expression of its texts.
 
-A custom tool's text stands inside a JSON string or between a dialect's delimiters. Regular expressions can be enforced
+A custom tool's text is inside a JSON string or between a dialect's delimiters. Regular expressions can be enforced
 there, because llguidance can quote them; a grammar of several rules cannot. A rule that repeats itself at its beginning
 or end becomes a repetition. One that is inside itself is written out some levels deep, so that the expression has no
 text that the grammar has not, but not those that nest deeper.
@@ -51,7 +51,7 @@ class _Repeat(NamedTuple):
         return self.suffix in ("?", "*") or self.suffix.startswith("{0,")
 
 
-Item = str | _Name | _Repeat  # a text is a regular expression that can stand in a row
+Item = str | _Name | _Repeat  # a text is a regular expression that can be part of a sequence
 Alternatives = list[list[Item]]
 
 

@@ -66,7 +66,7 @@ def narrow_whitespace(pattern: str) -> str:
 
 
 def closes_unopened_group(pattern: str) -> bool:
-    """Whether the expression would change what stands around it."""
+    """Whether the expression would change the meaning of what surrounds it."""
     depth = 0
     for unit in split_units(pattern):
         depth += (unit == "(") - (unit == ")")

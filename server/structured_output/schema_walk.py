@@ -21,7 +21,7 @@ class Subschema(NamedTuple):
 
 
 def walk(schema: Schema) -> Iterator[Subschema]:
-    """A schema and all its subschemas, in the order of the text. What a $ref points to is one, wherever it stands."""
+    """A schema and all its subschemas, in the order of the text. What a $ref points to is one, wherever it is."""
     root = Subschema("", schema)
     resources = {resource.pointer: resource for resource in list_resources(root)}
     by_name: dict[str, list[Subschema]] = {}  # by the end of the URI
@@ -44,7 +44,7 @@ def walk(schema: Schema) -> Iterator[Subschema]:
 
 
 def list_resources(root: Subschema) -> Iterator[Subschema]:
-    """What the pointer of a $ref may begin at: the whole and every part with a URI of its own, wherever it stands."""
+    """What the pointer of a $ref may begin at: the whole and every part with its own URI, wherever it is."""
     yield root
     stack = [root]
     while stack:

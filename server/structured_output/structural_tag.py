@@ -195,7 +195,7 @@ class _TagWriter:
 
     def _write_alternatives(self, format_: Format, pointer: str, following: _Following) -> Symbol:
         elements = check_list(format_["elements"], pointer, "elements")
-        # A free text must be joined with what ends it, which lies outside the alternatives.
+        # A free text must be joined with what ends it, which is outside the alternatives.
         after = following if following.is_end else _UNKNOWN
         return self._group(
             [self._write(element, f"{pointer}/elements/{index}", after) for index, element in enumerate(elements)]

@@ -48,7 +48,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
 
 
 def _layout(config: ConfigReader) -> tuple[int, NormPosition]:
-    """The number of key and value heads, and where the norms stand: by three generations of keys."""
+    """The number of key and value heads, and the places of the norms, by three generations of keys."""
     heads = config.integer("num_attention_heads")
     new = config.flag("new_decoder_architecture", False)
     multi_query = config.flag("multi_query", True)

@@ -24,7 +24,7 @@ PREFIXES = (
     ("model.text_model.", "model."),
     ("language_model.lm_head", "lm_head"),
 )
-# What describes images, and where they stand in a prompt.
+# Keys that describe images and their places in a prompt.
 IMAGE_KEYS = (
     *("vision_config", "image_token_index", "image_token_id", "boi_token_index", "eoi_token_index"),
     *("mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),

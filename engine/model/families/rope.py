@@ -28,7 +28,7 @@ def read_rope(
     transformers' docs), so the context is that times the factor; of yarn it may be either, so the context is the
     larger of it and original_max_position_embeddings times the factor; of the others it is the context.
     partial_rotary: default of partial_rotary_factor, a share of each head; None: the family does not read that key.
-    scaling: what stands in the place of rope_scaling or rope_parameters, where that is not one of these keys.
+    scaling: what replaces rope_scaling or rope_parameters in files without these keys.
     """
     scaling = scaling or config.inner("rope_scaling") or config.inner("rope_parameters")
     config.ignore("rope_scaling", "rope_parameters")
