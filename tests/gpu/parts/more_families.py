@@ -1,0 +1,10 @@
+"""The families that the part `families` leaves."""
+
+from __future__ import annotations
+
+from parts import common
+from parts.families import run
+from support.tiny import FAMILIES
+
+if __name__ == "__main__":
+    run(common.place("more_families"), FAMILIES[1::2])
