@@ -19,7 +19,7 @@ def root(salt: str, uses_long_rope: bool = False, adapter: str = "") -> bytes:
 
 
 def extend(parent: bytes, ids: Sequence[int], block_size: int) -> list[bytes]:
-    """The hash after each further full block of token ids."""
+    """Return the hash after each further full block. An incomplete block at the end of `ids` is ignored."""
     hashes = []
     data = array("q", ids).tobytes()
     num_bytes = 8 * block_size

@@ -55,8 +55,7 @@ MAX_LOGPROB_TOKEN_IDS = 128
 
 
 class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True):
-    """When a text is ended because it repeats itself: its end is `min_count` copies of one pattern. Raises
-    InvalidRequest."""
+    """Ends a text that repeats itself, once it ends with `min_count` copies of a pattern. Raises InvalidRequest."""
 
     max_pattern_size: int
     min_pattern_size: int = 1

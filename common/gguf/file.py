@@ -196,7 +196,7 @@ class _Header:
         return found
 
     def _count(self, what: str, least_bytes: int) -> int:
-        """Read a number of items; raise if the rest of the file has no room for that many of at least this size."""
+        """Read a number of items. Raises ModelError if the rest of the file is too short for that many."""
         count = self._number("Q")
         if count * least_bytes > len(self._content) - self._position:
             raise ModelError(f"{self._path}: {what}: {count} do not fit in the file; is it cut short?")

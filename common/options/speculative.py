@@ -157,13 +157,10 @@ def _read_draft_model(given: Mapping[str, object], method: str, count: int) -> S
         raise ValueError(f"method {method} needs 'model', the directory or Hugging Face id of the {what}")
     if method == MTP and not isinstance(model, str | None):
         raise ValueError("method mtp: model must be the name of the served model; omit it")
-    if not _is_one(given.get("draft_tensor_parallel_size", 1)):
+    size = given.get("draft_tensor_parallel_size", 1)
+    if isinstance(size, bool) or size != 1:
         raise ValueError(f"draft_tensor_parallel_size must be 1: the {what} runs on a single rank")
     return SpeculativeConfig(method=method, num_speculative_tokens=count, model=None if model is None else str(model))
-
-
-def _is_one(value: object) -> bool:
-    return value == 1 and not isinstance(value, bool)
 
 
 def _read_count(given: Mapping[str, object], name: str, highest: int) -> int | None:

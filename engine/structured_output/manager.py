@@ -40,7 +40,7 @@ class StructuredOutputManager:
         self._filler = MaskFiller(vocab_size, fill_cheap_masks_at_once)
         self.compiling = PendingRequests(_find_error)
         self._states: dict[int, ConstraintState] = {}  # by req_index
-        self._held: dict[int, Future[LLMatcher | None]] = {}  # requests that have not ended, by id
+        self._held: dict[int, Future[LLMatcher | None]] = {}  # by id, for requests that have not ended
 
     def warm(self) -> None:
         """Begin to load the tokenizer, so that the first request does not wait for it."""
@@ -49,7 +49,7 @@ class StructuredOutputManager:
     def begin(self, request: Request) -> None:
         """Have a request's grammar compiled; it waits in `compiling`."""
         future = self._compiler.compile(request.sampling.grammar)
-        self._held[request.id] = future  # a step that schedules it again after a preemption must not compile it
+        self._held[request.id] = future  # so that no step compiles it again after a preemption
         self.compiling.add(request, future)
 
     def end(self, request_id: int) -> None:

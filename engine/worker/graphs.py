@@ -166,14 +166,15 @@ class PackedShape(NamedTuple):
     """The layout of a step's numbers in one array of int64, which is copied to the device at once. Each part begins at
     a multiple of 16 bytes, as kernels are compiled for such addresses."""
 
-    token_rows: int
+    token_rows: int  # ids, request indices, positions, and the slots of each KV group
     tokens: int
     rows: int
-    length_rows: int
+    length_rows: int  # query starts, context lengths, and those of each KV group's chunks
     sequences: int
 
     @property
     def size(self) -> int:
+        """Numbers of int64."""
         return (
             self.token_rows * _round_up(self.tokens, 2)
             + _round_up(self.rows, 2)
@@ -216,7 +217,7 @@ class _Buffers:
         num_tokens, num_sequences, is_mixed = size
         device = tables[0].device
         self.received = None if received is None else received.new_zeros((num_tokens, received.shape[1]))
-        self._num_rows = num_sequences if is_mixed and is_last else 0
+        num_rows = num_sequences if is_mixed and is_last else 0
         if is_mixed:
             num_sequences += 1
             # Bounds: some sequences have one token and some have several.
@@ -224,15 +225,18 @@ class _Buffers:
         else:
             starts = list(range(num_sequences + 1))
         self._tables = [table[:num_sequences] for table in tables]
-        self._shape = PackedShape(3 + len(tables), num_tokens, self._num_rows, 2 + len(groups), num_sequences)
+        self._shape = PackedShape(3 + len(tables), num_tokens, num_rows, 2 + len(groups), num_sequences)
         self._packed = torch.zeros(self._shape.size, dtype=torch.int64, device=device)
         numbers, rows, lengths = self._shape.split(self._packed, self._packed.view(torch.int32))
         query_starts, context_lens, *chunk_context_lens = lengths
-        self.rows = rows if self._num_rows else None
+        self.rows = rows if num_rows else None
         chunks = [
             None
             if group.chunk_size is None
-            else self._make_chunks(starts, min(group.chunk_size, max_model_len), Lengths(query_starts, chunk_lens))
+            # As no sequence has queries in several chunks, the sequences' queries are those of the step.
+            else ChunkInputs(
+                starts, [min(group.chunk_size, max_model_len)] * num_sequences, Lengths(query_starts, chunk_lens)
+            )
             for group, chunk_lens in zip(groups, chunk_context_lens, strict=True)
         ]
         ids, req_indices, positions, *slots = numbers
@@ -245,10 +249,6 @@ class _Buffers:
             groups=tuple(GroupInputs(*parts) for parts in zip(slots, self._tables, chunks, strict=True)),
             lengths=Lengths(query_starts, context_lens),
         )
-
-    def _make_chunks(self, starts: list[int], longest: int, lengths: Lengths) -> ChunkInputs:
-        """As no sequence has queries in several chunks, the sequences' queries are those of the step."""
-        return ChunkInputs(starts, [longest] * (len(starts) - 1), lengths)
 
     def fill(
         self, step: BatchArrays, rows: Sequence[int] | None, received: Tensor | None, copier: DeviceCopier

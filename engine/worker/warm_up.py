@@ -49,7 +49,7 @@ def build_warm_up_steps(groups: Sequence[GroupLayout], max_num_seqs: int) -> Ite
     num_tokens = PROMPT_TOKENS + NUM_DECODES
     blocks = tuple([0] * -(-num_tokens // group.block_size) for group in groups)
 
-    def prompts(kinds: Sequence[Sampling], prompt_logprobs: int | None = None) -> SchedulerOutput:
+    def build_prompts(kinds: Sequence[Sampling], prompt_logprobs: int | None = None) -> SchedulerOutput:
         new_requests = [
             NewRequestData(index, [0] * PROMPT_TOKENS, PROMPT_TOKENS, sampling, prompt_logprobs)
             for index, sampling in enumerate(kinds)
@@ -57,16 +57,16 @@ def build_warm_up_steps(groups: Sequence[GroupLayout], max_num_seqs: int) -> Ite
         chunks = [ScheduledTokens(index, 0, PROMPT_TOKENS, blocks, True, []) for index in range(len(kinds))]
         return SchedulerOutput(new_requests, chunks)
 
-    def decode(number: int, count: int) -> SchedulerOutput:
+    def build_decode(number: int, count: int) -> SchedulerOutput:
         position = PROMPT_TOKENS + number
         return SchedulerOutput([], [ScheduledTokens(index, position, 1, (), True, [0]) for index in range(count)])
 
     together = KINDS[:max_num_seqs]
     for prompt_logprobs in (1, None, None):
-        yield prompts(together, prompt_logprobs)
+        yield build_prompts(together, prompt_logprobs)
     for number in range(NUM_DECODES):
-        yield decode(number, len(together))
+        yield build_decode(number, len(together))
     for sampling in KINDS:
-        yield prompts([sampling])
+        yield build_prompts([sampling])
     for number in range(NUM_DECODES):
-        yield decode(number, 1)
+        yield build_decode(number, 1)

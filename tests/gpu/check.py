@@ -67,12 +67,8 @@ SECONDS = {  # each part's limit, in order of worth
     "invariance": 60,
     "peer": 60,
 }
-AT_ONCE = {
-    "kernels",
-    "attention_kernels",
-    "engine",
-    "ranks",
-}  # these measure nothing, and most of their time is compilers'
+# These measure nothing, and compilers take most of their time.
+AT_ONCE = {"kernels", "attention_kernels", "engine", "ranks"}
 TOTAL_SECONDS = 475  # of a run, unless --seconds says otherwise
 REHEARSAL = 4  # times as long, without a GPU and beside other work
 

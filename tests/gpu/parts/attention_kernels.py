@@ -17,4 +17,4 @@ def check(here: common.Place) -> None:
 
 
 if __name__ == "__main__":
-    run(common.place("attention_kernels"), "attention_kernels", check)
+    run(common.place("attention_kernels"), check)
