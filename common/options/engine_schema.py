@@ -123,8 +123,7 @@ class EngineOptions:
         "auto",
         "auto|triton|flash",
         "what computes attention on a GPU: triton, the kernels of this project, or flash, FlashAttention-3 (H100 and "
-        "H200, with the extra serve-llm[cuda]), which has not run with this server on hardware yet; auto takes flash "
-        "where it can be used",
+        "H200, with the extra serve-llm[cuda]); auto takes flash where it can be used",
         synonyms={
             "triton_attn": "triton",
             "triton_mla": "triton",

@@ -164,8 +164,54 @@ def _find_values(code, table, BITS: tl.constexpr, CODING: tl.constexpr):
         return _e2m1(code)
     elif CODING == 3:
         return _e4m3(code)
-    else:
-        return (code - (1 << (BITS - 1))).to(tl.float32)
+    else:  # the code is the end of the mantissa of 2 ** 23 + code: GPUs convert integers at half the rate of other work
+        return (code | 0x4B000000).to(tl.float32, bitcast=True) - ((1 << 23) + (1 << (BITS - 1)))
+
+
+@triton.jit
+def load_codes(codes, step, column, is_column, outputs, UNIT: tl.constexpr, SLAB_SIZE: tl.constexpr):
+    """Bytes of one step, (SLAB_SIZE // UNIT, UNIT, columns) int32."""
+    unit = tl.arange(0, SLAB_SIZE // UNIT)
+    inner = tl.arange(0, UNIT)
+    place = (unit[:, None, None] * UNIT + inner[None, :, None]) * outputs + column[None, None, :]
+    step_size = tl.full((), SLAB_SIZE, tl.int64) * outputs
+    return tl.load(codes + step * step_size + place, is_column[None, None, :], 0).to(tl.int32)
+
+
+@triton.jit
+def unpack_slab(
+    packed,
+    first,
+    column,
+    is_column,
+    scales,
+    zeros,
+    minimums,
+    table,
+    outputs,
+    groups,
+    group_size,
+    half: tl.constexpr,
+    BITS: tl.constexpr,
+    CODING: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALES_LAST: tl.constexpr,
+    UNIT: tl.constexpr,
+    SLAB_SIZE: tl.constexpr,
+):
+    """Weights in these bits of `load_codes`' bytes, in its shape, float32. first: input of the first one."""
+    unit = tl.arange(0, SLAB_SIZE // UNIT)
+    value = _find_values((packed >> (half * BITS)) & ((1 << BITS) - 1), table, BITS, CODING)
+    group = (first + unit * UNIT) // group_size
+    cell = group[:, None, None].to(tl.int64) * outputs + column[None, None, :]
+    is_cell = (group < groups)[:, None, None] & is_column[None, None, :]
+    if zeros is not None:
+        value -= tl.load(zeros + cell, is_cell, 0.0).to(tl.float32)
+    if not SCALES_LAST:
+        value *= _load_scales(scales, cell, is_cell, SCALE)
+    if minimums is not None:
+        value -= tl.load(minimums + cell, is_cell, 0.0).to(tl.float32)
+    return value
 
 
 @triton.jit
@@ -200,25 +246,31 @@ def sum_products(
     x_rows: (rows,) pointers to the first input of each row. order: see `GroupedWeight`. Weights are rounded to x's
     dtype.
     """
-    unit = tl.arange(0, SLAB_SIZE // UNIT)
-    inner = tl.arange(0, UNIT)
     depth = tl.arange(0, SLAB_SIZE)
-    place = (unit[:, None, None] * UNIT + inner[None, :, None]) * outputs + column[None, None, :]
-    step_size = tl.full((), SLAB_SIZE, tl.int64) * outputs
     for step in range(first_step, end_step):
-        packed = tl.load(codes + step * step_size + place, is_column[None, None, :], 0).to(tl.int32)
+        packed = load_codes(codes, step, column, is_column, outputs, UNIT, SLAB_SIZE)
         for half in tl.static_range(8 // BITS):
             first = (step * (8 // BITS) + half) * SLAB_SIZE
-            value = _find_values((packed >> (half * BITS)) & ((1 << BITS) - 1), table, BITS, CODING)
-            group = (first + unit * UNIT) // group_size
-            cell = group[:, None, None].to(tl.int64) * outputs + column[None, None, :]
-            is_cell = (group < groups)[:, None, None] & is_column[None, None, :]
-            if zeros is not None:
-                value -= tl.load(zeros + cell, is_cell, 0.0).to(tl.float32)
-            if not SCALES_LAST:
-                value *= _load_scales(scales, cell, is_cell, SCALE)
-            if minimums is not None:
-                value -= tl.load(minimums + cell, is_cell, 0.0).to(tl.float32)
+            value = unpack_slab(
+                packed,
+                first,
+                column,
+                is_column,
+                scales,
+                zeros,
+                minimums,
+                table,
+                outputs,
+                groups,
+                group_size,
+                half,
+                BITS,
+                CODING,
+                SCALE,
+                SCALES_LAST,
+                UNIT,
+                SLAB_SIZE,
+            )
             right = tl.reshape(value, (SLAB_SIZE, column.shape[0])).to(x_rows.dtype.element_ty)
             source = first + depth - offset
             is_input = (source >= 0) & (source < inputs)

@@ -1,8 +1,11 @@
 """Linear layers with weights of 4 or 8 bits in Triton. The contract is that of `kernels.linear_grouped.pack_grouped`.
 
 A step of decoding has few rows, and so few tiles that they would not keep a GPU busy: the sum over the inputs is then
-split among several programs, and a second kernel adds their parts in order. More rows take larger tiles and no splits.
-With `batch_invariant` tiles and splits follow from the weight alone, so that a row's result depends on that row alone.
+split among several programs, and a second kernel adds their parts in order. A single row needs no tensor cores, and so
+no weights in their layout. More rows take larger tiles and no splits. Each tile of rows unpacks the weight again, so
+for the many rows of a prompt it is unpacked once, into temporary memory, and torch multiplies. With `batch_invariant`
+there is one kernel for all numbers of rows, and tiles and splits follow from the weight alone, so that a row's result
+depends on that row alone.
 """
 
 from __future__ import annotations
@@ -18,13 +21,16 @@ from torch import Tensor
 from serve_llm.kernels.linear import Linear
 from serve_llm.kernels.linear_grouped import GroupedWeight
 from serve_llm.kernels.linear_int8 import Constant
-from serve_llm.kernels.triton.grouped import GroupedTensors, arrange, finish, sum_products
+from serve_llm.kernels.triton.grouped import GroupedTensors, arrange, finish, load_codes, sum_products, unpack_slab
 
-PROGRAMS = 256  # wanted for a step of few rows
+PROGRAMS = 1024  # wanted for a step of few rows
 MIN_STEPS = 4  # in a split, so that loads overlap with products
+UNROLLED_STEPS = 2  # at once for a single row, whose loads Triton does not overlap otherwise
 INVARIANT_ROWS = 64
 ADDED_COLUMNS = 256  # what a program that adds the parts of sums takes
+UNPACKED_COLUMNS = 128  # what a program that unpacks takes
 MOST_ROWS = 1024  # in a call with splits, whose parts take memory
+UNPACKED_ROWS = 513  # from which a weight is unpacked first; more than a captured step has, so that graphs hold none
 
 
 def pack_grouped(
@@ -53,6 +59,9 @@ class GroupedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         x = x if self.order is None else x[:, self.order]
         x = x if x.stride(1) == 1 else x.contiguous()
+        if len(x) >= UNPACKED_ROWS and not self.batch_invariant:
+            weight = unpack(self.weight, x.dtype)
+            return x @ weight if self.bias is None else torch.addmm(self.bias.to(x.dtype), x, weight)
         y = x.new_empty((len(x), self.weight.outputs))
         tile = Tile.for_rows(INVARIANT_ROWS if self.batch_invariant else len(x))
         splits = choose_splits(self.weight, tile, 1 if self.batch_invariant else len(x))
@@ -67,21 +76,33 @@ class GroupedLinear:
         is_whole = splits == 1
         sums = y if is_whole else torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device)
         arguments = self.weight.arguments()
-        _multiply_grouped[(triton.cdiv(rows, tile.rows), columns, splits)](
-            x,
-            sums,
-            self.bias,
-            rows,
-            self.weight.steps,
-            triton.cdiv(self.weight.steps, splits),
-            x.stride(0),
-            **arguments,
-            IS_WHOLE=is_whole,
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
-            num_warps=tile.num_warps,
-            num_stages=3,
-        )
+        steps = self.weight.steps, triton.cdiv(self.weight.steps, splits)
+        if rows == 1 and not self.batch_invariant:
+            _multiply_row[(columns, splits)](
+                x,
+                sums,
+                self.bias,
+                *steps,
+                **arguments,
+                IS_WHOLE=is_whole,
+                COLUMNS=tile.columns,
+                UNROLLED=UNROLLED_STEPS,
+            )
+        else:
+            _multiply_grouped[(triton.cdiv(rows, tile.rows), columns, splits)](
+                x,
+                sums,
+                self.bias,
+                rows,
+                *steps,
+                x.stride(0),
+                **arguments,
+                IS_WHOLE=is_whole,
+                ROWS=tile.rows,
+                COLUMNS=tile.columns,
+                num_warps=tile.num_warps,
+                num_stages=3,
+            )
         if not is_whole:
             names = ("scales", "divisors", "outputs", "SCALE", "SCALES_LAST")
             _add_splits[(rows, triton.cdiv(outputs, ADDED_COLUMNS))](
@@ -93,6 +114,15 @@ class GroupedLinear:
                 SPLITS=splits,
                 COLUMNS=ADDED_COLUMNS,
             )
+
+
+def unpack(weight: GroupedTensors, dtype: torch.dtype) -> Tensor:
+    """The weight as (inputs, outputs)."""
+    arguments = weight.arguments()
+    unpacked = torch.empty((weight.inputs, weight.outputs), dtype=dtype, device=weight.codes.device)
+    grid = (triton.cdiv(weight.outputs, UNPACKED_COLUMNS), weight.steps)
+    _unpack[grid](unpacked, **arguments | {"SCALES_LAST": False}, COLUMNS=UNPACKED_COLUMNS)
+    return unpacked
 
 
 @dataclass(frozen=True)
@@ -185,6 +215,74 @@ def _multiply_grouped(
     tl.store(y + target, total.to(y.dtype.element_ty), is_row[:, None] & is_column[None, :])
 
 
+@triton.jit
+def _multiply_row(
+    x,
+    y,
+    bias,
+    steps,
+    split_steps,
+    codes,
+    scales,
+    zeros,
+    minimums,
+    table,
+    divisors,
+    inputs,
+    outputs,
+    offset,
+    groups,
+    group_size,
+    BITS: tl.constexpr,
+    CODING: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALES_LAST: tl.constexpr,
+    UNIT: tl.constexpr,
+    SLAB_SIZE: tl.constexpr,
+    IS_WHOLE: tl.constexpr,  # y is (outputs,); otherwise (splits, outputs) float32, of unfinished sums
+    COLUMNS: tl.constexpr,
+    UNROLLED: tl.constexpr,
+):
+    """Some columns of the product of a single row, or of one split. Weights are not rounded."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = column < outputs
+    split = tl.program_id(1)
+    place = tl.arange(0, SLAB_SIZE // UNIT)[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+    parts = tl.zeros((SLAB_SIZE // UNIT, UNIT, COLUMNS), tl.float32)
+    end = tl.minimum((split + 1) * split_steps, steps)
+    for step in tl.range(split * split_steps, end, loop_unroll_factor=UNROLLED):
+        packed = load_codes(codes, step, column, is_column, outputs, UNIT, SLAB_SIZE)
+        for half in tl.static_range(8 // BITS):
+            first = (step * (8 // BITS) + half) * SLAB_SIZE
+            value = unpack_slab(
+                packed,
+                first,
+                column,
+                is_column,
+                scales,
+                zeros,
+                minimums,
+                table,
+                outputs,
+                groups,
+                group_size,
+                half,
+                BITS,
+                CODING,
+                SCALE,
+                SCALES_LAST,
+                UNIT,
+                SLAB_SIZE,
+            )
+            source = first + place - offset
+            left = tl.load(x + source, (source >= 0) & (source < inputs), 0.0).to(tl.float32)
+            parts += value * left[:, :, None]
+    total = tl.sum(tl.sum(parts, 0), 0)[None, :]
+    if IS_WHOLE:
+        total = finish(total, column, is_column, scales, divisors, bias, SCALE, SCALES_LAST)
+    tl.store(y + split * outputs + column[None, :], total.to(y.dtype.element_ty), is_column[None, :])
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _add_splits(
     sums,
@@ -209,3 +307,64 @@ def _add_splits(
     total = finish(total, column, is_column, scales, divisors, bias, SCALE, SCALES_LAST)
     target = row.to(tl.int64) * outputs + column
     tl.store(y + target[None, :], total.to(y.dtype.element_ty), is_column[None, :])
+
+
+@triton.jit
+def _unpack(
+    unpacked,
+    codes,
+    scales,
+    zeros,
+    minimums,
+    table,
+    divisors,
+    inputs,
+    outputs,
+    offset,
+    groups,
+    group_size,
+    BITS: tl.constexpr,
+    CODING: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALES_LAST: tl.constexpr,
+    UNIT: tl.constexpr,
+    SLAB_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One step of some columns."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = column < outputs
+    step = tl.program_id(1)
+    packed = load_codes(codes, step, column, is_column, outputs, UNIT, SLAB_SIZE)
+    place = tl.arange(0, SLAB_SIZE // UNIT)[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+    for half in tl.static_range(8 // BITS):
+        first = (step * (8 // BITS) + half) * SLAB_SIZE
+        value = unpack_slab(
+            packed,
+            first,
+            column,
+            is_column,
+            scales,
+            zeros,
+            minimums,
+            table,
+            outputs,
+            groups,
+            group_size,
+            half,
+            BITS,
+            CODING,
+            SCALE,
+            SCALES_LAST,
+            UNIT,
+            SLAB_SIZE,
+        )
+        if divisors is not None:
+            divisor = tl.load(divisors + column, is_column, 1.0)[None, None, :]
+            value = tl.div_rn(value, tl.zeros_like(value) + divisor)
+        source = first + place - offset
+        is_input = (source >= 0) & (source < inputs)
+        target = source.to(tl.int64)[:, :, None] * outputs + column[None, None, :]
+        tl.store(
+            unpacked + target, value.to(unpacked.dtype.element_ty), is_input[:, :, None] & is_column[None, None, :]
+        )

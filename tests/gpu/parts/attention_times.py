@@ -1,6 +1,6 @@
 """Paged attention's times where the figures of `bench` do not look: contexts of unequal length, a short chunk after a
-long context, a cache whose blocks hold all layers beside a dense one. FlashAttention-3 (the package fa3-fwd, without
-paging) is the yardstick for prompts.
+long context, a cache whose blocks hold all layers beside a dense one. FlashAttention-3 (without paging,
+from vLLM's wheel) is the yardstick for prompts.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from parts import common
 from parts.attention import difference, on_device
+from parts.flash_library import FlashLibrary
 from serve_llm.kernels import bench_gpu, registry
 from serve_llm.kernels.bench_gpu import BLOCK_SIZE, LLAMA_8B, Case
 from serve_llm.kernels.registry import Kernels
@@ -127,11 +128,9 @@ def strided(bench: Bench) -> None:
 def flash_attention() -> Callable[..., Tensor] | str:
     """FlashAttention-3's function, or why there is none."""
     try:
-        from fa3_fwd_interface import flash_attn_func
+        return FlashLibrary().attend
     except (ImportError, OSError, RuntimeError) as error:
-        return f"fa3-fwd: {error!r:.150}"
-    found: Callable[..., Tensor] = flash_attn_func
-    return found
+        return f"vllm_fa3: {error!r:.150}"
 
 
 def prompts(bench: Bench) -> None:
@@ -171,7 +170,7 @@ def agree(bench: Bench, flash: Callable[..., Tensor]) -> None:
     how = {"scale": bench.size**-0.5, "on_device": lengths}
     ours = bench.kernels.paged_attention(query, cache, block_table, [0, tokens], [tokens], **how)
     theirs = flash(query[None], key[None], value[None], causal=True)
-    found = difference(ours, (theirs[0] if isinstance(theirs, tuple) else theirs)[0])
+    found = difference(ours, theirs[0])
     bench.here.report.check("prompt of 512 as FlashAttention-3", found < 2e-2, f"{found:.1e}")
 
 

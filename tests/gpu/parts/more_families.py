@@ -7,4 +7,4 @@ from parts.families import run
 from support.tiny import FAMILIES
 
 if __name__ == "__main__":
-    run(common.place("more_families"), FAMILIES[1::2])
+    run(common.place("more_families"), FAMILIES[-2::-2])

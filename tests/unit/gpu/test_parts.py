@@ -230,9 +230,9 @@ def test_every_kernel_has_a_time(here: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_flash_attention_its_rows_say_why(on_a_card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     times = load_module("parts.attention_times")
-    monkeypatch.setattr(times, "flash_attention", lambda: "fa3-fwd: no such module")
+    monkeypatch.setattr(times, "flash_attention", lambda: "vllm_fa3: no such package")
     times.prompts(times.Bench(on_a_card))
-    assert rows(on_a_card)["prompts, 1 x 8192: FlashAttention-3"].value == "not run: fa3-fwd: no such module"
+    assert rows(on_a_card)["prompts, 1 x 8192: FlashAttention-3"].value == "not run: vllm_fa3: no such package"
 
 
 def test_attention_that_is_timed_computes_what_it_should(tiny: Any) -> None:

@@ -16,6 +16,7 @@ from support.grouped import FORMS, make_weight
 from support.triton import NO_TRITON, assert_fits, compile_for, record
 
 pytest.importorskip("triton", reason=NO_TRITON)
+from serve_llm.kernels.triton import linear_grouped as ours
 from serve_llm.kernels.triton.linear_grouped import pack_grouped, pack_int8
 from serve_llm.kernels.triton.moe import pack_experts
 
@@ -41,6 +42,15 @@ def test_equals_the_definition(form: str, dtype: torch.dtype) -> None:
     """Few rows, whose sums are split, and more rows than a tile has; groups of all inputs, wide and narrow ones."""
     for rows, outputs, inputs, group_size in ((3, 40, 1100, 32), (1, 7, 60, 60), (150, 70, 200, 128), (2, 5, 80, 16)):
         assert_right(make_weight(form, outputs, inputs, group_size), rows, dtype, bias=rows == 3)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_many_rows_multiply_an_unpacked_weight(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "UNPACKED_ROWS", 6)
+    for outputs, inputs, group_size, offset in ((40, 1100, 32, 0), (7, 60, 60, 0), (9, 150, 128, 96), (9, 150, 20, 3)):
+        weight = make_weight(form, outputs, inputs, group_size, offset)
+        for dtype in (torch.float32, torch.bfloat16):
+            assert_right(weight, 6, dtype, bias=inputs == 60)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -156,7 +166,7 @@ def test_experts_with_orders_and_of_several_forms() -> None:
     "capability", [80, 90, *(pytest.param(number, marks=pytest.mark.long) for number in (89, 100, 120))]
 )
 def test_is_compiled_for_every_gpu(capability: int) -> None:
-    """The forms of published checkpoints, for one row and a prompt; and experts of gpt-oss and DeepSeek."""
+    """The forms of published checkpoints, for one row, few rows and prompts; and experts of gpt-oss and DeepSeek."""
     forms = (("int4 zeros", 128), ("int4 minimums", 32), ("table", 32), ("mxfp4", 32), ("nvfp4", 16), ("fp8", 128))
     layers = [pack_grouped(make_weight(form, 256, 1024, size), None, torch.bfloat16) for form, size in forms]
 
@@ -171,10 +181,10 @@ def test_is_compiled_for_every_gpu(capability: int) -> None:
         x = torch.empty((tokens, 256), dtype=torch.bfloat16)
         packed(x, torch.empty((tokens, 2)), torch.zeros((tokens, 2), dtype=torch.int64))
 
-    launches = record(lambda: [launch(rows) for rows in (1, 4096)])
+    launches = record(lambda: [launch(rows) for rows in (1, 3, 500, 4096)])
     launches += record(lambda: [launch_experts(1, "mxfp4", 32), launch_experts(512, "fp8", 128)])
     found = compile_for(launches, capability)
     assert_fits(found, stack_bytes=64)
-    products = [one for one in found if "_multiply" in one.launch.kernel.name]
-    assert all(one.has_mma for one in products if capability < 100)
+    products = [one for one in found if "_multiply" in one.launch.kernel.name and "_row" not in one.launch.kernel.name]
+    assert products and all(one.has_mma for one in products if capability < 100)
     assert capability != 120 or all(one.shared_bytes <= 99 * 1024 for one in found)
