@@ -13,6 +13,7 @@ from serve_llm.server.dialects.dialect import CallFormat, Dialect, JsonCodec
 from serve_llm.server.dialects.table import BUILT_IN
 from serve_llm.server.prompt.model import ServedModel
 from support.choices import Choice, fold, read_body
+from support.dialects import write_turn
 from support.fakes import logprobs_of
 from support.serving import Served
 from support.tools import TOOLS, WEATHER, with_tools, write_call
@@ -171,6 +172,27 @@ def test_no_choice_leaves_delimiters_that_are_special_tokens(
     plain = served.chat(stream=stream)
     choice = fold(plain) if stream else read_body(plain)
     assert choice["message"] == {"role": "assistant", "content": "So: {}\n"}
+
+
+@pytest.mark.parametrize("name", [name for name, dialect in BUILT_IN.items() if dialect.calls is not None])
+def test_no_choice_leaves_calls_of_every_dialect_in_the_text(
+    serve_text: Callable[..., Served], model: ServedModel, name: str
+) -> None:
+    """All of it, but for what encloses the content."""
+    dialect = BUILT_IN[name]
+    text = write_turn(dialect, content="So.", calls=[("get_weather", {"city": "Oslo"})])
+    served = serve_text(text, served_model=with_tools(model, dialect))
+    replies = [served.chat(tools=TOOLS, tool_choice="none", stream=stream) for stream in (False, True)]
+    choices = [read_body(replies[0]), fold(replies[1])]
+    assert choices[0]["message"] == choices[1]["message"]
+    assert set(choices[0]["message"]) == {"role", "content"} and choices[0]["finish_reason"] == "stop"
+    content = choices[0]["message"]["content"]
+    if dialect.content is None:
+        assert content == text
+    else:
+        called = text[text.index("get_weather") :]
+        assert content.startswith("So.") and called.startswith(content[content.index("get_weather") :])
+        assert '"city": "Oslo"}' in content
 
 
 def test_a_named_function_ends_with_stop(serve_text: Callable[..., Served]) -> None:
