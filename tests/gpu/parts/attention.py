@@ -19,7 +19,7 @@ from serve_llm.engine.worker.memory import FP8_CACHE_CAPABILITIES
 from serve_llm.kernels import cache_fp8
 from serve_llm.kernels.attention import Lengths
 from serve_llm.kernels.backends import flash_attention
-from serve_llm.kernels.backends.backend import AttentionForm, Features
+from serve_llm.kernels.backends.backend import AttentionForm, Features, Offer
 from serve_llm.kernels.registry import Kernels
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-5}  # of the norm of each row and head
@@ -216,9 +216,23 @@ def alone(kernels: Kernels, step: Step) -> bool:
     return True
 
 
+def flash_offer(device: torch.device, case: Case) -> Offer:
+    """What FlashAttention-3 offers for a case on this card, or why it does not."""
+    form = AttentionForm(
+        case.heads[2],
+        case.value_dim,
+        has_window=case.window is not None,
+        has_softcap=case.softcap is not None,
+        has_sinks=case.has_sinks,
+        has_alibi=case.has_alibi,
+    )
+    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+    cache_dtype = cache_fp8.DTYPE if case.has_fp8_cache else case.dtype
+    return flash_attention.offer(Features(device, case.dtype, capability, {form}, cache_dtype=cache_dtype))
+
+
 def flash_checks(device: torch.device, cases: Sequence[Case]) -> Iterator[tuple[str, Callable[[], float], float]]:
     """The same cases by FlashAttention-3, as far as it offers them on this card; see `checks`."""
-    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
     def compared(paged_attention: Callable[..., Tensor], case: Case) -> float:
         step = Step(case, device)
@@ -226,16 +240,7 @@ def flash_checks(device: torch.device, cases: Sequence[Case]) -> Iterator[tuple[
         return difference(step.run(paged_attention), step.wanted())
 
     for case in cases:
-        form = AttentionForm(
-            case.heads[2],
-            case.value_dim,
-            has_window=case.window is not None,
-            has_softcap=case.softcap is not None,
-            has_sinks=case.has_sinks,
-            has_alibi=case.has_alibi,
-        )
-        cache_dtype = cache_fp8.DTYPE if case.has_fp8_cache else case.dtype
-        offer = flash_attention.offer(Features(device, case.dtype, capability, {form}, cache_dtype=cache_dtype))
+        offer = flash_offer(device, case)
         if not isinstance(offer, str):
             call = partial(compared, offer["paged_attention"], case)
             yield f"FlashAttention-3, {case.name}", call, TOLERANCE[case.dtype]
