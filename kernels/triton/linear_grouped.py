@@ -23,14 +23,16 @@ from serve_llm.kernels.linear_grouped import GroupedWeight
 from serve_llm.kernels.linear_int8 import Constant
 from serve_llm.kernels.triton.grouped import GroupedTensors, arrange, finish, load_codes, sum_products, unpack_slab
 
-PROGRAMS = 1024  # wanted for a step of few rows
+PROGRAMS = 256  # wanted for a step
+FEW_ROWS = 64  # a step of at most so many gets more programs, as what they add takes little memory
+FEW_ROWS_PROGRAMS = 1024
 MIN_STEPS = 4  # in a split, so that loads overlap with products
-UNROLLED_STEPS = 2  # at once for a single row, whose loads Triton does not overlap otherwise
+UNROLLED_STEPS = 2  # per iteration of a single row's loop, whose loads Triton would not overlap
 INVARIANT_ROWS = 64
 ADDED_COLUMNS = 256  # what a program that adds the parts of sums takes
 UNPACKED_COLUMNS = 128  # what a program that unpacks takes
 MOST_ROWS = 1024  # in a call with splits, whose parts take memory
-UNPACKED_ROWS = 513  # from which a weight is unpacked first; more than a captured step has, so that graphs hold none
+UNPACKED_ROWS = 513  # rows from which a weight is unpacked first; captured steps that contain prompts have fewer
 
 
 def pack_grouped(
@@ -63,8 +65,12 @@ class GroupedLinear:
             weight = unpack(self.weight, x.dtype)
             return x @ weight if self.bias is None else torch.addmm(self.bias.to(x.dtype), x, weight)
         y = x.new_empty((len(x), self.weight.outputs))
-        tile = Tile.for_rows(INVARIANT_ROWS if self.batch_invariant else len(x))
-        splits = choose_splits(self.weight, tile, 1 if self.batch_invariant else len(x))
+        if self.batch_invariant:
+            tile = Tile.for_rows(INVARIANT_ROWS)
+            splits = choose_splits(self.weight, tile, 1, PROGRAMS)
+        else:
+            tile = Tile.for_rows(len(x))
+            splits = choose_splits(self.weight, tile, len(x), FEW_ROWS_PROGRAMS if len(x) <= FEW_ROWS else PROGRAMS)
         at_once = max(len(x), 1) if splits == 1 else MOST_ROWS
         for start in range(0, len(x), at_once):
             self._multiply(x[start : start + at_once], y[start : start + at_once], tile, splits)
@@ -139,10 +145,10 @@ class Tile:
         return cls(min(128, max(16, triton.next_power_of_2(rows))))
 
 
-def choose_splits(weight: GroupedTensors, tile: Tile, rows: int) -> int:
-    """Programs among which a sum is split: as many as give PROGRAMS, if each has MIN_STEPS steps."""
+def choose_splits(weight: GroupedTensors, tile: Tile, rows: int, programs: int) -> int:
+    """Programs among which a sum is split: as many as give `programs` in all, if each has MIN_STEPS steps."""
     tiles = -(-rows // tile.rows) * -(-weight.outputs // tile.columns)
-    splits = max(1, min(PROGRAMS // max(tiles, 1), weight.steps // MIN_STEPS))
+    splits = max(1, min(programs // max(tiles, 1), weight.steps // MIN_STEPS))
     steps_of_split = -(-weight.steps // splits)
     return -(-weight.steps // steps_of_split)  # no split is without a step
 

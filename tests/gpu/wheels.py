@@ -43,10 +43,10 @@ def fetch(folder: Path) -> None:
         old.unlink()
     where = [word for platform in PLATFORMS for word in ("--platform", platform)]
     python = ["--python-version", "3.12", "--implementation", "cp", "--only-binary=:all:"]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", *python, *where, "--dest", str(folder)]
-    subprocess.run([*command, *PACKAGES], check=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", *python, *where]
+    subprocess.run([*command, "--dest", str(folder), *PACKAGES], check=True)
     with tempfile.TemporaryDirectory() as temporary:
-        subprocess.run([*command[:-1], temporary, "--no-deps", FLASH_WHEEL], check=True)
+        subprocess.run([*command, "--dest", temporary, "--no-deps", FLASH_WHEEL], check=True)
         (whole,) = Path(temporary).glob("*.whl")
         with (
             zipfile.ZipFile(whole) as source,
