@@ -16,10 +16,10 @@ def build_tokenizer(tokenizer_json: str, vocab_size: int) -> LLTokenizer:
     vocab_size: number of logits. Ids past the tokenizer's are never allowed; a tokenizer with more ids keeps them, and
     the caller cuts the masks.
     """
-    tokenizer = LLTokenizer(tokenizer_json)
-    if tokenizer.vocab_size < vocab_size:
-        tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size)
-    return tokenizer
+    try:
+        return LLTokenizer(tokenizer_json, n_vocab=vocab_size)
+    except ValueError:  # it has more ids, or cannot be read
+        return LLTokenizer(tokenizer_json)
 
 
 def build_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:

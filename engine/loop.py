@@ -33,9 +33,9 @@ from serve_llm.engine.worker.graph_sizes import ladder
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 10.0  # for so long after the last interactive request, another one is expected
-# After this long without work, check block accounting and the workers, and on a GPU capture one more step. So a client
-# that sends one request after the other does not wait for captures.
-IDLE_SECONDS = 0.25
+IDLE_SECONDS = 0.25  # after this long without work, check block accounting and the workers
+# After so many times IDLE_SECONDS, capture one more step on a GPU each time. A request that arrives meanwhile waits.
+WAITS_BEFORE_IDLE_WORK = 20
 
 
 class ServerChannel(Protocol):
@@ -63,9 +63,10 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         report_in_flight: Callable[[Sequence[int]], None] = lambda request_ids: None,
         draft_model: BatchDraftSource | None = None,
+        matchers: MatcherBuilder | None = None,
     ) -> None:
         """report_in_flight: called with the ids of the requests being computed, before and after each step.
-        draft_model: that which the config names."""
+        draft_model: that which the config names. matchers: None for a new one."""
         self.layout = executor.layout
         self._speculator = _build_speculator(config.speculation, draft_model)
         self._recorder = None if config.kv_events is None else KVEventRecorder(self.layout.groups)
@@ -101,7 +102,7 @@ class EngineCore:
         self._adapters = AdapterChecker()
         self._checking: PendingRequests[str] = PendingRequests(lambda future: future.result())
         self.grammars = StructuredOutputManager(
-            MatcherBuilder(config),
+            MatcherBuilder(config) if matchers is None else matchers,
             config.vocab_size,
             config.jump_forward,
             fill_cheap_masks_at_once=config.device == "cpu",
@@ -278,17 +279,21 @@ def _build_offload(config: Config, executor: Executor, recorder: KVEventRecorder
 def run(engine: EngineCore, channel: ServerChannel) -> None:
     """Serve until Shutdown arrives. Raises what a worker fails with."""
     is_checked = True  # block accounting, since the last step
+    num_waits = 0
     while True:
         messages = channel.receive(0 if engine.has_work else IDLE_SECONDS)
         if not messages and not engine.has_work:
             engine.check_workers()
-            engine.run_idle_work()
+            num_waits += 1
+            if num_waits > WAITS_BEFORE_IDLE_WORK:
+                engine.run_idle_work()
             engine.write_blocks()
             if not is_checked:
                 engine.scheduler.check_integrity()
                 is_checked = True
             continue
         is_checked = False
+        num_waits = 0
         for message in messages:
             if isinstance(message, Submit):
                 engine.add_requests(message.requests)

@@ -5,6 +5,7 @@ Imports torch only after the workers have been started, because they import it a
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import os
@@ -98,12 +99,15 @@ def start_engine(
 
     began = time.perf_counter()
     from serve_llm.engine.loop import EngineCore
+    from serve_llm.engine.structured_output.builder import MatcherBuilder
 
     config, spec = resolve_config(options, start.directory, raw, spec, choice, start.engine)
     lora_targets = find_served_targets(config, spec, weights) if config.max_loras else {}
     draft = find_draft_model(options, config)
 
-    # Load the model and size the KV cache.
+    # Load the model, and the tokenizer of grammars beside it, and size the KV cache.
+    matchers = MatcherBuilder(config)
+    tokenizer = matchers.load()
     step_sync = None
     if join_step_sync is not None:
         step_sync = join_step_sync(config)
@@ -119,9 +123,9 @@ def start_engine(
     resources.push(close_executor)
 
     # Ready.
-    core = EngineCore(config, executor, report_in_flight=report_in_flight, draft_model=draft_model)
+    core = EngineCore(config, executor, report_in_flight=report_in_flight, draft_model=draft_model, matchers=matchers)
     resources.callback(core.close)
-    core.grammars.warm()
+    concurrent.futures.wait([tokenizer])
     layout = executor.layout
     info = ModelInfo(
         architecture=spec.architecture,

@@ -5,7 +5,8 @@ Callers run it under torch.inference_mode.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
@@ -43,6 +44,7 @@ class Decoder:
         temperatures: Sequence[QueryTemperature],
         temperature_of_layer: Sequence[int],
         group_of_layer: Sequence[int | None],
+        is_first_of_kind: Sequence[bool],
         dispatches: Sequence[ExpertDispatch],
         capturable: bool,
         hidden_size: int,
@@ -52,8 +54,9 @@ class Decoder:
         """embed: on the first stage. lm_head: what computes logits from hidden states, in order; on the last stage, if
         the model generates. pooler: on the last stage, if the model returns vectors. rope_of_layer: index into
         (None, *ropes). temperature_of_layer: index into (None, *temperatures). group_of_layer: index into
-        `StepInputs.groups`; None for a layer that caches no KV. capturable: whether CUDA graphs can capture a step.
-        description: see `__repr__`."""
+        `StepInputs.groups`; None for a layer that caches no KV. is_first_of_kind: whether no layer before this one
+        computes the same with other weights. capturable: whether CUDA graphs can capture a step. description: see
+        `__repr__`."""
         self._embed = embed
         self._layers = layers
         self._lm_head = lm_head
@@ -65,6 +68,8 @@ class Decoder:
         self._temperatures = temperatures
         self._temperature_of_layer = temperature_of_layer
         self._group_of_layer = group_of_layer
+        self._is_first_of_kind = is_first_of_kind
+        self._running: Sequence[int] = range(len(layers))
         self._dispatches = dispatches
         self.capturable = capturable
         self._hidden_size = hidden_size
@@ -130,24 +135,30 @@ class Decoder:
             residual = received
         del received  # free its memory after the first layer
         x = self._layers[0].input_norm(residual)
-        selected = [None] * (len(self._layers) - 1) + [rows]
+        last = len(self._layers) - 1
         self.collected = []
-        for index, layer, cache, group, rope, temperature, selection in zip(
-            range(len(self._layers)),
-            self._layers,
-            caches,
-            self._group_of_layer,
-            self._rope_of_layer,
-            self._temperature_of_layer,
-            selected,
-            strict=True,
-        ):
+        for index in self._running:
+            group = self._group_of_layer[index]
             step, group_inputs = (inputs, NO_KV) if group is None else (steps[group], inputs.groups[group])
-            layer_inputs = AttentionInputs(step, group_inputs, cache, angles[rope], scales[temperature])
+            rope = angles[self._rope_of_layer[index]]
+            scale = scales[self._temperature_of_layer[index]]
+            layer_inputs = AttentionInputs(step, group_inputs, caches[index], rope, scale)
             if index in self.collected_layers:
                 self.collected += [residual.clone()] * self.collected_layers.count(index)
-            residual, x = layer.forward(residual, x, layer_inputs, selection)
+            residual, x = self._layers[index].forward(residual, x, layer_inputs, rows if index == last else None)
         return residual
+
+    @contextmanager
+    def skip_similar_layers(self) -> Iterator[None]:
+        """Inside, run only the first layer of each kind, the last one, and those that are collected: enough for what
+        depends on nothing but shapes and dtypes."""
+        everything = self._running
+        needed = {*self.collected_layers, everything[-1]}
+        self._running = [index for index in everything if self._is_first_of_kind[index] or index in needed]
+        try:
+            yield
+        finally:
+            self._running = everything
 
     def run_without_tokens(self, dtype: torch.dtype) -> None:
         """A step without tokens: only compute what other engines ask of this rank's experts. dtype: the model's."""
@@ -184,6 +195,7 @@ def build_decoder(spec: ModelSpec, builder: ModelBuilder, device: torch.device) 
         if spec.pooler is not None:
             pooler = build_pooler(spec, spec.pooler, final_norm, builder)
     group_of_layer = {layer: index for index, group in enumerate(spec.kv_groups) for layer in group.layers}
+    kinds = [(spec.layers[index], group_of_layer.get(index)) for index in shard.layers]
     ropes, rope_of_layer = _build_ropes([spec.layers[index] for index in shard.layers], device)
     temperatures, temperature_of_layer = _find_temperatures([spec.layers[index] for index in shard.layers])
     reads_back = any(experts.reads_back for experts in builder.experts)
@@ -203,6 +215,7 @@ def build_decoder(spec: ModelSpec, builder: ModelBuilder, device: torch.device) 
         temperatures=temperatures,
         temperature_of_layer=temperature_of_layer,
         group_of_layer=[group_of_layer.get(layer) for layer in shard.layers],
+        is_first_of_kind=[kind not in kinds[:index] for index, kind in enumerate(kinds)],
         dispatches=[experts for experts in builder.experts if isinstance(experts, ExpertDispatch)],
         capturable=builder.kernels.capturable and not reads_back and not spec.has_states,
         hidden_size=spec.hidden_size,

@@ -38,6 +38,11 @@ class MatcherBuilder:
         self._matchers: WeakValueDictionary[str, Future[LLMatcher | None]] = WeakValueDictionary()
         self._recent: OrderedDict[str, Future[LLMatcher | None]] = OrderedDict()
 
+    def load(self) -> Future[LLMatcher | None]:
+        """Load the tokenizer in the background. That holds Python's lock for up to half a second, in which an engine
+        stands still: it should be done before the engine takes requests. Never raises: see `compile`."""
+        return self.compile("")
+
     @property
     def tokenizer(self) -> LLTokenizer:
         """Loads it, if it is the first time."""

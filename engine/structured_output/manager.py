@@ -42,10 +42,6 @@ class StructuredOutputManager:
         self._states: dict[int, ConstraintState] = {}  # by req_index
         self._held: dict[int, Future[LLMatcher | None]] = {}  # by id, for requests that have not ended
 
-    def warm(self) -> None:
-        """Begin to load the tokenizer, so that the first request does not wait for it."""
-        self._compiler.compile("")
-
     def begin(self, request: Request) -> None:
         """Have a request's grammar compiled; it waits in `compiling`."""
         future = self._compiler.compile(request.sampling.grammar)

@@ -76,7 +76,7 @@ class StepGraphs:
         self._copier = copier
         self._max_model_len = max_model_len
         self.decode_sizes = ladder(max_num_seqs)
-        self._mixed_sequences = mixed_sequences(max_num_seqs)
+        self.mixed_sequences = mixed_sequences(max_num_seqs)
         self.max_tokens = max_num_seqs
         self._is_last = is_last
         self._groups = tuple(groups)
@@ -93,7 +93,7 @@ class StepGraphs:
     @property
     def num_sizes(self) -> int:
         """The most graphs that may be captured."""
-        return len(self.decode_sizes) + len(MIXED_TOKENS) * len(self._mixed_sequences)
+        return len(self.decode_sizes) + len(MIXED_TOKENS) * len(self.mixed_sequences)
 
     def logits(self, step: BatchArrays, received: Tensor | None = None) -> Tensor:
         """step: of single tokens. received: hidden states of the previous stage. Returns (sequences, columns). The next
@@ -103,9 +103,14 @@ class StepGraphs:
         return self._run(Size(size, size), step, None, received)[:count]
 
     def capture_decode(self, num_sequences: int) -> None:
-        """Capture the step of this size from the ladder, by steps that consist of padding. Does nothing if there is a
-        graph. Only for a model that is one stage."""
+        """Capture the step of this size from the ladder. Does nothing if there is a graph. Only for a model that is one
+        stage."""
         size = Size(num_sequences, num_sequences)
+        while size not in self._graphs:
+            self.run_padding(size)
+
+    def run_padding(self, size: Size) -> None:
+        """Run a step of this size, from the ladders, that consists of padding. Only for a model that is one stage."""
         nothing = np.zeros(0, np.int64)
         step = BatchArrays(
             ids=nothing,
@@ -118,8 +123,7 @@ class StepGraphs:
             tables=[np.zeros((0, 0), np.int32)] * len(self._tables),
             all_known=True,
         )
-        while size not in self._graphs:
-            self._run(size, step, None, None)
+        self._run(size, step, [] if size.is_mixed else None, None)
 
     def can_run(self, step: BatchArrays, num_rows: int) -> bool:
         """Whether `mixed_logits` can compute `num_rows` rows of the step. Queries in two chunks would be two
@@ -132,7 +136,7 @@ class StepGraphs:
         received: as for `logits`. The next call may overwrite them."""
         num_tokens = MIXED_TOKENS[bisect_left(MIXED_TOKENS, len(step.ids))]
         count = max(len(step.context_lens), len(rows))
-        num_sequences = self._mixed_sequences[bisect_left(self._mixed_sequences, count)]
+        num_sequences = self.mixed_sequences[bisect_left(self.mixed_sequences, count)]
         result = self._run(Size(num_tokens, num_sequences, is_mixed=True), step, rows, received)
         return result[: len(rows) if self._is_last else len(step.ids)]
 
@@ -195,6 +199,11 @@ class PackedShape(NamedTuple):
             packed[end : end + self.rows],
             [starts[: self.sequences + 1], *(row[: self.sequences] for row in others)],
         )
+
+
+def compute_now(compute: Callable[[], Tensor]) -> Captured:
+    """A `Capture` that captures nothing."""
+    return Captured(lambda: None, compute())
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -114,15 +114,10 @@ def find_free_gpu_memory(config: Config, runner: Runner, layout: CacheLayout, de
     """
     gc.collect()  # what loading left behind
     before = torch.cuda.memory_allocated(device)
-    longest_prompt = min(config.max_num_batched_tokens, config.max_model_len - 1)
     peaks = []
-    steps = [[longest_prompt], [1] * config.max_num_seqs]
-    if runner.graphs is not None:
-        num_decodes = min(config.max_num_seqs, MIXED_TOKENS[-1]) - 1
-        steps.append([min(MIXED_TOKENS[-1] - num_decodes, longest_prompt), *[1] * num_decodes])
-    for counts in steps:
+    for step in build_largest_steps(config, runner, layout):
         torch.cuda.reset_peak_memory_stats(device)
-        runner.run_dummy(build_dummy_batch(counts, layout.groups))
+        runner.run_dummy(step)
         peaks.append(torch.cuda.max_memory_allocated(device) - before)
     needed = max(peaks) if runner.graphs is None else peaks[0] + max(peaks[1:])  # captured steps have their own memory
     held = before - layout.num_bytes
@@ -132,6 +127,16 @@ def find_free_gpu_memory(config: Config, runner: Runner, layout: CacheLayout, de
         needed += _measure_graphs(runner, runner.graphs, layout, device)
     _, total = torch.cuda.mem_get_info(device)
     return max(0, int(total * config.gpu_memory_utilization) - held_by_others - held - needed)
+
+
+def build_largest_steps(config: Config, runner: Runner, layout: CacheLayout) -> list[SchedulerOutput]:
+    """The largest step of prompts, of decodes, and, if there are graphs, of both that is captured."""
+    longest_prompt = min(config.max_num_batched_tokens, config.max_model_len - 1)
+    steps = [[longest_prompt], [1] * config.max_num_seqs]
+    if runner.graphs is not None:
+        num_decodes = min(config.max_num_seqs, MIXED_TOKENS[-1]) - 1
+        steps.append([min(MIXED_TOKENS[-1] - num_decodes, longest_prompt), *[1] * num_decodes])
+    return [build_dummy_batch(counts, layout.groups) for counts in steps]
 
 
 def _measure_graphs(runner: Runner, graphs: StepGraphs, layout: CacheLayout, device: torch.device) -> int:

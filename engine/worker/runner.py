@@ -30,7 +30,7 @@ from serve_llm.engine.scheduler.output import MaskSource, RunnerOutput, Schedule
 from serve_llm.engine.transfer import DeviceCopier
 from serve_llm.engine.weights.adapters import AdapterLoader
 from serve_llm.engine.worker import oom
-from serve_llm.engine.worker.graphs import CudaCapture, StepGraphs
+from serve_llm.engine.worker.graphs import Capture, CudaCapture, StepGraphs
 from serve_llm.engine.worker.input_batch import BatchArrays, InputBatch, LastTokenIds
 from serve_llm.engine.worker.kv_cache import CacheLayout
 from serve_llm.engine.worker.pending_step import NO_RESULTS, PendingStep, add_hidden_states, add_vectors
@@ -54,9 +54,10 @@ class Runner:
         vocabulary: VocabParallelLogits,
         shard: Shard,
         adapters: AdapterLoader | None = None,
+        capture: Capture | None = None,
     ) -> None:
         """caches: the cache of each of this rank's layers, as `AttentionInputs` has it. adapters: None if requests have
-        none."""
+        none. capture: None for CUDA graphs."""
         device = torch.device(config.device)
         self._decoder = decoder
         self._dtype: torch.dtype = getattr(torch, config.dtype)
@@ -81,7 +82,7 @@ class Runner:
         if can_capture and not config.enforce_eager:
             self.graphs = StepGraphs(
                 self._compute_logits,
-                CudaCapture(device),
+                CudaCapture(device) if capture is None else capture,
                 self._copier,
                 layout.groups,
                 config.max_num_seqs,

@@ -1,6 +1,6 @@
-"""Steps that a GPU runs at start, so that the first requests find compiled kernels and captured steps.
+"""What a GPU does at start, so that the first requests find compiled kernels and captured steps.
 
-They write to block 0 of a cache that holds nothing yet, and their requests are replaced by real ones.
+The steps write to block 0 of a cache that holds nothing yet, and their requests are replaced by real ones.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 
+import torch
 from tqdm import tqdm
 
 from serve_llm.common.types import Sampling
 from serve_llm.engine.config import Config
 from serve_llm.engine.scheduler.output import NewRequestData, ScheduledTokens, SchedulerOutput
 from serve_llm.engine.scheduler.sequence import GroupLayout
+from serve_llm.engine.worker.graph_sizes import MIXED_TOKENS
+from serve_llm.engine.worker.graphs import Size, StepGraphs
 from serve_llm.engine.worker.kv_cache import CacheLayout
+from serve_llm.engine.worker.memory import build_largest_steps
 from serve_llm.engine.worker.runner import Runner
 
 PROMPT_TOKENS = 3
@@ -31,15 +35,45 @@ KINDS = (  # each needs other kernels, alone or together with others
 logger = logging.getLogger(__name__)
 
 
+def compile_kernels(runner: Runner, config: Config, layout: CacheLayout, threads: int) -> None:
+    """Compile the kernels of the largest steps, of those of `warm_up` and of sizes that are powers of two, in so many
+    threads. Matrix products are computed meanwhile, so that their library loads the kernels for these sizes. All ranks
+    call this. runner: captures nothing, and is of no use afterwards. layout: a block is enough."""
+    from serve_llm.kernels.triton.compile_ahead import compile_ahead  # on GPUs only
+
+    began = time.perf_counter()
+    with compile_ahead(runner.caches[0].device, threads), torch.inference_mode():
+        for step in build_largest_steps(config, runner, layout):
+            runner.run_dummy(step)
+        if _has_steps(config):
+            for step in build_warm_up_steps(layout.groups, layout.count_sequences(config.max_num_seqs)):
+                runner.start(step).finish()
+        if runner.graphs is not None and config.pipeline_parallel_size == 1:
+            for size in choose_sizes(runner.graphs):
+                runner.graphs.run_padding(size)
+    logger.info("Kernels compiled in %.2f s by %d threads", time.perf_counter() - began, threads)
+
+
+def choose_sizes(graphs: StepGraphs) -> list[Size]:
+    """Sizes that are powers of two, of decode steps and of steps with prompts."""
+    decodes = [Size(count, count) for count in graphs.decode_sizes if count.bit_count() == 1]
+    sequences = graphs.mixed_sequences[0]
+    return decodes + [Size(tokens, sequences, is_mixed=True) for tokens in MIXED_TOKENS if tokens.bit_count() == 1]
+
+
+def _has_steps(config: Config) -> bool:
+    return config.generates and config.max_model_len >= PROMPT_TOKENS + NUM_DECODES
+
+
 def warm_up(runner: Runner, config: Config, layout: CacheLayout) -> None:
     """Run the steps. All ranks call this. Does nothing for a model that generates no text."""
-    if not config.generates or config.max_model_len < PROMPT_TOKENS + NUM_DECODES:
+    if not _has_steps(config):
         return
     began = time.perf_counter()
     steps = list(build_warm_up_steps(layout.groups, layout.count_sequences(config.max_num_seqs)))
     for scheduler_output in tqdm(steps, desc="Capturing steps", disable=None, leave=False):  # on a terminal only
         runner.start(scheduler_output).finish()
-    logger.info("Kernels compiled and common steps captured in %.2f s", time.perf_counter() - began)
+    logger.info("Common steps captured in %.2f s", time.perf_counter() - began)
 
 
 def build_warm_up_steps(groups: Sequence[GroupLayout], max_num_seqs: int) -> Iterator[SchedulerOutput]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -15,6 +16,7 @@ from tqdm import tqdm
 
 from serve_llm.common.errors import CapacityError
 from serve_llm.engine.config import Config
+from serve_llm.engine.model.decoder import Decoder
 from serve_llm.engine.model.eagle_spec import find_hidden_state_layers
 from serve_llm.engine.model.lora import LoRALayers, UnfusedLoRA
 from serve_llm.engine.model.lora_targets import count_adapter_bytes
@@ -29,13 +31,14 @@ from serve_llm.engine.weights.adapters import AdapterLoader
 from serve_llm.engine.weights.load import choose_kernels, load_model
 from serve_llm.engine.worker import kv_cache, oom
 from serve_llm.engine.worker.cpu_threads import choose_threads, usable_cores
+from serve_llm.engine.worker.graphs import Capture, compute_now
 from serve_llm.engine.worker.host_blocks import HostBlocks
 from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory, StateSizes
 from serve_llm.engine.worker.memory import allocate_cache, check_fp8_cache, count_held_bytes, find_free_gpu_memory
 from serve_llm.engine.worker.pending_step import PendingStep
 from serve_llm.engine.worker.runnable_model import RunnableModel
 from serve_llm.engine.worker.runner import Runner
-from serve_llm.engine.worker.warm_up import warm_up
+from serve_llm.engine.worker.warm_up import compile_kernels, warm_up
 from serve_llm.kernels import cache_fp8
 from serve_llm.kernels.registry import Kernels, choose_sampling
 
@@ -122,11 +125,13 @@ class Worker:
         """See `InputBatch.forget_ids`."""
         self._runner.forget_ids(req_index, num_ids)
 
-    def _build_runner(self, layout: CacheLayout) -> Runner:
+    def _build_runner(self, layout: CacheLayout, capture: Capture | None = None) -> Runner:
         caches = allocate_cache(layout, self._kv_groups, self._cache_dtype, self._device, self._state_counts)
         if not layout.groups:
             caches = [torch.empty(0, dtype=self._dtype, device=self._device)] * len(self._shard.layers)
-        return Runner(self._config, self._decoder, caches, layout, self._vocabulary, self._shard, self._adapters)
+        return Runner(
+            self._config, self._decoder, caches, layout, self._vocabulary, self._shard, self._adapters, capture
+        )
 
     def _load(self, spec: ModelSpec, weights: WeightMap) -> None:
         config = self._config
@@ -242,9 +247,13 @@ class Worker:
             num_blocks = empty.blocks_per_request(config.max_model_len, config.max_num_batched_tokens)
             state_bytes = empty.max_states * empty.state_bytes
             return plan(kv_cache.default_cpu_bytes(num_blocks * empty.block_bytes, local_ranks, free, state_bytes))
+        one_block = replace(empty, num_blocks=1)  # holds all tokens of the steps that are tried
+        threads = max(1, self.threads.cores // self.threads.local_ranks)
+        decoder = self._decoder
+        with decoder.skip_similar_layers() if isinstance(decoder, Decoder) else contextlib.nullcontext():
+            compile_kernels(self._build_runner(one_block, compute_now), config, one_block, threads)
         if config.kv_cache_memory is not None:
             return plan(config.kv_cache_memory)
-        one_block = replace(empty, num_blocks=1)  # holds all tokens of the steps that are tried
         runner = self._build_runner(one_block)
         free = find_free_gpu_memory(config, runner, one_block, self._device)
         del runner

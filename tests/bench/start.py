@@ -25,6 +25,8 @@ LATER_REQUESTS = 9
 PHASES = {
     "engine: modules imported": r"Engine modules imported in ([\d.]+) s",
     "engine: weights packed": r"Weights loaded and packed in ([\d.]+) s",
+    "engine: kernels compiled (GPU)": r"Kernels compiled in ([\d.]+) s",
+    "engine: steps captured (GPU)": r"Common steps captured in ([\d.]+) s",
     "engine: ready, from its main": r"Engine ready after ([\d.]+) s",
     "serving, as the log says": r"Serving .* after ([\d.]+) s",
 }

@@ -80,7 +80,8 @@ def test_the_whole_model_on_any_ranks(
     prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in (1, 17, 60)]
     spec, decoder = load(tmp_path / "packed")
     for prompt, ours in zip(prompts, Harness(spec, decoder, torch.float32).logprobs(prompts), strict=True):
-        assert (ours - reference_logprobs(tmp_path / "plain", prompt)).abs().max() < 2e-4
+        # Transformers' qwen3_next in float32 is off by 2.9e-4 itself on a Xeon with AMX, compared with float64.
+        assert (ours - reference_logprobs(tmp_path / "plain", prompt)).abs().max() < 1e-3
     wanted = [greedy(number, prompt, 8, logprobs=0) for number, prompt in enumerate(prompts)]
     for grid in GRIDS:
         expected = generate(make_engine(tmp_path / "plain", **grid), wanted)

@@ -27,7 +27,7 @@ from serve_llm.common.options.sources import make_options
 from serve_llm.engine import startup
 from serve_llm.engine.loop import EngineCore
 from serve_llm.engine.weights import load
-from serve_llm.engine.worker import runner
+from serve_llm.engine.worker import runner, worker
 from serve_llm.engine.worker.graphs import Captured
 from serve_llm.kernels import registry
 from serve_llm.kernels.triton import sampling
@@ -139,6 +139,7 @@ def make_meta_engine(directory: Path, monkeypatch: pytest.MonkeyPatch, **options
     monkeypatch.setattr(runner, "choose_device_sampling", lambda device: sampling)
     monkeypatch.setattr(runner, "DeviceCopier", lambda device: MetaTransfer(watch))
     monkeypatch.setattr(runner, "CudaCapture", lambda device: capture)
+    monkeypatch.setattr(worker, "compile_kernels", lambda *_: None)  # it may wait
     monkeypatch.setattr(InterpretedFunction, "run", lambda self, *args, **more: watch.launched(self, *args, **more))
     start = runner.Runner.start
 

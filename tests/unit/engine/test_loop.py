@@ -10,7 +10,7 @@ import pytest
 from serve_llm.common import messages
 from serve_llm.common.types import FinishReason, Request, Sampling
 from serve_llm.engine.distributed.executor import Executor
-from serve_llm.engine.loop import EngineCore, run
+from serve_llm.engine.loop import WAITS_BEFORE_IDLE_WORK, EngineCore, run
 from serve_llm.engine.scheduler.output import RunnerOutput
 from serve_llm.engine.scheduler.sequence import GroupLayout
 from serve_llm.engine.worker.kv_cache import CacheLayout
@@ -142,15 +142,24 @@ def test_messages_survive_the_wire() -> None:
 def test_an_idle_gpu_captures_the_sizes_of_decode_steps(fields: dict[str, object], captured: list[int]) -> None:
     executor = CountingExecutor(depth=1)
     config = replace(CONFIG, **{"device": "cuda", "enforce_eager": False, "max_num_seqs": 5} | fields)
-    channel = ScriptedChannel([], quiet=6)
+    channel = ScriptedChannel([], quiet=WAITS_BEFORE_IDLE_WORK + 6)
     run(EngineCore(config, executor), channel)
     assert executor.captured == captured and not channel.sent
+
+
+def test_captures_begin_only_after_a_while_without_requests() -> None:
+    executor = CountingExecutor(depth=1)
+    config = replace(CONFIG, device="cuda", enforce_eager=False, max_num_seqs=5)
+    waits: list[list[messages.ToEngine]] = [[]] * (WAITS_BEFORE_IDLE_WORK - 2)
+    channel = ScriptedChannel([*waits, [messages.Abort([1])], *waits], quiet=1)
+    run(EngineCore(config, executor), channel)
+    assert executor.captured == []
 
 
 def test_requests_come_before_captures() -> None:
     executor = CountingExecutor(depth=1)
     config = replace(CONFIG, device="cuda", enforce_eager=False, max_num_seqs=2)
     request = Request(id=0, prompt_ids=[1, 2], sampling=Sampling(max_tokens=2, seed=0))
-    channel = ScriptedChannel([[messages.Submit([request])]], quiet=2)
+    channel = ScriptedChannel([[messages.Submit([request])]], quiet=WAITS_BEFORE_IDLE_WORK + 2)
     run(EngineCore(config, executor), channel)
     assert executor.captured == [1, 2] and executor.steps == 4 and len(channel.sent) >= 2

@@ -1,13 +1,23 @@
-"""What an engine takes of its host."""
+"""What an engine takes of its host, and what is done before it is ready."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from llguidance import LLTokenizer
 
 from serve_llm.common.hub import resolve_model
+from serve_llm.common.messages import Start
+from serve_llm.common.options.sources import make_options
+from serve_llm.engine import startup
+from serve_llm.engine.config import Config
+from serve_llm.engine.distributed.executor import Executor
+from serve_llm.engine.structured_output import builder
 from serve_llm.engine.worker import worker
 from support.engine import make_engine
 
@@ -25,3 +35,29 @@ def test_engines_of_one_host_share_its_threads(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.delenv("OMP_NUM_THREADS")
     make_engine(directory, data_parallel_size=num_engines)
     assert found == [64, 3, threads]
+
+
+def test_the_tokenizer_of_grammars_is_loaded_beside_the_model_and_before_the_engine_is_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_built = threading.Event()
+    build_executor, load_tokenizer = startup.build_executor, builder.load_tokenizer
+    loaded: list[LLTokenizer] = []
+
+    def build(*arguments: Any) -> Executor:
+        executor = build_executor(*arguments)
+        is_built.set()
+        return executor
+
+    def load(config: Config) -> LLTokenizer:
+        is_built.wait()
+        loaded.append(load_tokenizer(config))
+        return loaded[0]
+
+    monkeypatch.setattr(startup, "build_executor", build)
+    monkeypatch.setattr(builder, "load_tokenizer", load)
+    start = Start(make_options("demo", kv_cache_memory="16MiB"), str(resolve_model("demo")))
+    with contextlib.ExitStack() as resources:
+        core, _ = startup.start_engine(start, resources, lambda request_ids: None)
+        assert len(loaded) == 1
+        assert core.grammars._compiler._tokenizer is loaded[0]

@@ -17,6 +17,7 @@ from serve_llm.common.errors import OptionError
 from serve_llm.engine.scheduler.output import SchedulerOutput
 from serve_llm.engine.scheduler.sequence import GroupLayout
 from serve_llm.engine.worker import worker
+from serve_llm.engine.worker.graphs import Capture
 from serve_llm.engine.worker.kv_cache import CacheLayout, size_text
 from serve_llm.engine.worker.memory import build_dummy_batch, check_fp8_cache, count_held_bytes, find_free_gpu_memory
 from serve_llm.engine.worker.runner import Runner
@@ -142,14 +143,18 @@ def test_the_cache_of_the_dummy_steps_is_one_block(tmp_path: Path, monkeypatch: 
         return 1 << 24
 
     monkeypatch.setattr(worker, "find_free_gpu_memory", free)
+    monkeypatch.setattr(
+        worker, "compile_kernels", lambda runner, config, layout, threads: tried.append(layout.num_bytes)
+    )
     found = make_engine(tmp_path, max_num_seqs=5)._executor._worker  # type: ignore[attr-defined]
     here, build_runner = found._config, found._build_runner
 
-    def runner_on_a_cpu(layout: CacheLayout) -> Runner:
-        monkeypatch.setattr(found, "_config", here)
-        return cast(Runner, build_runner(layout))
+    def runner_on_a_cpu(layout: CacheLayout, capture: Capture | None = None) -> Runner:
+        with monkeypatch.context() as patch:
+            patch.setattr(found, "_config", here)
+            return cast(Runner, build_runner(layout, capture))
 
     monkeypatch.setattr(found, "_build_runner", runner_on_a_cpu)
     monkeypatch.setattr(found, "_config", replace(here, device="cuda", kv_cache_memory=None))
     layout = found._plan_cache()
-    assert tried == [layout.block_bytes] and layout.num_blocks == (1 << 24) // layout.block_bytes
+    assert tried == [layout.block_bytes] * 2 and layout.num_blocks == (1 << 24) // layout.block_bytes

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from serve_llm.engine.worker.graphs import Size
-from serve_llm.engine.worker.warm_up import warm_up
+from serve_llm.engine.worker.graphs import Size, compute_now
+from serve_llm.engine.worker.warm_up import compile_kernels, warm_up
 from support.config import CONFIG
 from support.engine import generate, greedy, make_engine
 from support.gpu_path import graphs_of, make_gpu_engine
 from support.tiny import make_checkpoint
+from support.triton import NO_TRITON
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,27 @@ def test_common_steps_are_captured_and_requests_go_on_as_before(
     worker = engine._executor._worker  # type: ignore[attr-defined]
     warm_up(worker._runner, worker._config, worker._layout)
     assert set(graphs_of(engine)._graphs) == captured
+    found = generate(engine, requests)
+    assert {number: result.token_ids for number, result in found.items()} == {
+        number: result.token_ids for number, result in expected.items()
+    }
+
+
+def test_sizes_for_which_kernels_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a cache of one block, whose runner captures nothing. The engine does not notice."""
+    pytest.importorskip("triton", reason=NO_TRITON)
+    make_checkpoint(tmp_path, "mixtral")
+    options = {"block_size": 8, "max_num_seqs": 20}
+    requests = [greedy(number, [number + 1, 2, 3], 6, logprobs=1) for number in range(3)]
+    expected = generate(make_engine(tmp_path, **options), requests)
+    engine = make_gpu_engine(tmp_path, monkeypatch, **options)
+    worker = engine._executor._worker  # type: ignore[attr-defined]
+    one_block = replace(worker._layout, num_blocks=1)
+    runner = worker._build_runner(one_block, compute_now)
+    compile_kernels(runner, worker._config, one_block, 2)
+    decodes = {Size(count, count) for count in (1, 2, 4, 8, 16)}
+    assert set(runner.graphs._buffers) == decodes | {Size(count, 16, True) for count in (16, 32, 64, 128, 256, 512)}
+    assert not graphs_of(engine)._buffers
     found = generate(engine, requests)
     assert {number: result.token_ids for number, result in found.items()} == {
         number: result.token_ids for number, result in expected.items()

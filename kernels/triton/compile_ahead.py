@@ -1,0 +1,72 @@
+"""Compile the kernels of a computation in several threads.
+
+Triton compiles a kernel at its first launch, while everything else waits. A model has dozens of kernels, and each takes
+0.1 to 2 seconds. Threads help because the compiler releases Python's lock for nine tenths of that time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+UNFILLED = {torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided}
+
+
+class ZeroFill(TorchFunctionMode):
+    """Fills with zeros what torch would leave unfilled."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found.zero_() if func in UNFILLED else found
+
+
+@contextmanager
+def compile_ahead(device: torch.device, threads: int) -> Iterator[None]:
+    """Inside, Triton's kernels are compiled for the device by so many threads, and not launched. On exit all of them
+    are compiled, and what launches them too.
+
+    The results of a computation inside are meaningless. A tensor that a kernel would write holds zeros, because torch
+    may use it as an index. If a kernel cannot be compiled, its first launch raises the error.
+    """
+    with ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
+        mode = triton.AsyncCompileMode(pool, ignore_errors=True)
+        with mode, _without_launches(), ZeroFill():
+            yield
+        compiled = [future.kernel for future in mode.future_kernels.values() if future.kernel is not None]
+        # Not the same launcher by two threads. The second would replace the first one's file, whose number the file of
+        # another launcher might get, and Python takes files of one number for one module.
+        by_launcher = {_describe_launcher(kernel): kernel for kernel in compiled}
+        wait([pool.submit(_load, kernel) for kernel in by_launcher.values()])
+
+
+@contextmanager
+def _without_launches() -> Iterator[None]:
+    run = triton.JITFunction.run
+
+    def compile_only(kernel: triton.JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        run(kernel, *args, grid=grid, warmup=True, **kwargs)
+
+    triton.JITFunction.run = compile_only
+    try:
+        yield
+    finally:
+        triton.JITFunction.run = run
+
+
+def _describe_launcher(kernel: triton.compiler.CompiledKernel) -> str:
+    """Kernels with equal descriptions have the same launcher: one whose arguments have these types in C."""
+    return re.sub(r"\*\w+", "*", str(list(kernel.src.signature.values())))
+
+
+def _load(kernel: triton.compiler.CompiledKernel) -> None:
+    """Load the kernel on the current device. Triton before 3.7 compiles its launcher, unless there is one on the
+    disk."""
+    kernel.run  # noqa: B018  a property

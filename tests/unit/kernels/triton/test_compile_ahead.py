@@ -1,0 +1,49 @@
+"""Kernels are compiled in threads and not launched."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from support.triton import NO_TRITON
+
+pytest.importorskip("triton", reason=NO_TRITON)
+
+import torch
+
+from serve_llm.kernels.triton.compile_ahead import ZeroFill
+
+
+def test_kernels_are_compiled_and_not_launched() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-P", "-m", "support.compile_ahead"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["compiled"] == [["CompiledKernel"] * 2, ["CompiledKernel"]], "each once"
+    assert found["launchers"] == ["launcher"] * 3
+    assert found["loaded"] == 2, "two kernels have the same launcher, which no two threads may compile"
+    assert found["loaded_by_main"] == 1, "the other one of these, when the test asked"
+    assert found["are_zeros"] and found["is_restored"]
+    assert "power of 2" in found["error"], "3 rows are refused when they are first launched, not before"
+
+
+def test_what_torch_does_not_fill() -> None:
+    x = torch.ones(1 << 20)
+    with torch.inference_mode(), ZeroFill():
+        unfilled = [
+            torch.empty(1 << 20),
+            torch.empty(1 << 20, dtype=torch.int64),
+            torch.empty_like(x),
+            torch.empty_strided((1 << 10, 1 << 10), (1, 1 << 10)),
+            x.new_empty(1 << 20),
+            x.new_empty_strided((1 << 20,), (1,)),
+        ]
+        assert torch.equal(x + 1, torch.full_like(x, 2.0))
+    for tensor in unfilled:
+        assert not tensor.any()
