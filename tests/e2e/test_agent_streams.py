@@ -78,6 +78,7 @@ def post(url: str, path: str, body: Json) -> Json:
     return found
 
 
+@pytest.mark.slow
 def test_event_streams_go_on_when_the_engine_dies(daemon: Daemon) -> None:
     message: Json = {
         "messages": TALK,
@@ -147,6 +148,7 @@ def test_anthropics_client(daemon: Daemon) -> None:
         assert caught.value.request_id and "other" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_forced_tokens_with_stop_strings_and_engines_that_die() -> None:
     """What is appended at once gives the text that is sampled token by token on one engine."""
     names = {name: {"type": "integer", "minimum": 0, "maximum": 9} for name in ("first_number", "second_number")}

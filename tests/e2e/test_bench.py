@@ -33,6 +33,7 @@ def test_serve_with_a_running_server(server: Daemon, tmp_path: Path) -> None:
     assert "Successful requests:                   2\n" in table
 
 
+@pytest.mark.slow
 def test_serve_with_a_server_of_its_own() -> None:
     prefixes = ("--prefix-repetition-prefix-len", "32", "--prefix-repetition-suffix-len", "4")
     more = ("--prefix-repetition-num-prefixes", "2", "--prefix-repetition-output-len", "4", "--max-num-seqs", "4")

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import psutil
+import pytest
 
 from support.daemon import SERVE_LLM, Daemon
 from support.scripted_api import serve_script
@@ -87,6 +88,7 @@ def test_pipe_with_a_server_of_its_own() -> None:
     assert failed.returncode == 3 and failed.stderr.startswith("serve-llm: there is no directory /nonexistent/model")
 
 
+@pytest.mark.slow
 def test_no_server_outlives_a_chat_that_is_ended(tmp_path: Path) -> None:
     with PseudoTerminal([SERVE_LLM, "chat", "demo"], environ(tmp_path)) as terminal:
         terminal.wait_for("> ", 300)

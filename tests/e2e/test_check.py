@@ -118,8 +118,9 @@ def test_one_direction_dropped_between_two_followers() -> None:
     assert "firewall of node 1" in problem
 
 
+@pytest.mark.slow
 @several_machines
-@pytest.mark.parametrize("source", mostly_slow([0, 1], [0]))
+@pytest.mark.parametrize("source", [0, 1])
 def test_one_direction_dropped_to_or_from_the_master(source: int) -> None:
     with Machines(2) as machines:
         machines.cut(source, 1 - source)
@@ -133,6 +134,7 @@ def test_one_direction_dropped_to_or_from_the_master(source: int) -> None:
     assert "node 0 at 10.77.0.1 port 29400 could not be reached within 3 s: no answer at all" in outputs[1]
 
 
+@pytest.mark.slow
 @several_machines
 def test_host_that_is_not_started() -> None:
     with Machines(3) as machines:
@@ -143,6 +145,7 @@ def test_host_that_is_not_started() -> None:
     assert outputs[1] == outputs[0] and re.search(r"^0 +1 +ok +ok", outputs[0], re.MULTILINE)
 
 
+@pytest.mark.slow
 @several_machines
 def test_master_in_another_network() -> None:
     with Machines(2) as machines:
@@ -163,6 +166,7 @@ def test_address_that_others_cannot_reach() -> None:
     assert "host1" in problem and "10.88.0.2 (eth0)" in problem and "--host-ip" in problem
 
 
+@pytest.mark.slow
 @several_machines
 def test_small_mtu_on_the_path() -> None:
     with Machines(3) as machines:
@@ -174,6 +178,7 @@ def test_small_mtu_on_the_path() -> None:
     assert all("the interfaces send 1500 bytes, packets of up to 1400 bytes pass" in line for line in found)
 
 
+@pytest.mark.slow
 @several_machines
 def test_closed_port_of_the_master() -> None:
     with Machines(2) as machines:
@@ -208,6 +213,7 @@ def listening_port(machine: Machine) -> int:
     raise AssertionError("nobody listens")
 
 
+@pytest.mark.slow
 @several_machines
 def test_other_version() -> None:
     """The other host's own report says so: there the installed version of torch is looked up as another one."""
@@ -224,6 +230,7 @@ def test_other_version() -> None:
     assert problem.startswith("node 1 (host1) has torch 2.12.0, node 0 (host0) has 2.13.0")
 
 
+@pytest.mark.slow
 @several_machines
 def test_missing_and_different_model_files(tmp_path: Path) -> None:
     models = [tmp_path / name for name in ("whole", "without", "other")]
@@ -239,6 +246,7 @@ def test_missing_and_different_model_files(tmp_path: Path) -> None:
     assert re.match(r"node 2 \(host2\) has config.json \w+, node 0 \(host0\) has \w+; install", other)
 
 
+@pytest.mark.slow
 @several_machines
 def test_tiny_shared_memory() -> None:
     with Machines(2, shm_size="64m") as machines:
@@ -249,6 +257,7 @@ def test_tiny_shared_memory() -> None:
     assert problem.startswith("node 1 (host1): /dev/shm holds 64 MiB") and "--shm-size" in problem
 
 
+@pytest.mark.slow
 @several_machines
 def test_rank_given_twice() -> None:
     with Machines(2) as machines:

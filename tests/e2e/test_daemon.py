@@ -77,6 +77,7 @@ def test_a_signal_drains_and_the_exit_is_clean() -> None:
         assert not any("Traceback" in entry for entry in daemon.log)
 
 
+@pytest.mark.slow
 def test_while_draining_new_requests_are_refused() -> None:
     with Daemon("demo") as daemon, post(url := daemon.wait_until_serving(), LONG | {"max_tokens": 2000}) as answer:
         answer.readline()
@@ -151,6 +152,7 @@ def test_a_signal_while_starting_ends_engine_and_daemon() -> None:
         assert not psutil.pid_exists(children[0].pid)
 
 
+@pytest.mark.slow
 def test_a_taken_port_is_named_at_once() -> None:
     with Daemon("demo", "--load-format", "dummy") as daemon:
         port = daemon.wait_until_serving().rpartition(":")[2]
@@ -159,6 +161,7 @@ def test_a_taken_port_is_named_at_once() -> None:
         assert done.stderr.startswith(f"serve-llm: cannot listen on 127.0.0.1 port {port}: Address already in use")
 
 
+@pytest.mark.slow
 def test_health_answers_while_the_engine_loads() -> None:
     with Daemon("demo") as daemon:
 

@@ -17,7 +17,6 @@ import pytest
 
 from serve_llm import LLM, SamplingParams
 from support.daemon import SERVE_LLM, Daemon
-from support.matrix import mostly_slow
 
 TWO = ("demo", "--data-parallel-size", "2", "--kv-cache-memory", "64MiB")
 PROMPTS = [f"class Stack{number}:\n    def __init__(self, {'x' * number}):\n" for number in range(8)]
@@ -96,6 +95,7 @@ def test_log_lines_say_which_engine(two: Daemon) -> None:
         assert any(re.search(rf"\] engine {engine}: CPU KV cache size: [\d,]+ tokens$", line) for line in two.log)
 
 
+@pytest.mark.slow
 def test_without_restarts_one_engines_death_ends_the_daemon_and_names_it() -> None:
     with (
         Daemon(*TWO, "--max-restarts", "0") as daemon,
@@ -117,7 +117,8 @@ def test_without_restarts_one_engines_death_ends_the_daemon_and_names_it() -> No
         assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("number", mostly_slow([signal.SIGTERM, signal.SIGKILL], [signal.SIGKILL]))
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_engine_outlives_the_daemon(number: signal.Signals) -> None:
     with Daemon(*TWO) as daemon:
         daemon.wait_until_serving()
@@ -128,6 +129,7 @@ def test_no_engine_outlives_the_daemon(number: signal.Signals) -> None:
         assert psutil.wait_procs(engines, timeout=10)[1] == []
 
 
+@pytest.mark.slow
 def test_what_an_engine_cannot_start_with_is_named_once() -> None:
     command = [SERVE_LLM, "demo", "-dp", "2", "--kv-cache-memory", "1MiB", "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -136,6 +138,7 @@ def test_what_an_engine_cannot_start_with_is_named_once() -> None:
     assert done.stderr.count("serve-llm: ") == 1
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_while_starting_takes_the_others_along() -> None:
     with Daemon(*TWO) as daemon:
         while len(pids := daemon.engine_pids()) < 2:
@@ -149,6 +152,7 @@ def test_an_engine_that_dies_while_starting_takes_the_others_along() -> None:
         assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_offline_with_two_engines() -> None:
     greedy = SamplingParams(temperature=0, max_tokens=12)
     with LLM("demo", kv_cache_memory="64MiB", data_parallel_size=2) as llm:

@@ -48,6 +48,7 @@ def test_offline(tmp_path: Path) -> None:
     assert len(classes[0].outputs.probs) == 1 and classes[0].outputs.label == "LABEL_0"
 
 
+@pytest.mark.slow
 def test_offline_beside_generation() -> None:
     with LLM("demo", max_model_len="1k", kv_cache_memory="64MiB", runner="generate", convert="embed") as llm:
         text = llm.generate("import os\n", use_tqdm=False)[0].outputs[0].text

@@ -69,6 +69,7 @@ def test_streams_on_both_one_idle_and_none(model: str, undisturbed: Streams) -> 
         assert not [line for line in daemon.log if re.search("WARNING|ERROR|Traceback", line) and "kernel" not in line]
 
 
+@pytest.mark.slow
 @pytest.mark.pairs("EP + replay")
 def test_when_one_is_killed_all_are_replaced_and_the_streams_go_on(model: str, undisturbed: Streams) -> None:
     with Daemon(model, *SMALL, *TWO) as daemon:

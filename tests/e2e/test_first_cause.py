@@ -26,8 +26,22 @@ from serve_llm.common.hub import resolve_model
 from support.daemon import SERVE_LLM, Daemon
 from support.faults import FAULTS, RAISER, STARVER
 from support.first_causes import ALL, ONE, TWO, Fault
+from support.matrix import mostly_slow
 
 END_SECONDS = 120.0  # for a daemon that cannot start, on a busy machine
+FAST = (
+    "an unknown option",
+    "a --config file that is none",
+    "a taken port",
+    "no such directory",
+    "no tokenizer",
+    "config.json cut short",
+    "weights cut short",
+    "a cache larger than the memory",
+    "a GPU where there is none",
+    "an engine that is killed while it starts",
+    "a rank that is killed while it starts",
+)
 MARK = "FIRST_CAUSE_TEST"  # a variable that all processes of a daemon inherit
 
 
@@ -88,7 +102,9 @@ def start_with(fault: Fault, model: Path, taken: int) -> None:
     assert nobody_is_left(mark)
 
 
-@pytest.mark.parametrize("fault", ALL, ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault", mostly_slow(ALL, [fault for fault in ALL if fault.name in FAST]), ids=lambda fault: fault.name
+)
 def test_at_start(fault: Fault, outcomes: dict[str, Future[None]]) -> None:
     outcomes[fault.name].result()
 
@@ -114,7 +130,13 @@ def complete(url: str, prompt: list[int] | str) -> int:
             "out of memory in a step: CUDA out of memory. Tried .*; lower --max-num-batched-tokens.*",
             False,
         ),
-        (TWO, RAISER, r"rank [01] \(host \S+, pid \d+\) failed in a step: MemoryError: simulated", True),
+        pytest.param(
+            TWO,
+            RAISER,
+            r"rank [01] \(host \S+, pid \d+\) failed in a step: MemoryError: simulated",
+            True,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["a GPU that is full in a step", "a rank that fails in a step"],
 )

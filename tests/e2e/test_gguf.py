@@ -47,8 +47,12 @@ def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"group_size": 64}, "q_proj.qzeros has shape [4, 8], but config.json asks for [1, 8]"),
-        ({"zero_point": False}, "q_proj.qzeros has zero point "),
+        pytest.param(
+            {"group_size": 64},
+            "q_proj.qzeros has shape [4, 8], but config.json asks for [1, 8]",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"zero_point": False}, "q_proj.qzeros has zero point ", marks=pytest.mark.slow),
         ({"version": "gemv"}, "quantization_config: version 'gemv' is not supported"),
     ],
 )

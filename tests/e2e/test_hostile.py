@@ -112,6 +112,7 @@ def peak_growth(process: psutil.Process, stop: threading.Event, found: list[int]
         found.append(process.memory_info().rss - before)
 
 
+@pytest.mark.slow
 def test_hostile_requests_hurt_only_themselves(daemon: Daemon) -> None:
     corpus = [*cases(), *grammar_cases(), *tool_cases(), *agent_cases(), *batch_cases()]
     assert len(corpus) >= 800

@@ -30,6 +30,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_streams_survive_their_engine(directory: Path) -> None:
     bodies = mixed(12)
     with Daemon(str(directory), *SMALL) as daemon:

@@ -64,6 +64,7 @@ def with_models(names: list[str | None]) -> list[dict[str, object]]:
     return [body | {"model": names[number % len(names)]} for number, body in enumerate(bodies)]
 
 
+@pytest.mark.slow
 @pytest.mark.pairs("LoRA + replay")
 def test_streams_with_adapters_survive_their_engine(adapters: list[str], tmp_path: Path) -> None:
     directory = tmp_path / "second"
@@ -115,6 +116,7 @@ def test_two_engines_with_drafts_one_of_which_is_killed(adapters: list[str], tmp
         assert streams.finish() == undisturbed
 
 
+@pytest.mark.slow
 def test_a_bad_adapter_ends_the_start(tmp_path: Path) -> None:
     with Daemon("demo", *SMALL, "--lora-modules", f"a={tmp_path}") as daemon:
         assert daemon.wait(120) == 3

@@ -49,6 +49,7 @@ def on_machines(machines: Machines, stack: ExitStack, *options: str) -> tuple[Da
     return master, follower, url
 
 
+@pytest.mark.slow
 def test_two_machines_serve_a_third_and_a_power_cut_is_named(continuations: list[str]) -> None:
     with Machines(3) as machines, ExitStack() as stack:
         master, _, url = on_machines(machines, stack, *ONCE, "-tp", "2", "-pp", "2")

@@ -31,7 +31,6 @@ from serve_llm.engine.distributed.worker_group import WorkerGroup
 from serve_llm.engine.scheduler.output import NewRequestData, ScheduledTokens, SchedulerOutput
 from support.daemon import SERVE_LLM, Daemon
 from support.engine import generate, greedy, make_engine
-from support.matrix import mostly_slow
 from support.quantised import quantise_checkpoint
 from support.resolved import resolve_all
 from support.tiny import make_checkpoint, make_tokenizer
@@ -75,7 +74,8 @@ def thread_seconds(processes: Sequence[psutil.Process]) -> dict[str, float]:
     return {str(path): int(path.read_text().split()[0]) / 1e9 for path in files}
 
 
-@pytest.mark.parametrize("count", mostly_slow([1, 3], [3]))
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 3])
 def test_ranks_compute_with_as_many_threads_as_asked_for(count: int) -> None:
     with Daemon("demo", *SMALL, "-tp", "2", "--cpu-threads", str(count)) as daemon:
         url = daemon.wait_until_serving()
@@ -177,6 +177,7 @@ def test_an_int8_checkpoint_on_two_stages(tmp_path: Path) -> None:
         assert found[0].token_ids == found[1].token_ids and found[0].logprobs == found[1].logprobs
 
 
+@pytest.mark.slow
 def test_the_offline_class_takes_the_same_options() -> None:
     params = SamplingParams(temperature=0, max_tokens=8)
     options = {"dtype": "float32", "kv_cache_memory": "16MiB", "max_model_len": 256}
@@ -226,7 +227,8 @@ def test_a_death_is_noticed_without_any_request() -> None:
         assert gone(list(ranks.values()))
 
 
-@pytest.mark.parametrize("victim", mostly_slow(["engine", "daemon"], ["daemon"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["engine", "daemon"])
 def test_no_rank_outlives_the_process_that_started_it(victim: str) -> None:
     with Daemon("demo", *SMALL, *ONCE, "-tp", "2") as daemon:
         daemon.wait_until_serving()
@@ -259,6 +261,7 @@ ONE_PROMPT = SchedulerOutput(
 NO_SUCH_ROW = SchedulerOutput([], [ScheduledTokens(5, 0, 1, [[0]], True, [])])
 
 
+@pytest.mark.slow
 def test_a_ranks_exception_names_it_and_stays_the_answer() -> None:
     executor = build({"tensor_parallel_size": 2})
     pids = pids_of(executor)
@@ -273,6 +276,7 @@ def test_a_ranks_exception_names_it_and_stays_the_answer() -> None:
     assert gone(pids)
 
 
+@pytest.mark.slow
 def test_a_silent_rank_is_named() -> None:
     executor = build({"tensor_parallel_size": 2, "step_timeout": 0.5})  # a rank that is stopped is silent at any limit
     with contextlib.closing(executor):
@@ -295,6 +299,7 @@ def test_a_death_while_starting_ends_the_others() -> None:
     assert gone(pids)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_loaded_keeps_its_exit_code(tmp_path: Path) -> None:
     make_tokenizer(tmp_path, make_checkpoint(tmp_path, "llama"))
     config = json.loads((tmp_path / "config.json").read_text())
@@ -310,6 +315,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_options_that_do_not_go_together() -> None:
     code, line = run("demo", "-tp", "2", "--distributed-executor-backend", "inprocess")
     assert code == OptionError.exit_code
@@ -319,6 +325,7 @@ def test_options_that_do_not_go_together() -> None:
     assert line == "serve-llm: --pipeline-parallel-size: 7 stages, but the model has only 6 layers; give fewer"
 
 
+@pytest.mark.slow
 def test_one_rank_may_be_a_process_too() -> None:
     executor = build({"distributed_executor_backend": "mp"})
     with contextlib.closing(executor):

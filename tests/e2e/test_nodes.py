@@ -21,7 +21,6 @@ import pytest
 
 from serve_llm.common.errors import CapacityError, EngineError, ModelError, OptionError
 from support.daemon import Daemon
-from support.matrix import mostly_slow
 from support.nodes import LIMIT, ONCE, SMALL, body, complete, free_port
 from support.tiny import make_checkpoint, make_tokenizer
 
@@ -210,7 +209,8 @@ def test_streams_wait_for_a_host_that_comes_back_no_longer_than_their_deadline()
                 assert (master.wait(LIMIT), other.wait(LIMIT)) == (0, 0)
 
 
-@pytest.mark.parametrize("victim", mostly_slow(["engine", "daemon"], ["daemon"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["engine", "daemon"])
 def test_no_follower_outlives_node_0(victim: str) -> None:
     with serving(*ONCE, "-pp", "2") as (master, follower):
         engine = master.engine_pid()
@@ -262,6 +262,7 @@ def test_other_model_files_on_the_follower_are_named(tmp_path: Path) -> None:
         assert follower.wait(LIMIT) == EngineError.exit_code and "has model weights" in follower.log[-1]
 
 
+@pytest.mark.slow
 def test_no_model_on_the_follower(tmp_path: Path) -> None:
     first, _ = two_models(tmp_path)
     hosts = Hosts()
@@ -282,6 +283,7 @@ def test_other_words_on_the_follower() -> None:
         assert master.wait(LIMIT) == OptionError.exit_code and words in master.log[-1]
 
 
+@pytest.mark.slow
 def test_a_follower_learns_why_node_0_cannot_start() -> None:
     hosts = Hosts()
     with hosts.node(1) as follower, hosts.node(0, "demo", "--kv-cache-memory", "64KiB", "-pp", "2") as master:

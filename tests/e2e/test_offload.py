@@ -46,6 +46,7 @@ def wait_until_open(daemon: Daemon, num_engines: int) -> None:
         time.sleep(0.05)  # between looks
 
 
+@pytest.mark.slow
 @pytest.mark.pairs("DP + KV offload")
 def test_engines_share_a_directory(server: Daemon, tmp_path: Path) -> None:
     server.wait_until_serving()

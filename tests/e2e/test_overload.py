@@ -7,6 +7,8 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from support.daemon import Daemon
 
 OPTIONS = ("--max-num-seqs", "4", "--max-queue", "16", "--api-key", "heavy", "--api-key", "light")
@@ -26,6 +28,7 @@ def complete(url: str, key: str, number: int, headers: dict[str, str] | None = N
             return refused.code, dict(refused.headers)
 
 
+@pytest.mark.slow
 def test_one_key_that_floods_the_queue_is_refused_and_another_is_served() -> None:
     with Daemon("demo", *OPTIONS) as daemon, ThreadPoolExecutor(48) as clients:
         url = daemon.wait_until_serving()

@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 
 from serve_llm import LLM, SamplingParams, StructuredOutputs
+from support.matrix import mostly_slow
 from support.random_schemas import Schema, build_schema
 
 TEMPERATURE = 1.5
@@ -25,7 +26,7 @@ def close(schema: object) -> object:
     return closed | {"additionalProperties": False} if closed.get("type") == "object" else closed
 
 
-@pytest.mark.parametrize("load_format", ["dummy", "auto"], ids=["random weights", "demo"])
+@pytest.mark.parametrize("load_format", mostly_slow(["dummy", "auto"], ["dummy"]), ids=["random weights", "demo"])
 @pytest.mark.parametrize(
     ("num_schemas", "num_each"), [(10, 4), pytest.param(250, 8, marks=pytest.mark.slow)], ids=["few", "thousands"]
 )

@@ -14,7 +14,6 @@ import pytest
 from serve_llm import LLM, SamplingParams
 from support.daemon import Daemon
 from support.faults import FAULTS, KILLER, RAISER, SLEEPER
-from support.matrix import mostly_slow
 from support.streams import Streams, mixed
 
 SMALL = ("demo", "--kv-cache-memory", "64MiB", "--max-restarts", "100")
@@ -76,6 +75,7 @@ def test_a_stopped_engine_is_found_and_replaced() -> None:
         assert restarts(daemon, "hung") == 1 and not psutil.pid_exists(pid)
 
 
+@pytest.mark.slow
 def test_a_drain_waits_for_the_next_engine() -> None:
     with Daemon(*SMALL, "--drain-timeout", "120") as daemon:
         undisturbed = Streams(daemon.wait_until_serving(), mixed(6)).finish()
@@ -104,6 +104,7 @@ def test_neither_a_deadline_nor_the_end_waits_for_the_next_engine() -> None:
         assert not psutil.wait_procs(children, timeout=5)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.pairs("grammar + replay", "logprobs + DP", "logprobs + replay", "n + replay", "DP + replay")
 def test_replicas_take_over() -> None:
     with Daemon(*SMALL, "-dp", "2") as daemon:
@@ -118,8 +119,9 @@ def test_replicas_take_over() -> None:
         assert len(daemon.engine_pids()) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.pairs("TP + replay")
-@pytest.mark.parametrize("number", mostly_slow([signal.SIGKILL, signal.SIGSTOP], [signal.SIGKILL]))
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_killed_or_stopped(number: signal.Signals) -> None:
     with Daemon(*SMALL, "-tp", "2") as daemon:
         undisturbed = Streams(daemon.wait_until_serving(), mixed(12)).finish()
@@ -133,10 +135,9 @@ def test_a_rank_killed_or_stopped(number: signal.Signals) -> None:
         assert psutil.wait_procs([psutil.Process(pid) for pid in ranks.values() if psutil.pid_exists(pid)], 30)[1] == []
 
 
-@pytest.mark.parametrize("ranks", mostly_slow([1, 2], [1]))
-@pytest.mark.parametrize(
-    ("fault", "reason"), mostly_slow([(KILLER, "killed"), (RAISER, "failed")], [(KILLER, "killed")])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("fault", "reason"), [(KILLER, "killed"), (RAISER, "failed")])
 def test_the_request_that_kills_ends_with_an_error_and_all_others_finish(fault: int, reason: str, ranks: int) -> None:
     with Daemon(*SMALL, "-tp", str(ranks), environ=FAULTS) as daemon:
         undisturbed = Streams(daemon.wait_until_serving(), mixed(12)).finish()
@@ -149,6 +150,7 @@ def test_the_request_that_kills_ends_with_an_error_and_all_others_finish(fault: 
         assert restarts(daemon, reason if ranks == 1 else "rank") == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "named"),
     [
@@ -161,7 +163,6 @@ def test_the_request_that_kills_ends_with_an_error_and_all_others_finish(fault: 
             2,
             r"rank 0 \(host \S+, pid \d+\); rank 1 .*, waiting: no answer in a step for 2 s; it is replaced",
             id="two ranks",
-            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -45,7 +45,8 @@ def kill(process: subprocess.Popen[str]) -> None:
     psutil.wait_procs(children, timeout=60)
 
 
-@pytest.mark.parametrize(("count", "rounds"), [(300, 1), pytest.param(10_000, 5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "rounds"), [(300, 1), (10_000, 5)])
 def test_killed_runs_lose_and_double_nothing(tmp_path: Path, count: int, rounds: int) -> None:
     write_requests(tmp_path, count, max_tokens=16)
     path = tmp_path / "out.jsonl"

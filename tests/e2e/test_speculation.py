@@ -18,6 +18,7 @@ NGRAM = ("--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}')
 REPEATED: dict[str, Any] = {"prompt": "import os\n" * 8, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 
 
+@pytest.mark.slow
 @pytest.mark.pairs("speculation + tools", "speculation + DP", "tools + DP")
 def test_same_answers_from_two_engines_one_of_which_is_killed(tmp_path: Path) -> None:
     files = [word for pair in write_files(tmp_path).items() for word in pair]

@@ -80,6 +80,7 @@ def create_batch(client: OpenAI, path: Path) -> str:
     return batch.id
 
 
+@pytest.mark.slow
 def test_killed_servers_lose_and_double_no_line(tmp_path: Path, options: list[str]) -> None:
     path = tmp_path / "in.jsonl"
     write_requests(path, LINES, 32)

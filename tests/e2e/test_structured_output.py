@@ -19,6 +19,7 @@ from serve_llm import LLM, SamplingParams, StructuredOutputs
 from serve_llm.server.http.errors import InvalidRequest
 from support.daemon import Daemon
 from support.grammars import SCHEMA
+from support.matrix import mostly_slow
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "structured_output.py"
 TALK = [{"role": "user", "content": "Tell me."}]
@@ -112,9 +113,15 @@ def test_offline_over_two_engines() -> None:
         jsonschema.validate(json.loads(choice.text), SCHEMA)
 
 
-@pytest.mark.pairs("grammar + TP", "grammar + PP", "PP + DP")
+@pytest.mark.pairs("grammar + TP")
+@pytest.mark.pairs("grammar + PP", "PP + DP", slow=True)
 @pytest.mark.parametrize(
-    "how", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "data_parallel_size": 2}], ids=str
+    "how",
+    mostly_slow(
+        [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "data_parallel_size": 2}],
+        [{"tensor_parallel_size": 2}],
+    ),
+    ids=str,
 )
 def test_ranks_in_processes(how: dict[str, int]) -> None:
     schema = StructuredOutputs(json=SCHEMA)

@@ -121,6 +121,7 @@ def test_example(tool_server: Daemon) -> None:
     assert re.search(r"get_weather\(city='.*', days=\d\) -> ", done.stdout)
 
 
+@pytest.mark.slow
 def test_offline(files: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "serve_llm")
     params = SamplingParams(max_tokens=400, temperature=1.5, seed=1, n=8)
@@ -175,6 +176,7 @@ def test_a_call_survives_its_engine(tool_server: Daemon, client: OpenAI) -> None
     assert undisturbed[0] == "note" and len(json.loads(undisturbed[1])["text"]) >= 300
 
 
+@pytest.mark.slow
 def test_offered_tools_do_not_change_a_text_without_calls(files: dict[str, str]) -> None:
     greedy = SamplingParams(max_tokens=60, temperature=0)
     sampled = SamplingParams(max_tokens=60, temperature=1, top_p=0.9, seed=3)

@@ -64,6 +64,7 @@ def read_value(value: dict[str, Any]) -> object:
     return int(content) if kind == "intValue" else content
 
 
+@pytest.mark.slow
 def test_a_request_whose_engine_is_killed_is_one_trace(tmp_path: Path) -> None:
     path = tmp_path / "traces.jsonl"
     with Daemon("demo", "-dp", "2", "--kv-cache-memory", "64MiB", "--otlp-endpoint", path.as_uri()) as daemon:

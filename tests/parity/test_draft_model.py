@@ -65,7 +65,7 @@ HOWS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", mostly_slow(HOWS, ["two ranks", "chunks"]))
 def test_every_way_to_compute(how: str, tmp_path: Path) -> None:
     directory, on, requests = case("llama", tmp_path)
     expected = generate(make_engine(directory, **(OFF | HOWS[how])), requests)
@@ -103,6 +103,7 @@ def test_preemption_and_replay(tmp_path: Path) -> None:
         assert result.token_ids == expected[number].token_ids[6:]
 
 
+@pytest.mark.slow
 def test_as_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that is to have drafts waits for its ids; others run ahead."""
     directory, on, requests = case("llama", tmp_path)

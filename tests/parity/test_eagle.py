@@ -54,7 +54,7 @@ def llama(root: Path) -> Case:
     return Case(root, "llama")
 
 
-@pytest.mark.parametrize("norm_before_residual", [False, True])
+@pytest.mark.parametrize("norm_before_residual", mostly_slow([False, True], [True]))
 @pytest.mark.parametrize("how", [{}, {"max_num_batched_tokens": 9}, {"tensor": 2}], ids=["", "chunks", "two ranks"])
 def test_its_guesses_are_those_of_a_plain_implementation(
     how: dict[str, object], norm_before_residual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -101,7 +101,7 @@ HOWS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", mostly_slow(HOWS, ["two ranks", "two stages", "chunks", "int8 weights"]))
 def test_every_way_to_compute(how: str, llama: Case) -> None:
     expected = generate(make_engine(llama.directory, **(OFF | HOWS[how])), llama.requests)
     engine = draft_freely(make_engine(llama.directory, **(llama.on | HOWS[how])))

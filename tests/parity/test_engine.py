@@ -17,7 +17,7 @@ import pytest
 from serve_llm.common.types import FinishReason
 from serve_llm.engine.loop import EngineCore
 from support.engine import generate, greedy, make_engine
-from support.matrix import mostly_slow
+from support.matrix import FEW, mostly_slow
 from support.reference import reference_greedy
 from support.tiny import FAMILIES, HYBRIDS, OTHERS, make_checkpoint
 
@@ -63,7 +63,7 @@ def engine_of(family: str, directory: Path, **options: object) -> EngineCore:
 
 
 class TestFamily:
-    @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+    @pytest.mark.parametrize("family", mostly_slow([*FAMILIES, *OTHERS], [*FEW, "qwen3_next", "olmo"]))
     def test_all_at_once_then_from_the_prefix_cache(self, family: str, root: Path) -> None:
         directory, chosen, expected = case(family, root)
         engine = engine_of(family, directory)
@@ -76,14 +76,16 @@ class TestFamily:
             return
         assert all(again[100 + n].cached_tokens == (len(p) - 1) // step * step for n, p in enumerate(chosen))
 
-    @pytest.mark.parametrize("family", mostly_slow([*FAMILIES, *OTHERS]))
+    @pytest.mark.parametrize(
+        "family", mostly_slow([*FAMILIES, *OTHERS], ["llama", "gemma3_text", "mixtral", "deepseek_v3"])
+    )
     def test_in_small_chunks_without_prefix_cache(self, family: str, root: Path) -> None:
         directory, chosen, expected = case(family, root)
         engine = engine_of(family, directory, max_num_batched_tokens=5, enable_prefix_caching=False)
         results = check(engine, chosen, expected)
         assert all(result.cached_tokens == 0 for result in results.values())
 
-    @pytest.mark.parametrize("family", mostly_slow([*FAMILIES, *OTHERS]))
+    @pytest.mark.parametrize("family", mostly_slow([*FAMILIES, *OTHERS], ["llama", "mixtral", "deepseek_v3"]))
     def test_with_preemption(self, family: str, root: Path) -> None:
         directory, chosen, expected = case(family, root)
         roomy = engine_of(family, directory, max_model_len=64)

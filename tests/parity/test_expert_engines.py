@@ -11,6 +11,7 @@ import pytest
 
 from serve_llm.common.types import Request
 from support.engine import Result, generate, generate_together, greedy, make_engine, make_engines
+from support.matrix import FEW, mostly_slow
 from support.tiny import WITH_EXPERTS, make_checkpoint
 
 ENGINE_GRIDS = [(2, 1), (3, 1), (2, 2)]  # engines x tensor-parallel ranks of each; a layer has 5 experts
@@ -47,8 +48,8 @@ def same(found: dict[int, Result], expected: dict[int, Result]) -> None:
 
 
 @pytest.mark.pairs("logprobs + EP", "DP + EP")
-@pytest.mark.parametrize(("engines", "tensor"), ENGINE_GRIDS)
-@pytest.mark.parametrize("family", WITH_EXPERTS)
+@pytest.mark.parametrize(("engines", "tensor"), mostly_slow(ENGINE_GRIDS, [(2, 1), (2, 2)]))
+@pytest.mark.parametrize("family", mostly_slow(WITH_EXPERTS, [*FEW, "qwen3_next"]))
 def test_as_one_engine(family: str, engines: int, tensor: int, root: Path, tmp_path: Path) -> None:
     expected = alone(root / family, family, tensor)
     made = make_engines(root / family, tmp_path, engines, tensor, block_size=8)
@@ -57,8 +58,8 @@ def test_as_one_engine(family: str, engines: int, tensor: int, root: Path, tmp_p
         same(found, expected)
 
 
-@pytest.mark.parametrize(("engines", "tensor", "pipeline"), STAGE_GRIDS)
-@pytest.mark.parametrize("family", WITH_EXPERTS)
+@pytest.mark.parametrize(("engines", "tensor", "pipeline"), mostly_slow(STAGE_GRIDS, [(2, 1, 2), (2, 2, 2)]))
+@pytest.mark.parametrize("family", mostly_slow(WITH_EXPERTS, ["mixtral", "deepseek_v3"]))
 def test_each_engine_in_stages(
     family: str, engines: int, tensor: int, pipeline: int, root: Path, tmp_path: Path
 ) -> None:

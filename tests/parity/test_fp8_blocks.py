@@ -62,9 +62,10 @@ def make_pair(
 @pytest.mark.parametrize(
     ("family", "block", "scale_dtype"),
     [
-        ("llama", (12, 20), torch.float32),  # ranks and fused products begin amid blocks
+        # Ranks and fused products begin amid blocks.
+        pytest.param("llama", (12, 20), torch.float32, marks=pytest.mark.slow),
         ("qwen3_moe", (128, 128), torch.bfloat16),  # of which there is one
-        ("deepseek_v3", (16, 8), torch.float32),
+        pytest.param("deepseek_v3", (16, 8), torch.float32, marks=pytest.mark.slow),
         ("qwen3_next", (12, 20), torch.bfloat16),  # whose queries, keys, values and gates lie mixed in one weight
     ],
 )

@@ -19,6 +19,7 @@ from serve_llm.common.types import Request, Sampling
 from serve_llm.kernels import cache_fp8, registry
 from support.engine import Result, generate, greedy, make_engine
 from support.gpu_path import KERNELS, graphs_of, make_gpu_engine
+from support.matrix import mostly_slow
 from support.tiny import make_checkpoint
 from support.triton import NO_TRITON
 
@@ -56,7 +57,13 @@ def assert_same(found: dict[int, Result], expected: dict[int, Result]) -> None:
 OPTIONS = {"block_size": 8, "max_num_seqs": 20, "max_num_batched_tokens": 37}
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "mixtral", "deepseek_v2", "deepseek_v3", "llama4_text"])
+@pytest.mark.parametrize(
+    "family",
+    mostly_slow(
+        ["llama", "mistral", "gpt2", "mixtral", "deepseek_v2", "deepseek_v3", "llama4_text"],
+        ["llama", "mixtral", "deepseek_v3"],
+    ),
+)
 def test_same_tokens_as_the_plain_engine(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vocab_size = make_checkpoint(tmp_path, family)
     requests, arrivals = load(vocab_size)
@@ -69,7 +76,7 @@ def test_same_tokens_as_the_plain_engine(family: str, tmp_path: Path, monkeypatc
     assert any(is_mixed) and not all(is_mixed), "steps of both kinds were captured"
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("family", mostly_slow(["llama", "deepseek_v3"], ["llama"]))
 def test_a_cache_in_fp8(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tokens as from a cache of the model's type with keys and values that were rounded to fp8, in half the
     bytes and less."""
@@ -151,12 +158,10 @@ def test_a_request_that_ends_while_its_next_step_is_computed_leaves_nothing_behi
     assert found[1].token_ids == first[:3] and found[2].token_ids == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "sizes"),
-    [
-        ("qwen3", {"num_hidden_layers": 2, "layer_types": None}),
-        pytest.param("deepseek_v3", {"num_hidden_layers": 2}, marks=pytest.mark.slow),
-    ],
+    [("qwen3", {"num_hidden_layers": 2, "layer_types": None}), ("deepseek_v3", {"num_hidden_layers": 2})],
 )
 def test_with_tritons_kernels_in_its_interpreter(
     family: str, sizes: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -179,7 +179,7 @@ def requests(vocab_size: int, num_tokens: int = 6) -> list[Request]:
 
 @pytest.mark.pairs("int8 + TP", "int8 + PP")
 @pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("family", mostly_slow(["llama", "opt"], ["llama"]))
 def test_several_ranks(family: str, stored: bool, tmp_path: Path) -> None:
     """Stages change nothing. With tensor parallelism each rank rounds its own part of what a row-parallel product
     takes, so logprobs differ by what rounding costs, here less than 0.2; tokens of close race may differ."""
@@ -201,7 +201,9 @@ def test_several_ranks(family: str, stored: bool, tmp_path: Path) -> None:
             assert abs(ours.logprob - theirs.logprob) < 0.2
 
 
-@pytest.mark.parametrize(("dtype", "grid"), [("float32", {}), ("bfloat16", {}), ("bfloat16", {"tensor": 3})])
+@pytest.mark.parametrize(
+    ("dtype", "grid"), mostly_slow([("float32", {}), ("bfloat16", {}), ("bfloat16", {"tensor": 3})], [("bfloat16", {})])
+)
 def test_a_rows_bits_do_not_depend_on_its_company(dtype: str, grid: dict[str, int], tmp_path: Path) -> None:
     vocab_size = make_checkpoint(tmp_path, "llama", dtype=dtype)
     rng = random.Random(8)

@@ -49,7 +49,7 @@ def requests(vocab_size: int) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("family", mostly_slow(["llama", "opt"], ["llama"]))
 def test_several_ranks(family: str, tmp_path: Path) -> None:
     """A head is rounded alike whatever rank holds it: ids are one rank's, and over stages so are the logprobs' bits."""
     wanted = requests(make_checkpoint(tmp_path, family))
@@ -63,7 +63,9 @@ def test_several_ranks(family: str, tmp_path: Path) -> None:
                 assert logprobs(many[number]) == logprobs(result)
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 16), ("bfloat16", 16), ("bfloat16", 10)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), mostly_slow([("float32", 16), ("bfloat16", 16), ("bfloat16", 10)], [("bfloat16", 16)])
+)
 def test_a_rows_bits_do_not_depend_on_its_company(dtype: str, head_dim: int, tmp_path: Path) -> None:
     """Nor on how its prompt was chunked, on a prefix hit, or on its being preempted. Heads of 10 take torch's path."""
     vocab_size = make_checkpoint(tmp_path, "llama", dtype=dtype, head_dim=head_dim)

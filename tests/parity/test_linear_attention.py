@@ -18,6 +18,7 @@ from serve_llm.common.types import Request, Sampling
 from serve_llm.engine.loop import EngineCore
 from support.engine import Result, assert_equal, generate, make_engine
 from support.grammars import compile_grammar, constrained, demo
+from support.matrix import mostly_slow
 from support.tiny import HYBRIDS, make_checkpoint
 
 FAMILY = "qwen3_next"
@@ -130,7 +131,7 @@ def test_ids_that_a_grammar_forces(tmp_path: Path) -> None:
     assert engine.scheduler.stats().num_forced_tokens > 0
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", mostly_slow(HYBRIDS, ["qwen3_next"]))
 @pytest.mark.parametrize(
     "how",
     [

@@ -20,6 +20,7 @@ from support.adapters import describe, make_adapter
 from support.drafts import check_head, record_guesses
 from support.engine import generate, generate_together, make_engine, make_engines
 from support.gpu_path import make_gpu_engine
+from support.matrix import mostly_slow
 from support.mtp import NUM_LAYERS, make_mtp_checkpoint, train, write_mtp_checkpoint
 from support.packed_floats import pack_checkpoint
 from support.pooled import compute_vectors, pooling_request
@@ -44,7 +45,7 @@ class Case:
         write_mtp_checkpoint(layer, directory)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=mostly_slow(FAMILIES, ["deepseek_v3"]))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(tmp_path_factory.mktemp("models") / request.param, request.param)
 
@@ -62,8 +63,8 @@ HOWS_TO_GUESS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("how", HOWS_TO_GUESS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("how", mostly_slow(HOWS_TO_GUESS, ["alone", "two ranks"]))
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, ["deepseek_v3"]))
 def test_its_guesses_are_those_of_a_plain_implementation(
     family: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +102,7 @@ HOWS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", mostly_slow(HOWS, ["two ranks", "two stages", "chunks", "int8 weights"]))
 def test_every_way_to_compute(how: str, deepseek: Case) -> None:
     expected = generate(make_engine(deepseek.directory, **(OFF | HOWS[how])), deepseek.requests)
     engine = draft_freely(make_engine(deepseek.directory, **(ON | HOWS[how])))

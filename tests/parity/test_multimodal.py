@@ -20,6 +20,7 @@ from serve_llm.engine import startup
 from serve_llm.engine.model.registry import read_model
 from support.engine import generate, greedy, make_engine
 from support.forward import Harness, load
+from support.matrix import mostly_slow
 from support.multimodal import TEXT, make_multimodal_checkpoint, multimodal_config_of
 from support.packed import Packing
 from support.packed import quantization_config as packed_config
@@ -27,6 +28,15 @@ from support.quantised import quantization_config
 from support.tiny import config_of
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7, 9, 5]
+
+FAST = (
+    "Gemma3ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+)
 
 
 def as_published(directory: Path, architecture: str) -> None:
@@ -51,7 +61,7 @@ def as_published(directory: Path, architecture: str) -> None:
     save_file(renamed, path)
 
 
-@pytest.mark.parametrize("architecture", TEXT)
+@pytest.mark.parametrize("architecture", mostly_slow(TEXT, FAST))
 def test_the_text_part(architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_multimodal_checkpoint(tmp_path, architecture)
     experts = {"experts_implementation": "eager"} if "Moe" in architecture else {}

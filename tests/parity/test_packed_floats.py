@@ -37,10 +37,7 @@ def test_every_format(family: str, form: str, tmp_path: Path) -> None:
 
 RANKED = [("llama", form) for form in CONFIGS]
 RANKED += [(family, form) for family in ("qwen3_moe", "gpt_neox") for form in list(CONFIGS)[::3]]
-FAST_RANKED = [
-    ("llama", form)
-    for form in ("fp8-block", "int8-static", "int4-in-bytes", "nvfp4", "nf4-nested", "mxfp4", "torchao-int4")
-]
+FAST_RANKED = [("llama", form) for form in ("fp8-block", "int8-static", "nvfp4", "torchao-int4")]
 FAST_RANKED += [("qwen3_moe", "fp8-native")]
 
 
@@ -54,7 +51,7 @@ def compare_ranks(directory: Path, prompts: list[list[int]]) -> None:
     check_greedy(directory / "packed", directory / "plain", prompts, ({"tensor": 2}, {"tensor": 3}, {"pipeline": 2}))
 
 
-@pytest.mark.parametrize("form", mostly_slow(CONFIGS, ("fp8-native", "nvfp4", "nf4")))
+@pytest.mark.parametrize("form", mostly_slow(CONFIGS, ("fp8-native",)))
 def test_trained_weights(form: str, tmp_path: Path) -> None:
     """Those of the demo model."""
     shutil.copytree(resolve_model("demo"), tmp_path / "plain")
@@ -67,7 +64,7 @@ def test_trained_weights(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"hidden_size": 48, "intermediate_size": 37}, {"hidden_size": 52, "head_dim": 10}])
-@pytest.mark.parametrize("form", ["nf4", "nf4-nested"])
+@pytest.mark.parametrize("form", mostly_slow(["nf4", "nf4-nested"], ["nf4-nested"]))
 def test_rows_that_are_not_whole_blocks(form: str, sizes: dict[str, int], tmp_path: Path) -> None:
     """bitsandbytes divides all numbers of a matrix into blocks, and two numbers of different rows may share a byte."""
     prompts = random_prompts(make_packed(tmp_path, "llama", form, **sizes))
@@ -208,7 +205,7 @@ def make_stacks(directory: Path, family: str, form: str) -> int:
     return vocab_size
 
 
-@pytest.mark.parametrize("form", ["fp8-native", "autofp8", "fbgemm"])
+@pytest.mark.parametrize("form", mostly_slow(["fp8-native", "autofp8", "fbgemm"], ["fp8-native"]))
 def test_stacks_of_8_bit_floats(form: str, tmp_path: Path) -> None:
     prompts = random_prompts(make_stacks(tmp_path, "granitemoe", form))
     spec = check_logprobs(tmp_path / "packed", tmp_path / "plain", prompts)
@@ -219,7 +216,7 @@ def test_stacks_of_8_bit_floats(form: str, tmp_path: Path) -> None:
     check_greedy(tmp_path / "packed", tmp_path / "plain", prompts, ({}, {"tensor": 3}, {"pipeline": 2}, whole_experts))
 
 
-@pytest.mark.parametrize("form", ["autofp8", "nf4", "torchao-int8"])
+@pytest.mark.parametrize("form", mostly_slow(["autofp8", "nf4", "torchao-int8"], ["nf4"]))
 def test_gpt_oss_in_other_formats_than_its_own(form: str, tmp_path: Path) -> None:
     """Its experts are stacks, which 8-bit floats may fill."""
     prompts = random_prompts(make_packed(tmp_path, "gpt_oss", form))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from serve_llm.common.types import FinishReason, Request, Sampling
 from support.engine import Result, abort, generate, greedy, make_engine
-from support.matrix import mostly_slow
+from support.matrix import FEW, mostly_slow
 from support.ranks import ThreadExecutor
 from support.tiny import FAMILIES, WITH_EXPERTS, make_checkpoint
 
@@ -78,7 +78,7 @@ def check(results: dict[int, Result], expected: dict[int, Result]) -> None:
 
 @pytest.mark.pairs("logprobs + TP", "logprobs + PP")
 @pytest.mark.parametrize(("tensor", "pipeline"), mostly_slow(GRIDS, [(3, 1), (1, 2)]))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, [*FEW, "qwen3_next"]))
 def test_as_one_rank(family: str, tensor: int, pipeline: int, root: Path) -> None:
     directory, wanted, expected = case(family, root)
     engine = make_engine(directory, block_size=8, tensor=tensor, pipeline=pipeline)
@@ -88,7 +88,7 @@ def test_as_one_rank(family: str, tensor: int, pipeline: int, root: Path) -> Non
 @pytest.mark.pairs("TP + EP")
 @pytest.mark.pairs("PP + EP", slow=True)
 @pytest.mark.parametrize(("tensor", "pipeline"), mostly_slow(EXPERT_GRIDS, [(3, 1)]))
-@pytest.mark.parametrize("family", WITH_EXPERTS)
+@pytest.mark.parametrize("family", mostly_slow(WITH_EXPERTS, [*FEW, "qwen3_next"]))
 def test_whole_experts(family: str, tensor: int, pipeline: int, root: Path) -> None:
     directory, wanted, expected = case(family, root)
     how = {"enable_expert_parallel": True, "tensor_parallel_size": tensor}
@@ -97,7 +97,7 @@ def test_whole_experts(family: str, tensor: int, pipeline: int, root: Path) -> N
 
 
 @pytest.mark.pairs("TP + PP")
-@pytest.mark.parametrize("family", ["mistral", "gpt2", "deepseek_v3", "llama4_text"])
+@pytest.mark.parametrize("family", mostly_slow(["mistral", "gpt2", "deepseek_v3", "llama4_text"]))
 def test_small_chunks_and_preemption(family: str, root: Path) -> None:
     directory, wanted, expected = case(family, root)
     options = {"block_size": 8, "max_model_len": 40, "max_num_batched_tokens": 12, "tensor": 2, "pipeline": 2}
@@ -108,49 +108,50 @@ def test_small_chunks_and_preemption(family: str, root: Path) -> None:
     assert engine.scheduler.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize(
-    ("family", "grid", "overrides"),
-    [
-        ("llama", {"tensor": 3}, {"hidden_size": 56, "num_attention_heads": 28, "num_key_value_heads": 4}),  # ragged
-        ("llama", {"tensor": 5}, {"hidden_size": 56, "num_attention_heads": 14, "num_key_value_heads": 2}),
-        (
-            "llama",
-            {"tensor": 2, "pipeline": 2},
-            {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-        ),
-        ("llama", {"tensor": 2, "split": (3, 1)}, {}),
-        ("stablelm", {"tensor": 7, "pipeline": 2}, {"qk_layernorm": True}),  # norms of heads, a rank without any
-        ("gpt2", {"tensor": 3, "split": (1, 60, 10)}, {}),  # the first rank, which adds the biases, has no head
-        ("qwen3", {"pipeline": 3, "layers": (2, 1, 2)}, {"num_hidden_layers": 5}),
-        ("mistral", {"tensor": 2, "pipeline": 2, "split": (1, 2), "layers": (1, 2)}, {}),
-        ("opt", {"tensor": 2, "pipeline": 2}, {"do_layer_norm_before": False, "word_embed_proj_dim": 33}),
-        (
-            "olmo2",
-            {"tensor": 3},
-            {"hidden_size": 56, "num_attention_heads": 28, "num_key_value_heads": 2},
-        ),  # shared keys
-        ("stablelm", {"tensor": 3}, {"use_parallel_residual": True}),
-        ("gpt_oss", {"tensor": 5}, {"hidden_size": 56, "num_attention_heads": 14, "num_key_value_heads": 2}),  # sinks
-        ("deepseek_v2", {"tensor": 5, "split": (1, 1, 60, 1, 1)}, {"attention_bias": True, "q_lora_rank": 9}),
-        ("stablelm", {"tensor": 2, "pipeline": 2}, {"use_parallel_residual": True}),
-        ("gpt2", {"pipeline": 2}, {"tie_word_embeddings": False}),
-        ("gpt_neox", {"tensor": 3, "split": (3, 1, 1)}, {"use_parallel_residual": False, "attention_bias": False}),
-        ("falcon", {"tensor": 3}, {"new_decoder_architecture": False}),  # all ranks have the one key and value head
-        ("falcon", {"tensor": 4, "split": (2, 3, 1, 4)}, {"num_ln_in_parallel_attn": 1, "bias": True}),
-        ("falcon", {"tensor": 5}, {"hidden_size": 56, "num_attention_heads": 28, "num_kv_heads": 4}),  # cut groups
-        ("bloom", {"tensor": 3, "split": (3, 1, 1)}, {"hidden_size": 70, "n_head": 7}),
-        ("mpt", {"tensor": 7, "pipeline": 2}, {}),  # a rank without any head
-        ("gptj", {"tensor": 2, "pipeline": 2}, {"tie_word_embeddings": True}),
-        ("llama", {"tensor": 7}, {"vocab_size": 337, "intermediate_size": 5}),  # ranks without feed-forward columns
-        ("mixtral", {"tensor": 4}, {"intermediate_size": 3}),
-        ("qwen2_moe", {"tensor": 2, "pipeline": 2, "split": (1, 3)}, {}),
-        (
-            "qwen3_moe",
-            {"tensor": 2, "split": (1, 3), "tensor_parallel_size": 2, "enable_expert_parallel": True},
-            {"num_experts": 7},
-        ),
-    ],
-)
+ODD: list[tuple[str, dict[str, object], dict[str, object]]] = [
+    ("llama", {"tensor": 3}, {"hidden_size": 56, "num_attention_heads": 28, "num_key_value_heads": 4}),  # ragged
+    ("llama", {"tensor": 5}, {"hidden_size": 56, "num_attention_heads": 14, "num_key_value_heads": 2}),
+    (
+        "llama",
+        {"tensor": 2, "pipeline": 2},
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    ("llama", {"tensor": 2, "split": (3, 1)}, {}),
+    ("stablelm", {"tensor": 7, "pipeline": 2}, {"qk_layernorm": True}),  # norms of heads, a rank without any
+    ("gpt2", {"tensor": 3, "split": (1, 60, 10)}, {}),  # the first rank, which adds the biases, has no head
+    ("qwen3", {"pipeline": 3, "layers": (2, 1, 2)}, {"num_hidden_layers": 5}),
+    ("mistral", {"tensor": 2, "pipeline": 2, "split": (1, 2), "layers": (1, 2)}, {}),
+    ("opt", {"tensor": 2, "pipeline": 2}, {"do_layer_norm_before": False, "word_embed_proj_dim": 33}),
+    (
+        "olmo2",
+        {"tensor": 3},
+        {"hidden_size": 56, "num_attention_heads": 28, "num_key_value_heads": 2},
+    ),  # shared keys
+    ("stablelm", {"tensor": 3}, {"use_parallel_residual": True}),
+    ("gpt_oss", {"tensor": 5}, {"hidden_size": 56, "num_attention_heads": 14, "num_key_value_heads": 2}),  # sinks
+    ("deepseek_v2", {"tensor": 5, "split": (1, 1, 60, 1, 1)}, {"attention_bias": True, "q_lora_rank": 9}),
+    ("stablelm", {"tensor": 2, "pipeline": 2}, {"use_parallel_residual": True}),
+    ("gpt2", {"pipeline": 2}, {"tie_word_embeddings": False}),
+    ("gpt_neox", {"tensor": 3, "split": (3, 1, 1)}, {"use_parallel_residual": False, "attention_bias": False}),
+    ("falcon", {"tensor": 3}, {"new_decoder_architecture": False}),  # all ranks have the one key and value head
+    ("falcon", {"tensor": 4, "split": (2, 3, 1, 4)}, {"num_ln_in_parallel_attn": 1, "bias": True}),
+    ("falcon", {"tensor": 5}, {"hidden_size": 56, "num_attention_heads": 28, "num_kv_heads": 4}),  # cut groups
+    ("bloom", {"tensor": 3, "split": (3, 1, 1)}, {"hidden_size": 70, "n_head": 7}),
+    ("mpt", {"tensor": 7, "pipeline": 2}, {}),  # a rank without any head
+    ("gptj", {"tensor": 2, "pipeline": 2}, {"tie_word_embeddings": True}),
+    ("llama", {"tensor": 7}, {"vocab_size": 337, "intermediate_size": 5}),  # ranks without feed-forward columns
+    ("mixtral", {"tensor": 4}, {"intermediate_size": 3}),
+    ("qwen2_moe", {"tensor": 2, "pipeline": 2, "split": (1, 3)}, {}),
+    (
+        "qwen3_moe",
+        {"tensor": 2, "split": (1, 3), "tensor_parallel_size": 2, "enable_expert_parallel": True},
+        {"num_experts": 7},
+    ),
+]
+FAST_ODD = [ODD[number] for number in (0, 2, 3, 5, 6, 11, 12, 16, 19, 22, 25)]
+
+
+@pytest.mark.parametrize(("family", "grid", "overrides"), mostly_slow(ODD, FAST_ODD))
 def test_odd_sizes_and_chosen_splits(
     family: str, grid: dict[str, object], overrides: dict[str, object], tmp_path: Path
 ) -> None:
@@ -162,12 +163,17 @@ def test_odd_sizes_and_chosen_splits(
 @pytest.mark.parametrize(
     ("family", "dtype", "grid"),
     [
-        ("llama", "float32", {"tensor": 3}),
+        pytest.param("llama", "float32", {"tensor": 3}, marks=pytest.mark.slow),
         ("llama", "bfloat16", {"tensor": 2}),
         ("llama", "float32", {"pipeline": 2}),
         ("mixtral", "float32", {}),
-        ("mixtral", "bfloat16", {"tensor": 2}),
-        ("qwen2_moe", "bfloat16", {"tensor": 3, "tensor_parallel_size": 3, "enable_expert_parallel": True}),
+        pytest.param("mixtral", "bfloat16", {"tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            "qwen2_moe",
+            "bfloat16",
+            {"tensor": 3, "tensor_parallel_size": 3, "enable_expert_parallel": True},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_rows_bits_do_not_depend_on_its_company(

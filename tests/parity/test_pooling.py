@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from serve_llm.common.types import FinishReason
 from support.engine import generate, greedy, make_engine
+from support.matrix import mostly_slow
 from support.pooled import (
     DECODERS,
     ENCODERS,
@@ -63,7 +64,7 @@ class CopyRecorder(TorchDispatchMode):
 
 class TestDecoders:
     @pytest.mark.pairs("TP + embeddings")
-    @pytest.mark.parametrize("tensor", [1, 2])
+    @pytest.mark.parametrize("tensor", mostly_slow([1, 2], [2]))
     @pytest.mark.parametrize("architecture", DECODERS)
     def test_in_chunks_beside_each_other(self, architecture: str, tensor: int, tmp_path: Path) -> None:
         chosen = prompts(make_pooled_checkpoint(tmp_path, architecture))
@@ -130,7 +131,7 @@ class TestDecoders:
 
 
 class TestEncoders:
-    @pytest.mark.parametrize("tensor", [1, 2])
+    @pytest.mark.parametrize("tensor", mostly_slow([1, 2], [2]))
     @pytest.mark.parametrize("architecture", ENCODERS)
     def test_whole_prompts(self, architecture: str, tensor: int, tmp_path: Path) -> None:
         # With larger weights the layers magnify rounding, also that of transformers, beyond the tolerance.

@@ -50,7 +50,9 @@ FEW = ["llama", "mistral", "gemma3_text", "gpt2", "mixtral", "deepseek_v3", "gpt
 
 
 @pytest.mark.pairs("speculation + prefix cache", "speculation + logprobs", "speculation + n")
-@pytest.mark.parametrize("family", mostly_slow([family for family in FAMILIES if family not in HYBRIDS], FEW))
+@pytest.mark.parametrize(
+    "family", mostly_slow([family for family in FAMILIES if family not in HYBRIDS], ["llama", "mixtral", "deepseek_v3"])
+)
 def test_every_family(family: str, root: Path) -> None:
     directory, requests = case(family, root)
     expected = generate(make_engine(directory, **OFF), requests, ARRIVALS)
@@ -73,7 +75,7 @@ HOWS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.pairs("speculation + int8", "speculation + TP", "speculation + PP")
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", mostly_slow(["llama", "mistral"], ["llama"]))
 @pytest.mark.parametrize("how", HOWS)
 def test_every_way_to_compute(how: str, family: str, root: Path) -> None:
     directory, requests = case(family, root)
@@ -123,7 +125,7 @@ def check_adaptive(engine: EngineCore, requests: list[Request], expected: dict[i
     assert len({length for num_running, length in lengths if num_running < 12}) > 2
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", mostly_slow(["llama", "mixtral"], ["llama"]))
 def test_lengths_that_adapt(family: str, root: Path) -> None:
     directory, requests = case(family, root)
     expected = generate(make_engine(directory, **OFF), requests)

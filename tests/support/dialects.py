@@ -22,6 +22,9 @@ from serve_llm.server.dialects.tool import Tool
 
 Arguments = dict[str, object]
 
+# One of each kind of written call, for tests that are slow with all dialects.
+FEW_DIALECTS = ("hermes", "qwen3_5", "llama3_pythonic", "mistral_ids", "glm4_7", "harmony", "gemma4")
+
 WEATHER = Tool(
     "get_weather",
     "Current weather.",

@@ -14,6 +14,7 @@ from support.eagle import Served, build_head, write_head
 from support.engine import Result, assert_equal, generate, make_engine
 from support.gpu_path import make_gpu_engine
 from support.grammars import EOS, SCHEMA, compile_grammar, constrained, demo, ids_of
+from support.matrix import mostly_slow
 from support.speculation import NGRAM, assert_drafted, draft_freely, draft_from
 
 OPTIONS: dict[str, object] = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory": "64MiB"}
@@ -67,7 +68,7 @@ def expected() -> dict[int, Result]:
 
 
 @pytest.mark.pairs("speculation + grammar")
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", mostly_slow(HOWS, ["plain", "two ranks"]))
 def test_same_output(how: str, expected: dict[int, Result]) -> None:
     engine = draft_from(make_engine(demo(), **(ON | HOWS[how])), make_requests(), expected)
     arrivals = [number // 3 for number in range(20)]
@@ -75,7 +76,7 @@ def test_same_output(how: str, expected: dict[int, Result]) -> None:
     assert_drafted(engine)
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", mostly_slow(HOWS, ["plain", "two ranks"]))
 def test_thinking_budgets_without_a_grammar(how: str) -> None:
     """Drafts are verified up to the end of the budget, which is forced, and after it."""
     styles: list[dict[str, object]] = [
@@ -95,6 +96,7 @@ def test_thinking_budgets_without_a_grammar(how: str) -> None:
     assert engine.scheduler.stats().num_accepted_tokens > 200
 
 
+@pytest.mark.slow
 def test_same_output_with_steps_in_flight(expected: dict[int, Result], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = draft_from(make_gpu_engine(demo(), monkeypatch, **ON), make_requests(), expected)
     assert_equal(generate(engine, make_requests()), expected, is_exact=False)

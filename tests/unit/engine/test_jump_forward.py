@@ -13,6 +13,7 @@ from serve_llm.engine.worker.input_batch import BatchArrays
 from support.engine import Result, generate, make_engine
 from support.gpu_path import graphs_of, make_gpu_engine
 from support.grammars import EOS, compile_grammar, constrained, demo, ids_of, text_of
+from support.matrix import mostly_slow
 
 OPTIONS: dict[str, object] = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory": "64MiB"}
 SCHEMA: dict[str, object] = {
@@ -94,7 +95,7 @@ def assert_equal(found: dict[int, Result], expected: dict[int, Result]) -> None:
             assert entry.top_logprobs == pytest.approx(one.top_logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("load_format", mostly_slow(["auto", "dummy"], ["auto"]))
 def test_same_output_as_one_by_one(load_format: str) -> None:
     requests = mixed_requests(20)
     engine = make_engine(demo(), **OPTIONS, load_format=load_format)
@@ -112,7 +113,9 @@ def test_forced_ids_save_steps(engine: EngineCore, one_by_one: EngineCore) -> No
         assert num_steps < 0.7 * num_single_steps
 
 
-@pytest.mark.parametrize("how", [{"tensor": 2}, {"pipeline": 2}, {"max_num_batched_tokens": 9}], ids=str)
+@pytest.mark.parametrize(
+    "how", mostly_slow([{"tensor": 2}, {"pipeline": 2}, {"max_num_batched_tokens": 9}], [{"tensor": 2}]), ids=str
+)
 def test_same_output_over_ranks_and_chunks(one_by_one: EngineCore, how: dict[str, int]) -> None:
     requests = mixed_requests(14)
     arrivals = [number // 2 for number in range(14)]
@@ -128,6 +131,7 @@ def test_same_output_after_preemption(one_by_one: EngineCore) -> None:
     assert small.scheduler.stats().num_preemptions > 0
 
 
+@pytest.mark.slow
 def test_same_output_with_steps_in_flight(one_by_one: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = mixed_requests(20)
     assert_equal(generate(make_gpu_engine(demo(), monkeypatch, **OPTIONS), requests), generate(one_by_one, requests))

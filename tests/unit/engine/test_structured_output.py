@@ -22,6 +22,7 @@ from serve_llm.engine.structured_output.state import ConstraintState
 from support.engine import Result, generate, make_engine
 from support.gpu_path import make_gpu_engine
 from support.grammars import EOS, SCHEMA, VOCAB_SIZE, compile_grammar, constrained, demo, ids_of, text_of
+from support.matrix import mostly_slow
 
 OPTIONS: dict[str, object] = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory": "64MiB"}
 WORD = "[a-z]{2,12}( [a-z]{2,12})?"
@@ -160,7 +161,9 @@ def test_as_alone_in_a_batch_of_all_kinds(engine: EngineCore) -> None:
         assert_equal(generate(engine, [request]), {request.id: together[request.id]})
 
 
-@pytest.mark.parametrize("how", [{"tensor": 2}, {"pipeline": 2}, {"max_num_batched_tokens": 13}])
+@pytest.mark.parametrize(
+    "how", mostly_slow([{"tensor": 2}, {"pipeline": 2}, {"max_num_batched_tokens": 13}], [{"tensor": 2}])
+)
 def test_same_texts_over_ranks_and_chunks(engine: EngineCore, how: dict[str, int]) -> None:
     requests = mixed_requests(14)
     other = make_engine(demo(), **OPTIONS, **how)
@@ -193,6 +196,7 @@ def test_each_grammar_is_compiled_once_while_many_wait(engine: EngineCore, monke
     assert len(small.grammars._compiler._matchers) <= 2, "those of requests that have ended are dropped"
 
 
+@pytest.mark.slow
 def test_same_texts_with_steps_in_flight(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = mixed_requests(14)
     asynchronous = make_gpu_engine(demo(), monkeypatch, **OPTIONS)

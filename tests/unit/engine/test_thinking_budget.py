@@ -55,6 +55,7 @@ def test_a_spent_budget_closes_the_reasoning(engine: EngineCore) -> None:
             assert text_of(found.token_ids).count("</think>") == 1
 
 
+@pytest.mark.slow
 def test_it_is_the_same_one_by_one_over_ranks_and_with_steps_in_flight(
     engine: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,7 @@ def defined(shape: Shape, dtype: torch.dtype, window: int | None, lengths: tuple
 
 
 @pytest.mark.parametrize("window", mostly_slow([None, 1, 19, 150], [None, 19]))
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", mostly_slow(DTYPES, [torch.bfloat16]))
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_equals_the_definition(name: str, shape: Shape, dtype: torch.dtype, window: int | None) -> None:
     lengths = (1, 2, 65, 300 if shape[0] == 14 else 140)  # tiles are of 128 and 256 keys
@@ -80,10 +80,12 @@ def arguments(how: str, shape: Shape) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("window", [None, 19])
+@pytest.mark.parametrize("window", mostly_slow([None, 19], [19]))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("shape", FEW_SHAPES)
+@pytest.mark.parametrize(
+    "shape", [FEW_SHAPES[0], *(pytest.param(shape, marks=pytest.mark.slow) for shape in FEW_SHAPES[1:])]
+)
 def test_changed_scores_and_int8_caches_equal_the_definition(
     shape: Shape, how: str, dtype: torch.dtype, window: int | None
 ) -> None:
@@ -96,8 +98,8 @@ def test_changed_scores_and_int8_caches_equal_the_definition(
             torch.testing.assert_close(left, right, **tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("dtype", mostly_slow(DTYPES, [torch.bfloat16]))
+@pytest.mark.parametrize("how", mostly_slow(HOWS, ["int8", "all"]))
 @pytest.mark.parametrize("name", VERSIONS)
 def test_with_changed_scores_and_int8_bits_do_not_depend_on_batch_or_chunks(
     name: str, how: str, dtype: torch.dtype
@@ -124,7 +126,7 @@ LATENT: dict[str, tuple[Shape, int]] = {  # the shape, and numbers of a value
 
 
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", mostly_slow(DTYPES, [torch.bfloat16]))
 @pytest.mark.parametrize("case", LATENT)
 def test_values_that_are_a_part_of_the_keys(case: str, dtype: torch.dtype, int8: bool) -> None:
     shape, value_dim = LATENT[case]
@@ -159,7 +161,7 @@ def test_an_int8_cache_costs_little(name: str) -> None:
 
 
 @pytest.mark.parametrize("window", mostly_slow([None, 50], [50]))
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", mostly_slow(DTYPES, [torch.bfloat16]))
 @pytest.mark.parametrize(
     ("name", "shape", "threads"),
     [

@@ -16,6 +16,7 @@ from serve_llm.kernels.cpu.encoder_attention import EncoderKernel, build_encoder
 from serve_llm.kernels.cpu.library import Library
 from serve_llm.kernels.cpu.rows import RowKernels
 from serve_llm.kernels.rope import HeadNorms
+from support.matrix import mostly_slow
 
 COMPILED = library.find()
 pytestmark = pytest.mark.skipif(COMPILED is None, reason="no C++ compiler at installation")
@@ -48,7 +49,7 @@ def rotation(head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 1, 65, 300])
+@pytest.mark.parametrize("window", mostly_slow([None, 1, 65, 300], [None, 65]))
 @pytest.mark.parametrize(("heads", "head_dim", "kind"), [(12, 32, "plain"), (3, 64, "rope"), (2, 40, "norms")])
 def test_equals_the_definition(
     kernel: EncoderKernel, heads: int, head_dim: int, kind: str, window: int | None, dtype: torch.dtype

@@ -14,6 +14,7 @@ from support import agent_events
 from support.agent_events import fold_message as fold
 from support.agent_events import strip_message as strip
 from support.asgi import Call, Reply
+from support.matrix import mostly_slow
 from support.serving import Served
 from support.tools import with_tools, write_call
 
@@ -79,7 +80,7 @@ CASES: list[tuple[str, list[str], str]] = [
 ]
 
 
-@pytest.mark.parametrize("tokens_per_step", [1, 7, 1000])
+@pytest.mark.parametrize("tokens_per_step", mostly_slow([1, 7, 1000], [7]))
 @pytest.mark.parametrize(("written", "kinds", "stop_reason"), CASES, ids=range(len(CASES)))
 def test_stream_folds_to_the_body(
     serve_text: ServeText, written: str, kinds: list[str], stop_reason: str, tokens_per_step: int

@@ -131,6 +131,7 @@ def test_vocabulary_and_merges_are_converted_once(tmp_path: Path, monkeypatch: p
     assert (target / "tokenizer.json").stat().st_mtime_ns == made
 
 
+@pytest.mark.slow
 def test_a_failed_conversion_says_why_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "vocab.json").write_text("{")

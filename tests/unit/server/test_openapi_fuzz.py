@@ -22,6 +22,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
 from support.asgi import Call, Reply
+from support.matrix import mostly_slow
 from support.serving import Served
 
 STRICT = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
@@ -183,13 +184,15 @@ def test_routes_that_ignore_what_they_do_not_know(server: Server, path: str, mod
 
 
 @pytest.mark.parametrize("mode", GenerationMode)
-@pytest.mark.parametrize("path", [*ALIASES, *STORING])
+@pytest.mark.parametrize(
+    "path", mostly_slow([*ALIASES, *STORING], ["/v1/rerank", "/v1/files", "/v1/load_lora_adapter"])
+)
 def test_routes_of_small_bodies(server: Server, path: str, mode: GenerationMode) -> None:
     check_body(server, "POST", path, mode, 10, strict=True)
 
 
 @pytest.mark.parametrize("mode", GenerationMode)
-@pytest.mark.parametrize("path", LISTS)
+@pytest.mark.parametrize("path", mostly_slow(LISTS, ["/v1/files"]))
 def test_lists(server: Server, path: str, mode: GenerationMode) -> None:
     make_objects(server)
     check_body(server, "GET", path, mode, 20, strict="{" not in path)

@@ -17,6 +17,7 @@ from support import agent_events
 from support.agent_events import fold_response
 from support.agent_events import strip_response as strip
 from support.asgi import Call, Reply
+from support.matrix import mostly_slow
 from support.serving import Served
 from support.tools import with_tools, write_call
 
@@ -97,7 +98,7 @@ CASES: list[tuple[str, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize("tokens_per_step", [1, 7, 1000])
+@pytest.mark.parametrize("tokens_per_step", mostly_slow([1, 7, 1000], [7]))
 @pytest.mark.parametrize(("written", "kinds"), CASES, ids=range(len(CASES)))
 def test_stream_folds_to_the_body(serve_text: ServeText, written: str, kinds: list[str], tokens_per_step: int) -> None:
     served = serve_text(written, tokens_per_step=tokens_per_step)

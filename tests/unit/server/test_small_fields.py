@@ -199,8 +199,12 @@ def add_tokens(model: ServedModel, *names: str) -> ServedModel:
     ("names", "order"),
     [
         (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), "0P1S2"),
-        (("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), "0P1S2"),
-        (("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"), "0P1S2"),
+        pytest.param(("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), "0P1S2", marks=pytest.mark.slow),
+        pytest.param(
+            ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
+            "0P1S2",
+            marks=pytest.mark.slow,
+        ),
         (("[PREFIX]", "[SUFFIX]"), "1S0P"),
     ],
     ids=str,

@@ -13,8 +13,9 @@ from serve_llm.server.dialects.dialect import CallFormat, Dialect, JsonCodec
 from serve_llm.server.dialects.table import BUILT_IN
 from serve_llm.server.prompt.model import ServedModel
 from support.choices import Choice, fold, read_body
-from support.dialects import write_turn
+from support.dialects import FEW_DIALECTS, write_turn
 from support.fakes import logprobs_of
+from support.matrix import mostly_slow
 from support.serving import Served
 from support.tools import TOOLS, WEATHER, with_tools, write_call
 
@@ -53,7 +54,7 @@ TEXTS: list[tuple[str, str, str | None, list[dict[str, str]], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tokens_per_step", [1, 5, 1000])
+@pytest.mark.parametrize("tokens_per_step", mostly_slow([1, 5, 1000], [5]))
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("written", "reasoning", "content", "calls", "finish_reason"), TEXTS, ids=range(len(TEXTS)))
 def test_answers(
@@ -174,7 +175,9 @@ def test_no_choice_leaves_delimiters_that_are_special_tokens(
     assert choice["message"] == {"role": "assistant", "content": "So: {}\n"}
 
 
-@pytest.mark.parametrize("name", [name for name, dialect in BUILT_IN.items() if dialect.calls is not None])
+@pytest.mark.parametrize(
+    "name", mostly_slow([name for name, dialect in BUILT_IN.items() if dialect.calls is not None], FEW_DIALECTS)
+)
 def test_no_choice_leaves_calls_of_every_dialect_in_the_text(
     serve_text: Callable[..., Served], model: ServedModel, name: str
 ) -> None:

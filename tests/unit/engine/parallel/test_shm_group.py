@@ -21,6 +21,7 @@ from serve_llm.engine.parallel.shm import ChannelClosed
 from serve_llm.engine.parallel.shm_group import CompiledGroup, ShmGroup, ShmLink
 from serve_llm.engine.parallel.shm_ring import Ring
 from serve_llm.kernels.cpu import library
+from support.matrix import mostly_slow
 
 COMPILED = library.find()
 needs_compiled = pytest.mark.skipif(COMPILED is None, reason="without a compiled library")
@@ -177,7 +178,7 @@ print(total.unique().tolist(), [part.tolist() for part in group.all_gather(torch
 """
 
 
-@pytest.mark.parametrize("kind", ["ShmGroup", "build_shm_group"])
+@pytest.mark.parametrize("kind", mostly_slow(["ShmGroup", "build_shm_group"], ["build_shm_group"]))
 def test_processes(kind: str) -> None:
     rings = [Ring.create(2, 512) for _ in range(3)]
     places = [f"{ring.memory.handle.fd}:{ring.memory.handle.size}" for ring in rings]

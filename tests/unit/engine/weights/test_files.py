@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from serve_llm.engine.weights.files import Checkpoint
 from support.forward import Harness, load
+from support.matrix import mostly_slow
 from support.tiny import make_checkpoint
 
 SIZE = 8 << 20
@@ -69,7 +70,7 @@ def test_memory_that_is_no_files_is_not_released(tmp_path: Path, monkeypatch: py
     assert torch.equal(numbers, torch.arange(SIZE // 4))
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", mostly_slow([False, True], [False]))
 def test_only_an_embedding_that_fits_stays_in_the_file(tied: bool, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", tie_word_embeddings=tied)
     path = tmp_path / "model.safetensors"

@@ -21,6 +21,7 @@ from serve_llm.engine.weights.files import Checkpoint
 from serve_llm.engine.weights.load import load_model, match_tensors
 from serve_llm.engine.weights.parameters import CheckpointLoader
 from support.forward import CPU, Harness, load, load_whole
+from support.matrix import FEW, mostly_slow
 from support.quantised import quantise_checkpoint
 from support.ranks import Ranks
 from support.reference import reference_logprobs
@@ -55,7 +56,7 @@ def logprobs(directory: Path) -> Tensor:
     return Harness(spec, decoder, torch.float32).logprobs([PROMPT])[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES))
 def test_each_missing_tensor_is_named(family: str, tmp_path: Path) -> None:
     num_layers = 2 if family in HYBRIDS else 1  # one of each kind
     make_checkpoint(tmp_path, family, **{"n_layer" if family in ("gpt2", "gptj") else "num_hidden_layers": num_layers})
@@ -144,7 +145,7 @@ def test_int8_weights_must_be_what_config_json_says(tmp_path: Path) -> None:
     refused({**whole, f"{name}_zero_point": scale.to(torch.int8)}, f"uses {name}_zero_point$")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES))
 def test_names_without_prefix_and_useless_tensors(family: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family)
     expected = logprobs(tmp_path)
@@ -294,7 +295,7 @@ def test_any_rows_of_groups_of_heads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("grid", [ParallelLayout(), ParallelLayout(8), ParallelLayout(2, 3)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, [*FEW, "qwen3_next"]))
 def test_progress_counts_every_parameter(family: str, grid: ParallelLayout, load_format: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family)
     spec, weight_map = read_model(json.loads((tmp_path / "config.json").read_text()))

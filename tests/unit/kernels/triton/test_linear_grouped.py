@@ -13,6 +13,7 @@ from serve_llm.kernels import activation, linear, linear_grouped, linear_int8, m
 from serve_llm.kernels.linear_grouped import GroupedWeight
 from support.experts import make_case
 from support.grouped import FORMS, make_weight
+from support.matrix import mostly_slow
 from support.triton import NO_TRITON, assert_fits, compile_for, record
 
 pytest.importorskip("triton", reason=NO_TRITON)
@@ -37,14 +38,14 @@ def assert_right(weight: GroupedWeight, rows: int, dtype: torch.dtype, bias: boo
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", mostly_slow([torch.float32, torch.bfloat16], [torch.bfloat16]))
 def test_equals_the_definition(form: str, dtype: torch.dtype) -> None:
     """Few rows, whose sums are split, and more rows than a tile has; groups of all inputs, wide and narrow ones."""
     for rows, outputs, inputs, group_size in ((3, 40, 1100, 32), (1, 7, 60, 60), (150, 70, 200, 128), (2, 5, 80, 16)):
         assert_right(make_weight(form, outputs, inputs, group_size), rows, dtype, bias=rows == 3)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", mostly_slow(FORMS, ["int4 zeros", "mxfp4"]))
 def test_many_rows_multiply_an_unpacked_weight(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "UNPACKED_ROWS", 6)
     for outputs, inputs, group_size, offset in ((40, 1100, 32, 0), (7, 60, 60, 0), (9, 150, 128, 96), (9, 150, 20, 3)):
@@ -53,7 +54,7 @@ def test_many_rows_multiply_an_unpacked_weight(form: str, monkeypatch: pytest.Mo
             assert_right(weight, 6, dtype, bias=inputs == 60)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", mostly_slow(FORMS, ["int4 zeros", "mxfp4"]))
 def test_parts_of_groups_and_odd_groups(form: str) -> None:
     for group_size, offset in ((128, 96), (32, 7), (20, 3), (96, 0)):
         assert_right(make_weight(form, 9, 150, group_size, offset), 5, torch.float32)
@@ -107,7 +108,7 @@ def test_int8_without_rounding_the_rows() -> None:
     assert (found - linear_int8.pack_int8(numbers, scale, bias)(x)).abs().max() < 0.05
 
 
-@pytest.mark.parametrize("form", ["int4 zeros", "fp8"])
+@pytest.mark.parametrize("form", mostly_slow(["int4 zeros", "fp8"], ["int4 zeros"]))
 def test_a_row_does_not_depend_on_the_others(form: str) -> None:
     """With splits and without."""
     for outputs, inputs, group_size in ((40, 1100, 32), (70, 200, 128)):
@@ -118,7 +119,7 @@ def test_a_row_does_not_depend_on_the_others(form: str) -> None:
             assert torch.equal(layer(x[rows]), whole[rows])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", mostly_slow(FORMS, ["int4 zeros", "mxfp4"]))
 def test_experts(form: str) -> None:
     case = make_case(9, 5, 2, 96, 32, torch.float32, bias=True)
     own = range(1, 4)

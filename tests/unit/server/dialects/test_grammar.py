@@ -26,6 +26,9 @@ CASES += [
     for dialect in [*SAMPLED, BUILT_IN["deepseek_v3"]]
     if not dialect.start  # without its tokens, the messages of a turn cannot be told apart
 ]
+WALKED = [
+    case if case.id in SAMPLE else pytest.param(*case.values, id=case.id, marks=pytest.mark.slow) for case in CASES
+]
 AUTO = ToolChoice("auto")
 REQUIRED = ToolChoice("required")
 LOOSE: list[tuple[str, Arguments]] = [("get_weather", {"city": "Zürich", "days": 3}), ("now", {})]
@@ -78,7 +81,7 @@ def write_calls(dialect: Dialect, calls: list[tuple[str, Arguments]], **parts: s
     return text
 
 
-@pytest.mark.parametrize(("dialect", "has_tokens"), CASES)
+@pytest.mark.parametrize(("dialect", "has_tokens"), WALKED)
 def test_offering_tools_changes_no_text_without_calls(dialect: Dialect, has_tokens: bool) -> None:
     tokenizer = get_tokenizer(dialect, has_tokens)
     grammar = write_turn(tokenizer, dialect, TOOLS, AUTO)
@@ -161,7 +164,7 @@ SEEDS = [range(2), pytest.param(range(2, 6), marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
-@pytest.mark.parametrize(("dialect", "has_tokens"), CASES)
+@pytest.mark.parametrize(("dialect", "has_tokens"), WALKED)
 def test_texts_of_the_grammar_are_valid_calls(dialect: Dialect, has_tokens: bool, seeds: range) -> None:
     tokenizer = get_tokenizer(dialect, has_tokens)
     for parallel in (False, True):

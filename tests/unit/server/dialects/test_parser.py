@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from serve_llm.server.dialects.dialect import Dialect
 from serve_llm.server.dialects.table import BUILT_IN
-from support.dialects import Arguments, Turn, create_parser, parse, write_turn
+from support.dialects import FEW_DIALECTS, Arguments, Turn, create_parser, parse, write_turn
+from support.matrix import mostly_slow
 
 CALLING = [dialect for dialect in BUILT_IN.values() if dialect.calls is not None]
+FEW = [BUILT_IN[name] for name in FEW_DIALECTS]
 CALLS: list[tuple[str, Arguments]] = [
     ("get_weather", {"city": "Paris, 5e", "days": 3, "tags": ["a", "b c"], "limits": {"low": -1.5}, "detailed": True}),
     ("now", {}),
@@ -163,7 +165,7 @@ def test_arguments_survive(dialect: Dialect, calls: list[tuple[str, Arguments]],
     assert not turn.content
 
 
-@pytest.mark.parametrize("dialect", CALLING, ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("dialect", mostly_slow(CALLING, FEW), ids=lambda dialect: dialect.name)
 def test_a_turn_that_is_cut_keeps_what_was_written(dialect: Dialect) -> None:
     text = write_turn(dialect, calls=CALLS)
     whole = parse(dialect, text)
@@ -193,7 +195,7 @@ def test_arguments_leave_as_they_are_written(dialect: Dialect) -> None:
     assert turn.calls[0].arguments.find(city) >= 0
 
 
-@pytest.mark.parametrize("dialect", CALLING, ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("dialect", mostly_slow(CALLING, FEW), ids=lambda dialect: dialect.name)
 def test_a_closing_delimiter_that_is_cut_is_no_content(dialect: Dialect) -> None:
     text = write_turn(dialect, calls=CALLS[:1])
     has_ended = False

@@ -11,8 +11,9 @@ import pytest
 from serve_llm.server.dialects.dialect import PythonicCodec
 from serve_llm.server.dialects.table import BUILT_IN
 from serve_llm.server.dialects.tool import Tool, ToolChoice
-from support.dialects import parse
+from support.dialects import FEW_DIALECTS, parse
 from support.dialects import write_turn as write_text
+from support.matrix import mostly_slow
 from support.turn_grammars import accepts, get_tokenizer, walk, write_turn
 
 REQUIRED = ToolChoice("required")
@@ -74,7 +75,7 @@ def test_values_are_written_as_in_python(name: str, schema: Schema, valid: list[
                 assert parse(dialect, text, tools=[tool]).decode_calls() == [("f", arguments)]
 
 
-@pytest.mark.parametrize("name", PYTHONIC)
+@pytest.mark.parametrize("name", mostly_slow(PYTHONIC, FEW_DIALECTS))
 def test_what_the_grammar_allows_is_valid(name: str) -> None:
     dialect = BUILT_IN[name]
     tokenizer = get_tokenizer(dialect, True)

@@ -11,8 +11,9 @@ from serve_llm.server.dialects.dialect import Dialect
 from serve_llm.server.dialects.table import BUILT_IN
 from serve_llm.server.prompt.model import ServedModel
 from support.choices import fold, read_body
-from support.dialects import write_turn
+from support.dialects import FEW_DIALECTS, write_turn
 from support.fakes import logprobs_of
+from support.matrix import mostly_slow
 from support.serving import Served
 from support.tools import TOOLS, with_tools
 
@@ -31,8 +32,9 @@ def write_texts(dialect: Dialect) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("dialect", BUILT_IN.values(), ids=list(BUILT_IN))
-def test_tokens_add_up(serve: Callable[..., Served], model: ServedModel, dialect: Dialect) -> None:
+@pytest.mark.parametrize("name", mostly_slow(BUILT_IN, FEW_DIALECTS))
+def test_tokens_add_up(serve: Callable[..., Served], model: ServedModel, name: str) -> None:
+    dialect = BUILT_IN[name]
     served_model = with_tools(model, dialect)
     body: dict[str, Any] = {"logprobs": True, "top_logprobs": 1, "return_token_ids": True}
     if dialect.calls is not None:

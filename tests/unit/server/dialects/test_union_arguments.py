@@ -11,8 +11,9 @@ import pytest
 from serve_llm.server.dialects.dialect import TaggedCodec
 from serve_llm.server.dialects.table import BUILT_IN
 from serve_llm.server.dialects.tool import Tool, ToolChoice
-from support.dialects import parse
+from support.dialects import FEW_DIALECTS, parse
 from support.dialects import write_turn as write_text
+from support.matrix import mostly_slow
 from support.turn_grammars import accepts, get_tokenizer, walk, write_turn
 
 REQUIRED = ToolChoice("required")
@@ -56,7 +57,7 @@ def build_tool(schema: Schema) -> Tool:
 
 
 @pytest.mark.parametrize("has_tokens", [True, False])
-@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize("name", mostly_slow(TAGGED, FEW_DIALECTS))
 def test_every_value_of_a_union_can_be_written(name: str, has_tokens: bool) -> None:
     dialect = BUILT_IN[name]
     tokenizer = get_tokenizer(dialect, has_tokens)
@@ -110,7 +111,7 @@ def limit_strings(schema: Schema) -> Schema:
     return limited | {"maxLength": 4} if isinstance(schema.get("type"), list) else limited
 
 
-@pytest.mark.parametrize("number", range(len(UNIONS)))
+@pytest.mark.parametrize("number", mostly_slow(range(len(UNIONS)), [0, 5, 10]))
 def test_what_the_grammar_of_a_union_allows_is_valid(number: int) -> None:
     tool = build_tool(limit_strings(UNIONS[number][0]))
     num_checked = 0
