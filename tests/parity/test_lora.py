@@ -12,8 +12,9 @@ import torch
 from serve_llm.common.types import Adapter, FinishReason, Request
 from serve_llm.engine.loop import EngineCore
 from support import packed, packed_floats
+from support.adapter_files import describe
 from support.adapter_requests import OPTIONS, PROMPTS, ask, ask_all, check_equal, llama
-from support.adapters import check_as_peft, describe, make_adapter, merge
+from support.adapters import check_as_peft, make_adapter, merge
 from support.engine import generate, make_engine
 from support.matrix import mostly_slow
 from support.pooled import compute_vectors, pooling_request

@@ -15,7 +15,8 @@ from serve_llm.common.types import Adapter, Request
 from serve_llm.engine.lora.files import read_adapter
 from serve_llm.engine.model.lora_targets import find_lora_targets
 from serve_llm.engine.model.registry import read_model
-from support.adapters import check_as_peft, make_adapter, write_adapter
+from support.adapter_files import write_adapter
+from support.adapters import check_as_peft, make_adapter
 from support.engine import assert_equal, generate, greedy, make_engine
 from support.matrix import mostly_slow
 from support.tiny import make_checkpoint

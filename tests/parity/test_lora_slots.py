@@ -12,8 +12,8 @@ from serve_llm.engine.lora.files import AdapterContents, read_adapter
 from serve_llm.engine.scheduler.adapter_slots import AdapterSlots
 from serve_llm.engine.weights import adapters as weights
 from serve_llm.engine.weights.adapters import AdapterLoader
+from support.adapter_files import write_adapter
 from support.adapter_requests import OPTIONS, PROMPTS, ask, ask_all, check_equal, llama
-from support.adapters import write_adapter
 from support.engine import generate, make_engine
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's

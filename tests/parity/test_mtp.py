@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from serve_llm.common.types import Adapter, Request, Sampling
 from serve_llm.engine.scheduler import speculation
-from support.adapters import describe, make_adapter
+from support.adapter_files import describe
+from support.adapters import make_adapter
 from support.drafts import check_head, record_guesses
 from support.engine import generate, generate_together, make_engine, make_engines
 from support.gpu_path import make_gpu_engine

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from serve_llm.common.types import Adapter, Request
-from serve_llm.engine.lora.files import compute_digest
+from support.adapter_files import describe
 from support.engine import Result
 
 PLAIN = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
@@ -56,27 +53,6 @@ def make_adapter(
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     model.save_pretrained(directory)
     return describe(directory)
-
-
-def write_adapter(directory: Path, layers: Mapping[str, tuple[int, int]], rank: int = 3, seed: int = 0) -> Adapter:
-    """Write an adapter of these modules without PEFT. layers: outputs and inputs by the module's name."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, (outputs, inputs) in layers.items():
-        prefix = f"base_model.model.{name}"
-        tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) * 0.2
-        tensors[f"{prefix}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * 0.2
-    directory.mkdir()
-    save_file(tensors, directory / "adapter_model.safetensors")
-    targets = sorted({name.rpartition(".")[2] for name in layers})
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 5, "target_modules": targets}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    return describe(directory)
-
-
-def describe(directory: Path, name: str = "") -> Adapter:
-    """The adapter of a directory as the server registers it."""
-    return Adapter(name or directory.name, str(directory), compute_digest(directory))
 
 
 @torch.inference_mode()

@@ -87,7 +87,11 @@ def quantised(here: common.Place, folder: Path) -> None:
         here.report.not_run(name, "it is served on GPUs only")
         return
     asked = prompts(make_checkpoint(folder, "llama", dtype="bfloat16", std=0.1), (2, 16, 40, 150))
-    engine = make_engine(folder, device=here.device, quantization="fp8")
+    tell_error(here, name, make_engine(folder, device=here.device, quantization="fp8"), folder, asked)
+
+
+def tell_error(here: common.Place, name: str, engine: EngineCore, folder: Path, asked: list[list[int]]) -> None:
+    """Check the log-probabilities of prompts beside those of transformers' float32, as far as 8 bits go."""
     found = generate(engine, [greedy(number, prompt, 8, prompt_logprobs=1) for number, prompt in enumerate(asked)])
     ours, exact = [], []
     for number, prompt in enumerate(asked):
