@@ -75,6 +75,7 @@ def test_offline_datasets(tmp_path: Path) -> None:
     assert "Total generated tokens:                10\n" in table
 
 
+@pytest.mark.slow
 def test_start(tmp_path: Path) -> None:
     written = ("--output-json", str(tmp_path / "s.json"), "--plot", str(tmp_path / "s.svg"))
     table = bench("start", "demo", "--num-iters", "1", "--max-num-seqs", "2", *written)

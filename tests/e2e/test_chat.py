@@ -21,6 +21,7 @@ def environ(home: Path) -> dict[str, str]:
     return os.environ | {"XDG_STATE_HOME": str(home), "TERM": "xterm"}
 
 
+@pytest.mark.slow
 def test_terminal(server: Daemon, tmp_path: Path) -> None:
     command = [SERVE_LLM, "chat", server.url, *GREEDY]
     with PseudoTerminal(command, environ(tmp_path)) as terminal:

@@ -102,6 +102,7 @@ def lives(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_what_does_not_finish_in_time_is_ended_with_the_reason() -> None:
     with Daemon("demo", "--drain-timeout", "0.2") as daemon:
         with post(daemon.wait_until_serving(), LONG | {"max_tokens": 2000}) as answer:
@@ -114,6 +115,7 @@ def test_what_does_not_finish_in_time_is_ended_with_the_reason() -> None:
         assert not [child for child in children if lives(child)]
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_everything_within_two_seconds() -> None:
     """Also with a stream that nobody reads, and an engine that does not answer."""
     with Daemon("demo") as daemon, post(url := daemon.wait_until_serving(), LONG | {"max_tokens": 2000}) as answer:

@@ -21,6 +21,7 @@ def make_model(directory: Path, architecture: str, **options: object) -> None:
     make_tokenizer(directory, make_pooled_checkpoint(directory, architecture, **options))
 
 
+@pytest.mark.slow
 def test_the_clients_of_openai(tmp_path: Path) -> None:
     make_model(tmp_path, "Qwen3Model", modules=["Pooling", "Normalize"])
     with Daemon(str(tmp_path), "--served-model-name", "embedder", environ={"OMP_NUM_THREADS": "1"}) as daemon:

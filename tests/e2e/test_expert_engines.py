@@ -90,6 +90,7 @@ def test_when_one_is_killed_all_are_replaced_and_the_streams_go_on(model: str, u
         assert sum(one["serve_llm_generation_tokens_total"] for one in metrics) == undisturbed.num_tokens
 
 
+@pytest.mark.slow
 def test_the_end_amid_steps(model: str) -> None:
     """Each engine is told to end while the other needs it."""
     with Daemon(model, *SMALL, *TWO, "--drain-timeout", "0.1") as daemon:

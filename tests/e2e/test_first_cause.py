@@ -31,14 +31,9 @@ from support.matrix import mostly_slow
 END_SECONDS = 120.0  # for a daemon that cannot start, on a busy machine
 FAST = (
     "an unknown option",
-    "a --config file that is none",
-    "a taken port",
     "no such directory",
-    "no tokenizer",
     "config.json cut short",
-    "weights cut short",
     "a cache larger than the memory",
-    "a GPU where there is none",
     "an engine that is killed while it starts",
     "a rank that is killed while it starts",
 )
@@ -121,6 +116,7 @@ def complete(url: str, prompt: list[int] | str) -> int:
             return error.code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "token", "line", "is_bug"),
     [
@@ -150,6 +146,7 @@ def test_past_the_last_restart(arguments: tuple[str, ...], token: int, line: str
     assert nobody_is_left(mark)
 
 
+@pytest.mark.slow
 def test_a_log_that_cannot_be_written_ends_nothing(taken: int) -> None:
     """As on a disk that is full: the service goes on, and a start that fails has the exit code of its cause."""
     with socket.create_server(("127.0.0.1", 0)) as free:

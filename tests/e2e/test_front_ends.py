@@ -76,6 +76,7 @@ def test_front_ends_that_are_killed_lose_only_their_own_connections(fleet: Daemo
     wait_for_front_ends(fleet, 2)
 
 
+@pytest.mark.slow
 def test_an_upgrade_replaces_all_front_ends_and_loses_nothing(fleet: Daemon) -> None:
     old = wait_for_front_ends(fleet, 2)
     processes = [psutil.Process(pid) for pid in old]

@@ -18,6 +18,7 @@ SIZES = ("--kv-cache-memory", "32MiB", "--dtype", "float32")
 PROMPT = "The quick brown fox"
 
 
+@pytest.mark.slow
 def test_a_file_is_served(tmp_path: Path) -> None:
     make_gguf(tmp_path, "qwen3", "Q4_K")
     file = str(tmp_path / "model.gguf")

@@ -82,6 +82,7 @@ def refusal(answer: bytes) -> tuple[int, str | None]:
     return int(head[9:12]), error["code"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [b"", b"\r\n\r\n"])
 def test_a_client_that_sends_nothing_is_let_go(strict: Daemon, sent: bytes) -> None:
     with connect(strict) as client:
@@ -151,6 +152,7 @@ def test_the_answer_to_an_enormous_body_is_read(strict: Daemon, close: bytes) ->
         assert refusal(answer) == (413, "body_too_large")
 
 
+@pytest.mark.slow
 def test_a_body_without_end_is_cut_off(strict: Daemon) -> None:
     with connect(strict) as client:
         client.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")

@@ -11,6 +11,7 @@ import pytest
 from support.daemon import SERVE_LLM
 
 
+@pytest.mark.slow
 def test_every_line_is_an_object() -> None:
     command = [SERVE_LLM, "demo", "--port", "0", "--log-format", "json", "--log-level", "debug", "-tp", "2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:

@@ -160,6 +160,7 @@ def test_a_rank_that_dies_on_the_other_host_is_named() -> None:
         assert follower.wait(LIMIT) == EngineError.exit_code and re.search(rf"Node 0 ends: {named}", follower.log[-1])
 
 
+@pytest.mark.slow
 def test_a_follower_that_dies_is_named_and_leaves_nothing() -> None:
     with serving(*ONCE, "-pp", "2") as (master, follower):
         ranks = [*follower.rank_pids(follower.process.pid).values(), *master.rank_pids().values()]

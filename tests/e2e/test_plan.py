@@ -107,6 +107,7 @@ def test_help_names_the_command_and_its_options() -> None:
     assert "--port" not in own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     mostly_slow(
@@ -145,6 +146,7 @@ def test_a_daemon_says_the_same(options: str) -> None:
     assert planned["fits"] and os.path.basename(planned["model"]) == "demo"
 
 
+@pytest.mark.slow
 def test_plan_and_daemon_refuse_the_same_for_the_same_reason() -> None:
     done = run("demo", "--device", "cpu", "--kv-cache-memory", "1MiB")
     assert done.returncode == 4

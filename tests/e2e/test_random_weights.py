@@ -26,6 +26,7 @@ def close(schema: object) -> object:
     return closed | {"additionalProperties": False} if closed.get("type") == "object" else closed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load_format", mostly_slow(["dummy", "auto"], ["dummy"]), ids=["random weights", "demo"])
 @pytest.mark.parametrize(
     ("num_schemas", "num_each"), [(10, 4), pytest.param(250, 8, marks=pytest.mark.slow)], ids=["few", "thousands"]

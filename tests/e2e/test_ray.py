@@ -89,6 +89,7 @@ def run(*arguments: str, environ: dict[str, str]) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 def test_a_ray_of_its_own_serves_the_tokens_of_one_rank_and_leaves_nothing(tmp_path: Path, folder: Path) -> None:
     """The home is watched because Ray writes a token there unless it is told not to."""
     skip_without_ray()

@@ -100,6 +100,7 @@ def test_rounds_of_streams_leave_nothing_behind() -> None:
         assert not [line for line in daemon.log if line.startswith(("WARNING", "ERROR")) or "Traceback" in line]
 
 
+@pytest.mark.slow
 def test_every_child_ends_with_the_daemon_however_it_ends() -> None:
     with Daemon("demo") as daemon:
         daemon.wait_until_serving()

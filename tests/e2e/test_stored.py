@@ -136,6 +136,7 @@ def test_ten_thousand_lines_and_five_kills(tmp_path: Path, options: list[str]) -
     assert count(batch) == num_lines and len(failed) == num_lines // 10
 
 
+@pytest.mark.slow
 def test_the_client_finds_its_responses_again(options: list[str]) -> None:
     with Daemon("demo", *options) as daemon, connect(daemon) as client:
         first = client.responses.create(model="demo", input="Hello", max_output_tokens=8)

@@ -87,6 +87,7 @@ def test_example(server: Daemon) -> None:
     assert re.search(r"-> (yes|no)\n", done.stdout) and re.search(r"-> \d{4}-\d{2}-\d{2}\n", done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.pairs("grammar + n", "grammar + DP", "int4 + DP", "DP + embeddings")
 def test_offline_over_two_engines() -> None:
     params = [

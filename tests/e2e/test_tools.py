@@ -54,6 +54,7 @@ def client(tool_server: Daemon) -> Iterator[OpenAI]:
         yield client
 
 
+@pytest.mark.slow
 @pytest.mark.pairs("tools + n")
 def test_parsed_arguments(client: OpenAI) -> None:
     how: dict[str, Any] = {"model": "demo", "messages": TALK, "seed": 5, "parallel_tool_calls": False}

@@ -91,6 +91,7 @@ def test_a_request_whose_engine_is_killed_is_one_trace(tmp_path: Path) -> None:
     assert spans["decode"]["attributes"]["serve_llm.engines"] == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_request_that_kills_engines_is_one_trace() -> None:
     with serve_collector() as collector:
         arguments = ("demo", "--kv-cache-memory", "64MiB", "--otlp-traces-endpoint", collector.url)

@@ -79,6 +79,7 @@ def test_its_guesses_are_those_of_a_plain_implementation(
     assert compared > 150
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", mostly_slow(FAMILIES, ["llama"]))
 def test_same_output(family: str, root: Path, llama: Case) -> None:
     case = llama if family == "llama" else Case(root, family)
@@ -101,7 +102,7 @@ HOWS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("how", mostly_slow(HOWS, ["two ranks", "two stages", "chunks", "int8 weights"]))
+@pytest.mark.parametrize("how", mostly_slow(HOWS, ["two stages", "chunks"]))
 def test_every_way_to_compute(how: str, llama: Case) -> None:
     expected = generate(make_engine(llama.directory, **(OFF | HOWS[how])), llama.requests)
     engine = draft_freely(make_engine(llama.directory, **(llama.on | HOWS[how])))

@@ -55,6 +55,7 @@ def small_memory(directory: Path, num_blocks: int, **options: object) -> int:
     return replace(make_engine(directory, block_size=8, **options).layout, num_blocks=num_blocks).num_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_same_bits_in_random_co_batches(dtype: str, directory: Path) -> None:
     request = Request(id=0, prompt_ids=PROMPT, sampling=SAMPLED)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from serve_llm.common.types import FinishReason, Request, Sampling
 from support.engine import Result, abort, generate, greedy, make_engine
-from support.matrix import FEW, mostly_slow
+from support.matrix import mostly_slow
 from support.ranks import ThreadExecutor
 from support.tiny import FAMILIES, WITH_EXPERTS, make_checkpoint
 
@@ -78,7 +78,7 @@ def check(results: dict[int, Result], expected: dict[int, Result]) -> None:
 
 @pytest.mark.pairs("logprobs + TP", "logprobs + PP")
 @pytest.mark.parametrize(("tensor", "pipeline"), mostly_slow(GRIDS, [(3, 1), (1, 2)]))
-@pytest.mark.parametrize("family", mostly_slow(FAMILIES, [*FEW, "qwen3_next"]))
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, ["llama", "gpt2", "deepseek_v3", "qwen3_next"]))
 def test_as_one_rank(family: str, tensor: int, pipeline: int, root: Path) -> None:
     directory, wanted, expected = case(family, root)
     engine = make_engine(directory, block_size=8, tensor=tensor, pipeline=pipeline)
@@ -88,7 +88,7 @@ def test_as_one_rank(family: str, tensor: int, pipeline: int, root: Path) -> Non
 @pytest.mark.pairs("TP + EP")
 @pytest.mark.pairs("PP + EP", slow=True)
 @pytest.mark.parametrize(("tensor", "pipeline"), mostly_slow(EXPERT_GRIDS, [(3, 1)]))
-@pytest.mark.parametrize("family", mostly_slow(WITH_EXPERTS, [*FEW, "qwen3_next"]))
+@pytest.mark.parametrize("family", mostly_slow(WITH_EXPERTS, ["mixtral", "deepseek_v3", "qwen3_next"]))
 def test_whole_experts(family: str, tensor: int, pipeline: int, root: Path) -> None:
     directory, wanted, expected = case(family, root)
     how = {"enable_expert_parallel": True, "tensor_parallel_size": tensor}

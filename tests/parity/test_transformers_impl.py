@@ -140,6 +140,7 @@ def test_the_log_says_that_it_is_slow(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "Weights: " in caplog.text
 
 
+@pytest.mark.slow
 def test_offline_with_a_tokenizer(tmp_path: Path) -> None:
     make_tokenizer(tmp_path, make_checkpoint(tmp_path, "phi"))
     with LLM(str(tmp_path), model_impl="transformers", kv_cache_memory="16MiB", device="cpu") as llm:

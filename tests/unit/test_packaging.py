@@ -38,6 +38,7 @@ def build(hook: str, source: Path, target: Path) -> Path:
     return built
 
 
+@pytest.mark.slow
 def test_the_archive_and_its_wheel_are_complete(tmp_path: Path) -> None:
     tracked = list_tracked()
     source = tmp_path / "source"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import torch
@@ -14,10 +15,12 @@ import torch
 from parts import common
 from parts.engine import prompts, tell_error
 from serve_llm.common.types import Adapter, Request
+from serve_llm.engine.scheduler import speculation
 from serve_llm.engine.worker.memory import FP8_CACHE_CAPABILITIES
 from support.adapter_files import write_adapter
 from support.engine import Result, generate, greedy, make_engine
 from support.grammars import EOS, SCHEMA, accepts, compile_grammar, constrained, demo, text_of
+from support.mtp import make_mtp_checkpoint
 from support.pooled import compute_vectors, make_pooled_checkpoint, pooling_request
 from support.speculation import NGRAM, draft_freely, make_similar
 from support.tiny import make_checkpoint
@@ -62,6 +65,20 @@ def drafts(here: common.Place, folder: Path) -> None:
         stats = engine.scheduler.stats()
         value = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens}"
         here.report.check(f"{name}: drafts were accepted", stats.num_accepted_tokens > 0, value)
+
+
+def mtp(here: common.Place, folder: Path) -> None:
+    """The layer is random, so nearly all that it proposes is wrong."""
+    layer = make_mtp_checkpoint(folder, "deepseek_v3")
+    asked = prompts(layer.model.config.vocab_size, (1, 8, 21, 40))
+    requests = [greedy(number, prompt, 16) for number, prompt in enumerate(asked)]
+    expected = generate(make_engine(folder, device="cpu", **BLOCKS), requests)
+    config = {"method": "mtp", "num_speculative_tokens": 3}
+    with mock.patch.object(speculation, "LEAST_RATE", 0.0):
+        engine = draft_freely(make_engine(folder, device=here.device, speculative_config=config, **BLOCKS))
+        tell_same(here, "an MTP layer", requests, generate(engine, requests), expected)
+    drafted = engine.scheduler.stats().num_draft_tokens
+    here.report.check("an MTP layer: it proposed tokens", drafted > 0, f"{drafted} tokens")
 
 
 def grammars(here: common.Place, folder: Path) -> None:
@@ -132,6 +149,7 @@ def main() -> None:
     here = common.place("features")
     parts: tuple[Callable[[common.Place, Path], None], ...] = (
         adapters,
+        mtp,
         drafts,
         grammars,
         vectors,

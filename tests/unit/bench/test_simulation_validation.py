@@ -84,6 +84,7 @@ def test_the_traces_fit_the_daemon_and_the_comparison_has_every_quantity() -> No
     assert isinstance(found[0].measured.latencies, Latencies)
 
 
+@pytest.mark.slow
 def test_the_study_runs_on_a_small_fleet() -> None:
     reports = {}
     for scenario in (SCENARIOS[0], SCENARIOS[2]):

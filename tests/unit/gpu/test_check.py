@@ -155,6 +155,7 @@ def test_without_a_gpu_only_a_rehearsal_runs(
     assert run("--rehearse", "--parts", "well")[0] == 0
 
 
+@pytest.mark.slow
 def test_parts_that_measure_nothing_run_at_the_same_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "AT_ONCE", {"slow", "waits"})
     monkeypatch.setattr(check, "SECONDS", {"slow": 10, "waits": 60, "well": 60})

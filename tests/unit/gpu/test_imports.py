@@ -111,6 +111,7 @@ def import_all(tmp_path: Path, allowed: set[str], names: Iterable[str] = ()) -> 
     return count, failed
 
 
+@pytest.mark.slow
 def test_each_part_imports_with_what_the_machine_has_and_the_wheels(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     allowed = import_names(with_needs([*wheels.PRESENT, *wheels.PACKAGES]))

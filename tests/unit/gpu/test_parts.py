@@ -161,6 +161,7 @@ LLAMA_HEADS = {"heads": 32, "kv_heads": 8, "size": 128}
 READS_THE_CARD = "memory"
 
 
+@pytest.mark.slow
 def test_predictions_name_rows_that_the_parts_write(on_a_card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     named = {one.part for one in figures.PREDICTIONS}
     found = set()

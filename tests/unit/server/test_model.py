@@ -112,6 +112,7 @@ def test_a_broken_or_missing_tokenizer_is_one_clear_line(checkpoint: Path, tmp_p
         load_tokenizer(empty)
 
 
+@pytest.mark.slow
 def test_vocabulary_and_merges_are_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As GPT-2's: no tokenizer.json, only vocab.json and merges.txt."""
     source, cache = tmp_path / "model", tmp_path / "cache"

@@ -44,6 +44,7 @@ def test_datagrams_are_heard() -> None:
     assert servers[0].heard == set()
 
 
+@pytest.mark.slow
 def test_silent_host_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never answers
         monkeypatch.setattr(probe, "EXCHANGE_SECONDS", 0.05)

@@ -47,6 +47,7 @@ def test_every_case_can_be_called(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(results["experts 2 of 4, 48 x 24 bf16, 5 rows"], grouped, rtol=2**-6, atol=2.0)
 
 
+@pytest.mark.slow
 def test_sampling_is_timed() -> None:
     times = bench_gpu.sampling_times(random, 50, (1, 64))
     kinds = 4  # three ways to sample, and masks

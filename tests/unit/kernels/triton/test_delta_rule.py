@@ -52,6 +52,7 @@ def test_against_the_oracle_in_any_chunks(sizes: tuple[int, int, int, int], dtyp
     assert torch.equal(again[1], cache[1])
 
 
+@pytest.mark.slow
 def test_the_sizes_of_qwen3_next_compile_without_spills() -> None:
     layer = make_layer((16, 2, 128, 128), torch.bfloat16)
     qkv, gates, cache = make_inputs(layer, 8, torch.bfloat16)

@@ -17,6 +17,7 @@ def test_multiplies_in_the_interpreter(dtype: torch.dtype) -> None:
     torch.testing.assert_close(multiply(left, right), left.float() @ right.float(), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_is_compiled_for_tensor_cores_and_its_spills_are_seen() -> None:
     def launch(size: int, dtype: torch.dtype, **options: int) -> None:
         multiply(*torch.empty((2, size, size), device="meta", dtype=dtype), **options)
