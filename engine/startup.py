@@ -107,7 +107,7 @@ def start_engine(
 
     # Load the model, and the tokenizer of grammars beside it, and size the KV cache.
     matchers = MatcherBuilder(config)
-    tokenizer = matchers.load()
+    loading = [matchers.load()] if config.generates else []
     step_sync = None
     if join_step_sync is not None:
         step_sync = join_step_sync(config)
@@ -125,7 +125,7 @@ def start_engine(
     # Ready.
     core = EngineCore(config, executor, report_in_flight=report_in_flight, draft_model=draft_model, matchers=matchers)
     resources.callback(core.close)
-    concurrent.futures.wait([tokenizer])
+    concurrent.futures.wait(loading)
     layout = executor.layout
     info = ModelInfo(
         architecture=spec.architecture,
