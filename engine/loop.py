@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 10.0  # for so long after the last interactive request, another one is expected
 IDLE_SECONDS = 0.25  # after this long without work, check block accounting and the workers
-# After so many times IDLE_SECONDS, capture one more step on a GPU each time. A request that arrives meanwhile waits.
+# Idle waits before a GPU captures further steps, one after each wait. A request that arrives during a capture waits.
 WAITS_BEFORE_IDLE_WORK = 20
 
 

@@ -55,7 +55,7 @@ class Decoder:
         the model generates. pooler: on the last stage, if the model returns vectors. rope_of_layer: index into
         (None, *ropes). temperature_of_layer: index into (None, *temperatures). group_of_layer: index into
         `StepInputs.groups`; None for a layer that caches no KV. is_first_of_kind: whether no layer before this one
-        computes the same with other weights. capturable: whether CUDA graphs can capture a step. description: see
+        has the same LayerSpec and KV group. capturable: whether CUDA graphs can capture a step. description: see
         `__repr__`."""
         self._embed = embed
         self._layers = layers

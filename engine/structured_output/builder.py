@@ -39,8 +39,9 @@ class MatcherBuilder:
         self._recent: OrderedDict[str, Future[LLMatcher | None]] = OrderedDict()
 
     def load(self) -> Future[LLMatcher | None]:
-        """Load the tokenizer in the background. That holds Python's lock for up to half a second, in which an engine
-        stands still: it should be done before the engine takes requests. Never raises: see `compile`."""
+        """Load the tokenizer in the background. That holds Python's lock for up to half a second, during which the
+        engine stands still, so it should be done before the engine takes requests. If it fails, the first request with
+        a grammar gets the error."""
         return self.compile("")
 
     @property

@@ -6,9 +6,8 @@ takes one row for each (`BatchArrays.split`): a layer writes the keys of all row
 prompts, alone or with decodes, of up to MIXED_TOKENS tokens uses a graph for its numbers of tokens and sequences; an
 extra sequence, without context, has the padding tokens.
 
-A graph reads its inputs from buffers that are filled before each replay. The first step of a size runs eagerly, which
-also compiles its kernels; the second one is captured. So only sizes that occur are captured, and the start does not
-wait for them.
+A graph reads its inputs from buffers that are filled before each replay. The first step of a size runs eagerly, the
+second one is captured. So only sizes that occur are captured, and the start does not wait for them.
 
 With pipeline stages each stage has graphs of its own. It receives hidden states into a buffer before a replay, and
 sends those of the real tokens after it, so neither is captured.

@@ -36,9 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 def compile_kernels(runner: Runner, config: Config, layout: CacheLayout, threads: int) -> None:
-    """Compile the kernels of the largest steps, of those of `warm_up` and of sizes that are powers of two, in so many
-    threads. Matrix products are computed meanwhile, so that their library loads the kernels for these sizes. All ranks
-    call this. runner: captures nothing, and is of no use afterwards. layout: a block is enough."""
+    """Compile the kernels of the largest steps, of those of `warm_up` (of one sequence for a model with states) and of
+    sizes that are powers of two, in `threads` threads. Matrix products are computed meanwhile, so that their library
+    loads the kernels for these sizes. All ranks call this. runner: captures nothing, and is of no use afterwards.
+    layout: a block is enough."""
     from serve_llm.kernels.triton.compile_ahead import compile_ahead  # on GPUs only
 
     began = time.perf_counter()

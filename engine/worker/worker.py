@@ -252,6 +252,8 @@ class Worker:
         decoder = self._decoder
         with decoder.skip_similar_layers() if isinstance(decoder, Decoder) else contextlib.nullcontext():
             compile_kernels(self._build_runner(one_block, compute_now), config, one_block, threads)
+        gc.collect()  # a runner and its graphs refer to each other
+        torch.cuda.empty_cache()
         if config.kv_cache_memory is not None:
             return plan(config.kv_cache_memory)
         runner = self._build_runner(one_block)

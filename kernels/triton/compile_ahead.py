@@ -7,7 +7,7 @@ Triton compiles a kernel at its first launch, while everything else waits. A mod
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
@@ -30,28 +30,37 @@ class ZeroFill(TorchFunctionMode):
 
 @contextmanager
 def compile_ahead(device: torch.device, threads: int) -> Iterator[None]:
-    """Inside, Triton's kernels are compiled for the device by so many threads, and not launched. On exit all of them
+    """Inside, Triton's kernels are compiled for the device by `threads` threads, and not launched. On exit all of them
     are compiled, and what launches them too.
 
     The results of a computation inside are meaningless. A tensor that a kernel would write holds zeros, because torch
-    may use it as an index. If a kernel cannot be compiled, its first launch raises the error.
+    may use it as an index. If a kernel cannot be compiled or loaded, its first launch tries again and raises the error.
     """
+    functions: set[triton.JITFunction] = set()
     with ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
         mode = triton.AsyncCompileMode(pool, ignore_errors=True)
-        with mode, _without_launches(), ZeroFill():
-            yield
+        with mode, _without_launches(functions), ZeroFill():
+            try:
+                yield
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         compiled = [future.kernel for future in mode.future_kernels.values() if future.kernel is not None]
         # Not the same launcher by two threads. The second would replace the first one's file, whose number the file of
         # another launcher might get, and Python takes files of one number for one module.
         by_launcher = {_describe_launcher(kernel): kernel for kernel in compiled}
-        wait([pool.submit(_load, kernel) for kernel in by_launcher.values()])
+        loading = {pool.submit(_load, kernel): kernel for kernel in by_launcher.values()}
+        wait(loading)
+    _forget(functions, [kernel for future, kernel in loading.items() if future.exception() is not None])
 
 
 @contextmanager
-def _without_launches() -> Iterator[None]:
+def _without_launches(functions: set[triton.JITFunction]) -> Iterator[None]:
+    """functions: to which those are added that would have been launched."""
     run = triton.JITFunction.run
 
     def compile_only(kernel: triton.JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        functions.add(kernel)
         run(kernel, *args, grid=grid, warmup=True, **kwargs)
 
     triton.JITFunction.run = compile_only
@@ -59,6 +68,15 @@ def _without_launches() -> Iterator[None]:
         yield
     finally:
         triton.JITFunction.run = run
+
+
+def _forget(functions: Iterable[triton.JITFunction], failed: Sequence[triton.compiler.CompiledKernel]) -> None:
+    """Let the first launch compile and load again what could not be compiled or loaded."""
+    for function in functions:
+        for kernels, *_ in function.device_caches.values():
+            for key, kernel in list(kernels.items()):
+                if isinstance(kernel, triton.FutureKernel) or kernel in failed:
+                    del kernels[key]
 
 
 def _describe_launcher(kernel: triton.compiler.CompiledKernel) -> str:

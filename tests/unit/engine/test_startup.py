@@ -40,17 +40,19 @@ def test_engines_of_one_host_share_its_threads(monkeypatch: pytest.MonkeyPatch, 
 def test_the_tokenizer_of_grammars_is_loaded_beside_the_model_and_before_the_engine_is_ready(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    is_built = threading.Event()
+    is_loading, is_built = threading.Event(), threading.Event()
     build_executor, load_tokenizer = startup.build_executor, builder.load_tokenizer
     loaded: list[LLTokenizer] = []
 
     def build(*arguments: Any) -> Executor:
+        assert is_loading.wait(60), "the tokenizer is loaded only after the model"
         executor = build_executor(*arguments)
         is_built.set()
         return executor
 
     def load(config: Config) -> LLTokenizer:
-        is_built.wait()
+        is_loading.set()
+        assert is_built.wait(60), "the model is loaded only after the tokenizer"
         loaded.append(load_tokenizer(config))
         return loaded[0]
 

@@ -9,6 +9,7 @@ import pytest
 
 from serve_llm.engine.worker.graphs import Size, compute_now
 from serve_llm.engine.worker.warm_up import compile_kernels, warm_up
+from serve_llm.kernels import registry
 from support.config import CONFIG
 from support.engine import generate, greedy, make_engine
 from support.gpu_path import graphs_of, make_gpu_engine
@@ -59,6 +60,25 @@ def test_sizes_for_which_kernels_are_compiled(tmp_path: Path, monkeypatch: pytes
     assert {number: result.token_ids for number, result in found.items()} == {
         number: result.token_ids for number, result in expected.items()
     }
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3", "gemma3_text"])
+def test_meaningless_results_raise_nothing(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the kernels of a GPU, of which none is launched."""
+    pytest.importorskip("triton", reason=NO_TRITON)
+    from triton.runtime.interpreter import InterpretedFunction
+
+    make_checkpoint(tmp_path, family)
+    kernels = registry.with_triton(batch_invariant=False)
+    assert isinstance(kernels, registry.Kernels)
+    engine = make_gpu_engine(tmp_path, monkeypatch, kernels, block_size=8, max_num_seqs=20)
+    worker = engine._executor._worker  # type: ignore[attr-defined]
+    worker._decoder.capturable = True  # as on a GPU
+    launched: list[object] = []
+    monkeypatch.setattr(InterpretedFunction, "run", lambda kernel, *_, **__: launched.append(kernel))
+    one_block = replace(worker._layout, num_blocks=1)
+    compile_kernels(worker._build_runner(one_block, compute_now), worker._config, one_block, 2)
+    assert len(set(launched)) > 5
 
 
 def test_models_without_text_and_tiny_contexts_have_none() -> None:
