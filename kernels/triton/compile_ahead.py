@@ -46,8 +46,9 @@ def compile_ahead(device: torch.device, threads: int) -> Iterator[None]:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         compiled = [future.kernel for future in mode.future_kernels.values() if future.kernel is not None]
-        # Not the same launcher by two threads. The second would replace the first one's file, whose number the file of
-        # another launcher might get, and Python takes files of one number for one module.
+        # Not the same launcher by two threads. One would replace the file that the other one loads, and Python, which
+        # knows modules by their files' numbers, might note the old number. If the next launcher's file gets that
+        # number, Python takes it for this one.
         by_launcher = {_describe_launcher(kernel): kernel for kernel in compiled}
         loading = {pool.submit(_load, kernel): kernel for kernel in by_launcher.values()}
         wait(loading)
