@@ -43,7 +43,7 @@ def compile_kernels(runner: Runner, config: Config, layout: CacheLayout, threads
     from serve_llm.kernels.triton.compile_ahead import compile_ahead  # on GPUs only
 
     began = time.perf_counter()
-    with compile_ahead(runner.caches[0].device, threads), torch.inference_mode():
+    with compile_ahead(threads), torch.inference_mode():
         for step in build_largest_steps(config, runner, layout):
             runner.run_dummy(step)
         if _has_steps(config):

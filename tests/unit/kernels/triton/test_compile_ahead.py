@@ -27,10 +27,7 @@ def test_kernels_are_compiled_and_not_launched() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["compiled"] == [["CompiledKernel"] * 2, ["CompiledKernel"]], "each once"
-    assert found["launchers"] == ["launcher"] * 3
-    assert found["loaded"] == 2, "two kernels have the same launcher, which no two threads may compile"
-    assert found["loaded_by_main"] == 1, "the other one of these, when the test asked"
-    assert found["is_forgotten"], "the kernel that could not be loaded"
+    assert found["is_forgotten"], "what could not be compiled, so that its first launch tries again"
     assert found["are_zeros"] and found["is_restored"]
     assert "power of 2" in found["error"], "3 rows are refused when they are first launched, not before"
 
