@@ -38,7 +38,7 @@ from serve_llm.kernels.registry import PORTABLE, Kernels
 from support.forward import CPU, Harness, load
 from support.matrix import mostly_slow
 from support.reference import reference_greedy, reference_logprobs
-from support.tiny import FAMILIES, ROPE_SCALINGS, make_checkpoint
+from support.tiny import FAMILIES, HYBRIDS, ROPE_SCALINGS, make_checkpoint
 
 REFERENCE = Kernels(
     paged_attention=attention.paged_attention,
@@ -63,6 +63,7 @@ REFERENCE = Kernels(
 )
 # Of a logprob in float32, beside transformers in float64. In float32, transformers itself is off by up to 4e-4.
 TOLERANCE = 2e-4
+HYBRID_TOLERANCE = 5e-4  # gates that amplify roundings: 2.1e-4 without compiled kernels on a Xeon with AMX
 LENGTHS = (1, 2, 15, 16, 17, 40, 131, 150)  # blocks are of 16, windows of 21 and 37, key tiles of 128 tokens
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -293,7 +294,8 @@ def test_float32(variant: str, tmp_path: Path) -> None:
     chunked = Harness(spec, decoder, torch.float32, block_size=8, seed=1).logprobs(chosen, max_chunk=37)
     for prompt, ours, again in zip(chosen, whole, chunked, strict=True):
         theirs = reference_logprobs(tmp_path, prompt, "float64")
-        assert (ours - theirs).abs().max() < TOLERANCE
+        error = (ours - theirs).abs().max()
+        assert error < (HYBRID_TOLERANCE if family in HYBRIDS else TOLERANCE)
         assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
         assert torch.equal(ours, again)  # promise 3, to the last bit
     assert whole[-1].max(-1).values.exp().mean() > 0.05  # against 1/331: not a flat distribution, where all would agree
