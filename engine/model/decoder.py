@@ -5,7 +5,7 @@ Callers run it under torch.inference_mode.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -69,7 +69,7 @@ class Decoder:
         self._temperature_of_layer = temperature_of_layer
         self._group_of_layer = group_of_layer
         self._is_first_of_kind = is_first_of_kind
-        self._running: Sequence[int] = range(len(layers))
+        self._skipped: Set[int] = frozenset()
         self._dispatches = dispatches
         self.capturable = capturable
         self._hidden_size = hidden_size
@@ -135,30 +135,37 @@ class Decoder:
             residual = received
         del received  # free its memory after the first layer
         x = self._layers[0].input_norm(residual)
-        last = len(self._layers) - 1
+        selected = [None] * (len(self._layers) - 1) + [rows]
         self.collected = []
-        for index in self._running:
-            group = self._group_of_layer[index]
+        for index, layer, cache, group, rope, temperature, selection in zip(
+            range(len(self._layers)),
+            self._layers,
+            caches,
+            self._group_of_layer,
+            self._rope_of_layer,
+            self._temperature_of_layer,
+            selected,
+            strict=True,
+        ):
+            if index in self._skipped:
+                continue
             step, group_inputs = (inputs, NO_KV) if group is None else (steps[group], inputs.groups[group])
-            rope = angles[self._rope_of_layer[index]]
-            scale = scales[self._temperature_of_layer[index]]
-            layer_inputs = AttentionInputs(step, group_inputs, caches[index], rope, scale)
+            layer_inputs = AttentionInputs(step, group_inputs, cache, angles[rope], scales[temperature])
             if index in self.collected_layers:
                 self.collected += [residual.clone()] * self.collected_layers.count(index)
-            residual, x = self._layers[index].forward(residual, x, layer_inputs, rows if index == last else None)
+            residual, x = layer.forward(residual, x, layer_inputs, selection)
         return residual
 
     @contextmanager
     def skip_similar_layers(self) -> Iterator[None]:
-        """Inside, run only the first layer of each kind, the last one, and those that are collected: enough for what
-        depends on nothing but shapes and dtypes."""
-        everything = self._running
-        needed = {*self.collected_layers, everything[-1]}
-        self._running = [index for index in everything if self._is_first_of_kind[index] or index in needed]
+        """Inside, run only the first layer of each kind, the last one, and those whose inputs are collected: enough
+        for what depends on nothing but shapes and dtypes."""
+        needed = {*self.collected_layers, len(self._layers) - 1}
+        self._skipped = {index for index, first in enumerate(self._is_first_of_kind) if not first} - needed
         try:
             yield
         finally:
-            self._running = everything
+            self._skipped = frozenset()
 
     def run_without_tokens(self, dtype: torch.dtype) -> None:
         """A step without tokens: only compute what other engines ask of this rank's experts. dtype: the model's."""

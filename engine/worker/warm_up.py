@@ -46,9 +46,8 @@ def compile_kernels(runner: Runner, config: Config, layout: CacheLayout, threads
     with compile_ahead(threads), torch.inference_mode():
         for step in build_largest_steps(config, runner, layout):
             runner.run_dummy(step)
-        if _has_steps(config):
-            for step in build_warm_up_steps(layout.groups, layout.count_sequences(config.max_num_seqs)):
-                runner.start(step).finish()
+        for step in _list_steps(config, layout):
+            runner.start(step).finish()
         if runner.graphs is not None and config.pipeline_parallel_size == 1:
             for size in choose_sizes(runner.graphs):
                 runner.graphs.run_padding(size)
@@ -62,16 +61,19 @@ def choose_sizes(graphs: StepGraphs) -> list[Size]:
     return decodes + [Size(tokens, sequences, is_mixed=True) for tokens in MIXED_TOKENS if tokens.bit_count() == 1]
 
 
-def _has_steps(config: Config) -> bool:
-    return config.generates and config.max_model_len >= PROMPT_TOKENS + NUM_DECODES
+def _list_steps(config: Config, layout: CacheLayout) -> list[SchedulerOutput]:
+    """The warm-up steps; none for a model that generates no text."""
+    if not config.generates or config.max_model_len < PROMPT_TOKENS + NUM_DECODES:
+        return []
+    return list(build_warm_up_steps(layout.groups, layout.count_sequences(config.max_num_seqs)))
 
 
 def warm_up(runner: Runner, config: Config, layout: CacheLayout) -> None:
     """Run the steps. All ranks call this. Does nothing for a model that generates no text."""
-    if not _has_steps(config):
+    steps = _list_steps(config, layout)
+    if not steps:
         return
     began = time.perf_counter()
-    steps = list(build_warm_up_steps(layout.groups, layout.count_sequences(config.max_num_seqs)))
     for scheduler_output in tqdm(steps, desc="Capturing steps", disable=None, leave=False):  # on a terminal only
         runner.start(scheduler_output).finish()
     logger.info("Common steps captured in %.2f s", time.perf_counter() - began)

@@ -248,12 +248,7 @@ class Worker:
             state_bytes = empty.max_states * empty.state_bytes
             return plan(kv_cache.default_cpu_bytes(num_blocks * empty.block_bytes, local_ranks, free, state_bytes))
         one_block = replace(empty, num_blocks=1)  # holds all tokens of the steps that are tried
-        threads = max(1, self.threads.cores // self.threads.local_ranks)
-        decoder = self._decoder
-        with decoder.skip_similar_layers() if isinstance(decoder, Decoder) else contextlib.nullcontext():
-            compile_kernels(self._build_runner(one_block, compute_now), config, one_block, threads)
-        gc.collect()  # a runner and its graphs refer to each other
-        torch.cuda.empty_cache()
+        self._compile_kernels(one_block)
         if config.kv_cache_memory is not None:
             return plan(config.kv_cache_memory)
         runner = self._build_runner(one_block)
@@ -262,3 +257,12 @@ class Worker:
         gc.collect()  # a runner and its graphs refer to each other
         torch.cuda.empty_cache()
         return plan(max(0, free - self._adapter_bytes))
+
+    def _compile_kernels(self, layout: CacheLayout) -> None:
+        """Compile Triton's kernels in parallel, with a runner of its own. layout: of one block."""
+        threads = max(1, self.threads.cores // self.threads.local_ranks)
+        decoder = self._decoder
+        with decoder.skip_similar_layers() if isinstance(decoder, Decoder) else contextlib.nullcontext():
+            compile_kernels(self._build_runner(layout, compute_now), self._config, layout, threads)
+        gc.collect()  # a runner and its graphs refer to each other
+        torch.cuda.empty_cache()

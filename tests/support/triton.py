@@ -128,6 +128,12 @@ def _type(value: Any, as_it_comes: bool) -> str:
     raise TypeError(f"an argument of type {type(value).__name__} for a Triton kernel")
 
 
+def compiler_environment() -> dict[str, str]:
+    """Variables of a process that compiles kernels instead of interpreting them."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return environment | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+
 def compile_for(launches: Iterable[Launch], capability: int = 90) -> list[Resources]:
     """Compile each of the launches for a GPU of the compute capability (90: H100 and H200, 80: A100).
 
@@ -138,8 +144,7 @@ def compile_for(launches: Iterable[Launch], capability: int = 90) -> list[Resour
     with tempfile.TemporaryDirectory() as folder:
         work, results = Path(folder, "work"), Path(folder, "results")
         work.write_bytes(pickle.dumps((launches, capability)))
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": folder}
+        environment = compiler_environment() | {"TRITON_CACHE_DIR": folder}
         command = [sys.executable, "-P", str(script), str(work), str(results)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:

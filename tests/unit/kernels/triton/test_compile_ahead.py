@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
 
-from support.triton import NO_TRITON
+from support.triton import NO_TRITON, compiler_environment
 
 pytest.importorskip("triton", reason=NO_TRITON)
 
@@ -20,10 +19,8 @@ from serve_llm.kernels.triton.compile_ahead import ZeroFill
 
 
 def test_kernels_are_compiled_and_not_launched() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, "-P", "-m", "support.compile_ahead"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=compiler_environment())
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["compiled"] == [["CompiledKernel"] * 2, ["CompiledKernel"]], "each once"
