@@ -27,9 +27,9 @@ from serve_llm.engine.config import Config, check_options, resolve
 from serve_llm.engine.devices import VISIBLE_DEVICES, claim_gpus, list_gpus
 from serve_llm.engine.distributed.choose import ExecutorChoice, choose_executor, gather_facts
 from serve_llm.engine.distributed.executor import Executor, SyncedExecutor, Workers
-from serve_llm.engine.distributed.expert_groups import set_up_expert_groups
+from serve_llm.engine.distributed.expert_groups import ExpertParallelGroups
 from serve_llm.engine.distributed.mp import connect_workers, launch_workers
-from serve_llm.engine.distributed.start import start_workers
+from serve_llm.engine.distributed.start import find_group_address, start_workers
 from serve_llm.engine.distributed.worker_group import WorkerGroup
 from serve_llm.engine.draft_model.resolve import (
     DraftModelConfig,
@@ -108,12 +108,13 @@ def start_engine(
     # Load the model, and the tokenizer of grammars beside it, and size the KV cache.
     matchers = MatcherBuilder(config)
     loading = [matchers.load()] if config.generates else []
-    step_sync = None
+    expert_groups = None
     if join_step_sync is not None:
         step_sync = join_step_sync(config)
         resources.callback(step_sync.close)
+        expert_groups = ExpertParallelGroups(config, step_sync, find_group_address(options, worker_group))
     draft_model = build_draft_model(draft, config)
-    executor = build_executor(config, spec, weights, raw, worker_group, step_sync)
+    executor = build_executor(config, spec, weights, raw, worker_group, expert_groups)
 
     def close_executor(kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and worker_group is not None:
@@ -309,13 +310,13 @@ def build_executor(
     weights: WeightMap | None,
     raw: dict[str, object],
     worker_group: WorkerGroup | None = None,
-    step_sync: DPStepSync | None = None,
+    expert_groups: ExpertParallelGroups | None = None,
 ) -> Executor:
     """Load the model on all ranks and allocate the KV cache.
 
     weights: None for a PretrainedSpec. raw: config.json. worker_group: workers that have been started; None to start
-    them here if needed. They end with the executor. step_sync: with the engines that share the experts. Raises what a
-    rank failed with, and CapacityError if the cache is too small for one request.
+    them here if needed. They end with the executor. expert_groups: with the engines that share the experts. Raises what
+    a rank failed with, and CapacityError if the cache is too small for one request.
     """
     if isinstance(spec, ModelSpec):
         parallel = ParallelLayout(config.tensor_parallel_size, config.pipeline_parallel_size)
@@ -323,7 +324,6 @@ def build_executor(
         layers = config.pipeline_parallel_layers
         for line in describe_split(spec, parallel, split, layers, engines=config.expert_engines):
             logger.info("%s", line)
-    expert_groups = set_up_expert_groups(config, step_sync) if step_sync is not None else None
     workers: Workers
     if config.executor_backend == "inprocess":
         from serve_llm.engine.distributed.inprocess import LocalWorker
@@ -333,8 +333,8 @@ def build_executor(
         assert isinstance(spec, ModelSpec), "transformers' own code runs in one process"
         assert worker_group is not None or config.executor_backend == "mp", "start_workers starts workers on Ray"
         worker_group = worker_group or launch_workers(config.tensor_parallel_size * config.pipeline_parallel_size)
-        expert_setup = expert_groups.setup if expert_groups is not None else None
-        workers = connect_workers(config, spec, raw, worker_group, expert_setup)
+        join_experts = expert_groups.join if expert_groups is not None else None
+        workers = connect_workers(config, spec, raw, worker_group, join_experts)
     try:
         loaded = workers.load()
         if config.device == "cpu":
@@ -353,4 +353,4 @@ def build_executor(
     executor = workers.build_executor(layout)
     executor.hosts = [rank.host for rank in loaded]
     executor.host_memory = [rank.host_memory for rank in ready if rank.host_memory is not None]
-    return executor if step_sync is None else SyncedExecutor(executor, step_sync)
+    return executor if expert_groups is None else SyncedExecutor(executor, expert_groups.sync)

@@ -235,8 +235,8 @@ class _Planner:
 
     @property
     def num_devices(self) -> int:
-        """Devices for all data-parallel engines. Engines that divide experts among themselves run on one node."""
-        return self.hardware.ranks_per_node * (self.hardware.nodes if self.config.expert_engines == 1 else 1)
+        """Devices for all data-parallel engines."""
+        return self.hardware.ranks_per_node * self.hardware.nodes
 
     def _count_devices(self, layout: ParallelLayout) -> int:
         return layout.size * self.config.data_parallel_size

@@ -127,11 +127,6 @@ def _check_nodes(options: Options) -> None:
         return
     if options.master_addr is None:
         raise OptionError(f"--nnodes: {options.nnodes} hosts need --master-addr HOST:PORT, the same on all of them")
-    if options.experts_span_engines:
-        raise OptionError(
-            "--enable-expert-parallel: several engines (--data-parallel-size) share experts on one host only; omit it "
-            "or --nnodes"
-        )
     if options.node_rank == 0:
         _check_shares(options)
 

@@ -1,13 +1,19 @@
-"""Sets up the expert-parallel groups of the engines on one host: the ranks with the same number in all data-parallel
-engines, which are in the same pipeline stage, are one group. On CPUs they use shared memory, on GPUs NCCL.
+"""Sets up the expert-parallel groups: the ranks with the same number in all data-parallel engines, which are in the
+same pipeline stage, are one group.
+
+On GPUs a group uses NCCL. On CPUs it uses shared memory if all its ranks are on the engines' host, otherwise gloo.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import msgspec
 
+from serve_llm.common.hosts import host_id
 from serve_llm.engine.config import Config
 from serve_llm.engine.distributed.messages import LOOPBACK, ExpertGroupSetup
+from serve_llm.engine.distributed.multihost.leader import DOWNLOAD_SECONDS, JOIN_SECONDS
 from serve_llm.engine.distributed.worker_group import START_SECONDS
 from serve_llm.engine.parallel.dp_sync import DPStepSync
 from serve_llm.engine.parallel.shm import ShmHandle
@@ -17,43 +23,57 @@ RING_BYTES = 1 << 20  # size of a rank's ring in its group
 
 
 class _EngineOffer(msgspec.Struct, frozen=True):
-    """What one engine has created for the groups."""
+    """What one engine has created for the groups, and where its ranks are."""
 
-    rings: list[ShmHandle]  # rings of its own ranks, by rank; empty on GPUs
-    store_port: int  # port of the key-value store; 0 unless this is engine 0 on GPUs
+    host_ids: list[str]  # by rank
+    rings: list[ShmHandle | None]  # by rank; None on GPUs and for ranks on other hosts
+    store_port: int  # port of the key-value store; 0 unless this is engine 0 and a group may need it
 
 
 class ExpertParallelGroups:
     """This engine's part of all expert-parallel groups. Keep it as long as the engine's ranks run."""
 
-    def __init__(self, rings: list[Ring], store: object, offers: list[_EngineOffer]) -> None:
-        """Use `set_up_expert_groups`. rings, store: owned by this engine. offers: of all engines."""
-        self._rings = rings
-        self._store = store
-        self._offers = offers
+    def __init__(self, config: Config, sync: DPStepSync, address: str = "") -> None:
+        """sync: with the other engines. address: of the engines' host, for ranks on other hosts; "" if there are
+        none."""
+        self.address = address
+        self.sync = sync
+        self._on_gpus = config.device != "cpu"
+        self._rings: list[Ring | None] = []
+        self._store: object = None
 
-    def setup(self, rank: int) -> ExpertGroupSetup:
-        """How this engine's rank joins its group."""
-        rings = [offer.rings[rank] for offer in self._offers if offer.rings]
-        return ExpertGroupSetup(rings, self._offers[0].store_port)
+    def join(self, host_ids: Sequence[str], check: Callable[[], object] = lambda: None) -> list[ExpertGroupSetup]:
+        """Exchange with the other engines what each has created. Returns how each rank of this one joins its group.
 
+        host_ids: of this engine's ranks. check: called again and again while waiting, to raise what has failed
+        meanwhile. Raises EngineError, which names the engines that do not join.
+        """
+        here = host_id()
+        self._rings = [
+            Ring.create(self.sync.engines - 1, RING_BYTES) if host == here and not self._on_gpus else None
+            for host in host_ids
+        ]
+        offer = _EngineOffer(
+            list(host_ids), [ring.memory.handle if ring else None for ring in self._rings], self._open_store()
+        )
+        # An engine with ranks on other hosts waits for these first.
+        seconds = JOIN_SECONDS + DOWNLOAD_SECONDS if self.address else START_SECONDS
+        encoded = self.sync.gather(msgspec.msgpack.encode(offer), seconds, check)
+        offers = [msgspec.msgpack.decode(frame, type=_EngineOffer) for frame in encoded]
+        return [self._build_setup(offers, rank) for rank in range(len(host_ids))]
 
-def set_up_expert_groups(config: Config, sync: DPStepSync) -> ExpertParallelGroups:
-    """Create this engine's part and exchange it with the other engines. Raises EngineError, which names
-    the engines that do not join."""
-    rings: list[Ring] = []
-    store: object = None
-    port = 0
-    ranks = config.tensor_parallel_size * config.pipeline_parallel_size
-    if config.device == "cpu":
-        rings = [Ring.create(sync.engines - 1, RING_BYTES) for _ in range(ranks)]
-    elif sync.engine == 0:
+    def _open_store(self) -> int:
+        """Host the key-value store, in engine 0, in which the ranks find each other. Returns its port."""
+        if self.sync.engine != 0 or not (self._on_gpus or self.address):
+            return 0
         from serve_llm.engine.parallel.torch_group import create_store
 
-        tcp_store = create_store(LOOPBACK)
-        store = tcp_store
-        port = tcp_store.port
-    offer = _EngineOffer([ring.memory.handle for ring in rings], port)
-    encoded = sync.gather(msgspec.msgpack.encode(offer), START_SECONDS)
-    offers = [msgspec.msgpack.decode(frame, type=_EngineOffer) for frame in encoded]
-    return ExpertParallelGroups(rings, store, offers)
+        store = create_store(self.address or LOOPBACK)
+        self._store = store
+        return int(store.port)
+
+    def _build_setup(self, offers: Sequence[_EngineOffer], rank: int) -> ExpertGroupSetup:
+        rings = [ring for offer in offers if (ring := offer.rings[rank]) is not None]
+        if len(rings) < len(offers):
+            rings = []
+        return ExpertGroupSetup(rings, self.address or LOOPBACK, offers[0].store_port)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+from serve_llm.common.hosts import host_id
 from serve_llm.engine.config import Config
 from serve_llm.engine.distributed.executor import Executor, StepResult, Workers
 from serve_llm.engine.distributed.expert_groups import ExpertParallelGroups
-from serve_llm.engine.distributed.messages import CacheReady, LoadDone
+from serve_llm.engine.distributed.messages import LOOPBACK, CacheReady, ExpertGroupSetup, LoadDone
 from serve_llm.engine.distributed.process_groups import build_expert_group
 from serve_llm.engine.model.pretrained_spec import PretrainedSpec
 from serve_llm.engine.model.shard import Shard, build_rank_shard
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
-from serve_llm.engine.parallel.groups import AllToAll, ProcessGroups, SingleRankGroup
+from serve_llm.engine.parallel.groups import ProcessGroups
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.scheduler.output import MaskSource, SchedulerOutput
 from serve_llm.engine.worker.kv_cache import CacheLayout
@@ -40,10 +41,13 @@ class LocalWorker(Workers):
 
     def load(self) -> list[LoadDone]:
         config = self._config
-        experts: AllToAll = SingleRankGroup()
+        setup: ExpertGroupSetup | None = None
+        address = ""
         if self._expert_groups is not None:
-            experts = build_expert_group(self._expert_groups.setup(0), config, 0)
-        groups = ProcessGroups(local_ranks=config.engines_on_host(0), experts=experts)
+            (setup,) = self._expert_groups.join([host_id()])
+            address = self._expert_groups.address
+        experts, wait_for_all = build_expert_group(setup, config, 0, address or LOOPBACK)
+        groups = ProcessGroups(local_ranks=config.engines_on_host(0), experts=experts, wait_for_all=wait_for_all)
         if isinstance(self._spec, PretrainedSpec):
             shard = Shard(ParallelLayout(), 0, self._spec.layers)
         else:

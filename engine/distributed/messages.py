@@ -74,8 +74,9 @@ class RankRings(msgspec.Struct, frozen=True):
 class ExpertGroupSetup(msgspec.Struct, frozen=True):
     """How a rank reaches its expert-parallel group: the ranks with its number in all data-parallel engines."""
 
-    rings: list[ShmHandle]  # rings of all members, engine by engine; empty on GPUs
-    store_port: int  # port on this host of the key-value store for the rendezvous; used on GPUs
+    rings: list[ShmHandle]  # rings of all members, engine by engine; empty on GPUs and if members are on several hosts
+    store: str  # address of the key-value store for the rendezvous, which is used without rings
+    store_port: int
 
 
 class StepRings(msgspec.Struct, tag=True, frozen=True):

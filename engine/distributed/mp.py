@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -33,12 +33,15 @@ from serve_llm.engine.worker.kv_cache import CacheLayout
 WARM_STEPS = 100  # by then a GPU's kernels are compiled and its usual batch sizes captured
 WARM_STEP_SECONDS = 60.0  # takes the place of STEP_SECONDS then
 
+JoinExpertGroups = Callable[[Sequence[str], Callable[[], object]], list[messages.ExpertGroupSetup]]
+
 logger = logging.getLogger(__name__)
 
 
-def launch_workers(size: int) -> WorkerGroup:
-    """Start the processes; they import what they need while the caller does the same."""
-    return WorkerGroup(size, lambda address: WorkerLauncher(range(size), address))
+def launch_workers(size: int, address: str = "") -> WorkerGroup:
+    """Start the processes; they import what they need while the caller does the same. address: of this host, for ranks
+    of other engines on other hosts."""
+    return WorkerGroup(size, lambda url: WorkerLauncher(range(size), url, address=address))
 
 
 def connect_workers(
@@ -46,12 +49,12 @@ def connect_workers(
     spec: ModelSpec,
     model: Mapping[str, object],
     worker_group: WorkerGroup,
-    expert_setup: Callable[[int], messages.ExpertGroupSetup] | None,
+    join_experts: JoinExpertGroups | None,
 ) -> WorkerProcesses:
     """Connect the engine and its workers with each other.
 
-    model: config.json, from which `spec` was read. worker_group: ends with what is returned. expert_setup:
-    `ExpertParallelGroups.setup`, if data-parallel engines share the experts. Raises what a rank failed with, in a
+    model: config.json, from which `spec` was read. worker_group: ends with what is returned. join_experts:
+    `ExpertParallelGroups.join`, if data-parallel engines share the experts. Raises what a rank failed with, in a
     message that names it.
     """
     parallel = ParallelLayout(config.tensor_parallel_size, config.pipeline_parallel_size)
@@ -73,6 +76,9 @@ def connect_workers(
         replies = worker_group.gather(messages.ChannelsReady, START_SECONDS, requests)
         setup.add_replies(dict(zip(requests, replies, strict=True)), [hello.address for hello in hellos])
         warn_of_groups_across_hosts(setup.tp_groups_across_hosts, hellos)
+        expert_setups: list[messages.ExpertGroupSetup] = []
+        if join_experts is not None:
+            expert_setups = join_experts([hello.host_id for hello in hellos], worker_group.check)
 
         log_level = logging.getLevelName(max(logger.getEffectiveLevel(), logging.DEBUG)).lower()
         config_json = json.dumps(model)
@@ -87,7 +93,7 @@ def connect_workers(
                 steps=setup.steps(rank),
                 rings=setup.rings(rank),
                 rendezvous=setup.rendezvous,
-                expert_group=expert_setup(rank) if expert_setup is not None else None,
+                expert_group=expert_setups[rank] if expert_setups else None,
                 log_format=read_format(),
             )
             worker_group.send(rank, init)
@@ -98,7 +104,7 @@ def connect_workers(
             setup.close()
         worker_group.close(error)
         raise
-    workers = WorkerProcesses(config, worker_group, setup, expert_setup)
+    workers = WorkerProcesses(config, worker_group, setup, join_experts)
     logger.info("%s up in %.2f s", workers, time.perf_counter() - worker_group.began)
     return workers
 

@@ -5,7 +5,7 @@ between hosts and between GPUs.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,29 +50,51 @@ def build_process_groups(parallel: ParallelLayout, rank: int, init: InitWorker, 
     there are none. Raises EngineError."""
     builder = _GroupBuilder(parallel, rank, init, address or LOOPBACK)
     builder.check_gpus()
-    experts = build_expert_group(init.expert_group, init.config, rank)
+    experts, wait_for_engines = build_expert_group(init.expert_group, init.config, rank, address or LOOPBACK)
+
+    def wait_for_all() -> None:
+        builder.wait_for_all()
+        wait_for_engines()
+
     return ProcessGroups(
         builder.tensor_parallel_group(),
         builder.link(rank - parallel.tp_size, init.rings.previous),
         builder.link(rank + parallel.tp_size, init.rings.next),
         init.local_ranks,
         experts,
-        builder.wait_for_all,
+        wait_for_all,
     )
 
 
-def build_expert_group(setup: ExpertGroupSetup | None, config: Config, rank: int) -> AllToAll:
-    """Join the expert-parallel group: the ranks with this number in all data-parallel engines. Waits for them. Raises
-    EngineError."""
-    if setup is None:
-        return SingleRankGroup()
-    if setup.rings:
-        return ShmGroup([Ring.open(ring) for ring in setup.rings], config.data_parallel_rank)
-    from serve_llm.engine.parallel.torch_group import TorchGroup, connect_store
+def build_expert_group(
+    setup: ExpertGroupSetup | None, config: Config, rank: int, address: str
+) -> tuple[AllToAll, Callable[[], object]]:
+    """Join the expert-parallel group: the ranks with this number in all data-parallel engines. Waits for them.
 
-    store = connect_store(LOOPBACK, setup.store_port, PEER_SECONDS)
+    address: of this host, for members on others. Returns the group, and a function that waits until all members have
+    loaded their weights. Raises EngineError."""
+    if setup is None:
+        return SingleRankGroup(), lambda: None
+    if setup.rings:
+        return ShmGroup([Ring.open(ring) for ring in setup.rings], config.data_parallel_rank), lambda: None
+    from serve_llm.engine.parallel.torch_group import TorchGroup, connect_store, gather_values
+
+    store = connect_store(setup.store, setup.store_port, PEER_SECONDS)
     name = f"expert-parallel group of rank {rank}"
-    return TorchGroup(store, name, config.data_parallel_rank, config.data_parallel_size, LOOPBACK, PEER_SECONDS, "nccl")
+    backend = choose_backend(config, address)
+    engine = config.data_parallel_rank
+    engines = config.data_parallel_size
+    group = TorchGroup(store, name, engine, engines, address, PEER_SECONDS, backend)
+    return group, lambda: gather_values(store, f"{name}: weights", engine, engines, seconds=LOAD_SECONDS, who="engine")
+
+
+def choose_backend(config: Config, address: str) -> str:
+    """torch's backend for groups of this configuration's device. address: of this host in their network."""
+    if config.device == "cpu":
+        return "gloo"
+    if address != LOOPBACK:  # gloo takes the address itself
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={find_interface(address)}")
+    return "nccl"
 
 
 def check_own_gpus(gpus: Sequence[str]) -> None:
@@ -104,8 +126,7 @@ class _GroupBuilder:
             from serve_llm.engine.parallel.torch_group import connect_store
 
             self._store = connect_store(init.rendezvous.store, init.rendezvous.store_port, PEER_SECONDS)
-            if self._backend == "nccl" and address != LOOPBACK:  # gloo takes the address itself
-                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={find_interface(address)}")
+            self._backend = choose_backend(init.config, address)
 
     def check_gpus(self) -> None:
         """Exchange which GPU each rank has. Raises OptionError if two have the same one, which NCCL cannot serve."""

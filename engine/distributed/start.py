@@ -15,7 +15,7 @@ from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.engine.devices import claim_gpus
 from serve_llm.engine.distributed import mp
 from serve_llm.engine.distributed.choose import ExecutorChoice, choose_executor, gather_facts
-from serve_llm.engine.distributed.multihost.leader import start_on_nodes
+from serve_llm.engine.distributed.multihost.leader import listening_address, start_on_nodes
 from serve_llm.engine.distributed.ray.discovery import LOCAL, find_cluster
 from serve_llm.engine.distributed.worker_group import WorkerGroup
 from serve_llm.engine.worker import kv_cache
@@ -35,11 +35,6 @@ def start_workers(
     choice = choose_executor(facts)
     if choice.backend == "inprocess":
         return choice, None
-    if choice.backend == "ray" and options.experts_span_engines:
-        raise OptionError(
-            f"--enable-expert-parallel: several engines (--data-parallel-size) share experts on one host only, and "
-            f"not on Ray, which was chosen because {choice.reason}; take --distributed-executor-backend mp"
-        )
     if choice.backend == "ray" and options.is_scalable:
         raise OptionError(
             f"--data-parallel-min and --data-parallel-max cannot be combined with Ray, which was chosen because "
@@ -52,12 +47,21 @@ def start_workers(
             choice = replace(choice, device=options.device)
         if local_ranks < facts.num_ranks:
             return choice, start_on_nodes(options, engine, replaces=replaces)
-        return choice, mp.launch_workers(facts.num_ranks)
+        address = find_group_address(options, None) if options.experts_span_engines else ""
+        return choice, mp.launch_workers(facts.num_ranks, address)
     try:
         worker_group, device = _start_on_ray(options, server_cluster, engine, replaces)
     except (OptionError, CapacityError) as error:
         raise type(error)(f"--distributed-executor-backend: ray, because {choice.reason}: {error}") from None
     return replace(choice, device=device), worker_group
+
+
+def find_group_address(options: EngineOptions, worker_group: WorkerGroup | None) -> str:
+    """This host's address for the ranks of all engines on other hosts; "" if there are none. worker_group: this
+    engine's. Raises OptionError."""
+    if worker_group is not None and worker_group.endpoint is not None:
+        return worker_group.endpoint.address
+    return listening_address(options) if options.nnodes > 1 else ""
 
 
 def _start_on_ray(
@@ -79,6 +83,7 @@ def _start_on_ray(
     from serve_llm.engine.distributed.ray.actors import start_on_ray
 
     placement_group = server_cluster.placement_group if server_cluster is not None else None
-    starts_alone = replaces or cluster.address == LOCAL
+    is_replaced_alone = replaces and not options.experts_span_engines
+    starts_alone = is_replaced_alone or cluster.address == LOCAL
     num_engines = 1 if starts_alone else options.data_parallel_size
     return start_on_ray(options, cluster.address, placement_group, num_engines)

@@ -118,6 +118,13 @@ class WorkerGroup:
         gathered = (self._received[rank][kind] for rank in awaited)
         return [message for message in gathered if isinstance(message, kind)]
 
+    def check(self) -> None:
+        """Raise the first cause if a rank has failed. For use between calls of `gather`."""
+        self._update(0.0)
+        if self._failures:
+            self.failure = self._find_first_cause()
+            raise self.failure
+
     def watch(self, on_failure: Callable[[], None]) -> None:
         """From now on let a thread notice failures: it sets `failure`, then calls `on_failure`."""
 

@@ -10,6 +10,7 @@ Numbers only grow and each message holds one, so the order in which an engine re
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ import zmq
 from serve_llm.common.errors import EngineError
 
 RECONNECT_MS = 20  # until an engine that starts later is found
+CHECK_SECONDS = 0.2
 
 
 class _EngineJoined(msgspec.Struct, tag=True, frozen=True):
@@ -62,16 +64,20 @@ class DPStepSync:
         self._entered = 0  # number of this engine's newest step
         self._newest = 0  # number of the newest step of any engine
 
-    def gather(self, value: bytes, seconds: float) -> list[bytes]:
+    def gather(self, value: bytes, seconds: float, check: Callable[[], object] = lambda: None) -> list[bytes]:
         """Exchange a value: every engine's, in order, once all have called this. Call it once, before the first step.
-        Raises EngineError after `seconds`, which names the engines that are missing."""
+
+        check: called every CHECK_SECONDS, to raise what has failed meanwhile. Raises EngineError after `seconds`, which
+        names the engines that are missing."""
         self._joined[self.engine] = value
         self._broadcast(_EngineJoined(self.engine, value))
         deadline = time.monotonic() + seconds
         while missing := [engine for engine in range(self.engines) if engine not in self._joined]:
-            if not self._receive(max(0.0, deadline - time.monotonic())):
+            left = max(0.0, deadline - time.monotonic())
+            if not self._receive(min(left, CHECK_SECONDS)) and left == 0.0:
                 late = " and ".join(map(str, missing))
                 raise EngineError(f"after {seconds:.0f} s still waiting for engine {late}")
+            check()
         return [self._joined[engine] for engine in range(self.engines)]
 
     def is_behind(self) -> bool:

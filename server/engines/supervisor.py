@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+from serve_llm.common.curve_zmq import BEAT_SECONDS, LOST_SECONDS
 from serve_llm.common.errors import HostLost, PeerLost, ServeError
 from serve_llm.common.options.schema import Options
 from serve_llm.server.engines.process import STOP_SECONDS, EngineDeath, EngineProcess
@@ -22,7 +23,8 @@ from serve_llm.server.metrics.stats_log import StatsLogger
 logger = logging.getLogger(__name__)
 
 DRAIN_POLL_SECONDS = 0.1  # between two looks at the requests of an engine that drains
-SETTLE_SECONDS = 1.0  # time for the first cause to arrive after its consequence, the loss of a peer
+# Time for the first cause to arrive after its consequence, the loss of a peer: another host may have been lost.
+SETTLE_SECONDS = LOST_SECONDS + 4 * BEAT_SECONDS
 
 
 class Supervisor:

@@ -3,8 +3,9 @@ channel to other hosts (here over the loopback interface, so without a network),
 
 Run: PYTHONPATH=tests python -m bench.messages [--ranks 2] [--count 2000] [--ray] [--python]. Prints a table of us,
 then one JSON line. --ray: also with ranks that are Ray actors on this host, which should cost the same as processes.
---python: sums as they are without the compiled library, and the exchange between engines that share out experts. Needs
-as many free cores as ranks: on a busy machine the figures say how busy it is.
+--python: sums as they are without the compiled library, and the exchange between engines that share out experts, by
+shared memory and by gloo over the loopback interface. Needs as many free cores as ranks: on a busy machine the figures
+say how busy it is.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ import msgspec
 import torch
 
 from serve_llm.common.curve_zmq import Endpoint
+from serve_llm.engine.distributed.messages import LOOPBACK
 from serve_llm.engine.distributed.ray.discovery import LOCAL, local_cluster_settings
 from serve_llm.engine.distributed.step_channels import RingSource, RingSteps, SocketSource, SocketSteps
+from serve_llm.engine.parallel.groups import AllToAll
 from serve_llm.engine.parallel.shm import ChannelClosed, ShmHandle
 from serve_llm.engine.parallel.shm_group import ShmGroup, build_shm_group
 from serve_llm.engine.parallel.shm_ring import Ring
+from serve_llm.engine.parallel.torch_group import TorchGroup, connect_store, create_store
+from support.nodes import free_port
 
 STEP_BYTES, ANSWER_BYTES = 2000, 200  # about what 32 running sequences need
 SHAPES = ((1, 896), (8, 896), (32, 896), (256, 896), (2048, 896))
@@ -45,8 +50,9 @@ def microseconds(count: int, work: Callable[[], object]) -> list[float]:
     return found[WARM_UP:]
 
 
-def rank_main(rank: int, count: int, rings: list[Ring], python: bool) -> None:
-    """One rank, in a process of its own: sums as the others do, then answers steps until they end."""
+def rank_main(rank: int, count: int, rings: list[Ring], python: bool, port: int) -> None:
+    """One rank, in a process of its own: sums as the others do, then answers steps until they end. port: free, for the
+    store of a group over the network."""
     torch.set_num_threads(1)
     size = len(rings) // 2
     steps, answers, tensor = rings[0], rings[1 : 1 + size], rings[1 + size :]
@@ -57,16 +63,18 @@ def rank_main(rank: int, count: int, rings: list[Ring], python: bool) -> None:
         x = torch.randn(shape).bfloat16()
         found[f"all_reduce {list(shape)} bf16"] = microseconds(count, lambda x=x: group.all_reduce(x))
     if isinstance(group, ShmGroup):
+        store = create_store(LOOPBACK, port) if rank == 0 else connect_store(LOOPBACK, port)
+        over_network = TorchGroup(store, "experts", rank, size, LOOPBACK)
         for tokens in TOKENS:
-            found[f"experts' rows there and back [{tokens}, 896] bf16"] = microseconds(
-                count // 4, partial(exchange, group, tokens)
-            )
+            name = f"experts' rows there and back [{tokens}, 896] bf16"
+            found[name] = microseconds(count // 4, partial(exchange, group, tokens))
+            found[f"{name} by gloo"] = microseconds(count // 4, partial(exchange, over_network, tokens))
     if rank == 0:
         print(json.dumps(found), flush=True)
     answer_steps(source)
 
 
-def exchange(group: ShmGroup, tokens: int) -> None:
+def exchange(group: AllToAll, tokens: int) -> None:
     """What a layer costs engines that share out 64 experts, of which each token goes through 8: evenly spread here."""
     group.all_gather(torch.zeros(64, dtype=torch.int64))
     rows = [[tokens * 8 // group.size] * group.size] * group.size
@@ -168,19 +176,21 @@ def main() -> None:
     parser.add_argument("--python", action="store_true", help="sums as without the compiled library")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rings", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.url is not None:
         return remote_rank_main(arguments.rank, arguments.url)
     if arguments.rank is not None:
         handles = msgspec.json.decode(arguments.rings, type=list[ShmHandle])
-        rank_main(arguments.rank, arguments.count, [Ring.open(handle) for handle in handles], arguments.python)
-        return
+        rings = [Ring.open(handle) for handle in handles]
+        return rank_main(arguments.rank, arguments.count, rings, arguments.python, arguments.port)
     size = arguments.ranks
     rings, _ = make_rings(size)
     rings += [Ring.create(size - 1, RING_BYTES) for _ in range(size)]
     handles = handles_of(rings)
     command = [sys.executable, __file__, "--count", str(arguments.count), "--rings", handles]
+    command += ["--port", str(free_port())]
     command += [*(["--python"] if arguments.python else []), "--rank"]
     processes = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(size)]
     assert processes[0].stdout is not None
@@ -198,7 +208,7 @@ def report(found: dict[str, list[float]]) -> None:
     summary = {}
     for name, values in found.items():
         p50, p90 = statistics.median(values), statistics.quantiles(values, n=10)[-1]
-        print(f"{name:36} p50 {p50:8.1f} us   p90 {p90:8.1f} us")
+        print(f"{name:56} p50 {p50:8.1f} us   p90 {p90:8.1f} us")
         summary[name] = {"p50_us": round(p50, 1), "p90_us": round(p90, 1)}
     print(json.dumps(summary | {"cores": os.cpu_count()}))
 

@@ -16,6 +16,7 @@ from support.daemon import Daemon
 from support.namespaces import Machine, Machines
 from support.nodes import LIMIT, PROMPTS, SMALL, body
 from support.remote_streams import crowd, list_leftovers, start_streams, stream_here, texts_of
+from support.tiny import make_served_checkpoint
 
 PORT = 29600
 
@@ -28,9 +29,10 @@ def node_on(machine: Machine, master: Machine, nnodes: int, rank: int, *options:
 class Fleet:
     """A node on each of the first machines; node 0 serves."""
 
-    def __init__(self, machines: Machines, stack: ExitStack, nnodes: int, *options: str) -> None:
+    def __init__(self, machines: Machines, stack: ExitStack, nnodes: int, *options: str, model: str = "demo") -> None:
         self._machines, self._stack, self._nnodes = machines, stack, nnodes
-        self.first = self.add(0, 0, "demo", *SMALL, *options, "--host", "0.0.0.0")
+        served = (model, "--served-model-name", "demo")
+        self.first = self.add(0, 0, *served, *SMALL, *options, "--host", "0.0.0.0")
         self.others = [self.add(rank, rank) for rank in range(1, nnodes)]
         self.url = self.first.wait_until_serving().replace("0.0.0.0", machines[0].address)
 
@@ -79,6 +81,44 @@ def test_a_machine_that_is_lost_takes_its_engine_and_another_brings_it_back() ->
         assert len(before) == 2 and min(before.values()) > 0
         assert texts_of(fleet.start_streams(crowd())) == undisturbed
         assert all(count > before[engine] for engine, count in fleet.samples("generation_tokens_total").items())
+        fleet.end()
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model with 5 experts in a layer."""
+    return make_served_checkpoint(tmp_path_factory.mktemp("models") / "qwen3_moe", "qwen3_moe")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nnodes", "options"),
+    [
+        (2, ("-dp", "2")),
+        (2, ("-dp", "2", "-pp", "2")),
+        (2, ("-dp", "4", "-pp", "2", "--front-ends", "2")),
+        (2, ("-dp", "3", "-tp", "2", "--data-parallel-split", "1,2")),
+        (3, ("-dp", "2", "-pp", "2")),  # the first engine is on two machines, the second on one
+        (3, ("-dp", "4", "-tp", "2", "--data-parallel-split", "0,2,2")),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_experts_on_several_machines(nnodes: int, options: tuple[str, ...], experts: str) -> None:
+    """Streams wait for the experts of a machine that is lost, and continue when another takes its place."""
+    bodies = crowd(max_tokens=300)
+    tensor = options[2:4] if "-tp" in options else ()
+    with Daemon(experts, "--served-model-name", "demo", *SMALL, *tensor) as alone:
+        undisturbed = stream_here(alone.wait_until_serving(), bodies)
+    with Machines(nnodes + 1) as machines, ExitStack() as stack:
+        fleet = Fleet(machines, stack, nnodes, *options, "--enable-expert-parallel", model=experts)
+        client = fleet.start_streams(bodies)
+        machines[nnodes - 1].power_off()
+        fleet.first.wait_until_logged(
+            r"died in a step by loss of its node.*; it and the engines that share experts with it are replaced"
+        )
+        fleet.others[-1] = fleet.add(nnodes, nnodes - 1)
+        assert texts_of(client) == undisturbed
+        assert sum("are replaced" in line for line in fleet.first.log) == 1
         fleet.end()
 
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
 from support.daemon import SERVE_LLM, Daemon
 from support.streams import Streams, mixed
-from support.tiny import make_checkpoint
+from support.tiny import make_served_checkpoint
 
-DEMO = Path(__file__).parents[2] / "serve_llm" / "demo"
 SMALL = ("--served-model-name", "demo", "--kv-cache-memory", "16MiB", "--max-model-len", "400", "--max-restarts", "100")
 TWO = ("--data-parallel-size", "2", "--enable-expert-parallel")
 LONGEST = 300  # tokens of a stream
@@ -28,11 +25,7 @@ COUNTERS = ("prompt_tokens_total", "generation_tokens_total", "request_success_t
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model with 5 experts in a layer and the demo model's tokenizer."""
-    directory = tmp_path_factory.mktemp("models") / "qwen3_moe"
-    make_checkpoint(directory, "qwen3_moe", vocab_size=4096, max_position_embeddings=512)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, directory / name)
-    return str(directory)
+    return make_served_checkpoint(tmp_path_factory.mktemp("models") / "qwen3_moe", "qwen3_moe")
 
 
 @pytest.fixture(scope="module")
@@ -140,14 +133,6 @@ def test_ranks_of_each_engine(split: str, model: str) -> None:
     ("arguments", "message"),
     [
         (("demo", *TWO), "--enable-expert-parallel: this model has no experts; omit it"),
-        (
-            ("MODEL", *TWO, "--distributed-executor-backend", "ray"),
-            "--enable-expert-parallel: several engines (--data-parallel-size) share experts on one host only",
-        ),
-        (
-            ("MODEL", *TWO, "--nnodes", "2", "--master-addr", "127.0.0.1:1"),
-            "--enable-expert-parallel: several engines (--data-parallel-size) share experts on one host only",
-        ),
     ],
 )
 def test_what_does_not_work_is_said_at_once(model: str, arguments: tuple[str, ...], message: str) -> None:

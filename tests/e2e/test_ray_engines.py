@@ -15,7 +15,8 @@ from support.namespaces import Machines
 from support.nodes import LIMIT, SMALL, complete
 from support.ray_machines import RAY, serve_on, short_folder, start_ray, wait_until
 from support.ray_nodes import RayNodes, skip_without_ray
-from support.remote_streams import crowd, list_leftovers, start_streams, texts_of
+from support.remote_streams import crowd, list_leftovers, start_streams, stream_here, texts_of
+from support.tiny import make_served_checkpoint
 
 
 @pytest.mark.slow
@@ -33,6 +34,35 @@ def test_engines_that_start_together_have_a_node_each(
                 == [engines // 2] * 2
             )
         wait_until(lambda: nodes.ask("free") == 8, "all devices are free again")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [(), ("-pp", "2")])
+def test_experts_on_several_nodes(split: tuple[str, ...], tmp_path: Path) -> None:
+    """Streams wait for the experts of a node that is lost, and continue once another has joined the cluster."""
+    skip_without_ray()
+    log = tmp_path / "log"
+    experts = make_served_checkpoint(tmp_path / "model", "qwen3_moe")
+    with Daemon(experts, "--served-model-name", "demo", *SMALL) as alone:
+        undisturbed = stream_here(alone.wait_until_serving(), crowd(max_tokens=300))
+    with short_folder() as folder, Machines(4, private=[str(folder)]) as machines:
+        head, first, lost, spare = machines
+        ranks = 2 if split else 1
+        start_ray(head, folder, 0)
+        start_ray(first, folder, ranks, head.address)
+        start_ray(lost, folder, ranks, head.address)
+        options = ("-dp", "2", "--enable-expert-parallel", *split)
+        daemon, url = serve_on(head, folder, log, *SMALL, *options, model=experts)
+        client = start_streams(head, url, crowd(max_tokens=300))
+        lost.power_off()
+        wait_until(lambda: "engines that share experts with it are replaced" in log.read_text(), "the loss")
+        start_ray(spare, folder, ranks, head.address)
+        assert texts_of(client) == undisturbed, log.read_text()
+        head.signal(daemon, signal.SIGTERM)
+        assert daemon.wait(LIMIT) == 0, log.read_text()
+        for machine in (head, first, spare):
+            with contextlib.suppress(ProcessLookupError):
+                assert list_leftovers(machine) == "[]"
 
 
 @pytest.mark.slow

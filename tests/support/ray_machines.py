@@ -48,11 +48,13 @@ def start_ray(machine: Machine, folder: Path, num_cpus: int, head: str = "", **e
     wait_until(lambda: "Ray runtime started" in log.read_text(), f"Ray started on {machine.name}")
 
 
-def serve_on(host: Machine, folder: Path, log: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
+def serve_on(
+    host: Machine, folder: Path, log: Path, *options: str, model: str = "demo"
+) -> tuple[subprocess.Popen[str], str]:
     """A daemon on this machine, once it serves, and its URL."""
-    where = ("--host", host.address, "--port", "8000")
+    where = ("--served-model-name", "demo", "--host", host.address, "--port", "8000")
     with log.open("w") as output:
-        daemon = host.popen(SERVE_LLM, "demo", *RAY, *options, *where, env=environment(folder), stderr=output)
-    wait_until(lambda: daemon.poll() is not None or "Serving demo" in log.read_text(), "serving")
+        daemon = host.popen(SERVE_LLM, model, *RAY, *options, *where, env=environment(folder), stderr=output)
+    wait_until(lambda: daemon.poll() is not None or f"Serving {model}" in log.read_text(), "serving")
     assert daemon.poll() is None, log.read_text()
     return daemon, f"http://{host.address}:8000"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import string
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from support import qwen  # noqa: F401 -- registers the family
+
+DEMO = Path(__file__).parents[2] / "serve_llm" / "demo"
 
 ROPE_SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 2.5},
@@ -260,6 +263,14 @@ def make_checkpoint(
     if old_config:
         _write_old_config(directory / "config.json")
     return int(config.vocab_size)
+
+
+def make_served_checkpoint(directory: Path, family: str) -> str:
+    """Write a tiny model that takes 1,024 tokens, with the demo model's tokenizer. Returns its path."""
+    make_checkpoint(directory, family, vocab_size=4096, max_position_embeddings=1024)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, directory / name)
+    return str(directory)
 
 
 def config_of(family: str, **overrides: Any) -> dict[str, Any]:

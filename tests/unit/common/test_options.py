@@ -190,10 +190,6 @@ def test_secrets_stay_out_of_logs() -> None:
         (["demo", *SPLIT, "4,0,0"], "--data-parallel-split: node 1 would have no engine; only node 0, which serves"),
         (["demo", *SPLIT, "4,x,0"], "--data-parallel-split: expected whole numbers separated by commas, such as 3,1"),
         (["demo", "--data-parallel-split", "1"], "--data-parallel-split divides engines among several hosts"),
-        (
-            ["demo", "--nnodes", "2", *NODES, "-dp", "2", "--enable-expert-parallel"],
-            "--enable-expert-parallel: several engines (--data-parallel-size) share experts on one host only",
-        ),
         (["demo", "--master-addr", "10.0.0.1"], "--master-addr: expected host:port, such as 10.0.0.1:29500 or"),
         (["demo", "--master-addr", "fd00::1:29500"], "--master-addr: expected host:port"),
         (["demo", "--master-addr", "h:0"], "--master-addr: expected host:port"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +63,34 @@ def build(
     steps = messages.StepsUrl("tcp://127.0.0.1:1")
     begin = messages.InitWorker(config, "{}", grid.size, rank, "info", steps, rings, span)
     return process_groups.build_process_groups(grid, rank, begin, address)
+
+
+def build_experts(address: str, **fields: Any) -> tuple[Torchs, Callable[[], object]]:
+    """The expert-parallel group of rank 1 in engine 2 of 3."""
+    engines = {"data_parallel_size": 3, "data_parallel_rank": 2, "enable_expert_parallel": True}
+    setup = messages.ExpertGroupSetup([], "10.0.0.1", 5)
+    group, wait_for_all = process_groups.build_expert_group(setup, replace(CONFIG, **engines | fields), 1, address)
+    assert isinstance(group, Torchs)
+    assert (group.name, group.rank, group.size) == ("expert-parallel group of rank 1", 2, 3)
+    assert group.address == address
+    return group, wait_for_all
+
+
+def test_experts_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(torch_group, "gather_values", lambda *given, **more: waited.append((*given, more)))
+    group, wait_for_all = build_experts("10.0.0.3", device="cpu")
+    assert group.backend == "gloo" and "NCCL_SOCKET_IFNAME" not in os.environ
+    group, _ = build_experts("10.0.0.3", device="cuda")
+    assert group.backend == "nccl" and os.environ["NCCL_SOCKET_IFNAME"] == "=eth of 10.0.0.3"
+    wait_for_all()
+    limits = {"seconds": messages.LOAD_SECONDS, "who": "engine"}
+    assert waited == [(STORE, "expert-parallel group of rank 1: weights", 2, 3, limits)]
+
+
+def test_experts_on_the_gpus_of_one_host() -> None:
+    group, _ = build_experts(messages.LOOPBACK, device="cuda")
+    assert group.backend == "nccl" and "NCCL_SOCKET_IFNAME" not in os.environ
 
 
 def test_two_ranks_on_one_gpu_are_an_error() -> None:

@@ -182,6 +182,16 @@ def test_all_get_all_values_in_order(tmp_path: Path) -> None:
     assert found == [[b"\0", b"\1", b"\2"]] * 3
 
 
+def test_a_failure_ends_the_wait_for_the_others(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise EngineError("rank 1 died")
+
+    steps = DPStepSync(tmp_path, 0, 2)
+    with pytest.raises(EngineError, match=r"^rank 1 died$"):
+        steps.gather(b"", LIMIT, fail)
+    steps.close()
+
+
 def test_who_does_not_come_is_named(tmp_path: Path) -> None:
     steps = DPStepSync(tmp_path, 1, 3)
     with pytest.raises(EngineError, match=r"after 0 s still waiting for engine 0 and 2$"):
