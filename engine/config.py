@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from serve_llm.common.engine_placement import EnginePlacement
 from serve_llm.common.errors import ModelError, OptionError
 from serve_llm.common.options.engine_schema import EngineOptions
+from serve_llm.common.options.eplb import EPLBConfig
 from serve_llm.common.options.kv_events import KVEventsConfig
 from serve_llm.common.options.speculative import SpeculativeConfig
 from serve_llm.common.sentence_transformers import DenseModule, PoolingType
@@ -86,6 +87,7 @@ class Config:
     all_reduce: str = "nccl"  # among the GPUs of a tensor-parallel group: "nccl" | "symmetric" | "auto"
     long_rope_threshold: int | None = None  # see `ModelSpec`
     async_scheduling: bool = False  # start a step before the ids of the last one are known
+    eplb: EPLBConfig | None = None  # move experts between ranks; None: they stay
     jump_forward: bool = True  # append the ids that a grammar demands at once
     speculation: SpeculativeConfig | None = None  # verify drafts; None: none
     generates: bool = True  # the model has its LM head
@@ -113,6 +115,11 @@ class Config:
     def expert_engines(self) -> int:
         """Engines that share experts, and so make their steps together."""
         return self.data_parallel_size if self.enable_expert_parallel else 1
+
+    @property
+    def redundant_experts(self) -> int:
+        """Experts of each layer that are held besides one copy of each."""
+        return 0 if self.eplb is None else self.eplb.num_redundant_experts
 
     @property
     def cache_row(self) -> CacheRow:
@@ -193,6 +200,7 @@ def resolve(
         tensor_parallel_split=options.tensor_parallel_split,
         pipeline_parallel_layers=options.pipeline_parallel_layers,
         enable_expert_parallel=options.enable_expert_parallel,
+        eplb=options.eplb,
         jump_forward=options.jump_forward,
         speculation=_speculation(options, generates, has_states),
         executor_backend=executor_backend,

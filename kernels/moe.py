@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from serve_llm.kernels.held_tensors import find_tensors
 from serve_llm.kernels.linear import Linear
 
 Activation = Callable[[Tensor], Tensor]
@@ -28,6 +29,14 @@ class Experts(Protocol):
     reads_back: bool  # on a GPU, the host waits for the numbers of rows of the experts
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor: ...
+
+
+class PackedExperts(Experts, Protocol):
+    """Experts with their weights."""
+
+    def list_tensors(self, index: int) -> list[Tensor]:
+        """The weights of one expert as they are held, by its index among the local ones: they may be overwritten by
+        those of another expert of the same shapes."""
 
 
 class ExpertAdapters(Protocol):
@@ -50,7 +59,7 @@ def pack_experts(
     activation: Activation,
     local_experts: range,
     adapters: ExpertAdapters | None = None,
-) -> Experts:
+) -> PackedExperts:
     """pairs: the (first, last) layers of each local expert. local_experts: consecutive ids, may be empty. adapters:
     added to the layers' results."""
     return _SequentialExperts(list(pairs), activation, local_experts, adapters)
@@ -96,6 +105,12 @@ class _SequentialExperts:
             outputs[pairs_of_expert] = rows
             del inputs, rows
         return weighted_sum(outputs.view(tokens, top_k, x.shape[1]), weights)
+
+    def list_tensors(self, index: int) -> list[Tensor]:
+        """See `PackedExperts`."""
+        others = self._pairs[:index] + self._pairs[index + 1 :]
+        shared = {id(tensor) for tensor in find_tensors(others)}  # such as tables of codes
+        return [tensor for tensor in find_tensors(self._pairs[index]) if id(tensor) not in shared]
 
 
 def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:

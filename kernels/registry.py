@@ -72,7 +72,7 @@ class Kernels:
     pack_int8_table: Callable[[Tensor, Tensor, Tensor | None, torch.dtype], table.Table]
     pack_grouped_table: Callable[[GroupedWeight, Tensor | None, torch.dtype], table.Table]
     quantise_int4: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
-    pack_experts: Callable[..., moe.Experts]
+    pack_experts: Callable[..., moe.PackedExperts]
     lora: LoRAKernels | None = None  # None: the products of adapters are linear layers
     capturable: bool = False  # CUDA graphs may capture them: they read lengths on the device and do not synchronise
 

@@ -33,6 +33,8 @@ SERVER_OPTIONS = (
     "tensor_parallel_split",
     "pipeline_parallel_layers",
     "enable_expert_parallel",
+    "enable_eplb",
+    "eplb_config",
     "data_parallel_size",
     "max_model_len",
     "max_num_seqs",

@@ -127,7 +127,8 @@ class _Planner:
         request = f"the KV cache of one request of {config.max_model_len:,} tokens"
         for rank in range(layout.size):
             # With expert-parallel engines, the first engine holds the most experts.
-            shard = Shard(layout, rank, stages[layout.pp_rank(rank)], tensor_split, engines=config.expert_engines)
+            layers = stages[layout.pp_rank(rank)]
+            shard = Shard(layout, rank, layers, tensor_split, 0, config.expert_engines, config.redundant_experts)
             cache = kv_cache.plan_empty_cache(spec, shard, config)
             caches.append(cache)
             blocks_per_request = caches[0].blocks_per_request(config.max_model_len, config.max_num_batched_tokens)

@@ -11,6 +11,7 @@ def check_combinations(options: Options) -> None:
     """Raise an OptionError that names the options."""
     _check_nodes(options)
     _check_scaling(options)
+    _check_experts(options)
     _check_model_impl(options)
     _check_lora(options)
     _check_offload(options)
@@ -39,10 +40,20 @@ def _check_scaling(options: Options) -> None:
     refused = {
         "--enable-expert-parallel, whose engines share experts": options.enable_expert_parallel,
         "--nnodes, whose hosts learn their engines once": options.nnodes > 1,
-        "--distributed-executor-backend ray": options.distributed_executor_backend == "ray",
     }
     if wrong := [name for name, is_refused in refused.items() if is_refused]:
         raise OptionError(f"--data-parallel-min and --data-parallel-max cannot be combined with {wrong[0]}")
+
+
+def _check_experts(options: Options) -> None:
+    """Refuse to move experts where no other engine could take them."""
+    if options.eplb_config is not None and not options.enable_eplb:
+        raise OptionError("--eplb-config needs --enable-eplb")
+    if options.enable_eplb and not options.experts_span_engines:
+        raise OptionError(
+            "--enable-eplb moves experts between engines: give --enable-expert-parallel and a --data-parallel-size "
+            "above 1, or omit it"
+        )
 
 
 def _check_model_impl(options: Options) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from serve_llm.common.options.eplb import EPLBConfig, parse_eplb_config
 from serve_llm.common.options.fields import choice_option, option
 from serve_llm.common.options.kv_events import KVEventsConfig, parse_kv_events_config
 from serve_llm.common.options.parsers import (
@@ -250,6 +251,18 @@ class EngineOptions:
         "each rank holds whole experts of a layer, instead of a part of every expert; the experts are spread over all "
         "engines of --data-parallel-size, which then step together; the number of experts need not divide",
     )
+    enable_eplb: bool = option(
+        False,
+        parse_boolean,
+        "move experts between the engines that share them, so that ranks compute equally many rows; same output",
+    )
+    eplb_config: str | None = option(
+        None,
+        parse_eplb_config,
+        'for --enable-eplb: {"step_interval": 3000, "num_redundant_experts": 0}: steps between two placements, and '
+        "experts of each layer that are held twice, those with the most rows",
+        metavar="JSON",
+    )
     distributed_executor_backend: str | None = choice_option(
         None,
         "inprocess|mp|ray",
@@ -345,6 +358,13 @@ class EngineOptions:
     def min_engines(self) -> int:
         """Fewest data-parallel engines."""
         return self.data_parallel_min or (1 if self.is_scalable else self.data_parallel_size)
+
+    @property
+    def eplb(self) -> EPLBConfig | None:
+        """None if experts stay where they are."""
+        if not self.enable_eplb:
+            return None
+        return EPLBConfig() if self.eplb_config is None else EPLBConfig.parse(self.eplb_config)
 
     @property
     def kv_events(self) -> KVEventsConfig | None:

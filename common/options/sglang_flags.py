@@ -63,6 +63,7 @@ SGLANG: tuple[PeerFlag, ...] = (
     refused("--disaggregation-* --encoder-* --enable-pd* --pdmux-* --sm-group-num --prefill-*", _TOGETHER),
     refused("--hicache-* --enable-hi* --hi*sparse* --*flexkv* --*lmcache* --*unified-cache-* --radix-*", _HOST_CACHE),
     refused("--kt-* --*paged-experts* --ple-offload-* --*weights-cpu-backup --enable-memory-saver", _OFFLOAD),
+    refused("--ep-num-redundant-experts", "--eplb-config takes num_redundant_experts, as JSON"),
     refused(
         "--*deepep-* --*expert* --*moe-* --*megamoe* --elastic-ep-* --ep-* --max-ep-size --enable-*-batch-overlap",
         _EXPERTS,

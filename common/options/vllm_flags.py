@@ -140,8 +140,9 @@ VLLM: tuple[PeerFlag, ...] = (
     ),
     refused("--headless", "--node-rank N with --nnodes and --master-addr makes a host that serves no HTTP"),
     refused("--master-port", "--master-addr takes both, as HOST:PORT"),
-    refused("--enable-eplb --eplb-* --all2all-backend --enable-dbo --dbo-*", _EXPERTS),
-    refused("--expert-placement-strategy --num-redundant-experts --enable-ep-* --enable-elastic-ep", _EXPERTS),
+    refused("--num-redundant-experts --eplb-*", "--eplb-config takes step_interval and num_redundant_experts, as JSON"),
+    refused("--all2all-backend --enable-dbo --dbo-*", _EXPERTS),
+    refused("--expert-placement-strategy --enable-ep-* --enable-elastic-ep", _EXPERTS),
     refused("--disable-nccl-for-dp-synchronization", "omit it; engines agree on their steps without NCCL"),
     refused("--*fault-tolerance*", "omit it; an engine that dies is replaced, and its requests continue"),
     refused(
@@ -207,8 +208,8 @@ VLLM: tuple[PeerFlag, ...] = (
 VLLM_SAME = (
     "served-model-name tokenizer revision download-dir load-format model-impl runner convert dtype quantization "
     "max-model-len max-num-seqs max-num-batched-tokens gpu-memory-utilization enforce-eager kv-cache-dtype block-size "
-    "seed tensor-parallel-size pipeline-parallel-size data-parallel-size enable-expert-parallel nnodes node-rank "
-    "distributed-executor-backend host port api-key allowed-origins ssl-keyfile ssl-certfile chat-template "
+    "seed tensor-parallel-size pipeline-parallel-size data-parallel-size enable-expert-parallel enable-eplb nnodes "
+    "node-rank distributed-executor-backend host port api-key allowed-origins ssl-keyfile ssl-certfile chat-template "
     "trust-request-chat-template generation-config config enable-lora lora-modules max-loras max-cpu-loras "
     "max-lora-rank otlp-traces-endpoint kv-events-config enable-log-requests"
 ).split()

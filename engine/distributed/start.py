@@ -35,11 +35,6 @@ def start_workers(
     choice = choose_executor(facts)
     if choice.backend == "inprocess":
         return choice, None
-    if choice.backend == "ray" and options.is_scalable:
-        raise OptionError(
-            f"--data-parallel-min and --data-parallel-max cannot be combined with Ray, which was chosen because "
-            f"{choice.reason}; take --distributed-executor-backend mp"
-        )
     if choice.backend == "mp":
         local_ranks = facts.num_ranks if facts.local_ranks is None else facts.local_ranks
         kv_cache.check_ranks(local_ranks, kv_cache.free_memory())

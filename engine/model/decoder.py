@@ -70,7 +70,7 @@ class Decoder:
         self._group_of_layer = group_of_layer
         self._is_first_of_kind = is_first_of_kind
         self._skipped: Set[int] = frozenset()
-        self._dispatches = dispatches
+        self.dispatches = dispatches
         self.capturable = capturable
         self._hidden_size = hidden_size
         self._device = device
@@ -170,7 +170,7 @@ class Decoder:
     def run_without_tokens(self, dtype: torch.dtype) -> None:
         """A step without tokens: only compute what other engines ask of this rank's experts. dtype: the model's."""
         empty = torch.empty((0, self._hidden_size), dtype=dtype, device=self._device)
-        for dispatch in self._dispatches:
+        for dispatch in self.dispatches:
             dispatch.run_without_tokens(empty)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,62 +1,125 @@
-"""Expert parallelism over ranks with different tokens: each token's hidden state goes to the ranks that hold its
-experts, and their outputs come back.
+"""Experts that are spread over data-parallel engines: a rank sends its tokens' rows to the ranks that hold the experts.
 
-The weighted sum is taken on the token's rank, over its experts in order, so its bits are those of a rank that holds all
-of these experts, whatever tokens the other ranks bring.
+Rows go out sorted by the slot that computes them, so in rank order, and come back in the same order. The sum over a
+token's experts is that of `kernels.moe`: weighted, in float32, in order of the choices, rounded once. A row's bits are
+those of one rank with all these experts, whatever tokens the other ranks bring and wherever experts lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
 
+from serve_llm.engine.model.expert_placement import Placement
 from serve_llm.engine.parallel.groups import AllToAll
-from serve_llm.kernels.moe import Experts, weighted_sum
+from serve_llm.kernels.moe import PackedExperts, weighted_sum
 
 
 class ExpertDispatch:
-    """`Experts` of all ranks of a group. All ranks must call it, or `run_without_tokens`, at the same time."""
+    """`kernels.moe.Experts` of all ranks of a group. All must call it, or `run_without_tokens`, at the same time."""
 
     reads_back = True
 
-    def __init__(self, experts: Experts, spans: Sequence[range], group: AllToAll) -> None:
-        """experts: those of this rank. spans: the expert numbers of each rank of the group, consecutive."""
-        self._experts = experts
-        self._group = group
-        self._all = range(spans[0].start, spans[-1].stop)
-        self._own = spans[group.rank]
-        self._spans = [slice(span.start - self._all.start, span.stop - self._all.start) for span in spans]
+    def __init__(self, experts: PackedExperts, span: range, placement: Placement, group: AllToAll) -> None:
+        """experts: of this rank, numbered by its slots. span: the numbers of the group's experts. placement: where
+        they are."""
+        self.experts = experts
+        self.span = span
+        self.group = group
+        self.num_rows: Tensor | None = None  # (experts,) int64: counts the rows of all ranks, once it is set
+        self.place(placement)
+
+    def place(self, placement: Placement) -> None:
+        """Send rows to these slots from now on. All ranks must call it between the same steps."""
+        self.placement = placement
+        slots = [expert - self.span.start for expert in chain.from_iterable(placement)]
+        seen: Counter[int] = Counter()
+        copies = [0] * len(slots)  # which of its expert's copies each slot holds
+        for slot, expert in enumerate(slots):
+            copies[slot] = seen[expert]
+            seen[expert] += 1
+        borders = accumulate(map(len, placement), initial=0)
+        self._rank_slots = [slice(start, stop) for start, stop in pairwise(borders)]
+        self._slots: _Slots | None = None
+        if slots != list(range(len(self.span))):
+            self._slots = _Slots(
+                torch.tensor(slots),
+                torch.tensor(copies),
+                torch.tensor([seen[expert] for expert in slots]),
+                torch.tensor(sorted(range(len(slots)), key=lambda slot: (slots[slot], copies[slot]))),
+            )
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         tokens, top_k = experts.shape
         flat = experts.flatten()
-        counts = torch.bincount(flat, minlength=self._all.stop)
-        before = counts[: self._all.start].sum()
-        counts = counts[self._all.start : self._all.stop]
+        counts = torch.bincount(flat, minlength=self.span.stop)
+        before = counts[: self.span.start].sum()
+        counts = counts[self.span.start : self.span.stop]
         order = flat.argsort(stable=True)[before : before + counts.sum()]  # indices into `flat`, expert by expert
-        outputs = self._exchange(x[order // top_k], counts)
+        counts_by_rank = self._exchange_counts(counts)
+        if self._slots is not None:
+            order = order[self._slots.sort_rows(counts_by_rank, self.group.rank)]  # slot by slot
+        outputs = self._exchange(x[order // top_k], counts_by_rank)
         by_token = x.new_zeros((tokens * top_k, x.shape[1]))
         by_token[order] = outputs
         return weighted_sum(by_token.view(tokens, top_k, -1), weights)
 
     def run_without_tokens(self, empty: Tensor) -> None:
         """Only compute what other ranks ask for. empty: (0, hidden_size), of the model's dtype."""
-        self._exchange(empty, torch.zeros(len(self._all), dtype=torch.int64, device=empty.device))
+        counts = torch.zeros(len(self.span), dtype=torch.int64, device=empty.device)
+        self._exchange(empty, self._exchange_counts(counts))
 
-    def _exchange(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def _exchange_counts(self, counts: Tensor) -> Tensor:
+        """counts: (experts,) int64, rows that this rank has for each. Returns those of all ranks, (ranks, experts), on
+        the host."""
+        counts_by_rank = torch.stack(self.group.all_gather(counts)).cpu()
+        if self.num_rows is not None:
+            self.num_rows += counts_by_rank.sum(0)
+        return counts_by_rank
+
+    def _exchange(self, rows: Tensor, counts_by_rank: Tensor) -> Tensor:
         """Send rows to their experts and return the experts' outputs in the same order.
 
-        rows: (rows, hidden_size), expert by expert. counts: (experts of the group,) int64, rows of each.
+        rows: (rows, hidden_size), slot by slot. counts_by_rank: (ranks, experts) int64, on the host.
         """
-        counts_by_rank = torch.stack(self._group.all_gather(counts))  # (ranks, experts)
-        sent = [[sum(line[span]) for span in self._spans] for line in counts_by_rank.tolist()]
-        rows = self._group.all_to_all(rows, sent)  # reuse the name to free what was sent
+        by_slot = counts_by_rank if self._slots is None else self._slots.divide(counts_by_rank)  # (ranks, slots)
+        sent = [[sum(line[slots]) for slots in self._rank_slots] for line in by_slot.tolist()]
+        rows = self.group.all_to_all(rows, sent)  # reuse the name to free what was sent
         if len(rows):
-            expert_ids = torch.arange(self._own.start, self._own.stop, device=rows.device)
-            own_counts = counts_by_rank[:, self._spans[self._group.rank]]
-            numbers = torch.cat([expert_ids.repeat_interleave(line) for line in own_counts])
-            rows = self._experts(rows, rows.new_ones((len(rows), 1), dtype=torch.float32), numbers[:, None])
+            own_counts = by_slot[:, self._rank_slots[self.group.rank]]
+            slots = torch.arange(own_counts.shape[1])
+            numbers = torch.cat([slots.repeat_interleave(line) for line in own_counts]).to(rows.device)
+            rows = self.experts(rows, rows.new_ones((len(rows), 1), dtype=torch.float32), numbers[:, None])
         returned = [list(counts) for counts in zip(*sent, strict=True)]
-        return self._group.all_to_all(rows, returned)
+        return self.group.all_to_all(rows, returned)
+
+
+class _Slots:
+    """A placement with copies of experts, or in another order than that of the experts."""
+
+    def __init__(self, experts: Tensor, copies: Tensor, num_copies: Tensor, by_expert: Tensor) -> None:
+        """All (slots,) int64: the expert of each slot, which of its copies that is, how many there are, and the slots
+        sorted by expert and copy."""
+        self._experts = experts
+        self._copies = copies
+        self._num_copies = num_copies
+        self._by_expert = by_expert
+
+    def divide(self, counts_by_rank: Tensor) -> Tensor:
+        """How many rows each rank sends to each slot, (ranks, slots): rows of an expert are divided evenly among its
+        copies, beginning with another copy on each rank. counts_by_rank: (ranks, experts)."""
+        counts = counts_by_rank[:, self._experts]
+        ranks = torch.arange(len(counts)).unsqueeze(1)
+        return counts // self._num_copies + ((self._copies - ranks) % self._num_copies < counts % self._num_copies)
+
+    def sort_rows(self, counts_by_rank: Tensor, rank: int) -> Tensor:
+        """Indices that sort a rank's rows, which lie expert by expert, slot by slot."""
+        lengths = self.divide(counts_by_rank)[rank]
+        starts = torch.empty_like(lengths)
+        sorted_lengths = lengths[self._by_expert]
+        starts[self._by_expert] = sorted_lengths.cumsum(0) - sorted_lengths
+        places = lengths.cumsum(0) - lengths
+        return torch.arange(int(lengths.sum())) + (starts - places).repeat_interleave(lengths)

@@ -28,18 +28,22 @@ def build_moe(spec: MoESpec, hidden_size: int, builder: ModelBuilder) -> Forward
     """(tokens, hidden_size) -> (tokens, hidden_size), all-reduced."""
     num_experts = spec.router.num_experts
     held = builder.shard.experts(spec)
+    spans = builder.shard.expert_spans(spec)
+    span = range(spans[0].start, spans[-1].stop)
+    is_spread = builder.groups.experts.size > 1
     columns = builder.shard.expert_columns(spec)
     builder.describe(f"MoE({len(held)} of {num_experts} experts, top {spec.router.top_k})")
     compute_scores = _build_scores(spec, hidden_size, builder)
     expert_builder = builder.for_experts()
-    experts = builder.kernels.pack_experts(
+    packed = builder.kernels.pack_experts(
         (_build_expert(spec, hidden_size, columns, expert_builder.scoped(f"experts.{number}")) for number in held),
         find_activation(spec.expert, builder),
-        held,
+        range(len(held)) if is_spread else span,
         expert_builder.lora_experts,
     )
-    if builder.groups.experts.size > 1:
-        experts = ExpertDispatch(experts, builder.shard.expert_spans(spec), builder.groups.experts)
+    experts: Experts = packed
+    if is_spread:
+        experts = ExpertDispatch(packed, span, builder.shard.place_experts(spec), builder.groups.experts)
     builder.experts.append(experts)
     apply = _scale_inputs(experts) if spec.router.scales_inputs else experts
     correction_bias = builder.parameter("router.correction", num_experts) if spec.router.correction_bias else None

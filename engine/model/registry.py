@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from serve_llm.common.errors import ModelError, UnsupportedModel
+from serve_llm.common.errors import ModelError, OptionError, UnsupportedModel
+from serve_llm.common.splits import split_evenly
 from serve_llm.engine.config import INT4_GROUP_SIZES
 from serve_llm.engine.config import Config as Settings
 from serve_llm.engine.model import quantization_config
@@ -57,7 +58,7 @@ from serve_llm.engine.model.families import (
 from serve_llm.engine.model.gguf_config import GGUFTensors, apply_gguf
 from serve_llm.engine.model.pooling import build_pooler_spec
 from serve_llm.engine.model.quantization_spec import MXFP4, GroupedForm, GroupedSpec, Int8Spec, find_linear_layer
-from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.spec import ModelSpec, MoESpec
 from serve_llm.engine.model.weight_format import ATTENTION_SCALES, DynamicModules
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
 
@@ -229,7 +230,9 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
 
 
 def apply_engine_config(spec: ModelSpec, settings: Settings) -> ModelSpec:
-    """The spec with the engine's options applied. Every rank builds its decoder, and plans memory, from this one."""
+    """The spec with the engine's options applied. Every rank builds its decoder, and plans memory, from this one.
+
+    Raises ModelError and OptionError."""
     if len(spec.longrope_lengths) > 1:
         raise ModelError("config.json: longrope in some layers only or with several original lengths is not supported")
     spec = spec.with_max_length(settings.max_model_len)
@@ -237,12 +240,28 @@ def apply_engine_config(spec: ModelSpec, settings: Settings) -> ModelSpec:
         spec = replace(spec, pooler=build_pooler_spec(settings.pooling), lm_head=settings.generates)
     if settings.enable_expert_parallel:
         spec = spec.with_expert_parallel()
+        _check_redundant_experts(spec, settings)
     spec = _apply_quantization(spec, settings)
     if settings.device == "cpu":
         return spec.with_packed_tables(rounds=settings.dtype == "bfloat16")
     if spec.grouped is not None:  # GPUs hold embedding and LM head in the model's dtype
         spec = replace(spec, grouped=replace(spec.grouped, embedding=None, head=None))
     return spec
+
+
+def _check_redundant_experts(spec: ModelSpec, settings: Settings) -> None:
+    """Refuse more copies of an expert than there are engines to hold one each."""
+    tp_size = settings.tensor_parallel_size
+    copies = split_evenly(settings.redundant_experts, tp_size)
+    for ffn in (layer.ffn for layer in spec.layers):
+        if isinstance(ffn, MoESpec):
+            experts = split_evenly(ffn.router.num_experts, tp_size)
+            most = [len(held) * (settings.expert_engines - 1) for held in experts]
+            if any(len(more) > limit for more, limit in zip(copies, most, strict=True)):
+                raise OptionError(
+                    f"--eplb-config: num_redundant_experts {settings.redundant_experts} exceeds {sum(most)}, which "
+                    "gives each engine a copy of every expert"
+                )
 
 
 def _apply_quantization(spec: ModelSpec, settings: Settings) -> ModelSpec:

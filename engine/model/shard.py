@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from serve_llm.engine.config import Config
 from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
+from serve_llm.engine.model.expert_placement import Placement, fill_slots
 from serve_llm.engine.model.spec import AnyAttentionSpec, KVGroup, LayerSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
 from serve_llm.engine.parallel.layout import HeadShare, ParallelLayout, split_heads, split_layers, split_range
 
@@ -24,6 +25,7 @@ class Shard:
     weights: tuple[float, ...] | None = None  # --tensor-parallel-split
     engine: int = 0  # index among the engines over which whole experts are spread
     engines: int = 1
+    redundant_experts: int = 0  # slots of each layer besides one for each expert
 
     @property
     def tp_rank(self) -> int:
@@ -71,12 +73,12 @@ class Shard:
         """This rank's columns of the intermediate size."""
         return split_range(ffn.intermediate_size, self.layout.tp_size, self.weights, UNIT)[self.tp_rank]
 
-    def experts(self, ffn: MoESpec) -> range:
-        """The experts of which this rank holds a part."""
-        return self.expert_spans(ffn)[self.engine]
+    def experts(self, ffn: MoESpec) -> tuple[int, ...]:
+        """The experts of which this rank holds a part, at the start if they move."""
+        return self.place_experts(ffn)[self.engine]
 
     def expert_spans(self, ffn: MoESpec) -> tuple[range, ...]:
-        """`experts` of the ranks with this tp_rank in every engine.
+        """`experts` of the ranks with this tp_rank in every engine, without redundant ones.
 
         Together they are what a rank of a single engine would hold, so sums over experts have the same order as there.
         """
@@ -85,6 +87,11 @@ class Shard:
             return (range(count),)
         experts = split_range(count, self.layout.tp_size, self.weights)[self.tp_rank]
         return tuple(experts[part.start : part.stop] for part in split_range(len(experts), self.engines))
+
+    def place_experts(self, ffn: MoESpec) -> Placement:
+        """The experts of the ranks of `expert_spans` at the start, with redundant ones."""
+        num_redundant = len(split_range(self.redundant_experts, self.layout.tp_size)[self.tp_rank])
+        return fill_slots(self.expert_spans(ffn), num_redundant)
 
     def expert_columns(self, ffn: MoESpec) -> range:
         """This rank's columns of the intermediate size of each of its experts."""
@@ -131,10 +138,12 @@ def build_shard(
     *,
     engine: int = 0,
     engines: int = 1,
+    redundant_experts: int = 0,
 ) -> Shard:
     """The part of `rank`. layers: how many each stage gets (--pipeline-parallel-layers), by default as costs say.
-    engine, engines: as in `Shard`."""
-    return Shard(layout, rank, split_model_layers(spec, layout, layers)[layout.pp_rank(rank)], weights, engine, engines)
+    engine, engines, redundant_experts: as in `Shard`."""
+    stage_layers = split_model_layers(spec, layout, layers)[layout.pp_rank(rank)]
+    return Shard(layout, rank, stage_layers, weights, engine, engines, redundant_experts)
 
 
 def build_rank_shard(spec: ModelSpec, config: Config, rank: int) -> Shard:
@@ -147,6 +156,7 @@ def build_rank_shard(spec: ModelSpec, config: Config, rank: int) -> Shard:
         config.pipeline_parallel_layers,
         engine=config.data_parallel_rank if config.expert_engines > 1 else 0,
         engines=config.expert_engines,
+        redundant_experts=config.redundant_experts,
     )
 
 
@@ -200,14 +210,18 @@ def describe_split(
     layers: Sequence[int] | None = None,
     *,
     engines: int = 1,
+    redundant_experts: int = 0,
 ) -> list[str]:
     """Lines for the start-up log: how much each rank and each stage holds. Empty for a single rank. Arguments as in
     `build_shard`."""
-    shards = [build_shard(spec, layout, rank, weights, layers, engines=engines) for rank in range(layout.size)]
+    shards = [
+        build_shard(spec, layout, rank, weights, layers, engines=engines, redundant_experts=redundant_experts)
+        for rank in range(layout.size)
+    ]
     tp_shards = shards[: layout.tp_size]
     lines = []
 
-    def format_sizes(what: str, parts: Iterable[range]) -> str:
+    def format_sizes(what: str, parts: Iterable[Sequence[int]]) -> str:
         return f"{what} {'+'.join(str(len(part)) for part in parts)}"
 
     if layout.tp_size > 1:
@@ -235,7 +249,8 @@ def describe_split(
     if engines > 1:
         expert_ffns = [ffn for ffn in dict.fromkeys(layer.ffn for layer in spec.layers) if isinstance(ffn, MoESpec)]
         held = [
-            [shard.expert_spans(ffn)[engine] for engine in range(engines) for shard in tp_shards] for ffn in expert_ffns
+            [shard.place_experts(ffn)[engine] for engine in range(engines) for shard in tp_shards]
+            for ffn in expert_ffns
         ]
         parts = [
             format_sizes(f"experts (of {ffn.router.num_experts})", spans)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import FunctionType, MappingProxyType, ModuleType
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from serve_llm.engine.worker.graphs import StepGraphs
 from serve_llm.engine.worker.kv_cache import CPU_SMALLEST, CacheLayout
 from serve_llm.engine.worker.runner import Runner
 from serve_llm.kernels import cache_int8
+from serve_llm.kernels.held_tensors import find_tensors
 from serve_llm.kernels.huge_pages import use_huge_pages
 
 NO_STATES: Mapping[int, int] = MappingProxyType({})
@@ -73,23 +74,6 @@ def allocate_cache(
         for index, layer in enumerate(group.layers):
             caches[layer] = buffer.as_strided(shape, strides, index * parts * part_elements)
     return [caches[layer] for layer in sorted(caches)]
-
-
-def find_tensors(model: object, without: Iterable[object] = ()) -> Iterator[Tensor]:
-    """Yield each tensor that is reachable from `model` other than through `without`."""
-    seen = {id(item) for item in without}
-    todo = [model]
-    while todo:
-        item = todo.pop()
-        if id(item) in seen or isinstance(item, ModuleType | type):
-            continue
-        seen.add(id(item))
-        if isinstance(item, Tensor):
-            yield item
-        elif isinstance(item, FunctionType):  # its closure, not its globals
-            todo += [cell.cell_contents for cell in item.__closure__ or ()]
-        else:
-            todo += gc.get_referents(item)
 
 
 def count_held_bytes(model: object, without: Iterable[object] = ()) -> int:

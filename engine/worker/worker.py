@@ -31,6 +31,7 @@ from serve_llm.engine.weights.adapters import AdapterLoader
 from serve_llm.engine.weights.load import choose_kernels, load_model
 from serve_llm.engine.worker import kv_cache, oom
 from serve_llm.engine.worker.cpu_threads import choose_threads, usable_cores
+from serve_llm.engine.worker.expert_balancer import ExpertBalancer
 from serve_llm.engine.worker.graphs import Capture, compute_now
 from serve_llm.engine.worker.host_blocks import HostBlocks
 from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory, StateSizes
@@ -91,6 +92,9 @@ class Worker:
         vocab_shards = shard.vocabularies(spec.vocab_size)
         self._vocabulary = VocabParallelLogits(vocab_shards, process_groups.tensor, choose_sampling(self._device))
         process_groups.wait_for_all()
+        self._balancer: ExpertBalancer | None = None
+        if config.eplb is not None and isinstance(self._decoder, Decoder):
+            self._balancer = ExpertBalancer(self._decoder.dispatches, config.eplb, self._device)
         with oom.raise_as(CapacityError, "while trying a step of the largest size"):
             self._layout = self._plan_cache()
         self.num_blocks = self._layout.num_blocks
@@ -116,7 +120,9 @@ class Worker:
         return None if self._host_blocks is None else self._host_blocks.description
 
     def start(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> PendingStep:
-        """Make the copies of a step and start it; see `Runner.start`."""
+        """Make the copies of a step, move experts, and start it; see `Runner.start`."""
+        if self._balancer is not None:
+            self._balancer.begin_step()
         if scheduler_output.copies and self._host_blocks is not None:
             self._host_blocks.copy(scheduler_output.copies)
         return self._runner.start(scheduler_output, masks)

@@ -54,6 +54,12 @@ class ExpertStack:
         assert stack is not None
         return stack.get(index)
 
+    def list_tensors(self, index: int) -> list[Tensor]:
+        """The weights of the layer that was put there, in the stack."""
+        stack = self._packed or self._plain
+        assert stack is not None
+        return [tensor[index] for tensor in stack.list_stacked() if tensor is not None]
+
     @property
     def outputs(self) -> int:
         if self._packed is not None:
@@ -91,6 +97,9 @@ class _PlainStack:
 
     def get(self, index: int) -> Linear:
         return Functional(self.weight[index], None if self.bias is None else self.bias[index])
+
+    def list_stacked(self) -> list[Tensor | None]:
+        return [self.weight, self.bias]
 
     def multiply(self, x: Tensor, y: Tensor, pairs: SortedPairs, block_rows: int, by_token: bool) -> None:
         experts, outputs, inputs = self.weight.shape
@@ -150,6 +159,9 @@ class _PackedStack:
         picked = {name: pick(getattr(self.weight, name)) for name in _STACKED}
         weight = replace(self.weight, **picked)  # type: ignore[arg-type]
         return GroupedLinear(weight, pick(self.order), pick(self.bias), batch_invariant=False)
+
+    def list_stacked(self) -> list[Tensor | None]:
+        return [*(getattr(self.weight, name) for name in _STACKED), self.order, self.bias]
 
     def multiply(self, x: Tensor, y: Tensor, pairs: SortedPairs, block_rows: int, by_token: bool) -> None:
         tile = Tile(block_rows)

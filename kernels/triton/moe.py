@@ -22,7 +22,7 @@ from torch import Tensor
 
 from serve_llm.kernels import moe
 from serve_llm.kernels.linear import Linear
-from serve_llm.kernels.moe import Activation, ExpertAdapters, Experts
+from serve_llm.kernels.moe import Activation, ExpertAdapters, PackedExperts
 from serve_llm.kernels.triton.expert_stacks import ExpertStack, SortedPairs
 
 INVARIANT_ROWS = 64
@@ -49,7 +49,7 @@ def pack_experts(
     adapters: ExpertAdapters | None = None,
     *,
     batch_invariant: bool = False,
-) -> Experts:
+) -> PackedExperts:
     """See `kernels.moe.pack_experts`. Releases each layer once it is copied into the stack of all experts."""
     first = ExpertStack(len(local_experts))
     last = ExpertStack(len(local_experts))
@@ -92,6 +92,10 @@ class _GroupedExperts:
         self._expert_bounds = torch.arange(
             local_experts.start, local_experts.stop + 1, dtype=torch.int16, device=first.device
         )
+
+    def list_tensors(self, index: int) -> list[Tensor]:
+        """See `kernels.moe.PackedExperts`."""
+        return self._first.list_tensors(index) + self._last.list_tensors(index)
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         tokens, top_k = experts.shape

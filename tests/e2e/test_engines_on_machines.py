@@ -38,6 +38,9 @@ def test_a_machine_that_is_lost_takes_its_engine_and_another_brings_it_back() ->
         fleet.end()
 
 
+EPLB = ("--enable-eplb", "--eplb-config", '{"step_interval": 20, "num_redundant_experts": 3}')
+
+
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model with 5 experts in a layer."""
@@ -50,6 +53,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         (2, ("-dp", "2")),
         (2, ("-dp", "2", "-pp", "2")),
+        (2, ("-dp", "2", "-pp", "2", *EPLB)),
         (2, ("-dp", "4", "-pp", "2", "--front-ends", "2")),
         (2, ("-dp", "3", "-tp", "2", "--data-parallel-split", "1,2")),
         (3, ("-dp", "2", "-pp", "2")),  # the first engine is on two machines, the second on one

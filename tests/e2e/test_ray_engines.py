@@ -6,17 +6,21 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from support.daemon import Daemon
+from support.daemon import SERVE_LLM, Daemon
+from support.front_end_load import Clients
 from support.namespaces import Machines
 from support.nodes import LIMIT, SMALL, complete
 from support.ray_machines import RAY, serve_on, short_folder, start_ray, wait_until
 from support.ray_nodes import RayNodes, skip_without_ray
 from support.remote_streams import crowd, list_leftovers, start_streams, stream_here, texts_of
 from support.tiny import make_served_checkpoint
+
+KEY = "admin:test"
 
 
 @pytest.mark.slow
@@ -34,6 +38,33 @@ def test_engines_that_start_together_have_a_node_each(
                 == [engines // 2] * 2
             )
         wait_until(lambda: nodes.ask("free") == 8, "all devices are free again")
+
+
+@pytest.mark.slow
+def test_engines_come_and_go_under_load() -> None:
+    options = (*SMALL, *RAY, "-tp", "2", "--data-parallel-max", "4", "--api-key", KEY)
+    with short_folder() as folder, RayNodes([2, 2, 2], folder) as nodes:
+        with Daemon("demo", *options, environ=nodes.environ) as daemon:
+            daemon.wait_until_serving()
+            with Clients(daemon, 4, (4, 24, 200), headers={"authorization": f"Bearer {KEY}"}) as clients:
+                clients.wait_for(4)
+                assert scale(daemon, 3) == ""
+                groups = nodes.ask("groups")
+                assert len({node for group in groups for node in group}) == 3, "each engine is on a node of its own"
+                clients.wait_for(20)
+                refused = scale(daemon, 4)
+                assert "2 ranks need 2 CPUs, but the Ray cluster has 6, of which 0 are free" in refused
+                assert scale(daemon, 1) == ""
+                wait_until(lambda: nodes.ask("free") == 4, "devices of removed engines are free again")
+                clients.wait_for(4)
+            assert not clients.load.wrong and not clients.load.lost
+
+
+def scale(daemon: Daemon, engines: int) -> str:
+    """What the command says on standard error if it fails."""
+    command = [SERVE_LLM, "scale", daemon.url, "--api-key", KEY, "--data-parallel-size", str(engines)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    return done.stderr if done.returncode else ""
 
 
 @pytest.mark.slow

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from serve_llm.common.errors import OptionError
 from serve_llm.common.types import Request
+from serve_llm.engine.worker import expert_balancer
+from serve_llm.kernels.cpu import library
 from support.engine import Result, generate, generate_together, greedy, make_engine, make_engines
 from support.matrix import FEW, mostly_slow
 from support.tiny import WITH_EXPERTS, make_checkpoint
@@ -85,3 +88,72 @@ def test_more_engines_than_experts(tmp_path: Path) -> None:
     made = make_engines(directory, tmp_path, 3, block_size=8)
     for found in generate_together(made, [requests(range(2, 5)), [], requests(range(2))]):
         same(found, expected)
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many experts were moved each time that a layer was placed."""
+    counts: list[int] = []
+    rebalance = expert_balancer._MovableExperts.rebalance
+
+    def count(layer: expert_balancer._MovableExperts) -> int:
+        counts.append(rebalance(layer))
+        return counts[-1]
+
+    monkeypatch.setattr(expert_balancer._MovableExperts, "rebalance", count)
+    return counts
+
+
+def eplb(num_redundant: int) -> dict[str, object]:
+    return {"enable_eplb": True, "eplb_config": {"step_interval": 3, "num_redundant_experts": num_redundant}}
+
+
+@pytest.mark.parametrize(
+    ("engines", "tensor", "pipeline"), mostly_slow([(2, 1, 1), *STAGE_GRIDS], [(2, 1, 1), (2, 1, 2)])
+)
+@pytest.mark.parametrize("family", mostly_slow(WITH_EXPERTS, ["qwen3_moe"]))
+@pytest.mark.parametrize("num_redundant", [0, 2])
+def test_experts_that_move(
+    num_redundant: int,
+    family: str,
+    engines: int,
+    tensor: int,
+    pipeline: int,
+    root: Path,
+    tmp_path: Path,
+    moved: list[int],
+) -> None:
+    expected = alone(root / family, family, tensor)
+    made = make_engines(root / family, tmp_path, engines, tensor, pipeline, block_size=8, **eplb(num_redundant))
+    shares = [requests(range(index, 5, engines)) for index in range(engines)]
+    for found in generate_together(made, shares):
+        same(found, expected)
+    assert sum(moved) > 0
+
+
+@pytest.mark.parametrize(
+    "how", [{"quantization": "int8"}, {"quantization": "int4"}, {"quantization": "fp8"}, {"dtype": "bfloat16"}]
+)
+def test_experts_that_move_in_other_forms(how: dict[str, str], tmp_path: Path, moved: list[int]) -> None:
+    directory = tmp_path / "model"
+    make_checkpoint(directory, "gpt_oss" if how == {"dtype": "bfloat16"} else "qwen3_moe")
+    expected = generate(make_engine(directory, block_size=8, **how), requests(range(5)))
+    made = make_engines(directory, tmp_path, 2, block_size=8, **how, **eplb(2))
+    for found in generate_together(made, [requests(range(3)), requests(range(3, 5))]):
+        same(found, expected)
+    assert sum(moved) > 0
+
+
+def test_too_many_redundant_experts(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    make_checkpoint(directory, "qwen3_moe")
+    with pytest.raises(OptionError, match=r"num_redundant_experts 6 exceeds 5, which gives each engine a copy"):
+        make_engines(directory, tmp_path, 2, **eplb(6))
+
+
+def test_without_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "model"
+    make_checkpoint(directory, "qwen3_moe")
+    monkeypatch.setattr(library, "find_variant", lambda: None)
+    with pytest.raises(OptionError, match=r"^--enable-eplb needs the compiled kernels on CPUs"):
+        make_engines(directory, tmp_path, 2, **eplb(0))

@@ -77,7 +77,12 @@ def make_engines(
     def make(index: int) -> EngineCore:
         config, spec, weights = resolve_all(chosen, str(directory), raw, engine=index)
         ranks = Ranks(
-            spec, ParallelLayout(tensor, pipeline), config.tensor_parallel_split, columns=columns, engine=index
+            spec,
+            ParallelLayout(tensor, pipeline),
+            config.tensor_parallel_split,
+            columns=columns,
+            engine=index,
+            num_redundant=config.redundant_experts,
         )
         executor = ThreadExecutor(config, spec, weights, ranks)
         synced = SyncedExecutor(executor, DPStepSync(meeting, index, engines))
@@ -85,7 +90,11 @@ def make_engines(
         ENGINES[engine] = BuiltEngine(config, tensor, pipeline)
         return engine
 
-    return [make(index) for index in range(engines)]
+    def abort() -> None:
+        for column in columns:
+            column.abort()
+
+    return run_together(engines, make, abort)
 
 
 def generate_together(engines: Sequence[EngineCore], shares: Sequence[Sequence[Request]]) -> list[dict[int, Result]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 from support.daemon import Daemon
 from support.namespaces import Machine, Machines
 from support.nodes import LIMIT, SMALL
-from support.remote_streams import list_leftovers, start_streams
+from support.remote_streams import list_leftovers, start_streams, texts_of
 
 PORT = 29600
 
@@ -38,6 +39,18 @@ class Fleet:
     def start_streams(self, bodies: list[dict[str, Any]]) -> subprocess.Popen[str]:
         """Returns once all have begun."""
         return start_streams(self._machines[0], self.url, bodies)
+
+    def texts_of(self, client: subprocess.Popen[str]) -> list[str]:
+        """Of `start_streams`."""
+        try:
+            return texts_of(client)
+        except subprocess.TimeoutExpired:
+            logs = ["\n".join(node.log[-40:]) for node in (self.first, *self.others)]
+            raise AssertionError("the streams do not end:\n" + "\n--\n".join(logs)) from None
+
+    def count_logged(self, pattern: str) -> int:
+        """In how many lines of node 0's log the pattern is found."""
+        return sum(re.search(pattern, line) is not None for line in list(self.first.log))
 
     def samples(self, name: str) -> dict[str, float]:
         """Engine -> a sample of /metrics."""

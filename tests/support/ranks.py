@@ -112,11 +112,12 @@ class Ranks:
         layers: Sequence[int] | None = None,
         columns: Sequence[Meeting] = (),
         engine: int = 0,
+        num_redundant: int = 0,
     ) -> None:
         """columns: one for each rank, shared with the same rank of the engines that share out experts. engine: which
-        one this is."""
+        one this is. num_redundant: experts of a layer that are held twice."""
         self.grid, self.columns, self.engine = grid, columns, engine
-        part = {"engine": engine, "engines": columns[0].size} if columns else {}
+        part = {"engine": engine, "engines": columns[0].size, "redundant_experts": num_redundant} if columns else {}
         self.shards = [build_shard(spec, grid, rank, split, layers, **part) for rank in range(grid.size)]
         self.meetings = [Meeting(grid.tp_size) for _ in range(grid.pp_size)]
         self._links = [[MemoryLink() for _ in range(grid.tp_size)] for _ in range(grid.pp_size - 1)]

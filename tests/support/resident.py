@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from serve_llm.engine.worker.memory import find_tensors
+from serve_llm.kernels.held_tensors import find_tensors
 
 
 def mapped_checkpoints() -> list[range]:

@@ -11,6 +11,7 @@ from serve_llm.common.options.sources import make_options, parse_args
 
 # For each option: what a user types, the value that it becomes. Must name every option (tested below).
 NODES = ("--master-addr", "10.0.0.1:29500", "-tp", "2")
+SHARED_EXPERTS = ("-dp", "2", "--enable-expert-parallel")
 SPLIT = ("-dp", "4", "--nnodes", "3", *NODES, "--data-parallel-split")
 NEEDS = {name: {"nnodes", "master_addr", "tensor_parallel_size"} for name in ("nnodes", "node_rank")}
 NEEDS["data_parallel_split"] = NEEDS["nnodes"] | {"nnodes", "data_parallel_size"}
@@ -18,6 +19,8 @@ NEEDS |= {name: {"enable_lora"} for name in ("lora_modules", "max_cpu_loras")}
 NEEDS["max_log_len"] = {"enable_log_requests"}
 NEEDS |= {"ssl_keyfile": {"ssl_certfile"}, "ssl_certfile": {"ssl_keyfile"}}
 NEEDS |= {"kv_offload_dir": {"kv_offload_memory"}, "kv_offload_dir_size": {"kv_offload_dir", "kv_offload_memory"}}
+NEEDS["enable_eplb"] = {"data_parallel_size", "enable_expert_parallel"}
+NEEDS["eplb_config"] = {*NEEDS["enable_eplb"], "enable_eplb"}
 TYPED: dict[str, tuple[list[str], object]] = {
     "model": (["org/model"], "org/model"),
     "host": (["--host", "0.0.0.0"], "0.0.0.0"),
@@ -81,6 +84,11 @@ TYPED: dict[str, tuple[list[str], object]] = {
     "tensor_parallel_split": (["--tensor-parallel-split", "3,1"], (3.0, 1.0)),
     "pipeline_parallel_layers": (["--pipeline-parallel-layers", "9,8,7"], (9, 8, 7)),
     "enable_expert_parallel": (["--enable-expert-parallel"], True),
+    "enable_eplb": (["--enable-eplb", *SHARED_EXPERTS], True),
+    "eplb_config": (
+        ["--eplb-config", '{"num_redundant_experts": 8}', "--enable-eplb", *SHARED_EXPERTS],
+        '{"step_interval": 3000, "num_redundant_experts": 8}',
+    ),
     "distributed_executor_backend": (["--distributed-executor-backend", "MP"], "mp"),
     "data_parallel_size": (["-dp", "2"], 2),
     "nnodes": (["--nnodes", "2", *NODES], 2),
@@ -117,7 +125,7 @@ TYPED: dict[str, tuple[list[str], object]] = {
 
 def test_every_option_is_tried_below() -> None:
     assert set(TYPED) == {option.name for option in OPTION_FIELDS}
-    assert len(TYPED) <= 83  # so that a user can read the list
+    assert len(TYPED) <= 85  # so that a user can read the list
 
 
 def test_dtypes_have_the_names_that_vllm_accepts() -> None:

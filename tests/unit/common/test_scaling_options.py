@@ -30,10 +30,6 @@ def test_bounds(given: dict[str, int], bounds: tuple[int, int, bool]) -> None:
         (["-dp", "4", "--data-parallel-max", "3"], "4 is not between --data-parallel-min 1 and --data-parallel-max 3"),
         (["--data-parallel-min", "2"], "1 is not between --data-parallel-min 2 and --data-parallel-max 1"),
         ([*NODES, "--data-parallel-max", "3"], "cannot be combined with --nnodes"),
-        (
-            ["--data-parallel-max", "3", "--distributed-executor-backend", "ray"],
-            "cannot be combined with --distributed",
-        ),
         (["--data-parallel-max", "3", "--enable-expert-parallel"], "cannot be combined with --enable-expert-parallel"),
     ],
 )

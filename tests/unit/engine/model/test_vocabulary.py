@@ -19,8 +19,8 @@ from serve_llm.engine.model.vocabulary import VocabularyTables
 from serve_llm.engine.parallel.groups import ProcessGroups
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.quantization import int8
-from serve_llm.engine.worker.memory import find_tensors
 from serve_llm.kernels.cpu import library
+from serve_llm.kernels.held_tensors import find_tensors
 from serve_llm.kernels.registry import PORTABLE, choose
 from support import published
 from support.resolved import resolve_all

@@ -1,0 +1,43 @@
+"""The value of `--eplb-config`: a JSON object with vLLM's keys. Must stay quick to import."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+LEAST = {"step_interval": 1, "num_redundant_experts": 0}
+OTHER_KEYS = {
+    "window_size": "all steps since the last placement count; omit it",
+    "log_balancedness": "each change of the placement is logged; omit it",
+    "use_async": "one layer is placed per step; omit it",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EPLBConfig:
+    """How experts are moved between the ranks of an expert-parallel group."""
+
+    step_interval: int = 3000  # steps between two placements
+    num_redundant_experts: int = 0  # experts of each layer that are held twice, over all ranks of an engine's stage
+
+    @classmethod
+    def parse(cls, text: str) -> EPLBConfig:
+        """text: the result of `parse_eplb_config`."""
+        return cls(**json.loads(text))
+
+
+def parse_eplb_config(value: object) -> str:
+    """Return the value with its defaults as JSON. value: an object or its JSON text."""
+    given = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
+    if not isinstance(given, Mapping):
+        raise ValueError('expected a JSON object, such as {"num_redundant_experts": 8, "step_interval": 3000}')
+    keys = [field.name for field in fields(EPLBConfig)]
+    for key, number in given.items():
+        if key in OTHER_KEYS:
+            raise ValueError(f"{key!r} is not supported: {OTHER_KEYS[key]}")
+        if key not in keys:
+            raise ValueError(f"{str(key)!r} is not supported; the keys are {', '.join(keys)}")
+        if isinstance(number, bool) or not isinstance(number, int) or number < LEAST[key]:
+            raise ValueError(f"{key} must be a whole number of at least {LEAST[key]}")
+    return json.dumps(asdict(EPLBConfig(**given)))
