@@ -19,6 +19,7 @@ from serve_llm.kernels.rope import Angles, HeadNorms, apply_rope
 def encoder_attention(
     qkv: Tensor,
     heads: int,
+    kv_heads: int,
     norms: HeadNorms | None,
     angles: Angles | None,
     query_starts: Sequence[int],
@@ -28,16 +29,18 @@ def encoder_attention(
 ) -> Tensor:
     """Split the joint projection, apply the head norms and rope, if given, and attend within each prompt.
 
-    qkv: (tokens, 3 * heads * head_dim): queries, then keys, then values. query_starts: prompts + 1 offsets into tokens.
+    qkv: (tokens, (heads + 2 * kv_heads) * head_dim): queries, then keys, then values. heads is a multiple of kv_heads.
+    query_starts: prompts + 1 offsets into tokens.
     window: a token attends to those at most `window` - 1 positions before or after it; None: to all of its prompt.
     Returns (tokens, heads * head_dim) in the dtype of qkv.
     """
-    query, key, value = qkv.view(len(qkv), 3, heads, -1).unbind(1)
+    query, key, value = torch.split(qkv.view(len(qkv), heads + 2 * kv_heads, -1), [heads, kv_heads, kv_heads], 1)
     if norms is not None:
         query = rms_norm(query, norms.query, norms.eps)
         key = rms_norm(key, norms.key, norms.eps)
     if angles is not None:
         query, key = apply_rope(query, key, *angles)
+    key, value = (part.repeat_interleave(heads // kv_heads, 1) for part in (key, value))
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for start, end in pairwise(query_starts):
         prompt = slice(start, end)

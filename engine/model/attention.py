@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,21 +88,33 @@ class GatedAttention(Attention):
         return self.output_proj(output.mul_(gate.to(x.dtype)))
 
 
+@dataclass(eq=False, repr=False)
 class EncoderAttention(Attention):
     """Attention in both directions, within the step. Caches no KV."""
 
+    num_kv_heads: int = 1  # that this rank holds
+    padding: tuple[int, int] = (0, 0)  # heads of zeros, as of `_count_padding`
+
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """x: (tokens, hidden_size) of whole prompts -> (tokens, hidden_size)."""
+        qkv = self.qkv_proj(x)
+        num_heads = self.num_heads
+        head_dim = qkv.shape[1] // (num_heads + 2 * self.num_kv_heads)
+        front, back = (count * head_dim for count in self.padding)
+        if front or back:
+            query, key_value = qkv.tensor_split([num_heads * head_dim], 1)
+            qkv = torch.cat((functional.pad(query, (front, back)), key_value), 1)
         output = self.kernels.encoder_attention(
-            self.qkv_proj(x),
-            self.num_heads,
+            qkv,
+            num_heads + sum(self.padding),
+            self.num_kv_heads,
             self.qk_norm,
             inputs.angles,
             inputs.step.query_starts,
             scale=self.scale,
             window=self.sliding_window,
         )
-        return self.output_proj(output)
+        return self.output_proj(output[:, front : front + num_heads * head_dim])
 
 
 class AttentionWithoutHeads(Attention):
@@ -144,7 +157,10 @@ def build_attention(
     kind: type[Attention] = Attention if spec.causal else EncoderAttention
     if spec.query_temperature is not None:
         kind = TemperedAttention
-    more: dict[str, Forward] = {}
+    more: dict[str, Any] = {}
+    padding = _count_padding(share, spec.num_heads // spec.num_kv_heads)
+    if kind is EncoderAttention:
+        more = {"num_kv_heads": len(share.kv_heads), "padding": padding}
     if spec.output_gate and share.heads:
         kind = GatedAttention
         more["gate_proj"] = builder.column_parallel_linear(
@@ -157,7 +173,7 @@ def build_attention(
         kind = AttentionWithoutHeads
     return kind(
         kernels=builder.kernels,
-        paged_attention=_with_equal_groups(builder.kernels.paged_attention, share, spec.num_heads // spec.num_kv_heads),
+        paged_attention=_with_padding(builder.kernels.paged_attention, len(share.heads), padding),
         num_heads=len(share.heads),
         scale=spec.scale,
         sliding_window=None if spec.chunked else spec.sliding_window,
@@ -283,22 +299,27 @@ def _rotary_order(head_dim: int, rope: RopeSpec) -> Callable[[str, Tensor], Tens
     return reorder
 
 
-def _with_equal_groups(paged_attention: PagedAttention, share: HeadShare, group_size: int) -> PagedAttention:
-    """`paged_attention` for a rank whose KV heads are read by different numbers of its query heads.
+def _count_padding(share: HeadShare, group_size: int) -> tuple[int, int]:
+    """Heads of zeros to add before and after the query heads of a rank.
 
-    The kernel needs the same number of query heads for each KV head. Only the first and the last KV head can have fewer
-    than the others, so heads of zeros are added before and after:
+    The kernels need the same number of query heads for each KV head. Only the first and the last KV head of a rank can
+    have fewer than the others:
 
         7 query heads per KV head, heads 10 .. 18 read KV heads 1 and 2:   0 10 11 12 13 | 14 15 16 17 18
     """
     counts = [0] * len(share.kv_heads)
     for head in share.heads:
         counts[head // group_size - share.kv_heads.start] += 1
-    if len(set(counts)) <= 1:
+    if not counts:
+        return 0, 0
+    return max(counts) - counts[0], max(counts) - counts[-1]
+
+
+def _with_padding(paged_attention: PagedAttention, num_heads: int, padding: tuple[int, int]) -> PagedAttention:
+    """`paged_attention` for a rank whose KV heads are read by different numbers of its query heads."""
+    front, back = padding
+    if not front and not back:
         return paged_attention
-    front = max(counts) - counts[0]
-    back = max(counts) - counts[-1]
-    num_heads = len(share.heads)
 
     def pad(of_heads: Tensor | None) -> Tensor | None:
         return None if of_heads is None else functional.pad(of_heads, (front, back))

@@ -102,6 +102,11 @@ class ConfigReader:
         values = {own_names.get(key, key): value for key, value in self._values.items()}
         return ConfigReader(values, self._where, self._allowed, self._path)
 
+    def without(self, key: str) -> ConfigReader:
+        """The same file without a key that has been read."""
+        values = {name: value for name, value in self._values.items() if name != key}
+        return ConfigReader(values, self._where, self._allowed, self._path)
+
     def is_null(self, key: str) -> bool:
         """Whether the file says null, where that differs from saying nothing."""
         self._taken.add(key)

@@ -29,6 +29,7 @@ def _attend(
     rope_and_cache: RopeAndCache,
     qkv: Tensor,
     heads: int,
+    kv_heads: int,
     norms: HeadNorms | None,
     angles: Angles | None,
     query_starts: Sequence[int],
@@ -37,12 +38,12 @@ def _attend(
     window: int | None = None,
 ) -> Tensor:
     tokens = len(qkv)
-    parts = qkv.view(tokens, 3, heads, 1, -1)
+    head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     if norms is None and angles is None:
-        query = parts[:, 0, :, 0]
-        cache = parts[:, 1:]
+        query = qkv[:, : heads * head_dim].view(tokens, heads, head_dim)
+        cache = qkv[:, heads * head_dim :].view(tokens, 2, kv_heads, 1, head_dim)
     else:
-        cache = torch.empty_like(parts[:, 1:])
+        cache = qkv.new_empty((tokens, 2, kv_heads, 1, head_dim))
         query = rope_and_cache(qkv, heads, norms, angles, cache, torch.arange(tokens))
     starts = np.asarray(query_starts, np.int32)
     lengths = np.diff(starts)

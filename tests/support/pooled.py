@@ -56,6 +56,13 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "NomicBertModel": _NOMIC_BERT,
     "NomicBertForMaskedLM": _NOMIC_BERT,
     "NomicBertForSequenceClassification": {**_NOMIC_BERT, "num_labels": 3},
+    "JinaEmbeddingsV3Model": _ROBERTA,
+    "JinaEmbeddingsV3ForMaskedLM": _ROBERTA,
+    "JinaEmbeddingsV3ForSequenceClassification": {**_ROBERTA, "num_labels": 3},
+    "EuroBertModel": {**SIZES["llama"], "attention_bias": True, "mlp_bias": True},
+    "EuroBertForMaskedLM": SIZES["llama"],
+    "EuroBertForSequenceClassification": {**SIZES["llama"], "classifier_pooling": "mean", "num_labels": 3},
+    "Gemma3TextModel": {**SIZES["gemma3_text"], "use_bidirectional_attention": True},
     "GteModel": _BERT,
     "GteForSequenceClassification": {**_BERT, "type_vocab_size": 0},
 }
@@ -84,7 +91,8 @@ def make_pooled_checkpoint(
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = parameter.dim() == 1 and name.endswith("weight")
-            parameter.copy_(noise * 0.2 + 1.0 if is_norm else noise * std)
+            middle = 0.0 if architecture.startswith("Gemma") else 1.0  # whose norms add 1
+            parameter.copy_(noise * 0.2 + middle if is_norm else noise * std)
     model.save_pretrained(directory)
     if modules:
         write_modules(directory, modules, pooling, config.hidden_size)

@@ -50,11 +50,14 @@ def rotation(head_dim: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", mostly_slow([None, 1, 65, 300], [None, 65]))
-@pytest.mark.parametrize(("heads", "head_dim", "kind"), [(12, 32, "plain"), (3, 64, "rope"), (2, 40, "norms")])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "kind"),
+    [(12, 12, 32, "plain"), (6, 2, 32, "plain"), (3, 3, 64, "rope"), (4, 1, 64, "rope"), (2, 2, 40, "norms")],
+)
 def test_equals_the_definition(
-    kernel: EncoderKernel, heads: int, head_dim: int, kind: str, window: int | None, dtype: torch.dtype
+    kernel: EncoderKernel, heads: int, kv_heads: int, head_dim: int, kind: str, window: int | None, dtype: torch.dtype
 ) -> None:
-    qkv = random(STARTS[-1], 3 * heads * head_dim).to(dtype)
+    qkv = random(STARTS[-1], (heads + 2 * kv_heads) * head_dim).to(dtype)
     angles = None if kind == "plain" else rotation(head_dim)
     norms = None
     if kind == "norms":
@@ -63,10 +66,12 @@ def test_equals_the_definition(
 
     def attend(rows: Tensor, starts: list[int], first: int = 0) -> Tensor:
         share = None if angles is None else (angles[0][first : first + len(rows)], angles[1][first : first + len(rows)])
-        return kernel(rows, heads, norms, share, starts, scale=scale, window=window)
+        return kernel(rows, heads, kv_heads, norms, share, starts, scale=scale, window=window)
 
     ours = attend(qkv, STARTS)
-    theirs = encoder_attention.encoder_attention(qkv, heads, norms, angles, STARTS, scale=scale, window=window)
+    theirs = encoder_attention.encoder_attention(
+        qkv, heads, kv_heads, norms, angles, STARTS, scale=scale, window=window
+    )
     assert ours.dtype == dtype
     close = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(ours, theirs, **close)

@@ -118,3 +118,55 @@ def test_an_embedder_that_is_not_causal_is_refused() -> None:
     config = {"architectures": ["Qwen2Model"], "is_causal": False, "hidden_size": 96, "vocab_size": 512}
     with pytest.raises(ModelError, match="is_causal"):
         read_model(config)
+
+
+JINA = {
+    "architectures": ["JinaEmbeddingsV3Model"],
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "model_type": "jina_embeddings_v3",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+}
+
+
+def test_jina() -> None:
+    spec, weights = read_model(JINA)
+    assert spec.max_position == 8194 and spec.learned_positions is None
+    rope = attention_of(JINA, 0).rope
+    assert rope is not None and rope.base == 20_000.0
+    assert "roberta.encoder.layers.1.mixer.Wqkv.weight" in weights.expand(2)
+
+
+EMBEDDING_GEMMA = {
+    "architectures": ["Gemma3TextModel"],
+    "head_dim": 24,
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 1,
+    "sliding_window": 512,
+    "vocab_size": 512,
+}
+
+
+def test_embedding_gemma_has_windows_on_both_sides() -> None:
+    config = EMBEDDING_GEMMA | {"use_bidirectional_attention": True}
+    assert [attention_of(config, layer).sliding_window for layer in range(2)] == [257, None]
+    with pytest.raises(ModelError, match="use_bidirectional_attention"):
+        read_model(EMBEDDING_GEMMA)
+    with pytest.raises(ModelError, match="use_bidirectional_attention"):
+        read_model(config | {"architectures": ["Gemma3ForCausalLM"]})
+
+
+def test_eurobert_averages_hidden_states_before_the_head() -> None:
+    sizes = {name: JINA[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")}
+    config = sizes | {"architectures": ["EuroBertForSequenceClassification"], "num_hidden_layers": 2}
+    spec, _ = read_model(config | {"classifier_pooling": "bos"})
+    assert spec.pooler is not None and spec.pooler.pooling_types == ("cls",)
+    with pytest.raises(ModelError, match=r"classifier_pooling 'late' is not supported \(supported: bos, mean\)"):
+        read_model(config)
