@@ -118,7 +118,7 @@ class Config:
 
     @property
     def redundant_experts(self) -> int:
-        """Experts of each layer that are held besides one copy of each."""
+        """Slots of each layer for further copies of experts, over all engines."""
         return 0 if self.eplb is None else self.eplb.num_redundant_experts
 
     @property

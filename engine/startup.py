@@ -322,8 +322,14 @@ def build_executor(
         parallel = ParallelLayout(config.tensor_parallel_size, config.pipeline_parallel_size)
         split = config.tensor_parallel_split
         layers = config.pipeline_parallel_layers
-        experts = {"engines": config.expert_engines, "redundant_experts": config.redundant_experts}
-        for line in describe_split(spec, parallel, split, layers, **experts):
+        for line in describe_split(
+            spec,
+            parallel,
+            split,
+            layers,
+            engines=config.expert_engines,
+            redundant_experts=config.redundant_experts,
+        ):
             logger.info("%s", line)
     workers: Workers
     if config.executor_backend == "inprocess":

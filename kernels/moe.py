@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from serve_llm.kernels.held_tensors import find_tensors
+from serve_llm.kernels.held_tensors import describe_structures, find_tensors
 from serve_llm.kernels.linear import Linear
 
 Activation = Callable[[Tensor], Tensor]
@@ -34,9 +34,16 @@ class Experts(Protocol):
 class PackedExperts(Experts, Protocol):
     """Experts with their weights."""
 
-    def list_tensors(self, index: int) -> list[Tensor]:
-        """The weights of one expert as they are held, by its index among the local ones: they may be overwritten by
-        those of another expert of the same shapes."""
+    def list_held(self) -> list[HeldExpert]:
+        """How each local expert is held."""
+
+
+class HeldExpert(NamedTuple):
+    """The weights of an expert in memory. They may be overwritten by those of another expert of the same form."""
+
+    tensors: list[Tensor]
+    form: str  # everything else that the kernels know of the expert
+    is_compiled: bool  # the weights are a copy, in the layout of our own kernels
 
 
 class ExpertAdapters(Protocol):
@@ -106,11 +113,13 @@ class _SequentialExperts:
             del inputs, rows
         return weighted_sum(outputs.view(tokens, top_k, x.shape[1]), weights)
 
-    def list_tensors(self, index: int) -> list[Tensor]:
+    def list_held(self) -> list[HeldExpert]:
         """See `PackedExperts`."""
-        others = self._pairs[:index] + self._pairs[index + 1 :]
-        shared = {id(tensor) for tensor in find_tensors(others)}  # such as tables of codes
-        return [tensor for tensor in find_tensors(self._pairs[index]) if id(tensor) not in shared]
+        held = []
+        for pair in self._pairs:
+            structures = describe_structures(pair)
+            held.append(HeldExpert(list(find_tensors(pair)), structures, is_compiled=bool(structures)))
+        return held
 
 
 def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:

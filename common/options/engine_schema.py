@@ -254,13 +254,14 @@ class EngineOptions:
     enable_eplb: bool = option(
         False,
         parse_boolean,
-        "move experts between the engines that share them, so that ranks compute equally many rows; same output",
+        "move experts between the engines that share them, so that ranks compute equally many rows; same output (on a "
+        "GPU with --batch-invariant)",
     )
     eplb_config: str | None = option(
         None,
         parse_eplb_config,
         'for --enable-eplb: {"step_interval": 3000, "num_redundant_experts": 0}: steps between two placements, and '
-        "experts of each layer that are held twice, those with the most rows",
+        "further copies of each layer's busiest experts, over all engines",
         metavar="JSON",
     )
     distributed_executor_backend: str | None = choice_option(

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 LEAST = {"step_interval": 1, "num_redundant_experts": 0}
 OTHER_KEYS = {
     "window_size": "all steps since the last placement count; omit it",
-    "log_balancedness": "each change of the placement is logged; omit it",
+    "log_balancedness": "--log-level debug logs each change of the placement; omit it",
     "use_async": "one layer is placed per step; omit it",
 }
 
@@ -19,7 +19,7 @@ class EPLBConfig:
     """How experts are moved between the ranks of an expert-parallel group."""
 
     step_interval: int = 3000  # steps between two placements
-    num_redundant_experts: int = 0  # experts of each layer that are held twice, over all ranks of an engine's stage
+    num_redundant_experts: int = 0  # slots of each layer for further copies of busy experts, over all engines
 
     @classmethod
     def parse(cls, text: str) -> EPLBConfig:

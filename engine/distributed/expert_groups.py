@@ -27,7 +27,8 @@ class _EngineOffer(msgspec.Struct, frozen=True):
 
     host_ids: list[str]  # by rank
     rings: list[ShmHandle | None]  # by rank; None on GPUs and for ranks on other hosts
-    store_port: int  # port of the key-value store; 0 unless this is engine 0 and a group may need it
+    store: str  # address of the key-value store; "" unless this is engine 0 and a group may need it
+    store_port: int
 
 
 class ExpertParallelGroups:
@@ -53,27 +54,27 @@ class ExpertParallelGroups:
             Ring.create(self.sync.engines - 1, RING_BYTES) if host == here and not self._on_gpus else None
             for host in host_ids
         ]
-        offer = _EngineOffer(
-            list(host_ids), [ring.memory.handle if ring else None for ring in self._rings], self._open_store()
-        )
+        rings = [ring.memory.handle if ring else None for ring in self._rings]
+        offer = _EngineOffer(list(host_ids), rings, *self._open_store())
         # An engine with ranks on other hosts waits for these first.
         seconds = JOIN_SECONDS + DOWNLOAD_SECONDS if self.address else START_SECONDS
         encoded = self.sync.gather(msgspec.msgpack.encode(offer), seconds, check)
         offers = [msgspec.msgpack.decode(frame, type=_EngineOffer) for frame in encoded]
         return [self._build_setup(offers, rank) for rank in range(len(host_ids))]
 
-    def _open_store(self) -> int:
-        """Host the key-value store, in engine 0, in which the ranks find each other. Returns its port."""
+    def _open_store(self) -> tuple[str, int]:
+        """Host the key-value store, in engine 0, in which the ranks find each other. Returns its address and port."""
         if self.sync.engine != 0 or not (self._on_gpus or self.address):
-            return 0
+            return "", 0
         from serve_llm.engine.parallel.torch_group import create_store
 
-        store = create_store(self.address or LOOPBACK)
+        address = self.address or LOOPBACK
+        store = create_store(address)
         self._store = store
-        return int(store.port)
+        return address, int(store.port)
 
     def _build_setup(self, offers: Sequence[_EngineOffer], rank: int) -> ExpertGroupSetup:
         rings = [ring for offer in offers if (ring := offer.rings[rank]) is not None]
         if len(rings) < len(offers):
             rings = []
-        return ExpertGroupSetup(rings, self.address or LOOPBACK, offers[0].store_port)
+        return ExpertGroupSetup(rings, offers[0].store, offers[0].store_port)

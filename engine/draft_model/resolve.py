@@ -112,6 +112,8 @@ def _resolve_config(
         pipeline_parallel_size=1,
         pipeline_parallel_layers=None,
         enable_expert_parallel=False,
+        enable_eplb=False,
+        eplb_config=None,
         all_reduce="nccl",
         enable_lora=False,
         speculative_config=None,

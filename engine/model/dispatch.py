@@ -2,7 +2,8 @@
 
 Rows go out sorted by the slot that computes them, so in rank order, and come back in the same order. The sum over a
 token's experts is that of `kernels.moe`: weighted, in float32, in order of the choices, rounded once. A row's bits are
-those of one rank with all these experts, whatever tokens the other ranks bring and wherever experts lie.
+those of one rank with all these experts, whatever tokens the other ranks bring and wherever experts are, if the kernels
+compute a row independently of the others (always on a CPU, with `--batch-invariant` on a GPU).
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ class ExpertDispatch:
         before = counts[: self.span.start].sum()
         counts = counts[self.span.start : self.span.stop]
         order = flat.argsort(stable=True)[before : before + counts.sum()]  # indices into `flat`, expert by expert
-        counts_by_rank = self._exchange_counts(counts)
+        by_slot = self._exchange_counts(counts)
         if self._slots is not None:
-            order = order[self._slots.sort_rows(counts_by_rank, self.group.rank)]  # slot by slot
-        outputs = self._exchange(x[order // top_k], counts_by_rank)
+            order = order[self._slots.sort_rows(by_slot[self.group.rank])]  # slot by slot
+        outputs = self._exchange(x[order // top_k], by_slot)
         by_token = x.new_zeros((tokens * top_k, x.shape[1]))
         by_token[order] = outputs
         return weighted_sum(by_token.view(tokens, top_k, -1), weights)
@@ -73,19 +74,18 @@ class ExpertDispatch:
         self._exchange(empty, self._exchange_counts(counts))
 
     def _exchange_counts(self, counts: Tensor) -> Tensor:
-        """counts: (experts,) int64, rows that this rank has for each. Returns those of all ranks, (ranks, experts), on
-        the host."""
+        """counts: (experts,) int64, rows that this rank has for each. Returns how many each rank sends to each slot,
+        (ranks, slots), on the host."""
         counts_by_rank = torch.stack(self.group.all_gather(counts)).cpu()
         if self.num_rows is not None:
             self.num_rows += counts_by_rank.sum(0)
-        return counts_by_rank
+        return counts_by_rank if self._slots is None else self._slots.divide(counts_by_rank)
 
-    def _exchange(self, rows: Tensor, counts_by_rank: Tensor) -> Tensor:
+    def _exchange(self, rows: Tensor, by_slot: Tensor) -> Tensor:
         """Send rows to their experts and return the experts' outputs in the same order.
 
-        rows: (rows, hidden_size), slot by slot. counts_by_rank: (ranks, experts) int64, on the host.
+        rows: (rows, hidden_size), slot by slot. by_slot: what `_exchange_counts` returns.
         """
-        by_slot = counts_by_rank if self._slots is None else self._slots.divide(counts_by_rank)  # (ranks, slots)
         sent = [[sum(line[slots]) for slots in self._rank_slots] for line in by_slot.tolist()]
         rows = self.group.all_to_all(rows, sent)  # reuse the name to free what was sent
         if len(rows):
@@ -115,11 +115,11 @@ class _Slots:
         ranks = torch.arange(len(counts)).unsqueeze(1)
         return counts // self._num_copies + ((self._copies - ranks) % self._num_copies < counts % self._num_copies)
 
-    def sort_rows(self, counts_by_rank: Tensor, rank: int) -> Tensor:
-        """Indices that sort a rank's rows, which lie expert by expert, slot by slot."""
-        lengths = self.divide(counts_by_rank)[rank]
+    def sort_rows(self, lengths: Tensor) -> Tensor:
+        """Indices that sort a rank's rows, which lie expert by expert, slot by slot. lengths: (slots,), rows of
+        each."""
         starts = torch.empty_like(lengths)
         sorted_lengths = lengths[self._by_expert]
         starts[self._by_expert] = sorted_lengths.cumsum(0) - sorted_lengths
-        places = lengths.cumsum(0) - lengths
-        return torch.arange(int(lengths.sum())) + (starts - places).repeat_interleave(lengths)
+        sorted_starts = lengths.cumsum(0) - lengths
+        return torch.arange(int(lengths.sum())) + (starts - sorted_starts).repeat_interleave(lengths)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from serve_llm.common.errors import ModelError, OptionError, UnsupportedModel
-from serve_llm.common.splits import split_evenly
 from serve_llm.engine.config import INT4_GROUP_SIZES
 from serve_llm.engine.config import Config as Settings
 from serve_llm.engine.model import quantization_config
@@ -60,9 +59,11 @@ from serve_llm.engine.model.families import (
 from serve_llm.engine.model.gguf_config import GGUFTensors, apply_gguf
 from serve_llm.engine.model.pooling import build_pooler_spec
 from serve_llm.engine.model.quantization_spec import MXFP4, GroupedForm, GroupedSpec, Int8Spec, find_linear_layer
+from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import ModelSpec, MoESpec
 from serve_llm.engine.model.weight_format import ATTENTION_SCALES, DynamicModules
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
+from serve_llm.engine.parallel.layout import ParallelLayout
 
 Read = Callable[[ConfigReader], tuple[ModelSpec, WeightMap]]
 
@@ -259,17 +260,23 @@ def apply_engine_config(spec: ModelSpec, settings: Settings) -> ModelSpec:
 
 
 def _check_redundant_experts(spec: ModelSpec, settings: Settings) -> None:
-    """Refuse more copies of an expert than there are engines to hold one each."""
-    tp_size = settings.tensor_parallel_size
-    copies = split_evenly(settings.redundant_experts, tp_size)
-    for ffn in (layer.ffn for layer in spec.layers):
-        if isinstance(ffn, MoESpec):
-            experts = split_evenly(ffn.router.num_experts, tp_size)
-            most = [len(held) * (settings.expert_engines - 1) for held in experts]
-            if any(len(more) > limit for more, limit in zip(copies, most, strict=True)):
+    """Refuse more slots than hold all experts on each rank."""
+    parallel = ParallelLayout(settings.tensor_parallel_size)
+    for rank in range(parallel.size):
+        shard = Shard(
+            parallel,
+            rank,
+            layers=range(0),
+            weights=settings.tensor_parallel_split,
+            engines=settings.expert_engines,
+            redundant_experts=settings.redundant_experts,
+        )
+        for ffn in {layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoESpec)}:
+            num_experts = sum(map(len, shard.expert_spans(ffn)))
+            if any(len(slots) > num_experts for slots in shard.place_experts(ffn)):
                 raise OptionError(
-                    f"--eplb-config: num_redundant_experts {settings.redundant_experts} exceeds {sum(most)}, which "
-                    "gives each engine a copy of every expert"
+                    f"--eplb-config: num_redundant_experts {settings.redundant_experts} is too many: tensor-parallel "
+                    f"rank {rank} of each engine has {num_experts} experts and would hold some twice"
                 )
 
 

@@ -25,7 +25,7 @@ class Shard:
     weights: tuple[float, ...] | None = None  # --tensor-parallel-split
     engine: int = 0  # index among the engines over which whole experts are spread
     engines: int = 1
-    redundant_experts: int = 0  # slots of each layer besides one for each expert
+    redundant_experts: int = 0  # slots of each layer for further copies of experts, over all engines
 
     @property
     def tp_rank(self) -> int:

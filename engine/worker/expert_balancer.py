@@ -11,6 +11,7 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,59 +21,63 @@ from serve_llm.common.options.eplb import EPLBConfig
 from serve_llm.engine.model.dispatch import ExpertDispatch
 from serve_llm.engine.model.expert_placement import Placement, balance, count_rows
 from serve_llm.kernels.cpu import library
+from serve_llm.kernels.moe import HeldExpert
 
 logger = logging.getLogger(__name__)
 
+Moves = list[list[list[tuple[int, int]]]]  # by sender and receiver: the slots to read and to write
+
 
 class ExpertBalancer:
-    """For the layers of one rank."""
+    """For the layers of one rank. Counts rows from its construction on."""
 
     def __init__(self, dispatches: Sequence[ExpertDispatch], config: EPLBConfig, device: torch.device) -> None:
         """device: of the weights. All ranks of the group build it at the same time. Raises OptionError if experts
         cannot take each other's place."""
         self._step_interval = config.step_interval
         self._step = 0
-        self._layers = [_MovableExperts(dispatch, device) for dispatch in dispatches]
+        variant = library.find_variant() if device.type == "cpu" else None  # decides the order of packed weights
+        self._layers = [_MovableExperts(dispatch, variant, device) for dispatch in dispatches]
         self._waiting: deque[_MovableExperts] = deque()  # to be placed, one before each step
-        self._num_moved = 0
 
     def begin_step(self) -> None:
         """Call before each step, also before those without tokens."""
         self._step += 1
         if self._step % self._step_interval == 0 and not self._waiting:
             self._waiting.extend(self._layers)
-        if not self._waiting:
-            return
-        self._num_moved += self._waiting.popleft().rebalance()
-        if self._num_moved and not self._waiting:
-            logger.info("Experts of %d slots were moved before step %d", self._num_moved, self._step)
-            self._num_moved = 0
+        if self._waiting:
+            self._waiting.popleft().rebalance()
+
+
+class _Layout(NamedTuple):
+    """How a rank holds the experts of a layer; all zeros if it has none."""
+
+    num_bytes: int  # bytes that each expert takes
+    form: int  # a hash
 
 
 class _MovableExperts:
     """The experts of one layer."""
 
-    def __init__(self, dispatch: ExpertDispatch, device: torch.device) -> None:
-        """Arguments and errors as of `ExpertBalancer`."""
+    def __init__(self, dispatch: ExpertDispatch, variant: str | None, device: torch.device) -> None:
+        """variant: of the compiled kernels on a CPU. Other arguments and errors as of `ExpertBalancer`."""
         self._dispatch = dispatch
         self._device = device
-        dispatch.num_rows = torch.zeros(len(dispatch.span), dtype=torch.int64)
-        self._slots = [
-            dispatch.experts.list_tensors(slot) for slot in range(len(dispatch.placement[dispatch.group.rank]))
-        ]
-        forms = {_describe_layout(tensors) for tensors in self._slots}
-        own = torch.tensor([0, 0])
-        if self._slots:
-            layout = hashlib.sha256(repr(sorted(forms)).encode()).digest()
-            own = torch.tensor([sum(tensor.nbytes for tensor in self._slots[0]), int.from_bytes(layout[:7], "big")])
-        gathered = [tuple(one.tolist()) for one in dispatch.group.all_gather(own.to(device))]
-        known = {one for one in gathered if any(one)}
-        if len(forms) > 1 or len(known) > 1:
+        experts = dispatch.experts.list_held()
+        if not all(held.is_compiled for held in experts):
+            raise OptionError("--enable-eplb needs the compiled kernels on CPUs: install serve-llm again, or omit it")
+        self._slots = [[tensor.view(-1).view(torch.uint8) for tensor in held.tensors] for held in experts]
+        layouts = {_find_layout(held, variant) for held in experts} or {_Layout(0, 0)}
+        gathered = dispatch.group.all_gather(torch.tensor(next(iter(layouts))).to(device))
+        layouts |= {_Layout(*numbers.tolist()) for numbers in gathered}
+        layouts.discard(_Layout(0, 0))
+        if len(layouts) > 1:
             raise OptionError(
                 "--enable-eplb: the experts of a layer are not held in the same form on all ranks, which depends on "
                 "the checkpoint's quantisation and on the processor; omit it"
             )
-        self._num_bytes = max(size for size, _ in gathered)  # bytes that each expert takes
+        self._num_bytes = max((layout.num_bytes for layout in layouts), default=0)
+        dispatch.num_rows = torch.zeros(len(dispatch.span), dtype=torch.int64)
 
     def rebalance(self) -> int:
         """Place the experts by their rows since the last call. Returns how many slots have another expert now."""
@@ -84,51 +89,48 @@ class _MovableExperts:
         after = balance(before, rows, dispatch.span.start)
         if after == before:
             return 0
-        loads = [count_rows(placement, rows, dispatch.span.start) for placement in (before, after)]
-        logger.debug("Rows of each rank: %s, after moving experts %s", *loads)
         moves = _plan_moves(before, after)
         self._move(moves)
         dispatch.place(after)
-        return sum(len(pairs) for line in moves for pairs in line)
+        num_moved = sum(len(pairs) for line in moves for pairs in line)
+        loads = [count_rows(placement, rows, dispatch.span.start) for placement in (before, after)]
+        logger.debug("Rows of each rank: %s, and %s with %d experts elsewhere", *loads, num_moved)
+        return num_moved
 
-    def _move(self, moves: Sequence[Sequence[Sequence[tuple[int, int]]]]) -> None:
+    def _move(self, moves: Moves) -> None:
         """Copy weights from the ranks that hold them to the slots that need them. moves: as of `_plan_moves`."""
         group = self._dispatch.group
-        sent = [self._read(source) for pairs in moves[group.rank] for source, _ in pairs]
-        payload = (
-            torch.stack(sent) if sent else torch.empty((0, self._num_bytes), dtype=torch.uint8, device=self._device)
-        )
+        sources = [source for pairs in moves[group.rank] for source, _ in pairs]
+        payload = torch.empty((len(sources), self._num_bytes), dtype=torch.uint8, device=self._device)
+        for source, data in zip(sources, payload, strict=True):
+            for part, tensor in self._split(data, source):
+                part.copy_(tensor)
         received = group.all_to_all(payload, [[len(pairs) for pairs in line] for line in moves])
-        slots = [slot for line in moves for _, slot in line[group.rank]]
-        for slot, data in zip(slots, received, strict=True):
-            start = 0
-            for tensor in self._slots[slot]:
-                tensor.view(-1).view(torch.uint8).copy_(data[start : start + tensor.nbytes])
-                start += tensor.nbytes
+        targets = [target for line in moves for _, target in line[group.rank]]
+        for target, data in zip(targets, received, strict=True):
+            for part, tensor in self._split(data, target):
+                tensor.copy_(part)
 
-    def _read(self, slot: int) -> Tensor:
-        """(bytes of an expert,) uint8."""
-        return torch.cat([tensor.view(-1).view(torch.uint8) for tensor in self._slots[slot]])
+    def _split(self, data: Tensor, slot: int) -> list[tuple[Tensor, Tensor]]:
+        """The parts of `data`, (bytes of an expert,) uint8, each beside the tensor of the slot to which it belongs."""
+        tensors = self._slots[slot]
+        return list(zip(torch.split(data, [len(tensor) for tensor in tensors]), tensors, strict=True))
 
 
-def _plan_moves(before: Placement, after: Placement) -> list[list[list[tuple[int, int]]]]:
-    """By sender and receiver: the slots to read and to write. A rank takes what it has itself from itself."""
-    moves: list[list[list[tuple[int, int]]]] = [[[] for _ in before] for _ in before]
+def _plan_moves(before: Placement, after: Placement) -> Moves:
+    """What to send. Copies are taken from their holders in turn."""
+    moves: Moves = [[[] for _ in before] for _ in before]
     for receiver, (old, new) in enumerate(zip(before, after, strict=True)):
         for slot, expert in enumerate(new):
-            if old[slot] == expert:
-                continue
-            holders = [rank for rank, slots in enumerate(before) if expert in slots]
-            sender = receiver if receiver in holders else holders[receiver % len(holders)]
-            moves[sender][receiver].append((before[sender].index(expert), slot))
+            if old[slot] != expert:
+                holders = [rank for rank, slots in enumerate(before) if expert in slots]
+                sender = holders[receiver % len(holders)]
+                moves[sender][receiver].append((before[sender].index(expert), slot))
     return moves
 
 
-def _describe_layout(tensors: Sequence[Tensor]) -> str:
-    """Equal for experts whose weights can take each other's place. Raises OptionError for weights that cannot be
-    moved."""
-    on_cpu = any(tensor.device.type == "cpu" for tensor in tensors)
-    variant = library.find_variant() if on_cpu else None  # which decides the order of packed weights
-    if on_cpu and variant is None:
-        raise OptionError("--enable-eplb needs the compiled kernels on CPUs: install serve-llm again, or omit it")
-    return f"{variant} {[(list(tensor.shape), str(tensor.dtype)) for tensor in tensors]}"
+def _find_layout(held: HeldExpert, variant: str | None) -> _Layout:
+    """Equal for experts whose weights can take each other's place."""
+    described = f"{variant} {held.form} {[(list(tensor.shape), str(tensor.dtype)) for tensor in held.tensors]}"
+    form = int.from_bytes(hashlib.sha256(described.encode()).digest()[:7], "big")
+    return _Layout(sum(tensor.nbytes for tensor in held.tensors), form)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from serve_llm.common.errors import CapacityError
+from serve_llm.common.errors import CapacityError, EngineError
 from serve_llm.engine.config import Config
 from serve_llm.engine.model.decoder import Decoder
 from serve_llm.engine.model.eagle_spec import find_hidden_state_layers
@@ -93,8 +93,6 @@ class Worker:
         self._vocabulary = VocabParallelLogits(vocab_shards, process_groups.tensor, choose_sampling(self._device))
         process_groups.wait_for_all()
         self._balancer: ExpertBalancer | None = None
-        if config.eplb is not None and isinstance(self._decoder, Decoder):
-            self._balancer = ExpertBalancer(self._decoder.dispatches, config.eplb, self._device)
         with oom.raise_as(CapacityError, "while trying a step of the largest size"):
             self._layout = self._plan_cache()
         self.num_blocks = self._layout.num_blocks
@@ -112,6 +110,8 @@ class Worker:
         if self._config.device == "cuda":
             with oom.raise_as(CapacityError, "while trying the first steps"):
                 warm_up(self._runner, self._config, self._layout)
+        if self._config.eplb is not None and isinstance(self._decoder, Decoder):
+            self._balancer = ExpertBalancer(self._decoder.dispatches, self._config.eplb, self._device)
         return self._layout
 
     @property
@@ -120,9 +120,10 @@ class Worker:
         return None if self._host_blocks is None else self._host_blocks.description
 
     def start(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> PendingStep:
-        """Make the copies of a step, move experts, and start it; see `Runner.start`."""
+        """Move experts, make the copies of a step, and start it; see `Runner.start`."""
         if self._balancer is not None:
-            self._balancer.begin_step()
+            with oom.raise_as(EngineError, "while moving experts"):
+                self._balancer.begin_step()
         if scheduler_output.copies and self._host_blocks is not None:
             self._host_blocks.copy(scheduler_output.copies)
         return self._runner.start(scheduler_output, masks)

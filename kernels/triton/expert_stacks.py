@@ -54,6 +54,15 @@ class ExpertStack:
         assert stack is not None
         return stack.get(index)
 
+    @property
+    def form(self) -> str:
+        """Equal for stacks that differ in the contents of their tensors only."""
+        if self._packed is None:
+            return "plain"
+        weight = self._packed.weight
+        values = {one.name: getattr(weight, one.name) for one in fields(weight)}
+        return str({name: value for name, value in values.items() if not isinstance(value, Tensor)})
+
     def list_tensors(self, index: int) -> list[Tensor]:
         """The weights of the layer that was put there, in the stack."""
         stack = self._packed or self._plain

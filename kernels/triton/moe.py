@@ -22,7 +22,7 @@ from torch import Tensor
 
 from serve_llm.kernels import moe
 from serve_llm.kernels.linear import Linear
-from serve_llm.kernels.moe import Activation, ExpertAdapters, PackedExperts
+from serve_llm.kernels.moe import Activation, ExpertAdapters, HeldExpert, PackedExperts
 from serve_llm.kernels.triton.expert_stacks import ExpertStack, SortedPairs
 
 INVARIANT_ROWS = 64
@@ -93,9 +93,13 @@ class _GroupedExperts:
             local_experts.start, local_experts.stop + 1, dtype=torch.int16, device=first.device
         )
 
-    def list_tensors(self, index: int) -> list[Tensor]:
+    def list_held(self) -> list[HeldExpert]:
         """See `kernels.moe.PackedExperts`."""
-        return self._first.list_tensors(index) + self._last.list_tensors(index)
+        form = f"{self._first.form}, {self._last.form}"
+        return [
+            HeldExpert(self._first.list_tensors(index) + self._last.list_tensors(index), form, is_compiled=True)
+            for index in range(len(self._local_experts))
+        ]
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         tokens, top_k = experts.shape

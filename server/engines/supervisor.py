@@ -171,8 +171,8 @@ class Supervisor:
         while True:
             index, death = await self._first_death(group)
             began = self._clock.read()
-            # The loss of a host is no request's fault.
-            is_blamed = not isinstance(death.error, HostLost)
+            # The loss of a host or of a connection is no request's fault.
+            is_blamed = not isinstance(death.error, HostLost | PeerLost)
             in_step = self._engines[index].client.heartbeat.read_running_ids() if is_blamed else ()
             if self.replicas.drop_lost({other: in_step if other == index else () for other in group}, death.error):
                 self._restarts.drop_last_deaths(
@@ -193,15 +193,22 @@ class Supervisor:
     async def _first_death(self, group: range) -> tuple[int, EngineDeath]:
         """Wait for an engine of the group to die. Returns its index; of several, that of the first cause."""
         watches = {asyncio.ensure_future(self._engines[index].watch()): index for index in group}
+        deaths: list[tuple[int, EngineDeath]] = []
+        waiting = set(watches)
+        seconds: float | None = None  # until the first death
+        began = 0.0
         try:
-            done, others = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-            if others and all(isinstance(watch.result().error, PeerLost) for watch in done):
-                done |= (await asyncio.wait(others, timeout=SETTLE_SECONDS))[0]
+            while waiting and all(isinstance(death.error, PeerLost) for _, death in deaths):
+                done, waiting = await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
+                began = began or self._clock.read()
+                seconds = max(0.0, began + SETTLE_SECONDS - self._clock.read())
+                deaths += sorted((watches[watch], watch.result()) for watch in done)
         finally:
             for watch in watches:
                 watch.cancel()
-        first = min(done, key=lambda watch: isinstance(watch.result().error, PeerLost))
-        return watches[first], first.result()
+        return min(deaths, key=lambda death: isinstance(death[1].error, PeerLost))
 
     async def _replace(self, group: range, index: int, death: EngineDeath) -> None:
         """Start new processes for the group. Raises the first cause when that would exceed --max-restarts.

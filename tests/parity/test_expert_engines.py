@@ -144,16 +144,31 @@ def test_experts_that_move_in_other_forms(how: dict[str, str], tmp_path: Path, m
     assert sum(moved) > 0
 
 
+def test_experts_that_move_beside_drafts_and_offloaded_blocks(tmp_path: Path, moved: list[int]) -> None:
+    directory = tmp_path / "model"
+    make_checkpoint(directory, "qwen3_moe")
+    expected = generate(make_engine(directory, block_size=8), requests(range(5)))
+    more = {"speculative_config": {"method": "ngram"}, "kv_offload_memory": "16MiB"}
+    made = make_engines(directory, tmp_path, 2, block_size=8, **more, **eplb(2))
+    for found in generate_together(made, [requests(range(3)), requests(range(3, 5))]):
+        same(found, expected)
+    assert sum(moved) > 0
+
+
 def test_too_many_redundant_experts(tmp_path: Path) -> None:
     directory = tmp_path / "model"
     make_checkpoint(directory, "qwen3_moe")
-    with pytest.raises(OptionError, match=r"num_redundant_experts 6 exceeds 5, which gives each engine a copy"):
+    with pytest.raises(
+        OptionError, match=r"num_redundant_experts 6 is too many: tensor-parallel rank 0 of each engine h"
+    ):
         make_engines(directory, tmp_path, 2, **eplb(6))
+    with pytest.raises(OptionError, match=r"rank 1 of each engine has 1 experts and would hold some twice"):
+        make_engines(directory, tmp_path, 2, 2, tensor_parallel_split="4,1", **eplb(4))
 
 
 def test_without_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "model"
     make_checkpoint(directory, "qwen3_moe")
-    monkeypatch.setattr(library, "find_variant", lambda: None)
+    monkeypatch.setattr(library, "find", lambda: None)
     with pytest.raises(OptionError, match=r"^--enable-eplb needs the compiled kernels on CPUs"):
         make_engines(directory, tmp_path, 2, **eplb(0))
