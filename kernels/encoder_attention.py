@@ -26,12 +26,14 @@ def encoder_attention(
     *,
     scale: float,
     window: int | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Split the joint projection, apply the head norms and rope, if given, and attend within each prompt.
 
     qkv: (tokens, (heads + 2 * kv_heads) * head_dim): queries, then keys, then values. heads is a multiple of kv_heads.
     query_starts: prompts + 1 offsets into tokens.
     window: a token attends to those at most `window` - 1 positions before or after it; None: to all of its prompt.
+    alibi_slopes: (heads,) float32; the score of a token d positions before or after is lowered by its head's slope * d.
     Returns (tokens, heads * head_dim) in the dtype of qkv.
     """
     query, key, value = torch.split(qkv.view(len(qkv), heads + 2 * kv_heads, -1), [heads, kv_heads, kv_heads], 1)
@@ -46,9 +48,18 @@ def encoder_attention(
         prompt = slice(start, end)
         q, k, v = (part[prompt].transpose(0, 1).unsqueeze(0) for part in (query, key, value))
         mask = None if window is None or end - start <= window else _near(end - start, window, qkv.device)
+        if alibi_slopes is not None:
+            mask = _lower_far(end - start, alibi_slopes, mask).to(q.dtype)
         result = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         output[prompt] = result[0].transpose(0, 1)
     return output.flatten(1)
+
+
+def _lower_far(length: int, alibi_slopes: Tensor, seen: Tensor | None) -> Tensor:
+    """What is added to the scores: (heads, length, length) float32. seen: as of `_near`; None: all."""
+    positions = torch.arange(length, device=alibi_slopes.device)
+    bias = (positions[:, None] - positions).abs() * -alibi_slopes[:, None, None]
+    return bias if seen is None else bias.masked_fill(~seen, -torch.inf)
 
 
 def _near(length: int, window: int, device: torch.device) -> Tensor:

@@ -113,6 +113,7 @@ class EncoderAttention(Attention):
             inputs.step.query_starts,
             scale=self.scale,
             window=self.sliding_window,
+            alibi_slopes=self.alibi_slopes,
         )
         return self.output_proj(output[:, front : front + num_heads * head_dim])
 

@@ -412,7 +412,7 @@ void pack_values(const Cell* const* rows, int value_dim, int to, uint32_t* out, 
 }
 
 // Multiplies one row's products by the keys' scales, if any, caps them if cap > 0: cap * tanh(product / cap), and adds
-// slope * (distance + t) to that of key t. distance: from the row's query to the first key, negative before the query.
+// -slope * |distance + t| to that of key t. distance: from the row's query to the first key, negative before the query.
 template <int DEGREE>
 void adjust(float* products, int columns, const float* scales, float cap, float slope, int distance) {
   const Vec doubled = all(-2.0f * LOG2_E / cap), most = all(cap);
@@ -424,7 +424,10 @@ void adjust(float* products, int columns, const float* scales, float cap, float 
       const Vec e = power_of_2<DEGREE>(as_floats((Units)x ^ sign) * doubled);  // e^(-2 |product| / cap)
       x = as_floats((Units)((all(1.0f) - e) / (all(1.0f) + e) * most) | sign);
     }
-    if (slope != 0.0f) x = fma(__builtin_convertvector(lanes() + (distance + t), Vec), all(slope), x);
+    if (slope != 0.0f) {
+      const Units away = (Units)__builtin_convertvector(lanes() + (distance + t), Vec) | all(0x80000000u);  // -|...|
+      x = fma(as_floats(away), all(slope), x);
+    }
     store(products + t, x);
   }
 }

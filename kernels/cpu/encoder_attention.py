@@ -36,6 +36,7 @@ def _attend(
     *,
     scale: float,
     window: int | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     tokens = len(qkv)
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
@@ -56,6 +57,7 @@ def _attend(
         lengths.tolist(),
         scale=scale,
         window=window,
+        alibi_slopes=alibi_slopes,
         causal=False,
     )
     return output.flatten(1)

@@ -50,6 +50,7 @@ def build_encoder(
     positions: LearnedPositions | None = None,
     token_types: int = 0,
     pooler: PoolerSpec | None = None,
+    alibi_slopes: tuple[float, ...] | None = None,
 ) -> ModelSpec:
     """An encoder with BERT's names of sizes. The caller must call config.done()."""
     width, heads, head_dim = read_heads(config)
@@ -64,6 +65,7 @@ def build_encoder(
             sliding_window=windows[index] if windows else None,
             qkv_bias=bias,
             output_bias=bias,
+            alibi_slopes=alibi_slopes,
             causal=False,
         )
         return LayerSpec(attention, ffn, norm, norm_position)

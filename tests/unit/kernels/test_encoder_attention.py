@@ -52,13 +52,21 @@ def rotation(head_dim: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("window", mostly_slow([None, 1, 65, 300], [None, 65]))
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "kind"),
-    [(12, 12, 32, "plain"), (6, 2, 32, "plain"), (3, 3, 64, "rope"), (4, 1, 64, "rope"), (2, 2, 40, "norms")],
+    [
+        (12, 12, 32, "plain"),
+        (6, 2, 32, "plain"),
+        (12, 12, 32, "alibi"),
+        (3, 3, 64, "rope"),
+        (4, 1, 64, "rope"),
+        (2, 2, 40, "norms"),
+    ],
 )
 def test_equals_the_definition(
     kernel: EncoderKernel, heads: int, kv_heads: int, head_dim: int, kind: str, window: int | None, dtype: torch.dtype
 ) -> None:
     qkv = random(STARTS[-1], (heads + 2 * kv_heads) * head_dim).to(dtype)
-    angles = None if kind == "plain" else rotation(head_dim)
+    angles = None if kind in ("plain", "alibi") else rotation(head_dim)
+    slopes = torch.logspace(-8, -1, heads, base=2.0) if kind == "alibi" else None
     norms = None
     if kind == "norms":
         norms = HeadNorms(random(head_dim, seed=1).to(dtype), random(head_dim, seed=2).to(dtype), 1e-6)
@@ -66,11 +74,11 @@ def test_equals_the_definition(
 
     def attend(rows: Tensor, starts: list[int], first: int = 0) -> Tensor:
         share = None if angles is None else (angles[0][first : first + len(rows)], angles[1][first : first + len(rows)])
-        return kernel(rows, heads, kv_heads, norms, share, starts, scale=scale, window=window)
+        return kernel(rows, heads, kv_heads, norms, share, starts, scale=scale, window=window, alibi_slopes=slopes)
 
     ours = attend(qkv, STARTS)
     theirs = encoder_attention.encoder_attention(
-        qkv, heads, kv_heads, norms, angles, STARTS, scale=scale, window=window
+        qkv, heads, kv_heads, norms, angles, STARTS, scale=scale, window=window, alibi_slopes=slopes
     )
     assert ours.dtype == dtype
     close = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
