@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 from reference import activation as reference_activation
 from reference import linear as reference_linear
 from reference import moe as reference
+from serve_llm.engine.quantization import int4
 from serve_llm.kernels import activation, linear
 from support.experts import make_case
 from support.triton import NO_TRITON, assert_fits, compile_for, record
 
 pytest.importorskip("triton", reason=NO_TRITON)
+from serve_llm.kernels.triton.linear_grouped import pack_grouped
 from serve_llm.kernels.triton.moe import pack_experts
 
 
@@ -54,6 +57,23 @@ def test_one_expert_takes_all() -> None:
     )
     found = pack_experts(case.pairs(range(6), pack), activation.silu_and_mul, range(6))(*asked)
     case.check(found, right(*asked))
+
+
+def pack_integers(weight: torch.Tensor, bias: torch.Tensor | None) -> linear.Linear:
+    """In 4 bits, as on a GPU."""
+    return pack_grouped(int4.quantise(weight, 8), bias, weight.dtype)
+
+
+@pytest.mark.parametrize("pack_layer", [pack, pack_integers])
+def test_experts_take_each_others_place(pack_layer: Callable[..., linear.Linear]) -> None:
+    case = make_case(9, 4, 1, 40, 24, torch.float32, bias=True)
+    packed = pack_experts(case.pairs(range(4), pack_layer), activation.silu_and_mul, range(4))
+    held = packed.list_held()
+    assert len({one.form for one in held}) == 1 and all(one.is_compiled for one in held)
+    before = packed(case.x, case.weights, torch.full_like(case.experts, 2))
+    for target, source in zip(held[0].tensors, held[2].tensors, strict=True):
+        target.view(-1).view(torch.uint8).copy_(source.view(-1).view(torch.uint8))
+    assert torch.equal(packed(case.x, case.weights, torch.full_like(case.experts, 0)), before)
 
 
 def test_a_rows_bits_are_its_own_where_they_have_to_be() -> None:
