@@ -31,7 +31,7 @@ from serve_llm.server.schema.completions import CompletionRequest
 from serve_llm.server.schema.decisions import DecisionRequest
 from serve_llm.server.schema.infill import InfillRequest
 from serve_llm.server.schema.messages import CountTokensRequest, MessagesRequest
-from serve_llm.server.schema.responses import InputTokensRequest, ResponsesRequest
+from serve_llm.server.schema.responses import INCLUDED_REASONING, InputTokensRequest, ResponsesRequest
 from serve_llm.server.schema.tools import list_custom_tools
 from serve_llm.server.schema.unknown_fields import join_ignored
 from serve_llm.server.structured_output.compiler import Grammar
@@ -152,10 +152,10 @@ def _prepare_response(content: bytes, context: Context, stored: StoredContext | 
         model=model,
         stream=bool(body.stream),
         include_usage=True,
-        ignored_fields=join_ignored(ignored, skipped),
+        ignored_fields=join_ignored(ignored, skipped + body.find_ignored_includes()),
         echo=body.describe(params, is_stored),
         tool_items=body.tool_items,
-        encrypts_reasoning="reasoning.encrypted_content" in (body.include or ()),
+        encrypts_reasoning=INCLUDED_REASONING in (body.include or ()),
         background=bool(body.background),
         stored_items=describe_items(body.input, stored.response_id) if stored is not None and is_stored else None,
         previous_id=body.previous_response_id,

@@ -223,16 +223,21 @@ class PromptPool:
     def _get_worker(self) -> PromptWorker:
         """The worker of this thread, started if it has none that is usable. Raises Unavailable."""
         worker: PromptWorker | None = getattr(self._local, "worker", None)
-        if worker is not None and worker.is_usable:
-            return worker
+        if worker is None or not worker.is_usable:
+            worker = self._launch_worker()
+        worker.wait_until_ready()
+        return worker
+
+    def _launch_worker(self) -> PromptWorker:
+        """Start a worker for this thread, without waiting for it."""
+        worker: PromptWorker | None = getattr(self._local, "worker", None)
         if worker is not None:
             worker.kill()
-        worker = PromptWorker()
+        worker = PromptWorker(self._setup)
         self._local.worker = worker
         self._workers = {other for other in self._workers if other.is_usable} | {worker}
         if self._is_closed:  # while the process was started
             worker.kill()
-        worker.start(self._setup)
         return worker
 
     def _run_in_worker(self, job: Job, deadline: float | None) -> JobReply:
@@ -255,6 +260,7 @@ class PromptPool:
 
     def _explain_death(self, worker: PromptWorker, message: str, grammar_reason: str) -> InvalidRequest:
         """The error of a job whose worker was killed. A grammar that it was compiling is not tried again."""
+        self._launch_worker()  # now, so that it is ready for the next job
         lookup = worker.compiling
         if lookup is None:
             return InvalidRequest(message)
@@ -267,7 +273,7 @@ class PromptWorker:
     """The parent's side of one worker process, used by one thread. The process ends when its stdin closes, so it never
     outlives this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, setup: WorkerSetup) -> None:
         command = [sys.executable, "-P", "-m", "serve_llm.server.prompt.worker"]
         # In a session of its own, which the terminal's Ctrl-C does not reach.
         self._process = subprocess.Popen(
@@ -277,19 +283,24 @@ class PromptWorker:
         self._received = bytearray()  # and not used yet
         self.compiling: GrammarLookup | None = None  # the grammar that is being compiled
         self.largest = NO_PLACE  # names the largest part of that grammar
+        self._is_ready = False
+        with contextlib.suppress(OSError):  # it ended; `wait_until_ready` says so
+            self._send(msgspec.msgpack.encode(setup))
 
     @property
     def is_usable(self) -> bool:
         return not self._is_killed and self._process.poll() is None
 
-    def start(self, setup: WorkerSetup) -> None:
-        """Wait until the process is ready. Raises Unavailable if it fails."""
+    def wait_until_ready(self) -> None:
+        """Raises Unavailable if the process fails to start."""
+        if self._is_ready:
+            return
         try:
-            self._send(msgspec.msgpack.encode(setup))
             self._receive(START_SECONDS)
         except (OSError, EOFError, ValueError) as error:
             self.kill()
             raise Unavailable(f"the process that parses large requests did not start: {error}") from None
+        self._is_ready = True
 
     def run(self, job: Job, seconds: float, grammars: GrammarCache) -> JobReply:
         """Run a job. Raises TimeoutError when it takes longer, EOFError or OSError when the process dies.

@@ -40,8 +40,7 @@ _BODY_PROBLEMS = {
 def describe_route(
     request: type[BaseModel] | None,
     response: type[BaseModel],
-    event: type[BaseModel] | None = None,
-    *,
+    *events: type[BaseModel],
     body: Json | None = None,
     query: tuple[Json, ...] = (),
     is_anthropic: bool = False,
@@ -50,12 +49,13 @@ def describe_route(
 ) -> Json:
     """Keyword arguments for a route's decorator.
 
-    event: the data of a stream's events, if the route can stream. body: the content of the request's body, if it is not
-    JSON of `request`. query: as `describe_parameter` makes them. is_anthropic: errors have Anthropic's shape. problems:
-    statuses of errors that other routes do not answer."""
+    events: forms of the data of a stream's events, if the route can stream. body: the content of the request's body, if
+    it is not JSON of `request`. query: as `describe_parameter` makes them. is_anthropic: errors have Anthropic's shape.
+    problems: statuses of errors that other routes do not answer."""
     success: Json = {"model": response}
-    if event is not None:
-        success["content"] = {"text/event-stream": {"schema": _reference(event)}}
+    if events:
+        forms = [_reference(event) for event in events]
+        success["content"] = {"text/event-stream": {"schema": forms[0] if len(forms) == 1 else {"oneOf": forms}}}
     extra: Json = {"parameters": list(query)} if query else {}
     if request is not None:
         body = {"application/json": {"schema": _reference(request)}}

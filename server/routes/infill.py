@@ -21,7 +21,7 @@ def create_router(state: AppState) -> APIRouter:
     router = APIRouter()
     endpoint = TextEndpoint("infill", "infill", _create_builder, _create_encoder)
 
-    @router.post(PATHS[0], **describe_route(InfillRequest, InfillReply, InfillEvent))
+    @router.post(PATHS[0], **describe_route(InfillRequest, InfillReply, InfillEvent, InfillReply))
     async def infill(request: Request) -> Response:
         """The text at the cursor, as llama.cpp's editor plug-ins ask for it."""
         return GenerationResponse(state, request, endpoint)

@@ -26,7 +26,8 @@ from serve_llm.server.schema.reasoning import ReasoningEffort, ReasoningOptions,
 from serve_llm.server.schema.tools import ToolChoiceField, Tools, read_tool_choice, read_tools
 from serve_llm.server.structured_output.params import StructuredOutputs
 
-Role = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$")]
+# Those that templates know, such as ipython; no delimiters, which templates write around them.
+Role = Annotated[str, Field(max_length=64, pattern=r"^[^\x00-\x1f\x7f<>|\[\]]+$")]
 _THINKS = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 
 

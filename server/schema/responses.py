@@ -26,6 +26,7 @@ from serve_llm.server.schema.response_tools import (
 from serve_llm.server.structured_output.params import StructuredOutputs
 
 INCLUDED_LOGPROBS = "message.output_text.logprobs"
+INCLUDED_REASONING = "reasoning.encrypted_content"
 Json = dict[str, object]
 Items = Annotated[list[Json], Field(fail_fast=True)]
 
@@ -113,7 +114,7 @@ class ResponsesRequest(InputTokensRequest):
     frequency_penalty: float | None = ranged("frequency_penalty")
     include: Strings | None = Field(
         default=None,
-        description="reasoning.encrypted_content, message.output_text.logprobs; others have no effect.",
+        description=f"{INCLUDED_REASONING}, {INCLUDED_LOGPROBS}; others have no effect; X-Ignored-Fields names them.",
     )
     metadata: dict[str, str] | None = Field(default=None, description="Up to 16 texts, returned as they are.")
     background: bool | None = Field(
@@ -144,6 +145,11 @@ class ResponsesRequest(InputTokensRequest):
             raise InvalidRequest(f"top_logprobs needs include: [{INCLUDED_LOGPROBS!r}]", "top_logprobs")
         if self.top_logprobs is not None and self.top_logprobs not in RANGES["logprobs"]:
             raise InvalidRequest(f"top_logprobs must be {RANGES['logprobs']}, not {self.top_logprobs}", "top_logprobs")
+
+    def find_ignored_includes(self) -> list[str]:
+        """The entries of `include` that have no effect, such as "include[1]"."""
+        known = (INCLUDED_LOGPROBS, INCLUDED_REASONING)
+        return [f"include[{index}]" for index, name in enumerate(self.include or ()) if name not in known]
 
     @property
     def _includes_logprobs(self) -> bool:

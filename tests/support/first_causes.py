@@ -338,7 +338,9 @@ ENGINE_FAULTS = [
     Fault(
         "a rank that is killed while it starts",
         ENGINE,
-        r"rank 1 \(host \S+, pid \d+\) died while loading .* by signal SIGKILL; the system may be out of memory: .*",
+        # Its last message, that it has joined, may die with it.
+        r"rank 1 \(host \S+, pid \d+\) died while (loading .*|joining the others) by signal SIGKILL; "
+        r"the system may be out of memory: .*",
         TWO,
         environ=FAULTS | {"FAULT_AT_START": "kill 1"},
     ),

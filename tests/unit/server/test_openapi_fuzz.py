@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +22,10 @@ from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
+from serve_llm.server.prompt.model import ServedModel
 from support.asgi import Call, Reply
+from support.fakes import facts
+from support.fill_in_middle import FIM, add_tokens
 from support.matrix import mostly_slow
 from support.serving import Served
 
@@ -149,9 +153,12 @@ def test_every_operation_has_its_turn(server: Server) -> None:
     assert found == tried
 
 
-def check_body(server: Server, method: str, path: str, mode: GenerationMode, num_examples: int, strict: bool) -> None:
-    """Requests of one operation, with bodies or query parameters."""
+def check_body(
+    server: Server, method: str, path: str, mode: GenerationMode, num_examples: int, strict: bool
+) -> Counter[int]:
+    """Requests of one operation, with bodies or query parameters. Returns how often each status was answered."""
     validated = DESCRIBED + [checks.negative_data_rejection] * strict
+    statuses: Counter[int] = Counter()
 
     @settings(max_examples=num_examples, suppress_health_check=list(HealthCheck), deadline=None)
     @given(server.operation(method, path).as_strategy(mode))
@@ -159,12 +166,48 @@ def check_body(server: Server, method: str, path: str, mode: GenerationMode, num
         if isinstance(case.body, dict) and isinstance(case.body.get("n"), int):
             case.body["n"] = min(case.body["n"], 3)
         reply = server.check(case, validated)
+        statuses[reply.status] += 1
         if reply.status != 200 and path.startswith("/v1/messages"):
             assert reply.json().keys() == {"type", "error", "request_id"}
         elif reply.status != 200:
             assert set(reply.json()["error"]) == {"message", "type", "param", "code"}  # type: ignore[call-overload]
 
     check()
+    return statuses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("path", "task"),
+    [
+        ("/v1/embeddings", "embed"),
+        ("/rerank", "embed"),
+        ("/pooling", "embed"),
+        ("/classify", "classify"),
+        ("/pooling", "classify"),
+        ("/rerank", "classify"),
+    ],
+)
+def test_routes_of_models_that_return_vectors(serve: Callable[..., Served], path: str, task: str) -> None:
+    size = 3 if path != "/rerank" or task == "embed" else 1
+    known = facts(generates=False, pooling_task=task, vector_size=size)
+    server = Server(serve(script=lambda request: (1.0, *[0.0] * (size - 1)), model_facts=known))
+    try:
+        assert check_body(server, "POST", path, GenerationMode.POSITIVE, 60, strict=True)[200] > 0
+        server.assert_idle()
+    finally:
+        server.close()
+
+
+@pytest.mark.slow
+def test_infill_of_a_model_that_fills_in(serve: Callable[..., Served], model: ServedModel) -> None:
+    served = serve("pass", served_model=add_tokens(model, *FIM), model_facts=facts(vocab_size=4200))
+    server = Server(served)
+    try:
+        assert check_body(server, "POST", "/infill", GenerationMode.POSITIVE, 60, strict=True)[200] > 0
+        server.assert_idle()
+    finally:
+        server.close()
 
 
 @pytest.mark.slow

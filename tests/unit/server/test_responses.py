@@ -215,6 +215,12 @@ def test_the_reply_repeats_the_request(serve_text: ServeText) -> None:
     assert served.engine.submitted[-1].sampling.grammar
 
 
+def test_what_include_cannot_add_is_named(serve_text: ServeText) -> None:
+    include = ["reasoning.encrypted_content", "file_search_call.results", "message.output_text.logprobs", "nonsense.x"]
+    reply = ask(serve_text("Hello."), include=include)
+    assert reply.status == 200 and reply.headers["x-ignored-fields"] == "include[1], include[3]"
+
+
 def test_hosted_tools_and_unknown_fields_are_named(serve_text: ServeText) -> None:
     lark = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"\n%ignore " "'}
     tools = [WEATHER, {"type": "web_search"}, {**PATCH, "format": lark}]

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as RustTokenizer
 
 from serve_llm.common.options.sources import make_options
 from serve_llm.server.generate.repetition import RepetitionDetector
 from serve_llm.server.http.errors import InvalidRequest
-from serve_llm.server.prompt.fill_in_middle import find_fill_in_middle
 from serve_llm.server.prompt.model import ServedModel
-from serve_llm.server.prompt.tokenizer import Tokenizer
 from serve_llm.server.sampling_params import RepetitionDetection, SamplingParams
 from serve_llm.server.schema.chat import ChatCompletion, ChatEvent
 from serve_llm.server.schema.completions import Completion
 from serve_llm.server.schema.infill import InfillEvent, InfillReply
 from support.asgi import Reply
 from support.fakes import facts
+from support.fill_in_middle import FIM, add_tokens
 from support.serving import Served
 
 Serve = Callable[..., Served]
@@ -188,13 +184,6 @@ def test_documents_reach_templates_that_show_them(serve: Serve, model: ServedMod
     assert counted["tokens"] == served.engine.submitted[-1].prompt_ids
 
 
-def add_tokens(model: ServedModel, *names: str) -> ServedModel:
-    rust = RustTokenizer.from_str(model.tokenizer.rust.to_str())
-    rust.add_special_tokens([AddedToken(name) for name in names])
-    tokenizer = Tokenizer(rust, model.tokenizer.named_tokens)
-    return replace(model, tokenizer=tokenizer, fill_in_middle=find_fill_in_middle(tokenizer))
-
-
 @pytest.mark.parametrize(
     ("names", "order"),
     [
@@ -206,6 +195,9 @@ def add_tokens(model: ServedModel, *names: str) -> ServedModel:
             marks=pytest.mark.slow,
         ),
         (("[PREFIX]", "[SUFFIX]"), "1S0P"),
+        pytest.param(("<fim-prefix>", "<fim-suffix>", "<fim-middle>"), "0P1S2", marks=pytest.mark.slow),
+        pytest.param(("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"), "0P1S2", marks=pytest.mark.slow),
+        pytest.param(("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"), "0P1S2", marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -237,7 +229,6 @@ def test_a_model_without_such_tokens_refuses_a_suffix(served: Served) -> None:
     assert (error["param"], error["code"]) == ("suffix", "unsupported")
 
 
-FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 INFILL = {"input_prefix": "def f():\n", "input_suffix": "\n", "n_predict": 8, "top_k": 40, "samplers": ["top_k"]}
 
 
@@ -260,7 +251,10 @@ def test_infill_is_what_llama_vim_reads(serve: Serve, model: ServedModel) -> Non
     *events, last = [json.loads(line.removeprefix("data: ")) for line in reply.content.decode().split("\n\n")[:-1]]
     assert all(InfillEvent.model_validate(event, extra="forbid") for event in events)
     assert InfillReply.model_validate(last, extra="forbid").stop_type == "limit" and last["tokens_predicted"] == 2
-    assert "".join(event["content"] for event in events) == model.tokenizer.decode(served.ids("pass\nelse")[:2])
+    text = "".join(event["content"] for event in events)
+    assert text == model.tokenizer.decode(served.ids("pass\nelse")[:2])
+    whole = served.post("/infill", INFILL | {"n_predict": 2}).json()
+    assert last | {"content": text, "timings": whole["timings"]} == whole
     assert served.post("/infill", INFILL | {"n_predict": 0}).json()["content"] == ""
 
 
