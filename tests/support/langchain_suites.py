@@ -1,5 +1,5 @@
-"""LangChain's standard tests of chat models, against the server at the address in CLIENTS_URL. A pytest of their own
-runs them (tests/e2e/test_clients.py), because they bring plugins that the other tests do not have.
+"""LangChain's standard tests of chat models and embeddings, against the server at the address in CLIENTS_URL. A pytest
+of their own runs them (tests/e2e/test_clients.py), because they bring plugins that the other tests do not have.
 
 The demo model calls tools because it must, but neither with what was asked for nor only once, and tests of that are
 skipped."""
@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import pytest
 from langchain_anthropic import ChatAnthropic
-from langchain_openai import ChatOpenAI
-from langchain_tests.integration_tests import ChatModelIntegrationTests
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+from langchain_tests.integration_tests import ChatModelIntegrationTests, EmbeddingsIntegrationTests
 
 NEED_SENSE = {
     "test_agent_loop",
@@ -48,3 +48,13 @@ class TestResponses(TestChat):
 class TestMessages(TestChat):
     chat_model_class = ChatAnthropic
     chat_model_params: ClassVar[dict[str, Any]] = {**MODEL, "base_url": URL}
+
+
+class TestEmbeddings(EmbeddingsIntegrationTests):
+    embeddings_class = OpenAIEmbeddings
+    embedding_model_params: ClassVar[dict[str, Any]] = {
+        "api_key": "none",
+        "base_url": f"{URL}/v1",
+        "check_embedding_ctx_length": False,
+        "model": "demo",
+    }

@@ -184,6 +184,19 @@ class TestEmbeddings:
         assert reply.json()["error"]["param"] == param
 
 
+def test_usage_and_metrics_agree(serve: Serve) -> None:
+    served = serve_embedder(serve)
+    usages = [
+        served.post("/v1/embeddings", {"input": [[5], [5, 6]]}).json()["usage"],
+        served.post("/v1/rerank", {"query": "x", "documents": ["y", "zz"]}).json()["usage"],
+        served.post("/v1/score", {"text_1": "x", "text_2": ["y", "z"]}).json()["usage"],
+        served.post("/pooling", {"input": "x"}).json()["usage"],
+    ]
+    lines = served.get("/metrics").content.decode().splitlines()
+    (line,) = [line for line in lines if line.startswith("serve_llm_prompt_tokens_total{")]
+    assert float(line.rpartition(" ")[2]) == sum(usage.get("prompt_tokens", usage["total_tokens"]) for usage in usages)
+
+
 def test_models_say_what_they_do_not_do(serve: Serve) -> None:
     embedder = serve_embedder(serve)
     for path, body in (("/v1/completions", {"prompt": "x"}), ("/classify", {"input": "x"})):
