@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,26 @@ class TestEncoders:
         else:
             hidden = [reference_hidden(tmp_path, architecture, ids).mean(0) for ids in chosen]
             expected = [functional.normalize(vector, dim=0) for vector in hidden]
+        check(compute_vectors(engine, [pooling_request(n, ids) for n, ids in enumerate(chosen)]), expected)
+
+    def test_gte_as_its_authors_publish_it(self, tmp_path: Path) -> None:
+        """NewModel's "ntk" scaling multiplies the base by the factor and divides all frequencies by its power of 2 over
+        the size of a head (12)."""
+        theirs = tmp_path / "transformers"
+        rope = {"rope_type": "linear", "rope_theta": 20_000.0 * 8.0, "factor": 8.0 ** (2 / 12)}
+        vocab_size = make_pooled_checkpoint(theirs, "GteModel", std=0.15, rope_parameters=rope)
+        ours = tmp_path / "published"
+        ours.mkdir()
+        shutil.copy(theirs / "model.safetensors", ours)
+        config = json.loads((theirs / "config.json").read_text())
+        del config["rope_parameters"]
+        published = {"architectures": ["NewModel"], "model_type": "new", "position_embedding_type": "rope"}
+        published |= {"rope_scaling": {"type": "ntk", "factor": 8.0}, "rope_theta": 20_000}
+        (ours / "config.json").write_text(json.dumps(config | published))
+        chosen = [[2 + token_id % 300 for token_id in ids] for ids in prompts(vocab_size)]
+        engine = make_engine(ours, pooling_type="mean")
+        hidden = [reference_hidden(theirs, "GteModel", ids).mean(0) for ids in chosen]
+        expected = [functional.normalize(vector, dim=0) for vector in hidden]
         check(compute_vectors(engine, [pooling_request(n, ids) for n, ids in enumerate(chosen)]), expected)
 
     def test_pairs_of_texts(self, tmp_path: Path) -> None:
