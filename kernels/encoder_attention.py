@@ -48,18 +48,31 @@ def encoder_attention(
         prompt = slice(start, end)
         q, k, v = (part[prompt].transpose(0, 1).unsqueeze(0) for part in (query, key, value))
         mask = None if window is None or end - start <= window else _near(end - start, window, qkv.device)
-        if alibi_slopes is not None:
-            mask = _lower_far(end - start, alibi_slopes, mask).to(q.dtype)
-        result = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        if alibi_slopes is None:
+            result = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        else:
+            result = _attend_with_alibi(q, k, v, alibi_slopes, mask, scale)
         output[prompt] = result[0].transpose(0, 1)
     return output.flatten(1)
 
 
-def _lower_far(length: int, alibi_slopes: Tensor, seen: Tensor | None) -> Tensor:
-    """What is added to the scores: (heads, length, length) float32. seen: as of `_near`; None: all."""
-    positions = torch.arange(length, device=alibi_slopes.device)
-    bias = (positions[:, None] - positions).abs() * -alibi_slopes[:, None, None]
-    return bias if seen is None else bias.masked_fill(~seen, -torch.inf)
+def _attend_with_alibi(
+    query: Tensor, key: Tensor, value: Tensor, alibi_slopes: Tensor, seen: Tensor | None, scale: float
+) -> Tensor:
+    """Attention head by head, because the bias of a head takes as much memory as its scores.
+
+    query, key, value: (1, heads, length, head_dim). seen: as of `_near`; None: all."""
+    positions = torch.arange(query.shape[2], device=query.device, dtype=torch.float32)
+    distances = (positions[:, None] - positions).abs_()
+    results = []
+    for head, slope in enumerate(alibi_slopes):
+        bias = (distances * -slope).to(query.dtype)
+        if seen is not None:
+            bias = bias.masked_fill_(~seen, -torch.inf)
+        own = slice(head, head + 1)
+        q, k, v = query[:, own], key[:, own], value[:, own]
+        results.append(scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale))
+    return torch.cat(results, 1)
 
 
 def _near(length: int, window: int, device: torch.device) -> Tensor:

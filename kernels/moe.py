@@ -117,8 +117,10 @@ class _SequentialExperts:
         """See `PackedExperts`."""
         held = []
         for pair in self._pairs:
-            structures = describe_structures(pair)
-            held.append(HeldExpert(list(find_tensors(pair)), structures, is_compiled=bool(structures)))
+            tensors = [list(find_tensors(layer)) for layer in pair]
+            forms = [describe_structures(layer) for layer in pair]
+            is_compiled = all(form or not found for form, found in zip(forms, tensors, strict=True))
+            held.append(HeldExpert(tensors[0] + tensors[1], str(forms), is_compiled))
         return held
 
 

@@ -110,6 +110,7 @@ def to_words(name: str) -> str:
 def read_families() -> dict[str, Family]:
     """Read every architecture from the configs of the tests' checkpoints."""
     sys.path.insert(0, str(ROOT / "tests"))
+    from parity.test_jina_bert import CONFIG as JINA_BERT
     from parity.test_models import VARIANTS
     from unit.engine.model.test_encoder_configs import NEW
 
@@ -130,6 +131,8 @@ def read_families() -> dict[str, Family]:
     families["MPTForCausalLM"].add_checkpoint("MPTForCausalLM", mosaic)
     for architecture in ("NewModel", "NewForSequenceClassification"):  # transformers has no class of their names
         families[architecture].add_checkpoint(architecture, NEW | {"architectures": [architecture]})
+    for architecture in ("JinaBertModel", "JinaBertForMaskedLM"):
+        families[architecture].add_checkpoint(architecture, JINA_BERT | {"architectures": [architecture]})
     return families
 
 

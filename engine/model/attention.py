@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.build import Forward, ModelBuilder, Part
 from serve_llm.engine.model.inputs import AttentionInputs
 from serve_llm.engine.model.rope_spec import RopeSpec
@@ -160,7 +161,11 @@ def build_attention(
         kind = TemperedAttention
     more: dict[str, Any] = {}
     padding = _count_padding(share, spec.num_heads // spec.num_kv_heads)
-    if kind is EncoderAttention:
+    if kind is EncoderAttention and share.heads:
+        if spec.softcap is not None or spec.sinks:
+            raise ModelError("config.json: encoders with capped scores or attention sinks are not served")
+        if alibi_slopes is not None:
+            alibi_slopes = functional.pad(alibi_slopes, padding)
         more = {"num_kv_heads": len(share.kv_heads), "padding": padding}
     if spec.output_gate and share.heads:
         kind = GatedAttention

@@ -5,6 +5,7 @@ Values are checked and typed. A null key counts as absent.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
@@ -99,13 +100,17 @@ class ConfigReader:
     def renamed(self, names: Mapping[str, str]) -> ConfigReader:
         """The same file, where keys that are values of `names` are read by the names that map to them."""
         own_names = {name: key for key, name in names.items()}
-        values = {own_names.get(key, key): value for key, value in self._values.items()}
-        return ConfigReader(values, self._where, self._allowed, self._path)
+        renamed = copy.copy(self)
+        renamed._values = {own_names.get(key, key): value for key, value in self._values.items()}
+        renamed._null = {own_names.get(key, key) for key in self._null}
+        renamed._taken = {own_names.get(key, key) for key in self._taken}
+        return renamed
 
     def without(self, key: str) -> ConfigReader:
         """The same file without a key that has been read."""
-        values = {name: value for name, value in self._values.items() if name != key}
-        return ConfigReader(values, self._where, self._allowed, self._path)
+        other = copy.copy(self)
+        other._values = {name: value for name, value in self._values.items() if name != key}
+        return other
 
     def is_null(self, key: str) -> bool:
         """Whether the file says null, where that differs from saying nothing."""

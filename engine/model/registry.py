@@ -277,8 +277,8 @@ def _check_redundant_experts(spec: ModelSpec, settings: Settings) -> None:
             num_experts = sum(map(len, shard.expert_spans(ffn)))
             if any(len(slots) > num_experts for slots in shard.place_experts(ffn)):
                 raise OptionError(
-                    f"--eplb-config: num_redundant_experts {settings.redundant_experts} is too many: tensor-parallel "
-                    f"rank {rank} of each engine has {num_experts} experts and would hold some twice"
+                    f"--eplb-config: num_redundant_experts {settings.redundant_experts} is too many: the engines' "
+                    f"tensor-parallel ranks {rank} share {num_experts} experts, and one would hold some of them twice"
                 )
 
 

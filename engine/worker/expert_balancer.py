@@ -50,10 +50,14 @@ class ExpertBalancer:
 
 
 class _Layout(NamedTuple):
-    """How a rank holds the experts of a layer; all zeros if it has none."""
+    """How a rank holds the experts of a layer."""
 
     num_bytes: int  # bytes that each expert takes
     form: int  # a hash
+
+
+NO_EXPERTS = _Layout(0, 0)
+NOT_MOVABLE = _Layout(-1, 0)  # the rank's own experts cannot take each other's place
 
 
 class _MovableExperts:
@@ -64,18 +68,20 @@ class _MovableExperts:
         self._dispatch = dispatch
         self._device = device
         experts = dispatch.experts.list_held()
-        if not all(held.is_compiled for held in experts):
+        is_compiled = all(held.is_compiled for held in experts)
+        own = {_find_layout(held, variant) for held in experts} or {NO_EXPERTS}
+        layout = own.pop() if is_compiled and len(own) == 1 else NOT_MOVABLE
+        # All ranks learn of each other before any of them raises.
+        gathered = dispatch.group.all_gather(torch.tensor(layout).to(device))
+        layouts = {_Layout(*numbers.tolist()) for numbers in gathered} - {NO_EXPERTS}
+        if not is_compiled:
             raise OptionError("--enable-eplb needs the compiled kernels on CPUs: install serve-llm again, or omit it")
-        self._slots = [[tensor.view(-1).view(torch.uint8) for tensor in held.tensors] for held in experts]
-        layouts = {_find_layout(held, variant) for held in experts} or {_Layout(0, 0)}
-        gathered = dispatch.group.all_gather(torch.tensor(next(iter(layouts))).to(device))
-        layouts |= {_Layout(*numbers.tolist()) for numbers in gathered}
-        layouts.discard(_Layout(0, 0))
-        if len(layouts) > 1:
+        if len(layouts) > 1 or NOT_MOVABLE in layouts:
             raise OptionError(
                 "--enable-eplb: the experts of a layer are not held in the same form on all ranks, which depends on "
                 "the checkpoint's quantisation and on the processor; omit it"
             )
+        self._slots = [[tensor.view(-1).view(torch.uint8) for tensor in held.tensors] for held in experts]
         self._num_bytes = max((layout.num_bytes for layout in layouts), default=0)
         dispatch.num_rows = torch.zeros(len(dispatch.span), dtype=torch.int64)
 
@@ -94,7 +100,7 @@ class _MovableExperts:
         dispatch.place(after)
         num_moved = sum(len(pairs) for line in moves for pairs in line)
         loads = [count_rows(placement, rows, dispatch.span.start) for placement in (before, after)]
-        logger.debug("Rows of each rank: %s, and %s with %d experts elsewhere", *loads, num_moved)
+        logger.debug("Rows of each rank: %s before, %s after moving %d experts", *loads, num_moved)
         return num_moved
 
     def _move(self, moves: Moves) -> None:

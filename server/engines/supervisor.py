@@ -175,9 +175,8 @@ class Supervisor:
             is_blamed = not isinstance(death.error, HostLost | PeerLost)
             in_step = self._engines[index].client.heartbeat.read_running_ids() if is_blamed else ()
             if self.replicas.drop_lost({other: in_step if other == index else () for other in group}, death.error):
-                self._restarts.drop_last_deaths(
-                    SUSPECT_DEATHS
-                )  # the culprit's earlier deaths; this one is not recorded yet
+                # The culprit's earlier deaths; this one is not recorded yet.
+                self._restarts.drop_last_deaths(SUSPECT_DEATHS)
             try:
                 await self._replace(group, index, death)
             except ServeError as first:
@@ -195,15 +194,15 @@ class Supervisor:
         watches = {asyncio.ensure_future(self._engines[index].watch()): index for index in group}
         deaths: list[tuple[int, EngineDeath]] = []
         waiting = set(watches)
-        seconds: float | None = None  # until the first death
-        began = 0.0
+        deadline: float | None = None  # set by the first death
         try:
             while waiting and all(isinstance(death.error, PeerLost) for _, death in deaths):
+                seconds = None if deadline is None else max(0.0, deadline - self._clock.read())
                 done, waiting = await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
                     break
-                began = began or self._clock.read()
-                seconds = max(0.0, began + SETTLE_SECONDS - self._clock.read())
+                if deadline is None:
+                    deadline = self._clock.read() + SETTLE_SECONDS
                 deaths += sorted((watches[watch], watch.result()) for watch in done)
         finally:
             for watch in watches:

@@ -2,7 +2,7 @@
 request body blocks the streams of other requests.
 
 Threads would not do: they share the interpreter's lock with the event loop and cannot be killed. A worker process
-(`prompt.worker`) kills itself when a job takes too long; the next job starts a new one.
+(`prompt.worker`) kills itself when a job takes too long; another one is started at once.
 """
 
 from __future__ import annotations
@@ -260,13 +260,16 @@ class PromptPool:
 
     def _explain_death(self, worker: PromptWorker, message: str, grammar_reason: str) -> InvalidRequest:
         """The error of a job whose worker was killed. A grammar that it was compiling is not tried again."""
-        self._launch_worker()  # now, so that it is ready for the next job
         lookup = worker.compiling
-        if lookup is None:
-            return InvalidRequest(message)
-        refusal = build_death_refusal(lookup.param, worker.largest, grammar_reason)
-        self.grammars.put(lookup.key, refusal)
-        return InvalidRequest(refusal.error, refusal.param)
+        error = InvalidRequest(message)
+        if lookup is not None:
+            refusal = build_death_refusal(lookup.param, worker.largest, grammar_reason)
+            self.grammars.put(lookup.key, refusal)
+            error = InvalidRequest(refusal.error, refusal.param)
+        if not self._is_closed:
+            with contextlib.suppress(OSError):  # the next job tries again
+                self._launch_worker()  # now, so that it is ready for the next job
+        return error
 
 
 class PromptWorker:

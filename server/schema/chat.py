@@ -27,7 +27,7 @@ from serve_llm.server.schema.tools import ToolChoiceField, Tools, read_tool_choi
 from serve_llm.server.structured_output.params import StructuredOutputs
 
 # Those that templates know, such as ipython; no delimiters, which templates write around them.
-Role = Annotated[str, Field(max_length=64, pattern=r"^[^\x00-\x1f\x7f<>|\[\]]+$")]
+Role = Annotated[str, Field(max_length=64, pattern=r"^\w[^\x00-\x1f\x7f-\x9f\u2028\u2029<>|\[\]\uff5c]*$")]
 _THINKS = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 
 

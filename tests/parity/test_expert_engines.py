@@ -159,10 +159,10 @@ def test_too_many_redundant_experts(tmp_path: Path) -> None:
     directory = tmp_path / "model"
     make_checkpoint(directory, "qwen3_moe")
     with pytest.raises(
-        OptionError, match=r"num_redundant_experts 6 is too many: tensor-parallel rank 0 of each engine h"
+        OptionError, match=r"num_redundant_experts 6 is too many: the engines' tensor-parallel ranks 0 sh"
     ):
         make_engines(directory, tmp_path, 2, **eplb(6))
-    with pytest.raises(OptionError, match=r"rank 1 of each engine has 1 experts and would hold some twice"):
+    with pytest.raises(OptionError, match=r"tensor-parallel ranks 1 share 1 experts, and one would hold some of them"):
         make_engines(directory, tmp_path, 2, 2, tensor_parallel_split="4,1", **eplb(4))
 
 

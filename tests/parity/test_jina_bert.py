@@ -91,7 +91,7 @@ def compute_hidden(weights: dict[str, Tensor], ids: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("prefix", ["", "bert."])
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
 def test_equals_the_definition(prefix: str, tensor: int, tmp_path: Path) -> None:
     weights = make_weights()
     named = {f"{prefix}{name}": weight for name, weight in weights.items()}

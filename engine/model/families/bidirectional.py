@@ -1,4 +1,4 @@
-"""Decoders made into encoders: the layers of Llama and Gemma 3, where every token attends to all others."""
+"""Encoders with the layers of a decoder, Llama or Gemma 3, in which every token attends to all others."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def read_eurobert(architecture: str) -> Read:
 
     def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
         config.set_defaults(rms_norm_eps=1e-5, max_position_embeddings=8192)
-        config.ignore("mask_token_id")
+        config.ignore("mask_token_id", "bos_token", "eos_token", "pad_token", "mask_token")
         pooler = None
         if architecture.endswith("ForSequenceClassification"):
             pooler = _read_classifier(config)
-        config.ignore("classifier_pooling")
+        config.ignore("classifier_pooling", "clf_pooling")
         spec, weights = llama.read(config)
-        spec = replace(_without_order(spec), architecture=architecture, pooler=pooler)
+        spec = replace(_make_bidirectional(spec), architecture=architecture, pooler=pooler)
         if pooler is None:
             return spec, weights
         kinds = ("weight", "bias")
@@ -40,10 +40,12 @@ def read_embedding_gemma(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
     """EmbeddingGemma: Gemma 3's layers. A window has as many tokens on each side as half of `sliding_window`."""
     config.only("use_bidirectional_attention", True)
     spec, weights = gemma.read_gemma3(config.without("use_bidirectional_attention"))
-    return replace(_without_order(spec), architecture="Gemma3TextModel"), weights
+    return replace(_make_bidirectional(spec), architecture="Gemma3TextModel"), weights
 
 
-def _without_order(spec: ModelSpec) -> ModelSpec:
+def _make_bidirectional(spec: ModelSpec) -> ModelSpec:
+    """The model without its LM head. A window counts the tokens on one side, the token itself included."""
+
     def attend_to_all(index: int, attention: AttentionSpec) -> AttentionSpec:
         window = attention.sliding_window
         return replace(attention, causal=False, sliding_window=None if window is None else window // 2 + 1)
@@ -54,7 +56,8 @@ def _without_order(spec: ModelSpec) -> ModelSpec:
 def _read_classifier(config: ConfigReader) -> PoolerSpec:
     width = config.integer("hidden_size")
     pooling: PoolingType = "mean"
-    if config.choice("classifier_pooling", {"bos": "bos", "mean": "mean"}, "late") == "bos":
+    key = "clf_pooling" if "clf_pooling" in config.keys else "classifier_pooling"  # the second is in older files
+    if config.choice(key, {"bos": "bos", "mean": "mean"}, "late") == "bos":
         pooling = "cls"
     layers = (PoolerLayer("dense", width, activation="gelu"), PoolerLayer("classifier", read_num_labels(config)))
     return PoolerSpec((pooling,), layers, is_classifier=True)

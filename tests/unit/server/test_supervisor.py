@@ -149,6 +149,32 @@ def test_the_loss_of_a_host_blames_no_request(made: list[Process], monkeypatch: 
     assert [{index: list(ids) for index, ids in lost.items()} for lost in blamed] == [{0: []}, {1: [7]}]
 
 
+@pytest.mark.parametrize("last", [LOST, None], ids=["all engines", "all but one"])
+def test_lost_connections_alone_blame_no_request(
+    made: list[Process], monkeypatch: pytest.MonkeyPatch, last: EngineDeath | None
+) -> None:
+    """No first cause is known when all have died, or when the others still live after SETTLE_SECONDS."""
+    blamed: list[Mapping[int, Collection[int]]] = []
+    monkeypatch.setattr(Client, "read_running_ids", lambda self: [7])
+    monkeypatch.setattr(supervisor.Replicas, "drop_lost", lambda self, lost, cause: blamed.append(lost))
+    if last is None:
+        monkeypatch.setattr(supervisor, "SETTLE_SECONDS", 0.01)
+
+    async def run() -> None:
+        supervisor = Supervisor(make_options("demo", **SHARED), "/model")
+        await supervisor.start()
+        for index, death in enumerate((LOST, LOST, last)):
+            if death:
+                made[index].death.set_result(death)
+            await asyncio.sleep(0)
+        await replace(supervisor, made, 6)
+        assert supervisor.replicas.first_cause == "engine 0: heard nothing"
+        await supervisor.stop()
+
+    asyncio.run(run())
+    assert blamed == [{0: (), 1: (), 2: ()}]
+
+
 def test_independent_engines_are_replaced_one_by_one(made: list[Process]) -> None:
     async def run() -> None:
         supervisor = Supervisor(make_options("demo", data_parallel_size=3), "/model")

@@ -163,10 +163,22 @@ def test_embedding_gemma_has_windows_on_both_sides() -> None:
         read_model(config | {"architectures": ["Gemma3ForCausalLM"]})
 
 
+def test_a_key_that_was_taken_out_leaves_the_others_as_they_are() -> None:
+    """null stays null, and what was read before stays read."""
+    config = EMBEDDING_GEMMA | {"use_bidirectional_attention": True}
+    with pytest.raises(ModelError, match="sliding_window"):
+        read_model(config | {"sliding_window": None})
+    spec, _ = read_model(config | {"num_key_value_heads": None})
+    assert spec.layers[0].attention.num_kv_heads == 4
+
+
 def test_eurobert_averages_hidden_states_before_the_head() -> None:
     sizes = {name: JINA[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")}
     config = sizes | {"architectures": ["EuroBertForSequenceClassification"], "num_hidden_layers": 2}
     spec, _ = read_model(config | {"classifier_pooling": "bos"})
+    assert spec.pooler is not None and spec.pooler.pooling_types == ("cls",)
+    published = {"clf_pooling": "bos", "bos_token": "<|begin_of_text|>", "mask_token": "<|mask|>", "mask_token_id": 7}
+    spec, _ = read_model(config | published)
     assert spec.pooler is not None and spec.pooler.pooling_types == ("cls",)
     with pytest.raises(ModelError, match=r"classifier_pooling 'late' is not supported \(supported: bos, mean\)"):
         read_model(config)
