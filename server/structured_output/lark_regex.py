@@ -3,7 +3,8 @@
 A custom tool's text is inside a JSON string or between a dialect's delimiters. Regular expressions can be enforced
 there, because llguidance can quote them; a grammar of several rules cannot. A rule that repeats itself at its beginning
 or end becomes a repetition. One that is inside itself is written out some levels deep, so that the expression has no
-text that the grammar has not, but not those that nest deeper.
+text that the grammar has not, but not those that nest deeper. What `%ignore` names may follow each token of a rule;
+tokens are not the longest possible, as in Lark's default (Earley) parser.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _TOO_LONG = f"it takes more than {MAX_CHARACTERS} characters as a regular expres
 _CONTROLS = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "\f": r"\f", "\v": r"\v"}
 _FLAGS = frozenset("is")
 _UNSUPPORTED_FLAGS = frozenset("lmux")
-_UNSUPPORTED_DIRECTIVES = frozenset({"declare", "extend", "ignore", "import", "override"})
+_UNSUPPORTED_DIRECTIVES = frozenset({"declare", "extend", "import", "override"})  # they define names elsewhere
 _UNSUPPORTED_MARKS = frozenset("%{&~")  # an inner grammar, arguments of a template, llguidance's "and" and "not"
 
 
@@ -70,18 +71,18 @@ def translate_lark(grammar: str) -> str:
 def nests_without_end(grammar: str) -> bool:
     """Whether texts that nest deeper than `translate_lark` writes rules out are missing. Call it after that."""
     expander = _Expander(_LarkRules(grammar))
-    expander.expand("start")
+    expander.expand_start()
     return expander.is_cut
 
 
 def _translate(rules: _LarkRules) -> str:
     """Written out as deep as is possible. Raises LarkError."""
     expander = _Expander(rules)
-    expression = expander.expand("start")
+    expression = expander.expand_start()
     while expander.is_cut and expander.depth < MAX_DEPTH:
         expander.deepen()
         try:
-            expression = expander.expand("start")
+            expression = expander.expand_start()
         except _TooLong:
             break
     if expression is None:
@@ -96,8 +97,8 @@ class _LarkRules:
         self._definitions: dict[str, list[LarkToken]] = {}
         self._bodies: dict[str, Alternatives] = {}
         self._reached: dict[str, set[str]] = {}  # names in a rule, and in those in it
+        self._ignored: list[list[LarkToken]] = []  # what each %ignore names
         self.unsupported: UnsupportedLark | None = None  # because of a directive
-        self._is_whole = True  # whether no name may be defined elsewhere
         for line in split_definitions(read_tokens(grammar)):
             self._define(line)
 
@@ -105,12 +106,16 @@ class _LarkRules:
         """Raises LarkError."""
         if name not in self._bodies:
             if name not in self._definitions:
-                if self.unsupported is not None and not self._is_whole:
+                if self.unsupported is not None:
                     raise self.unsupported
                 raise LarkError(f"{name} is not defined")
             body = _BodyReader(name, self._definitions[name]).read_whole()
             self._bodies[name] = _write_as_repetition(name, body)
         return self._bodies[name]
+
+    def read_ignored(self) -> Alternatives:
+        """What may stand before, between and after the tokens of rules. Raises LarkError."""
+        return [row for tokens in self._ignored for row in _BodyReader("%ignore", tokens).read_whole()]
 
     def is_recursive(self, name: str) -> bool:
         """Whether the rule is inside itself. Raises LarkError."""
@@ -127,7 +132,10 @@ class _LarkRules:
     def _define(self, line: list[LarkToken]) -> None:
         texts = [token.text for token in line]
         if texts[0] == "%":
-            self._read_directive(texts)
+            if texts[1:2] == ["ignore"] and len(line) > 2:
+                self._ignored.append(line[2:])
+            else:
+                self._read_directive(texts)
             return
         while line and line[0].text in ("?", "!"):
             line = line[1:]
@@ -149,7 +157,6 @@ class _LarkRules:
             if texts[1:2] == [] or texts[1] not in _UNSUPPORTED_DIRECTIVES:
                 raise LarkError(f"{' '.join(texts)[:100]} is not a directive")
             self.unsupported = UnsupportedLark(f"{''.join(texts)[:100]} cannot be enforced")
-            self._is_whole &= texts[1] == "ignore"
             return
         names = {name: name for name in texts[3:] if name not in (".", "(", ")", ",")}
         if "->" in texts:
@@ -192,6 +199,11 @@ def _open_last_group(items: list[Item], itself: _Name) -> Alternatives:
     return rows if last.suffix == "" else [items[:-1], *rows]
 
 
+def _is_terminal(name: str) -> bool:
+    """Whether the name is that of one token; other names are those of rules."""
+    return name.isupper()
+
+
 class _Expander:
     """Writes rules out, those inside themselves up to `depth` times."""
 
@@ -201,6 +213,15 @@ class _Expander:
         self._found: dict[tuple[str, tuple[str, ...]], str | None] = {}
         self.depth = 0
         self.is_cut = False  # whether a rule is inside itself
+        self._gap = ""  # what may follow each token of a rule
+        if ignored := self._write(rules.read_ignored(), (), gap=""):
+            self._gap = f"(?:{ignored})*"
+        self._found.clear()
+
+    def expand_start(self) -> str | None:
+        """The texts of `start`. None: all nest deeper than `depth`. Raises LarkError."""
+        expression = self.expand("start")
+        return f"{self._gap}(?:{expression})" if expression is not None and self._gap else expression
 
     def expand(self, name: str, path: tuple[str, ...] = ()) -> str | None:
         """path: the recursive rules that are being expanded, sorted. None: it has no text of this depth. Raises
@@ -215,30 +236,31 @@ class _Expander:
             if self._rules.is_recursive(name):
                 self.is_cut = True
                 path = tuple(sorted((*path, name)))
-            self._found[key] = self._write(self._rules.read(name), path)
+            gap = "" if _is_terminal(name) else self._gap
+            self._found[key] = self._write(self._rules.read(name), path, gap)
         return self._found[key]
 
     def deepen(self) -> None:
         self.depth += 1
         self._found.clear()
 
-    def _write(self, body: Alternatives, path: tuple[str, ...]) -> str | None:
-        ways = [way for items in body if (way := self._write_row(items, path)) is not None]
+    def _write(self, body: Alternatives, path: tuple[str, ...], gap: str) -> str | None:
+        ways = [way for items in body if (way := self._write_row(items, path, gap)) is not None]
         return _check_size("|".join(ways)) if ways else None
 
-    def _write_row(self, items: list[Item], path: tuple[str, ...]) -> str | None:
+    def _write_row(self, items: list[Item], path: tuple[str, ...], gap: str) -> str | None:
         row = ""
         for item in items:
             match item:
                 case str():
-                    row += item
+                    row += item + gap
                 case _Name(name):
                     expression = self.expand(name, path)
                     if expression is None:
                         return None
-                    row += f"(?:{expression})"
+                    row += f"(?:{expression})" + (gap if _is_terminal(name) else "")
                 case _Repeat(inner, suffix):
-                    expression = self._write(inner, path)
+                    expression = self._write(inner, path, gap)
                     if expression is None and not item.may_be_absent:
                         return None
                     row += "" if expression is None else f"(?:{expression}){suffix}"
