@@ -7,6 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -288,8 +289,13 @@ def test_a_killed_compilation_names_its_parameter_and_is_not_tried_again(
     options = make_options("demo", limit=("prompt-seconds=0.4",))  # less than the grammar takes on any processor
     pool = PromptPool(Context(model, facts(), options.limits), options)
     started: list[PromptWorker] = []
-    start = PromptWorker.start
-    monkeypatch.setattr(PromptWorker, "start", lambda worker, setup: started.append(worker) or start(worker, setup))
+    start = PromptWorker.__init__
+
+    def record(worker: PromptWorker, setup: Any) -> None:
+        started.append(worker)
+        start(worker, setup)
+
+    monkeypatch.setattr(PromptWorker, "__init__", record)
     wanted = {"regex": "(a{1000}){1000}{1000}"}
     for extra in (0, 1):  # other bodies with the same grammar
         body = json.dumps({"prompt": "x", "structured_outputs": wanted}).encode() + b" " * (padding + extra)
