@@ -13,5 +13,5 @@ def set_library_defaults(environ: MutableMapping[str, str]) -> None:
         environ.setdefault("OMP_WAIT_POLICY", "passive")
     # On AVX2, MKL's float32 products otherwise give a row other bits among few rows than among many.
     environ.setdefault("MKL_CBWR", "AUTO,STRICT")
-    # Without warnings: torch's store prints one for each rank on a host whose address has no name.
+    # Hide warnings: torch's store prints one per rank on a host whose address has no name.
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -42,7 +42,8 @@ def encoder_attention(
         key = rms_norm(key, norms.key, norms.eps)
     if angles is not None:
         query, key = apply_rope(query, key, *angles)
-    key, value = (part.repeat_interleave(heads // kv_heads, 1) for part in (key, value))
+    if kv_heads != heads:
+        key, value = (part.repeat_interleave(heads // kv_heads, 1) for part in (key, value))
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for start, end in pairwise(query_starts):
         prompt = slice(start, end)
@@ -61,7 +62,8 @@ def _attend_with_alibi(
 ) -> Tensor:
     """Attention head by head, because the bias of a head takes as much memory as its scores.
 
-    query, key, value: (1, heads, length, head_dim). seen: as of `_near`; None: all."""
+    query, key, value: (1, heads, length, head_dim). seen: see `_near`; None: each query attends to all
+    keys."""
     positions = torch.arange(query.shape[2], device=query.device, dtype=torch.float32)
     distances = (positions[:, None] - positions).abs_()
     results = []

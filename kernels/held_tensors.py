@@ -9,7 +9,7 @@ from types import FunctionType, ModuleType
 
 from torch import Tensor
 
-# Fields of structures that a call sets: they describe its rows.
+# Fields that each call sets: they describe its rows.
 PER_CALL = {"x", "x_row", "x_scale", "x_bf16", "rows", "y", "y_bf16"}
 
 

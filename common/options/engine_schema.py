@@ -254,8 +254,8 @@ class EngineOptions:
     enable_eplb: bool = option(
         False,
         parse_boolean,
-        "move experts between the engines that share them, so that ranks compute equally many rows; same output (on a "
-        "GPU with --batch-invariant)",
+        "move experts between the engines that share them, so that all ranks compute about as many rows; the output "
+        "stays the same (on a GPU with --batch-invariant)",
     )
     eplb_config: str | None = option(
         None,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
-LEAST = {"step_interval": 1, "num_redundant_experts": 0}
-OTHER_KEYS = {
+from serve_llm.common.options.parsers import parse_object
+
+MINIMUMS = {"step_interval": 1, "num_redundant_experts": 0}
+UNSUPPORTED_KEYS = {
     "window_size": "all steps since the last placement count; omit it",
     "log_balancedness": "--log-level debug logs each change of the placement; omit it",
     "use_async": "one layer is placed per step; omit it",
@@ -29,15 +30,13 @@ class EPLBConfig:
 
 def parse_eplb_config(value: object) -> str:
     """Return the value with its defaults as JSON. value: an object or its JSON text."""
-    given = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
-    if not isinstance(given, Mapping):
-        raise ValueError('expected a JSON object, such as {"num_redundant_experts": 8, "step_interval": 3000}')
+    given = parse_object(value, '{"num_redundant_experts": 8, "step_interval": 3000}')
     keys = [field.name for field in fields(EPLBConfig)]
     for key, number in given.items():
-        if key in OTHER_KEYS:
-            raise ValueError(f"{key!r} is not supported: {OTHER_KEYS[key]}")
+        if key in UNSUPPORTED_KEYS:
+            raise ValueError(f"{key!r} is not supported: {UNSUPPORTED_KEYS[key]}")
         if key not in keys:
             raise ValueError(f"{str(key)!r} is not supported; the keys are {', '.join(keys)}")
-        if isinstance(number, bool) or not isinstance(number, int) or number < LEAST[key]:
-            raise ValueError(f"{key} must be a whole number of at least {LEAST[key]}")
+        if isinstance(number, bool) or not isinstance(number, int) or number < MINIMUMS[key]:
+            raise ValueError(f"{key} must be a whole number of at least {MINIMUMS[key]}")
     return json.dumps(asdict(EPLBConfig(**given)))

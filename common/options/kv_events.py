@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+
+from serve_llm.common.options.parsers import parse_object
 
 TRANSPORTS = ("tcp://", "ipc://", "inproc://")
 
@@ -34,9 +35,7 @@ class KVEventsConfig:
 
 def parse_kv_events_config(value: object) -> str:
     """Return the value with its defaults as JSON. value: an object or its JSON text."""
-    given = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
-    if not isinstance(given, Mapping):
-        raise ValueError('expected a JSON object, such as {"enable_kv_cache_events": true, "topic": "kv-events"}')
+    given = parse_object(value, '{"enable_kv_cache_events": true, "topic": "kv-events"}')
     kinds = {field.name: field.type for field in fields(KVEventsConfig)}
     unknown = [str(key) for key in given if key not in kinds]
     if unknown:

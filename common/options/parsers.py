@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 Parse = Callable[[object], object]
 
@@ -249,6 +250,14 @@ def _join_module(item: object) -> object:
     if not isinstance(name, str) or not isinstance(path, str) or "=" in name:
         raise ValueError('expected {"name": NAME, "path": DIRECTORY}')
     return f"{name}={path}"
+
+
+def parse_object(value: object, example: str) -> Mapping[str, Any]:
+    """value: an object or its JSON text. example: a valid one, for the error."""
+    given = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
+    if not isinstance(given, Mapping):
+        raise ValueError(f"expected a JSON object, such as {example}")
+    return given
 
 
 def parse_origins(value: object) -> tuple[str, ...]:

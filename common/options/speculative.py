@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from serve_llm.common.options.parsers import parse_object
+
 MAX_DRAFT_TOKENS = 16
 MAX_MATCH = 64
 MTP_TOKENS = 1  # what an MTP layer is trained for
@@ -85,9 +87,10 @@ class SpeculativeConfig:
 
 def parse_speculative_config(value: object) -> str:
     """Return the value with its defaults as JSON. value: an object, its JSON text, a method or a draft model."""
-    given = _read_text(value.strip()) if isinstance(value, str) else value
-    if not isinstance(given, Mapping):
-        raise ValueError('expected a JSON object, such as {"method": "ngram", "num_speculative_tokens": 4}')
+    given = parse_object(
+        _read_text(value.strip()) if isinstance(value, str) else value,
+        '{"method": "ngram", "num_speculative_tokens": 4}',
+    )
     method, given = _read_method(given)
     if method in OTHER_METHODS:
         raise ValueError(f"method {method!r} is not supported: {OTHER_METHODS[method]}")

@@ -75,7 +75,7 @@ class ExpertGroupSetup(msgspec.Struct, frozen=True):
     """How a rank reaches its expert-parallel group: the ranks with its number in all data-parallel engines."""
 
     rings: list[ShmHandle]  # rings of all members, engine by engine; empty on GPUs and if members are on several hosts
-    store: str  # address of the key-value store for the rendezvous, which is used without rings
+    store: str  # address of the key-value store for the rendezvous; used if there are no rings
     store_port: int
 
 

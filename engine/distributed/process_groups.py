@@ -81,15 +81,18 @@ def build_expert_group(
 
     store = connect_store(setup.store, setup.store_port, PEER_SECONDS)
     name = f"expert-parallel group of rank {rank}"
-    backend = choose_backend(config, address)
+    backend = prepare_backend(config, address)
     engine = config.data_parallel_rank
     engines = config.data_parallel_size
     group = TorchGroup(store, name, engine, engines, address, PEER_SECONDS, backend)
     return group, lambda: gather_values(store, f"{name}: weights", engine, engines, seconds=LOAD_SECONDS, who="engine")
 
 
-def choose_backend(config: Config, address: str) -> str:
-    """torch's backend for groups of this configuration's device. address: of this host in their network."""
+def prepare_backend(config: Config, address: str) -> str:
+    """Returns torch's backend for groups on this device, and tells NCCL which network interface to use.
+
+    address: of this host in the groups' network.
+    """
     if config.device == "cpu":
         return "gloo"
     if address != LOOPBACK:  # gloo takes the address itself
@@ -120,13 +123,12 @@ class _GroupBuilder:
         self._address = address
         self._dtype: torch.dtype = getattr(torch, init.config.dtype)
         self._device = torch.device(init.config.device)
-        self._backend = "nccl" if init.config.device == "cuda" else "gloo"
+        self._backend = prepare_backend(init.config, address)
         self._store: Store | None = None
         if init.rendezvous is not None:
             from serve_llm.engine.parallel.torch_group import connect_store
 
             self._store = connect_store(init.rendezvous.store, init.rendezvous.store_port, PEER_SECONDS)
-            self._backend = choose_backend(init.config, address)
 
     def check_gpus(self) -> None:
         """Exchange which GPU each rank has. Raises OptionError if two have the same one, which NCCL cannot serve."""

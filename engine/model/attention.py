@@ -94,7 +94,7 @@ class EncoderAttention(Attention):
     """Attention in both directions, within the step. Caches no KV."""
 
     num_kv_heads: int = 1  # that this rank holds
-    padding: tuple[int, int] = (0, 0)  # heads of zeros, as of `_count_padding`
+    padding: tuple[int, int] = (0, 0)  # zero heads before and after the query heads; see `_count_padding`
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """x: (tokens, hidden_size) of whole prompts -> (tokens, hidden_size)."""
@@ -306,7 +306,7 @@ def _rotary_order(head_dim: int, rope: RopeSpec) -> Callable[[str, Tensor], Tens
 
 
 def _count_padding(share: HeadShare, group_size: int) -> tuple[int, int]:
-    """Heads of zeros to add before and after the query heads of a rank.
+    """How many zero heads to add before and after the query heads of a rank.
 
     The kernels need the same number of query heads for each KV head. Only the first and the last KV head of a rank can
     have fewer than the others:

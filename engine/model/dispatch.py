@@ -60,10 +60,10 @@ class ExpertDispatch:
         before = counts[: self.span.start].sum()
         counts = counts[self.span.start : self.span.stop]
         order = flat.argsort(stable=True)[before : before + counts.sum()]  # indices into `flat`, expert by expert
-        by_slot = self._exchange_counts(counts)
+        counts_by_slot = self._exchange_counts(counts)
         if self._slots is not None:
-            order = order[self._slots.sort_rows(by_slot[self.group.rank])]  # slot by slot
-        outputs = self._exchange(x[order // top_k], by_slot)
+            order = order[self._slots.sort_rows(counts_by_slot[self.group.rank])]  # slot by slot
+        outputs = self._exchange(x[order // top_k], counts_by_slot)
         by_token = x.new_zeros((tokens * top_k, x.shape[1]))
         by_token[order] = outputs
         return weighted_sum(by_token.view(tokens, top_k, -1), weights)
@@ -81,15 +81,15 @@ class ExpertDispatch:
             self.num_rows += counts_by_rank.sum(0)
         return counts_by_rank if self._slots is None else self._slots.divide(counts_by_rank)
 
-    def _exchange(self, rows: Tensor, by_slot: Tensor) -> Tensor:
+    def _exchange(self, rows: Tensor, counts_by_slot: Tensor) -> Tensor:
         """Send rows to their experts and return the experts' outputs in the same order.
 
-        rows: (rows, hidden_size), slot by slot. by_slot: what `_exchange_counts` returns.
+        rows: (rows, hidden_size), slot by slot. counts_by_slot: what `_exchange_counts` returns.
         """
-        sent = [[sum(line[slots]) for slots in self._rank_slots] for line in by_slot.tolist()]
+        sent = [[sum(line[slots]) for slots in self._rank_slots] for line in counts_by_slot.tolist()]
         rows = self.group.all_to_all(rows, sent)  # reuse the name to free what was sent
         if len(rows):
-            own_counts = by_slot[:, self._rank_slots[self.group.rank]]
+            own_counts = counts_by_slot[:, self._rank_slots[self.group.rank]]
             slots = torch.arange(own_counts.shape[1])
             numbers = torch.cat([slots.repeat_interleave(line) for line in own_counts]).to(rows.device)
             rows = self.experts(rows, rows.new_ones((len(rows), 1), dtype=torch.float32), numbers[:, None])

@@ -13,14 +13,14 @@ from functools import cache
 
 Placement = tuple[tuple[int, ...], ...]  # by rank: the expert of each slot; every expert has at least one
 
-LEAST_GAIN = 0.05  # part of the busiest rank's rows; a smaller gain is not worth moving weights
-STAY = 1.02  # a rank with at most so many times the rows of the least busy one keeps an expert that it holds
+LEAST_GAIN = 0.05  # fraction of the busiest rank's rows; a smaller gain is not worth moving weights
+STAY_FACTOR = 1.02  # a rank keeps an expert if it has at most this many times the rows of the least busy rank
 
 
 @cache
 def fill_slots(spans: tuple[range, ...], num_redundant: int) -> Placement:
-    """The placement at the start: each rank has its span of the experts, and as many copies of those that follow as
-    levels the slots.
+    """The placement at the start: each rank holds its span, then copies of the experts that follow it. Slots are spread
+    evenly over the ranks.
 
     spans: consecutive, from the first expert to the last one. num_redundant: slots besides one for each expert.
     """
@@ -44,7 +44,7 @@ def balance(placement: Placement, rows: Sequence[int], first: int) -> Placement:
     """A placement in which the busiest rank has fewer rows; the given one if there is none that is much better.
 
     The experts with the most rows per copy get the redundant slots, then copies go to the least busy ranks, those with
-    the most rows first, similar to the packing of DeepSeek's EPLB (github.com/deepseek-ai/EPLB). Arguments as of
+    the most rows first, similar to the packing of DeepSeek's EPLB (github.com/deepseek-ai/EPLB). For the arguments see
     `count_rows`.
     """
     ranks = len(placement)
@@ -76,7 +76,7 @@ def _pack(placement: Placement, shares: Sequence[tuple[float, int]], first: int)
         if not free:
             return None
         least = min(busy[rank] for rank in free)
-        staying = [rank for rank in free if expert in placement[rank] and busy[rank] <= least * STAY]
+        staying = [rank for rank in free if expert in placement[rank] and busy[rank] <= least * STAY_FACTOR]
         rank = min(staying or free, key=lambda rank: (busy[rank], rank))
         packed[rank].append(expert)
         busy[rank] += count

@@ -41,7 +41,7 @@ class ExpertBalancer:
         self._waiting: deque[_MovableExperts] = deque()  # to be placed, one before each step
 
     def begin_step(self) -> None:
-        """Call before each step, also before those without tokens."""
+        """Call before each step, including steps without tokens."""
         self._step += 1
         if self._step % self._step_interval == 0 and not self._waiting:
             self._waiting.extend(self._layers)
@@ -64,14 +64,14 @@ class _MovableExperts:
     """The experts of one layer."""
 
     def __init__(self, dispatch: ExpertDispatch, variant: str | None, device: torch.device) -> None:
-        """variant: of the compiled kernels on a CPU. Other arguments and errors as of `ExpertBalancer`."""
+        """variant: of the compiled kernels on a CPU. For the other arguments and errors see `ExpertBalancer`."""
         self._dispatch = dispatch
         self._device = device
         experts = dispatch.experts.list_held()
         is_compiled = all(held.is_compiled for held in experts)
         own = {_find_layout(held, variant) for held in experts} or {NO_EXPERTS}
         layout = own.pop() if is_compiled and len(own) == 1 else NOT_MOVABLE
-        # All ranks learn of each other before any of them raises.
+        # Exchange first: if one rank raised before, the others would wait for it.
         gathered = dispatch.group.all_gather(torch.tensor(layout).to(device))
         layouts = {_Layout(*numbers.tolist()) for numbers in gathered} - {NO_EXPERTS}
         if not is_compiled:
@@ -85,8 +85,8 @@ class _MovableExperts:
         self._num_bytes = max((layout.num_bytes for layout in layouts), default=0)
         dispatch.num_rows = torch.zeros(len(dispatch.span), dtype=torch.int64)
 
-    def rebalance(self) -> int:
-        """Place the experts by their rows since the last call. Returns how many slots have another expert now."""
+    def rebalance(self) -> None:
+        """Place the experts by their rows since the last call."""
         dispatch = self._dispatch
         assert dispatch.num_rows is not None
         rows = dispatch.num_rows.tolist()
@@ -94,17 +94,16 @@ class _MovableExperts:
         before = dispatch.placement
         after = balance(before, rows, dispatch.span.start)
         if after == before:
-            return 0
+            return
         moves = _plan_moves(before, after)
         self._move(moves)
         dispatch.place(after)
         num_moved = sum(len(pairs) for line in moves for pairs in line)
         loads = [count_rows(placement, rows, dispatch.span.start) for placement in (before, after)]
         logger.debug("Rows of each rank: %s before, %s after moving %d experts", *loads, num_moved)
-        return num_moved
 
     def _move(self, moves: Moves) -> None:
-        """Copy weights from the ranks that hold them to the slots that need them. moves: as of `_plan_moves`."""
+        """Copy weights from the ranks that hold them to the slots that need them. moves: see `_plan_moves`."""
         group = self._dispatch.group
         sources = [source for pairs in moves[group.rank] for source, _ in pairs]
         payload = torch.empty((len(sources), self._num_bytes), dtype=torch.uint8, device=self._device)

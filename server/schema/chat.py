@@ -26,7 +26,7 @@ from serve_llm.server.schema.reasoning import ReasoningEffort, ReasoningOptions,
 from serve_llm.server.schema.tools import ToolChoiceField, Tools, read_tool_choice, read_tools
 from serve_llm.server.structured_output.params import StructuredOutputs
 
-# Those that templates know, such as ipython; no delimiters, which templates write around them.
+# Any role that a template may know, such as ipython, but no delimiters: templates write roles between them.
 Role = Annotated[str, Field(max_length=64, pattern=r"^\w[^\x00-\x1f\x7f-\x9f\u2028\u2029<>|\[\]\uff5c]*$")]
 _THINKS = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 

@@ -3,8 +3,8 @@
 A custom tool's text is inside a JSON string or between a dialect's delimiters. Regular expressions can be enforced
 there, because llguidance can quote them; a grammar of several rules cannot. A rule that repeats itself at its beginning
 or end becomes a repetition. One that is inside itself is written out some levels deep, so that the expression has no
-text that the grammar has not, but not those that nest deeper. What `%ignore` names may follow each token of a rule;
-tokens are not the longest possible, as in Lark's default (Earley) parser.
+text that the grammar has not, but not those that nest deeper. What `%ignore` names may follow each token of a rule.
+As with Lark's default parser (Earley), a token need not be the longest possible.
 """
 
 from __future__ import annotations
@@ -132,10 +132,7 @@ class _LarkRules:
     def _define(self, line: list[LarkToken]) -> None:
         texts = [token.text for token in line]
         if texts[0] == "%":
-            if texts[1:2] == ["ignore"] and len(line) > 2:
-                self._ignored.append(line[2:])
-            else:
-                self._read_directive(texts)
+            self._read_directive(line)
             return
         while line and line[0].text in ("?", "!"):
             line = line[1:]
@@ -150,9 +147,13 @@ class _LarkRules:
             raise LarkError(f"{line[0].text} is defined twice")
         self._definitions[line[0].text] = line[2:]
 
-    def _read_directive(self, texts: list[str]) -> None:
-        """`%import common.A`, `%import common.A -> B` or `%import common (A, B)`. Others are kept in `unsupported`, so
-        that an error in a rule comes before them."""
+    def _read_directive(self, line: list[LarkToken]) -> None:
+        """`%ignore A`, `%import common.A`, `%import common.A -> B` or `%import common (A, B)`. Others are kept in
+        `unsupported`, so that an error in a rule comes before them."""
+        texts = [token.text for token in line]
+        if texts[1:2] == ["ignore"] and len(line) > 2:
+            self._ignored.append(line[2:])
+            return
         if texts[1:3] != ["import", "common"]:
             if texts[1:2] == [] or texts[1] not in _UNSUPPORTED_DIRECTIVES:
                 raise LarkError(f"{' '.join(texts)[:100]} is not a directive")
@@ -216,7 +217,7 @@ class _Expander:
         self._gap = ""  # what may follow each token of a rule
         if ignored := self._write(rules.read_ignored(), (), gap=""):
             self._gap = f"(?:{ignored})*"
-        self._found.clear()
+        self._found.clear()  # rules were written without gaps
 
     def expand_start(self) -> str | None:
         """The texts of `start`. None: all nest deeper than `depth`. Raises LarkError."""

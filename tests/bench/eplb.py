@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import tempfile
 import time
@@ -23,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from serve_llm import LLM, SamplingParams
-from support.tiny import DEMO, make_checkpoint
+from support.tiny import make_served_checkpoint
 
 SIZES = {
     "hidden_size": 512,
@@ -35,8 +34,6 @@ SIZES = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "vocab_size": 4096,
-    "max_position_embeddings": 1024,
 }
 OPTIONS = {
     "device": "cpu",
@@ -52,9 +49,7 @@ NUM_TOKENS = 128
 
 def make_model(directory: Path, skew: float) -> None:
     """skew: standard deviation of the logarithms of the experts' factors; the largest are the first engine's."""
-    make_checkpoint(directory, "qwen3_moe", dtype="bfloat16", std=0.05, **SIZES)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, directory / name)
+    make_served_checkpoint(directory, "qwen3_moe", dtype="bfloat16", std=0.05, **SIZES)
     path = directory / "model.safetensors"
     weights = load_file(path)
     factors = torch.randn(SIZES["num_experts"], generator=torch.Generator().manual_seed(1)).mul(skew).exp()

@@ -265,9 +265,10 @@ def make_checkpoint(
     return int(config.vocab_size)
 
 
-def make_served_checkpoint(directory: Path, family: str) -> str:
-    """Write a tiny model that takes 1,024 tokens, with the demo model's tokenizer. Returns its path."""
-    make_checkpoint(directory, family, vocab_size=4096, max_position_embeddings=1024)
+def make_served_checkpoint(directory: Path, family: str, **overrides: Any) -> str:
+    """Write a tiny model that takes 1,024 tokens, with the demo model's tokenizer. overrides: see `make_checkpoint`.
+    Returns its path."""
+    make_checkpoint(directory, family, vocab_size=4096, max_position_embeddings=1024, **overrides)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, directory / name)
     return str(directory)

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
-from serve_llm.engine.model.families.encoder import build_encoder, build_first_token_classifier
+from serve_llm.engine.model.families.encoder import build_encoder, read_first_token_classifier
 from serve_llm.engine.model.families.encoder_names import build_weights
 from serve_llm.engine.model.families.gpt2 import ACTIVATIONS
-from serve_llm.engine.model.families.pooled import Read, read_num_labels
+from serve_llm.engine.model.families.pooled import Read
 from serve_llm.engine.model.spec import LearnedPositions, MLPSpec, ModelSpec, NormSpec
 from serve_llm.engine.model.weight_map import WeightMap
 
-LAYER = {
+ATTENTION = {
     "attention.self.query": "attention.q",
     "attention.self.key": "attention.k",
     "attention.self.value": "attention.v",
     "attention.output.dense": "attention.output",
     "attention.output.LayerNorm": "attention_norm",
+}
+LAYER = {
+    **ATTENTION,
     "intermediate.dense": "ffn.up",
     "output.dense": "ffn.down",
     "output.LayerNorm": "ffn_norm",
 }
+TYPES_AND_NORM = {"embeddings.token_type_embeddings": "token_types", "embeddings.LayerNorm": "embedding_norm"}
 BERT_CLASSIFIER = {"bert.pooler.dense": "pooler.dense", "classifier": "pooler.classifier"}
 ROBERTA_CLASSIFIER = {"classifier.dense": "pooler.dense", "classifier.out_proj": "pooler.classifier"}
 
@@ -62,10 +66,6 @@ def _read(
     default_types: int,
 ) -> ModelSpec:
     config.only("position_embedding_type", "absolute", None)
-    width = config.integer("hidden_size")
-    pooler = None
-    if architecture.endswith("ForSequenceClassification"):
-        pooler = build_first_token_classifier(width, read_num_labels(config))
     spec = build_encoder(
         config,
         architecture,
@@ -75,7 +75,7 @@ def _read(
         ropes=[None] * config.layers("num_hidden_layers"),
         positions=positions,
         token_types=config.integer("type_vocab_size", default_types),
-        pooler=pooler,
+        pooler=read_first_token_classifier(config, architecture),
     )
     config.ignore("output_past", "gradient_checkpointing")
     config.done()
@@ -86,14 +86,8 @@ def _build_weights(spec: ModelSpec, base: str, head: str, classifier: dict[str, 
     return build_weights(
         spec,
         LAYER,
-        prefix=f"{base}.",
-        layers=f"{base}.encoder.layer",
-        embedding=f"{base}.embeddings.word_embeddings",
-        embedding_parts={
-            f"{base}.embeddings.position_embeddings": "positions",
-            f"{base}.embeddings.token_type_embeddings": "token_types",
-            f"{base}.embeddings.LayerNorm": "embedding_norm",
-        },
+        base=base,
+        embedding_parts={"embeddings.position_embeddings": "positions", **TYPES_AND_NORM},
         head=head,
-        pooler=classifier if spec.pooler is not None else None,
+        pooler=classifier,
     )

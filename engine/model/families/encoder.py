@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.config import ConfigReader
+from serve_llm.engine.model.families.pooled import read_num_labels
 from serve_llm.engine.model.rope_spec import RopeSpec
 from serve_llm.engine.model.spec import (
     AttentionSpec,
@@ -30,9 +31,13 @@ def read_heads(config: ConfigReader) -> tuple[int, int, int]:
     return width, heads, head_dim
 
 
-def build_first_token_classifier(width: int, num_labels: int) -> PoolerSpec:
-    """BERT's classifier: a linear layer with tanh on the first token's hidden state, and one to the classes."""
-    layers = (PoolerLayer("dense", width, activation="tanh"), PoolerLayer("classifier", num_labels))
+def read_first_token_classifier(config: ConfigReader, architecture: str) -> PoolerSpec | None:
+    """BERT's classifier: a linear layer with tanh on the first token's hidden state, and one to the classes. None for
+    architectures without one."""
+    if not architecture.endswith("ForSequenceClassification"):
+        return None
+    dense = PoolerLayer("dense", config.integer("hidden_size"), activation="tanh")
+    layers = (dense, PoolerLayer("classifier", read_num_labels(config)))
     return PoolerSpec(("cls",), layers, is_classifier=True)
 
 

@@ -12,9 +12,9 @@ def build_weights(
     spec: ModelSpec,
     names: Mapping[str, str],
     *,
-    prefix: str,
-    layers: str,
-    embedding: str,
+    base: str,
+    layers: str = "encoder.layer",
+    embedding: str = "embeddings.word_embeddings",
     embedding_parts: Mapping[str, str],
     head: str,
     pooler: Mapping[str, str] | None = None,
@@ -22,11 +22,14 @@ def build_weights(
 ) -> WeightMap:
     """The weight map of an encoder, with biases where the spec has them.
 
-    names: module of a layer in the checkpoint -> the parameters that it fills, separated by spaces. layers: the list of
-    layers. embedding: the module with the embedding. embedding_parts: other modules outside the layers -> parameters.
-    head: how the names of a language model's head begin, which is ignored. pooler: modules of a classifier -> layers
-    of the pooler.
+    names: module of a layer in the checkpoint -> the parameters that it fills, separated by spaces. base: the base
+    model's name in checkpoints with a head. layers, embedding, embedding_parts: modules in it: the list of layers, the
+    embedding, and others -> parameters. head: how the names of a language model's head begin, which is ignored. pooler:
+    modules of a classifier -> layers of the pooler; unused if the spec has none.
     """
+    prefix = f"{base}."
+    if spec.pooler is None:
+        pooler = None
     biased = _find_biases(spec)
 
     def build_rules(source: str, joined: str) -> list[WeightRule]:
@@ -38,13 +41,15 @@ def build_weights(
     rules: list[WeightRule] = []
     for module, joined in names.items():
         in_layers = " ".join(f"layers.{{layer}}.{one}" for one in joined.split())
-        rules += build_rules(f"{layers}.{{layer}}.{module}", in_layers)
-    for module, parameter in (*embedding_parts.items(), *(pooler or {}).items()):
+        rules += build_rules(f"{prefix}{layers}.{{layer}}.{module}", in_layers)
+    for module, parameter in embedding_parts.items():
+        rules += build_rules(f"{prefix}{module}", parameter)
+    for module, parameter in (pooler or {}).items():
         rules += build_rules(module, parameter)
     outside = {f"{module.partition('.')[0]}." for module in pooler or () if not module.startswith(prefix)}
     return WeightMap(
         rules=tuple(rules),
-        embedding=f"{embedding}.weight",
+        embedding=f"{prefix}{embedding}.weight",
         head=f"{head}.decoder.weight",
         prefix=prefix,
         outside=(f"{head}.", *sorted(outside)),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from serve_llm.engine.model.config import ConfigReader
-from serve_llm.engine.model.families.encoder import build_encoder, build_first_token_classifier, read_heads
+from serve_llm.engine.model.families.encoder import build_encoder, read_first_token_classifier, read_heads
 from serve_llm.engine.model.families.encoder_names import build_weights
-from serve_llm.engine.model.families.pooled import Read, read_num_labels
+from serve_llm.engine.model.families.pooled import Read
 from serve_llm.engine.model.families.rope import read_rope
 from serve_llm.engine.model.rope_spec import LinearScaling, RopeSpec
 from serve_llm.engine.model.spec import MLPSpec, ModelSpec, NormSpec
@@ -29,7 +29,7 @@ def read_gte(architecture: str, base: str) -> Read:
     """
 
     def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
-        width, _, head_dim = read_heads(config)
+        _, _, head_dim = read_heads(config)
         config.choice("hidden_act", {"gelu": "gelu"}, "gelu")
         config.only("layer_norm_type", "layer_norm", None)
         config.only("position_embedding_type", "rope", "absolute", None)
@@ -37,9 +37,6 @@ def read_gte(architecture: str, base: str) -> Read:
         config.ignore(*UNUSED)
         length = config.integer("max_position_embeddings", 8192)
         rope, length = _read_ntk_rope(config, length, head_dim)
-        pooler = None
-        if architecture.endswith("ForSequenceClassification"):
-            pooler = build_first_token_classifier(width, read_num_labels(config))
         token_types = config.integer("type_vocab_size", 1, lowest=0)
         spec = build_encoder(
             config,
@@ -49,23 +46,21 @@ def read_gte(architecture: str, base: str) -> Read:
             norm=NormSpec("layer", config.number("layer_norm_eps", 1e-12)),
             ropes=[rope] * config.layers("num_hidden_layers"),
             token_types=token_types,
-            pooler=pooler,
+            pooler=read_first_token_classifier(config, architecture),
         )
         config.done()
-        parts = {f"{base}.embeddings.LayerNorm": "embedding_norm"}
+        parts = {"embeddings.LayerNorm": "embedding_norm"}
         if token_types:
-            parts[f"{base}.embeddings.token_type_embeddings"] = "token_types"
+            parts["embeddings.token_type_embeddings"] = "token_types"
         classifier = {f"{base}.pooler.dense": "pooler.dense", "classifier": "pooler.classifier"}
         weights = build_weights(
             spec,
             LAYER,
-            prefix=f"{base}.",
-            layers=f"{base}.encoder.layer",
-            embedding=f"{base}.embeddings.word_embeddings",
+            base=base,
             embedding_parts=parts,
             head="lm_head",
-            pooler=classifier if pooler is not None else None,
-            ignored=() if pooler is not None else (rf"({base}\.)?classifier\..*",),
+            pooler=classifier,
+            ignored=() if spec.pooler is not None else (rf"({base}\.)?classifier\..*",),
         )
         return spec, weights
 

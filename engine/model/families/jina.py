@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from serve_llm.engine.model.config import ConfigReader
 from serve_llm.engine.model.families.alibi import compute_slopes
-from serve_llm.engine.model.families.bert import ROBERTA_CLASSIFIER
-from serve_llm.engine.model.families.encoder import build_encoder, build_first_token_classifier, read_heads
+from serve_llm.engine.model.families.bert import ATTENTION, ROBERTA_CLASSIFIER, TYPES_AND_NORM
+from serve_llm.engine.model.families.encoder import build_encoder, read_first_token_classifier, read_heads
 from serve_llm.engine.model.families.encoder_names import build_weights
 from serve_llm.engine.model.families.gpt2 import ACTIVATIONS
-from serve_llm.engine.model.families.pooled import Read, read_num_labels
+from serve_llm.engine.model.families.pooled import Read
 from serve_llm.engine.model.families.rope import read_rope
 from serve_llm.engine.model.spec import Activation, MLPSpec, ModelSpec, NormSpec
 from serve_llm.engine.model.weight_map import WeightMap
 
 V2_LAYER = {
-    "attention.self.query": "attention.q",
-    "attention.self.key": "attention.k",
-    "attention.self.value": "attention.v",
-    "attention.output.dense": "attention.output",
-    "attention.output.LayerNorm": "attention_norm",
+    **ATTENTION,
     "mlp.gated_layers": "ffn.gate ffn.up",
     "mlp.wo": "ffn.down",
     "mlp.layernorm": "ffn_norm",
@@ -57,13 +53,8 @@ def read_jina_bert(architecture: str) -> Read:
         weights = build_weights(
             spec,
             V2_LAYER,
-            prefix="bert.",
-            layers="bert.encoder.layer",
-            embedding="bert.embeddings.word_embeddings",
-            embedding_parts={
-                "bert.embeddings.token_type_embeddings": "token_types",
-                "bert.embeddings.LayerNorm": "embedding_norm",
-            },
+            base="bert",
+            embedding_parts=TYPES_AND_NORM,
             head="cls",
         )
         return spec, weights
@@ -75,13 +66,10 @@ def read_jina_v3(architecture: str) -> Read:
     """Defaults of absent keys are transformers' own (JinaEmbeddingsV3Config)."""
 
     def read(config: ConfigReader) -> tuple[ModelSpec, WeightMap]:
-        width, _, head_dim = read_heads(config)
+        _, _, head_dim = read_heads(config)
         activation = config.choice("hidden_act", ACTIVATIONS, "gelu")
         length = config.integer("max_position_embeddings", 8194)
         rope, length = read_rope(config, length, head_dim, default_base=20_000.0)
-        pooler = None
-        if architecture.endswith("ForSequenceClassification"):
-            pooler = build_first_token_classifier(width, read_num_labels(config))
         spec = build_encoder(
             config,
             architecture,
@@ -90,21 +78,17 @@ def read_jina_v3(architecture: str) -> Read:
             norm=NormSpec("layer", config.number("layer_norm_eps", 1e-5)),
             ropes=[rope] * config.layers("num_hidden_layers"),
             token_types=config.integer("type_vocab_size", 1),
-            pooler=pooler,
+            pooler=read_first_token_classifier(config, architecture),
         )
         config.done()
         weights = build_weights(
             spec,
             V3_LAYER,
-            prefix="roberta.",
-            layers="roberta.encoder.layers",
-            embedding="roberta.embeddings.word_embeddings",
-            embedding_parts={
-                "roberta.embeddings.token_type_embeddings": "token_types",
-                "roberta.emb_ln": "embedding_norm",
-            },
+            base="roberta",
+            layers="encoder.layers",
+            embedding_parts={"embeddings.token_type_embeddings": "token_types", "emb_ln": "embedding_norm"},
             head="lm_head",
-            pooler=ROBERTA_CLASSIFIER if pooler is not None else None,
+            pooler=ROBERTA_CLASSIFIER,
         )
         return spec, weights
 

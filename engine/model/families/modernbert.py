@@ -72,12 +72,12 @@ def _build_weights(spec: ModelSpec) -> WeightMap:
     weights = build_weights(
         spec,
         LAYER,
-        prefix="model.",
-        layers="model.layers",
-        embedding="model.embeddings.tok_embeddings",
-        embedding_parts={"model.embeddings.norm": "embedding_norm", "model.final_norm": "final_norm"},
+        base="model",
+        layers="layers",
+        embedding="embeddings.tok_embeddings",
+        embedding_parts={"embeddings.norm": "embedding_norm", "final_norm": "final_norm"},
         head="decoder",
-        pooler=CLASSIFIER if spec.pooler is not None else None,
+        pooler=CLASSIFIER,
         ignored=() if spec.pooler is not None else (r"(model\.)?head\..*",),
     )
     later = tuple(range(1, len(spec.layers)))  # the norm of the embedding serves as that of the first layer

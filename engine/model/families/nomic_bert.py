@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from serve_llm.engine.model.config import ConfigReader
-from serve_llm.engine.model.families.encoder import build_encoder, build_first_token_classifier, read_heads
+from serve_llm.engine.model.families.encoder import build_encoder, read_first_token_classifier, read_heads
 from serve_llm.engine.model.families.encoder_names import build_weights
-from serve_llm.engine.model.families.pooled import Read, read_num_labels
+from serve_llm.engine.model.families.pooled import Read
 from serve_llm.engine.model.families.rope import read_rope
 from serve_llm.engine.model.rope_spec import RopeSpec
 from serve_llm.engine.model.spec import MLPSpec, ModelSpec, NormSpec
@@ -55,15 +55,12 @@ def read_nomic_bert(architecture: str) -> Read:
         else:
             config.choice("hidden_act", {"silu": "silu"}, "silu")
         config.ignore(*UNUSED)
-        width, _, head_dim = read_heads(config)
+        _, _, head_dim = read_heads(config)
         length = config.integer("max_position_embeddings", 2048)
         if is_published:
             rope = RopeSpec(config.number("rotary_emb_base", 10_000.0))
         else:
             rope, length = read_rope(config, length, head_dim, default_base=1000.0)
-        pooler = None
-        if architecture.endswith("ForSequenceClassification"):
-            pooler = build_first_token_classifier(width, read_num_labels(config))
         spec = build_encoder(
             config,
             architecture,
@@ -73,21 +70,17 @@ def read_nomic_bert(architecture: str) -> Read:
             ropes=[rope] * config.layers("num_hidden_layers"),
             bias=False,
             token_types=config.integer("type_vocab_size", 2),
-            pooler=pooler,
+            pooler=read_first_token_classifier(config, architecture),
         )
         config.done()
         weights = build_weights(
             spec,
             LAYER,
-            prefix="nomic_bert.",
-            layers="nomic_bert.encoder.layers",
-            embedding="nomic_bert.embeddings.word_embeddings",
-            embedding_parts={
-                "nomic_bert.embeddings.token_type_embeddings": "token_types",
-                "nomic_bert.emb_ln": "embedding_norm",
-            },
+            base="nomic_bert",
+            layers="encoder.layers",
+            embedding_parts={"embeddings.token_type_embeddings": "token_types", "emb_ln": "embedding_norm"},
             head="cls",
-            pooler=CLASSIFIER if pooler is not None else None,
+            pooler=CLASSIFIER,
         )
         return spec, weights
 

@@ -81,6 +81,15 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
     return Process.made
 
 
+@pytest.fixture
+def blamed(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[int, Collection[int]]]:
+    """Filled with the requests that each death blames; engines have request 7 in their steps."""
+    found: list[Mapping[int, Collection[int]]] = []
+    monkeypatch.setattr(Client, "read_running_ids", lambda self: [7])
+    monkeypatch.setattr(supervisor.Replicas, "drop_lost", lambda self, lost, cause: found.append(lost))
+    return found
+
+
 def replace(supervisor: Supervisor, made: list[Process], number: int) -> Any:
     """Wait until `number` processes have been created and all engines are ready."""
 
@@ -130,11 +139,8 @@ def test_a_failed_restart_replaces_the_whole_group_again(made: list[Process]) ->
     asyncio.run(run())
 
 
-def test_the_loss_of_a_host_blames_no_request(made: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_of_a_host_blames_no_request(made: list[Process], blamed: list[Mapping[int, Collection[int]]]) -> None:
     """Its requests may run on an engine that is lost with the same host a moment later."""
-    blamed: list[Mapping[int, Collection[int]]] = []
-    monkeypatch.setattr(Client, "read_running_ids", lambda self: [7])
-    monkeypatch.setattr(supervisor.Replicas, "drop_lost", lambda self, lost, cause: blamed.append(lost))
 
     async def run() -> None:
         supervisor = Supervisor(make_options("demo", data_parallel_size=2), "/model")
@@ -151,12 +157,12 @@ def test_the_loss_of_a_host_blames_no_request(made: list[Process], monkeypatch: 
 
 @pytest.mark.parametrize("last", [LOST, None], ids=["all engines", "all but one"])
 def test_lost_connections_alone_blame_no_request(
-    made: list[Process], monkeypatch: pytest.MonkeyPatch, last: EngineDeath | None
+    made: list[Process],
+    blamed: list[Mapping[int, Collection[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+    last: EngineDeath | None,
 ) -> None:
     """No first cause is known when all have died, or when the others still live after SETTLE_SECONDS."""
-    blamed: list[Mapping[int, Collection[int]]] = []
-    monkeypatch.setattr(Client, "read_running_ids", lambda self: [7])
-    monkeypatch.setattr(supervisor.Replicas, "drop_lost", lambda self, lost, cause: blamed.append(lost))
     if last is None:
         monkeypatch.setattr(supervisor, "SETTLE_SECONDS", 0.01)
 
