@@ -97,6 +97,12 @@ def _make_top_parser() -> argparse.ArgumentParser:
     return create_parser()
 
 
+def _make_front_end_parser() -> argparse.ArgumentParser:
+    from serve_llm.cli.front_end import create_parser
+
+    return create_parser()
+
+
 def _make_scale_parser() -> argparse.ArgumentParser:
     from serve_llm.cli.scale import create_parser
 
@@ -121,6 +127,7 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "bench throughput": _make_bench_throughput_parser,
     "bench start": _make_bench_start_parser,
     "top": _make_top_parser,
+    "front-end": _make_front_end_parser,
     "scale": _make_scale_parser,
     "plan": _make_plan_parser,
     "check": _make_check_parser,

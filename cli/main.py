@@ -92,6 +92,12 @@ def top(argv: Sequence[str]) -> int:
     return command.main(argv, os.environ)
 
 
+def front_end(argv: Sequence[str]) -> int:
+    from serve_llm.cli import front_end as command
+
+    return command.main(argv, os.environ)
+
+
 def scale(argv: Sequence[str]) -> int:
     from serve_llm.cli import scale as command
 
@@ -137,6 +143,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "collect-env": collect_env,
     "completion": complete,
     "convert": convert,
+    "front-end": front_end,
     "plan": plan,
     "run-batch": run_batch,
     "scale": scale,

@@ -68,8 +68,9 @@ async def assemble(options: Options, front_ends: FrontEndGroup | None = None) ->
     """Raises the ServeError that the start failed with. Leaves no engine process behind on failure or cancellation.
 
     front_ends: processes that answer clients; the caller starts and stops them."""
-    if options.front_ends > 1 and front_ends is None:
-        raise OptionError("--front-ends: only the server that `serve-llm MODEL` starts has several")
+    if options.has_front_ends and front_ends is None:
+        name = "--front-ends" if options.front_ends > 1 else "--front-end-addr"
+        raise OptionError(f"{name}: only the server that `serve-llm MODEL` starts has other processes answer clients")
     tracing = start_tracing(options.otlp_traces_endpoint)
     with_weights = options.load_format == "auto"
     directory = await _in_thread(

@@ -62,21 +62,26 @@ def is_loopback(listener: socket.socket) -> bool:
 async def serve(options: Options) -> int:
     """See `run`."""
     from serve_llm.server.engines.process import STOP_SECONDS
+    from serve_llm.server.front_ends.gateway import FrontEndGateway
     from serve_llm.server.front_ends.group import FrontEndGroup
     from serve_llm.server.http.connection import HttpServer, StartupApp
 
     began = time.perf_counter()
     signals = StopSignals()
     listener = listen(options.host, options.port)
-    url = _url_of(listener, "https" if options.ssl_certfile else "http")
+    url = format_listening_url(listener, "https" if options.ssl_certfile else "http")
     logger.info("Listening on %s; loading %s", url, options.model)
     if not options.api_key and not is_loopback(listener):
         logger.warning("Everyone who reaches %s may use the server: set --api-key, or --host 127.0.0.1", url)
-    front_ends = FrontEndGroup(options, listener) if options.front_ends > 1 else None
+    front_ends = FrontEndGroup(options, listener) if options.has_front_ends else None
     startup_app = StartupApp(options.page)
     http_server = HttpServer(startup_app, options.limits, options.ssl_keyfile, options.ssl_certfile)
     serving = asyncio.ensure_future(http_server.serve(sockets=[listener if front_ends is None else listener.dup()]))
+    gateway: FrontEndGateway | None = None
     try:
+        if options.front_end_addr is not None:
+            assert front_ends is not None
+            gateway = FrontEndGateway(options, front_ends)
         assembly = await _assemble_until(signals.first, options, front_ends)
         if assembly is None:
             return 0
@@ -84,7 +89,8 @@ async def serve(options: Options) -> int:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 if front_ends is not None:
-                    http_server.stop_accepting()
+                    if options.front_ends > 1:
+                        http_server.stop_accepting()
                     await stack.enter_async_context(_serve_front_ends(front_ends, assembly, options))
                 logger.info("Serving %s on %s after %.1f s", options.model, url, time.perf_counter() - began)
                 await _run_until_stopped(assembly, options.drain_timeout, signals)
@@ -98,6 +104,8 @@ async def serve(options: Options) -> int:
         if front_ends is not None:
             await front_ends.stop()
             listener.close()
+        if gateway is not None:
+            await gateway.stop()
         http_server.should_exit = True
         await serving
 
@@ -125,7 +133,7 @@ async def _serve_front_ends(front_ends: FrontEndGroup, assembly: Assembly, optio
         await answering
 
 
-def _url_of(listener: socket.socket, scheme: str) -> str:
+def format_listening_url(listener: socket.socket, scheme: str) -> str:
     host, port = listener.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 

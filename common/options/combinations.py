@@ -20,10 +20,13 @@ def check_combinations(options: Options) -> None:
         raise OptionError("--ssl-keyfile and --ssl-certfile must be given together")
     if options.max_log_len is not None and not options.enable_log_requests:
         raise OptionError("--max-log-len needs --enable-log-requests")
-    if options.front_ends > 1 and (options.otlp_traces_endpoint or "").startswith("file:"):
+    if options.has_front_ends and (options.otlp_traces_endpoint or "").startswith("file:"):
         raise OptionError(
-            "--otlp-traces-endpoint: a file takes the traces of one process, but --front-ends starts more"
+            "--otlp-traces-endpoint: a file takes the traces of one process, but --front-ends and --front-end-addr "
+            "mean more"
         )
+    if options.front_end_addr is not None and not options.cluster_secret:
+        raise OptionError("--front-end-addr needs --cluster-secret: a host that joins gets the API keys")
 
 
 def _check_scaling(options: Options) -> None:

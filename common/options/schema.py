@@ -16,6 +16,7 @@ from serve_llm.common.options.limits import Limits, parse_limits
 from serve_llm.common.options.parsers import (
     DEFAULT_QUEUE,
     at_least_one,
+    check_address,
     int_between,
     parse_boolean,
     parse_count,
@@ -56,6 +57,12 @@ class Options(EngineOptions):
         1,
         int_between(1, 64),
         "processes that answer clients; use more than one if many streams saturate one process (docs/front-ends.md)",
+    )
+    front_end_addr: str | None = option(
+        None,
+        check_address,
+        "where front ends on other hosts (`serve-llm front-end`) join; needs --cluster-secret (docs/front-ends.md)",
+        metavar="HOST:PORT",
     )
     ssl_keyfile: str | None = option(
         None, parse_text, "file with the private key (PEM): serve HTTPS, with --ssl-certfile", metavar="FILE"
@@ -170,6 +177,11 @@ class Options(EngineOptions):
     @property
     def limits(self) -> Limits:
         return Limits.parse(self.limit)
+
+    @property
+    def has_front_ends(self) -> bool:
+        """Whether processes other than the server's answer clients."""
+        return self.front_ends > 1 or self.front_end_addr is not None
 
     def for_engine(self) -> EngineOptions:
         """The engine's part, which is all that an engine process receives."""

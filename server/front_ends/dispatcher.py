@@ -52,10 +52,18 @@ class _OpenGeneration(NamedTuple):
 class RemoteDispatcher:
     """See `server.generate.dispatcher.Dispatcher`."""
 
-    def __init__(self, facts: ModelInfo, num_engines: int, number: int, send: Callable[[FromFrontEnd], None]) -> None:
-        """number: of the front end, unique while the server runs."""
+    def __init__(
+        self,
+        facts: ModelInfo,
+        num_engines: int,
+        number: int,
+        send: Callable[[FromFrontEnd], None],
+        clock: Clock,
+    ) -> None:
+        """number: of the front end, unique while the server runs. clock: reads about the same time as the server
+        process's."""
         self.facts = facts
-        self.clock = Clock()  # reads the same time in all processes of a host
+        self.clock = clock
         self.meters = [Meter(self.clock) for _ in range(num_engines)]
         self.refused = Counter[str]()
         self._send = send

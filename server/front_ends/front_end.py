@@ -34,6 +34,7 @@ from serve_llm.server.front_ends.messages import (
 )
 from serve_llm.server.http.connection import HttpServer
 from serve_llm.server.http.paths import PathMiddleware
+from serve_llm.server.metrics.meter import Clock
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.tracing.start import EXPORT_SECONDS, start_tracing
 
@@ -107,7 +108,8 @@ class FrontEnd:
 
     def _set_up(self, setup: Setup) -> None:
         configure(setup.options.log_level, f"front end {setup.number}", setup.options.log_format)
-        self._dispatcher = RemoteDispatcher(setup.facts, setup.num_engines, setup.number, self._send)
+        clock = Clock() if setup.clock_time is None else Clock.running_from(setup.clock_time)
+        self._dispatcher = RemoteDispatcher(setup.facts, setup.num_engines, setup.number, self._send, clock)
         self._adapters = AdapterRegistry(setup.facts, setup.options.max_lora_rank, setup.options.served_model_name)
         self._start(self._load(setup))
 

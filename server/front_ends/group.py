@@ -1,8 +1,7 @@
-"""The front end processes of a server: those that answer clients, and a spare one, already loaded, that replaces one
-that ends.
+"""The front end processes of a server, on its host and on those that have joined.
 
-They accept connections from one listening socket, which stays open in the server process: connections wait in its
-queue while a front end is replaced.
+The processes of a host accept connections from one listening socket, which stays open in the process that starts them:
+connections wait in its queue while a front end is replaced.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from serve_llm.common.options.schema import Options
 from serve_llm.server.adapters.registry import AdapterRegistry
 from serve_llm.server.admission.controller import AdmissionController
 from serve_llm.server.engines.replicas import Replicas
+from serve_llm.server.front_ends.host import FrontEndHost, LocalHost
 from serve_llm.server.front_ends.messages import (
     AbortRequests,
-    Activate,
     Adapters,
     AdaptersKnown,
     Close,
@@ -51,15 +50,12 @@ HUNG_LOADING_POLLS = 960
 COLLECT_SECONDS = 1.0  # for the answers of front ends to a scrape
 ADAPTER_SECONDS = 5.0  # for front ends to learn of an adapter
 STOP_SECONDS = 5.0  # for front ends to end when asked, before they are killed
-# Seconds before the next start after processes in a row that did not load.
-FIRST_PAUSE = 0.5
-LONGEST_PAUSE = 30.0
 
 
 class _Server(NamedTuple):
     """Data that all front ends need."""
 
-    directory: str  # the local checkpoint
+    directory: str  # the checkpoint on this host
     replicas: Replicas
     admission: AdmissionController
     adapters: AdapterRegistry
@@ -72,25 +68,31 @@ class FrontEndGroup:
     `connect` comes before `start`."""
 
     def __init__(self, options: Options, listener: socket.socket) -> None:
-        self.processes: list[FrontEndProcess] = []
+        """listener: where the front ends on this host accept connections. With one front end, there are no processes
+        here: the server process answers clients itself."""
         self.counts = FrontEndCounts(0)
         self._options = options
-        self._listener = listener
         self._folder = tempfile.mkdtemp(prefix="serve-llm-")  # mode 700: only this user can connect
         self.server_socket = f"{self._folder}/server"
+        self._answers_itself = options.front_ends == 1
+        self._local = LocalHost(0 if self._answers_itself else options.front_ends, self.server_socket, listener)
+        self._hosts: list[FrontEndHost] = [self._local]
         self._server: _Server | None = None
         self._is_serving = False
         self._revision = 0  # counts upgrades
         self._num_started = 0
-        self._num_failed = 0  # processes in a row that did not load
-        self._next_start = 0.0  # time.monotonic() seconds; no process is started before
         self._num_collections = 0
         self._adapters_version = 0
         self._state = b""  # the state that was sent last
         self._changed = asyncio.Event()  # a process has ended or sent something that is waited for
         self._keeping: set[asyncio.Task[None]] = set()
-        for _ in range(options.front_ends):
-            self._launch()
+        for _ in range(self._local.num_wanted):
+            self._launch(self._local)
+
+    @property
+    def processes(self) -> list[tuple[FrontEndHost, FrontEndProcess]]:
+        """All of them, each with its host."""
+        return [(host, process) for host in self._hosts for process in host.processes]
 
     def connect(
         self,
@@ -103,45 +105,53 @@ class FrontEndGroup:
     ) -> None:
         """The engines are ready. counts: those of the server, to which the front ends' are added."""
         self._server = _Server(directory, replicas, admission, adapters, counts, start_time)
-        for process in self.processes:
-            self._set_up(process)
+        for host, process in self.processes:
+            self._set_up(host, process)
 
     async def load(self) -> None:
-        """Wait until the front ends are loaded. Raises ServeError if one of them fails."""
-        await self._wait_for(lambda: self._num_failed > 0 or all(one.phase == "spare" for one in self.processes))
-        if self._num_failed:
+        """Wait until the front ends on this host are loaded. Raises ServeError if one of them fails."""
+        await self._wait_for(lambda: self._local.has_failed or self._local.is_loaded)
+        if self._local.has_failed:
             raise ServeError("a front end ended while it was loading; the log says why")
+
+    def add_host(self, host: FrontEndHost) -> None:
+        """A host has joined. Its front ends begin to load at once."""
+        self._hosts.append(host)
+        for _ in range(host.num_wanted):
+            self._launch(host)
+
+    def remove_host(self, host: FrontEndHost) -> None:
+        """A host is lost, or has left. Its processes have ended."""
+        host.num_wanted = 0
+        self._hosts.remove(host)
 
     async def serve(self) -> None:
         """Accept connections, and replace front ends that end, until cancelled."""
         self._is_serving = True
         while True:
-            self._advance()
+            self.advance()
             self._send_state()
             self._kill_hung()
             await asyncio.sleep(POLL_SECONDS)
 
     def upgrade(self) -> None:
         """Replace all front ends, one after the other, by new processes, which run the code that is installed now."""
-        logger.info("Replacing %d front ends one after the other", self._options.front_ends)
+        logger.info("Replacing %d front ends one after the other", sum(host.num_wanted for host in self._hosts))
         self._revision += 1
-        self._num_failed = 0
-        self._next_start = 0.0
-        for process in self.processes:
-            if process.phase in ("loading", "spare"):
-                process.kill()
-        self._advance()
+        for host in self._hosts:
+            host.upgrade()
+        self.advance()
 
     async def stop(self) -> None:
         """End all front ends, and after STOP_SECONDS kill them. Idempotent."""
         self._is_serving = False
-        for process in self.processes:
+        for _, process in self.processes:
             if process.phase in ("loading", "spare"):
                 process.kill()
             else:
                 process.send(Drain(0.0))
         await self._wait_for(lambda: not self.processes, STOP_SECONDS)
-        for process in self.processes:
+        for _, process in self.processes:
             process.kill()
         await asyncio.gather(*self._keeping)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -153,7 +163,7 @@ class FrontEndGroup:
         asked = self._send_to(CollectCounts(number), "serving", "draining")
 
         def have_answered() -> bool:
-            return all(one.counted >= number for one in asked if one in self.processes)
+            return all(one.counted >= number for one in asked if not one.has_ended)
 
         await self._wait_for(have_answered, COLLECT_SECONDS)
 
@@ -166,91 +176,81 @@ class FrontEndGroup:
         asked = self._send_to(message, "loading", "spare", "serving", "draining")
 
         def all_know() -> bool:
-            return all(one.adapters_version >= version for one in asked if one in self.processes)
+            return all(one.adapters_version >= version for one in asked if not one.has_ended)
 
         await self._wait_for(all_know, ADAPTER_SECONDS)
 
     # Processes
 
-    def _launch(self) -> None:
+    def _launch(self, host: FrontEndHost) -> None:
         self._num_started += 1
-        process = FrontEndProcess(self._num_started, self._revision, self._listener)
-        self.processes.append(process)
-        task = asyncio.create_task(self._keep(process))
+        process = host.launch(self._num_started, self._revision)
+        host.processes.append(process)
+        task = asyncio.create_task(self._keep(host, process))
         self._keeping.add(task)
         task.add_done_callback(self._keeping.discard)
 
-    async def _keep(self, process: FrontEndProcess) -> None:
+    async def _keep(self, host: FrontEndHost, process: FrontEndProcess) -> None:
         """Serve one process until it has ended."""
-        await process.connect(lambda message: self._receive(process, message))
+        await process.connect(lambda message: self._receive(host, process, message))
         if self._server is not None:
-            self._set_up(process)
+            self._set_up(host, process)
         how = await process.wait()
-        self.processes.remove(process)
+        process.has_ended = True
+        host.processes.remove(process)
         if process.relay is not None:
             process.relay.close()
-        if process.phase == "loading" and process.revision == self._revision:
-            self._num_failed += 1
-            self._next_start = time.monotonic() + min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self._num_failed - 1, 16))
-        if self._is_serving and process.phase == "serving":
-            self.counts.num_restarts += 1
-            logger.error("The front end process %d ended by %s; another one takes its place", process.pid, how)
-        elif self._is_serving and process.phase == "loading" and process.revision == self._revision:
-            logger.error("The front end process %d ended by %s while it was loading", process.pid, how)
+        if host.num_wanted and process.revision == self._revision:
+            self._note_end(host, process, how)
         self._changed.set()
-        self._advance()
+        self.advance()
 
-    def _set_up(self, process: FrontEndProcess) -> None:
+    def _note_end(self, host: FrontEndHost, process: FrontEndProcess, how: str) -> None:
+        """A process of this revision has ended on a host that wants it."""
+        if process.phase == "loading":
+            host.note_failure()
+        if not self._is_serving or process.phase not in ("serving", "loading"):
+            return
+        name = f"{process.pid}" if host.name is None else f"{process.pid} on {host.name}"
+        if process.phase == "serving":
+            self.counts.num_restarts += 1
+            logger.error("The front end process %s ended by %s; another one takes its place", name, how)
+        else:
+            logger.error("The front end process %s ended by %s while it was loading", name, how)
+
+    def _set_up(self, host: FrontEndHost, process: FrontEndProcess) -> None:
         """Tell a connected process what it needs to load. Does nothing if it has been told."""
         server = self._server
-        if server is None or process.relay is not None or not process.is_connected:
+        if server is None or process.relay is not None or process.channel is None:
             return
         num_engines = len(server.replicas.engines)
         process.relay = Relay(LocalDispatcher(server.replicas, server.admission), num_engines, process.send)
         process.send(
             Setup(
-                self._options,
-                server.directory,
+                host.adapt(self._options),
+                host.find_directory(server.directory),
                 server.replicas.facts,
                 num_engines,
                 process.number,
-                self.server_socket,
+                host.server_socket,
                 server.start_time,
+                time.perf_counter() if host.has_own_clock else None,
             )
         )
         process.send(Adapters(self._adapters_version, server.adapters.adapters))
         process.send(self._read_state(server))
 
-    def _advance(self) -> None:
-        """Start, activate or drain processes towards the wanted number of this revision, and one spare."""
+    def advance(self) -> None:
+        """Start, activate or drain processes towards the wanted number of each host."""
         if not self._is_serving:
             return
-        serving = [one for one in self.processes if one.phase == "serving"]
-        outdated = [one for one in serving if one.revision != self._revision]
-        is_draining = any(one.phase == "draining" for one in self.processes)
-        spares = [one for one in self.processes if one.phase == "spare" and one.revision == self._revision]
-        while spares and len(serving) < self._options.front_ends:
-            serving.append(self._activate(spares.pop(0)))
-        if outdated and spares and not is_draining:
-            serving.append(self._activate(spares.pop(0)))
-            outdated[0].phase = "draining"
-            outdated[0].send(Drain(self._options.drain_timeout))
-            serving.remove(outdated[0])
-        self.counts.num_serving = sum(one.phase == "serving" for one in self.processes)
-        reserve = [one for one in self.processes if one.phase in ("loading", "spare")]
-        num_reserve = sum(one.revision == self._revision for one in reserve)
-        num_missing = max(0, self._options.front_ends - len(serving)) + 1 - num_reserve
-        if time.monotonic() >= self._next_start:
-            for _ in range(num_missing):
-                self._launch()
-
-    def _activate(self, process: FrontEndProcess) -> FrontEndProcess:
-        process.phase = "serving"
-        process.send(Activate())
-        return process
+        for host in self._hosts:
+            for _ in range(host.advance(self._revision, self._options.drain_timeout)):
+                self._launch(host)
+        self.counts.num_serving = sum(host.num_serving for host in self._hosts) + self._answers_itself
 
     def _kill_hung(self) -> None:
-        for process in self.processes:
+        for _, process in self.processes:
             process.num_silent_polls += 1
             limit = HUNG_LOADING_POLLS if process.phase == "loading" else HUNG_POLLS
             if process.num_silent_polls == limit:
@@ -260,7 +260,7 @@ class FrontEndGroup:
 
     # Messages
 
-    def _receive(self, process: FrontEndProcess, message: FromFrontEnd) -> None:
+    def _receive(self, host: FrontEndHost, process: FrontEndProcess, message: FromFrontEnd) -> None:
         process.num_silent_polls = 0
         relay = process.relay
         assert relay is not None, "a front end sends nothing before Setup"
@@ -279,9 +279,9 @@ class FrontEndGroup:
             self._changed.set()
         elif isinstance(message, Loaded):
             process.phase = "spare"
-            self._num_failed = 0
+            host.note_loaded()
             self._changed.set()
-            self._advance()
+            self.advance()
 
     def _add_counts(self, message: Counts) -> None:
         assert self._server is not None
@@ -294,7 +294,7 @@ class FrontEndGroup:
 
     def _send_to(self, message: ToFrontEnd, *phases: str) -> list[FrontEndProcess]:
         """Send to the processes in these phases that have been set up. Returns them."""
-        receivers = [one for one in self.processes if one.phase in phases and one.relay is not None]
+        receivers = [one for _, one in self.processes if one.phase in phases and one.relay is not None]
         for process in receivers:
             process.send(message)
         return receivers

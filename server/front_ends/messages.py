@@ -29,6 +29,7 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
     number: int  # counts front end processes since the server started, from 1
     server_socket: str  # path of the Unix socket on which the server process answers HTTP
     start_time: int  # Unix seconds, of the server
+    clock_time: float | None  # seconds of the server process's clock when this was sent; None: it is the front end's
 
 
 class Adapters(msgspec.Struct, tag=True, frozen=True):

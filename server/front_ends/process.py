@@ -1,4 +1,5 @@
-"""One front end process, as the server process sees it: start it, talk to it, notice its end, kill it."""
+"""One front end process, as the server process sees it: talk to it, notice its end, kill it. It runs on this host or on
+one that has joined (`server.front_ends.gateway`)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Literal
 
@@ -26,12 +28,13 @@ EXIT_SECONDS = 1.0  # for a process to exit after it has closed its channel
 Phase = Literal["loading", "spare", "serving", "draining"]
 
 
-class FrontEndProcess:
-    """Started by the constructor. It ends when its channel closes, so it never outlives this process."""
+class FrontEndProcess(ABC):
+    """Started by the constructor."""
 
-    def __init__(self, number: int, revision: int, listener: socket.socket) -> None:
-        """number: counts the processes since the server started. revision: of the code that it was started with.
-        listener: where it will accept connections."""
+    pid: int  # on its host; 0 until it is known
+
+    def __init__(self, number: int, revision: int) -> None:
+        """number: counts the processes since the server started. revision: of the code that it was started with."""
         self.number = number
         self.revision = revision
         self.phase: Phase = "loading"
@@ -39,53 +42,84 @@ class FrontEndProcess:
         self.counted = 0  # number of the last CollectCounts that it answered
         self.adapters_version = 0  # version of the adapters that it knows
         self.relay: Relay | None = None  # None until Setup is sent
-        self._own_end, their_end = socket.socketpair()
-        self._own_end.setblocking(False)
-        command = [sys.executable, "-P", "-m", "serve_llm.server.front_ends", "--channel", str(their_end.fileno())]
-        command += ["--listener", str(listener.fileno()), "--protocol", compute_protocol()]
-        descriptors = [their_end.fileno(), listener.fileno()]
-        # In a session of its own, which the terminal's Ctrl-C does not reach.
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True
-        )
-        their_end.close()
-        self._channel: MessageChannel | None = None
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.channel: MessageChannel | None = None  # None until `connect`
+        self.has_ended = False
 
     @property
     def num_open(self) -> int:
         """Generations that have not ended."""
         return 0 if self.relay is None else self.relay.num_open
 
-    @property
-    def is_connected(self) -> bool:
-        return self._channel is not None
-
+    @abstractmethod
     async def connect(self, receive: Callable[[FromFrontEnd], None]) -> None:
         """receive: called in the event loop with each message."""
-        channel = MessageChannel(lambda content: receive(decode_from_front_end(content)))
-        await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=self._own_end)
-        self._channel = channel
 
+    @abstractmethod
     async def wait(self) -> str:
         """Wait until the process has ended. Returns how it ended."""
-        assert self._channel is not None, "connect() comes first"
-        await self._channel.closed.wait()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs, or is stopped
-            await asyncio.to_thread(self._process.wait, EXIT_SECONDS)
-        self.kill()
-        code = await asyncio.to_thread(self._process.wait)
-        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
-    def send(self, message: ToFrontEnd) -> None:
-        """Does nothing before `run` has connected, and after the process has ended."""
-        if self._channel is not None:
-            self._channel.send(encode(message))
-
+    @abstractmethod
     def kill(self) -> None:
         """Idempotent."""
-        if self._process.poll() is None:
-            self._process.kill()
+
+    def send(self, message: ToFrontEnd) -> None:
+        """Does nothing before `connect`, and after the process has ended."""
+        if self.channel is not None:
+            self.channel.send(encode(message))
+
+
+class LocalFrontEnd(FrontEndProcess):
+    """On this host. It ends when its channel closes, so it never outlives this process."""
+
+    def __init__(self, number: int, revision: int, listener: socket.socket) -> None:
+        """listener: where it will accept connections."""
+        super().__init__(number, revision)
+        self._process, self._own_end = start_process(listener, compute_protocol())
+        self.pid = self._process.pid
+
+    async def connect(self, receive: Callable[[FromFrontEnd], None]) -> None:
+        channel = create_channel(receive)
+        await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=self._own_end)
+        self.channel = channel
+
+    async def wait(self) -> str:
+        assert self.channel is not None, "connect() comes first"
+        await self.channel.closed.wait()
+        return await end_process(self._process)
+
+    def kill(self) -> None:
+        kill_process(self._process)
+
+
+def create_channel(receive: Callable[[FromFrontEnd], None]) -> MessageChannel:
+    return MessageChannel(lambda content: receive(decode_from_front_end(content)))
+
+
+def start_process(listener: socket.socket, protocol: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """The process of a front end, and this end of its channel.
+
+    listener: where it will accept connections. protocol: see `compute_protocol`; that of the server process."""
+    own_end, their_end = socket.socketpair()
+    own_end.setblocking(False)
+    command = [sys.executable, "-P", "-m", "serve_llm.server.front_ends", "--channel", str(their_end.fileno())]
+    command += ["--listener", str(listener.fileno()), "--protocol", protocol]
+    descriptors = [their_end.fileno(), listener.fileno()]
+    # In a session of its own, which the terminal's Ctrl-C does not reach.
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True)
+    their_end.close()
+    return process, own_end
+
+
+async def end_process(process: subprocess.Popen[bytes]) -> str:
+    """Wait for the exit of a process whose channel is closed, or kill it. Returns how it ended."""
+    with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs, or is stopped
+        await asyncio.to_thread(process.wait, EXIT_SECONDS)
+    kill_process(process)
+    code = await asyncio.to_thread(process.wait)
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+def kill_process(process: subprocess.Popen[bytes]) -> None:
+    """Idempotent."""
+    if process.poll() is None:
+        process.kill()

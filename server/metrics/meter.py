@@ -34,6 +34,12 @@ class Clock:
         self.read = read  # the current time
         self.step_time = read()  # when the newest engine step arrived
 
+    @classmethod
+    def running_from(cls, now: float) -> Clock:
+        """A clock that reads `now` at this moment, as one on another host does."""
+        offset = now - time.perf_counter()
+        return cls(lambda: time.perf_counter() + offset)
+
     def advance(self) -> None:
         """Call once per engine step, before its outputs are delivered."""
         self.step_time = self.read()

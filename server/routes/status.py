@@ -155,7 +155,8 @@ def build_status(state: AppState, sources: StatusSources) -> Status:
 
 def describe_front_ends(group: FrontEndGroup) -> list[StatusFrontEnd]:
     return [
-        StatusFrontEnd(pid=process.pid, phase=process.phase, num_open=process.num_open) for process in group.processes
+        StatusFrontEnd(pid=process.pid, host=host.name, phase=process.phase, num_open=process.num_open)
+        for host, process in group.processes
     ]
 
 

@@ -75,6 +75,7 @@ class StatusQueue(BaseModel):
 
 class StatusFrontEnd(BaseModel):
     pid: int
+    host: str | None = Field(description="Of a front end that joined from there. null: the server's own host.")
     phase: Literal["loading", "spare", "serving", "draining"]
     num_open: int = Field(description="Requests that have not finished.")
 
@@ -93,7 +94,7 @@ class Status(BaseModel):
     engines: list[StatusEngine]
     scaling: Scaling | None = Field(description="Null if the number of engines is fixed.")
     queue: StatusQueue
-    front_ends: list[StatusFrontEnd] = Field(description="Empty without --front-ends.")
+    front_ends: list[StatusFrontEnd] = Field(description="Empty without --front-ends and --front-end-addr.")
     restarts: int = Field(description="Engine restarts since the start.")
     first_cause: str | None = Field(description="Why the last restart was needed.")
     recent_restarts: list[StatusRestart] = Field(description="The newest first, at most 20.")

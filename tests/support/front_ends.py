@@ -15,7 +15,7 @@ from serve_llm.server.front_ends import messages
 from serve_llm.server.front_ends.dispatcher import RemoteDispatcher
 from serve_llm.server.front_ends.relay import Relay
 from serve_llm.server.generate.dispatcher import LocalDispatcher
-from serve_llm.server.metrics.meter import ServerCounts
+from serve_llm.server.metrics.meter import Clock, ServerCounts
 from serve_llm.server.prompt.pool import PromptPool
 from serve_llm.server.tracing.tracing import Tracing
 from support.serving import Served
@@ -72,7 +72,7 @@ def link(
             dispatcher.reject(message)
 
     relay = Relay(LocalDispatcher(replicas, served.admission), len(replicas.engines), send_to_front_end)
-    dispatcher = RemoteDispatcher(replicas.facts, len(replicas.engines), number, send_to_relay)
+    dispatcher = RemoteDispatcher(replicas.facts, len(replicas.engines), number, send_to_relay, Clock())
     adapters = AdapterRegistry(replicas.facts, 16, served.model.names)
     built = create_front_end_app(
         dispatcher, served.model, make_options("demo", **(options or {})), adapters, dispatcher.refused, tracing, 0

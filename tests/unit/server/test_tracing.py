@@ -348,5 +348,5 @@ def test_bad_endpoints(value: object) -> None:
 
 
 def test_a_file_takes_the_traces_of_one_process() -> None:
-    with pytest.raises(OptionError, match="--front-ends starts more"):
+    with pytest.raises(OptionError, match="but --front-ends and --front-end-addr mean more"):
         make_options("demo", otlp_traces_endpoint="file:///tmp/traces.jsonl", front_ends=2)

@@ -1,0 +1,263 @@
+"""Admit hosts whose front ends answer clients for this server (`serve-llm front-end`), and carry their streams.
+
+See `server.front_ends.tunnel` for the messages and `server.front_ends.joined_host` for the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from serve_llm.common.curve_zmq import Endpoint
+from serve_llm.common.errors import OptionError
+from serve_llm.common.options import parsers
+from serve_llm.common.options.schema import Options
+from serve_llm.server.front_ends.group import FrontEndGroup
+from serve_llm.server.front_ends.host import FrontEndHost
+from serve_llm.server.front_ends.messages import FromFrontEnd, compute_protocol
+from serve_llm.server.front_ends.process import FrontEndProcess, create_channel
+from serve_llm.server.front_ends.tunnel import (
+    BEAT_SECONDS,
+    LOST_SECONDS,
+    Beat,
+    FromHost,
+    FrontEndStarted,
+    Join,
+    Kill,
+    Leave,
+    LocalStream,
+    Ready,
+    Refused,
+    Serving,
+    StartFrontEnd,
+    StreamData,
+    StreamEnd,
+    StreamTransport,
+    ToHost,
+    Welcome,
+    decode_from_host,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+OTHER_VERSION = Refused("it runs another version of serve-llm: install the same one on both hosts")
+
+
+class RemoteFrontEnd(FrontEndProcess):
+    """On a host that has joined."""
+
+    def __init__(self, number: int, revision: int, send: Callable[[ToHost], None]) -> None:
+        super().__init__(number, revision)
+        self.pid = 0
+        self._send_to_host = send
+        self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        send(StartFrontEnd(number, compute_protocol()))
+
+    async def connect(self, receive: Callable[[FromFrontEnd], None]) -> None:
+        self.channel = create_channel(receive)
+        self.channel.connection_made(StreamTransport(self.number, self._send_to_host))
+
+    async def wait(self) -> str:
+        return await self._end
+
+    def kill(self) -> None:
+        self._send_to_host(Kill(self.number))
+
+    def receive(self, data: bytes) -> None:
+        assert self.channel is not None, "a front end sends nothing before Setup"
+        self.channel.data_received(data)
+
+    def end(self, reason: str) -> None:
+        """The process has ended, or its host is lost. Idempotent."""
+        if not self._end.done():
+            self._end.set_result(reason)
+
+
+class JoinedHost(FrontEndHost):
+    """One that sends its messages through the gateway."""
+
+    has_own_clock = True
+
+    def __init__(self, ready: Ready, send: Callable[[ToHost], None], server_socket: str) -> None:
+        """server_socket: that of this host."""
+        super().__init__(ready.num_front_ends, ready.server_socket)
+        self.name = ready.hostname
+        self.last_heard = time.monotonic()
+        self._ready = ready
+        self._send = send
+        self._server_socket = server_socket
+        self._has_served = False
+        self._front_ends: dict[int, RemoteFrontEnd] = {}  # by stream
+        self._requests: dict[int, LocalStream] = {}  # forwarded ones, by stream
+        self._carrying: set[asyncio.Task[None]] = set()
+
+    def advance(self, revision: int, drain_seconds: float) -> int:
+        num_missing = super().advance(revision, drain_seconds)
+        if self.num_serving and not self._has_served:
+            self._has_served = True
+            self._send(Serving())
+        return num_missing
+
+    def launch(self, number: int, revision: int) -> FrontEndProcess:
+        process = RemoteFrontEnd(number, revision, self._send)
+        self._front_ends[number] = process
+        return process
+
+    def adapt(self, options: Options) -> Options:
+        return replace(
+            options,
+            front_ends=self._ready.num_front_ends,
+            ssl_keyfile=self._ready.ssl_keyfile,
+            ssl_certfile=self._ready.ssl_certfile,
+        )
+
+    def find_directory(self, directory: str) -> str:
+        return self._ready.directory
+
+    def receive(self, message: FromHost) -> None:
+        self.last_heard = time.monotonic()
+        if isinstance(message, StreamData):
+            process = self._front_ends.get(message.stream)
+            if process is not None:
+                process.receive(message.content)
+            elif message.stream < 0:
+                self._find_request(message.stream).write(message.content)
+        elif isinstance(message, StreamEnd):
+            if message.stream in self._front_ends:
+                self._front_ends.pop(message.stream).end(message.reason)
+            elif message.stream in self._requests:
+                self._requests.pop(message.stream).close()
+        elif isinstance(message, FrontEndStarted) and message.stream in self._front_ends:
+            self._front_ends[message.stream].pid = message.pid
+
+    def close(self, reason: str) -> None:
+        """End all streams. reason: of the end of the front ends."""
+        for process in self._front_ends.values():
+            process.end(reason)
+        for request in self._requests.values():
+            request.close()
+        self._front_ends = {}
+        self._requests = {}
+
+    def _find_request(self, number: int) -> LocalStream:
+        stream = self._requests.get(number)
+        if stream is None:
+            stream = self._requests[number] = LocalStream(number, self._send)
+            task = asyncio.ensure_future(self._carry(stream))
+            self._carrying.add(task)
+            task.add_done_callback(self._carrying.discard)
+        return stream
+
+    async def _carry(self, stream: LocalStream) -> None:
+        """Connect a forwarded request to the server, until one side closes."""
+        try:
+            await asyncio.get_running_loop().create_unix_connection(lambda: stream, self._server_socket)
+            await stream.closed.wait()
+        except OSError:
+            logger.debug("A forwarded request came while the server was shutting down")
+        if self._requests.pop(stream.number, None) is not None:
+            self._send(StreamEnd(stream.number))
+
+
+class FrontEndGateway:
+    """Listens from its construction on. Create it in the event loop."""
+
+    def __init__(self, options: Options, group: FrontEndGroup) -> None:
+        """Raises OptionError if the address cannot be used."""
+        assert options.front_end_addr is not None
+        name, port = parsers.parse_address(options.front_end_addr)
+        try:
+            address = str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0])
+        except OSError as error:
+            raise OptionError(f"--front-end-addr {name}: {error.strerror}") from None
+        self._options = options
+        self._group = group
+        self._endpoint = Endpoint(address, options.cluster_secret or "")
+        listening, _ = self._endpoint.listen(port)
+        self._socket = zmq.asyncio.Socket.from_socket(listening)
+        self._hosts: dict[bytes, JoinedHost] = {}  # by the identity of their connection
+        self._tasks = [asyncio.ensure_future(self._run()), asyncio.ensure_future(self._watch())]
+        logger.info("Front ends on other hosts may join at %s", options.front_end_addr)
+
+    async def stop(self) -> None:
+        """Close the socket. The hosts notice it and try to join again."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+        self._endpoint.close()
+
+    async def _run(self) -> None:
+        while True:
+            peer, content = await self._socket.recv_multipart()
+            if not content:  # see `curve_zmq.PING`
+                continue
+            try:
+                message = decode_from_host(content)
+            except msgspec.MsgspecError:
+                self._send(peer, OTHER_VERSION)
+                continue
+            self._receive(peer, message)
+
+    def _receive(self, peer: bytes, message: FromHost) -> None:
+        host = self._hosts.get(peer)
+        if isinstance(message, Join):
+            self._send(peer, self._answer(message))
+        elif isinstance(message, Ready):
+            host = JoinedHost(message, lambda answer: self._send(peer, answer), self._group.server_socket)
+            self._hosts[peer] = host
+            logger.info("%s joined with %d front ends", message.hostname, message.num_front_ends)
+            self._group.add_host(host)
+        elif host is None:
+            self._send(peer, Refused("the server does not know this host"))  # it counted as lost, or has restarted
+        elif isinstance(message, Leave):
+            logger.info("%s leaves when its front ends have drained", host.name)
+            host.num_wanted = 0
+            self._group.advance()
+        else:
+            host.receive(message)
+
+    def _answer(self, message: Join) -> Welcome | Refused:
+        if message.protocol != compute_protocol():
+            return OTHER_VERSION
+        return Welcome(self._options.model, self._options.revision)
+
+    async def _watch(self) -> None:
+        """Tell the hosts that this process lives, and notice which of them do not."""
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            for peer, host in list(self._hosts.items()):
+                self._send(peer, Beat())
+                is_lost = time.monotonic() - host.last_heard > LOST_SECONDS
+                if is_lost or (not host.num_wanted and not host.processes):
+                    self._remove(peer, host, is_lost)
+
+    def _remove(self, peer: bytes, host: JoinedHost, is_lost: bool) -> None:
+        if is_lost:
+            logger.error("%s is lost, with its front ends' requests: no message for %.0f s", host.name, LOST_SECONDS)
+        else:
+            logger.info("%s has left", host.name)
+            self._send(peer, Refused("it has left"))
+        del self._hosts[peer]
+        self._group.remove_host(host)
+        host.close("the loss of its host")
+
+    def _send(self, peer: bytes, message: ToHost) -> None:
+        sending = asyncio.ensure_future(self._socket.send_multipart([peer, encode(message)]))
+        sending.add_done_callback(_ignore_lost_peer)
+
+
+def _ignore_lost_peer(sending: asyncio.Future[Any]) -> None:
+    """A peer that is gone is noticed by its silence."""
+    error = None if sending.cancelled() else sending.exception()
+    if error is not None and not isinstance(error, zmq.ZMQError):
+        raise error

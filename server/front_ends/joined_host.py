@@ -1,0 +1,296 @@
+"""The program of a host whose front ends answer clients for a server elsewhere; `serve-llm front-end` runs it.
+
+It opens the port, asks the server which model it serves, finds the checkpoint, and then starts and ends front ends as
+the server says. It joins again when the server comes back; until then, clients' connections wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+import zmq.asyncio
+
+from serve_llm.common.curve_zmq import CurveClient, create_dealer, format_url
+from serve_llm.common.errors import OptionError, PeerLost
+from serve_llm.common.hub import resolve_model
+from serve_llm.common.options import parsers
+from serve_llm.server.daemon import StopSignals, format_listening_url, is_loopback, listen
+from serve_llm.server.front_ends.messages import compute_protocol
+from serve_llm.server.front_ends.process import end_process, kill_process, start_process
+from serve_llm.server.front_ends.tunnel import (
+    BEAT_SECONDS,
+    LOST_SECONDS,
+    Beat,
+    FromHost,
+    FrontEndStarted,
+    Join,
+    Kill,
+    Leave,
+    LocalStream,
+    Ready,
+    Refused,
+    Serving,
+    StartFrontEnd,
+    StreamData,
+    StreamEnd,
+    ToHost,
+    Welcome,
+    decode_to_host,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 1.0  # between two looks whether the program is to end, while it waits for the server
+
+
+@dataclass(frozen=True)
+class FrontEndHostOptions:
+    """What `serve-llm front-end` was given."""
+
+    server: str  # host:port of the server's --front-end-addr
+    num_front_ends: int
+    host: str
+    port: int
+    cluster_secret: str
+    model: str | None  # None: as the server names it
+    download_dir: str | None
+    ssl_keyfile: str | None
+    ssl_certfile: str | None
+
+
+class _HostedProcess(NamedTuple):
+    """A front end process of this host, whose channel is a stream."""
+
+    process: subprocess.Popen[bytes]
+    channel: LocalStream
+
+
+class FrontEndHostProgram:
+    """Create it in the event loop."""
+
+    def __init__(self, options: FrontEndHostOptions) -> None:
+        """Raises OptionError if the port is taken."""
+        self.options = options
+        self.listener = listen(options.host, options.port)
+        self.url = format_listening_url(self.listener, "https" if options.ssl_certfile else "http")
+        self.signals = StopSignals()
+        name, port = parsers.parse_address(options.server)
+        self.server_url = format_url(name, port)
+        self.folder = tempfile.mkdtemp(prefix="serve-llm-")  # mode 700: only this user can connect
+
+    async def run(self) -> int:
+        """Returns the exit code. Raises OptionError if the server refuses this host."""
+        logger.info("Listening on %s for the server at %s", self.url, self.options.server)
+        if not is_loopback(self.listener):
+            logger.info("Clients of other machines may connect; the server's --api-key decides who may use it")
+        try:
+            while not self.signals.first.done():
+                welcome = await self._join()
+                if welcome is None:
+                    break
+                directory = await asyncio.to_thread(self._find_checkpoint, welcome)
+                await _Session(self, welcome.model).run(directory)
+        finally:
+            self.listener.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+        logger.info("Stopped")
+        return 0
+
+    async def _join(self) -> Welcome | None:
+        """Ask until the server answers; None if a signal comes first. Raises OptionError if it refuses this host."""
+        client = self._ask()
+        has_logged = False
+        try:
+            while not self.signals.first.done():
+                try:
+                    content = await asyncio.to_thread(client.receive, ANSWER_SECONDS)
+                except PeerLost:
+                    client.close()
+                    client = self._ask()
+                    continue
+                answer = None if content is None else decode_to_host(content)
+                if isinstance(answer, Welcome):
+                    return answer
+                if isinstance(answer, Refused):
+                    raise OptionError(f"the server at {self.options.server} refuses this host: {answer.message}")
+                if not has_logged:
+                    logger.info("Waiting for the server at %s", self.options.server)
+                    has_logged = True
+        finally:
+            client.close()
+        return None
+
+    def _ask(self) -> CurveClient:
+        """A connection that gets the answer, as soon as there is a server."""
+        client = CurveClient(self.server_url, self.options.cluster_secret)
+        client.send(encode(Join(compute_protocol())))
+        return client
+
+    def _find_checkpoint(self, welcome: Welcome) -> Path:
+        model = self.options.model or welcome.model
+        revision = None if self.options.model else welcome.revision
+        return resolve_model(model, revision, self.options.download_dir, weights=False)
+
+
+class _Session:
+    """One connection to the server, until it ends."""
+
+    def __init__(self, program: FrontEndHostProgram, model: str) -> None:
+        """model: as the server names it."""
+        self._options = program.options
+        self._listener = program.listener
+        self._signals = program.signals
+        self._url = program.url
+        self._model = model
+        self._server_socket = f"{program.folder}/server"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        dealer = create_dealer(self._context, program.server_url, self._options.cluster_secret)
+        dealer.connect(program.server_url)
+        self._socket = zmq.asyncio.Socket.from_socket(dealer)
+        self._numbers = count(1)
+        self._front_ends: dict[int, _HostedProcess] = {}  # by stream
+        self._requests: dict[int, LocalStream] = {}  # by stream
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def run(self, directory: Path) -> None:
+        """directory: the checkpoint. Returns when the server is lost, or has let this host leave."""
+        options = self._options
+        loop = asyncio.get_running_loop()
+        requests = await loop.create_unix_server(self._open_request, self._server_socket)
+        self._send(
+            Ready(
+                socket.gethostname(),
+                options.num_front_ends,
+                str(directory),
+                self._server_socket,
+                options.ssl_keyfile and os.path.abspath(options.ssl_keyfile),
+                options.ssl_certfile and os.path.abspath(options.ssl_certfile),
+            )
+        )
+        beating = asyncio.ensure_future(self._beat())
+        leaving = asyncio.ensure_future(self._leave())
+        receiving = asyncio.ensure_future(self._receive_until_end())
+        try:
+            await asyncio.wait([receiving, self._signals.second], return_when=asyncio.FIRST_COMPLETED)
+            if receiving.done():
+                receiving.result()
+        finally:
+            receiving.cancel()
+            beating.cancel()
+            leaving.cancel()
+            requests.close()
+            await self._end_all()
+            self._socket.close(linger=0)
+            self._context.destroy(linger=0)
+            os.unlink(self._server_socket)
+
+    async def _receive_until_end(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(LOST_SECONDS):
+                    content = await self._socket.recv()
+            except TimeoutError:
+                logger.error("The server is lost: no message for %.0f s", LOST_SECONDS)
+                return
+            if content and not self._receive(decode_to_host(content)):
+                return
+
+    def _receive(self, message: ToHost) -> bool:
+        """False if the session is over."""
+        if isinstance(message, StreamData):
+            stream = self._find_stream(message.stream)
+            if stream is not None:
+                stream.write(message.content)
+        elif isinstance(message, StreamEnd):
+            stream = self._find_stream(message.stream)
+            if stream is not None:
+                stream.close()
+        elif isinstance(message, StartFrontEnd):
+            self._launch(message)
+        elif isinstance(message, Kill):
+            if message.stream in self._front_ends:
+                kill_process(self._front_ends[message.stream].process)
+        elif isinstance(message, Serving):
+            logger.info("Serving %s on %s", self._model, self._url)
+        elif isinstance(message, Refused):
+            if not self._signals.first.done():
+                logger.warning("The server ends the connection: %s; joining again", message.message)
+            return False
+        return True
+
+    def _find_stream(self, number: int) -> LocalStream | None:
+        if number in self._front_ends:
+            return self._front_ends[number].channel
+        return self._requests.get(number)
+
+    # Streams
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    def _launch(self, message: StartFrontEnd) -> None:
+        process, channel_socket = start_process(self._listener, message.protocol)
+        channel = LocalStream(message.stream, self._send)
+        self._front_ends[message.stream] = _HostedProcess(process, channel)  # at once: data for it may already be here
+        self._send(FrontEndStarted(message.stream, process.pid))
+        self._start(self._keep(message.stream, channel_socket))
+
+    async def _keep(self, number: int, channel_socket: socket.socket) -> None:
+        """Serve one process until it has ended."""
+        process, channel = self._front_ends[number]
+        await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=channel_socket)
+        await channel.closed.wait()
+        how = await end_process(process)
+        del self._front_ends[number]
+        self._send(StreamEnd(number, how))
+
+    def _open_request(self) -> LocalStream:
+        """A front end has connected to forward a request."""
+        stream = LocalStream(-next(self._numbers), self._send)
+        self._requests[stream.number] = stream
+        self._start(self._end_request(stream))
+        return stream
+
+    async def _end_request(self, stream: LocalStream) -> None:
+        await stream.closed.wait()
+        del self._requests[stream.number]
+        self._send(StreamEnd(stream.number))
+
+    async def _end_all(self) -> None:
+        for front_end in self._front_ends.values():
+            front_end.channel.close()
+        for request in self._requests.values():
+            request.close()
+        while self._running:
+            await asyncio.wait(self._running)
+
+    # Signs of life
+
+    async def _beat(self) -> None:
+        while True:
+            self._send(Beat())
+            await asyncio.sleep(BEAT_SECONDS)
+
+    async def _leave(self) -> None:
+        await asyncio.wait([self._signals.first])  # unlike await, it leaves the future alone if it is cancelled
+        logger.info("Stopping: open requests may finish; a second signal ends them")
+        self._send(Leave())
+
+    def _send(self, message: FromHost) -> None:
+        if not self._socket.closed:
+            self._socket.send(encode(message))
