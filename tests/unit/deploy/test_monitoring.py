@@ -133,6 +133,13 @@ def test_compose_puts_the_files_where_they_are_looked_for() -> None:
     assert job["job_name"] in EXPRESSIONS["alert ServeLlmDown"]
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/deployment.md", "deploy/compose.yaml"])
+def test_lines_that_start_compose_set_its_secret(page: str) -> None:
+    """Without the variable, Compose refuses to start."""
+    lines = [line for line in (DEPLOY.parent / page).read_text().splitlines() if "docker compose up" in line]
+    assert lines and all("SERVE_LLM_API_KEY=" in line.partition("docker compose")[0] for line in lines)
+
+
 def test_grafana_finds_the_dashboards() -> None:
     provisioning = DEPLOY / "grafana" / "provisioning"
     (provider,) = yaml.safe_load((provisioning / "dashboards" / "serve-llm.yaml").read_text())["providers"]
