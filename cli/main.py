@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from serve_llm.common.errors import OptionError, ServeError
-from serve_llm.common.logs import write_final_error
+from serve_llm.common.logs import hold_records, write_final_error
 from serve_llm.common.options.peer_variables import log_unread
 from serve_llm.common.options.sources import parse_args
 
@@ -44,8 +44,9 @@ def run_command(command: Callable[[Sequence[str]], int], argv: Sequence[str]) ->
 
 def serve(argv: Sequence[str]) -> int:
     check_first_word(argv)
-    options = parse_args(argv, os.environ)
-    log_unread(os.environ)
+    with hold_records(argv, os.environ):
+        options = parse_args(argv, os.environ)
+        log_unread(os.environ)
     if options.node_rank:
         # Other nodes serve no HTTP, so they run the follower program instead of the server.
         replace_process("serve_llm.engine.distributed.multihost.follower", argv)

@@ -17,7 +17,7 @@ import uvloop
 from tqdm import tqdm
 
 from serve_llm.common.errors import OptionError
-from serve_llm.common.logs import configure
+from serve_llm.common.logs import configure, hold_records
 from serve_llm.common.options.schema import OPTION_FIELDS, Options
 from serve_llm.common.options.sources import make_parser, merge_sources, read_command_line
 from serve_llm.server.assemble import Assembly, assemble
@@ -56,7 +56,8 @@ INTERRUPTED = 130  # exit code after a signal, as that of shells
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Returns the exit code. Raises ServeError."""
-    options, input_path, output_path = read_arguments(argv, environ)
+    with hold_records(argv, environ):
+        options, input_path, output_path = read_arguments(argv, environ)
     configure(options.log_level, format=options.log_format)
     requests = BatchInput(input_path, options.limits.body_bytes)
     ids = requests.read_ids()

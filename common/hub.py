@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import sys
 from fnmatch import fnmatch
 from importlib.resources import files
 from pathlib import Path
@@ -20,6 +21,7 @@ from serve_llm.common.cache_directory import cache_directory
 from serve_llm.common.errors import ModelError
 from serve_llm.common.gguf.checkpoint import make_checkpoint_directory
 from serve_llm.common.gguf.parts import list_parts
+from serve_llm.common.progress import make_download_log
 
 logger = logging.getLogger(__name__)
 
@@ -209,6 +211,7 @@ def _download(
             cache_dir=download_dir,
             allow_patterns=list(patterns),
             ignore_patterns=list(ignored),
+            tqdm_class=None if sys.stderr.isatty() else make_download_log(f"Downloading {name}"),
         )
     except errors.GatedRepoError:
         problem = f"access is granted on request: ask at https://huggingface.co/{name}, then set HF_TOKEN"

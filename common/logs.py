@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
+
+from serve_llm.common.errors import ServeError
 
 _UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 
@@ -48,6 +52,7 @@ def configure(level: str, process: str = "", format: str = "text") -> None:
         handler.setFormatter(TextFormatter(line, datefmt="%m-%d %H:%M:%S"))
     number = logging.getLevelNamesMapping()[level.upper()]
     root = logging.getLogger()
+    held = [record for before in root.handlers if isinstance(before, HeldRecords) for record in before.records]
     root.handlers = [handler]
     root.setLevel(max(number, logging.WARNING))
     logging.getLogger("serve_llm").setLevel(number)
@@ -56,6 +61,41 @@ def configure(level: str, process: str = "", format: str = "text") -> None:
         logger.handlers = []
         logger.propagate = True
         logger.setLevel(logging.NOTSET if name != "uvicorn" else number)
+    for record in held:
+        if logging.getLogger(record.name).isEnabledFor(record.levelno):
+            root.handle(record)
+
+
+class HeldRecords(logging.Handler):
+    """Keeps records that are logged before the options say in which form they are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@contextlib.contextmanager
+def hold_records(argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[None]:
+    """Read the options in this context: what is logged meanwhile is written by the next `configure`. If they cannot be
+    read, logging is configured with the format that the command line or the environment asks for."""
+    logging.getLogger().handlers = [HeldRecords()]
+    try:
+        yield
+    except ServeError:
+        configure("info", format=_find_format(argv, environ))
+        raise
+
+
+def _find_format(argv: Sequence[str], environ: Mapping[str, str]) -> str:
+    given = [environ.get("SERVE_LLM_LOG_FORMAT", "")]
+    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, _, value = argument.partition("=")
+        if name == "--log-format":
+            given.append(value or following)
+    return "json" if given[-1].lower() == "json" else "text"
 
 
 def read_format() -> str:

@@ -222,6 +222,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_offload_blocks: int = 0  # that host memory keeps besides
     directory: str = ""  # the checkpoint
     lora_targets: dict[str, LoRATarget] = {}  # by each name that PEFT may give them; empty: adapters are not served
+    executor: str = "inprocess"  # what runs the ranks: inprocess, mp or ray
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     prefix_caching: bool = True
     rank_hosts: list[str] = []  # name of each rank's host; ranks are numbered stage by stage

@@ -145,7 +145,9 @@ def start_engine(
         vector_size=find_vector_size(spec),
         directory=config.directory,
         lora_targets=lora_targets,
+        executor=config.executor_backend,
         tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
         rank_hosts=list(executor.hosts),
     )
     if worker_group is not None:

@@ -173,7 +173,14 @@ async def _run_until_stopped(assembly: Assembly, drain_seconds: float, signals: 
         raise watching.result()
     admission.draining = True
     await assembly.stop_batches()
-    logger.info("Stopping: %d open requests may finish; a second signal ends them", admission.num_open)
+    if admission.num_open:
+        logger.info(
+            "Stopping: open requests (%d) have %g s to finish; a second signal ends them",
+            admission.num_open,
+            drain_seconds,
+        )
+    else:
+        logger.info("Stopping: no requests are open")
     draining = asyncio.ensure_future(admission.drained())
     await _first_of(draining, watching, signals.second, seconds=drain_seconds)
     watching.cancel()

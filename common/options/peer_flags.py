@@ -139,5 +139,5 @@ def translate_name(name: str, value: object, source: str) -> tuple[str, object] 
 
 
 def _log_notice(name: str, answer: str) -> None:
-    """Until logging is configured, Python writes warnings to stderr unformatted."""
+    """`hold_records` keeps it until logging is configured; in commands without a log, Python writes it unformatted."""
     logger.warning("%s: %s", name, answer)

@@ -129,6 +129,7 @@ class InitWorker(msgspec.Struct, tag=True, frozen=True):
     rendezvous: Rendezvous | None  # None if all ranks are on one host and on CPUs
     expert_group: ExpertGroupSetup | None = None  # None if no other engine holds experts
     log_format: str = "text"
+    logs_progress: bool = False  # one rank of each host logs how far loading is
 
 
 class AllocateCache(msgspec.Struct, tag=True, frozen=True):

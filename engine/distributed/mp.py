@@ -95,6 +95,7 @@ def connect_workers(
                 rendezvous=setup.rendezvous,
                 expert_group=expert_setups[rank] if expert_setups else None,
                 log_format=read_format(),
+                logs_progress=log_level in ("info", "debug") and rank == ranks_on_host[0],
             )
             worker_group.send(rank, init)
         worker_group.gather(messages.GroupsReady, START_SECONDS)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import zmq
 
+from serve_llm.common import progress
 from serve_llm.common.curve_zmq import BEAT_SECONDS, CurveClient, create_dealer
 from serve_llm.common.errors import CapacityError, EngineError, ServeError
 from serve_llm.common.logs import configure
@@ -97,6 +98,8 @@ def run(connection: ControlConnection, rank: int, directory: str | None = None) 
     init, channels = connection.set_up_channels()
     config = init.config if directory is None else replace(init.config, directory=directory)
     configure(init.log_level, f"rank {rank}", init.log_format)
+    if init.logs_progress:
+        progress.logger.setLevel(logging.INFO)
     if config.device == "cuda":
         if not torch.cuda.is_available():
             cause = explain_unusable_gpus(read_gpu_software()) or "look at nvidia-smi"

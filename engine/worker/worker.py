@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from serve_llm.common.errors import CapacityError, EngineError
+from serve_llm.common.progress import ProgressLog
 from serve_llm.engine.config import Config
 from serve_llm.engine.model.decoder import Decoder
 from serve_llm.engine.model.eagle_spec import find_hidden_state_layers
@@ -152,9 +153,12 @@ class Worker:
         if config.max_loras:
             lora = LoRALayers(kernels.lora or UnfusedLoRA(kernels.pack))
             self._adapter_bytes = count_adapter_bytes(spec, self._shard, config)
+        progress_log = ProgressLog("Loading weights")
         with tqdm(desc="Loading weights", disable=None, leave=False) as bar:  # on a terminal only
 
             def advance(done: int, total: int) -> None:
+                if bar.disable:
+                    progress_log.report_share(done, total)
                 bar.total = total
                 bar.update(done - bar.n)
 

@@ -28,6 +28,7 @@ from serve_llm.server.schema.models import (
     StatusEngine,
     StatusFrontEnd,
     StatusKv,
+    StatusParallel,
     StatusQueue,
     StatusRank,
     StatusRestart,
@@ -115,6 +116,7 @@ def build_status(state: AppState, sources: StatusSources) -> Status:
         phase="draining" if admission.draining else "serving" if replicas.ready else "recovering",
         model=state.model.names[0],
         uptime_seconds=int(time.time()) - state.start_time,
+        parallel=describe_parallel(replicas),
         engines=[
             StatusEngine(
                 ready=engine.ready,
@@ -150,6 +152,17 @@ def build_status(state: AppState, sources: StatusSources) -> Status:
             for record in reversed(replicas.restarts)
         ],
         versions={"serve-llm": VERSION, "python": platform.python_version(), "torch": TORCH_VERSION},
+    )
+
+
+def describe_parallel(replicas: Replicas) -> StatusParallel:
+    engines = replicas.active
+    facts = engines[0].facts
+    return StatusParallel(
+        executor=facts.executor,
+        tensor_parallel_size=facts.tensor_parallel_size,
+        pipeline_parallel_size=facts.pipeline_parallel_size,
+        data_parallel_size=len(engines),
     )
 
 

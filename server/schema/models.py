@@ -52,6 +52,13 @@ class StatusRank(BaseModel):
     host: str
 
 
+class StatusParallel(BaseModel):
+    executor: str = Field(description="What runs the ranks of an engine: inprocess, mp or ray.")
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int = Field(description="Engines at present.")
+
+
 class StatusEngine(BaseModel):
     ready: bool = Field(description="It takes requests.")
     draining: bool = Field(description="It finishes its requests and is then removed.")
@@ -91,6 +98,7 @@ class Status(BaseModel):
     phase: Literal["serving", "recovering", "draining"]
     model: str
     uptime_seconds: int
+    parallel: StatusParallel
     engines: list[StatusEngine]
     scaling: Scaling | None = Field(description="Null if the number of engines is fixed.")
     queue: StatusQueue

@@ -1,6 +1,7 @@
 """`--log-format json`: every line that the server and its processes write is one JSON object."""
 
 import json
+import os
 import signal
 import subprocess
 import urllib.error
@@ -42,3 +43,17 @@ def test_the_error_that_ends_the_start() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     last = json.loads(done.stderr.splitlines()[-1])
     assert done.returncode == 3 and last["level"] == "error" and "/nonexistent/model" in last["message"]
+
+
+@pytest.mark.parametrize("options", [["/nonexistent/model"], ["demo", "--no-such-option"]])
+def test_notices_and_errors_of_options(options: list[str]) -> None:
+    """They come before the options say in which form lines are written."""
+    command = [SERVE_LLM, *options, "--port", "0", "--enable-prefix-caching", "--log-format", "json"]
+    environ = os.environ | {"VLLM_API_KEY": "secret"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+    records = [json.loads(line) for line in done.stderr.splitlines()]
+    notices = [record["message"] for record in records if record["level"] == "warning"]
+    assert notices[0] == "--enable-prefix-caching: here it is --prefix-caching"
+    assert "secret" not in done.stderr and records[-1]["level"] == "error"
+    if options[0] != "demo":
+        assert notices[1].startswith("VLLM_API_KEY is set but not read")

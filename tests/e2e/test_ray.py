@@ -111,7 +111,7 @@ def test_a_ray_of_its_own_serves_the_tokens_of_one_rank_and_leaves_nothing(tmp_p
     wait_until(lambda: not processes_with(str(folder)), "all processes have ended")
     assert not (home / ".ray").exists()
     assert re.search(r"Environment copied to ranks on other nodes: .*HF_TOKEN", log) and "hf_secret" not in log
-    for line in (r"Executor ray, because it was asked for", r"Ray places rank 0 1 on [\d.]+, one CPU each"):
+    for line in (r"Executor ray, because it was asked for", r"Ray places ranks 0-1 on [\d.]+, one CPU each"):
         assert len(re.findall(line, log)) == 1, line
 
 
@@ -151,7 +151,7 @@ def test_on_a_cluster_each_tensor_parallel_group_has_a_node(folder: Path) -> Non
         assert code == CapacityError.exit_code and "5 ranks need 5 CPUs, but the Ray cluster has 4" in log
         # A cluster with GPUs is asked for them, wherever the engine runs.
         code, log = run("demo", *RAY, "-tp", "2", "-pp", "2", environ=nodes.environ)
-        assert re.search(r"Ray places rank 0 1 on [\d.]+, rank 2 3 on [\d.]+, one GPU each", log)
+        assert re.search(r"Ray places ranks 0-1 on [\d.]+, ranks 2-3 on [\d.]+, one GPU each", log)
         assert code == CapacityError.exit_code
         assert re.search(
             r"serve-llm: rank \d \(node [\d.]+, pid \d+\) failed .*: torch finds no GPU", log.splitlines()[-1]
@@ -242,7 +242,7 @@ def test_two_nodes_serve_and_a_node_that_is_gone_is_named(
         nodes = [head, *others]
         host, lost = nodes[engine], nodes[last]
         daemon, url = serve_on(host, folder, log, *SMALL, *ONCE, "-tp", "2", "-pp", "2")
-        assert f"Ray places rank 0 1 on {nodes[first].address}, rank 2 3 on {lost.address}" in log.read_text()
+        assert f"Ray places ranks 0-1 on {nodes[first].address}, ranks 2-3 on {lost.address}" in log.read_text()
         answer = client.run(sys.executable, "-c", ASK, url, json.dumps(BODY | {"model": "demo"}), seconds=LIMIT)
         assert [choice["text"] for choice in json.loads(answer.stdout)["choices"]] == expected[: len(PROMPTS)]
 

@@ -16,8 +16,9 @@ from types import FrameType
 from serve_llm.common import hosts
 from serve_llm.common.curve_zmq import BEAT_SECONDS, CurveClient, format_url
 from serve_llm.common.errors import EngineError, OptionError, PeerLost, ServeError
-from serve_llm.common.logs import configure, write_final_error
+from serve_llm.common.logs import configure, hold_records, write_final_error
 from serve_llm.common.options import parsers
+from serve_llm.common.options.peer_variables import log_unread
 from serve_llm.common.options.schema import Options
 from serve_llm.common.options.sources import parse_args
 from serve_llm.engine.distributed.multihost import messages
@@ -135,7 +136,9 @@ def _resolve(name: str) -> str:
 
 def main() -> int:
     try:
-        options = parse_args(sys.argv[1:], os.environ)
+        with hold_records(sys.argv[1:], os.environ):
+            options = parse_args(sys.argv[1:], os.environ)
+            log_unread(os.environ)
         configure(options.log_level, f"node {options.node_rank}", options.log_format)
         follower = Follower(options)
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -102,7 +102,7 @@ def reserve(layout: ParallelLayout, kind: str, group_id: str | None, num_engines
         placement.check_engines(_nodes(kind), layout, num_engines, kind)
         reservation = _take_free(layout, kind, deadline)
     bundles = placement.plan_bundles(reservation.places, layout)
-    on = (f"rank {' '.join(map(str, ranks))} on {reservation.places[ranks[0]].address}" for ranks in bundles)
+    on = (f"{placement.name_ranks(ranks)} on {reservation.places[ranks[0]].address}" for ranks in bundles)
     logger.info("Ray places %s, one %s each", ", ".join(on), kind)
     for line in placement.describe_spread_groups(reservation.places, layout):
         logger.warning("%s", line)

@@ -113,6 +113,11 @@ def plan_bundles(places: Sequence[RayNode], layout: ParallelLayout) -> list[rang
     return bundles
 
 
+def name_ranks(ranks: range) -> str:
+    """Such as "rank 4" and "ranks 0-3"."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+
+
 def describe_spread_groups(places: Sequence[RayNode], layout: ParallelLayout) -> list[str]:
     """Warnings for tensor-parallel groups that are on several nodes."""
     lines = []

@@ -6,7 +6,15 @@ import re
 
 import pytest
 
-from serve_llm.common.logs import CURRENT_REQUEST, LoggedRequest, configure, read_format, write_final_error
+from serve_llm.common.errors import OptionError
+from serve_llm.common.logs import (
+    CURRENT_REQUEST,
+    LoggedRequest,
+    configure,
+    hold_records,
+    read_format,
+    write_final_error,
+)
 
 
 def test_form(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,3 +112,36 @@ def test_the_final_error_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert read_format() == "text"
     write_final_error(RuntimeError("the end"))
     assert capsys.readouterr().err == "serve-llm: the end\n"
+
+
+def test_records_before_the_options_are_read_are_held(capsys: pytest.CaptureFixture[str]) -> None:
+    with hold_records([], {}):
+        logging.getLogger("serve_llm.common.options").warning("a notice")
+    assert capsys.readouterr().err == ""
+    configure("info", format="json")
+    assert json.loads(capsys.readouterr().err)["message"] == "a notice"
+    configure("info", format="json")
+    assert capsys.readouterr().err == "", "once"
+    with hold_records([], {}):
+        logging.getLogger("serve_llm.common.options").warning("hidden")
+    configure("error")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "expected"),
+    [
+        ("demo --log-format json", {}, "json"),
+        ("demo --log-format=json", {}, "json"),
+        ("demo", {"SERVE_LLM_LOG_FORMAT": "JSON"}, "json"),
+        ("demo --log-format text", {"SERVE_LLM_LOG_FORMAT": "json"}, "text"),
+        ("demo --log-format", {}, "text"),
+    ],
+)
+def test_options_that_cannot_be_read(
+    argv: str, environ: dict[str, str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(OptionError), hold_records(argv.split(), environ):
+        logging.getLogger("serve_llm.common.options").warning("a notice")
+        raise OptionError("no such option")
+    assert read_format() == expected and "a notice" in capsys.readouterr().err

@@ -227,6 +227,8 @@ def test_status_says_what_the_server_does(serve: Serve) -> None:
     served.engine.stats.num_running = 3
     found = served.get("/status").json()
     assert found["phase"] == "serving" and found["restarts"] == 0 and found["first_cause"] is None
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
+    assert found["parallel"] == {"executor": "inprocess", **sizes}
     assert found["engines"][0]["num_ranks"] == 2 and found["engines"][0]["num_running"] == 3
     assert found["engines"][0]["kv_cache"] == {"tokens": 4096, "blocks": 256, "usage": 0.0}
     assert found["queue"]["max_requests"] == 7 and found["queue"]["refused"]["queue_full"] == 0

@@ -15,6 +15,7 @@ from serve_llm.engine.distributed.ray.placement import (
     assign_bundles,
     check_engines,
     describe_spread_groups,
+    name_ranks,
     place_ranks,
     plan_bundles,
     select_nodes,
@@ -137,3 +138,8 @@ def test_given_bundles_are_filled_and_never_overfilled(
     by_index = {bundle.index: bundle for bundle in bundles}
     assert [by_index[index].node_id for index in chosen] == [node.id for node in places]
     assert all(chosen.count(index) <= by_index[index].free for index in chosen)
+
+
+def test_ranks_are_named_by_their_ends() -> None:
+    bundles = plan_bundles(place_ranks(cluster(2, 1), ParallelLayout(3, 1), "GPU"), ParallelLayout(3, 1))
+    assert [name_ranks(ranks) for ranks in bundles] == ["ranks 0-1", "rank 2"]
