@@ -19,6 +19,11 @@ from serve_llm.common.errors import OptionError, ServeError
 from serve_llm.common.options.sources import parse_args
 
 STOP_SECONDS = 15.0
+# The lines of its log that a user waits for, without their time and place. Its stderr is a pipe, so it draws no bars.
+_NEWS = re.compile(
+    r"(?:INFO [^\[]*\[\S+\] (?:rank \d+: )?(?=Looking for|Downloading|Loading weights|Weights loaded)"
+    r"|WARNING [^\[]*\[\S+\] )(.*)"
+)
 # These come last on its command line: the place of the server is read from its log.
 _OWN_OPTIONS = ("--host", "127.0.0.1", "--port", "0", "--log-level", "info", "--log-format", "text")
 _PR_SET_PDEATHSIG = 1
@@ -27,7 +32,8 @@ _PR_SET_PDEATHSIG = 1
 class ServerProcess:
     """`serve-llm MODEL [options]` as a child process. A context manager: entering it waits until requests are served.
 
-    It has a session of its own, so that Ctrl-C in the terminal does not reach it, and ends with this process.
+    It has a session of its own, so that Ctrl-C in the terminal does not reach it, and ends with this process. If stderr
+    is a terminal, it shows what the server is doing until it serves.
     """
 
     def __init__(self, arguments: Sequence[str], api_key: str | None = None) -> None:
@@ -86,6 +92,8 @@ class ServerProcess:
         with self._process.stderr as log:
             for line in log:
                 self._last_lines.append(line.rstrip())
+                if not self.url and sys.stderr.isatty() and (news := _find_news(line)):
+                    sys.stderr.write(f"{news}\n")
                 if not self.url and (found := re.search(r" Serving .* on (https?://\S+) after ", line)):
                     self.url = found[1]
                     self._has_settled.set()
@@ -97,6 +105,12 @@ class ServerProcess:
         error = ServeError(final[-1] if final else "\n".join(["the server ended while starting:", *self._last_lines]))
         error.exit_code = code if code > 0 else 1
         return error
+
+
+def _find_news(line: str) -> str:
+    """What a line of the log says, if a user who waits should see it."""
+    found = _NEWS.match(line)
+    return "" if found is None else found[1]
 
 
 def split_target(argv: Sequence[str]) -> tuple[str, list[str]]:
