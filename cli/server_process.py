@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from serve_llm.cli.api_client import DEFAULT_URL, is_url
 from serve_llm.common.errors import OptionError, ServeError
+from serve_llm.common.options.peer_flags import find_peer_flag
 from serve_llm.common.options.sources import parse_args
 
 STOP_SECONDS = 15.0
@@ -131,6 +132,10 @@ def find_server(target: str, arguments: Sequence[str], api_key: str | None) -> I
             yield server.url
         return
     if arguments:
+        name = arguments[0].partition("=")[0]
+        found = find_peer_flag(name)
+        if found is not None and not found.flag.is_accepted:
+            raise found.refuse(name)
         raise OptionError(
             f"unknown option {arguments[0]}; if it is one of a server: the one at {target} is running already, "
             "give a MODEL to start another"

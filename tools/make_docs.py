@@ -26,7 +26,7 @@ PEER_PAGES = {
     "from-vllm.md": ("vLLM",),
     "from-sglang.md": ("SGLang",),
     "from-llama-cpp.md": ("llama.cpp",),
-    "from-ollama.md": ("commands",),
+    "from-ollama.md": ("commands", "Ollama"),
     "from-other-engines.md": ("variables", "fields", "metrics"),
 }
 OPTIONS = ("<!-- options: begin (make docs) -->", "<!-- options: end -->")

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pydantic.fields import FieldInfo
 
 from serve_llm.common.options.llama_cpp_flags import LLAMA_CPP_SAME
+from serve_llm.common.options.ollama_flags import OLLAMA_COMMANDS, VLLM_COMMANDS
 from serve_llm.common.options.peer_flag import PeerFlag
-from serve_llm.common.options.peer_flags import PEER_COMMANDS, PEER_FLAGS
+from serve_llm.common.options.peer_flags import PEER_FLAGS
 from serve_llm.common.options.peer_variables import LLAMA_CPP, OLLAMA, VLLM
 from serve_llm.common.options.sglang_flags import SGLANG_SAME
 from serve_llm.common.options.vllm_flags import VLLM_SAME
@@ -35,7 +36,35 @@ METRICS = {
     "request_queue_time_seconds": ("request_queue_time_seconds", "queue_time_seconds", ""),
     "request_prefill_time_seconds": ("request_prefill_time_seconds", "", "prompt_seconds_total"),
     "request_decode_time_seconds": ("request_decode_time_seconds", "", "tokens_predicted_seconds_total"),
+    "request_inference_time_seconds": ("request_inference_time_seconds", "", ""),
+    "request_prompt_tokens": ("request_prompt_tokens", "prompt_tokens_histogram", ""),
+    "request_generation_tokens": ("request_generation_tokens", "generation_tokens_histogram", ""),
+    "request_params_n": ("request_params_n", "", ""),
+    "request_params_max_tokens": ("request_params_max_tokens", "", ""),
+    "request_max_num_generation_tokens": ("request_max_num_generation_tokens", "", ""),
+    "iteration_tokens_total": ("iteration_tokens_total", "", ""),
+    "spec_decode_num_drafts_total": ("spec_decode_num_drafts_total", "", ""),
+    "spec_decode_num_draft_tokens_total": ("spec_decode_num_draft_tokens_total", "", ""),
+    "spec_decode_num_accepted_tokens_total": ("spec_decode_num_accepted_tokens_total", "spec_accept_length", ""),
     "cache_config_info": ("cache_config_info", "max_total_num_tokens", ""),
+}
+
+# Who has the fields of `PeerFields`. "clients" are text-generation-webui, Aphrodite, TabbyAPI, KoboldCpp and others.
+FIELD_ORIGINS = {
+    "OpenAI": "prompt_cache_options prompt_cache_retention",
+    "vLLM": "spaces_between_special_tokens use_beam_search length_penalty early_stopping logits_processors "
+    "kv_transfer_params ec_transfer_params vllm_xargs mm_processor_kwargs media_io_kwargs data_parallel_rank "
+    "stream_interval prompt_embeds packed_top_logprobs return_prompt_text return_token_offsets weight_versions "
+    "max_repetition_pattern_size min_repetition_pattern_size repetition_min_count session_id guided_json guided_regex "
+    "guided_choice guided_grammar guided_whitespace_pattern guided_decoding_backend",
+    "SGLang": "max_new_tokens regex ebnf stop_regex custom_params no_stop_trim",
+    "llama.cpp": "n_predict repeat_penalty grammar json_schema cache_prompt timings_per_token return_progress "
+    "typical_p mirostat mirostat_tau mirostat_eta xtc_probability xtc_threshold dry_multiplier dry_base "
+    "dry_allowed_length dry_penalty_last_n dry_sequence_breakers",
+    "Ollama": "num_ctx",
+    "clients": "rep_pen sampler_seed stopping_strings ban_eos_token typical tfs top_a mirostat_mode smoothing_factor "
+    "smoothing_curve guidance_scale max_tokens_second add_bos_token custom_token_bans banned_strings truncation_length "
+    "api_type api_server",
 }
 
 
@@ -53,11 +82,16 @@ def table(kind: str) -> str:
 
 
 def flags_table(engine: str) -> str:
-    same = ", ".join(f"`--{name}`" for name in SAME[engine])
-    rows = [f"The same name and meaning: {same}.", "", f"| {engine} | | Here |", "|---|---|---|"]
+    rows = []
+    if engine in SAME:
+        same = ", ".join(f"`--{name}`" for name in SAME[engine])
+        rows = [f"The same name and meaning: {same}.", ""]
+    rows += [f"| {engine} | | Here |", "|---|---|---|"]
     for flag in PEER_FLAGS[engine]:
         names = ", ".join(f"`{name}`" for name in flag.names)
         rows.append(f"| {names} | {_describe_outcome(flag)} | {_escape(flag.answer.removeprefix('here it is '))} |")
+    if engine == "vLLM":
+        rows += [f"| `{command}` (a command) | | {answer} |" for command, answer in VLLM_COMMANDS.items()]
     return "\n".join(rows)
 
 
@@ -71,7 +105,7 @@ def _describe_outcome(flag: PeerFlag) -> str:
 
 def commands_table() -> str:
     rows = ["| Ollama | Here |", "|---|---|", "| `serve` | `serve-llm MODEL`, or `serve-llm serve MODEL` |"]
-    for command, answer in PEER_COMMANDS.items():
+    for command, answer in OLLAMA_COMMANDS.items():
         rows.append(f"| `{command}` | {answer} |")
     return "\n".join(rows + _list_variables(OLLAMA))
 
@@ -81,10 +115,11 @@ def _list_variables(answers: Mapping[str, str]) -> list[str]:
 
 
 def fields_table() -> str:
-    rows = ["| Field | Here |", "|---|---|"]
+    origins = {name: origin for origin, names in FIELD_ORIGINS.items() for name in names.split()}
+    rows = ["| Field | Of | Here |", "|---|---|---|"]
     for name, field in PeerFields.model_fields.items():
         if name in PeerFields.__annotations__:
-            rows.append(f"| `{name}` | {_describe_field(name, field)} |")
+            rows.append(f"| `{name}` | {origins[name]} | {_describe_field(name, field)} |")
     return "\n".join(rows)
 
 

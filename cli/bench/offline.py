@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from serve_llm.cli.bench.chart import Chart, chart_distribution, chart_rate, write_charts
 from serve_llm.cli.bench.datasets import WORDS, read_conversations, repeat_prefixes
+from serve_llm.cli.bench.peer_options import refuse_peer_options
 from serve_llm.cli.bench.report import format_row, format_title, summarize_times, write_json
 from serve_llm.cli.bench.serve import add_dataset_name, add_prefix_repetition, check_dataset, positive_int
 from serve_llm.cli.run_batch import BATCH_FIELDS
@@ -68,6 +69,7 @@ def _read_options(
     parser: argparse.ArgumentParser, argv: Sequence[str], names: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The options of the engine, and those of the benchmark, which have `names`. Raises OptionError."""
+    refuse_peer_options(parser.parse_known_args(list(argv))[1], starts_server=True)
     given = read_command_line(parser, ENGINE_FIELDS, argv)
     if given.pop("config", None) is not None:
         raise OptionError("--config: a benchmark takes its options from the command line")

@@ -17,7 +17,7 @@ from typing import Any
 import uvloop
 from tqdm import tqdm
 
-from serve_llm.cli.api_client import ApiClient, ApiError
+from serve_llm.cli.api_client import ApiClient, ApiError, is_url
 from serve_llm.cli.bench.chart import Chart, chart_distribution, chart_open, chart_rate, write_charts
 from serve_llm.cli.bench.client import StreamClient, TimedReply
 from serve_llm.cli.bench.datasets import (
@@ -28,6 +28,7 @@ from serve_llm.cli.bench.datasets import (
     read_conversations,
 )
 from serve_llm.cli.bench.goodput import count_met, parse_objectives
+from serve_llm.cli.bench.peer_options import refuse_peer_options
 from serve_llm.cli.bench.report import (
     TITLES,
     count_tokens,
@@ -170,6 +171,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     target, rest = split_target(argv)
     options, server_arguments = create_parser().parse_known_args(rest)
     target = find_target(target, options)
+    refuse_peer_options(server_arguments, starts_server=not is_url(target))
     metrics, percentiles = check_options(options)
     objectives = parse_objectives(options.goodput)
     # The environment's key may be several, of which one is enough.

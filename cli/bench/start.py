@@ -11,6 +11,7 @@ from pathlib import Path
 from serve_llm.cli.api_client import ApiClient
 from serve_llm.cli.bench.chart import Chart, write_charts
 from serve_llm.cli.bench.client import StreamClient
+from serve_llm.cli.bench.peer_options import refuse_peer_options
 from serve_llm.cli.bench.report import format_row, format_title, summarize_times, write_json
 from serve_llm.cli.bench.serve import positive_int
 from serve_llm.cli.server_process import ServerProcess, end_on_signals, split_target
@@ -37,6 +38,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     options, server_arguments = create_parser().parse_known_args(rest)
     if not argv or model != argv[0]:
         raise OptionError("bench start: give a model first")
+    refuse_peer_options(server_arguments, starts_server=True)
     api_key = environ.get("SERVE_LLM_API_KEY", "").split(",")[0] or None
     serving: list[float] = []
     first_token: list[float] = []

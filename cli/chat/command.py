@@ -34,13 +34,25 @@ def create_parser() -> argparse.ArgumentParser:
         description=DESCRIPTION,
         allow_abbrev=False,
     )
-    parser.add_argument("-p", "--prompt", metavar="TEXT", help="one message, to which stdin is added; then end")
+    # With the names of `vllm chat` besides ours.
+    parser.add_argument("--url", metavar="URL", help="the same as URL")
+    parser.add_argument(
+        "-p",
+        "--prompt",
+        "-q",
+        "--quick",
+        dest="prompt",
+        metavar="TEXT",
+        help="one message, to which stdin is added; then end",
+    )
     parser.add_argument("--lines", action="store_true", help="without a terminal: each line of stdin is typed")
-    parser.add_argument("--system", default="", metavar="TEXT", help="system message")
+    parser.add_argument("--system", "--system-prompt", dest="system", default="", metavar="TEXT", help="system message")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="field of requests; may be repeated"
     )
-    parser.add_argument("--model", metavar="NAME", help="name of the model at a URL (default: the first)")
+    parser.add_argument(
+        "--model", "--model-name", dest="model", metavar="NAME", help="of the model at a URL (default: the first)"
+    )
     parser.add_argument("--api-key", metavar="KEY", help="key of the server (default: SERVE_LLM_API_KEY)")
     return parser
 
@@ -49,6 +61,12 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Returns the exit code. Raises ServeError."""
     target, rest = split_target(argv)
     options, server_arguments = create_parser().parse_known_args(rest)
+    if options.url is not None:
+        if target != DEFAULT_URL:
+            raise OptionError("--url: the server is given twice")
+        target = options.url
+        if not is_url(target):
+            raise OptionError(f"--url: expected http://HOST:PORT, not {target!r}")
     # The environment's key may be several, of which one is enough.
     api_key = options.api_key or environ.get("SERVE_LLM_API_KEY", "").split(",")[0] or None
     display = ChatDisplay(sys.stdout, sys.stderr)

@@ -1,4 +1,4 @@
-"""Options of vLLM, SGLang and llama.cpp, and their counterparts here.
+"""Options of vLLM, SGLang, llama.cpp and Ollama, and their counterparts here.
 
 `sources` reads the tables when an option is unknown: an equivalent option is accepted with a notice, everything else is
 an error that says what to do. docs/from-*.md show the same tables.
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from serve_llm.common.errors import OptionError
 from serve_llm.common.options.llama_cpp_flags import LLAMA_CPP
+from serve_llm.common.options.ollama_flags import OLLAMA, OLLAMA_COMMANDS, VLLM_COMMANDS
 from serve_llm.common.options.parsers import parse_boolean
 from serve_llm.common.options.peer_flag import PeerFlag
 from serve_llm.common.options.sglang_flags import SGLANG
@@ -21,16 +22,9 @@ from serve_llm.common.options.vllm_flags import VLLM
 
 logger = logging.getLogger(__name__)
 
-PEER_FLAGS: dict[str, tuple[PeerFlag, ...]] = {"vLLM": VLLM, "SGLang": SGLANG, "llama.cpp": LLAMA_CPP}
+PEER_FLAGS: dict[str, tuple[PeerFlag, ...]] = {"vLLM": VLLM, "SGLang": SGLANG, "llama.cpp": LLAMA_CPP, "Ollama": OLLAMA}
 
-# First words of other command lines -> what to type here.
-PEER_COMMANDS = {
-    "run": "Ollama's `run MODEL` is `serve-llm chat MODEL`",
-    "pull": "Ollama's `pull MODEL` is not needed: `serve-llm MODEL` downloads what is missing",
-    "list": "Ollama's `list` has no counterpart: a server has one model, which is given first",
-    "ps": "Ollama's `ps` is `serve-llm top`",
-    "create": "Ollama's `create` is not needed: `serve-llm FILE.gguf` serves a file",
-}
+PEER_COMMANDS = OLLAMA_COMMANDS | VLLM_COMMANDS
 
 
 class FoundFlag(NamedTuple):

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -11,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from serve_llm.cli.api_client import ApiClient
-from serve_llm.cli.bench import chart, command, datasets, goodput, report, serve
+from serve_llm.cli.bench import chart, command, datasets, goodput, peer_options, report, serve, start
 from serve_llm.cli.bench.client import StreamUsage, TimedReply
 from serve_llm.common.errors import OptionError
 from support.scripted_api import ScriptedApi, serve_script
@@ -236,6 +237,15 @@ def test_a_failed_request_is_counted_and_named(capsys: pytest.CaptureFixture[str
         ("throughput demo --num-iters 2", "unknown option --num-iters"),
         ("start", "give a model first"),
         ("start demo --zzz", "unknown option --zzz"),
+        ("startup", "give a model first"),
+        ("start demo --num-iters-cold 2", "--num-iters-cold is an option of vLLM's bench: --num-iters N starts"),
+        ("serve --tokenizer gpt2", "--tokenizer is an option of vLLM's bench: not needed; lengths are those that"),
+        ("serve --save-detailed", "--save-detailed is an option of vLLM's bench: --save-result writes"),
+        ("serve demo --ramp-up-strategy=linear", "--ramp-up-strategy is an option of vLLM's bench: --request-rate is"),
+        ("serve demo --tokenizer /nonexistent --port 1", "--host, --port: the server is given twice"),
+        ("serve --headless", "--headless is an option of vLLM: --node-rank N"),
+        ("throughput demo --async-engine", "--async-engine is an option of vLLM's bench: omit it"),
+        ("latency demo --tensor-parallel-siz 2", "did you mean --tensor-parallel-size?"),
         ("nonsense", "bench: expected one of serve, latency, throughput, start, not 'nonsense'"),
     ],
 )
@@ -243,6 +253,14 @@ def test_bad_arguments(arguments: str, words: str) -> None:
     with pytest.raises(OptionError) as raised:
         command.main(arguments.split(), {})
     assert words in str(raised.value)
+
+
+def test_options_of_vllms_bench_name_ours() -> None:
+    known = serve.create_parser()._option_string_actions | start.create_parser()._option_string_actions
+    for flag in peer_options.VLLM_BENCH:
+        assert known.keys().isdisjoint(flag.names), "it is an option here"
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", flag.answer)) <= known.keys()
+    peer_options.refuse_peer_options(["--tokenizer", "x", "--served-model-name", "a"], starts_server=True)
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:

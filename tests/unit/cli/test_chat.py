@@ -40,6 +40,24 @@ def test_stdin_is_one_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     ]
 
 
+def test_names_of_vllms_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    with serve_script([[{"content": "yes"}]]) as api:
+        arguments = ["--url", api.url + "/v1", "--model-name", "m", "--system-prompt", "S", "-q", "well?"]
+        assert command.main(arguments, {}) == 0
+        with pytest.raises(OptionError, match="--url: the server is given twice"):
+            command.main(["demo", "--url", api.url], {})
+    assert capsys.readouterr().out == "yes\n"
+    assert api.bodies[0]["model"] == "m" and [one["content"] for one in api.bodies[0]["messages"]] == ["S", "well?"]
+    for arguments, words in (
+        (["--url", "demo"], "--url: expected http://HOST:PORT"),
+        (["http://h", "--keepalive", "5m"], "--keepalive is an option of Ollama: not needed"),
+        (["http://h", "--zzz"], "unknown option --zzz; if it is one of a server"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            command.main(arguments, {})
+
+
 def test_lines_are_turns_and_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     lines = "/set max_tokens 5\none\n\ntwo\n/retry\n/reset\nthree\n/quit\nfour\n"
     with serve_script([[{"content": text}] for text in "ABCD"]) as api:

@@ -35,7 +35,10 @@ def test_serve_is_the_server() -> None:
     [
         ("list", "Ollama's `list` has no counterpart"),
         ("pull llama3", "`serve-llm MODEL` downloads what is missing"),
-        ("complete bash", "unknown command 'complete'; did you mean completion?"),
+        ("completions bash", "unknown command 'completions'; did you mean completion?"),
+        ("complete --quick hi", "vLLM's `complete` has no counterpart: POST /v1/completions"),
+        ("ps", "Ollama's `ps` is `serve-llm top`"),
+        ("rm llama3", "`hf cache rm` removes them"),
         ("runbatch demo -i a -o b", "unknown command 'runbatch'; did you mean run-batch?"),
     ],
 )

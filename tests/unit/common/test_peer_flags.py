@@ -13,6 +13,8 @@ from serve_llm.common.options.peer_flags import PEER_COMMANDS, PEER_FLAGS, find_
 from serve_llm.common.options.peer_variables import PEER_VARIABLES, log_unread
 from serve_llm.common.options.schema import Options
 from serve_llm.common.options.sources import make_options, make_parser, parse_args
+from serve_llm.server.schema.chat import ChatRequest
+from serve_llm.server.schema.completions import CompletionRequest
 from support.scripts import load_script
 
 ROOT = Path(__file__).parents[3]
@@ -35,6 +37,7 @@ VALUES = {
         ("demo --no-enable-prefix-caching", {"enable_prefix_caching": False}),
         ("--model org/name --trust-remote-code", {"model": "org/name"}),
         ("demo --tp=3 --enable-chunked-prefill", {"tensor_parallel_size": 3}),
+        ("demo --num-ctx 1k", {"max_model_len": 1000}),
         ("demo --context-length 1k -t 2", {"max_model_len": 1000, "cpu_threads": 2}),
         ("-m file.gguf -a name", {"model": "file.gguf", "served_model_name": ("name",)}),
         ("demo --disable-radix-cache --disable-cuda-graph", {"enable_prefix_caching": False, "enforce_eager": True}),
@@ -60,6 +63,7 @@ def test_what_means_the_same_is_accepted_with_a_line(
         ("demo --data-parallel-size-local 2", "--data-parallel-split"),
         ("demo --ctx-size", "--max-model-len"),
         ("demo --tp", "--tp: expected one argument"),
+        ("demo --keep-alive 5m", "--keep-alive is an option of Ollama: not needed; the model stays loaded"),
         ("run llama", "Ollama's `run MODEL` is `serve-llm chat MODEL`"),
         ("demo --enable-prefix-caching --zzz", "unknown option --zzz"),
     ],
@@ -132,7 +136,8 @@ def test_a_pattern_does_not_hide_a_typing_error() -> None:
         assert words in str(raised.value)
 
 
-def test_commands_of_ollama_name_ours() -> None:
+def test_commands_of_other_engines_name_ours() -> None:
+    assert {"run", "pull", "list", "ps", "show", "rm", "complete"} <= set(PEER_COMMANDS)
     for command, answer in PEER_COMMANDS.items():
         assert command in answer and ("serve-llm" in answer or "counterpart" in answer)
 
@@ -151,7 +156,7 @@ def peers_page() -> ModuleType:
 
 def test_the_page_has_every_row(peers_page: ModuleType) -> None:
     page = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("from-*.md")))
-    for kind in ("vLLM", "SGLang", "llama.cpp", "commands", "variables", "fields", "metrics"):
+    for kind in ("vLLM", "SGLang", "llama.cpp", "Ollama", "commands", "variables", "fields", "metrics"):
         assert f"<!-- {kind}: begin (make docs) -->\n{peers_page.table(kind)}\n<!-- {kind}: end -->" in page, (
             "make docs"
         )
@@ -167,3 +172,14 @@ def test_the_page_names_what_exists(peers_page: ModuleType) -> None:
         assert f"| `{name}` |" in metrics
     for answer in PEER_VARIABLES.values():
         assert set(re.findall(r"--[a-z-]+", answer)) <= KNOWN
+
+
+def test_the_fields_beside_ollamas_exist() -> None:
+    page = (ROOT / "docs" / "from-ollama.md").read_text(encoding="utf-8").partition("## Fields")[2]
+    rows = [row.split(" | ") for row in page.partition("\n\n| In an answer")[0].splitlines() if row.startswith("| `")]
+    named = {name for theirs, ours in rows for name in re.findall(r"`([a-z_]+)[`:]", ours)}
+    for theirs, ours in rows:
+        if ours.startswith("the same"):
+            named |= set(re.findall(r"[a-z_]{3,}", theirs)) - {"options"}
+    known = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
+    assert len(named) > 20 and named - known == {"system"}
