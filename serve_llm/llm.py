@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-from tqdm import tqdm
 
 from serve_llm.common.errors import OptionError
 from serve_llm.common.hub import resolve_model, resolve_tokenizer
@@ -26,6 +26,7 @@ from serve_llm.server.engines.supervisor import Supervisor
 from serve_llm.server.generate.delta import Delta
 from serve_llm.server.generate.dispatcher import LocalDispatcher
 from serve_llm.server.generate.generation import Generation, Generator
+from serve_llm.server.generate.offline import UseTqdm, create_bar, run_all
 from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.prompt import pooling_jobs
 from serve_llm.server.prompt.chat_turn import prepare_turn
@@ -34,6 +35,7 @@ from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import build_grammar_compiler
 from serve_llm.server.prompt.pooling_jobs import Pool
 from serve_llm.server.prompt.validate import TextRequest, check_text, prepare
+from serve_llm.server.response.metrics_snapshot import MetricValue, read_metrics
 from serve_llm.server.response.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -55,7 +57,6 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 AdapterChoice = LoRARequest | str  # an adapter, or the name of one that is loaded
 PreparedPrompt = tuple[str | None, TextRequest]  # the prompt's text, None if it was given as ids
-UseTqdm = bool | Callable[..., "tqdm[Any]"]  # whether a bar is shown, or what to call instead of tqdm
 
 
 class LLM:
@@ -99,6 +100,7 @@ class LLM:
         context = Context(self._model, self._replicas.facts, resolved.limits, trusts_templates=True, is_worker=True)
         self._context = context._replace(grammars=build_grammar_compiler(context))
         self._num_requests = 0
+        self._cache_salt = ""  # requests share cached prefixes with those of the same salt
 
     def generate(
         self,
@@ -107,6 +109,7 @@ class LLM:
         use_tqdm: UseTqdm = True,
         *,
         lora_request: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continue all prompts together. Returns the outputs in the order of the prompts.
 
@@ -114,12 +117,15 @@ class LLM:
         sampling_params: one for all, or one for each; by default those of the model's generation_config.json.
         lora_request: an adapter for all, or one or None for each: a `LoRARequest`, or the name of an adapter that is
             loaded, by an earlier `LoRARequest` or `lora_modules`; needs enable_lora=True.
+        priority: one for each prompt; lower values run first.
         Raises InvalidRequest (a ValueError) before anything runs if a prompt or parameter is invalid, AdapterError if
         an adapter cannot be served, and GenerationFailed if the engine fails.
         """
         parsed = [_parse_prompt(prompt) for prompt in _to_list(prompts)]
         params = self._expand_params(len(parsed), sampling_params)
         prepared = [self._prepare(prompt, one) for prompt, one in zip(parsed, params, strict=True)]
+        if priority is not None:
+            _set_priorities(prepared, priority)
         return self._complete(self._add_adapters(prepared, lora_request), use_tqdm)
 
     def chat(
@@ -230,6 +236,17 @@ class LLM:
             directory = resolve_tokenizer(self._options.tokenizer, self._options.download_dir)
         return load_transformers_tokenizer(directory)
 
+    def get_metrics(self) -> list[MetricValue]:
+        """The metrics of docs/metrics.md as they are now: gauges, counters and histograms."""
+        options = self._options
+        source = "none" if options.speculation is None else options.speculation.method
+        return read_metrics(self._replicas, self._model.names[0], options.metrics_prefix, source)
+
+    def reset_prefix_cache(self) -> bool:
+        """Let later calls share no cached prefixes with earlier ones. Returns True."""
+        self._cache_salt = secrets.token_hex(8)
+        return True
+
     def close(self) -> None:
         """Stop the engine. Idempotent."""
         self._close()
@@ -279,9 +296,9 @@ class LLM:
         return prepared
 
     def _complete(self, prepared: Sequence[PreparedPrompt], use_tqdm: UseTqdm) -> list[RequestOutput]:
-        generations = [self._generator.open(request) for _, request in prepared]
-        with _create_bar(use_tqdm, len(prepared)) as bar:
-            results = self._run(_run_all(generations, bar))
+        generations = [self._open(request) for _, request in prepared]
+        with create_bar(use_tqdm, len(prepared)) as bar:
+            results = self._run(run_all(generations, bar))
         return [
             self._build_output(text, generation, deltas)
             for (text, _), generation, deltas in zip(prepared, generations, results, strict=True)
@@ -315,9 +332,9 @@ class LLM:
     ) -> list[PoolingRequestOutput[VectorOutput]]:
         """One request per body, of the route that `job` belongs to, all together."""
         pools = [job(msgspec.json.encode(body), self._context) for body in bodies]
-        generations = [self._generator.open(pool.request) for pool in pools]
-        with _create_bar(use_tqdm, len(pools)) as bar:
-            results = self._run(_run_all(generations, bar))
+        generations = [self._open(pool.request) for pool in pools]
+        with create_bar(use_tqdm, len(pools)) as bar:
+            results = self._run(run_all(generations, bar))
         outputs = []
         for pool, deltas in zip(pools, results, strict=True):
             self._num_requests += 1
@@ -325,6 +342,10 @@ class LLM:
             ids = [token_id for prompt in pool.request.prompts for token_id in prompt]
             outputs.append(PoolingRequestOutput(str(self._num_requests - 1), ids, vector_output))
         return outputs
+
+    def _open(self, request: TextRequest) -> Generation:
+        request.cache_salt = self._cache_salt
+        return self._generator.open(request)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -339,33 +360,6 @@ async def _create_supervisor(options: Options, directory: str) -> Supervisor:
     return Supervisor(options, directory)
 
 
-def _create_bar(use_tqdm: UseTqdm, total: int) -> tqdm[Any]:
-    if isinstance(use_tqdm, bool):
-        return tqdm(total=total, desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True)
-    return use_tqdm(total=total, desc="Processed prompts", dynamic_ncols=True)
-
-
-async def _run_all(generations: list[Generation], bar: tqdm[Any]) -> list[list[Delta]]:
-    """The deltas of each generation, one per choice. Raises the first error, which ends all others."""
-    num_tokens = 0
-
-    async def run(generation: Generation) -> list[Delta]:
-        nonlocal num_tokens
-        with generation:
-            deltas = await generation.read_whole()
-        num_tokens += generation.counts().completion
-        bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.1f} output tokens/s", refresh=False)
-        bar.update()
-        return deltas
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(run(generation)) for generation in generations]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
-
-
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
     loop.close()
@@ -375,6 +369,15 @@ def _stop(supervisor: Supervisor, loop: asyncio.AbstractEventLoop, thread: threa
     asyncio.run_coroutine_threadsafe(supervisor.stop(), loop).result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
+
+
+def _set_priorities(prepared: Sequence[PreparedPrompt], priorities: Sequence[int]) -> None:
+    if len(priorities) != len(prepared):
+        raise InvalidRequest(f"{len(priorities)} priorities for {len(prepared)} prompts", "priority")
+    for (_, request), priority in zip(prepared, priorities, strict=True):
+        if not -(2**31) <= priority < 2**31:
+            raise InvalidRequest("priority must fit into 32 bits", "priority")
+        request.priority = priority
 
 
 def _to_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from serve_llm.server.http.errors import InvalidRequest
+from serve_llm.server.sampling_fields import SamplingFields
 from serve_llm.server.structured_output.params import StructuredOutputs
 
 
@@ -79,7 +80,7 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-class SamplingParams(msgspec.Struct, kw_only=True):
+class SamplingParams(msgspec.Struct, kw_only=True, metaclass=SamplingFields):
     """Each field as in OpenAI's and vLLM's APIs. Raises InvalidRequest (a ValueError) that names the first bad one."""
 
     n: int = 1

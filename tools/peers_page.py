@@ -13,7 +13,8 @@ from serve_llm.common.options.peer_flags import PEER_FLAGS
 from serve_llm.common.options.peer_variables import LLAMA_CPP, OLLAMA, VLLM
 from serve_llm.common.options.sglang_flags import SGLANG_SAME
 from serve_llm.common.options.vllm_flags import VLLM_SAME
-from serve_llm.server.schema.peer_fields import OTHER_NAMES, PeerFields
+from serve_llm.server.sampling_fields import OTHER_NAMES
+from serve_llm.server.schema.peer_fields import PeerFields
 
 SAME = {"vLLM": VLLM_SAME, "SGLang": SGLANG_SAME, "llama.cpp": LLAMA_CPP_SAME}
 
@@ -98,6 +99,8 @@ def flags_table(engine: str) -> str:
 def _describe_outcome(flag: PeerFlag) -> str:
     if flag.is_accepted:
         return "accepted"
+    if flag.at_most is not None:
+        return f"accepted: up to {flag.at_most}"
     if flag.neutral:
         return "accepted: " + ", ".join(f"`{value}`" for value in flag.neutral)
     return ""

@@ -15,10 +15,27 @@ class PeerFlag(NamedTuple):
     neutral: tuple[str, ...] = ()  # accepted with these values, in lower case, which describe what happens here anyway
     is_always: bool = False  # accepted without a value, because what it asks for always happens here
     may_be_off: bool = False  # in Python and YAML, false is accepted as well
+    is_ignored: bool = False  # accepted with any value, since it concerns a part that is not here
+    at_most: int | None = None  # accepted with numbers up to this one, with which nothing is refused that is served
 
     @property
     def is_accepted(self) -> bool:
-        return bool(self.ours) or self.is_always
+        return bool(self.ours) or self.is_always or self.is_ignored
+
+    @property
+    def has_value(self) -> bool:
+        return self.takes_value or bool(self.neutral) or self.at_most is not None
+
+    @property
+    def depends_on_value(self) -> bool:
+        """Accepted only with a value for which `allows` is true."""
+        return bool(self.neutral) or self.at_most is not None
+
+    def allows(self, value: object) -> bool:
+        text = str(value).lower()
+        if self.at_most is not None:
+            return text.isdecimal() and int(text) <= self.at_most
+        return text in self.neutral
 
 
 def same(names: str, ours: str, note: str = "") -> PeerFlag:
@@ -40,6 +57,16 @@ def always(names: str, answer: str, may_be_off: bool = False) -> PeerFlag:
 def neutral(names: str, values: str, answer: str) -> PeerFlag:
     """An option that is accepted with `values`, separated by `|`, and refused with others."""
     return PeerFlag(tuple(names.split()), answer, neutral=tuple(values.split("|")))
+
+
+def ignored(names: str, answer: str, takes_value: bool = False) -> PeerFlag:
+    """An option that is accepted with any value and has no effect. answer: why, for the notice."""
+    return PeerFlag(tuple(names.split()), answer, takes_value=takes_value, is_ignored=True)
+
+
+def up_to(names: str, number: int, answer: str) -> PeerFlag:
+    """A limit that is accepted up to ours, since ours is then the looser one."""
+    return PeerFlag(tuple(names.split()), answer, at_most=number)
 
 
 def refused(names: str, answer: str) -> PeerFlag:

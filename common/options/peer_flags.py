@@ -66,8 +66,7 @@ def translate_arguments(argv: Sequence[str], known: Collection[str]) -> list[str
         if found is None:
             translated.append(argument)
             continue
-        takes_value = found.flag.takes_value or bool(found.flag.neutral)
-        translated += _translate(found, name, _read_value(name, equals, value, rest) if takes_value else None)
+        translated += _translate(found, name, _read_value(name, equals, value, rest) if found.flag.has_value else None)
     return translated
 
 
@@ -82,8 +81,8 @@ def _read_value(name: str, equals: str, value: str, rest: Iterator[str]) -> str:
 
 def _translate(found: FoundFlag, name: str, value: str | None) -> list[str]:
     flag = found.flag
-    if value is not None and flag.neutral:
-        if value.lower() not in flag.neutral:
+    if flag.depends_on_value:
+        if not flag.allows(value):
             raise found.refuse(name)
         _log_notice(name, flag.answer)
         return []
@@ -110,9 +109,13 @@ def translate_name(name: str, value: object, source: str) -> tuple[str, object] 
     if value is None:
         return "", None
     flag = found.flag
-    if flag.neutral:
-        if str(value).lower() not in flag.neutral:
+    if flag.depends_on_value:
+        if not flag.allows(value):
             raise found.refuse(source)
+        return "", None
+    if flag.is_ignored:
+        if value is not False:
+            _log_notice(source, flag.answer)
         return "", None
     if not flag.is_accepted:
         raise found.refuse(source)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_llm.common.options.peer_flag import PeerFlag, always, neutral, refused, same, switch
+from serve_llm.common.options.peer_flag import PeerFlag, always, ignored, neutral, refused, same, switch, up_to
 
 _CONFIG = "edit config.json in a copy of the checkpoint"
 _DIALECT = "the chat template shows the format; --dialect selects another one (docs/dialects.md)"
@@ -66,7 +66,7 @@ VLLM: tuple[PeerFlag, ...] = (
         "--kv-offloading-size --kv-offloading-backend",
         "--kv-offload-memory SIZE is the host memory of each rank, with a unit; --kv-offload-dir adds a directory",
     ),
-    neutral("--swap-space", "0|0.0", "omit it; a preempted request is computed again instead of swapped"),
+    ignored("--swap-space", "no effect; a preempted request is computed again instead of swapped", takes_value=True),
     neutral("--cpu-offload-gb", "0|0.0", _OFFLOAD),
     refused("--cpu-offload-params --offload-*", _OFFLOAD),
     refused("--disable-sliding-window --*disable-hybrid-kv-cache-manager --mamba-* --gdn-*", _FULL_ATTENTION),
@@ -105,7 +105,7 @@ VLLM: tuple[PeerFlag, ...] = (
     refused("--limit-mm-per-prompt --mm-* --*-mm-* --media-io-kwargs --interleave-mm-strings", _TEXT_ONLY),
     refused("--allowed-local-media-path --allowed-media-domains --video-* --enable-multimodal-*", _TEXT_ONLY),
     neutral("--logprobs-mode", "raw_logprobs", "omit it; log-probabilities are those before temperature"),
-    refused("--max-logprobs", "top_logprobs is at most 20, as in OpenAI's API; --limit logprobs=N is per request"),
+    up_to("--max-logprobs", 20, "top_logprobs is at most 20, as in OpenAI's API; --limit logprobs=N is per request"),
     neutral("--guided-decoding-backend", "auto|guidance", "omit it; llguidance enforces schemas and grammars"),
     refused("--guided-decoding-*", "omit it; llguidance enforces schemas and grammars"),
     refused("--structured-outputs-config", "omit it; llguidance enforces schemas and grammars"),
@@ -193,7 +193,7 @@ VLLM: tuple[PeerFlag, ...] = (
     refused("--aggregate-engine-logging", "always so; one line is for all engines"),
     refused("--enable-logging-iteration-details", "--log-level debug"),
     refused("--kv-cache-metrics* --enable-mfu-metrics", "omit it; docs/metrics.md lists all metrics"),
-    refused("--disable-log-stats", "--log-level warning hides the statistics, /metrics keeps them"),
+    ignored("--disable-log-stats", "no effect; --log-level warning hides the statistics, /metrics keeps them"),
     refused("--uvicorn-log-level", "--log-level is for all messages"),
     refused(
         "--disable-uvicorn-access-log --disable-access-log-for-endpoints",

@@ -10,6 +10,7 @@ from pydantic import Field, JsonValue
 from pydantic.fields import FieldInfo
 
 from serve_llm.server.http.errors import InvalidRequest, Unsupported
+from serve_llm.server.sampling_fields import OTHER_NAMES
 from serve_llm.server.sampling_params import RANGES
 from serve_llm.server.schema.common import Ignored, RequestBody, Strings, ranged
 
@@ -26,17 +27,6 @@ def same(name: str) -> str:
 
 _STRUCTURED = "use structured_outputs"
 _REPETITION = "use repetition_detection"
-
-OTHER_NAMES = {
-    "max_new_tokens": "max_tokens",
-    "n_predict": "max_tokens",
-    "rep_pen": "repetition_penalty",
-    "repeat_penalty": "repetition_penalty",
-    "sampler_seed": "seed",
-    "stopping_strings": "stop",
-    "ban_eos_token": "ignore_eos",
-}
-"""Names that other servers have for fields of `SamplingBody`."""
 
 
 class PeerFields(RequestBody):

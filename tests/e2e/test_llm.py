@@ -10,7 +10,10 @@ import pytest
 
 from serve_llm import LLM, RequestOutput, SamplingParams
 from serve_llm.common.errors import OptionError
+from serve_llm.server.generate.generation import Generation
 from serve_llm.server.http.errors import InvalidRequest
+from serve_llm.server.prompt.validate import TextRequest
+from serve_llm.server.response.metrics_snapshot import CounterValue, GaugeValue, HistogramValue
 
 PROMPTS = ["class Stack:\n    def __init__(self):\n", "def main():\n", "import os\n"]
 
@@ -102,6 +105,45 @@ def test_mistakes_are_named_and_cost_nothing(llm: LLM) -> None:
     with pytest.raises(OptionError, match="max_model_length; did you mean max_model_len"):
         LLM("demo", max_model_length=5)
     assert llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)[0].finished
+
+
+def test_metrics_and_a_reset_of_the_prefix_cache(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3)
+    prompt = {"prompt_token_ids": list(range(100, 164))}
+    before = {metric.name: metric for metric in llm.get_metrics()}
+    cached = [llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens for _ in range(2)]
+    assert llm.reset_prefix_cache() is True
+    cached += [llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens for _ in range(2)]
+    assert cached[0] == cached[2] == 0 and cached[1] == cached[3] > 0
+    after = {metric.name: metric for metric in llm.get_metrics()}
+    tokens, running = after["serve_llm_generation_tokens"], after["serve_llm_num_requests_running"]
+    assert isinstance(tokens, CounterValue) and tokens.labels == {"model_name": "demo", "engine": "0"}
+    if "serve_llm_generation_tokens" in before:
+        assert tokens.value - before["serve_llm_generation_tokens"].value == 12
+    assert isinstance(running, GaugeValue) and running.value == 0
+    latency = after["serve_llm_e2e_request_latency_seconds"]
+    assert isinstance(latency, HistogramValue) and latency.count == latency.buckets["+Inf"] >= 4 and latency.sum > 0
+    assert not [name for name in after if "http" in name or "stored_responses" in name]
+
+
+def test_priorities(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3)
+    opened = []
+    open_generation = llm._generator.open
+
+    def record(request: TextRequest) -> Generation:
+        opened.append(request.priority)
+        return open_generation(request)
+
+    monkeypatch.setattr(llm._generator, "open", record)
+    plain = llm.generate(PROMPTS, params, use_tqdm=False)
+    ordered = llm.generate(PROMPTS, params, use_tqdm=False, priority=[2, -1, 1])
+    assert opened == [0, 0, 0, 2, -1, 1]
+    assert [one.outputs[0].text for one in ordered] == [one.outputs[0].text for one in plain]
+    with pytest.raises(InvalidRequest, match="2 priorities for 3 prompts"):
+        llm.generate(PROMPTS, params, priority=[1, 2])
+    with pytest.raises(InvalidRequest, match="priority must fit into 32 bits"):
+        llm.generate("x", params, priority=[2**31])
 
 
 def test_a_script_of_four_lines_needs_no_main_guard_and_leaves_nothing(tmp_path) -> None:

@@ -41,7 +41,8 @@ VALUES = {
         ("demo --context-length 1k -t 2", {"max_model_len": 1000, "cpu_threads": 2}),
         ("-m file.gguf -a name", {"model": "file.gguf", "served_model_name": ("name",)}),
         ("demo --disable-radix-cache --disable-cuda-graph", {"enable_prefix_caching": False, "enforce_eager": True}),
-        ("demo --disable-custom-all-reduce --swap-space 0", {"all_reduce": "nccl"}),
+        ("demo --disable-custom-all-reduce --swap-space 4", {"all_reduce": "nccl"}),
+        ("demo --disable-log-stats --max-logprobs 5 --max-num-seqs 3", {"max_num_seqs": 3}),
         ("demo --mem-fraction-static 0.5 --seed 1", {"gpu_memory_utilization": 0.5, "seed": 1}),
     ],
 )
@@ -55,7 +56,9 @@ def test_what_means_the_same_is_accepted_with_a_line(
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("demo --swap-space 4", "--swap-space is an option of vLLM: omit it; a preempted request"),
+        ("demo --cpu-offload-gb 4", "--cpu-offload-gb is an option of vLLM: weights are not offloaded"),
+        ("demo --max-logprobs 21", "--max-logprobs is an option of vLLM: top_logprobs is at most 20"),
+        ("demo --max-logprobs=-1", "--max-logprobs is an option of vLLM: top_logprobs is at most 20"),
         ("demo --tool-call-parser hermes", "the chat template shows the format; --dialect selects another"),
         ("demo -ngl 99", "-ngl is an option of llama.cpp: not needed"),
         ("demo --headless", "--node-rank N"),
@@ -78,17 +81,17 @@ def test_the_rest_is_answered(argv: str, words: str) -> None:
 def test_every_row_does_what_it_says(engine: str, flag) -> None:  # type: ignore[no-untyped-def]
     for name in flag.names:
         assert name not in KNOWN, "it is an option here"
-        if not (flag.is_accepted or flag.neutral):
+        if not (flag.is_accepted or flag.depends_on_value):
             with pytest.raises(OptionError, match=re.escape(flag.answer)):
                 translate_arguments(["demo", name, "x"], KNOWN)
             continue
-        value = flag.neutral[0] if flag.neutral else VALUES.get(flag.ours, "2") if flag.takes_value else None
+        value = flag.neutral[0] if flag.neutral else VALUES.get(flag.ours, "2") if flag.has_value else None
         argv = [name] if value is None else [name, value]
         argv += NEEDS.get(flag.ours, [])
         if flag.ours != "MODEL":
             argv = ["demo", *argv]
         assert parse_args(argv, {}).model, "the words here are a valid command line"
-        if flag.neutral:
+        if flag.depends_on_value:
             with pytest.raises(OptionError, match=re.escape(flag.answer)):
                 parse_args(["demo", name, "zzz"], {})
     for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", flag.answer):
@@ -100,6 +103,17 @@ def test_no_flag_is_in_two_tables_with_different_answers() -> None:
         assert set(one.names).isdisjoint(other.names) or one.answer == other.answer, (one.names, other.names)
 
 
+def test_what_most_scripts_for_vllm_set_is_accepted_with_one_notice(caplog: pytest.LogCaptureFixture) -> None:
+    options = make_options("demo", swap_space=4, disable_log_stats=True, max_logprobs=20)
+    assert options == Options(model="demo")
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        "swap_space: no effect",
+        "disable_log_stats: no effect",
+    ]
+    caplog.clear()
+    assert make_options("demo", disable_log_stats=False) == Options(model="demo") and not caplog.records
+
+
 def test_files_variables_and_keywords(tmp_path: Path) -> None:
     file = tmp_path / "o.yaml"
     file.write_text("disable-radix-cache: true\ntp_size: 2\ntrust-remote-code: false\n")
@@ -108,7 +122,7 @@ def test_files_variables_and_keywords(tmp_path: Path) -> None:
     scripts = {"trust_remote_code": True, "tokenizer_mode": "auto", "swap_space": 0, "cpu_offload_gb": None}
     assert make_options("demo", **scripts) == Options(model="demo")
     assert make_options("demo", disable_radix_cache=False) == Options(model="demo")
-    for name, value in (("swap_space", 4), ("enable_chunked_prefill", False), ("tool_call_parser", "hermes")):
+    for name, value in (("cpu_offload_gb", 4), ("enable_chunked_prefill", False), ("tool_call_parser", "hermes")):
         with pytest.raises(OptionError, match=f"{name} is an option of vLLM: "):
             make_options("demo", **{name: value})
     with pytest.raises(OptionError, match="trust_remote_code: expected true or false"):

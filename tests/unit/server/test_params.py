@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+
 import pytest
 
 from serve_llm.server.http.errors import InvalidRequest
@@ -77,3 +79,62 @@ def test_refused_by_name(param: str, given: dict[str, object]) -> None:
     assert caught.value.param == param
     assert param in caught.value.message
     assert isinstance(caught.value, ValueError)
+
+
+NEUTRAL_OF_VLLM = {
+    "best_of": 1,
+    "detokenize": True,
+    "extra_args": None,
+    "logits_processors": None,
+    "spaces_between_special_tokens": True,
+    "use_beam_search": False,
+}
+
+
+class RequestOutputKind(enum.Enum):
+    """As vLLM numbers them."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY, 0, None])
+def test_fields_of_vllm_that_ask_for_nothing(kind: object) -> None:
+    found = SamplingParams(temperature=0.5, n=3, output_kind=kind, **NEUTRAL_OF_VLLM)  # type: ignore[arg-type,call-arg]
+    assert found == SamplingParams(temperature=0.5, n=3)
+    assert SamplingParams(n=3, best_of=3) == SamplingParams(n=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"detokenize": False}, "detokenize=False is not supported; omit it"),
+        ({"best_of": 2}, "best_of=2 is not supported; n gives"),
+        ({"use_beam_search": True}, "beam search is not implemented"),
+        ({"output_kind": RequestOutputKind.DELTA}, "LLM returns whole texts"),
+        ({"extra_args": {"a": 1}}, "extra_args"),
+        ({"detokenize": True, "temperature": 3}, "temperature must be"),
+    ],
+)
+def test_fields_of_vllm_that_ask_for_something(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        SamplingParams(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("temprature", r"no field 'temprature'; did you mean temperature\?"),
+        ("max_new_tokens", r"did you mean max_tokens\?"),
+        ("zzz", r"no field 'zzz'; docs/offline\.md lists what takes its place"),
+    ],
+)
+def test_unknown_fields(name: str, suggestion: str) -> None:
+    with pytest.raises(TypeError, match=suggestion):
+        SamplingParams(n=1, **{name: 1})  # type: ignore[arg-type]
+
+
+def test_a_value_of_the_wrong_type_is_no_unknown_field() -> None:
+    with pytest.raises(TypeError, match="not supported between"):
+        SamplingParams(temperature="hot")  # type: ignore[arg-type]
