@@ -35,6 +35,13 @@ shift 4
 hf_home=$(cd "$hf_home" && pwd)
 command -v docker >/dev/null || fail "docker is not on PATH"
 
+# The container's user is uid 1000 and gid 1000, whoever that is here. Access lists are not looked at, so only warn.
+read -r mode uid gid < <(stat -c '%a %u %g' "$hf_home")
+if [ "$uid" = 1000 ]; then wanted=0300; elif [ "$gid" = 1000 ]; then wanted=0030; else wanted=0003; fi
+if (((8#$mode & wanted) != wanted)); then
+  echo "run_cluster.sh: uid 1000, the container's user, cannot write to $hf_home: chown -R 1000 it, or downloads fail" >&2
+fi
+
 # Every user of the machine can read command lines with ps, so docker takes the values of secrets from the environment.
 host_ip=${SERVE_LLM_HOST_IP:-} passed=()
 while [ $# -gt 0 ]; do

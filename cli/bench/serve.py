@@ -42,6 +42,7 @@ from serve_llm.cli.bench.report import (
 )
 from serve_llm.cli.server_process import end_on_signals, find_server, split_target
 from serve_llm.common.errors import OptionError
+from serve_llm.common.options.help_text import DefaultsFormatter
 from serve_llm.common.options.sources import OptionParser
 
 DESCRIPTION = (
@@ -69,7 +70,7 @@ def create_parser() -> argparse.ArgumentParser:
         prog="serve-llm bench serve",
         usage="serve-llm bench serve [URL|MODEL] [options] [options of the server]",
         description=DESCRIPTION,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=DefaultsFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument

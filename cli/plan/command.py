@@ -191,7 +191,8 @@ def format_json(plan: MemoryPlan, options: Options, remedies: Sequence[Remedy] =
         "ranks": [
             {
                 "rank": rank.rank,
-                "layers": list(rank.layers),
+                "first_layer": rank.layers.start,
+                "num_layers": len(rank.layers),
                 "heads": rank.heads,
                 "kv_heads": rank.kv_heads,
                 "weight_bytes": rank.weights,

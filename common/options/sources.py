@@ -20,6 +20,7 @@ from serve_llm.common.errors import OptionError
 from serve_llm.common.options.combinations import check_combinations
 from serve_llm.common.options.fields import is_switch, option_name
 from serve_llm.common.options.groups import OTHER_GROUP, find_groups
+from serve_llm.common.options.help_text import DESCRIPTION, NOTES, HelpFormatter
 from serve_llm.common.options.parsers import parse_boolean
 from serve_llm.common.options.schema import OPTION_FIELDS, Options
 
@@ -44,7 +45,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     environment (SERVE_LLM_<OPTION>), which beats the defaults.
 
     Raises OptionError (one line that names the option), SystemExit after --help and --version."""
-    flags = read_command_line(make_parser(), OPTION_FIELDS, argv)
+    flags = read_command_line(make_parser(notes=NOTES), OPTION_FIELDS, argv)
     return merge_sources(flags, environ)
 
 
@@ -79,30 +80,21 @@ def build_from_flags(kind: type[Kind], flags: Mapping[str, object]) -> Kind:
 # Command line
 
 
-DESCRIPTION = (
-    "Serve a language model behind the OpenAI API. Other commands, each with --help: `serve-llm chat [URL|MODEL]` "
-    "talks to a model; `bench serve|latency|throughput|start` measures; `top [URL]` shows what a server is doing; "
-    "`plan MODEL` says whether a model fits, and how to spread it over GPUs and machines; `check [MODEL]` finds out "
-    "whether this host, or several together, can serve; `collect-env` prints what a bug report needs; `run-batch "
-    "MODEL -i IN -o OUT` answers a file of requests; `convert MODEL -o DIR` writes pytorch_model*.bin as "
-    "safetensors; `completion bash|zsh|fish` prints a script that completes options. docs/from-other-engines.md "
-    "translates the options of vLLM, SGLang, llama.cpp and Ollama."
-)
-
-
 def make_parser(
     program: str = "serve-llm",
     description: str = DESCRIPTION,
     options: Fields = OPTION_FIELDS,
+    notes: str = "",
 ) -> argparse.ArgumentParser:
-    """A parser of a command line with these options. It leaves every value as text."""
+    """A parser of a command line with these options. It leaves every value as text. notes: the end of its help."""
     parser = OptionParser(
         prog=program,
         usage=f"{program} MODEL [options]",
         description=description,
         epilog=f"Each option can also be set by {ENVIRONMENT_PREFIX}<OPTION>, for example "
         f"{ENVIRONMENT_PREFIX}MAX_MODEL_LEN=32k, or in the --config file; the command line beats the file, and the "
-        "file beats the environment.",
+        "file beats the environment." + (f"\n\n{notes}" if notes else ""),
+        formatter_class=HelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )

@@ -101,10 +101,17 @@ def test_errors_are_one_line(arguments: list[str], code: int, message: str) -> N
 
 def test_help_names_the_command_and_its_options() -> None:
     top = subprocess.run([SERVE_LLM, "--help"], capture_output=True, text=True, timeout=60).stdout
-    assert "`plan MODEL` says whether a model fits" in " ".join(top.split())
+    assert "plan MODEL say whether and how a model fits" in " ".join(top.split())
     own = run("--help").stdout
     assert all(flag in own for flag in ("--gpu ", "--nodes", "--no-nvlink", "--json", "-tp", "--max-model-len"))
     assert "--port" not in own
+
+
+def test_json_has_the_layers_of_a_rank_as_a_range() -> None:
+    planned = json.loads(run("demo", "--device", "cpu", "--json", "-pp", "2", "-tp", "2").stdout)
+    ranges = [(rank["first_layer"], rank["num_layers"]) for rank in planned["ranks"]]
+    first, last = ranges[0][1], ranges[2][1]
+    assert ranges == [(0, first)] * 2 + [(first, last)] * 2 and first + last == planned["num_layers"]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,12 @@ def test_the_options_are_those_of_the_daemon(name: str) -> None:
     gpus = container(pod_templates(name)[0])["resources"]["limits"].get("nvidia.com/gpu")
     ranks = parallel["tensor"] * parallel["pipeline"] * parallel["data"]
     assert gpus == (str(ranks // parallel["nodes"]) if options.device == "cuda" else None)
+
+
+def test_its_version_is_the_programs() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert (chart["version"], chart["appVersion"]) == (version, version)
 
 
 @needs_crds

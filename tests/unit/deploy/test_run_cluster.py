@@ -166,6 +166,14 @@ def test_the_value_of_a_secret_goes_no_further(node: Node, flags: list[str]) -> 
     assert environ == ("HF_TOKEN=hf_x" if name == "HF_TOKEN" else "HF_TOKEN=")
 
 
+@pytest.mark.parametrize(("mode", "warns"), [(0o777, False), (0o555, True)])
+def test_a_cache_that_the_containers_user_cannot_write(node: Node, mode: int, warns: bool) -> None:
+    node.home.chmod(mode)
+    code, _, errors = node.run("image", "10.0.0.1", "--head", str(node.home))
+    assert code == 0 and node.calls()[0][0] == "run"
+    assert (f"cannot write to {node.home}: chown" in errors) == warns
+
+
 def test_a_flag_without_its_variable_is_refused(node: Node) -> None:
     code, _, errors = node.run("image", "10.0.0.1", "--head", str(node.home), "--env")
     assert code == 2 and "needs the name of a variable" in errors and node.calls() == []
