@@ -16,13 +16,14 @@ from support.daemon import Daemon
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
-CURLS = re.findall(r"^    (?:\$ )?(curl (?:.*\\\n)*.*)$", README, re.MULTILINE)
+QUICKSTART = (ROOT / "docs" / "quickstart.md").read_text()
+CURLS = re.findall(r"^ {4,}(?:\$ )?(curl (?:.*\\\n)*.*)$", README + "\n" + QUICKSTART, re.MULTILINE)
 PAGES = sorted({page.stem for page in (ROOT / "docs/api").iterdir()} - {"batches", "fields"})
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_there_is_something_to_run() -> None:
-    assert len(CURLS) >= 2 and len(PYTHON) == 3
+    assert len(CURLS) >= 3 and len(PYTHON) == 3
 
 
 @pytest.mark.parametrize("command", CURLS)

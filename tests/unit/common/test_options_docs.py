@@ -1,5 +1,6 @@
 """docs/options.md is what the options say."""
 
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -7,6 +8,7 @@ import pytest
 
 from serve_llm.common.options.fields import option_name
 from serve_llm.common.options.schema import OPTION_FIELDS
+from serve_llm.common.options.sources import parse_args
 from support.scripts import load_script
 
 ROOT = Path(__file__).parents[3]
@@ -48,3 +50,13 @@ def test_check_fails_on_an_old_page(make_docs: ModuleType, monkeypatch: pytest.M
     )
     monkeypatch.setattr("sys.argv", ["make_docs.py", "--check"])
     assert make_docs.main() == 0
+
+
+def test_the_file_of_a_typical_server_is_read(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n# server\.yaml.*?\n(.*?)```", page, re.DOTALL)
+    file = tmp_path / "server.yaml"
+    file.write_text(text)
+    options = parse_args(["--config", str(file)], {"SERVE_LLM_API_KEY": "key-of-a-team,key-of-another"})
+    assert (options.host, options.max_model_len, options.log_format) == ("0.0.0.0", 32_000, "json")
+    assert options.served_model_name == ("qwen3",) and len(options.api_key) == 2
