@@ -52,11 +52,16 @@ wheels: $(STAMP)
 	$(PIP) install cibuildwheel
 	$(BIN)/cibuildwheel --platform linux
 
-# What serving installs, as a software bill of materials (CycloneDX), in build/sbom.json.
-sbom: $(SERVING)
-	$(PYTHON) -m venv build/sbom
-	build/sbom/bin/pip --quiet --disable-pip-version-check install cyclonedx-bom
-	build/sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --output-file build/sbom.json $(BIN)/python
+# What serving installs and nothing else, as a software bill of materials (CycloneDX), in build/sbom.json. The environment
+# is new and has no pip of its own, because .venv may hold development tools.
+sbom:
+	$(PYTHON) -m venv --clear build/sbom/tool
+	$(PYTHON) -m venv --clear --without-pip build/sbom/serving
+	build/sbom/tool/bin/pip --quiet --disable-pip-version-check install cyclonedx-bom
+	CPU_KERNELS=$(CPU_KERNELS) build/sbom/tool/bin/pip --quiet --disable-pip-version-check \
+	  --python build/sbom/serving/bin/python install .
+	build/sbom/tool/bin/cyclonedx-py environment --pyproject pyproject.toml --output-file build/sbom.json \
+	  build/sbom/serving/bin/python
 
 demo: $(STAMP)
 	$(BIN)/python tools/train_demo.py

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from serve_llm.kernels.cpu import library
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("serve_llm/", "cli/", "common/", "server/", "engine/", "kernels/")
@@ -56,3 +60,15 @@ def test_the_archive_and_its_wheel_are_complete(tmp_path: Path) -> None:
     data = [name for name in tracked if name.startswith(("serve_llm/demo/", "server/web_ui/"))]
     expected = {f"serve_llm/{name.removeprefix('serve_llm/')}" for name in modules + data}
     assert expected - found == set() and len(modules) > 400
+
+
+def test_the_command_that_tries_a_wheel(tmp_path: Path) -> None:
+    """`make wheels` runs it on each wheel. Here it runs on this environment's kernels, and then on none."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]
+    program, *arguments = shlex.split(settings["test-command"])
+    assert program == "python"
+    here = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (here.returncode == 0) == (library.find_variant() is not None), here.stderr
+    without = arguments[-1].replace("find_variant as find;", "find_variant as find; find = lambda: None;")
+    none = subprocess.run([sys.executable, "-P", "-c", without], capture_output=True, text=True, timeout=60)
+    assert none.returncode == 1 and "AssertionError" in none.stderr

@@ -87,6 +87,14 @@ def test_make_serve_installs_nothing_for_tests() -> None:
     assert plan("test").count("pip ") == 2, "one installation"
 
 
+def test_make_sbom_lists_a_new_environment() -> None:
+    """Not .venv, which may hold development tools."""
+    command = ["make", "--dry-run", "sbom", "VENV=.absent"]
+    plan = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=60).stdout
+    assert ".absent" not in plan and "[dev]" not in plan and "--clear --without-pip build/sbom/serving" in plan
+    assert "--python build/sbom/serving/bin/python install .\n" in plan
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 120
 
