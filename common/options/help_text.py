@@ -12,6 +12,7 @@ COMMANDS = {
     "scale [URL]": "add engines to a server or remove some",
     "plan MODEL": "say whether and how a model fits GPUs and machines",
     "check [MODEL]": "find out whether this host, or several, can serve",
+    "front-end HOST:PORT": "answer clients here for a server on another host",
     "run-batch MODEL -i -o": "answer a file of requests",
     "convert MODEL -o": "write pytorch_model*.bin as safetensors",
     "collect-env": "print what a bug report needs",
