@@ -202,6 +202,15 @@ class Stats(msgspec.Struct, array_like=True, omit_defaults=True):
     offload_memory: OffloadStats | None = None  # None: no KV is offloaded
     offload_disk: OffloadStats | None = None
     num_deferred: int = 0  # part of num_waiting: others overtake them
+    accepted_by_position: list[int] = []  # parts of num_accepted_tokens, by place in the draft
+
+    def count_draft(self, num_tokens: int, num_accepted: int) -> None:
+        self.num_drafts += 1
+        self.num_draft_tokens += num_tokens
+        self.num_accepted_tokens += num_accepted
+        self.accepted_by_position += [0] * (num_tokens - len(self.accepted_by_position))
+        for position in range(num_accepted):
+            self.accepted_by_position[position] += 1
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

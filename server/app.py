@@ -32,8 +32,10 @@ from serve_llm.server.http.auth import ADMINISTRATOR_PREFIX, ApiKeyMiddleware, n
 from serve_llm.server.http.errors import NotFound, RequestError, WrongMethod, answer_for, error_body
 from serve_llm.server.http.paths import PathMiddleware
 from serve_llm.server.http.request_id import RequestIdMiddleware
+from serve_llm.server.metrics.http_meter import HttpMeter
 from serve_llm.server.metrics.meter import BatchCounts, FrontEndCounts, ServerCounts, StoreUsage
 from serve_llm.server.metrics.prometheus import EngineCollector, PrometheusExporter
+from serve_llm.server.metrics.vllm_names import VLLM_PREFIX, VllmCollector
 from serve_llm.server.prompt.context import Context
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import PromptPool
@@ -171,10 +173,8 @@ def create_app(
     if front_ends is not None:
         front_ends.connect(str(model.directory), replicas, admission, adapters, counts, state.start_time)
     app = _create_fastapi(state, options.page)
-    draft_source = "none" if options.speculation is None else options.speculation.method
-    collector = EngineCollector(
-        replicas.engines, counts, replicas.usage, model.names[0], options.metrics_prefix, draft_source
-    )
+    collector_type = VllmCollector if options.metrics_prefix == VLLM_PREFIX else EngineCollector
+    collector = collector_type(replicas, counts, model.names[0], options)
     num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
     sources = status.StatusSources(replicas, admission, PrometheusExporter(collector), num_ranks, front_ends, scaler)
     app.include_router(status.create_server_router(state, sources))
@@ -185,7 +185,7 @@ def create_app(
         app.include_router(create_adapter_router(state, adapters, share))
     batch_service = None
     if storage.batches is not None:
-        inner = RequestIdMiddleware(AnthropicErrorMiddleware(app), Counter())  # lines of batches are not over HTTP
+        inner = RequestIdMiddleware(AnthropicErrorMiddleware(app), HttpMeter())  # lines of batches are not over HTTP
         batch_service = BatchService(
             storage.batches,
             inner,
@@ -196,7 +196,7 @@ def create_app(
             counts.batches,
         )
         app.include_router(create_batch_router(state, batch_service))
-    return BuiltApp(_wrap(app, options, counts.statuses), admission, state.prompts, batch_service)
+    return BuiltApp(_wrap(app, options, counts.http), admission, state.prompts, batch_service)
 
 
 class BuiltFrontEndApp(NamedTuple):
@@ -221,7 +221,7 @@ def create_front_end_app(
     refused: requests that the dispatcher refused itself, by reason. start_time: of the server, in Unix seconds."""
     counts = _create_counts(refused, StoreUsage(), FrontEndCounts(1))
     state = replace(_create_state(dispatcher, model, options, adapters, counts, tracing, None), start_time=start_time)
-    app = _wrap(_create_fastapi(state, options.page), options, counts.statuses)
+    app = _wrap(_create_fastapi(state, options.page), options, counts.http)
     return BuiltFrontEndApp(app, state.prompts, counts)
 
 
@@ -230,7 +230,7 @@ def _create_counts(refused: Counter[str], stored: StoreUsage, front_ends: FrontE
     return ServerCounts(
         refused=refused,
         ignored_fields=Counter(dict.fromkeys(paths, 0)),
-        statuses=Counter({200: 0}),  # so that the metric is there from the start
+        http=HttpMeter(),
         stored=stored,
         batches=BatchCounts(),
         front_ends=front_ends,
@@ -298,7 +298,7 @@ def _create_fastapi(state: AppState, with_page: bool) -> FastAPI:
     return app
 
 
-def _wrap(app: FastAPI, options: Options, statuses: Counter[int]) -> ASGIApp:
+def _wrap(app: FastAPI, options: Options, meter: HttpMeter) -> ASGIApp:
     """Add the middleware."""
     wrapped: ASGIApp = ApiKeyMiddleware(app, options.api_key)
     if options.allowed_origins:  # outside the key check: browsers send preflight requests without the key
@@ -309,7 +309,7 @@ def _wrap(app: FastAPI, options: Options, statuses: Counter[int]) -> ASGIApp:
             allow_headers=("*",),
             expose_headers=("retry-after", "x-request-id", "request-id", "x-ignored-fields", "traceresponse"),
         )
-    return PathMiddleware(RequestIdMiddleware(AnthropicErrorMiddleware(wrapped), statuses))
+    return PathMiddleware(RequestIdMiddleware(AnthropicErrorMiddleware(wrapped), meter))
 
 
 def _choose_batch_concurrency(options: Options) -> int:

@@ -368,9 +368,7 @@ class Scheduler:
                 self._stats.num_forced_tokens += len(sequence.token_ids) - num_before - num_sampled
             if num_drafts:
                 sequence.take_back(num_drafts - len(result.accepted_ids))
-                self._stats.num_drafts += 1
-                self._stats.num_draft_tokens += num_drafts
-                self._stats.num_accepted_tokens += len(result.accepted_ids)
+                self._stats.count_draft(num_drafts, len(result.accepted_ids))
             if self._speculator is not None:
                 if result.hidden_states is not None:
                     self._speculator.take_hidden_states(sequence, chunk.start, result.hidden_states)

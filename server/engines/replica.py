@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import Protocol
 
 import msgspec
@@ -78,6 +79,9 @@ class Replica:
             num_draft_tokens=past.num_draft_tokens + now.num_draft_tokens,
             num_accepted_tokens=past.num_accepted_tokens + now.num_accepted_tokens,
             num_forced_tokens=past.num_forced_tokens + now.num_forced_tokens,
+            accepted_by_position=[
+                sum(pair) for pair in zip_longest(past.accepted_by_position, now.accepted_by_position, fillvalue=0)
+            ],
             offload_memory=_add_offload(past.offload_memory, now.offload_memory),
             offload_disk=_add_offload(past.offload_disk, now.offload_disk),
         )

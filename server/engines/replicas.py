@@ -18,7 +18,7 @@ from serve_llm.server.engines.replica import EngineHandle, Replica, Sink
 from serve_llm.server.engines.restarts import RestartRecord
 from serve_llm.server.engines.router import Router
 from serve_llm.server.engines.tracked_request import TrackedRequest
-from serve_llm.server.metrics.meter import Clock, Meter
+from serve_llm.server.metrics.meter import AdaptersInUse, Clock, Meter
 from serve_llm.server.metrics.usage import UsageMeter
 
 MAX_RESTARTS_SHOWN = 20
@@ -129,6 +129,15 @@ class Replicas:
             if self._router is not None:
                 self._router.resize(index, self._cache_blocks(replica))
         self._place_waiting()
+
+    def list_adapters_in_use(self) -> AdaptersInUse:
+        running: set[str] = set()
+        waiting: set[str] = set()
+        for tracked in self._open.values():
+            if tracked.request.adapter is not None:
+                names = waiting if tracked.output_ids is None else running
+                names.add(tracked.request.adapter.name)
+        return AdaptersInUse(sorted(running), sorted(waiting))
 
     def drain(self, index: int) -> None:
         """Place no more requests on an engine, which will be retired."""

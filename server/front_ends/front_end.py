@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from serve_llm.common.logs import configure
 from serve_llm.server.adapters.registry import AdapterRegistry
@@ -40,8 +40,6 @@ from serve_llm.server.tracing.start import EXPORT_SECONDS, start_tracing
 
 if TYPE_CHECKING:
     from serve_llm.server.tracing.tracing import Tracing  # imports an optional dependency
-
-Label = TypeVar("Label", str, int)
 
 COUNT_SECONDS = 1.0  # between two messages with counts
 END_SECONDS = 0.5  # for requests that were ended to get their last event
@@ -187,12 +185,12 @@ class FrontEnd:
                 [meter.take() for meter in dispatcher.meters],
                 _take(counts.refused),
                 _take(counts.ignored_fields),
-                _take(counts.statuses),
+                counts.http.take(),
             )
         )
 
 
-def _take(counts: Counter[Label]) -> dict[Label, int]:
+def _take(counts: Counter[str]) -> dict[str, int]:
     """All counts, which begin anew."""
     taken = {label: count for label, count in counts.items() if count}
     counts.clear()

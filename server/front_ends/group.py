@@ -290,7 +290,7 @@ class FrontEndGroup:
         totals = self._server.counts
         totals.refused.update(message.refused)
         totals.ignored_fields.update(message.ignored_fields)
-        totals.statuses.update(message.statuses)
+        totals.http.add(message.http)
 
     def _send_to(self, message: ToFrontEnd, *phases: str) -> list[FrontEndProcess]:
         """Send to the processes in these phases that have been set up. Returns them."""

@@ -18,6 +18,7 @@ from serve_llm.server.admission.throughput import Pace
 from serve_llm.server.engines.tracked_request import Replay
 from serve_llm.server.http import errors
 from serve_llm.server.http.errors import RequestError, Unavailable
+from serve_llm.server.metrics.http_meter import HttpCounts
 from serve_llm.server.metrics.meter import MeterCounts
 
 
@@ -131,7 +132,7 @@ class Counts(msgspec.Struct, tag=True, frozen=True):
     meters: list[MeterCounts]  # per engine
     refused: dict[str, int]
     ignored_fields: dict[str, int]
-    statuses: dict[int, int]
+    http: HttpCounts
 
 
 class AdaptersKnown(msgspec.Struct, tag=True, frozen=True):

@@ -133,6 +133,6 @@ class Choice:
         num_prompt_tokens = len(self.engine_request.prompt_ids) if self._is_first else 0
         meter = self.submitted.meter
         if self._is_first:
-            meter.count_prompt(num_prompt_tokens, self._generation.request.params.n)
+            meter.count_prompt(num_prompt_tokens, self.cached_tokens, self._generation.request.params.n)
         self._generation.on_first_output(num_prompt_tokens)
         meter.count_first_output(self.times, output.queued_seconds)

@@ -1,5 +1,5 @@
-"""Request ids and trace ids of responses; counts by status; and one log line per HTTP request, at level debug, or info
-if it was refused. It never contains prompts, generated text or keys.
+"""Request ids and trace ids of responses; counts and times of requests; and one log line per HTTP request, at level
+debug, or info if it was refused. It never contains prompts, generated text or keys.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ import logging
 import re
 import time
 import uuid
-from collections import Counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_llm.common.logs import CURRENT_REQUEST, LoggedRequest
+from serve_llm.server.metrics.http_meter import NO_ROUTE, HttpMeter
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +25,10 @@ class RequestIdMiddleware:
     """ASGI middleware: every response gets the client's X-Request-Id, or a new one, and that of a traced request
     `traceresponse`, which names its span."""
 
-    def __init__(self, app: ASGIApp, statuses: Counter[int]) -> None:
-        """statuses: counts responses by status."""
+    def __init__(self, app: ASGIApp, meter: HttpMeter) -> None:
+        """meter: counts the requests."""
         self.app = app
-        self._statuses = statuses
+        self._meter = meter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,11 +54,13 @@ class RequestIdMiddleware:
         try:
             await self.app(scope, receive, send_with_id)
         finally:
+            seconds = time.perf_counter() - began
             if status:
-                self._statuses[status] += 1
+                route = scope.get("route")  # set by the router
+                template = NO_ROUTE if route is None else route.path_format
+                self._meter.count(template, scope["method"], status, seconds)
             level = logging.INFO if 400 <= status < 499 else logging.DEBUG
             if logger.isEnabledFor(level):
-                seconds = time.perf_counter() - began
                 path = scope["path"][:MAX_PATH_CHARACTERS]
                 line = "%s %r: status %d after %.3f s, request id %s"
                 fields = {"method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 6)}

@@ -7,23 +7,29 @@ Tokens are counted when they are delivered, so that usage, metrics and logs agre
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from serve_llm.common.types import FinishReason, ModelInfo, Stats
+from serve_llm.server.metrics.histogram import Histogram, HistogramCounts
+from serve_llm.server.metrics.http_meter import HttpMeter
+from serve_llm.server.metrics.usage import UsageMeter
 
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _DURATION = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
+# Those of vLLM, whose dashboards offer some of them as targets, and shorter ones.
+_MEAN_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40)
 _CHOICES = (1, 2, 5, 10, 20)
 _PREEMPTIONS = (0, 1, 2, 3, 4, 5, 10, 20)
 _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # Why an engine process was replaced; docs/metrics.md explains each.
+# Where prompt tokens came from, as vLLM names it. Nothing comes from other servers here, so the last one stays 0.
+PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 RESTART_REASONS = ("killed", "exited", "failed", "rank", "hung", "step_timeout", "start", "peer")
 
 
@@ -43,46 +49,6 @@ class Clock:
     def advance(self) -> None:
         """Call once per engine step, before its outputs are delivered."""
         self.step_time = self.read()
-
-
-class Histogram:
-    """Counts per bucket. `bounds` are the inclusive upper ends."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self._counts[bisect_left(self._bounds, value)] += times
-        self.sum += value * times
-
-    def take(self) -> HistogramCounts:
-        """All observations, which are forgotten here."""
-        taken = HistogramCounts(self._counts, self.sum)
-        self._counts = [0] * len(self._counts)
-        self.sum = 0.0
-        return taken
-
-    def add(self, counts: HistogramCounts) -> None:
-        self._counts = [count + more for count, more in zip(self._counts, counts.counts, strict=True)]
-        self.sum += counts.sum
-
-    def cumulative_buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, number of values up to it), as Prometheus expects them; the last bound is +Inf."""
-        buckets = []
-        total = 0
-        for bound, count in zip((*map(str, map(float, self._bounds)), "+Inf"), self._counts, strict=True):
-            total += count
-            buckets.append((bound, float(total)))
-        return buckets
-
-
-class HistogramCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Observations of a `Histogram`. counts: by bucket."""
-
-    counts: list[int]
-    sum: float
 
 
 class MeterCounts(msgspec.Struct, frozen=True, array_like=True):
@@ -127,7 +93,7 @@ class ServerCounts:
 
     refused: Counter[str]  # requests that reached no engine, by reason
     ignored_fields: Counter[str]  # fields of requests that had no effect, by route
-    statuses: Counter[int]  # HTTP responses by status
+    http: HttpMeter
     stored: StoreUsage
     batches: BatchCounts
     front_ends: FrontEndCounts
@@ -150,6 +116,7 @@ class Meter:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.prompt_tokens = 0
+        self.prompt_sources = dict.fromkeys(PROMPT_SOURCES, 0)
         self.generation_tokens = 0
         self.finished = dict.fromkeys(FinishReason, 0)
         self.time_to_first_token = Histogram((*_LATENCY, 160, 640, 2560))
@@ -159,10 +126,12 @@ class Meter:
         self.prefill_time = Histogram(_DURATION)
         self.decode_time = Histogram(_DURATION)
         self.inference_time = Histogram(_DURATION)
+        self.time_per_output_token = Histogram(_MEAN_LATENCY)
         self.params_n = Histogram(_CHOICES)
         self.params_max_tokens = Histogram(_TOKENS)
         self.max_generation_tokens = Histogram(_TOKENS)
         self.request_prompt_tokens = Histogram(_TOKENS)
+        self.computed_prompt_tokens = Histogram(_TOKENS)
         self.request_generation_tokens = Histogram(_TOKENS)
         self.request_preemptions = Histogram(_PREEMPTIONS)
         self.step_tokens = Histogram(_STEP_TOKENS)
@@ -177,9 +146,14 @@ class Meter:
         if stats.step_tokens:
             self.step_tokens.observe(stats.step_tokens)
 
-    def count_prompt(self, num_tokens: int, num_choices: int) -> None:
+    def count_prompt(self, num_tokens: int, num_cached: int, num_choices: int) -> None:
+        """Count a prompt. num_cached: those of its tokens that were found in the prefix cache."""
+        num_computed = num_tokens - num_cached
         self.prompt_tokens += num_tokens
+        self.prompt_sources["local_cache_hit"] += num_cached
+        self.prompt_sources["local_compute"] += num_computed
         self.request_prompt_tokens.observe(num_tokens)
+        self.computed_prompt_tokens.observe(num_computed)
         self.params_n.observe(num_choices)
 
     def count_first_output(self, times: ChoiceTimes, queued_seconds: float | None) -> None:
@@ -217,7 +191,9 @@ class Meter:
         self.params_max_tokens.observe(max_tokens)
         self.request_latency.observe(self.clock.read() - times.arrival)
         if times.scheduled is not None and times.first_token is not None and times.last_token is not None:
-            self.decode_time.observe(times.last_token - times.first_token)
+            decode_time = times.last_token - times.first_token
+            self.decode_time.observe(decode_time)
+            self.time_per_output_token.observe(decode_time / (num_tokens - 1) if num_tokens > 1 else 0.0)
             self.inference_time.observe(times.last_token - times.scheduled)
 
     def take(self) -> MeterCounts:
@@ -249,6 +225,13 @@ class Meter:
             getattr(self, name).add(histogram)
 
 
+class AdaptersInUse(NamedTuple):
+    """Names of the adapters of open requests, sorted."""
+
+    running: list[str]  # their requests have a token
+    waiting: list[str]  # their requests have none yet
+
+
 class MeasuredEngine(Protocol):
     """The part of an engine replica that is exposed and logged."""
 
@@ -263,3 +246,15 @@ class MeasuredEngine(Protocol):
 
     @property
     def facts(self) -> ModelInfo: ...
+
+
+class MeasuredEngines(Protocol):
+    """The part of `server.engines.replicas.Replicas` that is exposed."""
+
+    @property
+    def engines(self) -> Sequence[MeasuredEngine]: ...
+
+    @property
+    def usage(self) -> UsageMeter: ...
+
+    def list_adapters_in_use(self) -> AdaptersInUse: ...

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from serve_llm.common.types import OffloadStats, Stats
-from serve_llm.server.metrics.meter import Histogram, MeasuredEngine, Meter, ServerCounts
+from serve_llm.common.options.schema import Options
+from serve_llm.common.types import ModelInfo, OffloadStats, Stats
+from serve_llm.server.metrics.histogram import Histogram
+from serve_llm.server.metrics.meter import MeasuredEngine, MeasuredEngines, Meter, ServerCounts
 from serve_llm.server.metrics.usage import UsageMeter, UsageTotals
 
 
@@ -27,22 +29,14 @@ class PrometheusExporter:
 class EngineCollector(Collector):
     """Yields every metric family with one sample, or one set of samples, per engine."""
 
-    def __init__(
-        self,
-        engines: Sequence[MeasuredEngine],
-        counts: ServerCounts,
-        usage: UsageMeter,
-        model_name: str,
-        prefix: str,
-        draft_source: str,
-    ) -> None:
-        """draft_source: the method of --speculative-config, or "none"."""
-        self._engines = engines
-        self._draft_source = draft_source
+    def __init__(self, replicas: MeasuredEngines, counts: ServerCounts, model_name: str, options: Options) -> None:
+        self._replicas = replicas
+        self._engines = replicas.engines
+        self._draft_source = "none" if options.speculation is None else options.speculation.method
         self._counts = counts
-        self._usage = usage
         self._model_name = model_name
-        self._prefix = prefix
+        self._options = options
+        self._prefix = options.metrics_prefix
 
     def collect(self) -> Iterator[Metric]:
         for name, text, gauge in _GAUGES:
@@ -52,8 +46,12 @@ class EngineCollector(Collector):
             yield self._family(CounterMetricFamily, name, text, counter)
         for name, text, count in _DRAFTS:
             yield self._by_source(name, text, count)
+        yield self._accepted_by_position()
         yield self._by_label(
             "request_success", "Ended choices by reason.", "finished_reason", lambda meter: meter.finished
+        )
+        yield self._by_label(
+            "prompt_tokens_by_source", "Where prompt tokens came from.", "source", lambda meter: meter.prompt_sources
         )
         yield self._by_label(
             "restarts", "Engine processes replaced, by reason.", "reason", lambda meter: meter.restarts
@@ -61,21 +59,18 @@ class EngineCollector(Collector):
         for name, text, kind, value in _OFFLOAD:
             yield self._by_tier(kind, name, text, value)
         yield from self._collect_server_counts(self._counts)
-        yield from self._collect_usage(self._usage)
+        yield from self._collect_usage(self._replicas.usage)
         for name, text, histogram in _HISTOGRAMS:
             yield self._histogram(name, text, histogram)
-        if self._prefix == VLLM_PREFIX:
-            for name, text, gauge in _OLD_GAUGES:
-                yield self._family(GaugeMetricFamily, name, text, gauge)
-            for name, text, histogram in _OLD_HISTOGRAMS:
-                yield self._histogram(name, text, histogram)
         if any(engine.ready for engine in self._engines):
             yield self._cache_config()
 
     def _collect_server_counts(self, counts: ServerCounts) -> Iterator[Metric]:
         yield self._by_reason("requests_refused", "Requests refused by reason.", "reason", counts.refused)
         yield self._by_reason("ignored_fields", "Request fields without effect.", "route", counts.ignored_fields)
-        yield self._by_reason("http_requests", "HTTP requests by the status of the answer.", "status", counts.statuses)
+        yield self._by_reason(
+            "http_requests", "HTTP requests by the status of the answer.", "status", counts.http.statuses
+        )
         stored = counts.stored
         yield self._build_server_metric(
             GaugeMetricFamily, "stored_responses", "Stored responses.", stored.num_responses
@@ -119,20 +114,20 @@ class EngineCollector(Collector):
         text: str,
         value: Callable[[Stats, Meter], float],
     ) -> Metric:
-        family = kind(self._prefix + name, text, labels=_LABELS)
+        family = kind(self._prefix + name, text, labels=LABELS)
         for labels, engine in self._labelled_engines():
             family.add_metric(labels, value(engine.stats, engine.meter))
         return family
 
     def _histogram(self, name: str, text: str, histogram: Callable[[Meter], Histogram]) -> Metric:
-        family = HistogramMetricFamily(self._prefix + name, text, labels=_LABELS)
+        family = HistogramMetricFamily(self._prefix + name, text, labels=LABELS)
         for labels, engine in self._labelled_engines():
             values = histogram(engine.meter)
             family.add_metric(labels, values.cumulative_buckets(), values.sum)
         return family
 
     def _by_label(self, name: str, text: str, label: str, counts: Callable[[Meter], Mapping[Any, int]]) -> Metric:
-        family = CounterMetricFamily(self._prefix + name, text, labels=[*_LABELS, label])
+        family = CounterMetricFamily(self._prefix + name, text, labels=[*LABELS, label])
         for labels, engine in self._labelled_engines():
             for value, count in counts(engine.meter).items():
                 family.add_metric([*labels, str(value)], count)
@@ -140,7 +135,7 @@ class EngineCollector(Collector):
 
     def _waiting_by_reason(self) -> Metric:
         name = self._prefix + "num_requests_waiting_by_reason"
-        family = GaugeMetricFamily(name, "Requests waiting in the engine by reason.", labels=[*_LABELS, "reason"])
+        family = GaugeMetricFamily(name, "Requests waiting in the engine by reason.", labels=[*LABELS, "reason"])
         for labels, engine in self._labelled_engines():
             stats = engine.stats
             family.add_metric([*labels, "capacity"], stats.num_waiting - stats.num_deferred)
@@ -149,9 +144,17 @@ class EngineCollector(Collector):
 
     def _by_source(self, name: str, text: str, count: Callable[[Stats], int]) -> Metric:
         """Counts of drafts. An engine has one source of them."""
-        family = CounterMetricFamily(self._prefix + name, text, labels=[*_LABELS, "source"])
+        family = CounterMetricFamily(self._prefix + name, text, labels=[*LABELS, "source"])
         for labels, engine in self._labelled_engines():
             family.add_metric([*labels, self._draft_source], count(engine.stats))
+        return family
+
+    def _accepted_by_position(self) -> Metric:
+        name = self._prefix + "spec_decode_num_accepted_tokens_per_pos"
+        family = CounterMetricFamily(name, "Draft tokens accepted by position.", labels=[*LABELS, "position"])
+        for labels, engine in self._labelled_engines():
+            for position, count in enumerate(engine.stats.accepted_by_position or [0]):
+                family.add_metric([*labels, str(position)], count)
         return family
 
     def _by_tier(
@@ -161,7 +164,7 @@ class EngineCollector(Collector):
         text: str,
         value: Callable[[OffloadStats], int],
     ) -> Metric:
-        family = kind(self._prefix + name, text, labels=[*_LABELS, "tier"])
+        family = kind(self._prefix + name, text, labels=[*LABELS, "tier"])
         for labels, engine in self._labelled_engines():
             for tier, stats in (("memory", engine.stats.offload_memory), ("disk", engine.stats.offload_disk)):
                 family.add_metric([*labels, tier], value(stats or OffloadStats()))
@@ -183,23 +186,36 @@ class EngineCollector(Collector):
 
     def _cache_config(self) -> Metric:
         name = self._prefix + "cache_config_info"
-        # num_gpu_blocks, kv_cache_size_tokens and kv_cache_max_concurrency are vLLM's names; the first counts blocks on
-        # any device.
-        labels = [*_LABELS, "block_size", "num_gpu_blocks", "kv_cache_tokens", "kv_cache_size_tokens"]
-        labels.append("kv_cache_max_concurrency")
-        family = GaugeMetricFamily(name, "The KV cache, as labels.", labels=labels)
-        for engine_labels, engine in self._labelled_engines():
-            if engine.ready:
-                facts = engine.facts
-                tokens = facts.kv_cache_tokens
-                concurrency = f"{tokens / facts.max_model_len:.2f}"
-                sizes = (facts.block_size, facts.num_kv_blocks, tokens, tokens, concurrency)
-                family.add_metric([*engine_labels, *map(str, sizes)], 1)
+        descriptions = [
+            (labels, self._describe_cache(engine.facts)) for labels, engine in self._labelled_engines() if engine.ready
+        ]
+        family = GaugeMetricFamily(name, "The KV cache, as labels.", labels=[*LABELS, *descriptions[0][1]])
+        for labels, description in descriptions:
+            family.add_metric([*labels, *map(str, description.values())], 1)
         return family
 
+    def _describe_cache(self, facts: ModelInfo) -> dict[str, object]:
+        """All names but the third are vLLM's. num_gpu_blocks counts blocks on any device."""
+        options = self._options
+        tokens = facts.kv_cache_tokens
+        offload_bytes = options.kv_offload_memory
+        return {
+            "block_size": facts.block_size,
+            "num_gpu_blocks": facts.num_kv_blocks,
+            "kv_cache_tokens": tokens,
+            "kv_cache_size_tokens": tokens,
+            "kv_cache_max_concurrency": f"{tokens / facts.max_model_len:.2f}",
+            "cache_dtype": options.kv_cache_dtype,
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+            "enable_prefix_caching": facts.prefix_caching and options.enable_prefix_caching is not False,
+            "prefix_caching_hash_algo": "sha256",
+            "num_cpu_blocks": facts.num_offload_blocks,
+            "kv_offloading_backend": "None" if offload_bytes is None else "native",
+            "kv_offloading_size": "None" if offload_bytes is None else f"{offload_bytes / 2**30:g}",  # GiB
+        }
 
-VLLM_PREFIX = "vllm:"
-_LABELS = ("model_name", "engine")
+
+LABELS = ("model_name", "engine")
 _GAUGES: tuple[tuple[str, str, Callable[[Stats, Meter], float]], ...] = (
     ("num_requests_running", "Requests being computed.", lambda stats, _: stats.num_running),
     ("num_requests_waiting", "Requests waiting in the engine.", lambda stats, _: stats.num_waiting),
@@ -241,25 +257,20 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[Meter], Histogram]], ...] = (
     ("request_prefill_time_seconds", "From first scheduling to the first token.", lambda meter: meter.prefill_time),
     ("request_decode_time_seconds", "From the first token to the last.", lambda meter: meter.decode_time),
     ("request_inference_time_seconds", "From first scheduling to the last token.", lambda meter: meter.inference_time),
+    (
+        "request_time_per_output_token_seconds",
+        "Mean time per token of a choice, after the first.",
+        lambda meter: meter.time_per_output_token,
+    ),
     ("request_params_n", "Choices that a prompt asks for.", lambda meter: meter.params_n),
     ("request_params_max_tokens", "Tokens that a choice may have.", lambda meter: meter.params_max_tokens),
     ("request_max_num_generation_tokens", "Tokens of a longest choice.", lambda meter: meter.max_generation_tokens),
     ("request_prompt_tokens", "Prompt tokens of a request.", lambda meter: meter.request_prompt_tokens),
+    ("request_prefill_kv_computed_tokens", "Of these, computed.", lambda meter: meter.computed_prompt_tokens),
     ("request_generation_tokens", "Generated tokens of a choice.", lambda meter: meter.request_generation_tokens),
     ("request_num_preemptions", "Preemptions of a choice.", lambda meter: meter.request_preemptions),
     ("iteration_tokens_total", "Tokens computed in a step.", lambda meter: meter.step_tokens),
     ("recovery_seconds", "From an engine's end until another is ready.", lambda meter: meter.recovery),
-)
-# Names that vLLM had before, for dashboards that still use them.
-_OLD_GAUGES: tuple[tuple[str, str, Callable[[Stats, Meter], float]], ...] = (
-    ("gpu_cache_usage_perc", "Old name of kv_cache_usage_perc.", lambda stats, _: stats.kv_cache_usage),
-)
-_OLD_HISTOGRAMS: tuple[tuple[str, str, Callable[[Meter], Histogram]], ...] = (
-    (
-        "time_per_output_token_seconds",
-        "Old name of inter_token_latency_seconds.",
-        lambda meter: meter.inter_token_latency,
-    ),
 )
 _KEY_USAGES: tuple[tuple[str, str, Callable[[UsageTotals], int]], ...] = (
     ("key_requests", "Requests by API key.", lambda used: used.num_requests),

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_llm.common.types import Adapter, FinishReason, OffloadStats, Request, Sampling, Stats
-from serve_llm.server.metrics.meter import ChoiceTimes, Clock, Histogram, Meter
+from serve_llm.server.metrics.histogram import Histogram
+from serve_llm.server.metrics.meter import ChoiceTimes, Clock, Meter
 from serve_llm.server.metrics.usage import MAX_LABELS, OTHERS, UsageMeter
 from support.asgi import Call, Reply
 from support.serving import Served
@@ -31,10 +32,12 @@ NAMES = {
     "prefix_cache_queries": "counter",
     "prefix_cache_hits": "counter",
     "num_preemptions": "counter",
+    "prompt_tokens_by_source": "counter",
     "forced_tokens": "counter",
     "spec_decode_num_drafts": "counter",
     "spec_decode_num_draft_tokens": "counter",
     "spec_decode_num_accepted_tokens": "counter",
+    "spec_decode_num_accepted_tokens_per_pos": "counter",
     "kv_offload_blocks": "gauge",
     "kv_offload_bytes": "gauge",
     "kv_offload_hits": "counter",
@@ -72,10 +75,12 @@ NAMES = {
     "request_prefill_time_seconds": "histogram",
     "request_decode_time_seconds": "histogram",
     "request_inference_time_seconds": "histogram",
+    "request_time_per_output_token_seconds": "histogram",
     "request_params_n": "histogram",
     "request_params_max_tokens": "histogram",
     "request_max_num_generation_tokens": "histogram",
     "request_prompt_tokens": "histogram",
+    "request_prefill_kv_computed_tokens": "histogram",
     "request_generation_tokens": "histogram",
     "request_num_preemptions": "histogram",
     "iteration_tokens_total": "histogram",
@@ -84,7 +89,14 @@ NAMES = {
 }
 
 
-OLD_NAMES = {"gpu_cache_usage_perc": "gauge", "time_per_output_token_seconds": "histogram"}  # of vLLM
+VLLM_NAMES = {  # served with its prefix only
+    "gpu_cache_usage_perc": "gauge",
+    "time_per_output_token_seconds": "histogram",
+    "engine_sleep_state": "gauge",
+    "prompt_tokens_cached": "counter",
+    "kv_offload_load_bytes": "counter",
+    "kv_offload_store_bytes": "counter",
+}
 OF_SERVER = ("requests_refused", "ignored_fields", "http_requests", "stored_responses", "stored_response_bytes")
 OF_SERVER += ("evicted_responses", "batch_requests_running", "batch_requests", "front_ends", "front_end_restarts")
 OF_SERVER += ("engines_ready",)
@@ -98,7 +110,7 @@ def test_names_and_labels(serve: Serve, prefix: str) -> None:
     reply = served.get("/metrics")
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
     families = [one for one in text_string_to_metric_families(reply.content.decode()) if one.name.startswith(prefix)]
-    expected = NAMES | OLD_NAMES if prefix == "vllm:" else NAMES
+    expected = NAMES | VLLM_NAMES if prefix == "vllm:" else NAMES
     assert {family.name.removeprefix(prefix): family.type for family in families} == expected
     for family in families:
         assert family.samples and family.documentation
@@ -225,7 +237,8 @@ def test_every_engine_has_its_own_samples_which_add_up_to_the_usage(serve: Serve
         for sample in family.samples:
             if "engine" in sample.labels and sample.labels.get("le", "+Inf") == "+Inf":
                 name = sample.name.removeprefix("serve_llm_") + sample.labels.get("finished_reason", "")
-                name += sample.labels.get("reason", "") + sample.labels.get("tier", "")
+                for label in ("reason", "tier", "source", "position"):
+                    name += sample.labels.get(label, "")
                 samples.setdefault(name, []).append(sample.value)
                 assert sample.labels["engine"] == str(len(samples[name]) - 1)
     assert all(len(values) == 2 for values in samples.values())
@@ -272,6 +285,7 @@ def test_times_of_a_choice_add_up() -> None:
     meter.count_finished(FinishReason.STOP, 2, 9, choice, 3)
     found = (meter.time_to_first_token, meter.queue_time, meter.prefill_time, meter.decode_time, meter.inference_time)
     assert [one.sum for one in found] == [9, 5, 3, 2, 5] and meter.request_latency.sum == 12
+    assert meter.time_per_output_token.sum == 2, "one token after the first"
     unscheduled = ChoiceTimes(arrival=1.0)
     meter.clock.read = lambda: 14.0
     meter.count_finished(FinishReason.ABORT, 0, 9, unscheduled, 0)

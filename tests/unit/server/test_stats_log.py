@@ -29,7 +29,7 @@ def test_an_interval_with_steps_is_one_line_and_one_without_is_none(caplog: pyte
         log.log_interval(10.0)
         assert caplog.records == []
 
-        engine.meter.count_prompt(300, 1)
+        engine.meter.count_prompt(300, 100, 1)
         engine.stats = Stats(2, 1, 0.25, 300, 150, 0, 1, 300)
         engine.meter.count_tokens(50, None)
         log.log_interval(10.0)

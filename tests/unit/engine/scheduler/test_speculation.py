@@ -111,6 +111,9 @@ def test_counters_and_the_end_of_a_request() -> None:
     stats = scheduler.stats()
     assert num_ids == 30 and stats.num_accepted_tokens == stats.num_draft_tokens == 30 - num_steps
     assert 0 < stats.num_drafts < num_steps
+    by_position = stats.accepted_by_position
+    assert sum(by_position) == stats.num_accepted_tokens and by_position == sorted(by_position, reverse=True)
+    assert by_position[0] == stats.num_drafts and len(by_position) > 1
     assert not speculator._drafters, "a drafter outlives its request"
 
 

@@ -1,0 +1,81 @@
+"""Counts of HTTP requests by route, method and status, and the times that they took.
+
+Routes are templates such as /v1/models/{name}, never paths, so that clients cannot create labels.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import msgspec
+
+from serve_llm.server.metrics.histogram import Histogram, HistogramCounts
+
+NO_ROUTE = "none"  # instead of the template, if no route was reached: the path is unknown, or the key is missing
+OTHER_METHOD = "other"
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_SECONDS = (0.1, 0.5, 1.0)  # few, because there is a histogram for each route and method
+# Watched by machines, not called by clients; counted by status only.
+_PROBES = frozenset({"/health", "/ping", "/ready", "/load", "/version", "/status", "/metrics"})
+
+
+@dataclass
+class RouteTotals:
+    """Requests of one route and method."""
+
+    statuses: Counter[str] = field(default_factory=Counter)  # by class: "2xx"
+    seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
+
+
+class RouteCounts(msgspec.Struct, frozen=True, array_like=True):
+    route: str
+    method: str
+    statuses: dict[str, int]
+    seconds: HistogramCounts
+
+
+class HttpCounts(msgspec.Struct, frozen=True, array_like=True):
+    """What an `HttpMeter` has counted."""
+
+    statuses: dict[int, int]
+    routes: list[RouteCounts]
+
+
+class HttpMeter:
+    """Counters of the HTTP requests of one process."""
+
+    def __init__(self) -> None:
+        self.statuses = Counter({200: 0})  # all requests; 200, so that the metric is there from the start
+        self.routes: dict[tuple[str, str], RouteTotals] = {}  # by route and method, without probes
+
+    def count(self, route: str, method: str, status: int, seconds: float) -> None:
+        """Count an answered request. route: its template, NO_ROUTE without one. seconds: until its last byte."""
+        self.statuses[status] += 1
+        if route in _PROBES:
+            return
+        totals = self._find(route, method if method in _METHODS else OTHER_METHOD)
+        totals.statuses[f"{status // 100}xx"] += 1
+        totals.seconds.observe(seconds)
+
+    def take(self) -> HttpCounts:
+        """All counts, which begin anew here."""
+        statuses = {status: count for status, count in self.statuses.items() if count}
+        routes = [
+            RouteCounts(route, method, dict(totals.statuses), totals.seconds.take())
+            for (route, method), totals in self.routes.items()
+        ]
+        self.statuses.clear()
+        self.routes.clear()
+        return HttpCounts(statuses, routes)
+
+    def add(self, counts: HttpCounts) -> None:
+        """Count what another meter has counted."""
+        self.statuses.update(counts.statuses)
+        for one in counts.routes:
+            totals = self._find(one.route, one.method)
+            totals.statuses.update(one.statuses)
+            totals.seconds.add(one.seconds)
+
+    def _find(self, route: str, method: str) -> RouteTotals:
+        return self.routes.setdefault((route, method), RouteTotals())
