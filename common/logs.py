@@ -21,6 +21,7 @@ class LoggedRequest:
     """An HTTP request, as log records name it."""
 
     request_id: str  # X-Request-Id
+    path: str = ""
     traceparent: str = ""  # its span in the format of W3C Trace Context, while it has one
 
     def describe_span(self) -> dict[str, str]:

@@ -10,12 +10,14 @@ import asyncio
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from serve_llm.server.admission.recent_requests import OpenRequest, RecentRequests, RequestLabel
 from serve_llm.server.admission.throughput import Pace, Throughput
 from serve_llm.server.engines.replicas import Replicas
+from serve_llm.server.engines.tracked_request import TrackedRequest
 from serve_llm.server.http.errors import DeadlineExceeded, RequestError, Unavailable
 
 REQUEST_TOKENS = 128  # work of a waiting request besides its prompt tokens: it will be part of every step
@@ -36,6 +38,8 @@ class AdmissionRequest:
     num_waiting_tokens: int  # prompt tokens that are not computed yet; each prompt counts once
     begin_time: float | None = None  # clock time of the first token; None: the request can still make room for others
     num_restarts: int = 0  # engine restarts before the request was admitted
+    label: RequestLabel = field(default_factory=RequestLabel)
+    record: OpenRequest | None = None  # set when it is submitted to the engines
 
     def __post_init__(self) -> None:
         self.work = _work(self.num_waiting, self.num_waiting_tokens)  # all of it, in tokens
@@ -58,6 +62,7 @@ class AdmissionController:
         self.num_waiting = 0  # choices without a token yet
         self.num_waiting_tokens = 0  # their prompt tokens
         self.refused = Counter(dict.fromkeys(REFUSAL_REASONS, 0))
+        self.recent = RecentRequests(replicas.clock)
         self._replicas = replicas
         self._clock = replicas.clock
         self._jitter = jitter
@@ -107,6 +112,10 @@ class AdmissionController:
         self.num_waiting_tokens += request.num_waiting_tokens
         self._is_empty.clear()
 
+    def note_submission(self, request: AdmissionRequest, tracked: Sequence[TrackedRequest]) -> None:
+        """tracked: the choices of an admitted request, which were submitted to the engines."""
+        request.record = self.recent.open(request.label, request.tenant, tracked)
+
     def begin(self, request: AdmissionRequest, num_prompt_tokens: int) -> None:
         """A choice has its first token. num_prompt_tokens: computed for it, 0 if another choice of its prompt began."""
         if request not in self._open:
@@ -122,6 +131,8 @@ class AdmissionController:
         if request not in self._open:
             return
         del self._open[request]
+        if request.record is not None:
+            self.recent.close(request.record, is_whole=is_whole)
         was_steady = request.num_restarts == self._replicas.num_restarts
         if request.begin_time is not None and num_generated and was_steady:
             self.pace.count(num_generated, self._clock.read() - request.begin_time, is_whole=is_whole)

@@ -47,11 +47,15 @@ class TrackedRequest:
         "_observer",
         "cleared_at",
         "engine",
+        "finish_reason",
+        "finished_at",
+        "first_output_at",
         "id",
         "is_placed",
         "meter",
         "num_deaths",
         "output_ids",
+        "queued_seconds",
         "replays",
         "request",
         "sink",
@@ -70,6 +74,10 @@ class TrackedRequest:
         self.is_placed = False
         self.output_ids: list[int] | None = None  # ids received; None before the first output, which may hold no ids
         self.replays: list[Replay] = []
+        self.queued_seconds = 0.0  # in the engine's queue, before the first output
+        self.first_output_at: float | None = None  # clock time
+        self.finished_at: float | None = None  # clock time of the engine's final output
+        self.finish_reason: FinishReason | None = None  # the engine's; None also if the request was aborted
         # Kept by the quarantine:
         self.num_deaths = 0  # engines that died in a row while they computed this, with no progress in between
         self.cleared_at = 0  # number of output ids at which num_deaths returns to 0
@@ -89,9 +97,13 @@ class TrackedRequest:
                 output.queued_seconds = None
         if self.output_ids is None:
             self.output_ids = list(output.token_ids)
+            self.queued_seconds = output.queued_seconds or 0.0
+            self.first_output_at = self.meter.clock.step_time
         else:
             self.output_ids += output.token_ids
         if output.finish_reason is not None:
+            self.finish_reason = output.finish_reason
+            self.finished_at = self.meter.clock.step_time
             self._observer.on_finish(self)
         elif self.num_deaths and len(self.output_ids) >= self.cleared_at:
             self._observer.on_cleared(self)
@@ -121,4 +133,5 @@ class TrackedRequest:
 
     def fail(self, error: str) -> None:
         """Deliver a final output with this error."""
+        self.finish_reason = FinishReason.ERROR
         self.sink(Output(id=self.id, token_ids=[], finish_reason=FinishReason.ERROR, error=error))

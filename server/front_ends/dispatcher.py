@@ -105,7 +105,15 @@ class RemoteDispatcher:
             for request, _ in pairs
         ]
         self._send(
-            Open(number, admission.tenant, admission.priority, admission.max_tokens, admission.deadline, requests)
+            Open(
+                number,
+                admission.tenant,
+                admission.priority,
+                admission.max_tokens,
+                admission.deadline,
+                admission.label,
+                requests,
+            )
         )
         return submitted
 

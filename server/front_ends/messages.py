@@ -14,6 +14,7 @@ import msgspec
 
 from serve_llm.common.options.schema import Options
 from serve_llm.common.types import Adapter, ModelInfo, Output, Request
+from serve_llm.server.admission.recent_requests import RequestLabel
 from serve_llm.server.admission.throughput import Pace
 from serve_llm.server.engines.tracked_request import Replay
 from serve_llm.server.http import errors
@@ -109,6 +110,7 @@ class Open(msgspec.Struct, tag=True, frozen=True):
     priority: int
     max_tokens: int
     deadline: float | None
+    label: RequestLabel
     requests: list[Request]
 
 

@@ -52,6 +52,7 @@ class Relay:
             priority=message.priority,
             max_tokens=message.max_tokens,
             deadline=message.deadline,
+            label=message.label,
             fail=partial(self._reject, message.generation, was_admitted=True),
             num_waiting=len(requests),
             num_waiting_tokens=sum(map(len, prompts)),

@@ -101,12 +101,15 @@ class LocalDispatcher:
         if self._admission is not None:
             self._admission.admit(admission)
         try:
-            return self._replicas.submit_many(pairs)
+            tracked = self._replicas.submit_many(pairs)
         except BaseException as error:
             self.release(admission, 0, is_whole=False)
             if isinstance(error, EngineError):
                 raise Unavailable(str(error)) from None
             raise
+        if self._admission is not None:
+            self._admission.note_submission(admission, tracked)
+        return tracked
 
     def begin(self, admission: AdmissionRequest, num_prompt_tokens: int) -> None:
         if self._admission is not None:

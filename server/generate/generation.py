@@ -17,9 +17,10 @@ from typing import Self
 
 import msgspec
 
-from serve_llm.common.logs import CURRENT_REQUEST
+from serve_llm.common.logs import CURRENT_REQUEST, LoggedRequest
 from serve_llm.common.types import FinishReason
 from serve_llm.server.admission.controller import AdmissionRequest
+from serve_llm.server.admission.recent_requests import RequestLabel
 from serve_llm.server.dialects.parser import DialectParser
 from serve_llm.server.generate.choice import Choice
 from serve_llm.server.generate.delta import Delta, RequestTimes, TokenCounts
@@ -79,6 +80,8 @@ class Generation:
         self.request = request
         self.tenant = tenant
         self.closed = False
+        self._is_cut = False  # closed before all choices had ended
+        self._logged_request = CURRENT_REQUEST.get()
         self._dialect = generator.model.dialect
         self._spelled_ends = generator.model.spelled_ends
         self._tools = [] if request.reply is None else request.reply.read_tools()
@@ -97,6 +100,7 @@ class Generation:
             fail=self.fail,
             num_waiting=len(self.choices),
             num_waiting_tokens=sum(map(len, request.prompts)),
+            label=_read_label(self._logged_request),
         )
         self._deadline = deadline
         self._deadline_timer: asyncio.TimerHandle | None = None
@@ -111,7 +115,6 @@ class Generation:
         self._changed: list[Choice] = []  # choices with something new
         self.error: RequestError | None = None  # with which all choices have ended
         self.on_end: Callable[[Generation], None] | None = None  # called once, when it is left
-        self._logged_request = CURRENT_REQUEST.get()
 
     def __enter__(self) -> Self:
         """Raises Unavailable when the server cannot take the request now, DeadlineExceeded when it comes too late. In a
@@ -126,7 +129,7 @@ class Generation:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        is_whole = not self._open and not self.closed and self.error is None
+        is_whole = not self._open and not self._is_cut and self.error is None
         self.close()
         if not self._is_refused:
             self._count_longest()
@@ -138,6 +141,7 @@ class Generation:
     def close(self) -> None:
         """Abort what is still open; `next` and `read_whole` return nothing more. Idempotent."""
         self.closed = True
+        self._is_cut = self._is_cut or bool(self._open)
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
         self._end_open(FinishReason.ABORT)
@@ -378,3 +382,8 @@ def _choose_seeds(request: TextRequest, generator: Generator) -> list[int]:
     if request.params.seed is not None:
         return [sampling.seed for sampling in request.samplings]
     return [generator.draw_seed() for _ in request.samplings]
+
+
+def _read_label(request: LoggedRequest | None) -> RequestLabel:
+    """request: None: it is offline."""
+    return RequestLabel() if request is None else RequestLabel(request.request_id, request.path)

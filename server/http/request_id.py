@@ -37,7 +37,7 @@ class RequestIdMiddleware:
         client_id = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         request_id = client_id if _VALID_ID.fullmatch(client_id) else uuid.uuid4().hex.encode()
         scope[REQUEST_ID] = request_id.decode()
-        current = LoggedRequest(request_id.decode())
+        current = LoggedRequest(request_id.decode(), scope["path"])
         token = CURRENT_REQUEST.set(current)
         began = time.perf_counter()
         status = 0

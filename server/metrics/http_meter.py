@@ -17,7 +17,7 @@ OTHER_METHOD = "other"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _SECONDS = (0.1, 0.5, 1.0)  # few, because there is a histogram for each route and method
 # Watched by machines, not called by clients; counted by status only.
-_PROBES = frozenset({"/health", "/ping", "/ready", "/load", "/version", "/status", "/metrics"})
+_PROBES = frozenset({"/health", "/ping", "/ready", "/load", "/version", "/status", "/requests", "/metrics"})
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""GET /health, /ping and /version; and /ready, /load, /status and /metrics, which speak for the whole server."""
+"""GET /health, /ping and /version; and /ready, /load, /status, /requests and /metrics, which speak for the whole
+server."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from serve_llm.common.types import ModelInfo
 from serve_llm.server.admission.controller import MESSAGES, AdmissionController
+from serve_llm.server.admission.recent_requests import RequestRecord
 from serve_llm.server.engines.replicas import Replicas
 from serve_llm.server.engines.scaler import Scaler
 from serve_llm.server.http.errors import Unavailable
@@ -24,6 +26,8 @@ from serve_llm.server.routes.scaling import describe_scaling
 from serve_llm.server.schema.models import (
     Health,
     Load,
+    RecentRequestList,
+    ServedRequest,
     Status,
     StatusEngine,
     StatusFrontEnd,
@@ -42,7 +46,7 @@ TORCH_VERSION = version("torch")  # from its metadata: only the engine imports t
 
 
 # Where the whole server is described. Front ends forward these to the process that owns the engines.
-SERVER_PATHS = ("/load", "/ready", "/status", "/metrics")
+SERVER_PATHS = ("/load", "/ready", "/status", "/requests", "/metrics")
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,13 @@ def create_server_router(state: AppState, sources: StatusSources) -> APIRouter:
     async def show_status() -> Status:
         """What the server is doing, for people and for scripts that watch it."""
         return build_status(state, sources)
+
+    @router.get("/requests", **describe_route(None, RecentRequestList))
+    async def list_requests() -> RecentRequestList:
+        """Open requests and the latest ended ones, of all clients, with their times."""
+        recent = admission.recent
+        requests = [describe_request(record, state.model.names[0]) for record in recent.list_records()]
+        return RecentRequestList(num_open=recent.num_open, requests=requests)
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -163,6 +174,28 @@ def describe_parallel(replicas: Replicas) -> StatusParallel:
         tensor_parallel_size=facts.tensor_parallel_size,
         pipeline_parallel_size=facts.pipeline_parallel_size,
         data_parallel_size=len(engines),
+    )
+
+
+def describe_request(record: RequestRecord, base_model: str) -> ServedRequest:
+    def to_milliseconds(seconds: float) -> float:
+        return round(1000 * seconds, 3)
+
+    return ServedRequest(
+        id=record.label.id,
+        route=record.label.route,
+        model=record.adapter or base_model,
+        key=record.tenant,
+        engines=list(record.engines),
+        time=round(record.time, 3),
+        num_choices=record.num_choices,
+        prompt_tokens=record.prompt_tokens,
+        generated_tokens=record.generated_tokens,
+        queue_time_ms=to_milliseconds(record.queued),
+        prefill_time_ms=None if record.prefill is None else to_milliseconds(record.prefill),
+        decode_time_ms=None if record.decode is None else to_milliseconds(record.decode),
+        outcome=record.outcome,
+        replays=record.num_replays,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
+from serve_llm.common.types import FinishReason
 from serve_llm.server.schema.scaling import Scaling
 
 
@@ -107,6 +108,35 @@ class Status(BaseModel):
     first_cause: str | None = Field(description="Why the last restart was needed.")
     recent_restarts: list[StatusRestart] = Field(description="The newest first, at most 20.")
     versions: dict[str, str]
+
+
+class ServedRequest(BaseModel):
+    """A request of text or vectors that was admitted. It holds no text of prompts and answers, and no key."""
+
+    id: str = Field(description="X-Request-Id.")
+    route: str
+    model: str = Field(description="The model, or the adapter that the request names.")
+    key: int = Field(description="The index of its API key in the order of --api-key, 0 without keys.")
+    engines: list[int] = Field(description="Indices of those that compute it, or did so last.")
+    time: float = Field(description="Unix seconds of its admission.")
+    num_choices: int = Field(description="Of all its prompts.")
+    prompt_tokens: int
+    generated_tokens: int
+    queue_time_ms: float = Field(description="Until an engine began with it; without a token, until now or its end.")
+    prefill_time_ms: float | None = Field(description="From then until the first token; null without one.")
+    decode_time_ms: float | None = Field(description="From the first token until the last, or now.")
+    outcome: FinishReason | None = Field(
+        description="Null: it is open. stop: also if a stop string or a repetition ended it. abort: the client left, "
+        "its time ran out, or it made room for others."
+    )
+    replays: int = Field(description="Times that its choices continued on another engine process.")
+
+
+class RecentRequestList(BaseModel):
+    num_open: int
+    requests: list[ServedRequest] = Field(
+        description="The 100 oldest open ones and the 100 that ended last, from all front ends; the newest first."
+    )
 
 
 class Version(BaseModel):

@@ -4,7 +4,7 @@ import { HttpError, streamEvents } from "./api.js";
 import { create, createButton, find } from "./dom.js";
 import { createCopyButton, MarkdownView } from "./markdown.js";
 import { readChatFields, readSystem } from "./settings.js";
-import { RequestTimer } from "./timeline.js";
+import { RequestTimer } from "./timer.js";
 import { readChatTokens, TokenView } from "./tokens.js";
 
 let messages = []; // {role, content, ...}, each with its element in `elements` at the same index
@@ -247,7 +247,7 @@ async function generate() {
     return false;
   }
   setGenerating(controller);
-  const timer = new RequestTimer("chat");
+  const timer = new RequestTimer();
   const answer = new Answer();
   find("messages").append(answer.element);
   scrollToEnd();
@@ -264,7 +264,7 @@ async function generate() {
       showProblem(error);
     }
   }
-  const note = timer.end(outcome);
+  const note = timer.describe(outcome);
   if (controller.signal.reason === "clear") {
     return true;
   }

@@ -3,7 +3,7 @@
 import { streamEvents } from "./api.js";
 import { find } from "./dom.js";
 import { readCompletionFields } from "./settings.js";
-import { RequestTimer } from "./timeline.js";
+import { RequestTimer } from "./timer.js";
 import { readCompletionTokens, TokenView } from "./tokens.js";
 
 let generating = null; // the AbortController of the completion that is being generated
@@ -33,7 +33,7 @@ async function complete() {
   setGenerating(controller);
   find("continuation").textContent = "";
   find("continuation-tokens").replaceChildren();
-  const timer = new RequestTimer("completion");
+  const timer = new RequestTimer();
   let tokens = null;
   let outcome = "";
   try {
@@ -58,7 +58,7 @@ async function complete() {
       showProblem(error.message);
     }
   }
-  find("completion-note").textContent = timer.end(outcome);
+  find("completion-note").textContent = timer.describe(outcome);
   setGenerating(null);
   find("accept").disabled = !find("continuation").textContent;
 }

@@ -1,9 +1,10 @@
-// What the server is doing: /status and /metrics, asked every two seconds while the tab can be seen.
+// What the server is doing: /status, /metrics and /requests, asked every two seconds while the tab can be seen.
 
 import { HttpError, request } from "./api.js";
 import { create, createTable, DIGITS, find, show } from "./dom.js";
 import { quantiles, rate, Scrape } from "./metrics.js";
 import { Plot } from "./plot.js";
+import { showTimeline } from "./timeline.js";
 
 const POLL_MILLISECONDS = 2000;
 const PHASES = { serving: "Serving", recovering: "An engine is being replaced", draining: "Stopping" };
@@ -138,6 +139,9 @@ export async function poll() {
     const gauges = showStatus(status);
     await showModels();
     showScrape(new Scrape(await (await request("metrics")).text()), gauges);
+    if (!find("status-panel").hidden) {
+      await showTimeline();
+    }
   } catch (error) {
     previous = null;
     const unauthorized = error instanceof HttpError && error.status === 401;

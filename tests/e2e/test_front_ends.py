@@ -100,6 +100,8 @@ def test_any_front_end_speaks_for_all(fleet: Daemon) -> None:
     usages = [call(fleet, "POST", "/v1/completions", body)["usage"] for _ in range(8)]
     assert {fleet.metrics()[name] - before for _ in range(8)} == {sum(one["completion_tokens"] for one in usages)}
     assert {call(fleet, "GET", "/load")["server_load"] for _ in range(8)} == {0}
+    listed = call(fleet, "GET", "/requests")["requests"][:8]
+    assert [one["generated_tokens"] for one in listed] == [5] * 8 and {one["outcome"] for one in listed} == {"length"}
 
 
 @pytest.mark.slow

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from support.browsers import launch_browser, open_page
 from support.hostile_markdown import list_attacks
 from support.manifests import ROOT
-from support.page_server import CHROMIUM, SECONDS, PageServer, serve_page, wait_until
+from support.page_server import CHROMIUM, PageServer, serve_page, wait_until
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium")
@@ -30,31 +31,14 @@ def server() -> Iterator[PageServer]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    expect.set_options(timeout=1000 * SECONDS)
-    with playwright.sync_playwright() as browsers:
-        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]  # for root, in a container
-        launched = browsers.chromium.launch(executable_path=CHROMIUM, args=arguments, timeout=1000 * SECONDS)
+    with launch_browser() as launched:
         yield launched
-        launched.close()
 
 
 @pytest.fixture
 def page(server: PageServer, browser: Any) -> Iterator[Any]:
-    """The page with its key, in a tab of its own. At the end nothing may have gone wrong in it."""
-    context = browser.new_context()
-    opened = context.new_page()
-    opened.set_default_timeout(1000 * SECONDS)
-    problems: list[str] = []
-    opened.on("pageerror", lambda error: problems.append(str(error)))
-    opened.on("console", lambda line: problems.append(line.text) if "Content Security" in line.text else None)
-    opened.goto(server.url)
-    expect(opened.get_by_role("status").first).to_have_text("Enter an API key")
-    opened.get_by_label("API key").fill("key")
-    opened.get_by_label("API key").press("Tab")
-    expect(opened.locator("#health")).to_have_text("Serving")
-    yield opened
-    context.close()
-    assert problems == []
+    with open_page(browser, server.url) as opened:
+        yield opened
 
 
 def make_up(page: Any, path: str, *answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -198,8 +182,8 @@ def test_an_answer_survives_the_crash_of_its_engine(server: PageServer, page: An
     expect(engines.get_by_role("row")).to_have_count(2)
     expect(engines).to_contain_text("rank 3host-b")
     expect(page.get_by_role("img", name="Tokens: output")).to_be_visible()
-    row = page.get_by_role("region", name="Requests of this tab").get_by_role("row").nth(1)
-    expect(row).to_contain_text("cut at the limit of tokens")
+    row = page.get_by_role("region", name="Requests of all clients").get_by_role("row").nth(1)
+    expect(row).to_contain_text("cut at the limit of tokens, replays: 1")
     assert "until the first token" in row.get_by_role("img").get_attribute("aria-label")
 
 

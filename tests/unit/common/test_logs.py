@@ -89,7 +89,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_records_of_a_traced_request_name_its_span(capsys: pytest.CaptureFixture[str]) -> None:
-    traced = LoggedRequest("abc", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
+    traced = LoggedRequest("abc", "/v1/completions", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
     for kind in ("text", "json"):
         configure("info", format=kind)
         token = CURRENT_REQUEST.set(traced)

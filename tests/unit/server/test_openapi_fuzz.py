@@ -34,7 +34,18 @@ STRICT += ("/infill", "/v1/decisions", "/v1/embeddings", "/rerank", "/score", "/
 LENIENT = ("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens", "/invocations")
 ALIASES = ("/v1/rerank", "/v2/rerank", "/v1/score")  # of strict ones
 STORING = ("/v1/files", "/v1/batches", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-PROBES = ("/health", "/ping", "/version", "/load", "/ready", "/status", "/metrics", "/tokenizer_info", "/v1/models")
+PROBES = (
+    "/health",
+    "/ping",
+    "/version",
+    "/load",
+    "/ready",
+    "/status",
+    "/requests",
+    "/metrics",
+    "/tokenizer_info",
+    "/v1/models",
+)
 LISTS = ("/v1/files", "/v1/batches", "/v1/responses/{response_id}/input_items")
 OBJECTS = (
     ("GET", "/v1/models/{name}"),

@@ -1,0 +1,128 @@
+"""The open requests and those that ended last, of all clients and front ends, with their times: GET /requests.
+
+It knows how long and how large requests were, never what they said.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from serve_llm.common.types import FinishReason
+from serve_llm.server.engines.tracked_request import TrackedRequest
+from serve_llm.server.metrics.meter import Clock
+
+MAX_REQUESTS = 100  # ended ones that are kept; of open ones, at most so many are listed
+
+
+class RequestLabel(msgspec.Struct, frozen=True, array_like=True):
+    """By what an HTTP request is known."""
+
+    id: str = ""  # X-Request-Id
+    route: str = ""
+
+
+class RequestRecord(NamedTuple):
+    """One HTTP request. Durations are in seconds, None while the phase has not begun."""
+
+    label: RequestLabel
+    adapter: str | None
+    tenant: int
+    engines: tuple[int, ...]  # indices of those that compute it, or did so last
+    time: float  # Unix seconds of its admission
+    num_choices: int  # for all its prompts together
+    prompt_tokens: int  # each prompt counts once
+    generated_tokens: int  # received from the engines
+    queued: float  # until an engine begins with it; all the time until the first token if there is none yet
+    prefill: float | None  # from then until the first token
+    decode: float | None  # from then until the last token
+    outcome: FinishReason | None  # None: it is open
+    num_replays: int
+
+
+class OpenRequest:
+    """An admitted HTTP request that has not ended."""
+
+    def __init__(self, label: RequestLabel, tenant: int, tracked: Sequence[TrackedRequest], now: float) -> None:
+        """tracked: its choices. now: clock time."""
+        self._label = label
+        self._tenant = tenant
+        self._tracked = tracked
+        self._time = time.time()
+        self._submitted = now
+
+    def describe(self, now: float) -> RequestRecord:
+        """The record of a request that is open at this clock time."""
+        return self._describe(now, None)
+
+    def describe_end(self, now: float, *, is_whole: bool) -> RequestRecord:
+        """now: clock time at which it was left. is_whole: not cut short by anything."""
+        reasons = {tracked.finish_reason for tracked in self._tracked}
+        if FinishReason.ERROR in reasons:
+            outcome = FinishReason.ERROR
+        elif not is_whole:
+            outcome = FinishReason.ABORT
+        else:  # stop strings and repetitions are found outside of the engines, so their reason is missing here
+            outcome = FinishReason.LENGTH if FinishReason.LENGTH in reasons else FinishReason.STOP
+        ends = [tracked.finished_at for tracked in self._tracked if tracked.finished_at is not None]
+        return self._describe(max(ends) if len(ends) == len(self._tracked) else now, outcome)
+
+    def _describe(self, end: float, outcome: FinishReason | None) -> RequestRecord:
+        begun = [tracked for tracked in self._tracked if tracked.first_output_at is not None]
+        first_output = min((tracked.first_output_at or 0.0 for tracked in begun), default=None)
+        if first_output is None:
+            queued, prefill, decode = end - self._submitted, None, None
+        else:
+            in_queue = min(tracked.queued_seconds for tracked in begun)
+            scheduled = min(self._submitted + in_queue, first_output)
+            queued, prefill, decode = scheduled - self._submitted, first_output - scheduled, end - first_output
+        requests = [tracked.request for tracked in self._tracked]
+        adapter = requests[0].adapter
+        return RequestRecord(
+            label=self._label,
+            adapter=None if adapter is None else adapter.name,
+            tenant=self._tenant,
+            engines=tuple(sorted({tracked.engine for tracked in self._tracked})),
+            time=self._time,
+            num_choices=len(self._tracked),
+            prompt_tokens=sum(len(one.prompt_ids) for one in requests if one.sampling.choice == 0),
+            generated_tokens=sum(tracked.num_received for tracked in self._tracked),
+            queued=queued,
+            prefill=prefill,
+            decode=decode,
+            outcome=outcome,
+            num_replays=sum(len(tracked.replays) for tracked in self._tracked),
+        )
+
+
+class RecentRequests:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._open: dict[OpenRequest, None] = {}  # in order of admission
+        self._ended: deque[RequestRecord] = deque(maxlen=MAX_REQUESTS)  # the newest last
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def open(self, label: RequestLabel, tenant: int, tracked: Sequence[TrackedRequest]) -> OpenRequest:
+        """Note a request that was submitted to the engines. `close` ends it."""
+        request = OpenRequest(label, tenant, tracked, self._clock.read())
+        self._open[request] = None
+        return request
+
+    def close(self, request: OpenRequest, *, is_whole: bool) -> None:
+        """Idempotent."""
+        if request in self._open:
+            del self._open[request]
+            self._ended.append(request.describe_end(self._clock.read(), is_whole=is_whole))
+
+    def list_records(self) -> list[RequestRecord]:
+        """The oldest open requests and the newest ended ones, in order of their admission, the newest first."""
+        now = self._clock.read()
+        oldest = [request.describe(now) for request, _ in zip(self._open, range(MAX_REQUESTS), strict=False)]
+        return sorted([*self._ended, *oldest], key=lambda record: record.time, reverse=True)
