@@ -55,9 +55,10 @@ def take(page: Any) -> None:
         ask(page, f"{QUESTION} # {time.monotonic()}")
         page.get_by_role("button", name="New chat").click()
     page.get_by_role("tab", name="Status").click()
+    expect(page.locator("#timeline tr").nth(6)).to_be_visible()
     page.emulate_media(color_scheme="dark")
     page.evaluate("scrollTo(0, 0)")
-    page.set_viewport_size({"width": SIZE["width"], "height": 1100})
+    page.set_viewport_size({"width": SIZE["width"], "height": 1330})
     page.screenshot(path=IMAGES / "page-status.png")
 
 

@@ -5,6 +5,7 @@ import { startCompletion, stopCompletion } from "./completion.js";
 import { find } from "./dom.js";
 import { showRoutes } from "./routes.js";
 import { keepPolling, poll } from "./status.js";
+import { showTimeline } from "./timeline.js";
 
 const KEY_ITEM = "serve-llm.api-key";
 const TABS = ["chat", "completion", "status", "api"];
@@ -19,6 +20,8 @@ function select(name) {
   find("settings").hidden = name === "status" || name === "api";
   if (name === "api") {
     showRoutes();
+  } else if (name === "status") {
+    showTimeline().catch(() => {}); // the next poll tells what is wrong
   }
 }
 

@@ -2,6 +2,7 @@
 
 import { HttpError, request } from "./api.js";
 import { create, createTable, DIGITS, find, show } from "./dom.js";
+import { showEngines, showFrontEnds } from "./engines.js";
 import { quantiles, rate, Scrape } from "./metrics.js";
 import { Plot } from "./plot.js";
 import { showTimeline } from "./timeline.js";
@@ -11,7 +12,7 @@ const PHASES = { serving: "Serving", recovering: "An engine is being replaced", 
 
 let previous = null; // the last scrape
 let plots = null;
-let drawn = ""; // the JSON of the engines and restarts that are shown
+let drawn = ""; // the JSON of the restarts that are shown
 
 function createPlots() {
   const container = find("plots");
@@ -58,35 +59,21 @@ function showStatus(status) {
   show("refused", refused.map(([reason, count]) => `${reason} ${count}`).join(", ") || "0");
   show("versions", Object.entries(status.versions).map((pair) => pair.join(" ")).join(", "));
   document.title = `${status.model} - serve-llm`;
-  const shown = JSON.stringify([status.engines.map(({ ready: isReady, ranks }) => [isReady, ranks]), status.recent_restarts]);
+  showQueue(status.queue);
+  showEngines(status.engines);
+  showFrontEnds(status.front_ends);
+  const shown = JSON.stringify(status.recent_restarts);
   if (shown !== drawn) { // so that what a reader is at does not vanish
     drawn = shown;
-    find("engines").replaceChildren(...status.engines.map(buildEngine));
     showRestarts(status.recent_restarts);
   }
   return [running, waiting, 100 * usage];
 }
 
-function buildEngine(engine, number) {
-  // A row for each stage, a cell for each of its ranks, coloured by host.
-  const hosts = [...new Set(engine.ranks.map((rank) => rank.host))];
-  const rows = [];
-  for (const rank of engine.ranks) {
-    (rows[rank.pp_rank] ??= []).push(
-      create(
-        "td",
-        { className: `host-${hosts.indexOf(rank.host) % 6}` },
-        create("strong", { textContent: `rank ${rank.rank}` }),
-        create("span", { textContent: rank.host }),
-      ),
-    );
-  }
-  const state = engine.ready ? "ready" : "being replaced";
-  const caption = create("caption", { textContent: `Engine ${number}: ${state}` });
-  const body = rows.map((cells, stage) =>
-    create("tr", {}, create("th", { scope: "row", textContent: `stage ${stage}` }), ...cells),
-  );
-  return create("table", { className: engine.ready ? "engine" : "engine lost" }, caption, create("tbody", {}, ...body));
+function showQueue(queue) {
+  show("queue", `${queue.waiting_requests} of ${queue.max_requests.toLocaleString()}`);
+  const [tokens, limit] = [queue.waiting_prompt_tokens, queue.max_prompt_tokens].map((count) => count.toLocaleString());
+  show("queue-tokens", `${tokens} of ${limit} tokens`);
 }
 
 function showRestarts(restarts) {

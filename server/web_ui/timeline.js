@@ -17,7 +17,8 @@ function sumPhases(entry) {
 }
 
 function describeState(entry) {
-  const state = entry.outcome === null ? (entry.prefill_time_ms === null ? "waiting" : "running") : OUTCOMES[entry.outcome];
+  const openState = entry.prefill_time_ms === null ? "waiting" : "running";
+  const state = entry.outcome === null ? openState : OUTCOMES[entry.outcome];
   return entry.replays ? `${state}, replays: ${entry.replays}` : state;
 }
 

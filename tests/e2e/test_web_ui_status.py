@@ -53,3 +53,60 @@ def test_requests_of_other_clients(server: PageServer, page: Any) -> None:
     expect(timeline.get_by_role("row")).to_have_count(3)
     expect(page.get_by_text("None yet.")).to_be_hidden()
     assert "secret" not in page.locator("body").inner_text()
+
+
+def test_engines_queue_and_front_ends(page: Any) -> None:
+    answers: list[dict[str, Any]] = []
+
+    def answer(route: Any) -> None:
+        status = route.fetch().json()
+        (engine,) = status["engines"]
+        cache = engine["kv_cache"]
+        status["engines"] = [
+            engine | {"num_running": 3, "num_waiting": 2, "kv_cache": cache | {"usage": 0.25}},
+            engine | {"ready": False, "draining": True, "num_running": 1, "kv_cache": cache | {"usage": 0.5}},
+            engine | {"ready": False, "num_running": 0},
+        ]
+        status["queue"] |= {"waiting_requests": 5, "max_requests": 64}
+        status["queue"] |= {"waiting_prompt_tokens": 70, "max_prompt_tokens": 900}
+        status["front_ends"] = [
+            {"pid": 41, "phase": "serving", "num_open": 4},
+            {"pid": 42, "phase": "spare", "num_open": 0},
+        ]
+        answers.append(status)
+        route.fulfill(json=status)
+
+    front_ends = page.get_by_role("region", name="Front ends")
+    expect(front_ends).to_be_hidden()
+    page.route("**/status", answer)
+    engines = page.get_by_role("region", name="Engines and ranks").locator(".engine")
+    expect(engines).to_have_count(3)
+    for number, (state, load, usage) in enumerate(
+        (
+            ("ready", "3 running, 2 waiting, KV cache 25 %", 0.25),
+            ("draining", "1 running, 0 waiting, KV cache 50 %", 0.5),
+            ("being replaced", "0 running, 0 waiting, KV cache 0 %", 0),
+        )
+    ):
+        expect(engines.nth(number).locator("caption")).to_have_text(f"Engine {number}: {state}")
+        expect(engines.nth(number)).to_contain_text(load)
+        meter = engines.nth(number).get_by_role("meter", name=f"KV cache of engine {number} in use")
+        assert meter.evaluate("element => element.value") == usage
+    expect(page.locator("#num-engines")).to_have_text("1 of 3 ready")
+    expect(page.locator("#queue")).to_have_text("5 of 64")
+    expect(page.locator("#queue-tokens")).to_have_text("70 of 900 tokens")
+    expect(front_ends.get_by_role("row")).to_contain_text(["Phase", "serving", "spare"])
+
+    # What does not change is not drawn anew; what does, is.
+    page.evaluate("document.querySelector('#engines .engine').dataset.seen = 'yes'")
+    drawn = len(answers)
+
+    def has_polled_twice() -> bool:
+        page.evaluate("0")  # lets the routes above be called
+        return len(answers) >= drawn + 2
+
+    wait_until(has_polled_twice)
+    assert engines.first.get_attribute("data-seen") == "yes"
+    page.unroute("**/status")
+    expect(engines).to_have_count(1)
+    expect(front_ends).to_be_hidden()
