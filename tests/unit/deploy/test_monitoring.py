@@ -109,6 +109,15 @@ def test_the_alerts() -> None:
         assert rule["annotations"]["summary"] and rule["annotations"]["description"]
 
 
+def test_every_alert_is_tested() -> None:
+    """When it fires, and when it does not."""
+    tests = yaml.safe_load((HERE / "alerts_test.yaml").read_text())["tests"]
+    checks = [check for test in tests for check in test["alert_rule_test"]]
+    names = {rule["alert"] for rule in alert_rules()}
+    assert {check["alertname"] for check in checks if check.get("exp_alerts")} == names
+    assert {check["alertname"] for check in checks if not check.get("exp_alerts")} == names
+
+
 def test_compose_puts_the_files_where_they_are_looked_for() -> None:
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     prometheus = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())
