@@ -1,0 +1,147 @@
+"""Draw deploy/grafana/serve-llm.json with the data of a real server, for docs/metrics.md.
+
+python tools/dashboard_picture.py       needs the packages of the extra `dev` and the programs prometheus and chromium
+
+A server with the demo model gets requests, Prometheus scrapes it, and each panel's queries are run. The program ends
+with an error if one of them has no data. Grafana is not involved: the page that Chromium draws says so.
+"""
+
+from __future__ import annotations
+
+import html
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+if TYPE_CHECKING:
+    from support.dashboard_data import Panel, Series
+
+UID = "serve-llm"
+IMAGE = ROOT / "docs" / "images" / "dashboard.png"
+LOAD_SECONDS = 90.0
+COLUMN_PIXELS, ROW_PIXELS, GAP_PIXELS, HEAD_PIXELS = 50, 24, 6, 64
+MAX_LEGENDS = 4
+COLOURS = ("#5794f2", "#ff9830", "#73bf69", "#b877d9", "#f2495c", "#37872d", "#fade2a", "#8ab8ff")
+STYLE = f"""
+body {{ margin: 0; width: {24 * COLUMN_PIXELS}px; background: #f4f5f5; color: #24292e; font: 12px sans-serif; }}
+header {{ padding: 10px 8px 0; height: {HEAD_PIXELS - 10}px; box-sizing: border-box; }}
+header b {{ font-size: 16px; }}
+.row, .panel {{ position: absolute; box-sizing: border-box; overflow: hidden; }}
+.row {{ padding: 4px 8px; font-weight: bold; font-size: 14px; }}
+.panel {{ padding: 6px 8px; background: #fff; border: 1px solid #dcdcde; border-radius: 3px; }}
+.panel > b {{ display: block; white-space: nowrap; }}
+.panel small {{ float: right; color: #6e7075; }}
+svg {{ display: block; width: 100%; border-bottom: 1px solid #dcdcde; margin: 4px 0; }}
+path {{ fill: none; stroke-width: 1.5; vector-effect: non-scaling-stroke; }}
+span {{ display: inline-block; max-width: 100%; margin-right: 10px; overflow: hidden; white-space: nowrap; }}
+i {{ display: inline-block; width: 10px; height: 3px; margin-right: 4px; vertical-align: middle; }}
+"""
+
+
+def format_value(value: float, unit: str) -> str:
+    """unit: Grafana's name."""
+    if unit == "percentunit":
+        return f"{100 * value:.3g} %"
+    if unit == "s":
+        return f"{1000 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
+    if unit in ("bytes", "Bps"):
+        power = 0
+        while value >= 1024 and power < 3:
+            value /= 1024
+            power += 1
+        suffix = ("B", "KiB", "MiB", "GiB")[power]
+        return f"{value:.3g} {suffix}{'/s' if unit == 'Bps' else ''}"
+    return f"{value:.3g}{'/s' if unit in ('reqps', 'cps') else ''}"
+
+
+def split_at_gaps(points: list[tuple[float, float]]) -> Iterator[list[tuple[float, float]]]:
+    """Runs of points that are a second apart."""
+    run: list[tuple[float, float]] = []
+    for point in points:
+        if run and point[0] - run[-1][0] > 1.5:
+            yield run
+            run = []
+        run.append(point)
+    if run:
+        yield run
+
+
+def draw_series(lines: list[Series], start: float, end: float, highest: float, height: int) -> str:
+    """An SVG with one path for each series. start, end: Unix seconds. height: pixels."""
+    paths = []
+    for number, line in enumerate(lines):
+        parts = []
+        for run in split_at_gaps(line.points):
+            places = [
+                f"{1000 * (when - start) / (end - start):.1f} {98 - 96 * value / highest:.2f}" for when, value in run
+            ]
+            parts.append("M" + " L".join(places if len(places) > 1 else 2 * places))
+        paths.append(f'<path d="{" ".join(parts)}" stroke="{COLOURS[number % len(COLOURS)]}"/>')
+    box = 'viewBox="0 0 1000 100" preserveAspectRatio="none"'
+    return f'<svg {box} style="height:{height}px">{"".join(paths)}</svg>'
+
+
+def draw_panel(panel: Panel, start: float, end: float) -> str:
+    place = panel.panel["gridPos"]
+    left, top = COLUMN_PIXELS * place["x"], ROW_PIXELS * place["y"] + HEAD_PIXELS
+    width, height = COLUMN_PIXELS * place["w"] - GAP_PIXELS, ROW_PIXELS * place["h"] - GAP_PIXELS
+    box = f"left:{left + GAP_PIXELS // 2}px;top:{top}px;width:{width}px;height:{height}px"
+    title = html.escape(panel.panel["title"])
+    if panel.panel["type"] == "row":
+        return f'<div class="row" style="{box}">{title}</div>'
+    unit = panel.panel["fieldConfig"]["defaults"].get("unit", "short")
+    lines = [line for series in panel.series.values() for line in series if line.points]
+    highest = max(value for line in lines for _, value in line.points)
+    legends = [
+        f'<span><i style="background:{COLOURS[number % len(COLOURS)]}"></i>'
+        f"{html.escape(line.legend)} {format_value(line.points[-1][1], unit)}</span>"
+        for number, line in enumerate(lines[:MAX_LEGENDS])
+    ]
+    if len(lines) > MAX_LEGENDS:
+        legends.append(f"<span>and {len(lines) - MAX_LEGENDS} more</span>")
+    picture = draw_series(lines, start, end, highest or 1.0, height - 80)
+    limit = f"<small>0 to {format_value(highest, unit)}</small>"
+    return f'<div class="panel" style="{box}">{limit}<b>{title}</b>{picture}{"".join(legends)}</div>'
+
+
+def draw_page(panels: list[Panel]) -> str:
+    times = [when for panel in panels for series in panel.series.values() for line in series for when, _ in line.points]
+    start, end = min(times), max(times)
+    height = HEAD_PIXELS + ROW_PIXELS * max(one.panel["gridPos"]["y"] + one.panel["gridPos"]["h"] for one in panels)
+    note = (
+        f"{end - start:.0f} seconds of a server with the demo model and two engines, of which one was killed. Drawn by "
+        "tools/dashboard_picture.py from the dashboard's JSON and Prometheus' answers to its queries, not by Grafana."
+    )
+    body = "".join(draw_panel(panel, start, end) for panel in panels)
+    head = f"<header><b>deploy/grafana/{UID}.json</b><br>{html.escape(note)}</header>"
+    style = f'<meta charset="utf-8"><style>{STYLE}</style>'
+    return f'<!doctype html>{style}<body style="height:{height}px">{head}{body}</body>'
+
+
+def main() -> None:
+    from playwright.sync_api import sync_playwright
+
+    from support.dashboard_data import run_under_load
+
+    with tempfile.TemporaryDirectory() as directory, run_under_load(Path(directory), LOAD_SECONDS) as panels:
+        empty = [query for panel in panels for query in panel.empty_queries]
+        if empty:
+            raise SystemExit("without data: " + "; ".join(empty))
+        page_text = draw_page([panel for panel in panels if panel.uid == UID])
+    IMAGE.parent.mkdir(exist_ok=True)
+    with sync_playwright() as browsers:
+        browser = browsers.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 24 * COLUMN_PIXELS, "height": 800})
+        page.set_content(page_text)
+        page.screenshot(path=IMAGE, full_page=True)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
