@@ -238,9 +238,7 @@ class LLM:
 
     def get_metrics(self) -> list[MetricValue]:
         """The metrics of docs/metrics.md as they are now: gauges, counters and histograms."""
-        options = self._options
-        source = "none" if options.speculation is None else options.speculation.method
-        return read_metrics(self._replicas, self._model.names[0], options.metrics_prefix, source)
+        return read_metrics(self._replicas, self._model.names[0], self._options)
 
     def reset_prefix_cache(self) -> bool:
         """Let later calls share no cached prefixes with earlier ones. Returns True."""

@@ -34,8 +34,8 @@ from serve_llm.server.http.paths import PathMiddleware
 from serve_llm.server.http.request_id import RequestIdMiddleware
 from serve_llm.server.metrics.http_meter import HttpMeter
 from serve_llm.server.metrics.meter import BatchCounts, FrontEndCounts, ServerCounts, StoreUsage
-from serve_llm.server.metrics.prometheus import EngineCollector, PrometheusExporter
-from serve_llm.server.metrics.vllm_names import VLLM_PREFIX, VllmCollector
+from serve_llm.server.metrics.prometheus import PrometheusExporter
+from serve_llm.server.metrics.vllm_names import choose_collector
 from serve_llm.server.prompt.context import Context
 from serve_llm.server.prompt.model import ServedModel
 from serve_llm.server.prompt.pool import PromptPool
@@ -173,8 +173,7 @@ def create_app(
     if front_ends is not None:
         front_ends.connect(str(model.directory), replicas, admission, adapters, counts, state.start_time)
     app = _create_fastapi(state, options.page)
-    collector_type = VllmCollector if options.metrics_prefix == VLLM_PREFIX else EngineCollector
-    collector = collector_type(replicas, counts, model.names[0], options)
+    collector = choose_collector(options)(replicas, counts, model.names[0], options)
     num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
     sources = status.StatusSources(replicas, admission, PrometheusExporter(collector), num_ranks, front_ends, scaler)
     app.include_router(status.create_server_router(state, sources))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from serve_llm.common.options.schema import Options
 from serve_llm.common.types import OffloadStats, Stats
 from serve_llm.server.metrics.histogram import Histogram
 from serve_llm.server.metrics.http_meter import HttpMeter
@@ -63,6 +64,11 @@ class VllmCollector(EngineCollector):
         values = [str(self._options.max_loras), ",".join(adapters.running), ",".join(adapters.waiting)]
         family.add_metric(values, time.time())
         return family
+
+
+def choose_collector(options: Options) -> type[EngineCollector]:
+    """By --metrics-prefix."""
+    return VllmCollector if options.metrics_prefix == VLLM_PREFIX else EngineCollector
 
 
 def _host_memory(stats: Stats) -> OffloadStats:

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 
 from prometheus_client.core import Metric
 
+from serve_llm.common.options.schema import Options
 from serve_llm.server.engines.replicas import Replicas
+from serve_llm.server.metrics.http_meter import HttpMeter
 from serve_llm.server.metrics.meter import BatchCounts, FrontEndCounts, ServerCounts, StoreUsage
-from serve_llm.server.metrics.prometheus import EngineCollector
+from serve_llm.server.metrics.vllm_names import choose_collector
 
-_OF_A_SERVER = ("stored_response", "evicted_responses", "batch_requests", "front_end", "http_requests")
+_OF_A_SERVER = ("stored_response", "evicted_responses", "batch_requests", "front_end", "http_request")
 
 
 @dataclass(frozen=True)
@@ -40,21 +42,20 @@ class HistogramValue(MetricValue):
     buckets: dict[str, int] = field(default_factory=dict)  # upper bound -> values up to it; the last is "+Inf"
 
 
-def read_metrics(replicas: Replicas, model_name: str, prefix: str, draft_source: str) -> list[MetricValue]:
-    """prefix, draft_source: see `EngineCollector`."""
+def read_metrics(replicas: Replicas, model_name: str, options: Options) -> list[MetricValue]:
     counts = ServerCounts(
         refused=Counter(),
         ignored_fields=Counter(),
-        statuses=Counter(),
+        http=HttpMeter(),
         stored=StoreUsage(),
         batches=BatchCounts(),
         front_ends=FrontEndCounts(0),
     )
-    collector = EngineCollector(replicas.engines, counts, replicas.usage, model_name, prefix, draft_source)
+    collector = choose_collector(options)(replicas, counts, model_name, options)
     return [
         value
         for metric in collector.collect()
-        if not metric.name.removeprefix(prefix).startswith(_OF_A_SERVER)
+        if not metric.name.removeprefix(options.metrics_prefix).startswith(_OF_A_SERVER)
         for value in _read_values(metric)
     ]
 

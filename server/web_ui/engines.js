@@ -54,8 +54,13 @@ function updateLoad(engine, number) {
 }
 
 export function showFrontEnds(frontEnds) {
-  const rows = frontEnds.map(({ pid, phase, num_open: numOpen }) => [String(pid), phase, String(numOpen)]);
-  const heads = ["Process", "Phase", "Open requests"];
+  const rows = frontEnds.map(({ pid, host, phase, num_open: numOpen }) => [
+    String(pid),
+    host ?? "the server's",
+    phase,
+    String(numOpen),
+  ]);
+  const heads = ["Process", "Host", "Phase", "Open requests"];
   find("front-ends").replaceChildren(createTable("Processes that answer clients", heads, rows));
   find("front-ends-section").hidden = rows.length === 0;
 }

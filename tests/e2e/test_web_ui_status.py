@@ -70,8 +70,8 @@ def test_engines_queue_and_front_ends(page: Any) -> None:
         status["queue"] |= {"waiting_requests": 5, "max_requests": 64}
         status["queue"] |= {"waiting_prompt_tokens": 70, "max_prompt_tokens": 900}
         status["front_ends"] = [
-            {"pid": 41, "phase": "serving", "num_open": 4},
-            {"pid": 42, "phase": "spare", "num_open": 0},
+            {"pid": 41, "host": None, "phase": "serving", "num_open": 4},
+            {"pid": 42, "host": "other", "phase": "spare", "num_open": 0},
         ]
         answers.append(status)
         route.fulfill(json=status)
@@ -95,7 +95,7 @@ def test_engines_queue_and_front_ends(page: Any) -> None:
     expect(page.locator("#num-engines")).to_have_text("1 of 3 ready")
     expect(page.locator("#queue")).to_have_text("5 of 64")
     expect(page.locator("#queue-tokens")).to_have_text("70 of 900 tokens")
-    expect(front_ends.get_by_role("row")).to_contain_text(["Phase", "serving", "spare"])
+    expect(front_ends.get_by_role("row")).to_contain_text(["Phase", "the server's", "other"])
 
     # What does not change is not drawn anew; what does, is.
     page.evaluate("document.querySelector('#engines .engine').dataset.seen = 'yes'")
