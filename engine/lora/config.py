@@ -15,7 +15,7 @@ IGNORED = frozenset(
     (
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config"),
         *("lora_dropout", "fan_in_fan_out", "megatron_core", "qalora_group_size"),
-        *("eva_config", "loftq_config", "corda_config", "lora_ga_config"),  # how the weights were initialised
+        *("eva_config", "loftq_config", "corda_config", "lora_ga_config"),  # see init_lora_weights
         *("layers_to_transform", "layers_pattern", "exclude_modules"),  # the tensors say which modules are adapted
     )
 )
@@ -29,7 +29,7 @@ REASONS = {
     "megatron_config": "Megatron's parallel layers are not supported",
 }
 # Initialisations that also change the base model's weights: the file alone does not reproduce the model.
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 ALL_LINEAR = "all-linear"
 ANY_PARENT = r".*\."
 _MODULE_NAME = re.compile(r"\^?[\w.]+")

@@ -91,6 +91,10 @@ def test_ways_to_name_the_modules(tmp_path: Path, targets: object) -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save: "),
         ({"target_parameters": [3]}, "target_parameters must be a list of names"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: pissa_niter_4 changes the base model's weights"),
+        (
+            {"init_lora_weights": "lora_ga", "lora_ga_config": {"direction": "ArB2r"}},
+            "init_lora_weights: lora_ga changes the base model's weights",
+        ),
         ({"some_future_key": {"a": 1}}, "some_future_key: this key is not known"),
         ({"rank_pattern": {"(a+)+$": 4}}, "'(a+)+$' is a regular expression"),
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern.q_proj must be a positive integer"),
