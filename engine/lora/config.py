@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from serve_llm.common.adapter_files import ADAPTER_CONFIG as CONFIG
 from serve_llm.common.errors import AdapterError
+from serve_llm.engine.lora.module_patterns import ModulePatterns
 
 # Keys that do not change what a trained adapter computes.
 IGNORED = frozenset(
@@ -31,8 +32,13 @@ REASONS = {
 # Initialisations that also change the base model's weights: the file alone does not reproduce the model.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 ALL_LINEAR = "all-linear"
-ANY_PARENT = r".*\."
-_MODULE_NAME = re.compile(r"\^?[\w.]+")
+
+
+class ProductConfig(NamedTuple):
+    """What the config says of an adapted module."""
+
+    rank: int
+    scale: float  # the factor of the product
 
 
 @dataclass(frozen=True)
@@ -40,22 +46,18 @@ class AdapterConfig:
     rank: int
     alpha: float
     is_rank_stabilised: bool  # rsLoRA: the scale is alpha / sqrt(rank)
-    rank_pattern: Mapping[str, int]  # by the end of a module's name
-    alpha_pattern: Mapping[str, float]
+    rank_pattern: ModulePatterns[int]
+    alpha_pattern: ModulePatterns[float]
     modules: tuple[str, ...] | None  # ends of names of adapted modules; None: the tensors say which
     parameters: tuple[str, ...]  # ends of names of adapted parameters: experts' weights, routers' with .weight
     is_all_linear: bool  # all linear layers of attention and feed-forward networks are adapted
     use_dora: bool  # each module also has a magnitude for each of its outputs
     ties_weights: bool  # adapters of an embedding apply to the LM head that is tied to it, and the reverse
 
-    def find_rank(self, module: str) -> int:
-        return self.rank_pattern.get(_find_pattern(self.rank_pattern, module), self.rank)
-
-    def find_scale(self, module: str) -> float:
-        """The factor of the module's product."""
-        rank = self.find_rank(module)
-        alpha = self.alpha_pattern.get(_find_pattern(self.alpha_pattern, module), self.alpha)
-        return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
+    def find_product(self, module: str) -> ProductConfig:
+        rank = self.rank_pattern.find(module, self.rank)
+        alpha = self.alpha_pattern.find(module, self.alpha)
+        return ProductConfig(rank, alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank))
 
     def adapts(self, module: str, kind: str = "linear") -> bool | None:
         """Whether the config names the module; None if only the tensors say it. kind: of its `LoRATarget`."""
@@ -93,10 +95,15 @@ def read_adapter_config(raw: object) -> AdapterConfig:
         raise AdapterError(f"{CONFIG}: target_parameters must be a list of names")
     rank = _read_rank("r", config.pop("r", None))
     alpha = _read_number("lora_alpha", config.pop("lora_alpha", None))
-    ranks = {name: _read_rank(f"rank_pattern.{name}", value) for name, value in _read_pattern("rank_pattern", config)}
-    alphas = {
-        name: _read_number(f"alpha_pattern.{name}", value) for name, value in _read_pattern("alpha_pattern", config)
+    ranks = {
+        pattern: _read_rank(f"rank_pattern.{pattern}", value) for pattern, value in _read_object("rank_pattern", config)
     }
+    alphas = {
+        pattern: _read_number(f"alpha_pattern.{pattern}", value)
+        for pattern, value in _read_object("alpha_pattern", config)
+    }
+    rank_pattern = ModulePatterns(f"{CONFIG}: rank_pattern", ranks)
+    alpha_pattern = ModulePatterns(f"{CONFIG}: alpha_pattern", alphas)
     use_rslora = _read_flag("use_rslora", config)
     use_dora = _read_flag("use_dora", config)
     ties_weights = _read_flag("ensure_weight_tying", config)
@@ -116,7 +123,16 @@ def read_adapter_config(raw: object) -> AdapterConfig:
             raise AdapterError(f"{CONFIG}: {name}: {REASONS.get(name, 'this key is not known')}")
     is_all_linear = targets == ALL_LINEAR and not is_partial
     return AdapterConfig(
-        rank, alpha, use_rslora, ranks, alphas, modules, tuple(parameters), is_all_linear, use_dora, ties_weights
+        rank=rank,
+        alpha=alpha,
+        is_rank_stabilised=use_rslora,
+        rank_pattern=rank_pattern,
+        alpha_pattern=alpha_pattern,
+        modules=modules,
+        parameters=tuple(parameters),
+        is_all_linear=is_all_linear,
+        use_dora=use_dora,
+        ties_weights=ties_weights,
     )
 
 
@@ -131,23 +147,11 @@ def _read_flag(key: str, config: dict[str, object]) -> bool:
     return value
 
 
-def _read_pattern(key: str, config: dict[str, object]) -> list[tuple[str, object]]:
+def _read_object(key: str, config: dict[str, object]) -> Iterable[tuple[str, object]]:
     value = config.pop(key, None) or {}
     if not isinstance(value, dict):
         raise AdapterError(f"{CONFIG}: {key} must be an object")
-    names = {name: name.removeprefix(ANY_PARENT) for name in value}  # PEFT writes it before names of parameters
-    for name, end in names.items():
-        if not _MODULE_NAME.fullmatch(end):
-            raise AdapterError(f"{CONFIG}: {key}: {name!r} is a regular expression; write the names of modules")
-    return [(names[name], number) for name, number in value.items()]
-
-
-def _find_pattern(patterns: Mapping[str, object], module: str) -> str:
-    """The first name that the module is called by, or by which it ends; "" for none. ^ stands for the beginning."""
-    for name in patterns:
-        if module == name.removeprefix("^") or (not name.startswith("^") and module.endswith(f".{name}")):
-            return name
-    return ""
+    return value.items()
 
 
 def _read_rank(key: str, value: object) -> int:

@@ -6,7 +6,8 @@ The digest of the two files is the adapter's identity: a later load compares wha
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from serve_llm.common.adapter_files import ADAPTER_WEIGHTS as WEIGHTS
 from serve_llm.common.errors import AdapterError
 from serve_llm.common.types import LoRATarget
 from serve_llm.engine.lora.base_copies import BaseCopy
-from serve_llm.engine.lora.config import AdapterConfig, read_adapter_config
+from serve_llm.engine.lora.config import AdapterConfig, ProductConfig, read_adapter_config
 from serve_llm.engine.lora.tensors import AdapterTensor, check_tensor
 
 PICKLE = "adapter_model.bin"
@@ -65,10 +66,16 @@ class AdapterContents(NamedTuple):
     copies: list[BaseCopy]  # must be equal to the base model's weights
 
 
-def read_adapter(directory: Path, targets: Mapping[str, LoRATarget], max_rank: int) -> AdapterContents:
+def read_adapter(
+    directory: Path,
+    targets: Mapping[str, LoRATarget],
+    max_rank: int,
+    limit_time: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> AdapterContents:
     """Read and check the adapter of a directory.
 
-    targets: the modules that an adapter may adapt, by each name that they may have. Raises AdapterError.
+    targets: the modules that an adapter may adapt, by each name that they may have. limit_time: limits what regular
+    expressions of a file that nobody has checked may take. Raises AdapterError.
     """
     if not directory.is_dir():
         raise AdapterError(f"{directory} is not a directory with {CONFIG} and {WEIGHTS}")
@@ -83,9 +90,11 @@ def read_adapter(directory: Path, targets: Mapping[str, LoRATarget], max_rank: i
     weight_bytes = _read(directory / WEIGHTS, most + MAX_HEADER_BYTES)
     digest = _compute_digest(config_bytes, weight_bytes)
     try:
-        config = read_adapter_config(json.loads(config_bytes))
+        raw = json.loads(config_bytes)
     except (ValueError, RecursionError) as error:
         raise AdapterError(f"{directory / CONFIG} is not JSON: {error}") from None
+    with limit_time():
+        config = read_adapter_config(raw)
     try:
         stored = safetensors.deserialize(weight_bytes)  # type: ignore[no-untyped-call]
         tensors = {
@@ -94,7 +103,10 @@ def read_adapter(directory: Path, targets: Mapping[str, LoRATarget], max_rank: i
     except (safetensors.SafetensorError, ValueError) as error:
         raise AdapterError(f"{directory / WEIGHTS} cannot be read: {error}") from None
     names = _split_names(config, tensors, targets)
-    return AdapterContents(digest, _match(config, tensors, names, targets, max_rank), _list_copies(tensors, names))
+    with limit_time():
+        products = {name.configured: config.find_product(name.configured) for name in names.values()}
+    modules = _match(config, tensors, names, products, targets, max_rank)
+    return AdapterContents(digest, modules, _list_copies(tensors, names))
 
 
 def compute_digest(directory: Path) -> str:
@@ -162,6 +174,7 @@ def _match(
     config: AdapterConfig,
     tensors: Mapping[str, AdapterTensor],
     names: Mapping[str, _TensorName],
+    products: Mapping[str, ProductConfig],
     targets: Mapping[str, LoRATarget],
     max_rank: int,
 ) -> dict[str, AdapterModule]:
@@ -180,7 +193,7 @@ def _match(
         if found.setdefault(target.module, module) != module:
             raise AdapterError(f"{WEIGHTS}: {module} is there under two names")
         if target.module not in modules:
-            modules[target.module] = _read_module(config, tensors, split, max_rank)
+            modules[target.module] = _read_module(config, tensors, split, products[configured], max_rank)
     if not modules:
         raise AdapterError(f"{WEIGHTS} has no tensors")
     if config.ties_weights:
@@ -222,7 +235,11 @@ def _check_tied(modules: Mapping[str, AdapterModule], targets: Mapping[str, LoRA
 
 
 def _read_module(
-    config: AdapterConfig, tensors: Mapping[str, AdapterTensor], name: _TensorName, max_rank: int
+    config: AdapterConfig,
+    tensors: Mapping[str, AdapterTensor],
+    name: _TensorName,
+    product: ProductConfig,
+    max_rank: int,
 ) -> AdapterModule:
     """name: of one of its tensors."""
     module, _, target, configured = name
@@ -231,7 +248,7 @@ def _read_module(
     up = tensors.get(f"{PREFIX}{module}{up_kind}")
     if down is None or up is None:
         raise AdapterError(f"{WEIGHTS} lacks {PREFIX}{module}{down_kind if down is None else up_kind}")
-    rank = config.find_rank(configured)
+    rank, scale = product
     if rank > max_rank:
         raise AdapterError(f"{CONFIG}: the rank of {configured} is {rank}, more than --max-lora-rank {max_rank}")
     rows = rank * target.members
@@ -246,7 +263,7 @@ def _read_module(
         raise AdapterError(f"{CONFIG}: use_dora: experts take no DoRA adapters, such as {module}")
     elif config.use_dora:
         raise AdapterError(f"{WEIGHTS} lacks {PREFIX}{module}{MAGNITUDE}, which {CONFIG}'s use_dora asks for")
-    return AdapterModule(down, up, config.find_scale(configured), magnitude, target.members, is_swapped)
+    return AdapterModule(down, up, scale, magnitude, target.members, is_swapped)
 
 
 def _list_copies(tensors: Mapping[str, AdapterTensor], names: Mapping[str, _TensorName]) -> list[BaseCopy]:

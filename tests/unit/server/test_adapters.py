@@ -161,6 +161,16 @@ def test_a_bad_adapter_leaves_everything_as_it_was(server: Served, tmp_path: Pat
     assert [one["root"] for one in server.get("/v1/models", OTHER).json()["data"][1:]] == [good]
 
 
+def test_an_expression_that_takes_any_time_is_refused(server: Served, tmp_path: Path) -> None:
+    directory = write_adapter(tmp_path / "slow")
+    config = json.loads((tmp_path / "slow" / "adapter_config.json").read_text())
+    slow = r"((\w|\.)+)+x"  # 2 ** characters of the name
+    (tmp_path / "slow" / "adapter_config.json").write_text(json.dumps(config | {"rank_pattern": {slow: 3}}))
+    reply = load(server, "slow", directory)
+    assert reply.status == 400
+    assert "rank_pattern and alpha_pattern take more than 1 s to match" in reply.json()["error"]["message"]
+
+
 def test_copies_of_the_base_are_compared(serve: Callable[..., Served], tmp_path: Path) -> None:
     """An adapter of the LM head has the base model's weight beside it."""
     checkpoint = tmp_path / "base"
