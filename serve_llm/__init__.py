@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from serve_llm.llm import LLM
-    from serve_llm.server.adapters.registry import LoRARequest
+    from serve_llm.server.adapters.offline import LoRARequest
     from serve_llm.server.response.outputs import CompletionOutput, Logprob, PoolingRequestOutput, RequestOutput
     from serve_llm.server.sampling_params import SamplingParams
     from serve_llm.server.structured_output.params import StructuredOutputs
@@ -45,6 +45,10 @@ def __getattr__(name: str) -> object:
         from serve_llm.server.structured_output.params import StructuredOutputs
 
         return StructuredOutputs
+    if name == "LoRARequest":
+        from serve_llm.server.adapters.offline import LoRARequest
+
+        return LoRARequest
     if name in __all__:
         from serve_llm import llm
 

@@ -21,7 +21,8 @@ from serve_llm.common.hub import resolve_model, resolve_tokenizer
 from serve_llm.common.options.schema import Options
 from serve_llm.common.options.sources import make_options
 from serve_llm.common.tokenizer_files import load_transformers_tokenizer
-from serve_llm.server.adapters.registry import AdapterRegistry, LoRARequest
+from serve_llm.server.adapters.offline import AdapterChoices, expand_adapters
+from serve_llm.server.adapters.registry import AdapterRegistry
 from serve_llm.server.engines.supervisor import Supervisor
 from serve_llm.server.generate.delta import Delta
 from serve_llm.server.generate.dispatcher import LocalDispatcher
@@ -32,6 +33,7 @@ from serve_llm.server.prompt import pooling_jobs
 from serve_llm.server.prompt.chat_turn import prepare_turn
 from serve_llm.server.prompt.context import Context
 from serve_llm.server.prompt.model import ServedModel
+from serve_llm.server.prompt.offline_prompts import Prompt, list_prompts, parse_prompt
 from serve_llm.server.prompt.pool import build_grammar_compiler
 from serve_llm.server.prompt.pooling_jobs import Pool
 from serve_llm.server.prompt.validate import TextRequest, check_text, prepare
@@ -53,9 +55,7 @@ from serve_llm.server.schema.chat import ChatRequest
 from serve_llm.server.schema.common import validate_body
 
 T = TypeVar("T")
-Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
-AdapterChoice = LoRARequest | str  # an adapter, or the name of one that is loaded
 PreparedPrompt = tuple[str | None, TextRequest]  # the prompt's text, None if it was given as ids
 
 
@@ -89,7 +89,7 @@ class LLM:
             logging.getLogger(__name__).info(self._model.describe_dialect())
             self._run(self._supervisor.start())
             facts = self._supervisor.replicas.facts
-            self._adapters = AdapterRegistry(facts, resolved.max_lora_rank, self._model.names)
+            self._adapters = AdapterRegistry(facts, resolved.max_lora_rank, self._model.names, resolved.download_dir)
             self._run(self._adapters.load_all(resolved.lora_modules))
         except BaseException:
             self.close()
@@ -108,7 +108,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,
         *,
-        lora_request: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
+        lora_request: AdapterChoices = None,
+        lora: AdapterChoices = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continue all prompts together. Returns the outputs in the order of the prompts.
@@ -117,16 +118,18 @@ class LLM:
         sampling_params: one for all, or one for each; by default those of the model's generation_config.json.
         lora_request: an adapter for all, or one or None for each: a `LoRARequest`, or the name of an adapter that is
             loaded, by an earlier `LoRARequest` or `lora_modules`; needs enable_lora=True.
+        lora: the same, under a shorter name.
         priority: one for each prompt; lower values run first.
         Raises InvalidRequest (a ValueError) before anything runs if a prompt or parameter is invalid, AdapterError if
         an adapter cannot be served, and GenerationFailed if the engine fails.
         """
-        parsed = [_parse_prompt(prompt) for prompt in _to_list(prompts)]
+        parsed = [parse_prompt(prompt) for prompt in list_prompts(prompts)]
         params = self._expand_params(len(parsed), sampling_params)
         prepared = [self._prepare(prompt, one) for prompt, one in zip(parsed, params, strict=True)]
         if priority is not None:
             _set_priorities(prepared, priority)
-        return self._complete(self._add_adapters(prepared, lora_request), use_tqdm)
+        self._add_adapters([request for _, request in prepared], lora_request, lora)
+        return self._complete(prepared, use_tqdm)
 
     def chat(
         self,
@@ -142,12 +145,13 @@ class LLM:
         tool_choice: str | Mapping[str, object] | None = None,
         parallel_tool_calls: bool = True,
         reasoning_effort: str | None = None,
-        lora_request: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
+        lora_request: AdapterChoices = None,
+        lora: AdapterChoices = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of them, with messages and tools as in OpenAI's API.
 
         chat_template: Jinja source, used instead of the model's own template.
-        lora_request and what it raises: as in `generate`.
+        lora_request, lora and what is raised: as in `generate`.
         """
         is_list = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if is_list else [messages]
@@ -168,7 +172,8 @@ class LLM:
             }
             turn = validate_body(ChatRequest, fields).to_turn(params, self._context.limits)
             prepared.append(prepare_turn(turn, self._context))
-        return self._complete(self._add_adapters(prepared, lora_request), use_tqdm)
+        self._add_adapters([request for _, request in prepared], lora_request, lora)
+        return self._complete(prepared, use_tqdm)
 
     def embed(
         self,
@@ -177,29 +182,39 @@ class LLM:
         *,
         dimensions: int | None = None,
         truncate_prompt_tokens: int | None = None,
+        lora_request: AdapterChoices = None,
+        lora: AdapterChoices = None,
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
-        """The embedding of each prompt. Fields are those of /v1/embeddings. Raises as `generate` does."""
+        """The embedding of each prompt. Fields are those of /v1/embeddings, adapters and errors those of `generate`."""
         fields = {"dimensions": dimensions, "truncate_prompt_tokens": truncate_prompt_tokens}
-        bodies = [{"input": _parse_prompt(prompt), **fields} for prompt in _to_list(prompts)]
+        bodies = [{"input": parse_prompt(prompt), **fields} for prompt in list_prompts(prompts)]
 
         def build(pool: Pool, vectors: list[bytes]) -> EmbeddingOutput:
             return EmbeddingOutput(cut_vector(vectors[0], pool.dimensions).tolist())
 
-        return self._pool(pooling_jobs.embed, bodies, build, use_tqdm)
+        pools = self._prepare_pools(pooling_jobs.embed, bodies, lora_request, lora)
+        return self._pool(pools, build, use_tqdm)
 
     def classify(
-        self, prompts: Prompt | Sequence[Prompt], use_tqdm: UseTqdm = True, *, truncate_prompt_tokens: int | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: UseTqdm = True,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        lora_request: AdapterChoices = None,
+        lora: AdapterChoices = None,
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
-        """The probabilities of each prompt's classes. Raises as `generate` does."""
+        """The probabilities of each prompt's classes. Adapters and errors are those of `generate`."""
         fields = {"truncate_prompt_tokens": truncate_prompt_tokens}
-        bodies = [{"input": _parse_prompt(prompt), **fields} for prompt in _to_list(prompts)]
+        bodies = [{"input": parse_prompt(prompt), **fields} for prompt in list_prompts(prompts)]
         settings = self._model.vectors
 
         def build(pool: Pool, vectors: list[bytes]) -> ClassificationOutput:
             probs = compute_probabilities(vectors[0], settings.activation)
             return ClassificationOutput(probs, settings.find_label(probs))
 
-        return self._pool(pooling_jobs.classify, bodies, build, use_tqdm)
+        pools = self._prepare_pools(pooling_jobs.classify, bodies, lora_request, lora)
+        return self._pool(pools, build, use_tqdm)
 
     def score(
         self,
@@ -208,8 +223,13 @@ class LLM:
         use_tqdm: UseTqdm = True,
         *,
         truncate_prompt_tokens: int | None = None,
+        lora_request: AdapterChoices = None,
+        lora: AdapterChoices = None,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """How well each document matches its query: one query for all, or one for each. Raises as `generate` does."""
+        """How well each document matches its query: one query for all, or one for each.
+
+        Adapters and errors are those of `generate`; a list of adapters has one for each document.
+        """
         seconds = [documents] if isinstance(documents, str) else list(documents)
         firsts = [queries] if isinstance(queries, str) else list(queries)
         if len(firsts) == 1:
@@ -223,7 +243,8 @@ class LLM:
         def build(pool: Pool, vectors: list[bytes]) -> ScoringOutput:
             return ScoringOutput(compute_scores(pool, vectors, self._model.vectors)[0])
 
-        return self._pool(pooling_jobs.score, bodies, build, use_tqdm)
+        pools = self._prepare_pools(pooling_jobs.score, bodies, lora_request, lora)
+        return self._pool(pools, build, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters that `generate` uses by default."""
@@ -276,22 +297,15 @@ class LLM:
         return text, prepare([prompt], params, context.model, context.facts, grammar=grammar)
 
     def _add_adapters(
-        self,
-        prepared: Sequence[PreparedPrompt],
-        lora_request: AdapterChoice | Sequence[AdapterChoice | None] | None,
-    ) -> Sequence[PreparedPrompt]:
-        """The prompts, with their adapters."""
-        if lora_request is None:
-            return prepared
-        if not self._options.enable_lora:
-            raise InvalidRequest("adapters need LLM(..., enable_lora=True)", "lora_request")
-        wanted: Sequence[AdapterChoice | None]
-        wanted = [lora_request] * len(prepared) if isinstance(lora_request, LoRARequest | str) else lora_request
-        if len(wanted) != len(prepared):
-            raise InvalidRequest(f"{len(wanted)} lora_requests for {len(prepared)} prompts", "lora_request")
-        for (_, request), one in zip(prepared, wanted, strict=True):
-            request.adapter = None if one is None else self._run(self._adapters.obtain(one))
-        return prepared
+        self, requests: Sequence[TextRequest], lora_request: AdapterChoices, lora: AdapterChoices
+    ) -> None:
+        """Set the requests' adapters, and load those that are new."""
+        for request, chosen in zip(requests, expand_adapters(lora_request, lora, len(requests)), strict=True):
+            if chosen is None:
+                continue
+            if not self._options.enable_lora:
+                raise InvalidRequest("adapters need LLM(..., enable_lora=True)", "lora_request")
+            request.adapter = self._run(self._adapters.obtain(chosen))
 
     def _complete(self, prepared: Sequence[PreparedPrompt], use_tqdm: UseTqdm) -> list[RequestOutput]:
         generations = [self._open(request) for _, request in prepared]
@@ -321,15 +335,22 @@ class LLM:
             num_cached_tokens=generation.counts().cached,
         )
 
-    def _pool(
+    def _prepare_pools(
         self,
         job: Callable[[bytes, Context], Pool],
         bodies: Sequence[Mapping[str, object]],
-        build: Callable[[Pool, list[bytes]], VectorOutput],
-        use_tqdm: UseTqdm,
-    ) -> list[PoolingRequestOutput[VectorOutput]]:
-        """One request per body, of the route that `job` belongs to, all together."""
+        lora_request: AdapterChoices,
+        lora: AdapterChoices,
+    ) -> list[Pool]:
+        """One request per body, of the route that `job` belongs to."""
         pools = [job(msgspec.json.encode(body), self._context) for body in bodies]
+        self._add_adapters([pool.request for pool in pools], lora_request, lora)
+        return pools
+
+    def _pool(
+        self, pools: Sequence[Pool], build: Callable[[Pool, list[bytes]], VectorOutput], use_tqdm: UseTqdm
+    ) -> list[PoolingRequestOutput[VectorOutput]]:
+        """Compute all together."""
         generations = [self._open(pool.request) for pool in pools]
         with create_bar(use_tqdm, len(pools)) as bar:
             results = self._run(run_all(generations, bar))
@@ -376,18 +397,3 @@ def _set_priorities(prepared: Sequence[PreparedPrompt], priorities: Sequence[int
         if not -(2**31) <= priority < 2**31:
             raise InvalidRequest("priority must fit into 32 bits", "priority")
         request.priority = priority
-
-
-def _to_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _parse_prompt(prompt: Prompt) -> str | list[int]:
-    if isinstance(prompt, Mapping):
-        content = prompt.get("prompt_token_ids", prompt.get("prompt"))
-        if content is None:
-            raise InvalidRequest("a prompt must hold 'prompt' or 'prompt_token_ids'", "prompts")
-        return _parse_prompt(content)
-    return prompt if isinstance(prompt, str) else [int(token_id) for token_id in prompt]

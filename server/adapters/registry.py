@@ -7,7 +7,6 @@ import logging
 import subprocess
 import sys
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -17,19 +16,12 @@ from serve_llm.common.errors import AdapterError, ModelError
 from serve_llm.common.hub import resolve_adapter
 from serve_llm.common.messages import AdapterCheck, AdapterVerdict
 from serve_llm.common.types import Adapter, ModelInfo
+from serve_llm.server.adapters.offline import AdapterChoice
 from serve_llm.server.http.errors import InvalidRequest, ModelNotFound
 
 CHECK_SECONDS = 300.0  # for reading and checking one adapter
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LoRARequest:
-    """An adapter for `LLM.generate` and `LLM.chat`."""
-
-    lora_name: str
-    lora_path: str  # directory with adapter_config.json and adapter_model.safetensors, or a Hugging Face id
 
 
 class AdapterRegistry:
@@ -85,7 +77,7 @@ class AdapterRegistry:
             name, _, directory = module.partition("=")
             await self.load(name, directory)
 
-    async def obtain(self, request: LoRARequest | str) -> Adapter:
+    async def obtain(self, request: AdapterChoice) -> Adapter:
         """The adapter of an offline request, loaded if it is new or its files have changed; or the one of a name.
         Raises as `load` does, and InvalidRequest if there is none of this name."""
         if isinstance(request, str):

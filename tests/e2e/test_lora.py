@@ -43,19 +43,36 @@ def test_offline_on_one_rank_and_on_two(adapters: list[str]) -> None:
     for ranks in (1, 2):
         with LLM("demo", enable_lora=True, kv_cache_memory="64MiB", tensor_parallel_size=ranks, dtype="float32") as llm:
             outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=[None, first, second])
-            again = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=second.lora_name)
+            again = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora=second.lora_name)
             base = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
             with pytest.raises(AdapterError, match="is not a directory"):
                 llm.generate(PROMPTS[0], GREEDY, lora_request=LoRARequest("third", "/nowhere"))
             with pytest.raises(InvalidRequest, match=r"no adapter fourth; load it with LoRARequest\('fourth', path\)"):
                 llm.generate(PROMPTS[0], GREEDY, lora_request="fourth")
-            with pytest.raises(InvalidRequest, match="2 lora_requests for 3 prompts"):
+            with pytest.raises(InvalidRequest, match="2 adapters for 3 prompts"):
                 llm.generate(PROMPTS, GREEDY, lora_request=[first, second])
         texts = [output.outputs[0].text for output in outputs]
         assert texts[0] == base[0].outputs[0].text and texts[2] == again[2].outputs[0].text
         assert texts[1] != base[1].outputs[0].text and texts[2] != base[2].outputs[0].text
         found.append(texts)
     assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_vectors_offline(adapters: list[str]) -> None:
+    adapter = LoRARequest("first", 1, adapters[0])
+    with LLM("demo", enable_lora=True, runner="generate", convert="embed", kv_cache_memory="64MiB") as llm:
+        base, first = llm.embed(PROMPTS[:1] * 2, use_tqdm=False, lora=[None, adapter])
+        again = llm.embed(PROMPTS[0], use_tqdm=False, lora_request="first")[0]
+        assert base.outputs.embedding != first.outputs.embedding == again.outputs.embedding
+        assert llm.embed(PROMPTS[0], use_tqdm=False)[0].outputs.embedding == base.outputs.embedding
+        scores = llm.score(PROMPTS[0], PROMPTS[1:], use_tqdm=False, lora=[None, "first"])
+        plain = llm.score(PROMPTS[0], PROMPTS[1:], use_tqdm=False)
+        assert scores[0].outputs.score == plain[0].outputs.score
+        assert scores[1].outputs.score != plain[1].outputs.score
+        messages = [{"role": "user", "content": PROMPTS[0]}]
+        chats = [llm.chat(messages, GREEDY, use_tqdm=False, lora=one)[0].outputs[0].text for one in (None, adapter)]
+        assert chats[0] != chats[1]
 
 
 def with_models(names: list[str | None]) -> list[dict[str, object]]:

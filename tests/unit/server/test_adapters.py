@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from serve_llm.common.types import LoRATarget
-from serve_llm.server.adapters.registry import AdapterRegistry, LoRARequest
+from serve_llm.server.adapters.offline import LoRARequest, expand_adapters
+from serve_llm.server.adapters.registry import AdapterRegistry
 from serve_llm.server.http.errors import InvalidRequest
 from support.asgi import Reply
 from support.fakes import facts
@@ -214,3 +215,23 @@ def test_the_name_of_a_loaded_adapter_is_enough_offline(tmp_path: Path) -> None:
         assert await registry.obtain("sql") == loaded
 
     asyncio.run(run())
+
+
+def test_requests_offline_in_both_forms() -> None:
+    assert LoRARequest("sql", 1, "/sql") == LoRARequest("sql", Path("/sql")) == LoRARequest("sql", lora_path="/sql")
+    assert LoRARequest(lora_name="sql", lora_int_id=2, lora_path="/sql").lora_path == "/sql"
+    with pytest.raises(TypeError, match="needs a path"):
+        LoRARequest("sql", 1)
+    with pytest.raises(TypeError, match="lora_int_id must be a number, not '/sql'"):
+        LoRARequest("sql", "/sql", "/other")
+
+
+def test_one_adapter_for_all_prompts_or_one_for_each() -> None:
+    sql = LoRARequest("sql", "/sql")
+    assert expand_adapters(sql, None, 2) == expand_adapters(None, sql, 2) == [sql, sql]
+    assert expand_adapters(None, [None, "sql"], 2) == [None, "sql"]
+    assert expand_adapters(None, None, 2) == [None, None]
+    with pytest.raises(InvalidRequest, match="1 adapters for 2 prompts"):
+        expand_adapters(["sql"], None, 2)
+    with pytest.raises(InvalidRequest, match="lora and lora_request are the same; give one"):
+        expand_adapters("sql", "sql", 2)
