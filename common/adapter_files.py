@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 Stamp = tuple[tuple[int, ...], ...]
+
+
+class AdapterFiles(msgspec.Struct, frozen=True, array_like=True):
+    """Their contents."""
+
+    config: bytes
+    weights: bytes
 
 
 def read_stamp(directory: Path) -> Stamp:

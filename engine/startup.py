@@ -270,8 +270,6 @@ def find_served_targets(
         raise OptionError(
             f"--enable-lora: {spec.architecture} generates no text, and only models that do take adapters"
         )
-    if config.executor_backend == "ray":
-        raise OptionError("--enable-lora: adapters are not served by ranks on Ray")
     if not targets or (Path(config.directory) / LINK).is_file():
         raise OptionError("--enable-lora: adapters do not apply to GGUF files, whose tensors have other names")
     return targets

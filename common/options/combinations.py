@@ -91,14 +91,12 @@ def _check_lora(options: Options) -> None:
     if options.max_cpu_loras is not None and options.max_cpu_loras < options.max_loras:
         raise OptionError(f"--max-cpu-loras: {options.max_cpu_loras} is less than --max-loras {options.max_loras}")
     refused = {
-        "--model-impl transformers": options.model_impl != "auto",
-        "--runner pooling": options.runner == "pooling",
-        "--load-format dummy": options.load_format == "dummy",
-        "--nnodes": options.nnodes > 1,
-        "--distributed-executor-backend ray": options.distributed_executor_backend == "ray",
+        "--model-impl transformers, whose layers take no adapters": options.model_impl != "auto",
+        "--runner pooling: only models that generate text take adapters": options.runner == "pooling",
+        "--load-format dummy, whose weights no adapter was trained for": options.load_format == "dummy",
     }
     if wrong := [name for name, is_refused in refused.items() if is_refused]:
-        raise OptionError(f"--enable-lora cannot be combined with {', '.join(wrong)}")
+        raise OptionError(f"--enable-lora cannot be combined with {wrong[0]}")
     if shared := {module.partition("=")[0] for module in options.lora_modules} & set(options.served_model_name):
         raise OptionError(f"--lora-modules: {min(shared)} is also a --served-model-name")
 

@@ -19,6 +19,7 @@ from serve_llm.common.hosts import difference, fingerprint, host_id
 from serve_llm.common.logs import read_format
 from serve_llm.engine.config import Config
 from serve_llm.engine.distributed import messages
+from serve_llm.engine.distributed.adapter_sender import AdapterSender
 from serve_llm.engine.distributed.executor import Executor, StepResult, Workers
 from serve_llm.engine.distributed.launcher import WorkerLauncher
 from serve_llm.engine.distributed.shm_setup import RankSetup
@@ -178,6 +179,7 @@ class MpExecutor(Executor):
         self._setup = setup
         self._shared_memory = shared_memory
         self._steps = setup.step_channel()
+        self._adapter_sender = AdapterSender(config.max_cpu_loras) if setup.has_remote_ranks else None
         self._in_flight: deque[RemoteStepFuture] = deque()
         self._step_timeout = config.step_timeout
         self._on_gpus = config.device == "cuda"
@@ -189,13 +191,19 @@ class MpExecutor(Executor):
     def execute(self, scheduler_output: SchedulerOutput, masks: MaskSource | None = None) -> Future[StepResult]:
         future = RemoteStepFuture(self)
         try:
-            self._steps.send(self._encode(scheduler_output), self._time_limit)
+            step = self._encode(scheduler_output)
+            self._steps.send(step, self._time_limit, self._encode_for_other_hosts(scheduler_output))
             if masks is not None:  # ranks compute up to the sampling meanwhile
                 self._steps.send(masks(), self._time_limit)
             self._in_flight.append(future)
         except (ChannelClosed, TimeoutError) as error:
             future.set_exception(self._find_cause(error))
         return future
+
+    def _encode_for_other_hosts(self, scheduler_output: SchedulerOutput) -> bytes | None:
+        """The step for ranks on other hosts; None if it is that of all ranks."""
+        step = None if self._adapter_sender is None else self._adapter_sender.add_files(scheduler_output)
+        return None if step is None else self._encode(step)
 
     def collect(self, wanted: RemoteStepFuture) -> None:
         """Receive results, which come in the order of the steps, up to this one's."""

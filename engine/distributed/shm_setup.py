@@ -118,6 +118,11 @@ class RankSetup:
             return self._step_rings
         return SpanningSteps(self._step_rings, self._step_socket, self._parallel.output_rank in self._local)
 
+    @property
+    def has_remote_ranks(self) -> bool:
+        """Whether some ranks are on other hosts than the engine."""
+        return bool(self._remote)
+
     def connect(self, seconds: float) -> None:
         """Wait for the step connections of ranks on other hosts. Raises EngineError."""
         if self._step_socket is not None:

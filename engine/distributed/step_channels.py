@@ -35,8 +35,11 @@ class ConnectionLost(ChannelClosed):
 class StepChannel(Protocol):
     """The engine's end."""
 
-    def send(self, message: bytes, seconds: float = STEP_SECONDS) -> None:
-        """Send to all ranks. Raises TimeoutError if they do not take it in time, ChannelClosed after `close`."""
+    def send(self, message: bytes, seconds: float = STEP_SECONDS, remote_message: bytes | None = None) -> None:
+        """Send to all ranks. Raises TimeoutError if they do not take it in time, ChannelClosed after `close`.
+
+        remote_message: for ranks on other hosts, instead of `message`.
+        """
 
     def receive(self, seconds: float = STEP_SECONDS) -> bytes:
         """Wait for the next result. Raises TimeoutError, and ChannelClosed after `close`."""
@@ -73,7 +76,7 @@ class RingSteps:
         steps, answers = self._rings
         return steps.memory.handle, answers.memory.handle
 
-    def send(self, message: bytes, seconds: float = STEP_SECONDS) -> None:
+    def send(self, message: bytes, seconds: float = STEP_SECONDS, remote_message: bytes | None = None) -> None:
         self._steps.send(message, seconds, self._take_answers)
 
     def _take_answers(self) -> None:
@@ -162,8 +165,10 @@ class SpanningSteps:
         self._remote = remote
         self._answers: RingSteps | SocketSteps = local if local is not None and answers_here else remote
 
-    def send(self, message: bytes, seconds: float = STEP_SECONDS) -> None:
-        self._remote.send(message)  # first, because the network takes longest
+    def send(self, message: bytes, seconds: float = STEP_SECONDS, remote_message: bytes | None = None) -> None:
+        self._remote.send(
+            message if remote_message is None else remote_message
+        )  # first, because the network takes longest
         if self._local is not None:
             self._local.send(message, seconds)
 

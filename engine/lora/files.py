@@ -16,6 +16,7 @@ import safetensors
 
 from serve_llm.common.adapter_files import ADAPTER_CONFIG as CONFIG
 from serve_llm.common.adapter_files import ADAPTER_WEIGHTS as WEIGHTS
+from serve_llm.common.adapter_files import AdapterFiles
 from serve_llm.common.errors import AdapterError
 from serve_llm.common.types import LoRATarget
 from serve_llm.engine.lora.base_copies import BaseCopy
@@ -86,17 +87,35 @@ def read_adapter(
         + (target.outputs * target.inputs if target.kind in OUTER else target.outputs)
         for target in targets.values()
     )
-    config_bytes = _read(directory / CONFIG, MAX_CONFIG_BYTES)
-    weight_bytes = _read(directory / WEIGHTS, most + MAX_HEADER_BYTES)
-    digest = _compute_digest(config_bytes, weight_bytes)
+    files = read_files(directory, MAX_CONFIG_BYTES, most + MAX_HEADER_BYTES)
+    return parse_adapter(files, directory, targets, max_rank, limit_time)
+
+
+def read_files(
+    directory: Path, most_config_bytes: int | None = None, most_weight_bytes: int | None = None
+) -> AdapterFiles:
+    """Raises AdapterError if they cannot be read or are larger."""
+    config = _read(directory / CONFIG, most_config_bytes)
+    return AdapterFiles(config, _read(directory / WEIGHTS, most_weight_bytes))
+
+
+def parse_adapter(
+    files: AdapterFiles,
+    directory: Path,
+    targets: Mapping[str, LoRATarget],
+    max_rank: int,
+    limit_time: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> AdapterContents:
+    """See `read_adapter`. directory: where the files are, for errors."""
+    digest = _compute_digest(files)
     try:
-        raw = json.loads(config_bytes)
+        raw = json.loads(files.config)
     except (ValueError, RecursionError) as error:
         raise AdapterError(f"{directory / CONFIG} is not JSON: {error}") from None
     with limit_time():
         config = read_adapter_config(raw)
     try:
-        stored = safetensors.deserialize(weight_bytes)  # type: ignore[no-untyped-call]
+        stored = safetensors.deserialize(files.weights)  # type: ignore[no-untyped-call]
         tensors = {
             str(name): AdapterTensor(tensor["dtype"], tuple(tensor["shape"]), tensor["data"]) for name, tensor in stored
         }
@@ -111,11 +130,11 @@ def read_adapter(
 
 def compute_digest(directory: Path) -> str:
     """The digest of the files as they are now. Raises AdapterError."""
-    return _compute_digest(_read(directory / CONFIG), _read(directory / WEIGHTS))
+    return _compute_digest(read_files(directory))
 
 
-def _compute_digest(config: bytes, weights: bytes) -> str:
-    return sha256(sha256(config).digest() + sha256(weights).digest()).hexdigest()
+def _compute_digest(files: AdapterFiles) -> str:
+    return sha256(sha256(files.config).digest() + sha256(files.weights).digest()).hexdigest()
 
 
 def _read(path: Path, most: int | None = None) -> bytes:

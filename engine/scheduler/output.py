@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from serve_llm.common.adapter_files import AdapterFiles
 from serve_llm.common.types import Adapter, Sampling, TokenLogprobs
 
 MaskSource = Callable[[], bytes]  # waits for the masks of a step; see `SchedulerOutput`
@@ -29,6 +30,7 @@ class NewRequestData(msgspec.Struct, frozen=True, array_like=True):
     second_text_start: int | None = None  # see `Request`
     adapter: Adapter | None = None  # to be in `adapter_slot` from this step on
     adapter_slot: int | None = None
+    adapter_files: AdapterFiles | None = None  # for ranks on other hosts that do not hold the adapter
 
 
 class ScheduledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from serve_llm.common.adapter_files import AdapterFiles
 from serve_llm.common.errors import AdapterError, EngineError
 from serve_llm.common.types import Adapter
-from serve_llm.engine.lora.files import AdapterContents, read_adapter
+from serve_llm.engine.lora.adapter_memory import AdapterMemory
+from serve_llm.engine.lora.files import AdapterContents, parse_adapter, read_adapter
 from serve_llm.engine.lora.tensors import AdapterTensor
 from serve_llm.engine.model.build import Part
 from serve_llm.engine.model.lora import (
@@ -30,7 +31,6 @@ from serve_llm.engine.weights.parameters import locate
 from serve_llm.kernels.lora import ExpansionWeight, LoRAProduct, OutputScale
 from serve_llm.kernels.registry import Kernels
 
-Kept = TypeVar("Kept")
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -68,20 +68,16 @@ class AdapterLoader:
         self._max_rank = max_rank
         self._dtype = dtype
         self._device = device
-        self._digests: dict[int, str] = {}  # by slot
-        self._max_kept = max_kept
-        # By digest, the latest last.
-        self._contents: OrderedDict[str, AdapterContents] = OrderedDict()
-        self._built: OrderedDict[str, _BuiltAdapter] = OrderedDict()
+        self._memory: AdapterMemory[_BuiltAdapter | AdapterContents] = AdapterMemory(max_kept)
 
-    def load(self, slot: int, adapter: Adapter) -> None:
-        """Put the adapter into the slot, unless it is there. Raises EngineError if its files are not what they were."""
-        if self._digests.get(slot) == adapter.digest:
+    def load(self, slot: int, adapter: Adapter, files: AdapterFiles | None = None) -> None:
+        """Put the adapter into the slot, unless it is there. files: None to read its directory. Raises EngineError if
+        its files are not what they were."""
+        if self._memory.is_in_slot(adapter.digest, slot):
             return
-        self._digests.pop(slot, None)
-        built = self._built.get(adapter.digest) or self._build(self._read(adapter))
-        if self._device.type == "cpu":
-            self._keep(self._built, adapter.digest, built)
+        self._memory.clear(slot)
+        kept = self._memory.find(adapter.digest) or self._read(adapter, files)
+        built = kept if isinstance(kept, _BuiltAdapter) else self._build(kept)
         for layer, product in zip(self.layers.layers, built.products, strict=True):
             if product is None:
                 layer.products.pop(slot, None)
@@ -94,30 +90,21 @@ class AdapterLoader:
                 self.layers.embedding.products.pop(slot, None)
             else:
                 self.layers.embedding.products[slot] = built.embedding
-        self._digests[slot] = adapter.digest
+        self._memory.put(adapter.digest, slot, built if self._device.type == "cpu" else kept)
 
-    def _read(self, adapter: Adapter) -> AdapterContents:
+    def _read(self, adapter: Adapter, files: AdapterFiles | None) -> AdapterContents:
         """Raises EngineError if the files are not what they were."""
-        contents = self._contents.get(adapter.digest)
-        if contents is None:
-            try:
-                contents = read_adapter(Path(adapter.directory), self._targets, self._max_rank)
-            except AdapterError as error:
-                raise EngineError(f"the adapter {adapter.name} cannot be loaded again: {error}") from error
-            if contents.digest != adapter.digest:
-                raise EngineError(f"the files of the adapter {adapter.name} have changed while it was being loaded")
-        if self._device.type != "cpu":
-            self._keep(self._contents, adapter.digest, contents)
+        directory = Path(adapter.directory)
+        try:
+            if files is None:
+                contents = read_adapter(directory, self._targets, self._max_rank)
+            else:
+                contents = parse_adapter(files, directory, self._targets, self._max_rank)
+        except AdapterError as error:
+            raise EngineError(f"the adapter {adapter.name} cannot be loaded again: {error}") from error
+        if contents.digest != adapter.digest:
+            raise EngineError(f"the files of the adapter {adapter.name} have changed while it was being loaded")
         return contents
-
-    def _keep(self, kept: OrderedDict[str, Kept], digest: str, adapter: Kept) -> None:
-        """Keep an adapter in host memory, instead of the least recently used one that is in no slot."""
-        kept[digest] = adapter
-        kept.move_to_end(digest)
-        in_use = {digest, *self._digests.values()}
-        others = [other for other in kept if other not in in_use]
-        for other in others[: max(0, len(kept) - self._max_kept)]:
-            del kept[other]
 
     def _build(self, contents: AdapterContents) -> _BuiltAdapter:
         stacks = _Stacks(contents)

@@ -167,7 +167,7 @@ class Runner:
         self._adapters.layers.end_step()
         for new in scheduler_output.new_requests:
             if new.adapter is not None and new.adapter_slot is not None:
-                self._adapters.load(new.adapter_slot, new.adapter)
+                self._adapters.load(new.adapter_slot, new.adapter, new.adapter_files)
         slots = [self._input_batch[chunk.req_index].adapter_slot for chunk in scheduler_output.scheduled]
         return [] if all(slot is None for slot in slots) else slots
 

@@ -285,7 +285,7 @@ def test_models_that_return_vectors_only(tmp_path: Path) -> None:
     make_pooled_checkpoint(tmp_path, "Qwen3Model")
     with pytest.raises(OptionError, match=r"^--speculative-config: this model returns vectors and generates no text"):
         make_engine(tmp_path, speculative_config=NGRAM)
-    with pytest.raises(OptionError, match=r"^--enable-lora cannot be combined with --runner pooling$"):
+    with pytest.raises(OptionError, match=r"^--enable-lora cannot be combined with --runner pooling: only models"):
         make_engine(tmp_path, runner="pooling", **LORA)
     config, spec, weights = resolve_all(make_options(str(tmp_path), **LORA), str(tmp_path), read_config(tmp_path))
     with pytest.raises(OptionError, match="generates no text, and only models that do take adapters"):

@@ -100,6 +100,22 @@ def test_ranks_on_other_hosts_get_the_same_steps_in_order(endpoint: Endpoint, an
         channel.receive()
 
 
+def test_ranks_on_other_hosts_may_get_another_message(endpoint: Endpoint) -> None:
+    steps, answers = Ring.create(1, 256), Ring.create(1, 256)
+    remote = SocketSteps(endpoint, [1])
+    channel = SpanningSteps(RingSteps(steps, answers), remote, answers_here=True)
+    with ThreadPoolExecutor(2) as pool:
+        here = pool.submit(serve, RingSource(steps, 0, answers), True)
+        there = pool.submit(serve_remote, remote.url, 1, False, 2)
+        remote.connect(LIMIT)
+        channel.send(b"a", remote_message=b"with files")
+        channel.send(b"b")
+        assert [channel.receive(), channel.receive()] == [b"a", b"b"]
+        assert there.result(LIMIT) == [b"with files", b"b"]
+        channel.close()
+        assert here.result(LIMIT) == [b"a", b"b"]
+
+
 def test_no_rank_need_be_on_the_engines_host(endpoint: Endpoint) -> None:
     remote = SocketSteps(endpoint, [0])
     channel = SpanningSteps(None, remote, False)
