@@ -8,6 +8,7 @@ import msgspec
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_PICKLE = "adapter_model.bin"  # of older versions of PEFT; read by `serve-llm convert` only
 
 Stamp = tuple[tuple[int, ...], ...]
 
@@ -23,3 +24,12 @@ def read_stamp(directory: Path) -> Stamp:
     """Return numbers that change when one of the files changes. Raises OSError if one is missing."""
     found = [(directory / name).stat() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
     return tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found)
+
+
+def is_pickled_adapter(directory: Path) -> bool:
+    """Whether the weights of an adapter are stored as a pickle only."""
+    return (
+        (directory / ADAPTER_CONFIG).is_file()
+        and (directory / ADAPTER_PICKLE).is_file()
+        and not (directory / ADAPTER_WEIGHTS).is_file()
+    )

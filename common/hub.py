@@ -16,7 +16,7 @@ from fnmatch import fnmatch
 from importlib.resources import files
 from pathlib import Path
 
-from serve_llm.common.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from serve_llm.common.adapter_files import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_WEIGHTS, is_pickled_adapter
 from serve_llm.common.cache_directory import cache_directory
 from serve_llm.common.errors import ModelError
 from serve_llm.common.gguf.checkpoint import make_checkpoint_directory
@@ -65,10 +65,12 @@ def resolve_model(
 
 
 def resolve_bin_model(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """The directory of a checkpoint whose weights are pytorch_model*.bin, downloaded unless it is cached.
-    Raises ModelError like `resolve_model`."""
-    patterns = (*_TEXT_FILES, "pytorch_model*.bin")
+    """The directory of a checkpoint whose weights are pytorch_model*.bin, or of an adapter whose are adapter_model.bin,
+    downloaded unless it is cached. Raises ModelError like `resolve_model`."""
+    patterns = (*_TEXT_FILES, "pytorch_model*.bin", ADAPTER_PICKLE)
     directory = _local(model) or _download(model, revision, download_dir, patterns)
+    if is_pickled_adapter(directory):
+        return directory
     if not (directory / "config.json").is_file():
         raise ModelError(f"{model}: no config.json in {directory}; it must be a Hugging Face checkpoint directory")
     if not any((directory / name).is_file() for name in (BIN_SINGLE, BIN_INDEX)):

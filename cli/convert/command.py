@@ -1,4 +1,5 @@
-"""`serve-llm convert MODEL -o DIR`: write a checkpoint of pytorch_model*.bin files anew, with safetensors.
+"""`serve-llm convert MODEL -o DIR`: write a checkpoint of pytorch_model*.bin files, or an adapter of adapter_model.bin,
+anew, with safetensors.
 
 No file is unpickled in this process: each is read by a `worker`, which is restricted to that.
 """
@@ -6,14 +7,16 @@ No file is unpickled in this process: each is read by a `worker`, which is restr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from serve_llm.common.adapter_files import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_WEIGHTS, is_pickled_adapter
 from serve_llm.common.errors import ModelError, OptionError
 from serve_llm.common.hub import BIN_INDEX, BIN_SINGLE, read_json, resolve_bin_model
 from serve_llm.common.options.schema import OPTION_FIELDS
@@ -22,8 +25,9 @@ from serve_llm.engine.worker.kv_cache import size_text
 
 CONVERT_FIELDS = [option for option in OPTION_FIELDS if option.name in ("model", "revision", "download_dir")]
 DESCRIPTION = (
-    "Write a checkpoint of pytorch_model*.bin files anew, with safetensors, which the server reads. The files are read "
-    "in a process without network and with limits, which builds tensors from them and runs no code."
+    "Write a checkpoint of pytorch_model*.bin files, or a LoRA adapter of adapter_model.bin, anew, with safetensors, "
+    "which the server reads. The files are read in a process without network and with limits, which builds tensors "
+    "from them and runs no code."
 )
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 INDEX = "model.safetensors.index.json"
@@ -38,8 +42,15 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     options = merge_sources(given, environ)
     if output.exists():
         raise OptionError(f"--output: {output} exists already; name a directory that does not")
-    convert(resolve_bin_model(options.model, options.revision, options.download_dir), output)
-    sys.stdout.write(f"serve it by: serve-llm {output}\n")
+    directory = resolve_bin_model(options.model, options.revision, options.download_dir)
+    with _create_directory(output) as making:
+        if is_pickled_adapter(directory):
+            convert_adapter(directory, making)
+            how = f"serve-llm MODEL --enable-lora --lora-modules NAME={output}"
+        else:
+            convert_model(directory, making)
+            how = f"serve-llm {output}"
+    sys.stdout.write(f"serve it by: {how}\n")
     return 0
 
 
@@ -50,39 +61,55 @@ def create_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def convert(directory: Path, output: Path) -> None:
-    """Write the checkpoint in `directory` to `output`, which appears when it is complete. Raises ModelError."""
-    expected = _read_bin_index(directory)
+@contextlib.contextmanager
+def _create_directory(output: Path) -> Iterator[Path]:
+    """A directory to write to, which becomes `output` at the end of the block. Raises ModelError."""
     making = output.with_name(f"{output.name}.partial")
     shutil.rmtree(making, ignore_errors=True)
     try:
         making.mkdir(parents=True)
-        weight_map: dict[str, str] = {}
-        total = 0
-        for number, name in enumerate(sorted(set(expected.values())) or [BIN_SINGLE]):
-            path = directory / name
-            sys.stdout.write(f"reading {name} ({size_text(path.stat().st_size)})\n")
-            sys.stdout.flush()
-            for file, sizes in _run_worker(path, making / f"model-{number:05}").items():
-                if repeated := sorted(sizes.keys() & weight_map.keys()):
-                    raise ModelError(f"{path}: {repeated[0]} is in another file too")
-                (making / file).chmod(0o644)
-                weight_map |= dict.fromkeys(sizes, file)
-                total += sum(sizes.values())
-            lacking = {tensor for tensor, file in expected.items() if file == name} - weight_map.keys()
-            if lacking:
-                raise ModelError(f"{path} lacks {min(lacking)}, which {BIN_INDEX} places there; download it again")
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (making / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
-        for pattern in COPIED:
-            for path in directory.glob(pattern):
-                if not path.name.endswith(".index.json"):
-                    shutil.copyfile(path, making / path.name)
+        yield making
         making.rename(output)
     except OSError as error:
         raise ModelError(f"{output} cannot be written: {error}") from None
     finally:
         shutil.rmtree(making, ignore_errors=True)
+
+
+def convert_model(directory: Path, making: Path) -> None:
+    """Write the checkpoint in `directory` to `making`. Raises ModelError."""
+    expected = _read_bin_index(directory)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, name in enumerate(sorted(set(expected.values())) or [BIN_SINGLE]):
+        path = directory / name
+        for file, sizes in _run_worker(path, making / f"model-{number:05}").items():
+            if repeated := sorted(sizes.keys() & weight_map.keys()):
+                raise ModelError(f"{path}: {repeated[0]} is in another file too")
+            (making / file).chmod(0o644)
+            weight_map |= dict.fromkeys(sizes, file)
+            total += sum(sizes.values())
+        lacking = {tensor for tensor, file in expected.items() if file == name} - weight_map.keys()
+        if lacking:
+            raise ModelError(f"{path} lacks {min(lacking)}, which {BIN_INDEX} places there; download it again")
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (making / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+    for pattern in COPIED:
+        for path in directory.glob(pattern):
+            if not path.name.endswith(".index.json"):
+                shutil.copyfile(path, making / path.name)
+
+
+def convert_adapter(directory: Path, making: Path) -> None:
+    """Write the adapter in `directory` to `making`. Raises ModelError."""
+    path = directory / ADAPTER_PICKLE
+    files = _run_worker(path, making / "adapter")
+    if len(files) > 1:
+        raise ModelError(f"{path} is larger than an adapter can be: its tensors fill {len(files)} files")
+    (file,) = files
+    (making / file).rename(making / ADAPTER_WEIGHTS)
+    (making / ADAPTER_WEIGHTS).chmod(0o644)
+    shutil.copyfile(directory / ADAPTER_CONFIG, making / ADAPTER_CONFIG)
 
 
 def _read_bin_index(directory: Path) -> dict[str, str]:
@@ -104,7 +131,10 @@ def _read_bin_index(directory: Path) -> dict[str, str]:
 
 def _run_worker(path: Path, prefix: Path) -> dict[str, dict[str, int]]:
     """Convert one file. Return the files written -> their tensors with their bytes. Raises ModelError."""
-    seconds = SECONDS + path.stat().st_size // BYTES_PER_SECOND
+    size = path.stat().st_size
+    sys.stdout.write(f"reading {path.name} ({size_text(size)})\n")
+    sys.stdout.flush()
+    seconds = SECONDS + size // BYTES_PER_SECOND
     command = [sys.executable, "-P", "-m", "serve_llm.cli.convert.worker", str(path), str(prefix), str(seconds)]
     environment = {name: os.environ[name] for name in VARIABLES if name in os.environ} | {"OMP_NUM_THREADS": "1"}
     try:

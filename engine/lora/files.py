@@ -15,6 +15,7 @@ from typing import NamedTuple
 import safetensors
 
 from serve_llm.common.adapter_files import ADAPTER_CONFIG as CONFIG
+from serve_llm.common.adapter_files import ADAPTER_PICKLE as PICKLE
 from serve_llm.common.adapter_files import ADAPTER_WEIGHTS as WEIGHTS
 from serve_llm.common.adapter_files import AdapterFiles
 from serve_llm.common.errors import AdapterError
@@ -23,7 +24,6 @@ from serve_llm.engine.lora.base_copies import BaseCopy
 from serve_llm.engine.lora.config import AdapterConfig, ProductConfig, read_adapter_config
 from serve_llm.engine.lora.tensors import AdapterTensor, check_tensor
 
-PICKLE = "adapter_model.bin"
 PREFIX = "base_model.model."  # before the module's name in those of PEFT's tensors
 DOWN = ".lora_A.weight"  # (rank, inputs)
 UP = ".lora_B.weight"  # (outputs, rank)
@@ -80,8 +80,11 @@ def read_adapter(
     """
     if not directory.is_dir():
         raise AdapterError(f"{directory} is not a directory with {CONFIG} and {WEIGHTS}")
-    if (directory / PICKLE).is_file() and not (directory / WEIGHTS).is_file():
-        raise AdapterError(f"{directory} has {PICKLE}, a pickle, which is not read; save the adapter as {WEIGHTS}")
+    if not (directory / WEIGHTS).is_file():
+        raise AdapterError(
+            f"{directory} has no {WEIGHTS}; if it is saved as {PICKLE}, a pickle, `serve-llm convert ADAPTER -o DIR` "
+            "converts it"
+        )
     most = 4 * sum(
         max_rank * (target.outputs + target.inputs)
         + (target.outputs * target.inputs if target.kind in OUTER else target.outputs)

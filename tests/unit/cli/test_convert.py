@@ -16,7 +16,10 @@ from torch import Tensor
 from serve_llm.cli.convert import command, worker
 from serve_llm.common.errors import ModelError, OptionError
 from serve_llm.common.hub import resolve_model
+from serve_llm.common.types import Adapter, LoRATarget
+from serve_llm.engine.lora.files import read_adapter
 from serve_llm.engine.weights.files import Checkpoint
+from support.adapter_files import write_adapter
 from support.engine import generate, greedy, make_engine
 from support.tiny import make_checkpoint
 
@@ -88,6 +91,36 @@ def test_the_same_tensors_are_served(files: int, tmp_path: Path, capsys: pytest.
     request = [greedy(1, [3, 1, 4, 1, 5], 4)]
     found = [generate(make_engine(tmp_path / name), request)[1].token_ids for name in ("bin", "new")]
     assert found[0] == found[1]
+
+
+def make_bin_adapter(directory: Path) -> Adapter:
+    """An adapter as older versions of PEFT write it."""
+    adapter = write_adapter(directory, {"model.layers.0.self_attn.q_proj": (12, 8)})
+    torch.save(load_file(directory / "adapter_model.safetensors"), directory / "adapter_model.bin")
+    (directory / "adapter_model.safetensors").unlink()
+    return adapter
+
+
+def test_an_adapter_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = make_bin_adapter(tmp_path / "bin")
+    assert convert(tmp_path / "bin", tmp_path / "new") == 0
+    new = tmp_path / "new"
+    assert capsys.readouterr().out.endswith(f"serve it by: serve-llm MODEL --enable-lora --lora-modules NAME={new}\n")
+    write_adapter(tmp_path / "expected", {"model.layers.0.self_attn.q_proj": (12, 8)})
+    found = load_file(new / "adapter_model.safetensors")
+    expected = load_file(tmp_path / "expected" / "adapter_model.safetensors")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    target = LoRATarget("model.layers.0.self_attn.q_proj", 12, 8)
+    assert read_adapter(new, {target.module: target}, 16).digest != adapter.digest  # other metadata
+    assert sorted(path.name for path in new.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_a_hostile_adapter_is_not_run(tmp_path: Path) -> None:
+    make_bin_adapter(tmp_path / "bin")
+    torch.save({"a": Hostile(tmp_path / "run")}, tmp_path / "bin" / "adapter_model.bin")
+    with pytest.raises(ModelError, match=r"bin/adapter_model.bin: it holds more than tensors"):
+        convert(tmp_path / "bin", tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin"]
 
 
 def test_a_hostile_pickle_is_not_run(tmp_path: Path) -> None:

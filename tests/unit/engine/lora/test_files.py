@@ -189,4 +189,6 @@ def test_bad_files(tmp_path: Path) -> None:
     (directory / "adapter_config.json").write_text(" " * (2**20 + 1))
     assert "is larger than" in read_error(directory)
     weights.rename(directory / "adapter_model.bin")
-    assert "adapter_model.bin, a pickle, which is not read" in read_error(directory)
+    assert "has no adapter_model.safetensors; if it is saved as adapter_model.bin, a pickle, `serve-llm" in read_error(
+        directory
+    )
