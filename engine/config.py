@@ -90,6 +90,7 @@ class Config:
     eplb: EPLBConfig | None = None  # move experts between ranks; None: they stay
     jump_forward: bool = True  # append the ids that a grammar demands at once
     speculation: SpeculativeConfig | None = None  # verify drafts; None: none
+    hidden_state_layers: tuple[int, ...] = ()  # layers whose inputs the draft source reads, ascending
     generates: bool = True  # the model has its LM head
     max_loras: int = 0  # adapters that a rank holds at a time; 0: requests have none
     max_cpu_loras: int = 0  # adapters that a rank keeps in host memory, those in slots included

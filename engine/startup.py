@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,6 +105,7 @@ def start_engine(
     config, spec = resolve_config(options, start.directory, raw, spec, choice, start.engine)
     lora_targets = find_served_targets(config, spec, weights) if config.max_loras else {}
     draft = find_draft_model(options, config)
+    config = add_hidden_state_layers(config, draft)
 
     # Load the model, and the tokenizer of grammars beside it, and size the KV cache.
     matchers = MatcherBuilder(config)
@@ -248,6 +250,13 @@ def find_draft_model(options: EngineOptions, config: Config) -> DraftModelConfig
     if not config.speculation.reads_hidden_states:  # a head has the served model's
         check_tokenizers(options, Path(config.directory), directory)
     return resolve_draft_model(options, config, directory)
+
+
+def add_hidden_state_layers(config: Config, draft: DraftModelConfig | None) -> Config:
+    """Tell the served model's workers which hidden states an EAGLE-3 head reads."""
+    if draft is None or draft.eagle is None:
+        return config
+    return replace(config, hidden_state_layers=draft.eagle.state_layers)
 
 
 def build_draft_model(draft: DraftModelConfig | None, config: Config) -> DraftModel | None:

@@ -18,7 +18,6 @@ from serve_llm.common.errors import CapacityError, EngineError
 from serve_llm.common.progress import ProgressLog
 from serve_llm.engine.config import Config
 from serve_llm.engine.model.decoder import Decoder
-from serve_llm.engine.model.eagle_spec import find_hidden_state_layers
 from serve_llm.engine.model.lora import LoRALayers, UnfusedLoRA
 from serve_llm.engine.model.lora_targets import count_adapter_bytes
 from serve_llm.engine.model.pretrained_spec import PretrainedSpec
@@ -176,8 +175,8 @@ class Worker:
                 lora=lora,
                 progress=advance,
             )
-        if config.speculation is not None and config.speculation.reads_inner_states:
-            decoder.collect(find_hidden_state_layers(len(spec.layers)), self._shard.layers)
+        if config.hidden_state_layers:
+            decoder.collect(config.hidden_state_layers, self._shard.layers)
         self._decoder: RunnableModel = decoder
         if lora is not None:
             self._adapters = AdapterLoader(

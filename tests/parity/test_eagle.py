@@ -6,16 +6,18 @@ The head was trained on what the tiny model says, so that many guesses are right
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
+from reference.eagle3 import Head
 from serve_llm.common.types import Request, Sampling
 from serve_llm.engine.scheduler import speculation
 from support.drafts import check_head, find_draft_model, record_guesses
-from support.eagle import Served, build_head, train, write_head
+from support.eagle import Served, build_head, train, use_speculators_format, write_head
 from support.engine import generate, generate_together, make_engine, make_engines
 from support.gpu_path import make_gpu_engine
 from support.matrix import mostly_slow
@@ -77,6 +79,51 @@ def test_its_guesses_are_those_of_a_plain_implementation(
             assert guesses == head.guess(ids, served.states(ids[:-1]), len(guesses))
             compared += len(guesses)
     assert compared > 150
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": [0, 3, 1]}, (0, 1, 3)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3], "use_aux_hidden_state": True}}, (1, 2, 4)),
+    ],
+)
+@pytest.mark.parametrize("how", [{}, {"pipeline": 2}], ids=["", "two stages"])
+def test_heads_that_name_the_layers(
+    how: dict[str, object], config: dict[str, object], layers: tuple[int, ...], tmp_path: Path
+) -> None:
+    check_other_layers(tmp_path, how, layers, lambda head: head.config.update(config))
+
+
+def test_the_format_of_speculators(tmp_path: Path) -> None:
+    check_other_layers(tmp_path, {}, (1, 2, 4), lambda head: use_speculators_format(head, (1, 2, 4)))
+
+
+def check_other_layers(
+    root: Path, how: dict[str, object], layers: tuple[int, ...], change: Callable[[Head], None]
+) -> None:
+    """Check that a head which was trained on the inputs of these layers guesses as a plain implementation, that guesses
+    are accepted, and that the output is that without it. change: what its checkpoint has beside its weights."""
+    requests = make_requests(make_checkpoint(root / "served", "llama", num_hidden_layers=5))
+    expected = generate(make_engine(root / "served", **OFF), requests)
+    served = Served(root / "served")
+    head = build_head(served, 200, std=0.1, norm_before_residual=True)
+    texts = [[*one.prompt_ids, *expected[one.id].token_ids] for one in requests]
+    train(head, served, [text for text in texts if len(text) > 2], layers)
+    plain = Head(head.tensors, head.config, head.embedding)
+    change(head)
+    engine = draft_freely(make_engine(root / "served", **OFF, **how, **use(write_head(head, root / "head"))))
+    found = record_guesses(engine)
+    assert_equal(generate(engine, requests, ARRIVALS), expected)
+    stats = engine.scheduler.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    greedy = next(one for one in requests if one.sampling == Sampling(max_tokens=20, seed=5, temperature=0.0))
+    found.clear()
+    generate(engine, [greedy])
+    compared = [(ids, guesses) for ids, guesses in found if guesses]
+    assert compared
+    for ids, guesses in compared:
+        assert guesses == plain.guess(ids, served.states(ids[:-1], layers), len(guesses))
 
 
 @pytest.mark.slow

@@ -43,11 +43,12 @@ class Served:
         self.vocab_size, self.hidden_size = self.embedding.shape
 
     @torch.no_grad()
-    def states(self, ids: Sequence[int]) -> Tensor:
-        """(tokens, 3 * hidden_size): what the layers that a head looks at read."""
+    def states(self, ids: Sequence[int], layers: Sequence[int] | None = None) -> Tensor:
+        """(tokens, 3 * hidden_size): what the layers that a head looks at read. layers: None for those of a head that
+        names none."""
         hidden = self.model(torch.tensor([list(ids)]), output_hidden_states=True).hidden_states
         count = len(hidden) - 1
-        return torch.cat([hidden[layer][0] for layer in sorted((2, count // 2, count - 3))], dim=-1)
+        return torch.cat([hidden[layer][0] for layer in layers or sorted((2, count // 2, count - 3))], dim=-1)
 
 
 def build_head(served: Served, draft_vocab_size: int, *, std: float = 0.3, **overrides: object) -> Head:
@@ -86,14 +87,15 @@ def build_head(served: Served, draft_vocab_size: int, *, std: float = 0.3, **ove
     return Head(tensors, config, served.embedding)
 
 
-def train(head: Head, served: Served, texts: Sequence[Sequence[int]]) -> None:
-    """Make the head say what comes in these texts, as far as it has their ids: from the model's states only."""
+def train(head: Head, served: Served, texts: Sequence[Sequence[int]], layers: Sequence[int] | None = None) -> None:
+    """Make the head say what comes in these texts, as far as it has their ids: from the model's states only. layers:
+    as for `Served.states`."""
     own_ids = torch.full((served.vocab_size,), -100)
     own_ids[head.tensors["t2d"]] = torch.arange(len(head.tensors["d2t"]))
     samples = []
     for text in texts:
         ids = torch.tensor(list(text))
-        samples.append((ids[1:-1], served.states(text)[:-2], own_ids[ids[2:]]))
+        samples.append((ids[1:-1], served.states(text, layers)[:-2], own_ids[ids[2:]]))
     weights = [tensor.requires_grad_() for tensor in head.tensors.values() if tensor.is_floating_point()]
     optimizer = torch.optim.Adam(weights, lr=0.01)
     for _ in range(TRAINING_STEPS):
@@ -103,6 +105,38 @@ def train(head: Head, served: Served, texts: Sequence[Sequence[int]]) -> None:
         optimizer.step()
     for weight in weights:
         weight.requires_grad_(False)
+
+
+def use_speculators_format(head: Head, layers: Sequence[int]) -> None:
+    """Change the head's config and names to those of the library speculators. layers: whose inputs it reads."""
+    outer = {
+        "architectures": ["Eagle3Speculator"],
+        "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+        "draft_vocab_size": head.config["draft_vocab_size"],
+        "eagle_aux_hidden_state_layer_ids": list(layers),
+        "embed_requires_grad": False,
+        "has_no_defaults_at_init": False,
+        "model_type": "speculators",
+        "norm_before_fc": False,
+        "norm_before_residual": True,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}],
+            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "served"},
+        },
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "transformers_version": "4.57.1",
+    }
+    dropped = ("architectures", "draft_vocab_size", "torch_dtype")
+    inner = {key: value for key, value in head.config.items() if key not in dropped}
+    head.config = {**outer, "transformer_layer_config": inner | {"attention_bias": False, "mlp_bias": False}}
+    head.tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in head.tensors.items()}
+    head.tensors["embed_tokens.weight"] = head.embedding
 
 
 def write_head(head: Head, directory: Path, **more: Tensor) -> Path:

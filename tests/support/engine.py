@@ -38,7 +38,7 @@ def make_engine(
     chosen = make_options(str(directory), **({"kv_cache_memory": "64MiB", "max_num_seqs": 64} | options))
     raw = read_config(directory)
     config, spec, weights = resolve_all(chosen, str(directory), raw)
-    draft_model = make_draft_model(chosen, config)
+    config, draft_model = make_draft_model(chosen, config)
     if tensor == pipeline == 1:
         executor: Executor = startup.build_executor(config, spec, weights, raw)
     else:
@@ -50,13 +50,15 @@ def make_engine(
     return engine
 
 
-def make_draft_model(options: EngineOptions, config: Config) -> DraftModel | None:
-    """The draft model that the options name. Test checkpoints have no tokenizer that could be compared."""
+def make_draft_model(options: EngineOptions, config: Config) -> tuple[Config, DraftModel | None]:
+    """The served model's settings, and the draft model that the options name. Test checkpoints have no tokenizer that
+    could be compared."""
     if config.speculation is None or not config.speculation.has_draft_model:
-        return None
+        return config, None
     directory = Path(config.directory) if config.speculation.model is None else find_draft_directory(options)
     draft = resolve_draft_model(options, config, directory)
-    return startup.build_draft_model(draft, config)
+    config = startup.add_hidden_state_layers(config, draft)
+    return config, startup.build_draft_model(draft, config)
 
 
 def make_engines(
@@ -76,6 +78,7 @@ def make_engines(
 
     def make(index: int) -> EngineCore:
         config, spec, weights = resolve_all(chosen, str(directory), raw, engine=index)
+        config, draft_model = make_draft_model(chosen, config)
         ranks = Ranks(
             spec,
             ParallelLayout(tensor, pipeline),
@@ -86,7 +89,7 @@ def make_engines(
         )
         executor = ThreadExecutor(config, spec, weights, ranks)
         synced = SyncedExecutor(executor, DPStepSync(meeting, index, engines))
-        engine = EngineCore(config, synced, draft_model=make_draft_model(chosen, config))
+        engine = EngineCore(config, synced, draft_model=draft_model)
         ENGINES[engine] = BuiltEngine(config, tensor, pipeline)
         return engine
 

@@ -137,7 +137,7 @@ def make_gpu_engine(
     config, spec, weights = resolve_all(options, str(directory), raw)
     config = replace(config, **fields)
     if tensor * stages == 1:
-        draft_model = make_draft_model(options, config)
+        config, draft_model = make_draft_model(options, config)
         return EngineCore(config, startup.build_executor(config, spec, weights, raw), draft_model=draft_model)
     return EngineCore(config, ThreadExecutor(config, spec, weights, Ranks(spec, ParallelLayout(tensor, stages))))
 

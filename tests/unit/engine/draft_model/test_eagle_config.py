@@ -12,8 +12,8 @@ from serve_llm.common.errors import ModelError, OptionError, ServeError
 from serve_llm.common.hub import read_config
 from serve_llm.common.options.sources import make_options
 from serve_llm.engine.draft_model.resolve import resolve_draft_model
-from serve_llm.engine.model.eagle_spec import find_hidden_state_layers
-from support.eagle import Served, build_head, write_head
+from serve_llm.engine.model.eagle_spec import LAYER_IDS, find_hidden_state_layers
+from support.eagle import Served, build_head, use_speculators_format, write_head
 from support.engine import make_engine
 from support.resolved import resolve_all
 from support.tiny import make_checkpoint
@@ -42,8 +42,11 @@ def resolve_head(served: Path, head: Path, config: dict[str, object], **given: o
         ({"num_hidden_layers": 2}, "num_hidden_layers 2 is not supported"),
         ({"hidden_size": 64}, "it is for a model of hidden size 64 and 331 ids; the served one has 60 and 331"),
         ({"vocab_size": 400}, "of hidden size 60 and 400 ids"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "eagle_aux_hidden_state_layer_ids is not supported"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, "eagle_config: eagle_aux_hidden_state_layer_ids"),
+        ({LAYER_IDS: [1, 2, 3]}, "layer_ids must be a list of integers from 0 to 2"),
+        ({LAYER_IDS: [1, 2]}, r"layer_ids must name 3 different layers, not \[1, 2\]"),
+        ({LAYER_IDS: [1, 1, 2]}, r"layer_ids must name 3 different layers, not \[1, 1, 2\]"),
+        ({"eagle_config": {LAYER_IDS: [0, 1, 2]}}, "eagle_config: .*layer_ids must be a list of integers from 0 to 1"),
+        ({LAYER_IDS: [0, 1, 2], "eagle_config": {LAYER_IDS: [0, 1]}}, "layer_ids is there twice, also in eagle_config"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state False is not supported"),
         ({"parallel_drafting": True}, "unknown keys, which may mean another computation: parallel_drafting"),
     ],
@@ -54,6 +57,30 @@ def test_heads_that_are_refused(changed: dict[str, object], message: str, served
     with pytest.raises(ModelError, match=f"^--speculative-config: the draft model .*({message})"):
         resolve_head(
             served, tmp_path, {key: value for key, value in {**config, **changed}.items() if value is not None}
+        )
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"speculators_model_type": "peagle"}, "speculators_model_type 'peagle' is not supported"),
+        ({"norm_before_residual": None}, "norm_before_residual is missing"),
+        ({"norm_before_fc": True}, "norm_before_fc is not supported"),
+        ({"parallel_drafting": 2}, "unknown keys, which may mean another computation: parallel_drafting"),
+        ({"transformer_layer_config": {}}, "transformer_layer_config is empty"),
+        ({"transformer_layer_config": {"model_type": "qwen3"}}, "model_type 'qwen3' is not supported"),
+        ({"draft_vocab_size": 332}, "draft_vocab_size must be an integer of at most 331"),
+    ],
+)
+def test_heads_of_speculators_that_are_refused(
+    changed: dict[str, object], message: str, served: Path, tmp_path: Path
+) -> None:
+    head = build_head(Served(served), 97)
+    use_speculators_format(head, (0, 1, 2))
+    resolve_head(served, tmp_path, dict(head.config))
+    with pytest.raises(ModelError, match=f"^--speculative-config: the draft model .*({message})"):
+        resolve_head(
+            served, tmp_path, {key: value for key, value in {**head.config, **changed}.items() if value is not None}
         )
 
 
