@@ -141,10 +141,12 @@ def resolve_tokenizer(tokenizer: str, download_dir: str | None = None) -> Path:
         raise ModelError(f"--tokenizer: {error}") from None
 
 
-def resolve_draft_checkpoint(model: str, download_dir: str | None = None, *, weights: bool = True) -> Path:
+def resolve_draft_checkpoint(
+    model: str, revision: str | None = None, download_dir: str | None = None, *, weights: bool = True
+) -> Path:
     """The checkpoint directory of a draft model. Raises ModelError like `resolve_model`."""
     try:
-        return resolve_model(model, None, download_dir, weights=weights)
+        return resolve_model(model, revision, download_dir, weights=weights)
     except ModelError as error:
         raise ModelError(f"the draft model: {error}") from None
 

@@ -76,9 +76,13 @@ async def assemble(options: Options, front_ends: FrontEndGroup | None = None) ->
     directory = await _in_thread(
         lambda: resolve_model(options.model, options.revision, options.download_dir, weights=with_weights)
     )
-    draft_model = None if options.speculation is None else options.speculation.model
-    if draft_model is not None:  # engines find it in the cache
-        await _in_thread(lambda: resolve_draft_checkpoint(draft_model, options.download_dir, weights=with_weights))
+    speculation = options.speculation
+    draft_model = None if speculation is None else speculation.model
+    if speculation is not None and draft_model is not None:  # engines find it in the cache
+        revision = speculation.revision
+        await _in_thread(
+            lambda: resolve_draft_checkpoint(draft_model, revision, options.download_dir, weights=with_weights)
+        )
     supervisor = Supervisor(options, str(directory))
     async with contextlib.AsyncExitStack() as on_failure:
         on_failure.push_async_callback(supervisor.stop)

@@ -22,16 +22,23 @@ OTHER_NAMES = {"[ngram]": PROMPT_LOOKUP, "deepseek_mtp": MTP, "glm4_moe_mtp": MT
 # Method -> its keys.
 KEYS = {
     PROMPT_LOOKUP: ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
-    DRAFT_MODEL: ("num_speculative_tokens", "model", "draft_tensor_parallel_size"),
-    EAGLE3: ("num_speculative_tokens", "model", "draft_tensor_parallel_size"),
+    DRAFT_MODEL: ("num_speculative_tokens", "model", "revision", "draft_tensor_parallel_size"),
+    EAGLE3: ("num_speculative_tokens", "model", "revision", "draft_tensor_parallel_size"),
     MTP: ("num_speculative_tokens", "model", "draft_tensor_parallel_size"),
 }
+_OTHER_LAYERS = "the MTP layers of DeepSeek-V3 and GLM-4.5 are read, with 'mtp'; those of other models are not"
+_STATES = "linear attention keeps a state from which rejected drafts cannot be removed"
 # What vLLM has beside them -> why not here.
 OTHER_METHODS = {
     "eagle": "heads of EAGLE 1 and 2 are not read; those of EAGLE-3 are, with 'eagle3'",
     "medusa": "Medusa heads are not read; EAGLE-3 heads are, with 'eagle3'",
     "mlp_speculator": "MLP speculators are not read; EAGLE-3 heads are, with 'eagle3'",
     "suffix": "'ngram' looks for the latest ids in the prompt, the output and recent outputs",
+    "qwen3_next_mtp": _STATES,
+    "qwen3_5_mtp": _STATES,
+    "mimo_mtp": _OTHER_LAYERS,
+    "ernie_mtp": _OTHER_LAYERS,
+    "longcat_flash_mtp": _OTHER_LAYERS,
     "ngram_gpu": "'ngram' looks prompts up on the CPU, beside the steps of the GPU",
 }
 OTHER_KEYS = {
@@ -55,6 +62,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int = 8  # maximum length of a match; longer ones are not preferred
     prompt_lookup_min: int = 3  # minimum length of a match
     model: str | None = None  # the draft model or head: a directory or a Hugging Face id
+    revision: str | None = None  # branch, tag or commit of the Hugging Face id
 
     @property
     def has_draft_model(self) -> bool:
@@ -163,7 +171,15 @@ def _read_draft_model(given: Mapping[str, object], method: str, count: int) -> S
     size = given.get("draft_tensor_parallel_size", 1)
     if isinstance(size, bool) or size != 1:
         raise ValueError(f"draft_tensor_parallel_size must be 1: the {what} runs on a single rank")
-    return SpeculativeConfig(method=method, num_speculative_tokens=count, model=None if model is None else str(model))
+    revision = given.get("revision")
+    if not isinstance(revision, str | None) or revision == "":
+        raise ValueError(f"revision must be a branch, tag or commit, not {revision!r}")
+    return SpeculativeConfig(
+        method=method,
+        num_speculative_tokens=count,
+        model=None if model is None else str(model),
+        revision=revision,
+    )
 
 
 def _read_count(given: Mapping[str, object], name: str, highest: int) -> int | None:

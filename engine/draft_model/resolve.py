@@ -149,7 +149,8 @@ def find_draft_directory(options: EngineOptions) -> Path:
     """Find the checkpoint of a draft model, which is separate from the served model's. Raises ModelError."""
     speculation = options.speculation
     assert speculation is not None and speculation.model is not None, "no draft model"
-    return resolve_draft_checkpoint(speculation.model, options.download_dir, weights=options.load_format == "auto")
+    with_weights = options.load_format == "auto"
+    return resolve_draft_checkpoint(speculation.model, speculation.revision, options.download_dir, weights=with_weights)
 
 
 def check_tokenizers(options: EngineOptions, served_directory: Path, draft_directory: Path) -> None:

@@ -77,6 +77,15 @@ def test_an_mtp_layer_is_that_of_the_served_model() -> None:
         make_options("org/m", speculative_config={"method": "mtp", "model": "org/other"})
 
 
+def test_the_revision_of_a_model_on_the_hub() -> None:
+    for method in ("draft_model", "eagle3"):
+        given = {"method": method, "model": "org/draft", "revision": "v2"}
+        config = make_options("demo", speculative_config=given).speculation
+        assert config == SpeculativeConfig(method=method, model="org/draft", revision="v2")
+        config = make_options("demo", speculative_config=given | {"revision": None}).speculation
+        assert config == SpeculativeConfig(method=method, model="org/draft")
+
+
 def test_no_value_means_no_drafts() -> None:
     assert make_options("demo").speculation is None
     assert make_options("demo", speculative_config=None).speculation is None
@@ -100,6 +109,10 @@ def test_in_a_file_it_is_an_object(tmp_path: Path) -> None:
         ('{"method": "ngram", "disable_by_batch_size": 8}', ["'disable_by_batch_size'", "measured times", "omit it"]),
         ('{"model": "d", "quantization": "fp8"}', ["'quantization'", "--quantization"]),
         ('{"method": "medusa", "model": "org/heads"}', ["method 'medusa' is not supported", "'eagle3'"]),
+        ('{"model": "d", "revision": ""}', ["revision must be a branch, tag or commit, not ''"]),
+        ('{"method": "mtp", "revision": "v2"}', ["'revision' is not supported"]),
+        ("qwen3_next_mtp", ["method 'qwen3_next_mtp' is not supported", "linear attention keeps a state"]),
+        ("mimo_mtp", ["method 'mimo_mtp' is not supported", "DeepSeek-V3 and GLM-4.5"]),
         ("suffix", ["method 'suffix' is not supported", "'ngram'"]),
         ('{"method": "ngram", "num_speculative_tokens": 20}', ["num_speculative_tokens", "from 1 to 16, not 20"]),
         ("[]", ["a JSON object"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from serve_llm.common.errors import ModelError, OptionError
@@ -12,7 +13,7 @@ from serve_llm.common.hub import read_config
 from serve_llm.common.options.schema import Options
 from serve_llm.common.options.sources import make_options
 from serve_llm.engine.config import Config
-from serve_llm.engine.draft_model.resolve import check_tokenizers, resolve_draft_model
+from serve_llm.engine.draft_model.resolve import check_tokenizers, find_draft_directory, resolve_draft_model
 from support.grammars import demo
 from support.published import LLAMA_1B
 from support.resolved import resolve_all
@@ -30,6 +31,22 @@ def test_its_settings_are_its_own(tmp_path: Path) -> None:
     assert (config.tensor_parallel_size, config.kv_cache_memory, config.speculation) == (1, None, None)
     assert config.max_model_len == 512 < served.max_model_len
     assert config.vocab_size == LLAMA_1B["vocab_size"]
+
+
+def test_the_revision_is_what_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B))
+    (tmp_path / "model.safetensors").touch()
+    asked = []
+
+    def download(name: str, **arguments: object) -> str:
+        asked.append((name, arguments["revision"]))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    for revision in (None, "v2"):
+        given = {"model": "org/draft", "revision": revision}
+        assert find_draft_directory(make_options("demo", speculative_config=given)) == tmp_path
+    assert dict.fromkeys(asked) == {("org/draft", None): None, ("org/draft", "v2"): None}
 
 
 def test_a_model_that_generates_no_text(tmp_path: Path) -> None:
