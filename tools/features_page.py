@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 TESTS = Path(__file__).parent.parent / "tests"
 REFUSALS = TESTS / "support" / "refused_pairs.py"
+LISTS = ("REFUSALS", "REFUSED_OPTIONS")  # in that file
 FEATURES = (
     "speculation",
     "LoRA",
@@ -32,22 +33,30 @@ FEATURES = (
     "replay",
     "embeddings",
     "KV offload",
+    "draft model",
+    "draft head",
+    "several hosts",
+    "linear attention",
 )
-ALTERNATIVES = ("int8", "int4", "fp8")  # a model has one of them
+ALTERNATIVES = (("int8", "int4", "fp8"), ("speculation", "draft model", "draft head"))  # an engine has one of each
 
 
 class FeaturePairs(NamedTuple):
     """What is known of every pair of features. A pair is "LoRA + tools", in the order of `features`."""
 
     features: tuple[str, ...]
-    alternatives: tuple[str, ...]  # features of which a model has one
+    alternatives: tuple[tuple[str, ...], ...]  # groups of features of which an engine has one
     tested: dict[str, list[str]]  # pair -> tests, their paths relative to tests/
     refused: dict[str, str]  # pair -> message of the product
 
     def list_expected(self) -> list[str]:
         """All pairs that there are."""
         pairs = itertools.combinations(self.features, 2)
-        return [f"{one} + {other}" for one, other in pairs if not {one, other} <= set(self.alternatives)]
+        return [
+            f"{one} + {other}"
+            for one, other in pairs
+            if not any({one, other} <= set(group) for group in self.alternatives)
+        ]
 
     def list_unknown(self) -> list[str]:
         """Pairs in tests and refusals that there are not."""
@@ -91,10 +100,11 @@ def read_pairs() -> FeaturePairs:
 
 def read_refusals() -> dict[str, str]:
     """Pair -> message."""
+    refused = {}
     for node in ast.parse(REFUSALS.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "REFUSALS" and node.value is not None:
-            return {pair: message for pair, _, message in ast.literal_eval(node.value)}
-    raise ValueError(f"{REFUSALS} has no REFUSALS")
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) in LISTS and node.value is not None:
+            refused |= {pair: message for pair, _, message in ast.literal_eval(node.value)}
+    return refused
 
 
 def make_matrix() -> str:

@@ -21,29 +21,8 @@ import pytest
 
 from serve_llm.common.errors import CapacityError, EngineError, ModelError, OptionError
 from support.daemon import Daemon
-from support.nodes import LIMIT, ONCE, SMALL, body, complete, free_port
+from support.nodes import LIMIT, ONCE, SMALL, Hosts, body, complete
 from support.tiny import make_checkpoint, make_tokenizer
-
-FAKE_HOSTS = str(Path(__file__).parent.parent / "support" / "fakehost")
-
-
-class Hosts:
-    """Nodes that are processes of this machine, each on a host that it believes to be its own."""
-
-    def __init__(self, secret: str | None = "s3cret") -> None:
-        self.address = f"127.0.0.1:{free_port()}"
-        self.secret = secret
-
-    def node(
-        self, number: int, *arguments: str, nnodes: int = 2, secret: str | None = None, folder: Path | None = None
-    ) -> Daemon:
-        path = os.pathsep.join(filter(None, [FAKE_HOSTS, os.environ.get("PYTHONPATH")]))
-        environ = {"TEST_HOST": str(number), "PYTHONPATH": path}
-        if secret := secret or self.secret:
-            environ["SERVE_LLM_CLUSTER_SECRET"] = secret
-        rank = ("--node-rank", str(number)) if number else ()
-        network = ("--nnodes", str(nnodes), *rank, "--master-addr", self.address)
-        return Daemon(*arguments, *network, environ=environ, folder=folder)
 
 
 def ends(*pids: int) -> bool:
@@ -171,7 +150,7 @@ def test_a_follower_that_dies_is_named_and_leaves_nothing() -> None:
         assert ends(*ranks)
 
 
-@pytest.mark.pairs("PP + replay")
+@pytest.mark.pairs("PP + replay", "replay + several hosts")
 @pytest.mark.slow
 def test_a_rank_that_dies_on_the_other_host_costs_no_stream_and_the_node_joins_again(continuations: list[str]) -> None:
     with serving("-pp", "2") as (master, follower):

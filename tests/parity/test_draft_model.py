@@ -74,6 +74,7 @@ def test_every_way_to_compute(how: str, tmp_path: Path) -> None:
     check(engine)
 
 
+@pytest.mark.pairs("DP + draft model", "EP + draft model")
 def test_engines_that_share_experts(tmp_path: Path) -> None:
     directory, on, requests = case("mixtral", tmp_path)
     expected = generate(make_engine(directory, **OFF), requests)

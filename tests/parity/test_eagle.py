@@ -158,6 +158,7 @@ def test_every_way_to_compute(how: str, llama: Case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.pairs("DP + draft head", "EP + draft head")
 def test_engines_that_share_experts(tmp_path: Path) -> None:
     case = Case(tmp_path, "mixtral")
     engines = [draft_freely(engine) for engine in make_engines(case.directory, tmp_path, 2, **case.on)]

@@ -19,6 +19,7 @@ from serve_llm.engine.loop import EngineCore
 from support.engine import Result, assert_equal, generate, make_engine
 from support.grammars import compile_grammar, constrained, demo
 from support.matrix import mostly_slow
+from support.refused_pairs import OPTIONS, REFUSED_OPTIONS
 from support.tiny import HYBRIDS, make_checkpoint
 
 FAMILY = "qwen3_next"
@@ -153,25 +154,16 @@ def test_several_ranks(family: str, how: dict[str, object], tmp_path: Path) -> N
     assert_equal(generate(make_engine(tmp_path, block_size=8, **how), requests), expected, is_exact=False)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"enable_prefix_caching": True}, "--prefix-caching: this model has linear attention"),
-        ({"speculative_config": '{"method": "ngram"}'}, "--speculative-config: this model has linear attention"),
-        (
-            {"kv_offload_memory": "1MiB"},
-            "--kv-offload-memory needs prefix caching, but this model has linear attention",
-        ),
-        (
-            {"kv_events_config": '{"enable_kv_cache_events": true}'},
-            "--kv-events-config needs prefix caching, but this model has linear attention",
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused_by_name(options: dict[str, object], words: str, directory: Path) -> None:
+@pytest.mark.parametrize(("pair", "option", "message"), REFUSED_OPTIONS)
+def test_what_cannot_work_is_refused_by_name(pair: str, option: str, message: str, directory: Path) -> None:
     with pytest.raises(OptionError) as raised:
-        make_engine(directory, **options)
-    assert words in str(raised.value)
+        make_engine(directory, **{option.partition(" ")[0]: OPTIONS[option]})
+    assert str(raised.value) == message
+
+
+def test_events_of_the_prefix_cache_are_refused_by_name(directory: Path) -> None:
+    with pytest.raises(OptionError, match=r"^--kv-events-config needs prefix caching, but this model has linear"):
+        make_engine(directory, kv_events_config='{"enable_kv_cache_events": true}')
 
 
 def test_it_is_no_draft_model(directory: Path, tmp_path: Path) -> None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import urllib.request
+from pathlib import Path
 
+from support.daemon import Daemon
+
+FAKE_HOSTS = str(Path(__file__).parent / "fakehost")
 LIMIT = 120.0  # seconds; more than anything here takes on a busy machine
 PROMPTS = ["class Stack:\n    def __init__(self):\n", "def main():\n", "import os\n", "x"]
 SMALL = ("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory", "32MiB", "--device", "cpu")
@@ -30,3 +35,22 @@ def complete(url: str, model: str = "demo") -> list[str]:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
+
+
+class Hosts:
+    """Nodes that are processes of this machine, each on a host that it believes to be its own."""
+
+    def __init__(self, secret: str | None = "s3cret") -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self.secret = secret
+
+    def node(
+        self, number: int, *arguments: str, nnodes: int = 2, secret: str | None = None, folder: Path | None = None
+    ) -> Daemon:
+        path = os.pathsep.join(filter(None, [FAKE_HOSTS, os.environ.get("PYTHONPATH")]))
+        environ = {"TEST_HOST": str(number), "PYTHONPATH": path}
+        if secret := secret or self.secret:
+            environ["SERVE_LLM_CLUSTER_SECRET"] = secret
+        rank = ("--node-rank", str(number)) if number else ()
+        network = ("--nnodes", str(nnodes), *rank, "--master-addr", self.address)
+        return Daemon(*arguments, *network, environ=environ, folder=folder)

@@ -32,6 +32,8 @@ from serve_llm.server.engines.replicas import Replicas
 from support.registered import DAEMONS, ENGINES
 
 VECTOR_PATHS = ("/v1/embeddings", "/pooling", "/classify", "/score", "/rerank", "/v1/rerank", "/v1/score")
+SOURCES = {"ngram": "speculation", "draft_model": "draft model", "eagle3": "draft head", "mtp": "draft head"}
+HYBRIDS = ("qwen3_next", "qwen3_5")  # model types with linear attention begin so
 CALL_MARK = "tool_call"  # in the grammar of a call
 SHARED_CHARACTERS = 64  # of JSON that two prompts begin with; with fewer, they may share no block
 
@@ -44,9 +46,11 @@ def _list_engine_features(config: Config | Options, tensor: int, pipeline: int, 
     if quantization.startswith("int4"):
         yield "int4"
     path = Path(name) / "config.json"
-    stored = json.loads(path.read_text()).get("quantization_config", {}) if path.exists() else {}
-    if quantization == "fp8" or _has_fp8(stored):
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    if quantization == "fp8" or _has_fp8(stored.get("quantization_config", {})):
         yield "fp8"
+    if str(stored.get("model_type")).startswith(HYBRIDS):
+        yield "linear attention"
     if tensor > 1:
         yield "TP"
     if pipeline > 1:
@@ -162,7 +166,8 @@ class Observer:
         for engine, context in self._engines.values():
             drafts = self._draft_counts.get(id(engine.scheduler._running), 0)
             if engine.scheduler.stats().num_draft_tokens > drafts:
-                context.features.add("speculation")
+                assert ENGINES[engine].config.speculation is not None
+                context.features.add(SOURCES[ENGINES[engine].config.speculation.method])
             contexts.append(context)
         return set().union(*(context.find_pairs() for context in contexts))
 
@@ -189,7 +194,9 @@ class Observer:
         sizes = options.tensor_parallel_size, options.pipeline_parallel_size, options.data_parallel_size
         yield from _list_engine_features(options, *sizes)
         if options.speculation is not None:
-            yield "speculation"
+            yield SOURCES[options.speculation.method]
+        if options.nnodes > 1:
+            yield "several hosts"
 
     def _find_replicas(self, replicas: Any) -> _Context:
         if id(replicas) not in self._offline:

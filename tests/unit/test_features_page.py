@@ -31,7 +31,7 @@ def test_every_pair_is_tested_or_refused(features_page: ModuleType) -> None:
 
 def test_the_marks_of_a_pair(features_page: ModuleType) -> None:
     pairs = features_page.FeaturePairs(
-        ("a", "b", "c", "d"), ("c", "d"), {"a + b": ["t"], "x + y": ["t"]}, {"a + c": "m"}
+        ("a", "b", "c", "d"), (("c", "d"),), {"a + b": ["t"], "x + y": ["t"]}, {"a + c": "m"}
     )
     assert pairs.list_expected() == ["a + b", "a + c", "a + d", "b + c", "b + d"]
     assert [pairs.find_mark(f"a + {other}") for other in "bcd"] == ["yes", "no", "?"]
