@@ -1,6 +1,7 @@
 """Tokens per second of rows with LoRA adapters against the base model's, whose engines take turns in one process.
 
 Run on a quiet machine, in about 10 minutes: PYTHONPATH=tests python -m bench.lora [--rank 16] [--turns 9] [--demo]
+With --waits, only how long requests wait for their first token if most adapters are not in memory (`measure_waits`).
 
 16 rows decode together: without `--enable-lora`, and in an engine with it as rows of the base model, of one adapter, of
 4 and of 16. Adapters change all linear layers. The model has the shape of Qwen2 0.5B and random weights; --demo takes
@@ -16,21 +17,29 @@ import json
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from bench.model import model_folder
-from serve_llm.common.hub import resolve_model
+from serve_llm.common.hub import read_config, resolve_model
+from serve_llm.common.options.sources import make_options
 from serve_llm.common.types import Adapter, Request, Sampling
 from serve_llm.engine.loop import EngineCore
+from serve_llm.engine.startup import find_served_targets
+from support.adapter_files import write_adapter
 from support.adapters import make_adapter
 from support.engine import make_engine
+from support.resolved import resolve_all
 
 ROWS = 16
 PROMPT_LENGTH = 64
 AIM = 0.90  # of 4 adapters
+NUM_REGISTERED = 200
+NUM_RESIDENT = 8
+WAITING = 4  # requests at a time, fewer than slots
 NUM_ADAPTERS = {"base rows": 0, "1 adapter": 1, "4 adapters": 4, "16 adapters": 16}
 
 
@@ -76,14 +85,78 @@ def measure_loads(engine: EngineCore, adapters: Sequence[Adapter]) -> float:
     return statistics.median(seconds[False]) - statistics.median(seconds[True])
 
 
+def write_adapters(folder: Path, directory: Path, rank: int, count: int) -> list[Adapter]:
+    """Adapters of all linear layers, as files."""
+    options = make_options(str(folder), enable_lora=True)
+    config, spec, weights = resolve_all(options, str(folder), read_config(folder))
+    targets = find_served_targets(config, spec, weights).values()
+    layers = {target.module: (target.outputs, target.inputs) for target in targets if target.kind == "linear"}
+    return [write_adapter(directory / f"waits{number}", layers, rank, number) for number in range(count)]
+
+
+def measure_waits(engine: EngineCore, adapters: Sequence[Adapter]) -> list[float]:
+    """Seconds from each request to its first token, ascending: a request for each adapter, WAITING of them at a time.
+
+    A request that has ended is followed by the next one at once. Texts differ in length, so that few come together.
+    """
+    waits = {}
+    asked = {}
+    remaining = deque(enumerate(adapters))
+
+    def ask_next() -> None:
+        number, adapter = remaining.popleft()
+        sampling = Sampling(max_tokens=5 + number % 7, seed=0)
+        request = Request(id=number, prompt_ids=[500 + number] * 8, sampling=sampling, adapter=adapter)
+        asked[number] = time.perf_counter()
+        engine.add_requests([request])
+
+    for _ in range(WAITING):
+        ask_next()
+    while engine.has_work:
+        for output in engine.step().outputs:
+            if output.token_ids and output.id not in waits:
+                waits[output.id] = time.perf_counter() - asked[output.id]
+            if output.finish_reason is not None and remaining:
+                ask_next()
+    return sorted(waits.values())
+
+
+def report_waits(folder: Path, rank: int) -> None:
+    """Print the waits with adapters that are loaded for each request, and with those that are in memory, and the time
+    that one load takes."""
+    options: dict[str, object] = {"max_model_len": 512, "kv_cache_memory": "256MiB", "max_lora_rank": rank}
+    with tempfile.TemporaryDirectory() as directory:
+        adapters = write_adapters(folder, Path(directory), rank, NUM_REGISTERED)
+        engine = make_engine(folder, enable_lora=True, max_loras=NUM_RESIDENT, **options)
+        load_seconds = measure_loads(engine, adapters)
+        measure_waits(engine, adapters[:NUM_RESIDENT])
+        resident = measure_waits(engine, adapters[:NUM_RESIDENT] * (NUM_REGISTERED // NUM_RESIDENT))
+        loaded = measure_waits(engine, adapters)
+    results = {"load_seconds": load_seconds}
+    for name, waits in (("resident", resident), ("loaded", loaded)):
+        results[f"{name}_median"] = statistics.median(waits)
+        results[f"{name}_p95"] = waits[int(0.95 * len(waits))]
+        results[f"{name}_most"] = waits[-1]
+    print(f"{NUM_REGISTERED} adapters of rank {rank}, {NUM_RESIDENT} resident, {WAITING} requests at a time")
+    print(f"one load {1000 * load_seconds:.1f} ms; first token, ms: median, p95, most")
+    for name in ("resident", "loaded"):
+        figures = [1000 * results[f"{name}_{figure}"] for figure in ("median", "p95", "most")]
+        print(f"{name:10}" + "".join(f"{figure:9.1f}" for figure in figures))
+    print(json.dumps(results))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64, help="of each row")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--demo", action="store_true", help="the demo model")
+    parser.add_argument("--waits", action="store_true", help="only measure how long requests wait for adapters")
     given = parser.parse_args()
     folder = Path(resolve_model("demo")) if given.demo else model_folder()
+    if given.waits:
+        report_waits(folder, given.rank)
+        return
     with tempfile.TemporaryDirectory() as directory:
         adapters = [
             make_adapter(folder, Path(directory) / str(number), seed=number, scale=0.01, r=given.rank)
