@@ -8,7 +8,7 @@ import msgspec
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-ADAPTER_PICKLE = "adapter_model.bin"  # of older versions of PEFT; read by `serve-llm convert` only
+ADAPTER_PICKLE = "adapter_model.bin"  # what older versions of PEFT write; read by `serve-llm convert` only
 
 Stamp = tuple[tuple[int, ...], ...]
 

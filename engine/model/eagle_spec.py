@@ -84,7 +84,7 @@ def _flatten(raw: Mapping[str, object]) -> dict[str, object]:
     config.empty("norm_before_fc", "fc_norm", "norm_output")
     config.ignore("tie_word_embeddings", "has_no_defaults_at_init")
     config.ignore("speculators_config", "speculators_version")  # for which model, and how many guesses
-    config.ignore("embed_requires_grad", "enable_sp_ulysses")  # of its training
+    config.ignore("embed_requires_grad", "enable_sp_ulysses")  # settings of its training
     config.ignore(*SPECULATORS_KEYS)
     config.done()
     inner = raw[LAYER_CONFIG]
