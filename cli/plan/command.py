@@ -40,6 +40,8 @@ SERVER_OPTIONS = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "gpu_memory_utilization",
+    "enforce_eager",
+    "batch_invariant",
     "kv_cache_memory",
     "kv_cache_dtype",
     "kv_offload_memory",

@@ -1,0 +1,45 @@
+"""`serve-llm plan` as it is called on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from serve_llm.cli.plan.command import main
+from serve_llm.common.errors import OptionError
+from support import published
+
+
+@pytest.mark.parametrize(
+    ("raw", "options", "refused", "advised"),
+    [
+        (
+            published.GLM_4_5_AIR,
+            "--gpu h200 -tp 4 --max-model-len 8192 --speculative-config mtp",
+            "captured CUDA graphs do not give out hidden states; add --enforce-eager",
+            "--enforce-eager",
+        ),
+        (  # 8-bit floats are then only stored
+            published.LLAMA_8B,
+            "--gpu a100-80g --quantization fp8",
+            "a a100-80g does not multiply 8-bit floats",
+            "--batch-invariant",
+        ),
+    ],
+)
+def test_what_the_server_demands_can_be_planned(
+    raw: dict[str, object],
+    options: str,
+    refused: str,
+    advised: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    asked = [str(tmp_path), *options.split()]
+    with pytest.raises(OptionError, match=refused):
+        main(asked, {})
+    assert main([*asked, advised], {}) == 0
+    assert "Fits" in capsys.readouterr().out
