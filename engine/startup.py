@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING
 
 from serve_llm.common.engine_placement import EnginePlacement
 from serve_llm.common.errors import CapacityError, OptionError
-from serve_llm.common.gguf.checkpoint import LINK
 from serve_llm.common.hub import read_config
 from serve_llm.common.logs import configure
 from serve_llm.common.messages import Start
 from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.common.sentence_transformers import SentenceModules, read_sentence_modules
-from serve_llm.common.types import LoRATarget, ModelInfo
+from serve_llm.common.types import ModelInfo
 from serve_llm.engine.config import Config, check_options, resolve
 from serve_llm.engine.devices import VISIBLE_DEVICES, claim_gpus, list_gpus
 from serve_llm.engine.distributed.choose import ExecutorChoice, choose_executor, gather_facts
@@ -40,7 +39,7 @@ from serve_llm.engine.draft_model.resolve import (
 )
 from serve_llm.engine.gpu_software import explain_unusable_gpus, find_missing_compiler, read_gpu_software
 from serve_llm.engine.model.config import describe_ignored_keys
-from serve_llm.engine.model.lora_targets import find_lora_targets
+from serve_llm.engine.model.lora_targets import find_served_targets
 from serve_llm.engine.model.pooling import find_pooling_task, find_vector_size, resolve_pooling
 from serve_llm.engine.model.pretrained_spec import PretrainedSpec
 from serve_llm.engine.model.registry import apply_engine_config, read_model
@@ -266,22 +265,6 @@ def build_draft_model(draft: DraftModelConfig | None, config: Config) -> DraftMo
     from serve_llm.engine.draft_model.load import load_draft_model
 
     return load_draft_model(draft, config)
-
-
-def find_served_targets(
-    config: Config, spec: ModelSpec | PretrainedSpec, weights: WeightMap | None
-) -> dict[str, LoRATarget]:
-    """The layers that adapters can change. Raises OptionError if the model takes no adapters."""
-    targets: dict[str, LoRATarget] = {}
-    if weights is not None and not isinstance(spec, PretrainedSpec):
-        targets = find_lora_targets(spec, weights, engines=config.expert_engines)
-    if not config.generates:
-        raise OptionError(
-            f"--enable-lora: {spec.architecture} generates no text, and only models that do take adapters"
-        )
-    if not targets or (Path(config.directory) / LINK).is_file():
-        raise OptionError("--enable-lora: adapters do not apply to GGUF files, whose tensors have other names")
-    return targets
 
 
 def _limit_length(options: EngineOptions, max_position: int, modules: SentenceModules | None) -> int:

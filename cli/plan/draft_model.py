@@ -9,7 +9,7 @@ from serve_llm.cli.plan.weights import weight_bytes
 from serve_llm.common.hub import resolve_config
 from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.engine.config import Config
-from serve_llm.engine.draft_model.resolve import count_cache_bytes, resolve_draft_model
+from serve_llm.engine.draft_model.resolve import check_tokenizers, count_cache_bytes, resolve_draft_model
 from serve_llm.engine.model.eagle_spec import NUM_STATES, EagleSpec
 from serve_llm.engine.model.mtp_spec import MTPSpec
 from serve_llm.engine.model.shard import Shard
@@ -21,12 +21,14 @@ def count_draft_bytes(options: EngineOptions, config: Config, raw: Mapping[str, 
     """Bytes of the draft model that the options name, its KV cache included; 0 without one.
 
     config, raw: the served model's settings and config.json. memory: bytes of the device. Raises ModelError and
-    OptionError.
+    OptionError if the server refuses the draft model.
     """
     if config.speculation is None or not config.speculation.has_draft_model:
         return 0
     model = config.speculation.model
     directory = Path(config.directory) if model is None else resolve_config(model, None, options.download_dir)
+    if not config.speculation.reads_hidden_states and _have_tokenizers(options, config, directory):
+        check_tokenizers(options, Path(config.directory), directory)
     draft = resolve_draft_model(options, config, directory, raw)
     if draft.mtp is not None:
         weights = _count_mtp_bytes(draft.mtp, draft.config.element_bytes, config.device)
@@ -36,6 +38,13 @@ def count_draft_bytes(options: EngineOptions, config: Config, raw: Mapping[str, 
     if draft.eagle is not None:
         weights += _count_other_bytes(draft.spec, draft.eagle, draft.config.element_bytes)
     return weights + count_cache_bytes(draft, max(0, memory - weights))
+
+
+def _have_tokenizers(options: EngineOptions, config: Config, draft_directory: Path) -> bool:
+    """Whether the tokenizers of both models are there: of a model on the Hub, only config.json is read."""
+    if options.tokenizer is not None or not config.directory:
+        return False
+    return all((path / "tokenizer.json").is_file() for path in (Path(config.directory), draft_directory))
 
 
 def _count_mtp_bytes(mtp: MTPSpec, element_bytes: int, device: str) -> int:

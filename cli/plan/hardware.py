@@ -1,11 +1,22 @@
-"""The hardware that `serve-llm plan` plans for: its command-line options, and the memory of common GPUs. Torch-free."""
+"""The hardware that `serve-llm plan` plans for: its command-line options, the memory of common GPUs, and what follows.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
+from serve_llm.common.errors import OptionError
+from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.common.options.fields import option
 from serve_llm.common.options.parsers import at_least_one, int_between, one_of, parse_boolean, parse_bytes
+from serve_llm.engine.config import Config
+from serve_llm.engine.devices import VISIBLE_DEVICES, list_gpus
+from serve_llm.engine.worker import kv_cache
+
+DEFAULT_GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
@@ -73,4 +84,53 @@ class HardwareOptions:
         at_least_one(parse_bytes),
         "memory of one GPU, instead of --gpu; with --device cpu, of one machine (default: the free memory of this one)",
         metavar="BYTES",
+    )
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The machines, with every default applied."""
+
+    gpu: str  # GPU model; "" for CPU ranks
+    memory: int  # bytes of one GPU, or of one machine for CPU ranks
+    ranks_per_node: int
+    nodes: int
+    has_nvlink: bool
+
+
+def choose_device(options: EngineOptions, hardware: HardwareOptions) -> str:
+    """ "cpu" or "cuda", by the server's rule, from the hardware options instead of this machine."""
+    describes_gpu = bool(hardware.gpu or hardware.memory)
+    if hardware.gpu and hardware.memory:
+        raise OptionError("--gpu and --memory both say how much memory there is; give one of them")
+    if options.device == "cuda" and not describes_gpu:
+        raise OptionError("--device cuda: say which GPU by --gpu or --memory")
+    if options.device == "cuda" or (options.device == "auto" and describes_gpu):
+        return "cuda"
+    if hardware.gpu:
+        raise OptionError("--gpu and --device cpu exclude each other; give --memory for a machine without GPUs")
+    if hardware.gpus_per_node:
+        raise OptionError("--gpus-per-node: say which GPUs by --gpu or --memory")
+    if options.device == "auto" and list_gpus(os.environ.get(VISIBLE_DEVICES)):
+        raise OptionError("this machine has GPUs, which the server would use: name them by --gpu, or use --device cpu")
+    return "cpu"
+
+
+def resolve_hardware(options: HardwareOptions, device: str, config: Config) -> Hardware:
+    model = GPU_MODELS.get(options.gpu or "")
+    if model is not None and not model.has_fp8 and config.quantization == "fp8" and config.rounds_to_fp8:
+        what = f"--quantization: a {options.gpu} does not multiply 8-bit floats"
+        raise OptionError(f"{what} (needed: compute capability 8.9 or more); take int8, or omit the option")
+    if model is not None and not model.takes_fp8_cache and config.kv_cache_dtype == "fp8":
+        what = f"--kv-cache-dtype: fp8 is not served on a {options.gpu}"
+        raise OptionError(f"{what} (needed: compute capability 8.9 or 9.0); take auto, or omit the option")
+    memory = options.memory or (model.memory_bytes if model else kv_cache.free_memory())
+    if device == "cpu":
+        return Hardware(gpu="", memory=memory, ranks_per_node=1, nodes=options.nodes, has_nvlink=False)
+    return Hardware(
+        gpu=options.gpu or "GPUs",
+        memory=memory,
+        ranks_per_node=options.gpus_per_node or DEFAULT_GPUS_PER_NODE,
+        nodes=options.nodes,
+        has_nvlink=options.nvlink and (model is None or model.has_nvlink),
     )

@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from serve_llm.cli.plan import activations
 from serve_llm.cli.plan.draft_model import count_draft_bytes
-from serve_llm.cli.plan.hardware import GPU_MODELS, HardwareOptions
+from serve_llm.cli.plan.hardware import Hardware, HardwareOptions, choose_device, resolve_hardware
 from serve_llm.cli.plan.weights import weight_bytes
 from serve_llm.common.errors import ModelError, OptionError
 from serve_llm.common.options.engine_schema import EngineOptions
 from serve_llm.engine.config import Config, check_options, resolve
-from serve_llm.engine.devices import VISIBLE_DEVICES, list_gpus
 from serve_llm.engine.model.config import describe_ignored_keys
 from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
-from serve_llm.engine.model.lora_targets import count_adapter_bytes
+from serve_llm.engine.model.lora_targets import count_adapter_bytes, find_served_targets
 from serve_llm.engine.model.pooling import resolve_pooling
 from serve_llm.engine.model.registry import apply_engine_config, read_model
 from serve_llm.engine.model.shard import Shard, split_model_layers
 from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.weights.headers import find_checkpoint_dtype
 from serve_llm.engine.worker import kv_cache
@@ -35,7 +34,6 @@ from serve_llm.engine.worker.kv_cache import CacheLayout
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_GPUS_PER_NODE = 8
 CUDA_CONTEXT_BYTES = 600 << 20  # estimate: memory that CUDA and its libraries take outside torch's allocator
 MOST_RANKS = 512  # an engine that would have more is not planned
 MAX_NODES_TRIED = 16  # when looking for the number of machines that would hold the model
@@ -78,17 +76,6 @@ class LayoutPlan:
     @property
     def fits(self) -> bool:
         return self.missing_bytes == 0 and self.missing_devices == 0
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """The machines, with every default applied."""
-
-    gpu: str  # GPU model; "" for CPU ranks
-    memory: int  # bytes of one GPU, or of one machine for CPU ranks
-    ranks_per_node: int
-    nodes: int
-    has_nvlink: bool
 
 
 @dataclass(frozen=True)
@@ -145,6 +132,8 @@ class _Planner:
             others = ("adapters, " if adapters else "") + ("the draft model, " if draft_model else "")
             missing.append((held + step + wanted - room, f"weights, {others}one step, and {cache_text}"))
             missing.append((request_bytes - cache_bytes, self._describe_cache_limit(request)))
+            if config.kv_offload_memory is not None:
+                missing.append((cache.block_bytes - config.kv_offload_memory, "one block in --kv-offload-memory"))
             mixers = (spec.layers[index].attention for index in shard.layers)
             heads = [shard.attention(mixer) for mixer in mixers if not isinstance(mixer, DeltaNetSpec)]
             ranks.append(
@@ -310,8 +299,8 @@ def build_plan(
             "--model-impl: the memory that a model in transformers' own code takes is not known before it is loaded; "
             "start the server, which logs it, or omit the option"
         )
-    device = _choose_device(options, hardware_options)
-    spec, _ = read_model(raw, options.allow_unknown_config)
+    device = choose_device(options, hardware_options)
+    spec, weights = read_model(raw, options.allow_unknown_config)
     check_options(options, spec.max_position, len(spec.layers), spec.has_experts)
     if spec.is_encoder:
         raise ModelError(
@@ -320,7 +309,7 @@ def build_plan(
     generates, pooling = resolve_pooling(options, "", spec, None)
     config = resolve(
         options,
-        "",
+        str(directory or ""),
         device=device,
         checkpoint_dtype=find_checkpoint_dtype(raw, directory)[0],
         model_max_len=spec.max_position,
@@ -332,7 +321,9 @@ def build_plan(
         has_states=spec.has_states,
     )
     spec = apply_engine_config(spec, config)
-    hardware = _resolve_hardware(hardware_options, device, config)
+    if config.max_loras:
+        _check_adapters(config, spec, weights, hardware_options.nodes)
+    hardware = resolve_hardware(hardware_options, device, config)
     planner = _Planner(spec, config, hardware, count_draft_bytes(options, config, raw, hardware.memory))
     suggested, last, reason = planner.suggest()
     chosen = _plan_requested(planner, options, states_layout) or suggested or last
@@ -340,24 +331,11 @@ def build_plan(
     return MemoryPlan(config, spec, planner.hardware, chosen, suggested, reason, nodes_needed)
 
 
-def _resolve_hardware(options: HardwareOptions, device: str, config: Config) -> Hardware:
-    model = GPU_MODELS.get(options.gpu or "")
-    if model is not None and not model.has_fp8 and config.quantization == "fp8" and config.rounds_to_fp8:
-        what = f"--quantization: a {options.gpu} does not multiply 8-bit floats"
-        raise OptionError(f"{what} (needed: compute capability 8.9 or more); take int8, or omit the option")
-    if model is not None and not model.takes_fp8_cache and config.kv_cache_dtype == "fp8":
-        what = f"--kv-cache-dtype: fp8 is not served on a {options.gpu}"
-        raise OptionError(f"{what} (needed: compute capability 8.9 or 9.0); take auto, or omit the option")
-    memory = options.memory or (model.memory_bytes if model else kv_cache.free_memory())
-    if device == "cpu":
-        return Hardware(gpu="", memory=memory, ranks_per_node=1, nodes=options.nodes, has_nvlink=False)
-    return Hardware(
-        gpu=options.gpu or "GPUs",
-        memory=memory,
-        ranks_per_node=options.gpus_per_node or DEFAULT_GPUS_PER_NODE,
-        nodes=options.nodes,
-        has_nvlink=options.nvlink and (model is None or model.has_nvlink),
-    )
+def _check_adapters(config: Config, spec: ModelSpec, weights: WeightMap, nodes: int) -> None:
+    """Raise OptionError where the server refuses --enable-lora. nodes: number of machines."""
+    find_served_targets(config, spec, weights)
+    if nodes > 1:
+        raise OptionError(f"--enable-lora: adapters are served by the ranks of one host, not of --nodes {nodes}")
 
 
 def _plan_requested(planner: _Planner, options: EngineOptions, states_layout: bool) -> LayoutPlan | None:
@@ -371,6 +349,9 @@ def _plan_requested(planner: _Planner, options: EngineOptions, states_layout: bo
 
 
 def _find_nodes_needed(planner: _Planner) -> int | None:
+    if planner.config.max_loras:
+        return None  # adapters are served on one host
+
     def suggest(nodes: int) -> LayoutPlan | None:
         return replace(planner, hardware=replace(planner.hardware, nodes=nodes)).suggest()[0]
 
@@ -379,21 +360,3 @@ def _find_nodes_needed(planner: _Planner) -> int | None:
         return None
     fewest = -(-plan.layout.size * planner.config.data_parallel_size // planner.hardware.ranks_per_node)
     return next((nodes for nodes in range(fewest, MAX_NODES_TRIED) if suggest(nodes) is not None), MAX_NODES_TRIED)
-
-
-def _choose_device(options: EngineOptions, hardware: HardwareOptions) -> str:
-    """ "cpu" or "cuda", by the server's rule, from the hardware options instead of this machine."""
-    describes_gpu = bool(hardware.gpu or hardware.memory)
-    if hardware.gpu and hardware.memory:
-        raise OptionError("--gpu and --memory both say how much memory there is; give one of them")
-    if options.device == "cuda" and not describes_gpu:
-        raise OptionError("--device cuda: say which GPU by --gpu or --memory")
-    if options.device == "cuda" or (options.device == "auto" and describes_gpu):
-        return "cuda"
-    if hardware.gpu:
-        raise OptionError("--gpu and --device cpu exclude each other; give --memory for a machine without GPUs")
-    if hardware.gpus_per_node:
-        raise OptionError("--gpus-per-node: say which GPUs by --gpu or --memory")
-    if options.device == "auto" and list_gpus(os.environ.get(VISIBLE_DEVICES)):
-        raise OptionError("this machine has GPUs, which the server would use: name them by --gpu, or use --device cpu")
-    return "cpu"

@@ -133,6 +133,7 @@ def apply_gguf(stored: GGUFTensors, spec: ModelSpec, weights: WeightMap) -> tupl
         head="output.weight",
         prefix="",
         ignored=(ROPE_FACTORS, *unused),
+        is_gguf=True,
     )
     return spec, renamed
 

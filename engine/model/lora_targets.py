@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+from serve_llm.common.errors import OptionError
 from serve_llm.common.types import LoRATarget
 from serve_llm.engine.config import Config
 from serve_llm.engine.model.delta_net_spec import DeltaNetSpec
 from serve_llm.engine.model.lora_expert_stacks import count_members, list_spellings, list_stacked_weights
+from serve_llm.engine.model.pretrained_spec import PretrainedSpec
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import AnyAttentionSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
 from serve_llm.engine.model.weight_map import WeightMap, WeightRule
@@ -121,6 +123,24 @@ def _count_product(layer: _LinearLayer, max_rank: int) -> int:
     """Numbers that are held while a product is computed: some rows of its input and its output."""
     inputs = max_rank if layer.name == "embedding" else layer.num_own_inputs
     return count_rows(layer.num_own_outputs) * (layer.num_own_outputs + inputs)
+
+
+def find_served_targets(
+    config: Config, spec: ModelSpec | PretrainedSpec, weights: WeightMap | None
+) -> dict[str, LoRATarget]:
+    """The layers that adapters can change. Raises OptionError if the model takes no adapters."""
+    targets: dict[str, LoRATarget] = {}
+    if weights is not None and not isinstance(spec, PretrainedSpec):
+        targets = find_lora_targets(spec, weights, engines=config.expert_engines)
+    if not config.generates:
+        raise OptionError(
+            f"--enable-lora: {spec.architecture} generates no text, and only models that do take adapters"
+        )
+    if config.executor_backend == "ray":
+        raise OptionError("--enable-lora: adapters are not served by ranks on Ray")
+    if not targets or (weights is not None and weights.is_gguf):
+        raise OptionError("--enable-lora: adapters do not apply to GGUF files, whose tensors have other names")
+    return targets
 
 
 def find_lora_targets(spec: ModelSpec, weight_map: WeightMap, *, engines: int = 1) -> dict[str, LoRATarget]:

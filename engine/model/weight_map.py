@@ -70,6 +70,7 @@ class WeightMap:
     other_words: tuple[tuple[str, str], ...] = ()  # parts of names in some checkpoints -> their equivalents here
     stacks: tuple[WeightRule, ...] = ()  # tensors that some checkpoints have instead of one for each member
     other_parts: tuple[str, ...] = ()  # modules of the model that are not served, among `ignored`
+    is_gguf: bool = False  # the checkpoint is a GGUF file, whose tensors have names of their own
 
     def list_spellings(self, name: str) -> list[str]:
         """The names that a tensor or module may have in the checkpoint. name: as in `rules`."""

@@ -14,7 +14,7 @@ from serve_llm.common.errors import OptionError
 from serve_llm.common.hub import read_config
 from serve_llm.common.options.sources import make_options
 from serve_llm.common.types import Adapter, Request
-from serve_llm.engine.startup import find_served_targets
+from serve_llm.engine.model.lora_targets import find_served_targets
 from serve_llm.engine.structured_output import state
 from support.adapters import make_adapter
 from support.engine import Result, assert_equal, generate, generate_together, greedy, make_engine, make_engines

@@ -43,3 +43,26 @@ def test_what_the_server_demands_can_be_planned(
         main(asked, {})
     assert main([*asked, advised], {}) == 0
     assert "Fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "refused"),
+    [
+        (
+            {"quantization_config": {"quant_method": "gguf", "architecture": "llama"}},
+            "--enable-lora",
+            "--enable-lora: adapters do not apply to GGUF files, whose tensors have other names",
+        ),
+        (
+            {},
+            "--nodes 2 -tp 8 -pp 2 --enable-lora",
+            "--enable-lora: adapters are served by the ranks of one host, not of --nodes 2",
+        ),
+    ],
+)
+def test_what_the_server_refuses(more: dict[str, object], options: str, refused: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(published.LLAMA_1B | more))
+    asked = [str(tmp_path), "--gpu", "h100"]
+    assert main(asked, {}) == 0
+    with pytest.raises(OptionError, match=f"^{refused}"):
+        main([*asked, *options.split()], {})

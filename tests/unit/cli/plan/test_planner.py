@@ -194,7 +194,7 @@ def test_what_cannot_be(machines: dict[str, object], options: dict[str, object],
 
 
 def test_a_machine_with_gpus_is_not_planned_as_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve_llm.cli.plan.planner.list_gpus", lambda visible: ["0", "1"])
+    monkeypatch.setattr("serve_llm.cli.plan.hardware.list_gpus", lambda visible: ["0", "1"])
     with pytest.raises(OptionError, match="name them by --gpu, or use --device cpu"):
         plan(published.QWEN2_HALF_B, {})
     assert plan(published.QWEN2_HALF_B, {"memory": 64 * GIB}, device="cpu").config.device == "cpu"
@@ -348,3 +348,32 @@ def test_fp8_is_for_gpus_that_multiply_it() -> None:
     assert plan(published.LLAMA_8B, {"gpu": "l4"}, quantization="fp8").suggested is not None
     with pytest.raises(OptionError, match="--quantization: a a100-40g does not multiply 8-bit floats"):
         plan(published.LLAMA_8B, {"gpu": "a100-40g"}, quantization="fp8")
+
+
+def test_more_machines_are_not_advised_for_adapters() -> None:
+    given: dict[str, object] = {"gpu": "h100"}
+    asked: dict[str, object] = {"tensor_parallel_size": 4, "data_parallel_size": 3, "enable_lora": True}
+    found = plan(published.LLAMA_405B, given, **asked)
+    assert not found.chosen.fits and found.nodes_needed is None
+    assert "take fewer ranks or fewer engines" in describe_shortage(found, [])
+
+
+def test_host_memory_in_which_no_block_fits() -> None:
+    """A block takes 2 MiB, with two tensor-parallel ranks half of it on each."""
+    options = make_options("model", kv_offload_memory="1MiB")
+    found = build_plan(options, HardwareOptions(gpu="h100"), published.LLAMA_8B, None, states_layout=True)
+    assert (found.chosen.missing_bytes, found.chosen.missing_for) == (2**20, "one block in --kv-offload-memory")
+    assert found.suggested is not None and found.suggested.layout == ParallelLayout(2, 1)
+
+
+def test_the_tokenizer_of_a_draft_model_is_compared_where_it_is_at_hand(tmp_path: Path) -> None:
+    for name, token in (("model", "a"), ("draft", "b")):
+        (tmp_path / name).mkdir()
+        vocabulary = {"type": "WordLevel", "vocab": {token: 0}, "unk_token": token}
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": vocabulary}))
+        (tmp_path / name / "config.json").write_text(json.dumps(published.LLAMA_1B))
+    options = make_options("model", speculative_config=str(tmp_path / "draft"))
+    hardware = HardwareOptions(gpu="h100")
+    with pytest.raises(ModelError, match="has another tokenizer"):
+        build_plan(options, hardware, published.LLAMA_8B, tmp_path / "model")
+    assert build_plan(options, hardware, published.LLAMA_8B, tmp_path).chosen.fits

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,18 +19,23 @@ from serve_llm.cli.plan.planner import MemoryPlan, build_plan
 from serve_llm.cli.plan.remedies import Remedy, describe_shortage, find_remedies
 from serve_llm.common.errors import CapacityError, ServeError
 from serve_llm.common.hub import read_config
-from serve_llm.common.options.engine_schema import EngineOptions
+from serve_llm.common.options.combinations import check_combinations
+from serve_llm.common.options.schema import Options
 from serve_llm.common.options.sources import make_options
 from serve_llm.engine import startup
 from serve_llm.engine.devices import claim_gpus
 from serve_llm.engine.distributed.choose import ExecutorChoice
 from serve_llm.engine.distributed.ray.placement import RayNode, place_ranks
+from serve_llm.engine.model.lora_targets import find_served_targets
+from serve_llm.engine.model.shard import build_shard
+from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.worker import kv_cache
 from support import packed, packed_floats, published, quantised
 from support.engine import make_engine
 from support.tiny import make_checkpoint
 
 GIB = 2**30
+MODEL = Path("model")
 FIXED_MODELS = (
     published.LLAMA_1B,
     published.LLAMA_8B,
@@ -39,6 +46,8 @@ FIXED_MODELS = (
     published.GPT2_XL | {"torch_dtype": "float32"},
     published.OPT_30B,
     published.MIXTRAL_8X7B,
+    published.GLM_4_5_AIR,
+    published.LLAMA_1B | {"quantization_config": {"quant_method": "gguf", "architecture": "llama"}},
 )
 PACKED: tuple[dict[str, Any], ...] = (
     *(
@@ -77,30 +86,62 @@ random_models = st.builds(
 models = st.one_of(st.sampled_from(FIXED_MODELS), random_models)
 CONFLICTS = re.compile(  # what the server refuses too
     "this model has no experts|the checkpoint is quantised already|does not multiply 8-bit floats|"
-    "tokens that this model allows"
+    "tokens that this model allows|adapters do not apply to GGUF|adapters are served by the ranks of one host|"
+    "MTP layers of|the checkpoint has no MTP layer|do not give out hidden states|has another tokenizer"
 )
+DRAFTS = {"same": "a", "other": "b"}  # directory of a draft model -> its tokenizer's only token
+
+
+@pytest.fixture(scope="module", autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The working directory: "model", which has a tokenizer and no weights, and the draft models."""
+    home = tmp_path_factory.mktemp("promises")
+    for name, token in {"model": "a", **DRAFTS}.items():
+        (home / name).mkdir()
+        vocabulary = {"type": "WordLevel", "vocab": {token: 0}, "unk_token": token}
+        (home / name / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": vocabulary}))
+        (home / name / "config.json").write_text(json.dumps(published.LLAMA_1B))
+        (home / name / "model.safetensors").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        yield home
 
 
 def plan_and_advise(
-    options: EngineOptions, hardware: HardwareOptions, raw: dict[str, object], states_layout: bool
+    options: Options, hardware: HardwareOptions, raw: dict[str, object], states_layout: bool
 ) -> tuple[MemoryPlan, list[Remedy]]:
-    def again(options: EngineOptions, hardware: HardwareOptions, states_layout: bool) -> MemoryPlan:
-        return build_plan(options, hardware, raw, None, states_layout)
+    def again(options: Options, hardware: HardwareOptions, states_layout: bool) -> MemoryPlan:
+        return build_plan(options, hardware, raw, MODEL, states_layout)
 
     plan = again(options, hardware, states_layout)
     return plan, find_remedies(plan, options, hardware, states_layout, again)
 
 
-def try_devices(options: EngineOptions, plan: MemoryPlan, raw: dict[str, object]) -> None:
+def try_devices(options: Options, plan: MemoryPlan, raw: dict[str, object]) -> None:
     """What the engines check before they load weights, on machines as planned. Raises ServeError."""
     hardware, layout = plan.hardware, plan.chosen.layout
     sizes = {"tensor_parallel_size": layout.tp_size, "pipeline_parallel_size": layout.pp_size}
     stated = replace(options, **sizes)  # type: ignore[arg-type]
+    check_combinations(stated)
+    num_ranks = layout.size * options.data_parallel_size
+    hosts = min(num_ranks, hardware.nodes) if plan.config.device == "cpu" else -(-num_ranks // hardware.ranks_per_node)
+    if hosts > 1:
+        check_combinations(replace(stated, nnodes=hosts, master_addr="10.0.0.1:29500"))
     with tempfile.TemporaryDirectory() as empty:
-        spec, _ = startup.read_spec(stated, empty, raw)
+        spec, weights = startup.read_spec(stated, str(MODEL), raw)
         choice = ExecutorChoice("mp", "a test", plan.config.device)
-        config, _ = startup.resolve_config(stated, empty, raw, spec, choice)
+        config, spec = startup.resolve_config(stated, str(MODEL), raw, spec, choice)
+        assert isinstance(spec, ModelSpec)
         assert (config.types, config.max_model_len) == (plan.config.types, plan.config.max_model_len)
+        if config.max_loras:
+            find_served_targets(config, spec, weights)
+        if config.speculation is not None and config.speculation.has_draft_model:
+            startup.find_draft_model(stated, config)
+        if config.kv_offload_memory is not None:
+            shards = [build_shard(spec, layout, rank) for rank in range(layout.size)]
+            caches = [kv_cache.plan_empty_cache(spec, shard, config) for shard in shards]
+            slots = min(config.kv_offload_memory // cache.block_bytes for cache in caches)
+            kv_cache.check_offload([replace(cache, num_slots=slots) for cache in caches], config.kv_offload_memory)
         if config.device == "cpu":
             if layout.size > 1:
                 kv_cache.check_ranks(-(-layout.size // hardware.nodes), hardware.memory)
@@ -119,7 +160,7 @@ def try_devices(options: EngineOptions, plan: MemoryPlan, raw: dict[str, object]
             nodes = [replace(node, free=node.free - taken.count(node.id)) for node in nodes]
 
 
-def check_fits(options: EngineOptions, plan: MemoryPlan, raw: dict[str, object]) -> None:
+def check_fits(options: Options, plan: MemoryPlan, raw: dict[str, object]) -> None:
     chosen = plan.chosen
     assert chosen.fits and chosen.concurrency >= 1
     assert all(rank.weights + rank.activations <= rank.room for rank in chosen.ranks)
@@ -138,6 +179,9 @@ common = {
     "max_model_len": st.sampled_from([None, 512, 8192]),
     "kv_cache_memory": st.sampled_from([None, None, "2GiB"]),
     "dtype": st.sampled_from(["auto", "bfloat16", "float32"]),
+    "enable_lora": st.sampled_from([False, False, False, True]),
+    "speculative_config": st.sampled_from([None, None, None, None, "ngram", "mtp", *DRAFTS]),
+    "kv_offload_memory": st.sampled_from([None, None, None, "100KiB", "1GiB"]),
 }
 layouts = st.one_of(st.just({}), st.fixed_dictionaries({"tensor_parallel_size": st.sampled_from([1, 2, 4, 5])}))
 gpu_options = st.fixed_dictionaries(
@@ -146,6 +190,8 @@ gpu_options = st.fixed_dictionaries(
         "data_parallel_size": st.sampled_from([1, 1, 2, 3, 9]),
         "quantization": st.sampled_from(["auto", "auto", "fp8", "int4", "int8"]),
         "enable_expert_parallel": st.sampled_from([False, False, True]),
+        "batch_invariant": st.booleans(),
+        "enforce_eager": st.booleans(),
     }
 )
 cpu_options = st.fixed_dictionaries(
@@ -181,13 +227,13 @@ def check_promises(
         grid = plan.suggested.layout
         sizes = {"tensor_parallel_size": grid.tp_size, "pipeline_parallel_size": grid.pp_size}
         followed = make_options("model", **(chosen | sizes))
-        check_fits(followed, build_plan(followed, hardware, raw, None, True), raw)
+        check_fits(followed, build_plan(followed, hardware, raw, MODEL, True), raw)
     for remedy in remedies:
         followed_options, followed_hardware = remedy.apply(options, hardware)
-        check_fits(followed_options, build_plan(followed_options, followed_hardware, raw, None, True), raw)
+        check_fits(followed_options, build_plan(followed_options, followed_hardware, raw, MODEL, True), raw)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(models, machines, gpu_options, layouts)
 def test_promises_about_gpus(
     raw: dict[str, object], machine: dict[str, Any], chosen: dict[str, Any], layout: dict[str, int]
