@@ -11,6 +11,7 @@ from serve_llm.common.errors import ModelError
 from serve_llm.engine.config import read_config_dtype
 
 ASSUMED = "float32"  # as in transformers, where nothing tells the dtype
+ASSUMED_IF_QUANTISED = "bfloat16"  # nobody quantises weights and keeps the others in float32
 NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # safetensors' name -> torch's
 WIDTHS = {"BF16": 2, "F16": 2, "F32": 4}  # bytes
 KINDS = ("weight", "bias")  # last part of the names of tensors that are in the model's dtype; scales are in others
@@ -26,7 +27,8 @@ def find_checkpoint_dtype(raw: Mapping[str, object], directory: Path | None) -> 
         return named, ""
     if (stored := _read_stored_dtype(directory) if directory is not None else None) is not None:
         return stored, "that of most weights: config.json names none"
-    return ASSUMED, "an assumption: config.json names none, and no safetensors tell it; see --dtype"
+    assumed = ASSUMED_IF_QUANTISED if raw.get("quantization_config") else ASSUMED
+    return assumed, "an assumption: config.json names none, and no safetensors tell it; see --dtype"
 
 
 def _read_stored_dtype(directory: Path) -> str | None:

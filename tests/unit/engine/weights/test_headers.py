@@ -16,6 +16,7 @@ from serve_llm.common.errors import ModelError
 from serve_llm.common.hub import read_config
 from serve_llm.common.options.sources import make_options
 from serve_llm.engine.weights.headers import find_checkpoint_dtype
+from support import published
 from support.resolved import resolve_all
 from support.tiny import make_checkpoint
 
@@ -70,6 +71,13 @@ def test_without_weights_the_assumption_is_said(tmp_path: Path, caplog: pytest.L
     raw = without_dtype(tmp_path / "model")
     make_plan(make_options("m", device="cpu"), HardwareOptions(memory=1 << 30), raw)
     assert "float32: an assumption" in caplog.text
+
+
+def test_a_quantised_model_of_which_only_config_json_is_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    raw = published.GPT2_XL | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
+    planned = make_plan(make_options("m"), HardwareOptions(gpu="h100"), raw, tmp_path)
+    assert planned.config.dtype == "bfloat16"
+    assert "bfloat16: an assumption: config.json names none" in caplog.text
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
