@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from serve_llm.common.errors import ModelError
 from serve_llm.engine.model.lora import LoRAExperts, LoRALayers, LoRAPart, Reorder
 from serve_llm.engine.model.norm import LayerNorm, Norm, RMSNorm
 from serve_llm.engine.model.quantization_spec import FLOAT8, GroupedForm, GroupedSpec, Int8Spec
@@ -332,16 +331,8 @@ class ModelBuilder:
         return "int8" if self._is_int8(names) else _dtype_name(first.dtype)
 
     def _is_int8(self, names: Iterable[str]) -> bool:
-        """Whether the merged linear layer of `names` runs in int8. Raises ModelError if they differ in that."""
-        if self.int8 is None:
-            return False
-        quantised = {name: self.int8.is_quantised(self.prefix + name) for name in names}
-        if len(set(quantised.values())) > 1:
-            listed = ", ".join(f"{self.prefix}{name} is {'int8' if on else 'not'}" for name, on in quantised.items())
-            raise ModelError(
-                f"config.json: quantization_config: {listed}; they are computed as one layer and must be alike"
-            )
-        return all(quantised.values())
+        """Whether the merged linear layer of `names` runs in int8; they are alike, see `registry`."""
+        return self.int8 is not None and all(self.int8.is_quantised(self.prefix + name) for name in names)
 
     def _load_copy(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         return self.load(self.prefix + name, shape, part).clone(memory_format=torch.contiguous_format)

@@ -35,6 +35,10 @@ class Int8Checkpoint:
             for entry in self.ignore
         )
 
+    def without_activations(self) -> TargetedModules:
+        """The same weights, whose products are of rows that are not rounded."""
+        return TargetedModules((FormatGroup(("Linear",), ScaledNumbers("int8", "channel")),), self.ignore)
+
 
 def read_compressed_tensors(config: ConfigReader) -> Int8Checkpoint | TargetedModules:
     """Raises ModelError for numbers or strategies that are not supported."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 LINEAR_LAYERS = frozenset(
     {"q", "k", "v", "z", "output", "gate", "up", "down", "project_in", "project_out", "q_down", "q_up", "kv_down"}
 )
+ATTENTION_INPUTS = ("q", "k", "v", "z", "q_down", "kv_down")  # those of a layer's attention are computed as one
+MLP_INPUTS = ("gate", "up")
 
 
 def find_linear_layer(parameter: str) -> str | None:
@@ -15,6 +17,13 @@ def find_linear_layer(parameter: str) -> str | None:
     head."""
     layer, _, kind = parameter.rpartition(".")
     return layer if kind == "weight" and layer.rpartition(".")[2] in LINEAR_LAYERS else None
+
+
+def find_merged_layer(linear_layer: str) -> str:
+    """The same text for linear layers that are computed as one, such as queries, keys and values of a layer."""
+    parent, _, name = linear_layer.rpartition(".")
+    merged = ATTENTION_INPUTS if parent.endswith(".attention") else MLP_INPUTS
+    return parent if name in merged else linear_layer
 
 
 @dataclass(frozen=True)

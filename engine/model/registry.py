@@ -58,7 +58,14 @@ from serve_llm.engine.model.families import (
 )
 from serve_llm.engine.model.gguf_config import GGUFTensors, apply_gguf
 from serve_llm.engine.model.pooling import build_pooler_spec
-from serve_llm.engine.model.quantization_spec import MXFP4, GroupedForm, GroupedSpec, Int8Spec, find_linear_layer
+from serve_llm.engine.model.quantization_spec import (
+    MXFP4,
+    GroupedForm,
+    GroupedSpec,
+    Int8Spec,
+    find_linear_layer,
+    find_merged_layer,
+)
 from serve_llm.engine.model.shard import Shard
 from serve_llm.engine.model.spec import ModelSpec, MoESpec
 from serve_llm.engine.model.weight_format import ATTENTION_SCALES, DynamicModules
@@ -67,7 +74,8 @@ from serve_llm.engine.parallel.layout import ParallelLayout
 
 Read = Callable[[ConfigReader], tuple[ModelSpec, WeightMap]]
 
-UNQUANTISED = (".router.weight", ".shared_gate.weight", ".beta.weight", ".alpha.weight")  # in any checkpoint of int8
+# Linear modules in checkpoints that are no linear layers, or are never computed in int8.
+UNQUANTISED = (".router.weight", ".shared_gate.weight", ".beta.weight", ".alpha.weight", ".kv_up.weight")
 
 FAMILIES: dict[str, Read] = {
     "LlamaForCausalLM": llama.read,
@@ -223,15 +231,18 @@ def read_model(config: Mapping[str, object], allowed: Iterable[str] = ()) -> tup
             grouped = replace(grouped or GroupedSpec(in_checkpoint=True, default=None), embedding=embedding, head=head)
         return replace(spec, grouped=grouped), weights
     if isinstance(stored, Int8Checkpoint):
-        return replace(spec, int8=_int8(stored, spec, weights)), weights
+        int8 = _find_int8(stored, spec, weights)
+        if int8 is not None:
+            return replace(spec, int8=int8), weights
+        stored = stored.without_activations()
     modules = stored
     if isinstance(modules, DynamicModules) and modules.format.layout == "awq":
         spec, weights = add_activation_scales(spec, weights)
 
     def find_form(rule: WeightRule) -> GroupedForm | None:
         form = modules.find_form(*weights.list_spellings(rule.source.removesuffix(".weight")))
-        if rule.members and form is not None and not form.is_float8:  # see `weights.load`
-            return None
+        if rule.members and form is not None and not form.is_float8:
+            return None  # no linear modules: only the tensors tell whether integers are stored, see `weights.load`
         return form
 
     grouped = _grouped(find_form, spec, weights)
@@ -306,27 +317,22 @@ def _grouped(
     return GroupedSpec(in_checkpoint=True, default=default, others=others)
 
 
-def _int8(stored: Int8Checkpoint, spec: ModelSpec, weights: WeightMap) -> Int8Spec:
-    """Translate the module names of the checkpoint to linear layers of the model."""
+def _find_int8(stored: Int8Checkpoint, spec: ModelSpec, weights: WeightMap) -> Int8Spec | None:
+    """Translate the module names of the checkpoint to linear layers of the model. None if products with int8 weights
+    and activations do not suffice: a weight is of another kind, or layers that are computed as one are not alike."""
     excluded: set[str] = set()
+    kinds: dict[str, set[bool]] = {}  # layers that are computed as one -> whether they are in int8
     for rule in weights.expand(len(spec.layers)).values():
-        module = rule.source.removesuffix(".weight")
+        is_ignored = any(map(stored.ignores, weights.list_spellings(rule.source.removesuffix(".weight"))))
         linear_layers = [layer for layer in map(find_linear_layer, rule.parameters) if layer is not None]
-        if any(map(stored.ignores, weights.list_spellings(module))):
+        if is_ignored:
             excluded.update(linear_layers)
-        elif rule.parameters[0].endswith(UNQUANTISED):
-            raise ModelError(
-                f'config.json: quantization_config: "ignore" must name {module}: routers are supported in floating '
-                "point only, and so are the gates of linear attention"
-            )
-        elif linear_layers and (rule.transform != "none" or rule.members):
-            raise ModelError(
-                f"config.json: quantization_config: int8 checkpoints of a {spec.architecture} are not supported"
-            )
+        elif rule.parameters[0].endswith(UNQUANTISED) or (linear_layers and (rule.transform != "none" or rule.members)):
+            return None
+        for layer in linear_layers:
+            kinds.setdefault(find_merged_layer(layer), set()).add(is_ignored)
     head = weights.head.removesuffix(".weight")
-    if not spec.tie_word_embeddings and not any(map(stored.ignores, weights.list_spellings(head))):
-        raise ModelError(
-            f'config.json: quantization_config: "ignore" must name {head}: the LM head is supported in floating point '
-            "only"
-        )
+    is_head_int8 = not spec.tie_word_embeddings and not any(map(stored.ignores, weights.list_spellings(head)))
+    if is_head_int8 or any(len(found) > 1 for found in kinds.values()):
+        return None
     return Int8Spec(in_checkpoint=True, excluded=frozenset(excluded))

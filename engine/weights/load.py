@@ -238,11 +238,11 @@ def _read_as_quantised(
 
 
 def _find_stack_format(weight_map: WeightMap, tensor: str, stored: Mapping[str, str]) -> ScaledNumbers | None:
-    """Of a stack of experts; None unless it is of 8-bit floats and its scales are there."""
+    """Of a stack of experts; None unless it is of numbers of 8 bits without zero points and its scales are there."""
     if weight_map.quantized is None:
         return None
     form = weight_map.quantized.find_format(*weight_map.list_spellings(tensor.removesuffix(".weight")))
-    if not isinstance(form, ScaledNumbers) or form.kind != "fp8":
+    if not isinstance(form, ScaledNumbers) or form.has_zeros or (form.kind == "int8" and form.strategy == "block"):
         return None
     names = [name for name in (form.scale, form.other_scale) if name]
     found = [name for name in names if f"{tensor}{name.removeprefix('weight')}" in stored]

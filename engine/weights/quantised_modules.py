@@ -25,6 +25,7 @@ from serve_llm.engine.weights.quantised import ModuleReader, read_integers
 from serve_llm.kernels.linear_grouped import build_e2m1_table
 
 NVFP4_GROUP = 16  # inputs that share a scale
+INT8_MIDDLE = 128  # codes are int8 plus this
 LARGEST_STATE = 4096  # bytes of JSON
 
 
@@ -105,7 +106,7 @@ def read_stacked(
     shape: Sequence[int],
     ranges: Sequence[range],
 ) -> CodeMatrix:
-    """One matrix of a stack of experts of 8-bit floats: the tensor `name`, and another one with the scales.
+    """One matrix of a stack of experts of 8-bit floats or int8: the tensor `name`, and another one with the scales.
 
     is_transposed: whether the stack is (experts, inputs, outputs). shape: (experts, outputs, inputs). ranges: what to
     read of each, one expert. Raises as `read_module`.
@@ -117,12 +118,17 @@ def read_stacked(
     if is_transposed:
         stored_shape.reverse()
         parts.reverse()
-    numbers = reader.read(name, (shape[0], *stored_shape), (expert, *parts), fp8_blocks.DTYPE)[0]
+    dtype = torch.int8 if stored.kind == "int8" else fp8_blocks.DTYPE
+    numbers = reader.read(name, (shape[0], *stored_shape), (expert, *parts), dtype)[0]
     scale_name = f"{name}{stored.scale.removeprefix('weight')}"
     if stored.strategy != "block":
         codes = (numbers.view(torch.uint8).T if is_transposed else numbers.view(torch.uint8)).contiguous()
         scales = _read_stacked_scales(reader, scale_name, stored, shape[0], shape[1], expert, rows)
-        return CodeMatrix(codes, 8, scales, _one_group(columns, codes), shape[2])
+        zeros = None
+        if stored.kind == "int8":
+            codes = codes ^ INT8_MIDDLE
+            zeros = torch.full_like(scales, INT8_MIDDLE)
+        return CodeMatrix(codes, 8, scales, _one_group(columns, codes), shape[2], zeros=zeros)
     counts = [-(-size // step) for size, step in zip(stored_shape, block, strict=True)]
     covered = [range(part.start // step, -(-part.stop // step)) for part, step in zip(parts, block, strict=True)]
     scales = reader.read(scale_name, (shape[0], *counts), (expert, *covered))[0]

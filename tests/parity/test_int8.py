@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from reference import linear_int8 as reference
-from serve_llm.common.errors import ModelError
 from serve_llm.common.types import Request, Sampling
 from serve_llm.engine.model.build import ModelBuilder
 from serve_llm.engine.model.decoder import build_decoder
@@ -111,11 +110,6 @@ def test_stored_experts(family: str, tmp_path: Path) -> None:
     at_load = logprobs(tmp_path / "float", chosen, int8=True, int8_lm_head=False)
     for again in (at_load, logprobs(tmp_path / "int8", chosen, max_chunk=37)):
         assert all(torch.equal(left, right) for left, right in zip(ours, again, strict=True))
-    edit_config(tmp_path / "int8", lambda stored: stored.update(ignore=["lm_head"]))
-    with pytest.raises(
-        ModelError, match=r'"ignore" must name model\.layers\.0\.[a-z_]+\.gate: routers are supported in'
-    ):
-        load(tmp_path / "int8")
 
 
 def test_scales_in_bfloat16_and_modules_that_are_ignored(tmp_path: Path) -> None:
@@ -248,15 +242,6 @@ def test_scales_of_the_kv_cache_have_no_effect(tmp_path: Path) -> None:
     scales = {f"model.layers.1.self_attn.{name}_scale": torch.ones(1) for name in "kv"}
     save_file(load_file(path) | scales, path)
     assert torch.equal(logprobs(tmp_path / "int8", [[1, 2, 3]])[0], expected)
-
-
-def test_parts_of_one_product_must_be_alike(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "float", "llama")
-    quantise_checkpoint(tmp_path / "float", tmp_path / "int8", ignore=["lm_head", "model.layers.1.mlp.up_proj"])
-    with pytest.raises(
-        ModelError, match=r"layers\.1\.ffn\.gate is int8, layers\.1\.ffn\.up is not; they are computed as one layer"
-    ):
-        load(tmp_path / "int8")
 
 
 def test_the_log_says_int8(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

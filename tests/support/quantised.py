@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,8 @@ def quantise_checkpoint(
     ignore: Sequence[str] = ("lm_head",),
     heads: Sequence[str] = (),
 ) -> Path:
-    """Write `source` to `directory` (created) with int8 weights in all linear modules but those in `ignore`, and in
-    the LM heads `heads`.
+    """Write `source` to `directory` (created) with int8 weights in all linear modules but those in `ignore`, which may
+    be patterns, and in the modules `heads`, such as LM heads.
 
     Also to `directory`/dequantised: the same weights in floating point. Returns that folder.
     """
@@ -72,8 +73,8 @@ def quantise_checkpoint(
     for name, tensor in load_file(source / "model.safetensors").items():
         stored[name] = whole[name] = tensor
         module = name.removesuffix(".weight")
-        if module in heads or (is_linear(name) and module not in ignore):
-            scale = (tensor.float().abs().amax(1, keepdim=True) / 127).to(scale_dtype)
+        if module in heads or (is_linear(name) and not _is_ignored(module, ignore)):
+            scale = (tensor.float().abs().amax(-1, keepdim=True) / 127).to(scale_dtype)
             numbers = (tensor.float() / scale.float()).round().clamp(-128, 127)
             stored[name], stored[f"{name}_scale"] = numbers.to(torch.int8), scale
             whole[name] = numbers * scale.float()
@@ -83,6 +84,12 @@ def quantise_checkpoint(
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantization_config(ignore)}))
     save_file(stored, directory / "model.safetensors", {"format": "pt"})
     return plain
+
+
+def _is_ignored(module: str, ignore: Sequence[str]) -> bool:
+    return any(
+        re.match(entry[3:], module) is not None if entry.startswith("re:") else entry == module for entry in ignore
+    )
 
 
 def edit_config(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:

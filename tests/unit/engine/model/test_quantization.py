@@ -292,12 +292,15 @@ class TestModel:
         assert rows["model.layers.4.mlp.up_proj.weight_scale"].parameters == ("layers.4.ffn.up.weight_scale",)
         assert spec.with_int8() is spec
 
-    def test_the_head_must_be_ignored(self) -> None:
+    def test_models_of_which_not_all_products_can_be_rounded(self) -> None:
+        """They keep their integers, and rows are not rounded: so does the LM head."""
         config = {"quantization_config": quantization_config([])}
-        with pytest.raises(ModelError, match=r'"ignore" must name lm_head'):
-            read_model({**published.LLAMA_8B, **config})
-        assert read_model({**published.LLAMA_1B, **config})[0].tie_word_embeddings
-
-    def test_gpt2_has_no_linear_modules(self) -> None:
-        with pytest.raises(ModelError, match="int8 checkpoints of a GPT2LMHeadModel are not supported"):
-            read_model({**published.GPT2_XL, "quantization_config": quantization_config()})
+        form = GroupedForm(8, None, has_zeros=False)
+        spec, _ = read_model({**published.LLAMA_8B, **config})
+        assert spec.int8 is None and spec.grouped is not None and spec.grouped.in_checkpoint
+        assert (spec.grouped.default, spec.grouped.head) == (form, form)
+        assert read_model({**published.LLAMA_1B, **config})[0].int8 is not None  # its LM head is the embedding
+        config = {"quantization_config": quantization_config(["lm_head", "model.layers.5.mlp.up_proj"])}
+        spec, _ = read_model({**published.LLAMA_8B, **config})
+        assert spec.int8 is None and spec.grouped is not None
+        assert (spec.grouped.default, spec.grouped.others) == (form, {"layers.5.ffn.up": None})
