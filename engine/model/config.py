@@ -21,7 +21,7 @@ HARMLESS = frozenset(
     # labels and outputs of other heads
     "id2label label2id num_labels _num_labels problem_type finetuning_task task_specific_params custom_pipelines "
     "classifier_dropout sentence_transformers sbert_ce_default_activation_function is_matryoshka matryoshka_dimensions "
-    "return_dict return_dict_in_generate output_attentions output_hidden_states output_scores "
+    "return_dict return_dict_in_generate output_attentions output_hidden_states output_scores output_router_logits "
     # token ids: the tokenizer's and generation_config.json's matter
     "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id forced_bos_token_id "
     "forced_eos_token_id tokenizer_class prefix "
@@ -37,14 +37,19 @@ HARMLESS = frozenset(
     # the window that `use_sliding_window`, a key of its own, switches on
     "max_window_layers "
     # what the tokenizer's files or the Hub's cache say
-    "model_max_length _commit_hash "
+    "model_max_length _commit_hash force_download resume_download local_files_only trust_remote_code "
     # only in encoder-decoder models, which `REFUSED` keeps out
     "cross_attention_hidden_size tie_encoder_decoder".split()
 )
-# Keys of any name like these: settings of the tokenizer, of training, and of the random weights before it.
-HARMLESS_NAMES = re.compile(r"tokenizer_.+|.+_pdrop|(.+_)?dropout(_prob|_rate|_p)?|initializer_.+|.+_loss_coef")
-# Flags for additional parts: false asks for what a model computes without them ...
-ADDITIONS = re.compile(r"(use|add|enable|with|has)_.+")
+# Keys of any name like these: settings of the tokenizer, of training, of the random weights before it, and of the parts
+# for images beside the text part of LLaVA.
+HARMLESS_NAMES = re.compile(r"tokenizer_.+|.+_pdrop|(.+_)?dropout(_prob|_rate|_p)?|initializer_.+|.+_loss_coef|mm_.+")
+# Flags of any name like these: what training changes, and by which code attention is computed.
+HARMLESS_FLAGS = re.compile(
+    r"(freeze|tune)_.+|(use_)?(flash_att(entio)?n|memory_efficient_attention|sdpa|xformers)(_2)?"
+)
+# Flags for additional parts and outputs: false asks for what a model computes without them ...
+ADDITIONS = re.compile(r"(use|add|enable|with|has)_.+|output_(?!proj|layer).+")
 # ... unless the name has one of these words, for parts that every model has.
 USUAL_PARTS = frozenset(
     "attention causal mask masks rope rotary position positions positional norm norms layernorm rmsnorm rms scale "
@@ -297,7 +302,9 @@ def _is_harmless(key: str, value: object) -> bool:
     if HARMLESS_NAMES.fullmatch(key) or (key == "layer_types" and set(_listed(value)) == {"full_attention"}):
         return True
     is_addition = bool(ADDITIONS.fullmatch(key)) and not USUAL_PARTS & set(key.removesuffix("qk_norm").split("_"))
-    return value is False and (is_addition or key.endswith("_bias"))
+    if isinstance(value, bool) and HARMLESS_FLAGS.fullmatch(key):
+        return True
+    return value is False and (is_addition or key == "bias" or key.endswith("_bias"))
 
 
 def describe_ignored_keys(keys: Iterable[str]) -> str:

@@ -26,6 +26,15 @@ LLAMA: dict[str, Any] = {
         {"tokenizer_model_max_length": 2048, "tokenizer_padding_side": "right"},
         {"resid_pdrop": 0.1, "embd_pdrop": 0.0, "hidden_dropout": 0.1, "hidden_dropout_prob": 0.1, "dropout": 0.1},
         {"use_sliding_window": False, "max_window_layers": 28, "layer_types": ["full_attention"] * 3},
+        {"output_router_logits": False, "output_past": False, "bias": False},
+        {
+            "freeze_mm_mlp_adapter": False,
+            "tune_mm_mlp_adapter": True,
+            "mm_hidden_size": 1024,
+            "mm_vision_tower": "clip",
+        },
+        {"force_download": False, "resume_download": True, "trust_remote_code": True, "local_files_only": False},
+        {"use_flash_attn": True, "use_flash_attention_2": False, "flash_attention": True, "use_sdpa": True},
         {"initializer_factor": 1.0, "router_aux_loss_coef": 0.001, "use_qk_norm": False, "qkv_bias": False},
     ],
 )
@@ -55,6 +64,16 @@ def test_keys_that_cannot_change_the_computation(harmless: dict[str, Any]) -> No
         {"dropout_free_layers": 3},
         {"gated_mlp": False},
         {"alibi": True},
+        {"bias": True},
+        {"output_norm": False},
+        {"output_projection": False},
+        {"output_gate": True},
+        {"output_past": True},
+        {"freeze_layers": 3},
+        {"tune_scale": "log"},
+        {"mmlu": 0.5},
+        {"flash_attention_window": 64},
+        {"use_flash_attention": 2},
     ],
 )
 def test_keys_that_can_change_the_computation(meaningful: dict[str, Any]) -> None:
