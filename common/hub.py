@@ -31,6 +31,9 @@ BIN_SINGLE = "pytorch_model.bin"  # pickled, and read by `serve-llm convert` onl
 BIN_INDEX = "pytorch_model.bin.index.json"
 # Keys that some config.json have instead of quantization_config, and the quant_method that they mean.
 _QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+_OLD_QUANTIZATION_KEY = (
+    "compression_config"  # compressed-tensors wrote it, with or without a quantization_config inside
+)
 _ADAPTER_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Copies of the same weights in the publisher's own format: subfolders, and Mistral's consolidated files.
 _COPIES = ("*/*", "consolidated*.safetensors")
@@ -174,9 +177,15 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def read_config(directory: Path | str) -> dict[str, object]:
-    """The checkpoint's config.json, with the quantization_config that some writers put into a file of its own. Raises
-    ModelError."""
+    """The checkpoint's config.json, with the quantization_config that some writers put into a file of its own or under
+    another key. Raises ModelError."""
     config = read_json(Path(directory) / "config.json")
+    older = config.get(_OLD_QUANTIZATION_KEY)
+    if isinstance(older, dict) and older and "quantization_config" not in config:
+        del config[_OLD_QUANTIZATION_KEY]
+        numbers = older.pop("quantization_config", None)
+        older |= numbers if isinstance(numbers, dict) else {}
+        config["quantization_config"] = {"quant_method": "compressed-tensors", **older}
     for name, method in _QUANTIZATION_FILES.items():
         if not config.get("quantization_config") and (path := Path(directory) / name).is_file():
             config["quantization_config"] = {"quant_method": method, **read_json(path)}

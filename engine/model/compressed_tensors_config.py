@@ -20,6 +20,7 @@ from serve_llm.engine.model.weight_format import (
     WeightFormat,
 )
 
+CLASSES = ("Linear", "Embedding")  # whose modules groups may name
 CALIBRATION = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")  # how scales were found
 
 
@@ -50,7 +51,7 @@ def read_compressed_tensors(config: ConfigReader) -> Int8Checkpoint | TargetedMo
     config.ignore("global_compression_ratio", "version")
     if sparsity := config.inner("sparsity_config"):
         sparsity.only("format", None, "dense")
-        sparsity.ignore("global_sparsity", "registry_requires_subclass", "sparsity_structure")
+        sparsity.ignore("global_sparsity", "registry_requires_subclass", "sparsity_structure", "targets", "ignore")
         sparsity.done()
     ignore = config.names("ignore") or ()
     _check_patterns("ignore", ignore)
@@ -87,10 +88,10 @@ def _read_group(config: ConfigReader, default_format: str | None) -> tuple[Forma
     activations = config.inner("input_activations")
     targets = config.names("targets") or ()
     _check_patterns("targets", targets)
-    if classes := [target for target in targets if target != "Linear" and target[:1].isupper()]:
+    if classes := [target for target in targets if target not in CLASSES and target[:1].isupper()]:
         raise ModelError(
             f"config.json: quantization_config: config_groups: targets {classes[0]!r} is not supported "
-            '(supported: "Linear", names of modules, and "re:" with a regular expression)'
+            '(supported: "Linear", "Embedding", names of modules, and "re:" with a regular expression)'
         )
     numbers = _read_numbers(weights, stored)
     is_dynamic = False

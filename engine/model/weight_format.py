@@ -202,6 +202,10 @@ class QuantizedModules(Protocol):
     def find_format(self, *spellings: str) -> WeightFormat | None:
         """How the module stores its weight; None: in floating point."""
 
+    def find_embedding_format(self, *spellings: str) -> WeightFormat | None:
+        """The same of the embedding."""
+        return self.find_format(*spellings)
+
     def find_form(self, *spellings: str) -> GroupedForm | None:
         """The format in which its weight stays in memory, if config.json says so; None: the model's dtype."""
         found = self.find_format(*spellings)
@@ -216,7 +220,8 @@ class QuantizedModules(Protocol):
 class FormatGroup:
     """The modules that `targets` match share a format."""
 
-    targets: tuple[str, ...]  # module names, `re:` and a regular expression, or "Linear" for all linear modules
+    # Module names, `re:` and a regular expression, "Linear" for all linear modules, or "Embedding".
+    targets: tuple[str, ...]
     format: WeightFormat | None
 
 
@@ -228,11 +233,18 @@ class TargetedModules(QuantizedModules):
     ignore: tuple[str, ...] = ()
 
     def find_format(self, *spellings: str) -> WeightFormat | None:
+        return self._find_format(spellings, "Linear")
+
+    def find_embedding_format(self, *spellings: str) -> WeightFormat | None:
+        return self._find_format(spellings, "Embedding")
+
+    def _find_format(self, spellings: tuple[str, ...], kind: str) -> WeightFormat | None:
+        """kind: the module's class."""
         if any(_matches(entry, *spellings) for entry in self.ignore):
             return None
         named = [group for group in self.groups if any(_matches(target, *spellings) for target in group.targets)]
-        linear = [group for group in self.groups if "Linear" in group.targets]
-        return next((group.format for group in (*named, *linear)), None)
+        of_class = [group for group in self.groups if kind in group.targets]
+        return next((group.format for group in (*named, *of_class)), None)
 
     def find_head_form(self, *spellings: str) -> GroupedForm | None:
         return self.find_form(*spellings)

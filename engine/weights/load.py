@@ -253,7 +253,9 @@ def _find_format(
     weight_map: WeightMap, quantized: QuantizedModules, module: str, stored: Mapping[str, str]
 ) -> WeightFormat | None:
     """None: the module is not quantised, or the checkpoint lacks the tensor that tells."""
-    form = quantized.find_format(*weight_map.list_spellings(module))
+    is_embedding = weight_map.embedding == f"{module}.weight"
+    find = quantized.find_embedding_format if is_embedding else quantized.find_format
+    form = find(*weight_map.list_spellings(module))
     if isinstance(form, ScaledNumbers) and form.other_scale and f"{module}.{form.other_scale}" in stored:
         return replace(form, scale=form.other_scale)
     return None if form is None or f"{module}.{form.marker}" not in stored else form

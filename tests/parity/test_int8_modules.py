@@ -50,6 +50,31 @@ def test_modules_that_are_not_linear_in_torch(tmp_path: Path) -> None:
     check_logprobs(tmp_path / "int8", plain, prompts)
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_an_embedding_in_a_group_of_its_own(is_tied: bool, tmp_path: Path) -> None:
+    """The linear modules are in floating point, although their group names another format."""
+    prompts = random_prompts(make_checkpoint(tmp_path / "float", "qwen2", tie_word_embeddings=is_tied))
+    ignore = ["lm_head", "re:.*layers.*"]
+    plain = quantise_checkpoint(tmp_path / "float", tmp_path / "int8", ignore=ignore, heads=["model.embed_tokens"])
+
+    def split(config: dict[str, Any]) -> None:
+        group = config["config_groups"]["group_0"]
+        config["config_groups"]["group_1"] = {"targets": ["Embedding"], "weights": group["weights"]}
+        group |= {"format": "float-quantized", "weights": group["weights"] | {"type": "float"}}
+
+    edit_config(tmp_path / "int8", split)
+    check_logprobs(tmp_path / "int8", plain, prompts)
+    check_greedy(tmp_path / "int8", plain, prompts, ({"tensor": 3},))
+
+
+def test_an_embedding_as_linear_modules(tmp_path: Path) -> None:
+    prompts = random_prompts(make_checkpoint(tmp_path / "float", "llama"))
+    plain = quantise_checkpoint(tmp_path / "float", tmp_path / "int8", heads=["model.embed_tokens"])
+    targets = ["Linear", "Embedding"]
+    edit_config(tmp_path / "int8", lambda config: config["config_groups"]["group_0"].update(targets=targets))
+    check_logprobs(tmp_path / "int8", plain, prompts)
+
+
 RANKED = ("keys alone in floating point", "an LM head", "up-projections of latent vectors", "stacks")
 
 

@@ -1,5 +1,6 @@
 """Finding the checkpoint: local, bundled, on the Hub (never really asked); every failure is one line of advice."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,6 +82,19 @@ def test_quantization_in_a_file_of_its_own(name: str, method: str, tmp_path: Pat
     assert read_config(directory) == {"quantization_config": {"quant_method": "fp8"}}
     (directory / "config.json").write_text('{"quantization_config": {"bits": 8}}')
     assert read_config(directory) == {"quantization_config": {"bits": 8}}
+
+
+def test_an_older_key_of_compressed_tensors(tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path, "config.json")
+    groups = {"config_groups": {"group_0": {}}}
+    sparsity = {"sparsity_config": {"format": "dense"}}
+    expected = {"quantization_config": {"quant_method": "compressed-tensors", **groups, **sparsity}}
+    for old in (groups | sparsity, {"quantization_config": groups, **sparsity}):
+        (directory / "config.json").write_text(json.dumps({"compression_config": old}))
+        assert read_config(directory) == expected
+    for both in ({"compression_config": groups, **expected}, {"compression_config": {}}, {"compression_config": [1]}):
+        (directory / "config.json").write_text(json.dumps(both))
+        assert read_config(directory) == both, "whose reader refuses what it does not know"
 
 
 def test_download(tmp_path: Path, on_the_hub: Callable[[Download], None]) -> None:

@@ -47,7 +47,7 @@ def older(config: dict[str, Any]) -> None:
     """As the first W8A8 checkpoints have it."""
     config["quantization_status"] = "frozen"
     config["sparsity_config"] = {"format": "dense", "global_sparsity": 0.14, "registry_requires_subclass": False}
-    config["sparsity_config"] |= {"sparsity_structure": "unstructured"}
+    config["sparsity_config"] |= {"sparsity_structure": "unstructured", "targets": [], "ignore": ["lm_head"]}
     config["global_compression_ratio"] = 1.46
     for key in ("version", "transform_config"):
         config.pop(key)
@@ -232,7 +232,7 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda c: c["config_groups"].update(b={}), "config_groups: b is missing"),
     (lambda c: c.update(ignore="lm_head"), "ignore must be a list"),
     (lambda c: c.update(ignore=["re:("]), r"ignore: 're:\(' is not a valid pattern"),
-    (lambda c: c["config_groups"]["group_0"].update(targets=["Linear", "Embedding"]), "targets"),
+    (lambda c: c["config_groups"]["group_0"].update(targets=["Linear", "Conv1d"]), "targets 'Conv1d'"),
     (lambda c: c["config_groups"]["group_0"].update(output_activations={"num_bits": 8}), "output_activations"),
     (group("weights", num_bits=3), r"num_bits 3 is not supported \(supported: 4, 8\)"),
     (group("weights", type="float"), "weights: type 'float'"),
