@@ -48,6 +48,7 @@ from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.parallel.dp_sync import DPStepSync
 from serve_llm.engine.parallel.layout import ParallelLayout
+from serve_llm.engine.stored_quantization import NOT_NEEDED, accept_stored_format, find_stored_format
 from serve_llm.engine.weights.headers import find_checkpoint_dtype
 from serve_llm.engine.worker import kv_cache
 from serve_llm.engine.worker.cpu_threads import announce
@@ -90,7 +91,10 @@ def start_engine(
 
     # Resolve: reject what cannot work before workers and torch take seconds.
     raw = read_config(Path(start.directory))
-    spec, weights = read_spec(options, start.directory, raw)
+    chosen = accept_stored_format(options, raw)
+    if chosen is not options:
+        logger.info(NOT_NEEDED, find_stored_format(raw))
+    spec, weights = read_spec(chosen, start.directory, raw)
 
     # Start workers.
     choice, worker_group = start_workers(options, start.ray, start.engine, replaces=start.replaces)
@@ -101,9 +105,9 @@ def start_engine(
     from serve_llm.engine.loop import EngineCore
     from serve_llm.engine.structured_output.builder import MatcherBuilder
 
-    config, spec = resolve_config(options, start.directory, raw, spec, choice, start.engine)
+    config, spec = resolve_config(chosen, start.directory, raw, spec, choice, start.engine)
     lora_targets = find_served_targets(config, spec, weights) if config.max_loras else {}
-    draft = find_draft_model(options, config)
+    draft = find_draft_model(chosen, config)
     config = add_hidden_state_layers(config, draft)
 
     # Load the model, and the tokenizer of grammars beside it, and size the KV cache.

@@ -28,6 +28,7 @@ from serve_llm.engine.model.shard import Shard, split_model_layers
 from serve_llm.engine.model.spec import ModelSpec
 from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.parallel.layout import ParallelLayout
+from serve_llm.engine.stored_quantization import NOT_NEEDED, accept_stored_format, find_stored_format
 from serve_llm.engine.weights.headers import find_checkpoint_dtype
 from serve_llm.engine.worker import kv_cache
 from serve_llm.engine.worker.kv_cache import CacheLayout
@@ -278,6 +279,8 @@ def make_plan(
     plan = build_plan(options, hardware_options, raw, directory, states_layout)
     if options.allow_unknown_config:
         logger.warning("%s", describe_ignored_keys(options.allow_unknown_config))
+    if accept_stored_format(options, raw) is not options:
+        logger.info(NOT_NEEDED, find_stored_format(raw))
     dtype, source = find_checkpoint_dtype(raw, directory)
     if source and options.dtype == "auto":
         logger.warning("%s: %s", dtype, source)
@@ -299,6 +302,7 @@ def build_plan(
             "--model-impl: the memory that a model in transformers' own code takes is not known before it is loaded; "
             "start the server, which logs it, or omit the option"
         )
+    options = accept_stored_format(options, raw)
     device = choose_device(options, hardware_options)
     spec, weights = read_model(raw, options.allow_unknown_config)
     check_options(options, spec.max_position, len(spec.layers), spec.has_experts)

@@ -128,27 +128,36 @@ def parse_kv_cache_dtype(value: object) -> str:
 
 
 QUANTIZATIONS = ("auto", "int8", "int4", "int4-g32", "int4-g128", "fp8")
-_STORED_FORMATS = (
-    "awq",
-    "gptq",
-    "bitsandbytes",
-    "compressed-tensors",
-    "mxfp4",
-    "modelopt",
-    "nvfp4",
-    "gguf",
-    "auto-round",
-    "torchao",
-    "fbgemm",
-)
+# What vLLM and SGLang call the formats of checkpoints -> quant_method in config.json.
+STORED_FORMATS = {
+    "auto-round": "auto-round",
+    "awq": "awq",
+    "awq_marlin": "awq",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "fbgemm_fp8": "fbgemm_fp8",
+    "gguf": "gguf",
+    "gptq": "gptq",
+    "gptq_marlin": "gptq",
+    "modelopt": "modelopt",
+    "modelopt_fp4": "modelopt",
+    "modelopt_fp8": "modelopt",
+    "mxfp4": "mxfp4",
+    "torchao": "torchao",
+    "w8a8_fp8": "compressed-tensors",
+    "w8a8_int8": "compressed-tensors",
+}
 
 
 def parse_quantization(value: object) -> str:
-    """What is done while loading. vLLM's option also names what the checkpoint is stored as."""
+    """What is done while loading, or the `quant_method` of the format that the checkpoint is said to have."""
     word = str(value).lower()
-    if word.startswith(_STORED_FORMATS):
-        raise ValueError(f"a checkpoint that is stored as {word} needs no option; expected {', '.join(QUANTIZATIONS)}")
-    return str(one_of(*QUANTIZATIONS)(value))
+    if word in STORED_FORMATS:
+        return STORED_FORMATS[word]
+    if word not in QUANTIZATIONS:
+        listed = ", ".join(QUANTIZATIONS)
+        raise ValueError(f"expected one of {listed}; a checkpoint that is stored in few bits needs no option")
+    return word
 
 
 def parse_fraction(value: object) -> float:

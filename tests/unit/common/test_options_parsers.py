@@ -80,11 +80,11 @@ def test_decimals_are_exact(whole: int, thousandths: int) -> None:
     assert parse_bytes(f"{text}GiB") == int(Decimal(text) * 2**30)
 
 
-def test_a_quantization_that_a_checkpoint_has_needs_no_option() -> None:
-    for name in ("awq_marlin", "torchao"):
-        with pytest.raises(ValueError, match=f"a checkpoint that is stored as {name} needs no option; expected auto, "):
+def test_quantization() -> None:
+    assert [parse_quantization(name) for name in ("INT8", "awq_marlin", "torchao")] == ["int8", "awq", "torchao"]
+    for name in ("exl3", "nvfp4", "awq-4"):
+        with pytest.raises(ValueError, match=r"expected one of auto, int8, .*; a checkpoint .* needs no option"):
             parse_quantization(name)
-    assert parse_quantization("INT8") == "int8"
 
 
 @pytest.mark.parametrize(

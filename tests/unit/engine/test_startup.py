@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from llguidance import LLTokenizer
 
+from serve_llm.common.errors import OptionError
 from serve_llm.common.hub import resolve_model
 from serve_llm.common.messages import Start
 from serve_llm.common.options.sources import make_options
@@ -20,6 +22,7 @@ from serve_llm.engine.distributed.executor import Executor
 from serve_llm.engine.structured_output import builder
 from serve_llm.engine.worker import worker
 from support.engine import make_engine
+from support.quantised import quantise_checkpoint
 
 
 @pytest.mark.parametrize(("num_engines", "threads"), [(1, 8), (2, 4), (3, 2), (100, 1)])
@@ -63,3 +66,23 @@ def test_the_tokenizer_of_grammars_is_loaded_beside_the_model_and_before_the_eng
         core, _ = startup.start_engine(start, resources, lambda request_ids: None)
         assert len(loaded) == 1
         assert core.grammars._compiler._tokenizer is loaded[0]
+
+
+@pytest.mark.parametrize(("quantization", "stored"), [("compressed-tensors", True), ("awq", True), ("awq", False)])
+def test_the_format_of_the_checkpoint_may_be_named(
+    quantization: str, stored: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory = Path(str(resolve_model("demo")))
+    if stored:
+        quantise_checkpoint(directory, tmp_path / "int8")
+        shutil.copy(directory / "tokenizer.json", tmp_path / "int8")
+        directory = tmp_path / "int8"
+    options = make_options("demo", quantization=quantization, kv_cache_memory="16MiB", device="cpu")
+    with contextlib.ExitStack() as resources:
+        if quantization == "awq":
+            found = "is stored as compressed-tensors" if stored else "is not quantised"
+            with pytest.raises(OptionError, match=f"^--quantization: awq .* but this one {found}; omit the option"):
+                startup.start_engine(Start(options, str(directory)), resources, lambda request_ids: None)
+            return
+        startup.start_engine(Start(options, str(directory)), resources, lambda request_ids: None)
+        assert "--quantization: the checkpoint is stored as compressed-tensors" in capfd.readouterr().err

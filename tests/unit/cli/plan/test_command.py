@@ -66,3 +66,15 @@ def test_what_the_server_refuses(more: dict[str, object], options: str, refused:
     assert main(asked, {}) == 0
     with pytest.raises(OptionError, match=f"^{refused}"):
         main([*asked, *options.split()], {})
+
+
+def test_an_8_bit_model_may_be_called_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(published.LLAMA_8B | {"quantization_config": stored}))
+    asked = [str(tmp_path), "--gpu", "h100"]
+    assert main(asked, {}) == 0
+    plain = capsys.readouterr().out
+    assert main([*asked, "--quantization", "fp8"], {}) == 0
+    assert capsys.readouterr().out == plain
+    with pytest.raises(OptionError, match=r"^--quantization: awq is a format .* this one is stored as fp8"):
+        main([*asked, "--quantization", "awq_marlin"], {})

@@ -29,6 +29,7 @@ from serve_llm.engine.distributed.ray.placement import RayNode, place_ranks
 from serve_llm.engine.model.lora_targets import find_served_targets
 from serve_llm.engine.model.shard import build_shard
 from serve_llm.engine.model.spec import ModelSpec
+from serve_llm.engine.stored_quantization import accept_stored_format
 from serve_llm.engine.worker import kv_cache
 from support import packed, packed_floats, published, quantised
 from support.engine import make_engine
@@ -87,7 +88,8 @@ models = st.one_of(st.sampled_from(FIXED_MODELS), random_models)
 CONFLICTS = re.compile(  # what the server refuses too
     "this model has no experts|the checkpoint is quantised already|does not multiply 8-bit floats|"
     "tokens that this model allows|adapters do not apply to GGUF|adapters are served by the ranks of one host|"
-    "MTP layers of|the checkpoint has no MTP layer|do not give out hidden states|has another tokenizer"
+    "one rank has all experts anyway|MTP layers of|the checkpoint has no MTP layer|do not give out hidden states|"
+    "has another tokenizer"
 )
 DRAFTS = {"same": "a", "other": "b"}  # directory of a draft model -> its tokenizer's only token
 
@@ -123,20 +125,21 @@ def try_devices(options: Options, plan: MemoryPlan, raw: dict[str, object]) -> N
     sizes = {"tensor_parallel_size": layout.tp_size, "pipeline_parallel_size": layout.pp_size}
     stated = replace(options, **sizes)  # type: ignore[arg-type]
     check_combinations(stated)
+    settled = accept_stored_format(stated, raw)
     num_ranks = layout.size * options.data_parallel_size
     hosts = min(num_ranks, hardware.nodes) if plan.config.device == "cpu" else -(-num_ranks // hardware.ranks_per_node)
     if hosts > 1:
         check_combinations(replace(stated, nnodes=hosts, master_addr="10.0.0.1:29500"))
     with tempfile.TemporaryDirectory() as empty:
-        spec, weights = startup.read_spec(stated, str(MODEL), raw)
+        spec, weights = startup.read_spec(settled, str(MODEL), raw)
         choice = ExecutorChoice("mp", "a test", plan.config.device)
-        config, spec = startup.resolve_config(stated, str(MODEL), raw, spec, choice)
+        config, spec = startup.resolve_config(settled, str(MODEL), raw, spec, choice)
         assert isinstance(spec, ModelSpec)
         assert (config.types, config.max_model_len) == (plan.config.types, plan.config.max_model_len)
         if config.max_loras:
             find_served_targets(config, spec, weights)
         if config.speculation is not None and config.speculation.has_draft_model:
-            startup.find_draft_model(stated, config)
+            startup.find_draft_model(settled, config)
         if config.kv_offload_memory is not None:
             shards = [build_shard(spec, layout, rank) for rank in range(layout.size)]
             caches = [kv_cache.plan_empty_cache(spec, shard, config) for shard in shards]
