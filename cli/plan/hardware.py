@@ -47,22 +47,25 @@ GPU_MODELS: dict[str, GpuModel] = {
     "h20": GpuModel(95.00, has_nvlink=True, has_fp8=True),
     "a100-80g": GpuModel(79.15, has_nvlink=True, has_fp8=False),
     "a100-40g": GpuModel(39.39, has_nvlink=True, has_fp8=False),
-    "v100-32g": GpuModel(31.73, has_nvlink=True, has_fp8=False),
-    "v100-16g": GpuModel(15.77, has_nvlink=True, has_fp8=False),
     "l40s": GpuModel(44.39, has_nvlink=False, has_fp8=True),
     "a6000": GpuModel(47.40, has_nvlink=False, has_fp8=False),
     "a10": GpuModel(22.00, has_nvlink=False, has_fp8=False),
     "l4": GpuModel(21.95, has_nvlink=False, has_fp8=True),
-    "t4": GpuModel(14.56, has_nvlink=False, has_fp8=False),
     "rtx-5090": GpuModel(31.36, has_nvlink=False, has_fp8=True, is_blackwell=True),
     "rtx-4090": GpuModel(23.52, has_nvlink=False, has_fp8=True),
     "rtx-3090": GpuModel(23.57, has_nvlink=False, has_fp8=False),
 }
 
 
+TOO_OLD = {"p100": "6.0", "v100": "7.0", "v100-16g": "7.0", "v100-32g": "7.0", "t4": "7.5"}  # compute capability
+
+
 def _parse_gpu(value: object) -> str:
+    name = str(value).lower()
+    if name in TOO_OLD:
+        raise ValueError(f"a {name} has compute capability {TOO_OLD[name]}, but the kernels need 8.0 or more")
     try:
-        return str(one_of(*GPU_MODELS)(value))
+        return str(one_of(*GPU_MODELS)(name))
     except ValueError as error:
         raise ValueError(f"{error} (for any other GPU, such as one of AMD, give --memory instead)") from None
 

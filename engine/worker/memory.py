@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from serve_llm.common.errors import OptionError
+from serve_llm.common.errors import CapacityError, OptionError
 from serve_llm.common.types import Sampling
 from serve_llm.engine.config import Config
 from serve_llm.engine.model.spec import KVGroup
@@ -24,7 +24,20 @@ from serve_llm.kernels.held_tensors import find_tensors
 from serve_llm.kernels.huge_pages import use_huge_pages
 
 NO_STATES: Mapping[int, int] = MappingProxyType({})
+LEAST_CAPABILITY = (8, 0)  # the lowest that kernels are compiled for
 FP8_CACHE_CAPABILITIES = ((8, 9), (9, 0))
+
+
+def check_capability(device: torch.device) -> None:
+    """Raise CapacityError if Triton's kernels were not compiled for such an NVIDIA GPU."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < LEAST_CAPABILITY:
+        raise CapacityError(
+            f"--device: this GPU has compute capability {found[0]}.{found[1]}, but the kernels need "
+            f"{LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} or more, such as an A100; use --device cpu"
+        )
 
 
 def check_fp8_cache(device: torch.device) -> None:

@@ -35,7 +35,13 @@ from serve_llm.engine.worker.expert_balancer import ExpertBalancer
 from serve_llm.engine.worker.graphs import Capture, compute_now
 from serve_llm.engine.worker.host_blocks import HostBlocks
 from serve_llm.engine.worker.kv_cache import CacheLayout, HostMemory, StateSizes
-from serve_llm.engine.worker.memory import allocate_cache, check_fp8_cache, count_held_bytes, find_free_gpu_memory
+from serve_llm.engine.worker.memory import (
+    allocate_cache,
+    check_capability,
+    check_fp8_cache,
+    count_held_bytes,
+    find_free_gpu_memory,
+)
 from serve_llm.engine.worker.pending_step import PendingStep
 from serve_llm.engine.worker.runnable_model import RunnableModel
 from serve_llm.engine.worker.runner import Runner
@@ -69,6 +75,7 @@ class Worker:
         self._device = torch.device(config.device)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._cache_dtype = {"int8": torch.int8, "fp8": cache_fp8.DTYPE}.get(config.kv_cache_dtype, self._dtype)
+        check_capability(self._device)
         if config.kv_cache_dtype == "fp8":
             check_fp8_cache(self._device)
         self._shard = shard

@@ -60,7 +60,8 @@ def test_there_are_examples() -> None:
 ERRORS: list[tuple[list[str], int, str]] = [
     (["demo", "--gpu", "h900"], 2, "--gpu: expected one of .*h200.*, not 'h900'"),
     (["demo", "--gpu", "mi300x"], 2, "for any other GPU, such as one of AMD, give --memory instead"),
-    (["demo", "--gpu", "t4", "--quantization", "fp8", "--dtype", "bfloat16"], 2, "a t4 does not multiply 8-bit"),
+    (["demo", "--gpu", "t4"], 2, "--gpu: a t4 has compute capability 7.5, but the kernels need 8.0 or more"),
+    (["demo", "--gpu", "a10", "--quantization", "fp8", "--dtype", "bfloat16"], 2, "a a10 does not multiply 8-bit"),
     (["demo", "--gpu", "h100", "-dp", "9"], 4, "9 engines with .* need 9 GPUs, but there are 8; .*-size to 8"),
     (["demo", "--gpu", "h100", "-tp", "2", "-dp", "5"], 4, "5 engines with .* need 10 GPUs, .*-size to 4"),
     (["demo", "--memory", "650MiB", "-tp", "1"], 4, "with --tensor-parallel-size 1 --pipeline-parallel-size 1 a"),

@@ -13,17 +13,28 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from serve_llm.common.errors import OptionError
+from serve_llm.common.errors import CapacityError, OptionError
+from serve_llm.engine.model.registry import read_model
+from serve_llm.engine.model.shard import build_shard
+from serve_llm.engine.parallel.groups import ProcessGroups
+from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.scheduler.output import SchedulerOutput
 from serve_llm.engine.scheduler.sequence import GroupLayout
 from serve_llm.engine.worker import worker
 from serve_llm.engine.worker.graphs import Capture
 from serve_llm.engine.worker.kv_cache import CacheLayout, size_text
-from serve_llm.engine.worker.memory import build_dummy_batch, check_fp8_cache, count_held_bytes, find_free_gpu_memory
+from serve_llm.engine.worker.memory import (
+    build_dummy_batch,
+    check_capability,
+    check_fp8_cache,
+    count_held_bytes,
+    find_free_gpu_memory,
+)
 from serve_llm.engine.worker.runner import Runner
 from support import gpu_path
 from support.config import CONFIG
 from support.engine import make_engine
+from support.published import LLAMA_1B
 from support.tiny import make_checkpoint
 
 GIB = 1 << 30
@@ -119,6 +130,23 @@ def test_which_gpus_take_a_cache_in_fp8(
     check_fp8_cache(torch.device("cpu"))
     with contextlib.nullcontext() if is_taken else pytest.raises(OptionError, match=r"^--kv-cache-dtype: fp8 needs a"):
         check_fp8_cache(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_served"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)]
+)
+def test_a_worker_refuses_gpus_for_which_no_kernel_is_compiled(
+    capability: tuple[int, int], is_served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    check_capability(torch.device("cpu"))
+    if is_served:
+        check_capability(torch.device("cuda"))
+        return
+    spec, weights = read_model(LLAMA_1B)
+    shard = build_shard(spec, ParallelLayout(), 0)
+    with pytest.raises(CapacityError, match=rf"^--device: this GPU has .* {capability[0]}\.{capability[1]}, but"):
+        worker.Worker(replace(CONFIG, device="cuda"), spec, weights, shard, ProcessGroups())
 
 
 def test_the_log_says_what_was_allocated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
