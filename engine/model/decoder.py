@@ -278,7 +278,7 @@ def _find_temperatures(layers: Sequence[LayerSpec]) -> tuple[list[QueryTemperatu
 
 def compute_query_scale(temperature: QueryTemperature, positions: Tensor) -> Tensor:
     """(tokens,) float32."""
-    intervals = ((positions.float() + 1.0) / temperature.interval).floor_()
+    intervals = ((positions.float() + float(temperature.first)) / temperature.interval).floor_()
     return intervals.log1p_().mul_(temperature.scale).add_(1.0)
 
 

@@ -81,6 +81,7 @@ FAMILIES: dict[str, Read] = {
     "LlamaForCausalLM": llama.read,
     "Llama4ForCausalLM": llama4.read,
     "MistralForCausalLM": mistral.read,
+    "Ministral3ForCausalLM": mistral.read_ministral3,
     "MixtralForCausalLM": mixtral.read,
     "QWenLMHeadModel": qwen.read,
     "Qwen2ForCausalLM": qwen2.read,
@@ -129,7 +130,7 @@ FAMILIES: dict[str, Read] = {
         )
     },
     "Mistral3ForConditionalGeneration": multimodal.read_text_part(
-        "Mistral3ForConditionalGeneration", {"mistral": mistral.read}
+        "Mistral3ForConditionalGeneration", {"mistral": mistral.read, "ministral3": mistral.read_ministral3}
     ),
     **{
         name: multimodal.read_text_part(name, {"llama": llama.read}, multimodal.CONNECTED, *multimodal.CONNECTOR_KEYS)

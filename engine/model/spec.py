@@ -34,10 +34,11 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class QueryTemperature:
-    """Multiply the queries at position p by 1 + scale * ln(1 + floor((p + 1) / interval)) (arXiv:2501.19399)."""
+    """Multiply the queries at position p by 1 + scale * ln(1 + floor((p + first) / interval)) (arXiv:2501.19399)."""
 
     scale: float
     interval: int  # tokens
+    first: int = 1  # number of the first position
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,15 @@ SIZES: dict[str, dict[str, Any]] = {
         "attn_scale": 0.5,
     },
     "mistral": {**_LLAMA_LIKE, "sliding_window": 37},
+    "ministral3": {
+        **_LLAMA_LIKE,
+        "rope_parameters": {
+            **ROPE_SCALINGS["yarn"],
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
     "qwen": {
         **_without(_LLAMA_LIKE, "num_key_value_heads", "head_dim", "rope_parameters"),
         "intermediate_size": 194,  # of gate and up together

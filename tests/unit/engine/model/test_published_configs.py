@@ -10,7 +10,7 @@ from serve_llm.cli.plan.weights import weight_bytes
 from serve_llm.engine.model.registry import read_model
 from serve_llm.engine.model.rope_spec import Llama3Scaling, RopeSpec
 from serve_llm.engine.model.shard import build_shard
-from serve_llm.engine.model.spec import AttentionSpec, MoESpec, RouterSpec
+from serve_llm.engine.model.spec import AttentionSpec, MoESpec, QueryTemperature, RouterSpec
 from serve_llm.engine.parallel.layout import ParallelLayout
 
 GPT2_MEDIUM = """{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
@@ -377,3 +377,23 @@ def test_llama_4() -> None:
     assert all(isinstance(one, AttentionSpec) and one.query_temperature and not one.qk_norm for one in tuned)
     loaded = weight_bytes(spec, build_shard(spec, ParallelLayout(), 0), 2, "cuda").loaded
     assert loaded / 2e9 == pytest.approx(107.8, abs=0.05)  # 108.6 with the vision tower
+
+
+MINISTRAL3_8B = """{"architectures": ["Mistral3ForConditionalGeneration"], "dtype": "bfloat16", "image_token_index": 10,
+"model_type": "mistral3", "multimodal_projector_bias": false, "projector_hidden_act": "gelu", "quantization_config":
+{"activation_scheme": "static", "dequantize": false, "modules_to_not_convert": ["model.vision_tower",
+"model.multi_modal_projector", "lm_head"], "quant_method": "fp8", "weight_block_size": null}, "spatial_merge_size": 2,
+"text_config": {"attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+"initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 262144, "model_type": "ministral3",
+"num_attention_heads": 32, "num_hidden_layers": 34, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_parameters":
+{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0,
+"original_max_position_embeddings": 16384, "rope_theta": 1000000.0, "rope_type": "yarn", "type": "yarn"},
+"sliding_window": null, "use_cache": true, "vocab_size": 131072}, "vision_config": {"model_type": "pixtral"},
+"vision_feature_layer": -1}"""
+
+
+def test_ministral3() -> None:
+    spec, weights = read_model(json.loads(MINISTRAL3_8B))
+    assert weights.quantized is not None and spec.max_position == 262144
+    temperatures = {layer.attention.query_temperature for layer in spec.layers}  # type: ignore[union-attr]
+    assert temperatures == {QueryTemperature(0.1, 16384, first=0)}
