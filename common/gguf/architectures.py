@@ -242,7 +242,15 @@ ARCHITECTURES = {
         names=NO_KV_HEADS,
     ),
 }
+# Models that read images -> their text part, which is served.
+TEXT_PARTS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
+ARCHITECTURES |= {name: ARCHITECTURES[text] for name, text in TEXT_PARTS.items()}
 MIXTRAL = GGUFArchitecture(  # "llama" with experts
     "MixtralForCausalLM", RMS_NORM | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 )
-IGNORED = ("vocab_size", "rope.scaling.finetuned")  # the embedding tells the first, the second is about training
+IGNORED = (
+    "vocab_size",  # the embedding tells it
+    "rope.scaling.finetuned",  # about training
+    "rope.dimension_sections",  # which dimensions take which coordinate: for text all coordinates are equal
+    "n_deepstack_layers",  # layers to which those of an image are added
+)

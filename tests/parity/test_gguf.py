@@ -46,6 +46,14 @@ def test_families(family: str, storage: str, tmp_path: Path) -> None:
     check(tmp_path, make_gguf(tmp_path, family, storage))
 
 
+@pytest.mark.parametrize(
+    ("family", "architecture"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3_moe", "qwen3vlmoe")]
+)
+def test_text_parts(family: str, architecture: str, tmp_path: Path) -> None:
+    """Files of models that read images have another name, and keys about coordinates and images."""
+    check(tmp_path, make_gguf(tmp_path, family, architecture=architecture))
+
+
 def compare_engines(directory: Path, prompts: list[list[int]], *grids: dict[str, Any]) -> None:
     """Greedy tokens of engines of these ranks, with those of the same numbers in floating point."""
     check_greedy(resolve_model(str(directory / "model.gguf")), directory / "plain", prompts, grids)

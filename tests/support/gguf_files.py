@@ -80,6 +80,7 @@ def make_gguf(
     leave_out: str = "",
     metadata: Mapping[str, int] | None = None,
     tensors_per_file: int = 0,
+    architecture: str = "",
     **overrides: Any,
 ) -> int:
     """Write a random model to directory/model.gguf, and the same numbers in float32 to directory/plain. Returns the
@@ -87,9 +88,10 @@ def make_gguf(
 
     storage: the type of linear layers, such as "Q4_K". others: the types of tensors whose names end so. leave_out: a
     tensor that the file lacks. metadata: more keys. tensors_per_file: 0 for one file, else for several,
-    model-00001-of-0000N.gguf and so on.
+    model-00001-of-0000N.gguf and so on. architecture: the family's if empty.
     """
-    architecture, sizes = FAMILIES[family]
+    usual, sizes = FAMILIES[family]
+    architecture = architecture or usual
     vocab_size = make_checkpoint(directory / "plain", family, std=0.1, **{**sizes, **overrides})
     make_tokenizer(directory / "plain", vocab_size)
     config = json.loads((directory / "plain" / "config.json").read_text())
@@ -282,6 +284,10 @@ def add_metadata(writer: GGUFWriter, config: dict[str, Any], architecture: str) 
             add(config[key])
     if architecture in ("gemma2", "gemma3", "phi3", "cohere2", "gpt-oss") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+    if "vl" in architecture:
+        writer.add_rope_dimension_sections([16, 8, 8, 0])
+    if architecture.startswith("qwen3vl"):
+        writer.add_num_deepstack_layers(3)
     if "sliding_attention" in rope:
         writer.add_float32(f"{architecture}.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
         writer.add_uint32(f"{architecture}.attention.sliding_window_pattern", 2)
