@@ -26,7 +26,8 @@ def count_draft_bytes(options: EngineOptions, config: Config, raw: Mapping[str, 
     if config.speculation is None or not config.speculation.has_draft_model:
         return 0
     model = config.speculation.model
-    directory = Path(config.directory) if model is None else resolve_config(model, None, options.download_dir)
+    revision = config.speculation.revision
+    directory = Path(config.directory) if model is None else resolve_config(model, revision, options.download_dir)
     if not config.speculation.reads_hidden_states and _have_tokenizers(options, config, directory):
         check_tokenizers(options, Path(config.directory), directory)
     draft = resolve_draft_model(options, config, directory, raw)

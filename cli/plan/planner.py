@@ -26,7 +26,6 @@ from serve_llm.engine.model.pooling import resolve_pooling
 from serve_llm.engine.model.registry import apply_engine_config, read_model
 from serve_llm.engine.model.shard import Shard, split_model_layers
 from serve_llm.engine.model.spec import ModelSpec
-from serve_llm.engine.model.weight_map import WeightMap
 from serve_llm.engine.parallel.layout import ParallelLayout
 from serve_llm.engine.stored_quantization import NOT_NEEDED, accept_stored_format, find_stored_format
 from serve_llm.engine.weights.headers import find_checkpoint_dtype
@@ -326,20 +325,13 @@ def build_plan(
     )
     spec = apply_engine_config(spec, config)
     if config.max_loras:
-        _check_adapters(config, spec, weights, hardware_options.nodes)
+        find_served_targets(config, spec, weights)  # raises where the server refuses adapters
     hardware = resolve_hardware(hardware_options, device, config)
     planner = _Planner(spec, config, hardware, count_draft_bytes(options, config, raw, hardware.memory))
     suggested, last, reason = planner.suggest()
     chosen = _plan_requested(planner, options, states_layout) or suggested or last
     nodes_needed = None if suggested else _find_nodes_needed(planner)
     return MemoryPlan(config, spec, planner.hardware, chosen, suggested, reason, nodes_needed)
-
-
-def _check_adapters(config: Config, spec: ModelSpec, weights: WeightMap, nodes: int) -> None:
-    """Raise OptionError where the server refuses --enable-lora. nodes: number of machines."""
-    find_served_targets(config, spec, weights)
-    if nodes > 1:
-        raise OptionError(f"--enable-lora: adapters are served by the ranks of one host, not of --nodes {nodes}")
 
 
 def _plan_requested(planner: _Planner, options: EngineOptions, states_layout: bool) -> LayoutPlan | None:
@@ -353,9 +345,6 @@ def _plan_requested(planner: _Planner, options: EngineOptions, states_layout: bo
 
 
 def _find_nodes_needed(planner: _Planner) -> int | None:
-    if planner.config.max_loras:
-        return None  # adapters are served on one host
-
     def suggest(nodes: int) -> LayoutPlan | None:
         return replace(planner, hardware=replace(planner.hardware, nodes=nodes)).suggest()[0]
 

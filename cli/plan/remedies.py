@@ -67,10 +67,9 @@ def describe_shortage(plan: MemoryPlan, remedies: list[Remedy]) -> str:
         sizes = format_sizes(chosen.layout)
         what = f"one engine with {sizes} needs" if count == 1 else f"{count} engines with {sizes} need"
         fewer = "" if count == 1 else " or fewer engines (--data-parallel-size)"
-        change = "take fewer ranks" if config.max_loras else "take more machines"  # adapters are served on one host
         return (
             f"it does not fit: {what} {needed} GPUs, but there are {needed - chosen.missing_devices}; "
-            f"{advice or f'{change}{fewer}'}"
+            f"{advice or f'take more machines{fewer}'}"
         )
     device = "machine" if config.device == "cpu" else "GPU"
     missing = f"with {format_sizes(chosen.layout)} a {device} is short of {size_text(chosen.missing_bytes)}"

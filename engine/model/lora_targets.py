@@ -136,8 +136,6 @@ def find_served_targets(
         raise OptionError(
             f"--enable-lora: {spec.architecture} generates no text, and only models that do take adapters"
         )
-    if config.executor_backend == "ray":
-        raise OptionError("--enable-lora: adapters are not served by ranks on Ray")
     if not targets or (weights is not None and weights.is_gguf):
         raise OptionError("--enable-lora: adapters do not apply to GGUF files, whose tensors have other names")
     return targets

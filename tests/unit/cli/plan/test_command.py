@@ -53,11 +53,6 @@ def test_what_the_server_demands_can_be_planned(
             "--enable-lora",
             "--enable-lora: adapters do not apply to GGUF files, whose tensors have other names",
         ),
-        (
-            {},
-            "--nodes 2 -tp 8 -pp 2 --enable-lora",
-            "--enable-lora: adapters are served by the ranks of one host, not of --nodes 2",
-        ),
     ],
 )
 def test_what_the_server_refuses(more: dict[str, object], options: str, refused: str, tmp_path: Path) -> None:

@@ -351,14 +351,6 @@ def test_fp8_is_for_gpus_that_multiply_it() -> None:
         plan(published.LLAMA_8B, {"gpu": "a100-40g"}, quantization="fp8")
 
 
-def test_more_machines_are_not_advised_for_adapters() -> None:
-    given: dict[str, object] = {"gpu": "h100"}
-    asked: dict[str, object] = {"tensor_parallel_size": 4, "data_parallel_size": 3, "enable_lora": True}
-    found = plan(published.LLAMA_405B, given, **asked)
-    assert not found.chosen.fits and found.nodes_needed is None
-    assert "take fewer ranks or fewer engines" in describe_shortage(found, [])
-
-
 def test_host_memory_in_which_no_block_fits() -> None:
     """A block takes 2 MiB, with two tensor-parallel ranks half of it on each."""
     options = make_options("model", kv_offload_memory="1MiB")
