@@ -35,6 +35,13 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     requests: list[Request]
 
 
+class MalformedRequest(msgspec.Struct, frozen=True):
+    """Not sent: stands for a request of a Submit that does not decode."""
+
+    id: int
+    error: str
+
+
 class Abort(msgspec.Struct, tag=True, frozen=True):
     ids: list[int]
 
@@ -96,3 +103,31 @@ FromEngine = EngineReady | Failed | StepOutputs
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+class _RawSubmit(msgspec.Struct, tag="Submit", frozen=True):
+    requests: list[msgspec.Raw]
+
+
+class _RequestId(msgspec.Struct, frozen=True):
+    id: int
+
+
+def read_to_engine(frame: bytes) -> list[ToEngine | MalformedRequest]:
+    """The message of a frame. Of a Submit in which requests do not decode, the others, and a MalformedRequest for each
+    of those. Raises msgspec.DecodeError if not even their ids can be read."""
+    try:
+        return [decode_to_engine(frame)]
+    except msgspec.ValidationError as error:
+        try:
+            encoded = msgspec.msgpack.decode(frame, type=_RawSubmit).requests
+        except msgspec.ValidationError:
+            raise error from None
+    requests = []
+    malformed = []
+    for one in encoded:
+        try:
+            requests.append(msgspec.msgpack.decode(one, type=Request))
+        except msgspec.ValidationError as error:
+            malformed.append(MalformedRequest(msgspec.msgpack.decode(one, type=_RequestId).id, str(error)))
+    return [Submit(requests), *malformed]

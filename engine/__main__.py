@@ -43,13 +43,13 @@ class ZmqChannel:
         """Make `receive` also return when this socket becomes readable."""
         self._poller.register(socket, zmq.POLLIN)
 
-    def receive(self, seconds: float | None) -> list[messages.ToEngine]:
+    def receive(self, seconds: float | None) -> list[messages.ToEngine | messages.MalformedRequest]:
         timeout = None if seconds is None else int(seconds * 1000)
         if timeout != 0:
             self._poller.poll(timeout)
-        received: list[messages.ToEngine] = []
+        received: list[messages.ToEngine | messages.MalformedRequest] = []
         while self._socket.poll(0):
-            received.append(messages.decode_to_engine(self._socket.recv()))
+            received += messages.read_to_engine(self._socket.recv())
         return received
 
     def send(self, step: messages.FromEngine) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
-from serve_llm.common.messages import Abort, Shutdown, StepOutputs, Submit, ToEngine
+from serve_llm.common.messages import Abort, MalformedRequest, Shutdown, StepOutputs, Submit, ToEngine
 from serve_llm.common.options.speculative import SpeculativeConfig
-from serve_llm.common.types import Output, Request
+from serve_llm.common.types import FinishReason, Output, Request
 from serve_llm.engine.config import Config
 from serve_llm.engine.distributed.executor import Executor, StepResult
 from serve_llm.engine.kv_events import KVEventPublisher
@@ -41,7 +41,7 @@ WAITS_BEFORE_IDLE_WORK = 20
 class ServerChannel(Protocol):
     """The engine's end of the channel to the server."""
 
-    def receive(self, seconds: float | None) -> list[ToEngine]:
+    def receive(self, seconds: float | None) -> list[ToEngine | MalformedRequest]:
         """All messages that have arrived. If there are none, wait up to `seconds` for one (None: forever)."""
 
     def send(self, step: StepOutputs) -> None: ...
@@ -65,7 +65,8 @@ class EngineCore:
         draft_model: BatchDraftSource | None = None,
         matchers: MatcherBuilder | None = None,
     ) -> None:
-        """report_in_flight: called with the ids of the requests being computed, before and after each step.
+        """report_in_flight: called with the ids of the requests being computed, before and after each step, and while
+        requests are added with theirs too.
         draft_model: that which the config names. matchers: None for a new one."""
         self.layout = executor.layout
         self._speculator = _build_speculator(config.speculation, draft_model)
@@ -133,11 +134,19 @@ class EngineCore:
         )
 
     def add_requests(self, requests: Sequence[Request]) -> None:
+        # If one of them ends this process, the server must know which may have.
+        self._report_in_flight([*self.scheduler.in_flight, *(request.id for request in requests)])
         for request in requests:
             if request.adapter is not None:
                 self._checking.add(request, self._adapters.check(request.adapter))
             else:
                 self._add_request(request)
+        self._report_in_flight(self.scheduler.in_flight)
+
+    def refuse_request(self, request: MalformedRequest) -> None:
+        logger.error("request %d is malformed: %s", request.id, request.error)
+        error = f"the engine cannot read this request: {request.error}"
+        self._finished_on_arrival.append(Output(request.id, [], FinishReason.ERROR, error=error))
 
     def _add_request(self, request: Request) -> None:
         if request.sampling.is_constrained:
@@ -297,6 +306,8 @@ def run(engine: EngineCore, channel: ServerChannel) -> None:
         for message in messages:
             if isinstance(message, Submit):
                 engine.add_requests(message.requests)
+            elif isinstance(message, MalformedRequest):
+                engine.refuse_request(message)
             elif isinstance(message, Abort):
                 engine.abort_requests(message.ids)
             elif isinstance(message, Shutdown):

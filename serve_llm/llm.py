@@ -279,12 +279,14 @@ class LLM:
     def _expand_params(
         self, num_prompts: int, params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Sequence[SamplingParams]:
-        """One SamplingParams per prompt."""
+        """One SamplingParams per prompt, each checked again: its fields may have been set since it was made."""
         if params is None or isinstance(params, SamplingParams):
-            return [params or self.get_default_sampling_params()] * num_prompts
+            return [msgspec.structs.replace(params or self.get_default_sampling_params())] * num_prompts
+        if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+            raise InvalidRequest("sampling_params must be a SamplingParams, or one for each prompt", "sampling_params")
         if len(params) != num_prompts:
             raise InvalidRequest(f"{len(params)} sampling_params for {num_prompts} prompts", "sampling_params")
-        return params
+        return [msgspec.structs.replace(one) for one in params]
 
     def _prepare(self, prompt: str | list[int], params: SamplingParams) -> PreparedPrompt:
         context = self._context

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from serve_llm.server.field_types import convert_fields
 from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.sampling_fields import SamplingFields
 from serve_llm.server.structured_output.params import StructuredOutputs
@@ -63,6 +64,7 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True):
     min_count: int
 
     def __post_init__(self) -> None:
+        convert_fields(self)
         for name, allowed in (
             ("max_pattern_size", PATTERN_SIZE),
             ("min_pattern_size", PATTERN_SIZE),
@@ -112,6 +114,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=SamplingFields):
     thinking_token_budget: int | None = None  # tokens of reasoning, in chat; -1: no limit
 
     def __post_init__(self) -> None:
+        convert_fields(self)
         for name, allowed in RANGES.items():
             value = getattr(self, name)
             if value is not None and value not in allowed:

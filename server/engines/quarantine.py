@@ -1,6 +1,6 @@
 """Finds the request that kills engines, so that it ends and all others finish.
 
-A request whose engines died SUSPECT_DEATHS times in a row while they computed it is a suspect. Suspects run one at a
+A request whose engines died SUSPECT_DEATHS times in a row while they received or computed it is a suspect. Suspects run one at a
 time, each alone on its engine. A suspect that makes progress is cleared; one whose engine dies again is the culprit.
 The supervisor then does not count the deaths that it caused against --max-restarts.
 """
@@ -22,7 +22,8 @@ class Quarantine:
         self._isolated: dict[int, TrackedRequest] = {}  # engine index -> the suspect that runs there alone
 
     def record_loss(self, tracked: TrackedRequest, *, was_computed: bool) -> None:
-        """The request's engine is gone. was_computed: the request was part of a step when the engine died."""
+        """The request's engine is gone. was_computed: the request was part of a step, or just received, when
+        the engine died."""
         tracked.num_deaths += was_computed
         tracked.cleared_at = tracked.num_received + CLEARING_TOKENS
 

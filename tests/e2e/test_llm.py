@@ -11,7 +11,7 @@ import pytest
 from serve_llm import LLM, RequestOutput, SamplingParams
 from serve_llm.common.errors import OptionError
 from serve_llm.server.generate.generation import Generation
-from serve_llm.server.http.errors import InvalidRequest
+from serve_llm.server.http.errors import GenerationFailed, InvalidRequest
 from serve_llm.server.prompt.validate import TextRequest
 from serve_llm.server.response.metrics_snapshot import CounterValue, GaugeValue, HistogramValue
 
@@ -144,6 +144,25 @@ def test_priorities(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         llm.generate(PROMPTS, params, priority=[1, 2])
     with pytest.raises(InvalidRequest, match="priority must fit into 32 bits"):
         llm.generate("x", params, priority=[2**31])
+
+
+def test_wrong_types_never_reach_the_engine(llm: LLM) -> None:
+    params = llm.get_default_sampling_params()
+    params.max_tokens = 2.0  # type: ignore[assignment]
+    params.ignore_eos = True
+    (output,) = llm.generate("x", params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 2
+    params.top_k = "5"  # type: ignore[assignment]
+    for given in (params, [params], [{"top_k": 5}], {"top_k": 5}, 5):
+        with pytest.raises(InvalidRequest, match=r"top_k|sampling_params"):
+            llm.generate(["x"], given)  # type: ignore[arg-type]
+
+
+def test_a_request_that_the_engine_cannot_read_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_llm.server.sampling_params.convert_fields", lambda struct: None)
+    with pytest.raises(GenerationFailed, match="max_tokens"):
+        llm.generate("x", SamplingParams(max_tokens=2.0), use_tqdm=False)  # type: ignore[arg-type]
+    assert llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)[0].finished
 
 
 def test_a_script_of_four_lines_needs_no_main_guard_and_leaves_nothing(tmp_path) -> None:

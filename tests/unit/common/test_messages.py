@@ -56,6 +56,22 @@ def test_a_failure_becomes_the_exception_that_it_was() -> None:
     assert repr(foreign.to_exception(RankFailed)) == repr(RankFailed("KeyError: 'x'"))
 
 
+def test_a_request_that_does_not_decode_leaves_the_others() -> None:
+    bad = msgspec.structs.replace(REQUEST, id=7, sampling=Sampling(max_tokens=2.0, seed=0))  # type: ignore[arg-type]
+    submit, malformed = messages.read_to_engine(messages.encode(messages.Submit([bad, REQUEST])))
+    assert submit == messages.Submit([REQUEST])
+    assert isinstance(malformed, messages.MalformedRequest) and malformed.id == 7
+    assert "max_tokens" in malformed.error
+    for message in TO_ENGINE:
+        assert messages.read_to_engine(messages.encode(message)) == [message]
+
+
+def test_a_message_that_names_no_request_is_refused() -> None:
+    for content in (messages.encode(messages.Abort(["x"])), messages.encode({"type": "Submit", "requests": [{}]})):  # type: ignore[list-item]
+        with pytest.raises(msgspec.ValidationError):
+            messages.read_to_engine(content)
+
+
 @given(st.data())
 def test_broken_bytes_are_refused_and_nothing_else(data) -> None:
     decode, kinds = data.draw(st.sampled_from(DIRECTIONS))

@@ -85,6 +85,30 @@ def test_requests_run_to_their_end_and_an_aborted_one_is_silent(depth: int) -> N
     assert (last.num_running, last.num_waiting, last.kv_cache_usage) == (0, 0, 0.0)
 
 
+def test_a_malformed_request_ends_with_an_error() -> None:
+    channel = ScriptedChannel([[messages.Submit([request(1, 2)]), messages.MalformedRequest(2, "Expected `int`")]])
+    run(EngineCore(CONFIG, CountingExecutor(1)), channel)
+    outputs = [output for step in channel.sent for output in step.outputs]
+    (refused,) = [output for output in outputs if output.id == 2]
+    assert refused.finish_reason is FinishReason.ERROR and "Expected `int`" in str(refused.error)
+    assert [output.finish_reason for output in outputs if output.id == 1][-1] is FinishReason.LENGTH
+
+
+def test_a_request_that_ends_the_engine_on_arrival_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[list[int]] = []
+    core = EngineCore(CONFIG, CountingExecutor(1), report_in_flight=lambda ids: shown.append([*ids]))
+    core.add_requests([request(6, 5)])
+    assert shown[-1] == []
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("cannot schedule")
+
+    monkeypatch.setattr(core.scheduler, "add", fail)
+    with pytest.raises(RuntimeError):
+        core.add_requests([request(7, 5)])
+    assert shown[-1] == [7]
+
+
 def test_an_abort_of_the_only_request_is_followed_by_a_step_with_gauges_at_zero() -> None:
     channel = ScriptedChannel([[messages.Submit([request(1, 40)])], [], [messages.Abort([1])]])
     run(EngineCore(CONFIG, CountingExecutor(1)), channel)
@@ -118,7 +142,8 @@ def test_what_is_computed_is_shown_before_each_step_and_stays_when_a_step_fails(
             ),
             channel,
         )
-    assert shown == [[7, 8], [], [7, 8], [], [7, 8]]
+    arrival = [[7, 8], []]
+    assert shown == [*arrival, [7, 8], [], [7, 8], [], [7, 8]]
 
 
 def test_messages_survive_the_wire() -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import enum
+import math
+from fractions import Fraction
 
+import msgspec
+import numpy as np
 import pytest
 
 from serve_llm.server.http.errors import InvalidRequest
-from serve_llm.server.sampling_params import SamplingParams
+from serve_llm.server.sampling_params import RepetitionDetection, SamplingParams
+from serve_llm.server.structured_output.params import StructuredOutputs
 
 GOOD = [
     {"temperature": 0},
@@ -138,3 +143,93 @@ def test_unknown_fields(name: str, suggestion: str) -> None:
 def test_a_value_of_the_wrong_type_is_no_unknown_field() -> None:
     with pytest.raises(TypeError, match="not supported between"):
         SamplingParams(temperature="hot")  # type: ignore[arg-type]
+
+
+CONVERTED = [
+    ("max_tokens", 2.0, 2),
+    ("max_tokens", np.int64(3), 3),
+    ("max_tokens", np.array(3), 3),
+    ("top_k", 50.0, 50),
+    ("top_k", None, 0),
+    ("seed", 1.0, 1),
+    ("seed", np.int64(3), 3),
+    ("seed", np.uint64(2**64 - 1), 2**64 - 1),
+    ("min_tokens", 1.0, 1),
+    ("n", np.int32(2), 2),
+    ("temperature", np.float32(0.5), 0.5),
+    ("temperature", Fraction(1, 2), 0.5),
+    ("temperature", None, 1.0),
+    ("truncation_side", None, "left"),
+    ("logprobs", True, 1),  # as in vLLM
+    ("logprobs", False, None),
+    ("prompt_logprobs", True, 1),
+    ("ignore_eos", np.bool_(True), True),
+    ("stop", ("a", "b"), ["a", "b"]),
+    ("bad_words", ("a",), ["a"]),
+    ("stop_token_ids", np.array([1, 2]), [1, 2]),
+    ("stop_token_ids", (1,), [1]),
+    ("allowed_token_ids", [5.0], [5]),
+    ("allowed_token_ids", range(2), [0, 1]),
+    ("logprob_token_ids", None, None),
+    ("logit_bias", {"5": 100}, {5: 100}),
+    ("logit_bias", {5.0: np.float64(1)}, {5: 1.0}),
+    ("structured_outputs", {"choice": ["a"]}, StructuredOutputs(choice=["a"])),
+    (
+        "repetition_detection",
+        {"max_pattern_size": 3, "min_count": 2},
+        RepetitionDetection(max_pattern_size=3, min_count=2),
+    ),
+]
+WRONG_TYPES = [
+    ("max_tokens", "5"),
+    ("max_tokens", 2.5),
+    ("max_tokens", math.inf),
+    ("max_tokens", True),
+    ("max_tokens", np.array([1, 2])),
+    ("temperature", True),
+    ("temperature", "0.5"),
+    ("temperature", 10**400),
+    ("logprobs", 1.5),
+    ("ignore_eos", 1),
+    ("stop", [5]),
+    ("stop", 5),
+    ("bad_words", "word"),
+    ("stop_token_ids", 5),
+    ("stop_token_ids", ["5"]),
+    ("stop_token_ids", [None]),
+    ("allowed_token_ids", {1: 2}),
+    ("logit_bias", {5.5: 1}),
+    ("logit_bias", {"x": 1}),
+    ("logit_bias", {"\u0665": 1}),
+    ("logit_bias", {5: "1"}),
+    ("logit_bias", [5]),
+    ("truncation_side", 1),
+    ("structured_outputs", "json"),
+    ("structured_outputs", {"choices": ["a"]}),
+    ("structured_outputs", {"choice": [1]}),
+    ("structured_outputs", StructuredOutputs(json=5)),
+    ("structured_outputs", {"regex": "a", "choice": ["a"]}),
+    ("repetition_detection", {"min_count": 2}),
+    ("repetition_detection", {"max_pattern_size": 3, "min_count": "2"}),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), CONVERTED, ids=str)
+def test_what_is_meant_is_taken(name: str, value: object, expected: object) -> None:
+    found = getattr(SamplingParams(**{name: value}), name)
+    assert found == expected and type(found) is type(expected)
+    if isinstance(found, list | dict):
+        assert list(map(type, found)) == list(map(type, expected))
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_TYPES, ids=str)
+def test_wrong_types_are_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param.split(".")[0] == name, caught.value.param
+    assert name in caught.value.message
+
+
+def test_what_was_accepted_can_be_sent() -> None:
+    for name, value, _ in CONVERTED:
+        msgspec.msgpack.encode(SamplingParams(**{name: value}))
