@@ -1,8 +1,8 @@
 """Finds the request that kills engines, so that it ends and all others finish.
 
-A request whose engines died SUSPECT_DEATHS times in a row while they received or computed it is a suspect. Suspects run one at a
-time, each alone on its engine. A suspect that makes progress is cleared; one whose engine dies again is the culprit.
-The supervisor then does not count the deaths that it caused against --max-restarts.
+A request whose engines died SUSPECT_DEATHS times in a row while they received or computed it is a suspect. Suspects
+run one at a time, each alone on its engine. A suspect that makes progress is cleared; one whose engine dies again is
+the culprit. The supervisor then does not count the deaths that it caused against --max-restarts.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -14,11 +14,12 @@ from serve_llm.server.prompt.chat_turn import render_turn
 from serve_llm.server.prompt.context import Context, parse_openai_body
 from serve_llm.server.prompt.reranker_prompt import encode_reranker_prompts
 from serve_llm.server.prompt.tokenizer import Encoded, Side
-from serve_llm.server.prompt.validate import TextRequest, check_text, check_volume, prepare_pooling
+from serve_llm.server.prompt.validate import TextRequest, check_text, check_volume, prepare_pooling, read_field
 from serve_llm.server.schema.pooling import (
     ClassificationRequest,
     EmbeddingRequest,
     InputBody,
+    NamedText,
     PoolingBody,
     PoolingRequest,
     RerankRequest,
@@ -85,21 +86,11 @@ def score(content: bytes, context: Context) -> Pool:
     body.check(context.limits)
     name = context.model.check_name(body.model)
     _check_scores(context)
-    first, second, param = body.pairs(context.limits)
-    texts = _Texts(body, context, param)
-    first = [texts.cut(text, body.max_tokens_per_query) for text in first]
-    second = [texts.cut(text, body.max_tokens_per_doc) for text in second]
-    pairs: list[tuple[int, int]] = []
-    if context.facts.pooling_task == "embed":
-        positions = {text: index for index, text in enumerate(dict.fromkeys((*first, *second)))}
-        encoded = texts.encode_all(list(positions))
-        pairs = [(positions[one], positions[other]) for one, other in zip(first, second, strict=True)]
-    else:
-        encoded = texts.encode_pairs(list(zip(first, second, strict=True)), body.instruction)
+    encoded = _encode_scores(body, context)
     return Pool(
-        request=_prepare(encoded, body, context, param),
+        request=_prepare(encoded.prompts, body, context, encoded.places),
         model=name,
-        pairs=pairs,
+        pairs=encoded.pairs,
         activate=body.use_activation is not False,
         request_id=body.request_id or "",
         ignored_fields=ignored,
@@ -111,25 +102,43 @@ def rerank(content: bytes, context: Context) -> Pool:
     body.check(context.limits)
     name = context.model.check_name(body.model)
     _check_scores(context)
-    documents = body.texts(context.limits)
-    texts = _Texts(body, context, "documents")
-    query = texts.cut(body.query, body.max_tokens_per_query)
-    cut = [texts.cut(document, body.max_tokens_per_doc) for document in documents]
-    pairs: list[tuple[int, int]] = []
-    if context.facts.pooling_task == "embed":
-        encoded = texts.encode_all([query, *cut])
-        pairs = [(0, index) for index in range(1, len(encoded))]
-    else:
-        encoded = texts.encode_pairs([(query, document) for document in cut], body.instruction)
+    encoded = _encode_scores(body, context)
     return Pool(
-        request=_prepare(encoded, body, context, "documents"),
+        request=_prepare(encoded.prompts, body, context, encoded.places),
         model=name,
-        pairs=pairs,
-        documents=None if body.return_documents is False else documents,
+        pairs=encoded.pairs,
+        documents=None if body.return_documents is False else body.documents,
         top_n=body.top_n or 0,
         activate=body.use_activation is not False,
         request_id=body.request_id or "",
         ignored_fields=ignored,
+    )
+
+
+class _EncodedPairs(NamedTuple):
+    prompts: list[Encoded]
+    places: list[str]  # of each prompt, as errors name it
+    pairs: list[tuple[int, int]]  # as `Pool.pairs`
+
+
+def _encode_scores(body: ScoreRequest | RerankRequest, context: Context) -> _EncodedPairs:
+    """Raises InvalidRequest, ContextTooLong."""
+    given = body.pairs(context.limits)
+    texts = _Texts(body, context)
+    queries = texts.cut_all([query for query, _ in given], body.max_tokens_per_query)
+    documents = texts.cut_all([document for _, document in given], body.max_tokens_per_doc)
+    if context.facts.pooling_task != "embed":
+        pairs = list(zip(queries, documents, strict=True))
+        places = [f"{document.place} with {query.place}" for query, document in pairs]
+        return _EncodedPairs(texts.encode_pairs(pairs, body.instruction), places, [])
+    unique: dict[str, NamedText] = {}
+    for one in (*queries, *documents):
+        unique.setdefault(one.text, one)
+    positions = {text: index for index, text in enumerate(unique)}
+    return _EncodedPairs(
+        texts.encode_all([(one.place, one.text) for one in unique.values()]),
+        [one.place for one in unique.values()],
+        [(positions[query.text], positions[document.text]) for query, document in zip(queries, documents, strict=True)],
     )
 
 
@@ -142,50 +151,54 @@ def _parse(kind: type[PooledBody], content: bytes, context: Context) -> tuple[Po
 class _Texts:
     """Encodes the texts of one request. Raises InvalidRequest, ContextTooLong."""
 
-    def __init__(
-        self, body: PoolingBody, context: Context, param: str, adds_special_tokens: bool | None = None
-    ) -> None:
-        """adds_special_tokens: None: as the body says, by default True."""
+    def __init__(self, body: PoolingBody, context: Context) -> None:
         self._context = context
-        self._param = param
         self._side: Side = body.truncation_side or "right"
-        self._adds_special_tokens = body.add_special_tokens is not False
-        if adds_special_tokens is not None:
-            self._adds_special_tokens = adds_special_tokens
+        is_rendered = isinstance(body, InputBody) and body.messages is not None  # and has the template's special tokens
+        self._adds_special_tokens = bool(body.add_special_tokens) if is_rendered else body.add_special_tokens is not False
         self._is_cut = body.truncate_prompt_tokens is not None
         longest = context.facts.max_model_len
         asked = body.truncate_prompt_tokens
         self._max_tokens = longest if asked in (None, -1) or asked is None else min(asked, longest)
-        takes_prompt = context.facts.pooling_task == "embed" and param != "messages"
+        takes_prompt = context.facts.pooling_task == "embed" and not is_rendered
         self._prompt = context.model.vectors.prompt if takes_prompt else ""
 
-    def encode_all(self, inputs: Sequence[str | list[int]]) -> list[Encoded]:
-        encoded = iter(self._encode([(self._prompt + text, None) for text in inputs if isinstance(text, str)]))
-        return [next(encoded) if isinstance(text, str) else (self._cut_ids(text), None) for text in inputs]
+    def encode_all(self, inputs: Sequence[tuple[str, str | list[int]]]) -> list[Encoded]:
+        """inputs: (place, text or ids). The place is what errors name."""
+        texts = [(place, self._prompt + text) for place, text in inputs if isinstance(text, str)]
+        for place, text in texts:
+            self._check_length(text, place)
+        encoded = iter(self._encode([(text, None) for _, text in texts]))
+        return [next(encoded) if isinstance(text, str) else (self._cut_ids(text), None) for _, text in inputs]
 
-    def encode_pairs(self, pairs: Sequence[tuple[str, str]], instruction: str | None) -> list[Encoded]:
+    def encode_pairs(self, pairs: Sequence[tuple[NamedText, NamedText]], instruction: str | None) -> list[Encoded]:
         model = self._context.model
+        if instruction is not None and not model.vectors.has_token_classes:
+            raise Unsupported("this model reads no instruction", "instruction")
+        for place, text in (*chain.from_iterable(pairs), NamedText("instruction", instruction or "")):
+            self._check_length(text, place)
+        texts = [(query.text, document.text) for query, document in pairs]
         if not model.vectors.has_token_classes:
-            if instruction is not None:
-                raise Unsupported("this model reads no instruction", "instruction")
-            return self._encode(pairs)
-        for text in (*chain.from_iterable(pairs), instruction or ""):
-            self._check_length(text)
-        prompts = encode_reranker_prompts(model.tokenizer, pairs, instruction, self._most_tokens, self._side)
+            return self._encode(texts)
+        prompts = encode_reranker_prompts(model.tokenizer, texts, instruction, self._most_tokens, self._side)
         return [(ids, None) for ids in prompts]
 
-    def cut(self, text: str, max_tokens: int | None) -> str:
-        """The beginning of a text that has at most this many tokens."""
+    def cut_all(self, texts: Sequence[NamedText], max_tokens: int | None) -> list[NamedText]:
+        """The beginning of each text that has at most this many tokens."""
         if max_tokens is None:
-            return text
-        self._check_length(text)
-        encoding = self._context.model.tokenizer.rust.encode_batch([text], add_special_tokens=False)[0]
-        return text if len(encoding) <= max_tokens else text[: encoding.offsets[max_tokens - 1][1]]
+            return list(texts)
+        different = list(dict.fromkeys(texts))
+        encodings = self._context.model.tokenizer.rust.encode_batch(
+            [one.text for one in different], add_special_tokens=False
+        )
+        cut = {}
+        for one, encoding in zip(different, encodings, strict=True):
+            end = None if len(encoding) <= max_tokens else encoding.offsets[max_tokens - 1][1]
+            cut[one] = NamedText(one.place, one.text[:end])
+        return [cut[one] for one in texts]
 
     def _encode(self, texts: Sequence[tuple[str, str | None]]) -> list[Encoded]:
         model = self._context.model
-        for text in chain.from_iterable(texts):
-            self._check_length(text or "")
         if model.vectors.lowercase:
             texts = [(text.lower(), None if second is None else second.lower()) for text, second in texts]
         encoded = model.tokenizer.encode_truncated(texts, self._most_tokens, self._side, self._adds_special_tokens)
@@ -201,8 +214,8 @@ class _Texts:
         """Of a text, special tokens included; longer ones are cut."""
         return self._max_tokens if self._is_cut else UNLIMITED
 
-    def _check_length(self, text: str) -> None:
-        check_text(text, self._context.model, self._context.facts, self._is_cut, self._param)
+    def _check_length(self, text: str, place: str) -> None:
+        check_text(text, self._context.model, self._context.facts, self._is_cut, read_field(place), place)
 
     def _cut_ids(self, ids: list[int]) -> list[int]:
         if not self._is_cut:
@@ -261,24 +274,27 @@ def _check_dimensions(dimensions: int | None, context: Context) -> None:
 
 def _prepare_inputs(body: InputBody, context: Context) -> TextRequest:
     if body.messages is None:
-        encoded = _Texts(body, context, "input").encode_all(body.inputs(context.limits))
-        return _prepare(encoded, body, context, "input")
-    texts = _Texts(body, context, "messages", adds_special_tokens=bool(body.add_special_tokens))
-    encoded = texts.encode_all([render_turn(body.to_turn(context.limits), context)])
-    return _prepare(encoded, body, context, "messages")
+        inputs = body.inputs(context.limits)
+        places = ["input"] if len(inputs) == 1 else [f"input[{index}]" for index in range(len(inputs))]
+    else:
+        inputs = [render_turn(body.to_turn(context.limits), context)]
+        places = ["messages"]
+    encoded = _Texts(body, context).encode_all(list(zip(places, inputs, strict=True)))
+    return _prepare(encoded, body, context, places)
 
 
-def _prepare(encoded: Sequence[Encoded], body: PoolingBody, context: Context, param: str) -> TextRequest:
+def _prepare(encoded: Sequence[Encoded], body: PoolingBody, context: Context, places: Sequence[str]) -> TextRequest:
+    """places: of each prompt, as errors name it."""
     starts = [start for _, start in encoded]
     request = prepare_pooling(
         [ids for ids, _ in encoded],
         context.facts,
-        param=param,
+        places=places,
         second_text_starts=None if all(start is None for start in starts) else starts,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
     )
-    _check_limits(request, context.limits, param)
+    _check_limits(request, context.limits, read_field(places[-1]))
     return request
 
 

@@ -56,14 +56,16 @@ class TextRequest(msgspec.Struct, kw_only=True):
     second_text_starts: list[int | None] | None = None  # one per prompt; see `Request.second_text_start`
 
 
-def check_text(text: str, model: ServedModel, facts: ModelInfo, truncated: bool, param: str) -> None:
+def check_text(
+    text: str, model: ServedModel, facts: ModelInfo, truncated: bool, param: str, subject: str = "the prompt"
+) -> None:
     """Refuse a text that cannot fit whatever its tokens are, before tokenizing it. Raises ContextTooLong."""
     if model.tokenizer.longest_token is None:
         return
     at_least = -(-len(text) // model.tokenizer.longest_token)
     if at_least > facts.max_model_len and not truncated:
         raise ContextTooLong(
-            f"the prompt has at least {at_least} tokens, but the context length is {facts.max_model_len} tokens",
+            f"{subject} has at least {at_least} tokens, but the context length is {facts.max_model_len} tokens",
             param,
             (at_least, facts.max_model_len - 1),
         )
@@ -154,17 +156,17 @@ def prepare_pooling(
     prompts: list[list[int]],
     facts: ModelInfo,
     *,
-    param: str,
+    places: Sequence[str],
     second_text_starts: list[int | None] | None = None,
     priority: int = 0,
     cache_salt: str = "",
 ) -> TextRequest:
     """Check prompts of which vectors are wanted against the model. Raises InvalidRequest.
 
-    param: the field that holds the prompts.
+    places: what holds each prompt, as errors name it: `documents[1]`.
     """
-    for index, ids in enumerate(prompts):
-        place = param if len(prompts) == 1 else f"{param}[{index}]"
+    for place, ids in zip(places, prompts, strict=True):
+        param = read_field(place)
         if not ids:
             raise InvalidRequest(f"{place} has no tokens", param)
         if len(ids) > facts.max_model_len:
@@ -183,6 +185,11 @@ def prepare_pooling(
         pooling=True,
         second_text_starts=second_text_starts,
     )
+
+
+def read_field(place: str) -> str:
+    """`documents` of `documents[1]`."""
+    return place.partition("[")[0]
 
 
 def check_volume(request: TextRequest, limits: Limits, param: str) -> None:

@@ -114,7 +114,8 @@ def cut_vector(vector: bytes, dimensions: int | None, *, is_scaled: bool = False
 
 def _compute_cosine(one: Vector, other: Vector) -> float:
     lengths = math.hypot(*one) * math.hypot(*other)
-    return math.fsum(map(float.__mul__, one, other)) / (lengths or 1.0)
+    cosine = math.fsum(map(float.__mul__, one, other)) / (lengths or 1.0)
+    return max(-1.0, min(cosine, 1.0))  # rounding may take it outside
 
 
 def _encode_vector(vector: bytes, pool: Pool) -> str | list[float]:

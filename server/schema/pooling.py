@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, Field
 
@@ -153,6 +153,17 @@ class ClassificationRequest(InputBody):
     use_activation: bool | None = Field(default=None, description="Probabilities instead of logits; true when absent.")
 
 
+class NamedText(NamedTuple):
+    place: str  # as errors name it: documents[1]
+    text: str
+
+
+def name_texts(field: str, value: str | list[str]) -> list[NamedText]:
+    if isinstance(value, str):
+        return [NamedText(field, value)]
+    return [NamedText(f"{field}[{index}]", text) for index, text in enumerate(value)]
+
+
 class ScoreRequest(PoolingBody):
     """Pairs of texts, 1 to N or N to N, under one of several pairs of names."""
 
@@ -171,8 +182,8 @@ class ScoreRequest(PoolingBody):
     chat_template_kwargs: object | None = neutral({})
     use_activation: bool | None = Field(default=None, description="Scores after the activation; true when absent.")
 
-    def pairs(self, limits: Limits) -> tuple[list[str], list[str], str]:
-        """The two sides, equally long, and the name of the field with the second one. Raises InvalidRequest."""
+    def pairs(self, limits: Limits) -> list[tuple[NamedText, NamedText]]:
+        """Raises InvalidRequest."""
         names = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
         given = [pair for pair in names if all(getattr(self, name) is not None for name in pair)]
         fields = {name for pair in names for name in pair if getattr(self, name) is not None}
@@ -185,11 +196,10 @@ class ScoreRequest(PoolingBody):
         sides = []
         for name in given[0]:
             value = getattr(self, name)
-            texts = [value] if isinstance(value, str) else value
-            if not texts:
+            if value == []:
                 raise InvalidRequest(f"{name} must not be empty", name)
-            check_count(texts, limits, name)
-            sides.append(texts)
+            sides.append(name_texts(name, value))
+            check_count(sides[-1], limits, name)
         first, second = sides
         if len(first) == 1:
             first = first * len(second)
@@ -198,7 +208,7 @@ class ScoreRequest(PoolingBody):
                 f"{first_name} must hold one text, or as many as {second_name}: {len(second)}, not {len(first)}",
                 first_name,
             )
-        return first, second, second_name
+        return list(zip(first, second, strict=True))
 
 
 class RerankDocument(TranslatedBody):
@@ -234,12 +244,13 @@ class RerankRequest(PoolingBody):
     chat_template_kwargs: object | None = neutral({})
     max_chunks_per_doc: Ignored = Field(default=None, description="No effect: documents are not split.")
 
-    def texts(self, limits: Limits) -> list[str]:
-        """Raises InvalidRequest."""
+    def pairs(self, limits: Limits) -> list[tuple[NamedText, NamedText]]:
+        """The query with each document. Raises InvalidRequest."""
         if not self.documents:
             raise InvalidRequest("documents must not be empty", "documents")
         check_count(self.documents, limits, "documents")
-        return self.documents
+        query = NamedText("query", self.query)
+        return [(query, document) for document in name_texts("documents", self.documents)]
 
 
 def check_count(values: Sequence[object], limits: Limits, name: str) -> None:

@@ -313,6 +313,49 @@ class TestRerank:
         assert served.post("/rerank", {"query": long, "documents": ["a"], "max_tokens_per_query": 2}).status == 200
         assert served.engine.submitted[0].prompt_ids == served.ids(long)[:2]
 
+    @pytest.mark.parametrize("path", ["/rerank", "/score"])
+    def test_texts_that_are_cut_may_be_longer_than_the_context(self, serve: Serve, path: str) -> None:
+        served = serve_embedder(serve)
+        long = "import os\n" * 200
+        body = {"query" if path == "/rerank" else "queries": long, "documents": ["a", long]}
+        error = served.post(path, body).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        cuts = {"max_tokens_per_query": 5, "max_tokens_per_doc": 3}
+        assert served.post(path, body | cuts).status == 200
+        assert sorted(len(request.prompt_ids) for request in served.engine.submitted) == [1, 3, 5]
+
+    @pytest.mark.parametrize("text", ["", "import os\n" * 200, "x, " * 9], ids=["empty", "hopeless", "too long"])
+    @pytest.mark.parametrize(
+        ("path", "fields", "place"),
+        [
+            ("/rerank", ("query", "documents"), "query"),
+            ("/rerank", ("query", "documents"), "documents[1]"),
+            ("/score", ("text_1", "text_2"), "text_1"),
+            ("/score", ("text_1", "text_2"), "text_2[1]"),
+            ("/score", ("queries", "documents"), "queries[1]"),
+        ],
+    )
+    def test_errors_name_the_text(
+        self, serve: Serve, path: str, fields: tuple[str, str], place: str, text: str
+    ) -> None:
+        first, second = fields
+        body: dict[str, object] = {first: "a", second: ["b", "c"]}
+        field = place.partition("[")[0]
+        body[field] = ["d", text] if "[" in place else text
+        error = serve_embedder(serve).post(path, body).json()["error"]
+        assert error["param"] == field and error["message"].startswith(f"{place} has ")
+
+    def test_an_error_of_a_pair_names_both_texts(self, serve: Serve) -> None:
+        served = serve_classifier(serve, lambda request: (0.0,), 1)
+        body = {"query": "", "documents": ["a", ""]}
+        error = served.post("/rerank", body).json()["error"]
+        assert error == error | {"param": "documents", "message": "documents[1] with query has no tokens"}
+
+    def test_no_cosine_is_above_one(self, serve: Serve) -> None:
+        served = serve(script=lambda request: (0.0, 0.3, 0.7), model_facts=facts(**EMBEDDER))  # rounds to 1 + 2**-52
+        (result,) = served.post("/rerank", {"query": "a", "documents": ["b"]}).json()["results"]
+        assert result["relevance_score"] == 1.0
+
     def test_documents_have_other_keys(self, serve: Serve) -> None:
         served = serve_embedder(serve)
         body = {"query": "x", "documents": [{"text": "a", "title": "b", "id": 3}], "rank_fields": ["text"]}
@@ -369,7 +412,7 @@ def test_a_request_survives_its_engine(model: ServedModel) -> None:
             for _ in range(2)
         ]
         replicas = Replicas(engines[:1])
-        request = prepare_pooling([[5], [5, 6]], facts(**EMBEDDER), param="input")
+        request = prepare_pooling([[5], [5, 6]], facts(**EMBEDDER), places=["input[0]", "input[1]"])
         with Generator(LocalDispatcher(replicas), model).open(request) as generation:
             replicas.drop_lost({0: []}, EngineDead("killed"))
             replicas.join({0: engines[1]})
