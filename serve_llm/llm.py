@@ -7,7 +7,6 @@ The engine runs in its own process, as in the daemon. An event loop in a thread 
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import threading
 import weakref
@@ -86,7 +85,7 @@ class LLM:
         self._close = weakref.finalize(self, _stop, self._supervisor, self._loop, thread)
         try:
             self._model = ServedModel.load(directory, resolved)
-            logging.getLogger(__name__).info(self._model.describe_dialect())
+            self._model.log_findings()
             self._run(self._supervisor.start())
             facts = self._supervisor.replicas.facts
             self._adapters = AdapterRegistry(facts, resolved.max_lora_rank, self._model.names, resolved.download_dir)

@@ -95,7 +95,7 @@ async def assemble(options: Options, front_ends: FrontEndGroup | None = None) ->
         storage = Storage.open(options)  # before the engine is awaited: a folder that cannot be written fails early
         on_failure.callback(storage.close)
         model = await _in_thread(lambda: ServedModel.load(directory, options))
-        logger.info(await _in_thread(model.describe_dialect))
+        await _in_thread(model.log_findings)
         await supervisor.start()
         adapters = AdapterRegistry(supervisor.replicas.facts, options.max_lora_rank, model.names, options.download_dir)
         await adapters.load_all(options.lora_modules)

@@ -36,7 +36,7 @@ LARGEST = 2**31 - 1  # where the model sets the real limit
 RANGES = {
     "n": Range(1),
     "temperature": Range(0, 2),
-    "top_p": Range(0, 1, above=True),
+    "top_p": Range(0, 1),
     "top_k": Range(-1, LARGEST),
     "min_p": Range(0, 1),
     "presence_penalty": Range(-2, 2),
@@ -87,7 +87,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, metaclass=SamplingFields):
 
     n: int = 1
     temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0
+    top_p: float = 1.0  # 0: only the most likely token
     top_k: int = 0  # 0 and -1: off
     min_p: float = 0.0
     presence_penalty: float = 0.0

@@ -40,7 +40,7 @@ class Limits:
     logprobs: int = option(
         2**17, _positive_count, "log-probabilities of a request: (logprobs + 1) times tokens, over all choices"
     )
-    stop_strings: int = option(16, _positive_count, "stop strings")
+    stop_strings: int = option(128, _positive_count, "stop strings")
     stop_characters: int = option(1024, _positive_count, "characters of a stop string or bad word")
     bad_words: int = option(256, _positive_count, "bad words")
     logit_bias: int = option(4096, _positive_count, "tokens with a bias")

@@ -6,6 +6,7 @@ does not depend on how the text is split into pieces.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 
 
@@ -13,7 +14,12 @@ class StopScanner:
     """`matched` is None until a stop string is complete, then that string; push nothing after that."""
 
     def __init__(self, stops: Sequence[str], include_stop: bool) -> None:
-        self._stops = stops
+        self._longest = max(map(len, stops), default=0)
+        self._sorted = sorted(set(stops))
+        self._firsts = {stop[0] for stop in stops}
+        self._by_last: dict[str, list[str]] = {}  # by the last character, because most characters end none
+        for stop in self._sorted:
+            self._by_last.setdefault(stop[-1], []).append(stop)
         self._include = include_stop
         self._held = ""
         self.matched: str | None = None
@@ -38,23 +44,22 @@ class StopScanner:
     def _find_cut(self, window: str, border: int) -> int | None:
         """Where to cut for the first stop string that ends after `border`; the text before it was not armed."""
         best: tuple[int, int] | None = None  # (end, start)
-        for stop in self._stops:
-            start = window.find(stop, max(0, border - len(stop) + 1))
-            if start >= 0 and (best is None or (start + len(stop), start) < best):
-                best = (start + len(stop), start)
-                self.matched = stop
+        for last in set(window[border:]) & self._by_last.keys():
+            for stop in self._by_last[last]:
+                start = window.find(stop, max(0, border - len(stop) + 1))
+                if start >= 0 and (best is None or (start + len(stop), start) < best):
+                    best = (start + len(stop), start)
+                    self.matched = stop
         if best is None:
             return None
         return best[0] if self._include else best[1]
 
     def _find_possible_start(self, window: str) -> int:
         """Where the longest suffix of the window starts that is a proper prefix of a stop string."""
-        earliest = len(window)
-        for stop in self._stops:
-            start = window.find(stop[0], max(0, len(window) - len(stop) + 1))
-            while 0 <= start < earliest:
-                if stop.startswith(window[start:]):
-                    earliest = start
-                    break
-                start = window.find(stop[0], start + 1)
-        return earliest
+        for start in range(max(0, len(window) - self._longest + 1), len(window)):
+            if window[start] in self._firsts:
+                suffix = window[start:]
+                after = bisect.bisect_right(self._sorted, suffix)  # strings that begin with the suffix come next
+                if after < len(self._sorted) and self._sorted[after].startswith(suffix):
+                    return start
+        return len(window)

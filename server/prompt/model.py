@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,12 +15,16 @@ from serve_llm.server.dialects.dialect import Dialect
 from serve_llm.server.dialects.fingerprint import find_header
 from serve_llm.server.dialects.selfcheck import describe_dialect
 from serve_llm.server.dialects.turn import opens_reasoning
-from serve_llm.server.http.errors import ModelNotFound
+from serve_llm.server.http.errors import InvalidRequest, ModelNotFound
 from serve_llm.server.prompt.fill_in_middle import FillInMiddle, find_fill_in_middle
 from serve_llm.server.prompt.template import ChatTemplate, load_template
 from serve_llm.server.prompt.tokenizer import Tokenizer, load_tokenizer
 from serve_llm.server.prompt.vector_settings import VectorSettings, read_vector_settings
+from serve_llm.server.sampling_params import SamplingParams
 
+logger = logging.getLogger(__name__)
+
+_GENERATION_CONFIG = "generation_config.json"
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -38,6 +43,7 @@ class ServedModel:
     fill_in_middle: FillInMiddle | None = None  # None: the model has no tokens for it
     tokenizer_class: str | None = None  # as tokenizer_config.json names it
     turn_header: str = ""  # what the template writes before a turn of the model
+    ignored_defaults: tuple[str, ...] = ()  # what is wrong with values of generation_config.json
     adapters: dict[str, Adapter] = field(default_factory=dict)  # by name; changes while the server runs
 
     def opens_reasoning(self, prompt: str) -> bool:
@@ -57,9 +63,12 @@ class ServedModel:
         ends = () if self.dialect is None else self.dialect.ends
         return tuple(end for end in ends if end not in self.tokenizer.added_tokens)
 
-    def describe_dialect(self) -> str:
-        """One line for the log, with the verdict of the self-check."""
-        return describe_dialect(self.dialect, self.dialect_source, self.template)
+    def log_findings(self) -> None:
+        """Log the dialect, with the verdict of its self-check, and the defaults that are ignored. For the process that
+        serves: others load the model too."""
+        logger.info(describe_dialect(self.dialect, self.dialect_source, self.template))
+        for reason in self.ignored_defaults:
+            logger.warning("%s: %s; it is ignored", self.directory / _GENERATION_CONFIG, reason)
 
     def check_name(self, name: str | None) -> str:
         """The model name for the reply, which may be that of an adapter; None means the served model. Raises
@@ -85,7 +94,8 @@ class ServedModel:
         config = _optional_json(directory / "config.json")
         _check_vocabulary(tokenizer, config.get("vocab_size"), text_directory)
         tokenizer_class = _optional_json(text_directory / "tokenizer_config.json").get("tokenizer_class")
-        generation = _optional_json(directory / "generation_config.json")
+        generation = _optional_json(directory / _GENERATION_CONFIG)
+        defaults, ignored = _read_defaults(generation if options.generation_config == "auto" else {})
         template = load_template(options.chat_template, text_directory, tokenizer.named_tokens)
         chosen = choose_dialect(options.dialect, text_directory, template, tokenizer.added_tokens)
         return cls(
@@ -95,7 +105,8 @@ class ServedModel:
             tokenizer=tokenizer,
             template=template,
             eos_ids=_eos_ids(generation, config, tokenizer),
-            defaults=_defaults(generation) if options.generation_config == "auto" else {},
+            defaults=defaults,
+            ignored_defaults=ignored,
             vectors=read_vector_settings(directory, text_directory, config, options.classifier_from_token),
             dialect=chosen.dialect,
             dialect_source=chosen.source,
@@ -128,16 +139,21 @@ def _eos_ids(generation: dict[str, object], config: dict[str, object], tokenizer
     return ()
 
 
-def _defaults(generation: dict[str, object]) -> dict[str, float]:
+def _read_defaults(generation: dict[str, object]) -> tuple[dict[str, float], tuple[str, ...]]:
+    """(values for fields that requests omit, why others are ignored: no request may have them). Raises ModelError."""
     defaults: dict[str, float] = {}
+    ignored = []
     for name in _DEFAULTED:
         value = generation.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e9:
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise ModelError(
-                f"generation_config.json: {name} must be a number, not {value!r}; correct it, or use "
+                f"{_GENERATION_CONFIG}: {name} must be a number, not {value!r}; correct it, or use "
                 "--generation-config none"
             )
-        defaults[name] = int(value) if name == "top_k" else value
-    return defaults
+        try:
+            defaults[name] = getattr(SamplingParams(**{name: value}), name)  # type: ignore[arg-type]
+        except InvalidRequest as error:
+            ignored.append(error.message)
+    return defaults, tuple(ignored)

@@ -154,8 +154,9 @@ class _Texts:
     def __init__(self, body: PoolingBody, context: Context) -> None:
         self._context = context
         self._side: Side = body.truncation_side or "right"
-        is_rendered = isinstance(body, InputBody) and body.messages is not None  # and has the template's special tokens
-        self._adds_special_tokens = bool(body.add_special_tokens) if is_rendered else body.add_special_tokens is not False
+        is_rendered = isinstance(body, InputBody) and body.messages is not None
+        adds_by_default = not is_rendered  # a template writes them itself
+        self._adds_special_tokens = adds_by_default if body.add_special_tokens is None else body.add_special_tokens
         self._is_cut = body.truncate_prompt_tokens is not None
         longest = context.facts.max_model_len
         asked = body.truncate_prompt_tokens

@@ -46,7 +46,8 @@ class MessageBuilder:
                 block["thinking"] = "" if self.omits_thinking else text
                 block["signature"] = sign_thinking(text, is_omitted=self.omits_thinking)
         body = self.describe(counts)
-        body["content"] = blocks or [{"type": "text", "text": ""}]
+        empty = [{"type": "text", "text": ""}] if counts.completion else []  # nothing was generated: max_tokens is 0
+        body["content"] = blocks or empty
         body |= describe_end(delta)
         return encode_json(body)
 
@@ -95,7 +96,7 @@ class MessageEncoder:
 
     def encode_end(self, counts: TokenCounts) -> bytes:
         events = self._start(counts)
-        if self._num_blocks == 0:
+        if self._num_blocks == 0 and counts.completion:
             events += self._open_block({"type": "text", "text": ""})
         events += self._close_block()
         events.append({"type": "message_delta", "delta": self._end, "usage": build_message_usage(counts)})

@@ -173,7 +173,7 @@ class ChatRequest(SamplingBody, TemplateBody, ChatPeerFields):
             self.reasoning_effort = self.output_config.effort
         super().check(limits)
         if self.top_logprobs is not None:
-            if not self.logprobs:
+            if not self.logprobs and self.top_logprobs != 0:
                 raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
             if self.top_logprobs not in RANGES["logprobs"]:
                 raise InvalidRequest(

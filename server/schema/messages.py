@@ -173,7 +173,9 @@ class CountTokensRequest(TranslatedBody):
 
 
 class MessagesRequest(CountTokensRequest):
-    max_tokens: int = Field(ge=1, description="An upper bound: less if the context is too short for it.")
+    max_tokens: int = Field(
+        ge=0, description="An upper bound: less if the context is too short for it. 0 only computes the prompt."
+    )
     stream: bool | None = None
     stop_sequences: Strings | None = None
     temperature: float | None = ranged("temperature", "0 takes the most likely token.")

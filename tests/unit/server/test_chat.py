@@ -135,6 +135,12 @@ def test_continuing_the_final_message(served: Served) -> None:
     assert prompt_text(served).endswith("hi<|end|>\n")
 
 
+def test_no_top_logprobs_are_no_logprobs(serve: Serve) -> None:
+    served = serve()
+    for fields in ({"logprobs": False, "top_logprobs": 0}, {"top_logprobs": 0}):
+        assert completion(served.chat(max_tokens=2, **fields)).choices[0].logprobs is None
+
+
 def test_logprobs(serve: Serve) -> None:
     served = serve("a\U0001f600")
     ids = served.ids("a\U0001f600")
@@ -271,6 +277,8 @@ BAD: list[tuple[dict[str, object], str, str | None]] = [
     ({"thinking": True, "enable_thinking": False}, "thinking", None),
     ({"thinking": {"type": "enabled", "budget_tokens": 5}, "thinking_token_budget": 6}, "thinking", None),
     ({"top_logprobs": 2}, "top_logprobs", None),
+    ({"logprobs": False, "top_logprobs": 1}, "top_logprobs", None),
+    ({"top_logprobs": -1}, "top_logprobs", None),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
     ({"logprobs": 1}, "logprobs", None),
     ({"max_completion_tokens": -1}, "max_completion_tokens", None),

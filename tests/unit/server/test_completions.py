@@ -267,6 +267,18 @@ def test_every_parameter_reaches_the_engine(served: Served) -> None:
     assert (request.priority, request.cache_salt) == (4, "s")
 
 
+def test_a_top_p_of_zero_takes_the_most_likely_token(served: Served) -> None:
+    assert served.complete(temperature=1.5, top_p=0, top_k=7).status == 200
+    sampling = served.engine.submitted[-1].sampling
+    assert (sampling.top_k, sampling.top_p, sampling.temperature) == (1, 1.0, 1.5)
+
+
+def test_many_stop_strings(served: Served) -> None:
+    stops = [f"\nname{number}:" for number in range(127)]
+    whole = completion(served.complete(max_tokens=20)).choices[0].text
+    assert completion(served.complete(max_tokens=20, stop=[*stops, whole[2:4]])).choices[0].text == whole[:2]
+
+
 def test_null_is_absent_and_harmless_fields_are_accepted(served: Served) -> None:
     names = ("temperature", "n", "stop", "seed", "logprobs", "best_of", "suffix", "stream", "echo", "max_tokens")
     assert completion(served.complete(**dict.fromkeys(names))).choices[0].finish_reason == "length"
@@ -294,7 +306,7 @@ BAD: list[tuple[dict[str, object], int, str | None]] = [
     ({"temperature": -1}, 400, "temperature"),
     ({"temperature": "1"}, 400, "temperature"),
     ({"temperature": True}, 400, "temperature"),
-    ({"top_p": 0}, 400, "top_p"),
+    ({"top_p": -0.1}, 400, "top_p"),
     ({"n": 0}, 400, "n"),
     ({"n": 1.5}, 400, "n"),
     ({"max_tokens": -1}, 400, "max_tokens"),
@@ -302,7 +314,7 @@ BAD: list[tuple[dict[str, object], int, str | None]] = [
     ({"max_tokens": 10**400}, 400, "max_tokens"),
     ({"logprobs": 21}, 400, "logprobs"),
     ({"logprobs": True}, 400, "logprobs"),
-    ({"stop": ["x"] * 17}, 400, "stop"),
+    ({"stop": ["x"] * 129}, 400, "stop"),
     ({"stop": {"a": 1}}, 400, "stop"),
     ({"logit_bias": {"x": 1}}, 400, "logit_bias.x"),
     *(

@@ -130,6 +130,21 @@ def test_stop_sequence_and_max_tokens(serve_text: ServeText) -> None:
     assert cut["stop_reason"] == "max_tokens" and cut["content"][0]["name"] == "get_weather"
 
 
+def test_no_tokens_compute_the_prompt_only(serve_text: ServeText) -> None:
+    served = serve_text("one two", script=lambda request: [])
+    body = read_body(ask(served, max_tokens=0))
+    assert (body["stop_reason"], body["content"], body["usage"]["output_tokens"]) == ("max_tokens", [], 0)
+    assert served.engine.submitted[-1].sampling.max_tokens == 0
+    streamed = fold(read_events(ask(served, max_tokens=0, stream=True)))
+    assert (streamed["stop_reason"], streamed["content"]) == ("max_tokens", [])
+
+
+def test_a_top_p_of_zero_takes_the_most_likely_token(serve_text: ServeText) -> None:
+    served = serve_text("one")
+    assert ask(served, top_p=0).status == 200
+    assert served.engine.submitted[-1].sampling.top_k == 1
+
+
 def test_max_tokens_is_an_upper_bound(serve_text: ServeText) -> None:
     served = serve_text("Hello.")
     assert ask(served, max_tokens=10**6).status == 200
@@ -255,7 +270,7 @@ SETS = {"name": "a", "input_schema": {"properties": {"a": {"type": "array", "uni
 FORMAT = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "boolean"}}}}
 BAD: list[tuple[Json, str]] = [
     ({"max_tokens": None}, "max_tokens"),
-    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
     ({"messages": []}, "messages must not be empty"),
     ({"messages": [{"role": "tool", "content": "x"}]}, r"messages[0].role"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
@@ -284,7 +299,7 @@ BAD: list[tuple[Json, str]] = [
     ({"thinking": {"type": "sometimes"}}, "thinking.type"),
     ({"temperature": 3}, "temperature"),
     ({"stop_sequences": [""]}, "stop_sequences must not"),
-    ({"stop_sequences": ["x"] * 17}, "stop_sequences may hold at most 16"),
+    ({"stop_sequences": ["x"] * 129}, "stop_sequences may hold at most 128"),
     ({"stop_sequences": ["x" * 1025]}, "each string of stop_sequences"),
     ({"output_format": FORMAT, "output_config": {"format": FORMAT}}, "exclude each other"),
     ({"output_format": {"type": "json_schema", "schema": {"type": "nothing"}}}, "output_format.schema"),

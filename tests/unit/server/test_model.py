@@ -55,16 +55,37 @@ def test_sampling_defaults_are_the_models_unless_turned_off(checkpoint: Path) ->
     assert found == {"temperature": 0.6, "top_k": 20} and isinstance(found["top_k"], int)
     assert load(checkpoint, generation_config="none").defaults == {}
     change(checkpoint / "generation_config.json", temperature="hot")
+    assert load(checkpoint, generation_config="none").defaults == {}
     with pytest.raises(ModelError, match="temperature"):
         load(checkpoint)
 
 
-def test_the_dialect_is_found_by_the_chat_template_and_opens_reasoning(checkpoint: Path) -> None:
+def test_defaults_that_no_request_may_have_are_ignored_with_a_warning(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change(checkpoint / "generation_config.json", temperature=3.0, top_k=20.5, top_p=0, min_p=0.1)
+    model = load(checkpoint)
+    assert model.defaults == {"top_p": 0, "min_p": 0.1}
+    assert not caplog.records  # workers load the model too
+    model.log_findings()
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    path = checkpoint / "generation_config.json"
+    assert warnings == [
+        f"{path}: temperature must be at least 0 and at most 2, not 3.0; it is ignored",
+        f"{path}: top_k must be an integer, not 20.5; it is ignored",
+    ]
+
+
+def test_the_dialect_is_found_by_the_chat_template_and_opens_reasoning(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert load(checkpoint).dialect is None
     (checkpoint / "chat_template.jinja").write_text(TEMPLATES["qwen3"].write())
     model = load(checkpoint)
     assert model.dialect is not None and model.dialect.name == "qwen3"
-    assert "check passed" in model.describe_dialect()
+    with caplog.at_level("INFO"):
+        model.log_findings()
+    assert "check passed" in caplog.text
     prompt = "[user] <think>\n<|im_start|>assistant\n"
     assert not model.opens_reasoning(prompt)
     assert model.opens_reasoning(prompt + "<think>\n")

@@ -280,7 +280,7 @@ def test_bad_requests_to_fill_in(serve: Serve, model: ServedModel) -> None:
         ({"n_predict": -2}, "n_predict"),
         ({"n_predict": 4000}, "n_predict"),
         ({"temperature": 3}, "temperature"),
-        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ["x"] * 129}, "stop"),
     ):
         reply = served.post("/infill", INFILL | body)
         assert (reply.status, reply.json()["error"]["param"]) == (400, param)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,3 +61,13 @@ def test_long_stop_strings_on_hostile_text() -> None:
     stops = ["a" * 1000 + str(number) for number in range(16)]
     scanner = StopScanner(stops, False)
     assert "".join(scanner.push("a" * 4, True) for _ in range(500)) == "a" * 1000  # the rest may still become one
+
+
+def test_a_long_rejected_beginning_costs_little() -> None:
+    stops = ["a" * 1020 + chr(number) + "a" for number in range(0x100, 0x100 + 128)]
+    scanner = StopScanner(stops, False)
+    began = time.process_time()
+    for _ in range(20):
+        assert scanner.push("a" * 1000, True) == ""
+        assert scanner.push("z", True) == "a" * 1000 + "z"
+    assert time.process_time() - began < 1.0  # comparing each stop string at each position takes 3 s
