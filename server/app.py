@@ -120,6 +120,11 @@ _ROUTE_HINTS = {
     "/v1/unload_lora_adapter": "it may need the option --enable-lora",
     "/scale": "it may need the option --data-parallel-max; vLLM's /scale_elastic_ep is POST /scale here",
 }
+# Routes of the APIs that are not served, though a route for an id may match their path.
+_ABSENT_ROUTES = {
+    ("POST", "/v1/responses/compact"): "nothing here shortens a conversation; ask the model for a summary of its "
+    "beginning, and send that instead",
+}
 # Paths of other engines, and common misspellings -> ours of the same purpose.
 _OTHER_PATHS = {
     "/completion": "/v1/completions",
@@ -330,9 +335,12 @@ async def _answer_serve_error(request: Request, error: Exception) -> Response:
 async def _answer_http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods, which the router refuses."""
     assert isinstance(error, HTTPException)
-    if error.status_code == 405:
-        return _respond(WrongMethod(f"{request.method} is not allowed on {request.url.path}"), error.headers)
     path = request.url.path
+    reason = _ABSENT_ROUTES.get((request.method, path))
+    if reason is not None:
+        return _respond(NotFound(f"no such route: {request.method} {path}; {reason}"))
+    if error.status_code == 405:
+        return _respond(WrongMethod(f"{request.method} is not allowed on {path}"), error.headers)
     hints = [f"; {hint}" for prefix, hint in _ROUTE_HINTS.items() if path.startswith(prefix)]
     suggestion = "".join(hints) or _suggest_route(request)
     return _respond(NotFound(f"no such route: {request.method} {path}{suggestion}"))

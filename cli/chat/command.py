@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -95,6 +96,8 @@ def talk(chat: ChatLoop, prompt: str | None, by_line: bool) -> int:
         with LineHistory():
             chat.run(read_terminal_line, keeps_going=True)
         return 0
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     read = make_pipe_reader(sys.stdin)
     if by_line and prompt is None:
         return 0 if chat.run(read, keeps_going=False) else 1

@@ -164,6 +164,8 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = functools.partial(_run_without_chunks, app, cycle)
         super()._start_asgi_task(cycle, app)
         self._running = cycle
         if cycle.more_body:
@@ -243,6 +245,24 @@ class Connection(HttpToolsProtocol):
 
     async def _refuse_header(self, scope: Message, receive: Receive, send: Send) -> None:
         await send_error(self._header_error, send)
+
+
+async def _run_without_chunks(
+    app: AsgiApp, cycle: RequestResponseCycle, scope: Message, receive: Receive, send: Send
+) -> None:
+    """Answer a client of HTTP/1.0, which knows no chunks: a body of unknown length ends with the connection."""
+    has_length = False
+
+    async def send_without_chunks(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = None if has_length else False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    await app(scope, receive, send_without_chunks)
 
 
 class _CycleTransport:

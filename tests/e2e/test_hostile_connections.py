@@ -137,6 +137,23 @@ def test_what_is_not_http_is_answered_like_any_error(strict: Daemon, sent: bytes
         assert refusal(read_all(client)) == (400, None)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_old_client_gets_no_chunks(strict: Daemon, stream: bool) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 4, "ignore_eos": True, "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: {len(body)}\r\n\r\n"
+    with connect(strict) as client:
+        client.sendall(head.encode() + body)
+        received_head, _, content = read_all(client).partition(b"\r\n\r\n")
+    assert b" 200 " in received_head and b"connection: close" in received_head.lower()
+    assert b"transfer-encoding" not in received_head.lower()
+    if stream:
+        events = content.removesuffix(b"\n\n").split(b"\n\n")
+        assert len(events) == 5 and events[-1] == b"data: [DONE]"
+        assert all(event.startswith(b"data: ") for event in events)
+    else:
+        assert f"content-length: {len(content)}".encode() in received_head and json.loads(content)["usage"]
+
+
 def test_trailers_count_as_header(strict: Daemon) -> None:
     with connect(strict) as client:
         client.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n" + b"X: y\r\n" * 2000)

@@ -58,6 +58,14 @@ def test_names_of_vllms_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
             command.main(arguments, {})
 
 
+@pytest.mark.parametrize("arguments", [(), ("--lines",)])
+def test_bytes_of_stdin_that_are_no_text_are_replaced(monkeypatch: pytest.MonkeyPatch, arguments: tuple[str]) -> None:
+    with serve_script([[{"content": "x"}]]) as api:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9!\n"), encoding="utf-8"))
+        assert command.main([api.url, *arguments], {}) == 0
+    assert api.bodies[0]["messages"] == [{"role": "user", "content": "caf\ufffd!"}]
+
+
 def test_lines_are_turns_and_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     lines = "/set max_tokens 5\none\n\ntwo\n/retry\n/reset\nthree\n/quit\nfour\n"
     with serve_script([[{"content": text}] for text in "ABCD"]) as api:

@@ -167,6 +167,13 @@ def test_a_request_id_comes_back_with_every_answer(served: Served) -> None:
         assert reply.headers["x-request-id"] == "mine-1"
 
 
+@pytest.mark.parametrize("store", ["none", "memory"])
+def test_compaction_is_named_as_absent(serve: Serve, store: str) -> None:
+    reply = serve(options={"responses_store": store}).post("/v1/responses/compact", {"input": "x"})
+    assert reply.status == 404 and "summary" in reply.json()["error"]["message"]
+    assert "--responses-store" not in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/nowhere", 404), ("GET", "/v1/completions", 405)])
 def test_the_routers_refusals_have_the_errors_shape(served: Served, method: str, path: str, status: int) -> None:
     reply = served.get(path)
