@@ -50,9 +50,7 @@ def resolve_model(
     """
     if (gguf := _find_gguf(model, revision, download_dir)) is not None:
         return make_checkpoint_directory(gguf, cache_directory() / "gguf")
-    if model == "demo":
-        directory = Path(str(files("serve_llm.demo")))
-    elif (local := _local(model)) is not None:
+    if (local := _local(model)) is not None:
         directory = local
     else:
         directory = _download(model, revision, download_dir, _TEXT_FILES + (_WEIGHT_FILES if weights else ()))
@@ -128,7 +126,7 @@ def _download_modules(model: str, revision: str | None, download_dir: str | None
 def resolve_config(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """The checkpoint directory with what `read_config` reads; downloads no other file, except a GGUF file. Raises
     ModelError like `resolve_model`."""
-    if model == "demo" or ":" in model or Path(model).suffix == ".gguf" or _local(model) is not None:
+    if ":" in model or Path(model).suffix == ".gguf" or _local(model) is not None:
         return resolve_model(model, revision, download_dir, weights=False)
     return _download(model, revision, download_dir, ("config.json", *_QUANTIZATION_FILES))
 
@@ -136,8 +134,6 @@ def resolve_config(model: str, revision: str | None = None, download_dir: str | 
 def resolve_tokenizer(tokenizer: str, download_dir: str | None = None) -> Path:
     """The directory of the tokenizer named by --tokenizer: local, "demo", or a Hugging Face id.
     Raises ModelError like `resolve_model`."""
-    if tokenizer == "demo":
-        return resolve_model(tokenizer)
     try:
         return _local(tokenizer) or _download(tokenizer, None, download_dir, _TEXT_FILES)
     except ModelError as error:
@@ -193,7 +189,10 @@ def read_config(directory: Path | str) -> dict[str, object]:
 
 
 def _local(name: str) -> Path | None:
-    """The directory of that name, None if the name can only be a Hugging Face id. Raises ModelError."""
+    """The bundled directory for "demo", or the directory of that name, None if the name can only be a Hugging Face id.
+    Raises ModelError."""
+    if name == "demo":
+        return Path(str(files("serve_llm.demo")))
     path = Path(name).expanduser()
     if path.is_dir():
         return path

@@ -10,12 +10,12 @@ import asyncio
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
-from serve_llm.common.errors import OptionError
+from serve_llm.common.errors import EngineError, OptionError
 from serve_llm.common.hub import resolve_model, resolve_tokenizer
 from serve_llm.common.options.schema import Options
 from serve_llm.common.options.sources import make_options
@@ -26,13 +26,13 @@ from serve_llm.server.engines.supervisor import Supervisor
 from serve_llm.server.generate.delta import Delta
 from serve_llm.server.generate.dispatcher import LocalDispatcher
 from serve_llm.server.generate.generation import Generation, Generator
-from serve_llm.server.generate.offline import UseTqdm, create_bar, run_all
+from serve_llm.server.generate.offline import UseTqdm, create_bar, run_all, run_loop
 from serve_llm.server.http.errors import InvalidRequest
 from serve_llm.server.prompt import pooling_jobs
 from serve_llm.server.prompt.chat_turn import prepare_turn
 from serve_llm.server.prompt.context import Context
 from serve_llm.server.prompt.model import ServedModel
-from serve_llm.server.prompt.offline_prompts import Prompt, list_prompts, parse_prompt
+from serve_llm.server.prompt.offline_prompts import ParsedPrompt, Prompt, parse_prompts, set_priorities
 from serve_llm.server.prompt.pool import build_grammar_compiler
 from serve_llm.server.prompt.pooling_jobs import Pool
 from serve_llm.server.prompt.validate import TextRequest, check_text, prepare
@@ -71,15 +71,15 @@ class LLM:
             raise OptionError("otlp_traces_endpoint: only requests over HTTP have traces")
         if resolved.enable_log_requests:
             raise OptionError("enable_log_requests: only requests over HTTP are logged")
-        if resolved.front_ends > 1:
-            raise OptionError("front_ends: only the server has several")
+        if resolved.has_front_ends:
+            raise OptionError("front_ends, front_end_addr: only the server has front ends")
         if resolved.is_scalable:
             raise OptionError("data_parallel_min, data_parallel_max: only a server adds and removes engines")
         with_weights = resolved.load_format == "auto"
         directory = resolve_model(resolved.model, resolved.revision, resolved.download_dir, weights=with_weights)
         self._options = resolved
         self._loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=_run_loop, args=(self._loop,), name="serve-llm", daemon=True)
+        thread = threading.Thread(target=run_loop, args=(self._loop,), name="serve-llm", daemon=True)
         thread.start()
         self._supervisor = self._run(_create_supervisor(resolved, str(directory)))
         self._close = weakref.finalize(self, _stop, self._supervisor, self._loop, thread)
@@ -103,7 +103,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,
         *,
@@ -113,26 +113,28 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue all prompts together. Returns the outputs in the order of the prompts.
 
-        prompts: a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}, or a list of these.
+        prompts: a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}, or any iterable of these.
+            A dict may also hold "cache_salt": cached prefixes are shared between equal salts only.
         sampling_params: one for all, or one for each; by default those of the model's generation_config.json.
         lora_request: an adapter for all, or one or None for each: a `LoRARequest`, or the name of an adapter that is
             loaded, by an earlier `LoRARequest` or `lora_modules`; needs enable_lora=True.
         lora: the same, under a shorter name.
         priority: one for each prompt; lower values run first.
         Raises InvalidRequest (a ValueError) before anything runs if a prompt or parameter is invalid, AdapterError if
-        an adapter cannot be served, and GenerationFailed if the engine fails.
+        an adapter cannot be served, GenerationFailed if the engine fails, and EngineError after `close`.
         """
-        parsed = [parse_prompt(prompt) for prompt in list_prompts(prompts)]
+        self._check_open()
+        parsed = parse_prompts(prompts)
         params = self._expand_params(len(parsed), sampling_params)
         prepared = [self._prepare(prompt, one) for prompt, one in zip(parsed, params, strict=True)]
         if priority is not None:
-            _set_priorities(prepared, priority)
+            set_priorities([request for _, request in prepared], priority)
         self._add_adapters([request for _, request in prepared], lora_request, lora)
         return self._complete(prepared, use_tqdm)
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Iterable[Message] | Iterable[Iterable[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,
         *,
@@ -152,8 +154,9 @@ class LLM:
         chat_template: Jinja source, used instead of the model's own template.
         lora_request, lora and what is raised: as in `generate`.
         """
-        is_list = bool(messages) and not isinstance(messages[0], Mapping)
-        conversations: Any = messages if is_list else [messages]
+        self._check_open()
+        given: list[Any] = list(messages)
+        conversations = [given] if not given or isinstance(given[0], Mapping) else given
         prepared = []
         for conversation, params in zip(
             conversations, self._expand_params(len(conversations), sampling_params), strict=True
@@ -176,7 +179,7 @@ class LLM:
 
     def embed(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         use_tqdm: UseTqdm = True,
         *,
         dimensions: int | None = None,
@@ -186,7 +189,7 @@ class LLM:
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         """The embedding of each prompt. Fields are those of /v1/embeddings, adapters and errors those of `generate`."""
         fields = {"dimensions": dimensions, "truncate_prompt_tokens": truncate_prompt_tokens}
-        bodies = [{"input": parse_prompt(prompt), **fields} for prompt in list_prompts(prompts)]
+        bodies = [prompt.to_body() | fields for prompt in parse_prompts(prompts)]
 
         def build(pool: Pool, vectors: list[bytes]) -> EmbeddingOutput:
             return EmbeddingOutput(cut_vector(vectors[0], pool.dimensions).tolist())
@@ -196,7 +199,7 @@ class LLM:
 
     def classify(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         use_tqdm: UseTqdm = True,
         *,
         truncate_prompt_tokens: int | None = None,
@@ -205,7 +208,7 @@ class LLM:
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """The probabilities of each prompt's classes. Adapters and errors are those of `generate`."""
         fields = {"truncate_prompt_tokens": truncate_prompt_tokens}
-        bodies = [{"input": parse_prompt(prompt), **fields} for prompt in list_prompts(prompts)]
+        bodies = [prompt.to_body() | fields for prompt in parse_prompts(prompts)]
         settings = self._model.vectors
 
         def build(pool: Pool, vectors: list[bytes]) -> ClassificationOutput:
@@ -287,15 +290,23 @@ class LLM:
             raise InvalidRequest(f"{len(params)} sampling_params for {num_prompts} prompts", "sampling_params")
         return [msgspec.structs.replace(one) for one in params]
 
-    def _prepare(self, prompt: str | list[int], params: SamplingParams) -> PreparedPrompt:
+    def _check_open(self) -> None:
+        if not self._close.alive:
+            raise EngineError("this LLM is closed; make a new one")
+
+    def _prepare(self, prompt: ParsedPrompt, params: SamplingParams) -> PreparedPrompt:
         context = self._context
-        text = prompt if isinstance(prompt, str) else None
-        if isinstance(prompt, str):
-            check_text(prompt, context.model, context.facts, params.truncate_prompt_tokens is not None, "prompt")
-            prompt = context.model.tokenizer.encode(prompt, add_special_tokens=True)
+        text = None
+        if isinstance(prompt.content, str):
+            text = prompt.content
+            check_text(text, context.model, context.facts, params.truncate_prompt_tokens is not None, "prompt")
+            ids = context.model.tokenizer.encode(text, add_special_tokens=True)
+        else:
+            ids = prompt.content
         wanted = params.structured_outputs
         grammar = "" if wanted is None else context.find_grammar(wanted)
-        return text, prepare([prompt], params, context.model, context.facts, grammar=grammar)
+        salt = prompt.cache_salt or ""
+        return text, prepare([ids], params, context.model, context.facts, grammar=grammar, cache_salt=salt)
 
     def _add_adapters(
         self, requests: Sequence[TextRequest], lora_request: AdapterChoices, lora: AdapterChoices
@@ -344,6 +355,7 @@ class LLM:
         lora: AdapterChoices,
     ) -> list[Pool]:
         """One request per body, of the route that `job` belongs to."""
+        self._check_open()
         pools = [job(msgspec.json.encode(body), self._context) for body in bodies]
         self._add_adapters([pool.request for pool in pools], lora_request, lora)
         return pools
@@ -364,7 +376,7 @@ class LLM:
         return outputs
 
     def _open(self, request: TextRequest) -> Generation:
-        request.cache_salt = self._cache_salt
+        request.cache_salt = self._cache_salt + request.cache_salt
         return self._generator.open(request)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -380,21 +392,7 @@ async def _create_supervisor(options: Options, directory: str) -> Supervisor:
     return Supervisor(options, directory)
 
 
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    loop.run_forever()
-    loop.close()
-
-
 def _stop(supervisor: Supervisor, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     asyncio.run_coroutine_threadsafe(supervisor.stop(), loop).result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
-
-
-def _set_priorities(prepared: Sequence[PreparedPrompt], priorities: Sequence[int]) -> None:
-    if len(priorities) != len(prepared):
-        raise InvalidRequest(f"{len(priorities)} priorities for {len(prepared)} prompts", "priority")
-    for (_, request), priority in zip(prepared, priorities, strict=True):
-        if not -(2**31) <= priority < 2**31:
-            raise InvalidRequest("priority must fit into 32 bits", "priority")
-        request.priority = priority

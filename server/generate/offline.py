@@ -39,3 +39,9 @@ async def run_all(generations: list[Generation], bar: tqdm[Any]) -> list[list[De
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+def run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Run it until it is stopped, and close it."""
+    loop.run_forever()
+    loop.close()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from serve_llm import LLM, RequestOutput, SamplingParams
-from serve_llm.common.errors import OptionError
+from serve_llm.common.errors import EngineError, OptionError
 from serve_llm.server.generate.generation import Generation
 from serve_llm.server.http.errors import GenerationFailed, InvalidRequest
 from serve_llm.server.prompt.validate import TextRequest
@@ -49,6 +49,25 @@ def test_prompts_in_every_form_give_the_same(llm: LLM) -> None:
     for prompts in (ids, [ids], {"prompt": PROMPTS[0]}, {"prompt_token_ids": ids}):
         (output,) = llm.generate(prompts, params, use_tqdm=False)
         assert output.outputs[0].token_ids == text.outputs[0].token_ids
+
+
+def test_cached_prefixes_are_shared_between_equal_salts_only(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1)
+    text = "def salted(number):\n" * 20
+    cached = []
+    for salt in ("a", "b", "a"):
+        (output,) = llm.generate({"prompt": text, "cache_salt": salt}, params, use_tqdm=False)
+        cached.append(output.num_cached_tokens)
+    assert cached[0] == cached[1] == 0 and cached[2]
+
+
+def test_any_iterable_of_prompts(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2)
+    outputs = llm.generate((prompt for prompt in PROMPTS), params, use_tqdm=False)
+    assert [output.prompt for output in outputs] == PROMPTS
+    message = {"role": "user", "content": "import os"}
+    assert len(llm.chat(iter([message]), params, use_tqdm=False)) == 1
+    assert len(llm.chat(([message] for _ in range(2)), params, use_tqdm=False)) == 2
 
 
 def test_params_for_each_prompt_and_seeds(llm: LLM) -> None:
@@ -163,6 +182,17 @@ def test_a_request_that_the_engine_cannot_read_fails_alone(llm: LLM, monkeypatch
     with pytest.raises(GenerationFailed, match="max_tokens"):
         llm.generate("x", SamplingParams(max_tokens=2.0), use_tqdm=False)  # type: ignore[arg-type]
     assert llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)[0].finished
+
+
+def test_a_closed_engine_says_so() -> None:
+    llm = LLM("demo", max_model_len="1k", kv_cache_memory="16MiB", runner="generate", convert="embed")
+    llm.close()
+    llm.close()
+    for call in (lambda: llm.generate("x"), lambda: llm.chat([{"role": "user", "content": "x"}])):
+        with pytest.raises(EngineError, match="closed"):
+            call()
+    with pytest.raises(EngineError, match="closed"):
+        llm.embed("x")
 
 
 def test_a_script_of_four_lines_needs_no_main_guard_and_leaves_nothing(tmp_path) -> None:

@@ -201,3 +201,8 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"pytorch_model-1.bin lacks a, which .* places there"):
         convert(tmp_path / "model", tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_the_bundled_model_has_nothing_to_convert(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"demo: neither pytorch_model\.bin nor .*: there is nothing to convert"):
+        command.main(["demo", "-o", str(tmp_path / "out")], {})

@@ -1,0 +1,70 @@
+"""What Python callers may give as prompts, and what errors say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from serve_llm.server.http.errors import InvalidRequest, Unsupported
+from serve_llm.server.prompt.offline_prompts import ParsedPrompt, parse_prompts
+
+TEXT = ParsedPrompt("a")
+IDS = ParsedPrompt([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: "a", [TEXT]),
+        (lambda: ["a", "a"], [TEXT, TEXT]),
+        (lambda: ("a" for _ in range(2)), [TEXT, TEXT]),
+        (lambda: dict.fromkeys("a"), None),  # a dict is one prompt
+        (lambda: [1, 2], [IDS]),
+        (lambda: iter([1, 2]), [IDS]),
+        (lambda: (1, 2.0), [IDS]),
+        (lambda: np.array([1, 2]), [IDS]),
+        (lambda: np.array([[1, 2], [1, 2]]), [IDS, IDS]),
+        (lambda: [[1, 2], "a"], [IDS, TEXT]),
+        (lambda: [np.array([1, 2])], [IDS]),
+        (list, []),
+        (lambda: {"prompt": "a"}, [TEXT]),
+        (lambda: {"prompt": [1, 2]}, [IDS]),
+        (lambda: {"prompt": "a", "prompt_token_ids": [1, 2]}, [IDS]),
+        (lambda: {"prompt": "a", "multi_modal_data": None, "mm_processor_kwargs": {}}, [TEXT]),
+        (lambda: [{"prompt": "a", "cache_salt": "s"}], [ParsedPrompt("a", "s")]),
+    ],
+)
+def test_forms(make: Callable[[], object], expected: list[ParsedPrompt] | None) -> None:
+    if expected is None:
+        with pytest.raises(InvalidRequest):
+            parse_prompts(make())  # type: ignore[arg-type]
+    else:
+        assert parse_prompts(make()) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (5, "prompts must be a text, token ids, a dict, or several of these, not 5"),
+        (None, "prompts must be"),
+        (b"a", "prompts must be"),
+        (["a", None], r"prompts\[1\] must be a text, token ids or a dict, not None"),
+        ([1, None], "prompts must be an integer, not None"),
+        ([[1.5]], r"prompts\[0\] must be an integer, not 1.5"),
+        ({}, "prompts must hold 'prompt' or 'prompt_token_ids'"),
+        ([{"text": "a"}], r"prompts\[0\]: unknown key 'text'; known are prompt, prompt_token_ids, cache_salt"),
+        ({"prompt": {"prompt": "a"}}, "must hold"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt must be 1 to 256 characters long"),
+        ({"prompt": "a", "cache_salt": 5}, "cache_salt must be a text, not 5"),
+    ],
+)
+def test_mistakes(prompts: object, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        parse_prompts(prompts)  # type: ignore[arg-type]
+
+
+def test_images_are_refused_by_name() -> None:
+    with pytest.raises(Unsupported, match="prompts: multi_modal_data is not supported; models here take text only"):
+        parse_prompts({"prompt": "a", "multi_modal_data": {"image": object()}})
